@@ -1,0 +1,34 @@
+"""The stage contract: what a stage declares, what it is given, and how one is run."""
+
+from puna.stages.contract.config import SeededConfig, StageConfig, describe, parse
+from puna.stages.contract.declaration import (
+    REGISTRY,
+    Answers,
+    Documents,
+    Evaluation,
+    Instructions,
+    Kind,
+    Mixture,
+    Model,
+    Pages,
+    Preferences,
+    Prompts,
+    Report,
+    Signals,
+    Stage,
+    Tokenizer,
+    Tokens,
+    Value,
+    stage,
+)
+from puna.stages.contract.execute import Outcome, execute, identify, perform
+from puna.stages.contract.external import External, ExternalFile
+from puna.stages.contract.figure import Figure
+from puna.stages.contract.run import Listener, StageRun
+
+__all__ = [
+    "REGISTRY", "Answers", "Documents", "Evaluation", "External", "ExternalFile", "Figure", "Instructions", "Kind",
+    "Listener", "Mixture", "Model", "Outcome", "Pages", "Preferences", "Prompts", "Report", "SeededConfig", "Signals",
+    "Stage", "StageConfig", "StageRun", "Tokenizer", "Tokens", "Value", "describe", "execute", "identify", "parse",
+    "perform", "stage",
+]  # fmt: skip

@@ -1,0 +1,158 @@
+"""The `@stage` declaration: a plain function, its input kinds, its configuration, the kind it writes."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from puna.stages.contract.config import StageConfig
+from puna.stages.contract.external import External
+from puna.storage import Artifact, PunaError
+from puna.storage.schemas import KINDS
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Marks an input parameter with the kind of artifact it takes."""
+
+    name: str
+
+
+Pages = Annotated[Artifact, Kind("pages")]
+Documents = Annotated[Artifact, Kind("documents")]
+Signals = Annotated[Artifact, Kind("signals")]
+Mixture = Annotated[Artifact, Kind("mixture")]
+Tokenizer = Annotated[Artifact, Kind("tokenizer")]
+Tokens = Annotated[Artifact, Kind("tokens")]
+Model = Annotated[Artifact, Kind("model")]
+Prompts = Annotated[Artifact, Kind("prompts")]
+Answers = Annotated[Artifact, Kind("answers")]
+Preferences = Annotated[Artifact, Kind("preferences")]
+Instructions = Annotated[Artifact, Kind("instructions")]
+Evaluation = Annotated[Artifact, Kind("evaluation")]
+Report = Annotated[Artifact, Kind("report")]
+
+Value = Artifact | External | list[Artifact] | list[External] | None
+"""What may be given for an input of a stage."""
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One declared input: its kind, whether several are taken, whether it may be left out."""
+
+    name: str
+    kind: str
+    many: bool = False
+    optional: bool = False
+
+    def checked(self, stage: str, value: Value) -> list[Artifact] | list[External]:
+        """The given artifacts as a list; PunaError when their number or kind is wrong."""
+        if value is None:
+            if not self.optional:
+                raise PunaError(f"stage {stage} needs the input {self.name!r} ({self.kind})")
+            return []
+        given: list[Any] = value if isinstance(value, list) else [value]
+        if not self.many and len(given) != 1:
+            raise PunaError(f"stage {stage}: input {self.name!r} takes one artifact, {len(given)} were given")
+        if self.many and not given and not self.optional:
+            raise PunaError(f"stage {stage}: input {self.name!r} takes at least one artifact ({self.kind})")
+        for item in given:
+            kind = item.kind if isinstance(item, Artifact) else "external"
+            if kind != self.kind:
+                said = item.id if isinstance(item, Artifact) else str(item)
+                raise PunaError(f"stage {stage}: input {self.name!r} takes {self.kind}, but {said} is of kind {kind}")
+        return given
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A declared stage. `function(*inputs, config, run)` does the work; see `execute` for running one."""
+
+    name: str
+    kind: str
+    function: Callable[..., None]
+    config: type[StageConfig]
+    inputs: tuple[InputSpec, ...]
+    filters: str | None = None
+    version: str | None = None
+    doc: str = field(default="", compare=False)
+
+    def check(self, given: dict[str, Value]) -> dict[str, list[Artifact] | list[External]]:
+        """The inputs by name, checked against the declaration."""
+        if unknown := set(given) - {spec.name for spec in self.inputs}:
+            names = ", ".join(spec.name for spec in self.inputs) or "none"
+            raise PunaError(f"stage {self.name} has no input {sorted(unknown)[0]!r}; its inputs are {names}")
+        return {spec.name: spec.checked(self.name, given.get(spec.name)) for spec in self.inputs}
+
+    def by_kind(self, artifacts: list[Artifact]) -> dict[str, Value]:
+        """Artifacts assigned to the inputs of their kind, in order: how a person names inputs on a command line."""
+        left = list(artifacts)
+        given: dict[str, Value] = {}
+        for spec in self.inputs:
+            fitting = [a for a in left if a.kind == spec.kind]
+            if not spec.many:
+                fitting = fitting[:1]
+            left = [a for a in left if a not in fitting]
+            if spec.many:
+                given[spec.name] = fitting if fitting or not spec.optional else None
+            else:
+                given[spec.name] = fitting[0] if fitting else None
+        if left:
+            wanted = ", ".join(f"{s.name} ({s.kind})" for s in self.inputs)
+            raise PunaError(f"stage {self.name} has no place for {left[0].id}; its inputs are {wanted}")
+        return given
+
+
+REGISTRY: dict[str, Stage] = {}
+
+
+def stage(*, kind: str, filters: str | None = None, version: str | None = None) -> Callable[[Callable[..., None]], Stage]:
+    """Declare a stage.
+
+    `kind`: what it writes. `filters`: the input whose rows are all either kept or in `dropped`; checked at
+    commit. `version`: replaces the hash of the reached code in the artifact's key.
+    """
+
+    def declare(function: Callable[..., None]) -> Stage:
+        name = function.__name__
+        if kind not in KINDS:
+            raise TypeError(f"stage {name}: {kind!r} is no kind of artifact")
+        if not function.__doc__:
+            raise TypeError(f"stage {name}: needs a docstring")
+        hints = get_type_hints(function, include_extras=True)
+        parameters = list(inspect.signature(function).parameters)
+        if parameters[-2:] != ["config", "run"]:
+            raise TypeError(f"stage {name}: its last parameters are config and run")
+        specs = tuple(_input(name, parameter, hints[parameter]) for parameter in parameters[:-2])
+        config = hints["config"]
+        if not (isinstance(config, type) and issubclass(config, StageConfig)):
+            raise TypeError(f"stage {name}: config is a StageConfig")
+        if filters is not None and filters not in {spec.name for spec in specs}:
+            raise TypeError(f"stage {name}: filters={filters!r} is no input")
+        if name in REGISTRY and REGISTRY[name].function.__module__ != function.__module__:
+            raise TypeError(f"stage {name} is declared twice")
+        made = Stage(name, kind, function, config, specs, filters, version, inspect.getdoc(function) or "")
+        REGISTRY[name] = made
+        return made
+
+    return declare
+
+
+def _input(stage_name: str, name: str, hint: Any) -> InputSpec:
+    optional = many = False
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        members = [h for h in get_args(hint) if h is not type(None)]
+        optional, hint = True, members[0]
+    if get_origin(hint) is list:
+        many, hint = True, get_args(hint)[0]
+    if hint is External:
+        return InputSpec(name, "external", many, optional)
+    if get_origin(hint) is Annotated:
+        for mark in get_args(hint)[1:]:
+            if isinstance(mark, Kind):
+                return InputSpec(name, mark.name, many, optional)
+    raise TypeError(f"stage {stage_name}: input {name!r} is annotated {hint}; use Documents, Signals, … or External")

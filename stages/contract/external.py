@@ -1,0 +1,122 @@
+"""Files that come from outside the store: the inputs of `ingest`, by URI."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import BinaryIO
+
+from puna.storage import PunaError
+
+
+@dataclass(frozen=True)
+class ExternalFile:
+    """One file of an external input: its name relative to the URI, its full address, size in bytes and digest."""
+
+    name: str
+    address: str
+    bytes: int
+    digest: str
+
+    def open(self) -> BinaryIO:
+        """The file, opened for reading bytes."""
+        import fsspec
+
+        handle: BinaryIO = fsspec.open(self.address, "rb").open()
+        return handle
+
+
+@dataclass(frozen=True)
+class External:
+    """A named set of files at a URI. Its identity is the content, never the address."""
+
+    name: str
+    uri: str
+    files: tuple[ExternalFile, ...]
+    data_digest: str
+
+    @classmethod
+    def resolve(cls, text: str, progress: Callable[[str], None] | None = None) -> list[External]:
+        """`[NAME=]URI` as inputs: a file, or a folder with everything below it.
+
+        Without a name, a folder of archives (WARC, WET, Parquet, JSONL) gives one input per file, named after it;
+        any other URI gives one input named after its last part. `hf://datasets/…` is resolved to its revision.
+        """
+        name, _, uri = text.rpartition("=") if _named(text) else ("", "", text)
+        if uri.startswith("hf://"):
+            return [_hub(name or PurePosixPath(uri).name, uri)]
+        files = list(_files(uri, progress))
+        single = len(files) == 1 and files[0].name == PurePosixPath(uri).name
+        archives = all(_is_archive(f.name) for f in files)
+        if not name and not single and archives and not any("/" in f.name for f in files):
+            return [_external(_stem(f.name), uri, (f,)) for f in files]
+        return [_external(name or _stem(PurePosixPath(uri.rstrip("/")).name), uri, tuple(files))]
+
+
+ARCHIVES = (".warc", ".warc.gz", ".warc.zst", ".wet", ".wet.gz", ".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")
+CHUNK_BYTES = 1 << 22
+
+
+def _named(text: str) -> bool:
+    head, sign, _ = text.partition("=")
+    return bool(sign) and head.replace("_", "").replace("-", "").isalnum()
+
+
+def _is_archive(name: str) -> bool:
+    return name.lower().endswith(ARCHIVES)
+
+
+def _stem(name: str) -> str:
+    lowered = name.lower()
+    for suffix in sorted(ARCHIVES, key=len, reverse=True):
+        if lowered.endswith(suffix):
+            return name[: -len(suffix)]
+    return name
+
+
+def _external(name: str, uri: str, files: tuple[ExternalFile, ...]) -> External:
+    state = hashlib.sha256()
+    for file in files:
+        state.update(f"{file.name}\0{file.digest}\0".encode())
+    return External(name, uri, files, state.hexdigest())
+
+
+def _files(uri: str, progress: Callable[[str], None] | None) -> Iterator[ExternalFile]:
+    import fsspec
+
+    try:
+        system, root = fsspec.core.url_to_fs(uri)
+    except (ValueError, ImportError) as error:
+        raise PunaError(f"input {uri}: {error}") from error
+    if not system.exists(root):
+        raise PunaError(f"input {uri}: there is no such file or folder")
+    addresses = [root] if system.isfile(root) else sorted(system.find(root))
+    addresses = [a for a in addresses if not any(p.startswith(".") for p in PurePosixPath(a[len(root) :]).parts)]
+    if not addresses:
+        raise PunaError(f"input {uri}: the folder is empty")
+    for address in addresses:
+        name = address[len(root) :].lstrip("/") or PurePosixPath(address).name
+        if progress:
+            progress(name)
+        state, size = hashlib.sha256(), 0
+        with system.open(address, "rb") as handle:
+            while chunk := handle.read(CHUNK_BYTES):
+                state.update(chunk)
+                size += len(chunk)
+        yield ExternalFile(name, system.unstrip_protocol(address), size, state.hexdigest())
+
+
+def _hub(name: str, uri: str) -> External:
+    from huggingface_hub import HfApi
+
+    parts = uri.removeprefix("hf://").removeprefix("datasets/").split("/")
+    if len(parts) < 2:
+        raise PunaError(f"input {uri}: write hf://datasets/OWNER/NAME")
+    repository = "/".join(parts[:2])
+    try:
+        revision = HfApi().dataset_info(repository).sha
+    except Exception as error:
+        raise PunaError(f"input {uri}: the hub does not give data set {repository} ({error})") from error
+    return External(name, uri, (), hashlib.sha256(f"{repository}@{revision}".encode()).hexdigest())

@@ -1,0 +1,182 @@
+"""`StageRun`: everything a stage may touch while it runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pyarrow as pa
+
+from puna.stages.contract.config import StageConfig
+from puna.stages.contract.executor import ordered
+from puna.stages.contract.figure import Figure
+from puna.storage import Artifact, Part, PunaError, Work
+from puna.storage.artifact import PART_ROWS
+from puna.storage.schemas import table_schema
+from puna.storage.tables import write_part
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Listener(Protocol):
+    """Hears how far a stage is: a progress bar, a user interface, or nobody."""
+
+    def progress(self, stage: str, done: float, total: float, note: str) -> None:
+        """`done` of `total` units of the stage are finished."""
+
+
+class StageRun:
+    """The one argument through which a stage reads its surroundings and writes its artifact."""
+
+    def __init__(
+        self,
+        stage: str,
+        kind: str,
+        config: StageConfig,
+        work: Work,
+        executor: Executor | None = None,
+        listener: Listener | None = None,
+        part_rows: int = PART_ROWS,
+    ) -> None:
+        self.stage = stage
+        self.kind = kind
+        self.config = config
+        self.metrics: dict[str, Any] = {}
+        self.figures: dict[str, Figure] = {}
+        self.input_rows: int | None = None
+        self._work = work
+        self._executor = executor
+        self._listener = listener
+        self._part_rows = part_rows
+        self._written = 0
+        self._transforms = 0
+        # The driver writes its rows anew on every try; only workers' parts outlive a crash.
+        work.forget("driver-")
+
+    # --- computing -----------------------------------------------------------------------------------
+
+    def map(self, function: Callable[..., Any], items: Iterable[Any], *args: Any, rows: int | None = None) -> Iterator[Any]:
+        """Results of `function(item, *args)` in order; `function` is module-level, args go to every call.
+
+        `rows`: how many items there are, to show progress.
+        """
+        for done, result in enumerate(ordered(self._executor, function, items, args), 1):
+            if rows:
+                self.progress(done, rows)
+            yield result
+
+    def parts(self, artifact: Artifact, table: str | None = None, columns: list[str] | None = None) -> list[Part]:
+        """The artifact's table cut into parts, for `map`."""
+        return artifact.parts(table, columns, self._part_rows)
+
+    def transform(
+        self,
+        function: Callable[..., pa.Table | dict[str, pa.Table]],
+        artifact: Artifact,
+        *args: Any,
+        table: str | None = None,
+        columns: list[str] | None = None,
+    ) -> None:
+        """Write `function(rows, *args)` for every part of a table of `artifact`.
+
+        The function returns the main table, or tables by name. Each part is written by the worker that made it
+        and is not made again after a crash.
+        """
+        parts = self.parts(artifact, table, columns)
+        name = f"transform{self._transforms}-{self._part_rows}"
+        self._transforms += 1
+        folder = self._work.parts
+        jobs = [(function, part, f"{name}-{index:06d}", self.kind, str(folder)) for index, part in enumerate(parts)]
+        done, total = 0, sum(part.rows for part in parts)
+        for part, _ in zip(parts, ordered(self._executor, _transform_part, jobs, args), strict=True):
+            done += part.rows
+            self.progress(done, total)
+
+    # --- writing -------------------------------------------------------------------------------------
+
+    def write(self, table: pa.Table, name: str | None = None) -> None:
+        """Append rows to the main table (None) or a side table."""
+        self._work.add(name or self.kind, table, f"driver-{self._written:06d}")
+        self._written += 1
+
+    def write_rows(self, rows: list[dict[str, Any]], name: str | None = None) -> None:
+        """Append rows given as dicts; columns that no row names are null."""
+        if not rows:
+            return
+        names: dict[str, None] = {}
+        for row in rows:
+            names.update(dict.fromkeys(row))
+        schema = table_schema(name or self.kind).schema_for(names)
+        if missing := [f.name for f in schema if not f.nullable and f.name not in names]:
+            raise PunaError(f"table {name or self.kind}: column {missing[0]!r} is missing")
+        # Nullability is checked when the part is written, with a message that names the column.
+        loose = pa.schema([f.with_nullable(True) for f in schema])
+        try:
+            table = pa.Table.from_pylist(rows, schema=loose)
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise PunaError(f"table {name or self.kind}: {error}") from error
+        self.write(table, name)
+
+    @property
+    def folder(self) -> Path:
+        """Files put here become part of the artifact."""
+        return self._work.output
+
+    @property
+    def scratch(self) -> Path:
+        """A folder that survives a crash and is gone after the commit."""
+        return self._work.scratch
+
+    # --- telling -------------------------------------------------------------------------------------
+
+    def progress(self, done: float, total: float, note: str = "") -> None:
+        """Tell how far the stage is."""
+        if self._listener is not None:
+            self._listener.progress(self.stage, done, total, note)
+
+    def metric(self, name: str, value: float | int | str) -> None:
+        """Record a named number or word in the manifest."""
+        if isinstance(value, float) and not (value == value and abs(value) != float("inf")):
+            raise PunaError(f"stage {self.stage}: metric {name} is {value}")
+        self.metrics[name] = value
+
+    def figure(self, name: str, figure: Figure) -> None:
+        """Record a plot in the manifest."""
+        self.figures[name] = figure
+
+    def count_input(self, rows: int) -> None:
+        """Say how many rows came in, where the input is not an artifact: they must all be kept or dropped."""
+        self.input_rows = (self.input_rows or 0) + rows
+
+    # --- chance --------------------------------------------------------------------------------------
+
+    def seed(self, *names: Any) -> int:
+        """A 63-bit seed that depends on the configuration's seed and the given names alone."""
+        base = getattr(self.config, "seed", None)
+        if base is None:
+            raise PunaError(f"stage {self.stage}: its configuration has no seed; derive it from SeededConfig")
+        text = "\0".join([str(base), *map(str, names)])
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+    def generator(self, *names: Any) -> np.random.Generator:
+        """A random generator seeded with `seed(*names)`."""
+        import numpy as np
+
+        return np.random.default_rng(self.seed(*names))
+
+
+def _transform_part(job: tuple[Any, Part, str, str, str], *args: Any) -> None:
+    """In a worker: compute one part and write its tables; the marker is written last."""
+    function, part, name, kind, folder = job
+    marker = Path(folder) / f".{name}.done"
+    if marker.exists():
+        return
+    result = function(part.read(), *args)
+    made = result if isinstance(result, dict) else {kind: result}
+    for table, rows in made.items():
+        write_part(table_schema(table).conform(rows), Path(folder) / table / f"{name}.parquet")
+    marker.touch()

@@ -1,0 +1,9 @@
+"""Artifacts, manifests, aliases and the catalog that DuckDB queries."""
+
+from puna.storage.artifact import Artifact
+from puna.storage.errors import PunaError
+from puna.storage.manifest import InputRecord, Manifest
+from puna.storage.store import Identity, Store, Work
+from puna.storage.tables import Part
+
+__all__ = ["Artifact", "Identity", "InputRecord", "Manifest", "Part", "PunaError", "Store", "Work"]

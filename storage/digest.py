@@ -1,0 +1,114 @@
+"""Digests: of configuration, of files and of the logical content of tables.
+
+A data digest is a hash of values, not of Parquet bytes: the footer of a Parquet file names the
+writer's version, so equal tables written by two releases would differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from puna.storage.errors import PunaError
+
+CHUNK_BYTES = 1 << 20
+
+
+def canonical(value: Any) -> str:
+    """One JSON text for one value; raises where a value has no stable text (NaN, sets, objects)."""
+
+    def check(item: Any, where: str) -> None:
+        if item is None or isinstance(item, (bool, int, str)):
+            return
+        if isinstance(item, float):
+            if not math.isfinite(item):
+                raise PunaError(f"{where}: {item} cannot be part of an identity; give a finite number")
+            return
+        if isinstance(item, list):
+            for index, element in enumerate(item):
+                check(element, f"{where}[{index}]")
+            return
+        if isinstance(item, dict):
+            for name, element in item.items():
+                if not isinstance(name, str):
+                    raise PunaError(f"{where}: key {name!r} is not a string")
+                check(element, f"{where}.{name}")
+            return
+        raise PunaError(f"{where}: a {type(item).__name__} has no stable encoding")
+
+    check(value, "value")
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def of_value(value: Any) -> str:
+    """sha256 of the canonical JSON of `value`, 64 hex digits."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()
+
+
+def of_file(path: Path) -> str:
+    """sha256 of a file's bytes, 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def of_batches(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> str:
+    """sha256 of a table's logical content: schema (names and types) and values, in row order.
+
+    Does not depend on how the rows are cut into batches, on compression or on the writer: each
+    column keeps one running hash for validity, one for lengths and one for values.
+    """
+    states: dict[str, Any] = {}
+    rows = 0
+    for batch in batches:
+        rows += batch.num_rows
+        for field, column in zip(schema, batch.columns, strict=True):
+            _update(states, field.name, column)
+    whole = hashlib.sha256(f"{rows}".encode())
+    for field in schema:
+        whole.update(f"\0{field.name}\0{field.type}\0".encode())
+    for path in sorted(states):
+        whole.update(f"\0{path}\0".encode() + states[path].digest())
+    return whole.hexdigest()
+
+
+def of_table(table: pa.Table) -> str:
+    """`of_batches` of a table in memory."""
+    return of_batches(table.schema, table.to_batches())
+
+
+def _update(states: dict[str, Any], path: str, array: pa.Array) -> None:
+    """Feed one column's values into its running hashes, in a form that the values alone decide."""
+
+    def feed(aspect: str, data: Any) -> None:
+        states.setdefault(f"{path}\0{aspect}", hashlib.sha256()).update(data)
+
+    kind = array.type
+    feed("valid", np.asarray(array.is_valid().cast(pa.uint8()), dtype=np.uint8).tobytes())
+    array = array.drop_null()
+    if pa.types.is_string(kind) or pa.types.is_binary(kind):
+        binary = array.cast(pa.large_binary())
+        feed("length", np.asarray(pc.binary_length(binary), dtype=np.int64).tobytes())
+        if len(binary):
+            offsets = np.frombuffer(binary.buffers()[1], dtype=np.int64)
+            first, last = int(offsets[binary.offset]), int(offsets[binary.offset + len(binary)])
+            if last > first:
+                feed("value", memoryview(binary.buffers()[2])[first:last])
+    elif pa.types.is_list(kind):
+        feed("length", np.asarray(pc.list_value_length(array), dtype=np.int64).tobytes())
+        _update(states, f"{path}[]", array.flatten())
+    elif pa.types.is_boolean(kind):
+        feed("value", np.asarray(array.cast(pa.uint8()), dtype=np.uint8).tobytes())
+    elif pa.types.is_timestamp(kind):
+        feed("value", np.asarray(array.cast(pa.int64()), dtype=np.int64).tobytes())
+    elif pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        feed("value", array.to_numpy(zero_copy_only=False).tobytes())
+    else:
+        raise PunaError(f"column {path}: type {kind} has no digest; use strings, numbers, times or lists")

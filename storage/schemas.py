@@ -1,0 +1,238 @@
+"""Every table of every artifact: one Arrow schema each, with the unit and meaning of each column.
+
+The main table of an artifact has the name of its kind; the others are side tables. `signals` is open:
+a stage writes `id` and any subset of the columns registered in `puna.storage.signals`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from puna.storage.errors import PunaError
+from puna.storage.signals import SIGNALS
+
+KINDS = (
+    "pages", "documents", "signals", "mixture", "tokenizer", "tokens", "model",
+    "prompts", "answers", "preferences", "instructions", "evaluation", "report",
+)  # fmt: skip
+
+TIME = pa.timestamp("us", tz="UTC")
+TOKENS = pa.list_(pa.field("element", pa.int32()))
+
+
+def column(name: str, kind: pa.DataType, meaning: str, unit: str = "", *, nullable: bool = False) -> pa.Field:
+    """One described column."""
+    return pa.field(name, kind, nullable=nullable, metadata={"meaning": meaning, "unit": unit})
+
+
+@dataclass(frozen=True)
+class TableSchema:
+    """A table: its columns, the primary key it is sorted by, and how it is stored.
+
+    `open_floats`: it takes further number columns. `identity`: its content counts in the artifact's data
+    digest; logs that carry timings do not. `group_rows`: rows per Parquet row group, the unit of reading.
+    """
+
+    name: str
+    schema: pa.Schema
+    key: tuple[str, ...] = ("id",)
+    open_floats: bool = False
+    identity: bool = True
+    group_rows: int = 65_536
+
+    def conform(self, table: pa.Table) -> pa.Table:
+        """`table` with this schema's column order and types; a missing, unknown or wrong column is an error."""
+        schema = self.schema_for(table.schema.names)
+        for field in schema:
+            if field.name not in table.schema.names:
+                raise PunaError(f"table {self.name}: column {field.name!r} is missing ({field.type})")
+        table = table.select(schema.names)
+        for field in schema:
+            values = table.column(field.name)
+            if not field.nullable and values.null_count:
+                raise PunaError(f"table {self.name}: column {field.name!r} must not be null")
+        try:
+            return table.cast(schema)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
+            raise PunaError(f"table {self.name}: {error}") from error
+
+    def schema_for(self, names: Iterable[str]) -> pa.Schema:
+        """The Arrow schema of a table that has these columns."""
+        known = set(self.schema.names)
+        extra = sorted(name for name in names if name not in known)
+        if not extra:
+            return self.schema
+        if self.name == "signals":
+            for name in extra:
+                if name not in SIGNALS:
+                    raise PunaError(f"signal {name!r} is not registered in storage/signals.py; add it with unit and meaning")
+            fields = [column(n, SIGNALS[n].type, SIGNALS[n].meaning, SIGNALS[n].unit, nullable=True) for n in extra]
+        elif self.open_floats:
+            fields = [column(n, pa.float64(), "metric of the objective", nullable=True) for n in extra]
+        else:
+            raise PunaError(f"table {self.name}: unknown column {extra[0]!r}; it has {', '.join(self.schema.names)}")
+        return pa.schema([*self.schema, *fields])
+
+
+def _table(name: str, *columns: pa.Field, key: tuple[str, ...] = ("id",), **stored: Any) -> TableSchema:
+    return TableSchema(name, pa.schema(list(columns)), key, **stored)
+
+
+ID = column("id", pa.string(), "identity of the row: 32 hex digits for pages and documents")
+PROMPT_ID = column("prompt_id", pa.string(), "prompt that the row belongs to")
+URL = column("url", pa.string(), "address the page was fetched from")
+FETCHED = column("fetched_at", TIME, "when the page was fetched", "UTC, microseconds")
+SOURCE = column("source", pa.string(), "name of the input that the row came from")
+TASK = column("task", pa.string(), "task the row belongs to")
+SPLIT = column("split", pa.string(), "train or heldout")
+PROMPT = column("prompt", pa.string(), "the question as the model gets it")
+NUMBER = pa.float64()
+
+TABLES: dict[str, TableSchema] = {
+    table.name: table
+    for table in (
+        _table(
+            "pages", ID, URL, FETCHED, SOURCE,
+            column("content_type", pa.string(), "media type as the server gave it, without parameters"),
+            column("charset", pa.string(), "character set as the server gave it", nullable=True),
+            column("body", pa.binary(), "the page as fetched"),
+            group_rows=1024,
+        ),
+        _table(
+            "documents", ID, URL, FETCHED, SOURCE,
+            column("title", pa.string(), "title of the page", nullable=True),
+            column("text", pa.string(), "the document"),
+            group_rows=1024,
+        ),
+        _table("signals", ID),
+        _table(
+            "dropped", ID,
+            column("rule", pa.string(), "rule that removed the row"),
+            column("value", NUMBER, "the row's value of the rule's signal", nullable=True),
+            column("threshold", NUMBER, "the rule's threshold", nullable=True),
+            column("detail", pa.string(), "what a reader needs to understand the decision", nullable=True),
+            key=("id", "rule"),
+        ),
+        _table(
+            "duplicates", ID,
+            column("kept_id", pa.string(), "the document that was kept instead"),
+            column("method", pa.string(), "how the pair was found and verified"),
+            column("similarity", NUMBER, "verified similarity of the pair", "fraction"),
+            column("cluster", pa.string(), "id of the cluster's survivor"),
+        ),
+        _table(
+            "removed_lines", ID,
+            column("line", pa.int32(), "number of the line in the input document", "from 0"),
+            column("text", pa.string(), "the line"),
+            column("rule", pa.string(), "rule that removed the line"),
+            column("value", NUMBER, "the line's value of the rule's signal"),
+            key=("id", "line"),
+        ),
+        _table(
+            "line_signals", ID,
+            column("line", pa.int32(), "number of the line in the document", "from 0"),
+            column("words", pa.int32(), "words of the line", "words"),
+            column("ngram_coverage", NUMBER, "words inside n-grams seen earlier in the document", "fraction of words"),
+            key=("id", "line"),
+        ),
+        _table(
+            "mixture", ID,
+            column("category", pa.string(), "knowledge type"),
+            SPLIT,
+            column("repeats", pa.int32(), "times the document is read in training", "epochs"),
+            column("weight", NUMBER, "sampling weight of the document's category", "fraction"),
+        ),
+        _table(
+            "tokens", column("row", pa.int64(), "index of the packed row"),
+            column("tokens", TOKENS, "token ids of the row"),
+            column("lengths", TOKENS, "lengths of the documents inside the row", "tokens"),
+            column("documents", pa.list_(pa.field("element", pa.string())), "ids of the documents inside the row"),
+            key=("row",), group_rows=1024,
+        ),
+        _table(
+            "prompts", ID, TASK, SPLIT, PROMPT,
+            column("reference", pa.string(), "gold answer"),
+            column("entry", pa.string(), "what the scorer needs", "JSON"),
+        ),
+        _table(
+            "answers", ID, PROMPT_ID,
+            column("sample", pa.int32(), "number of the answer among those of its prompt and model", "from 0"),
+            column("model", pa.string(), "key of the model that wrote it"),
+            column("text", pa.string(), "the answer"),
+            column("tokens", TOKENS, "its token ids"),
+            column("logprobs", pa.list_(pa.field("element", pa.float32())), "log-probability of each token", "nats"),
+            column("finished", pa.bool_(), "ended by itself rather than at the length limit"),
+            column("score", NUMBER, "reward model's score", nullable=True),
+            column("gold", NUMBER, "the verifiable scorer's score", "0 to 1", nullable=True),
+        ),
+        _table(
+            "preferences", ID, PROMPT_ID, TASK, SPLIT, PROMPT,
+            column("chosen", pa.string(), "the better answer"),
+            column("rejected", pa.string(), "the worse answer"),
+            column("edited", pa.string(), "the chosen answer, improved", nullable=True),
+            column("level", pa.string(), "how much better: significantly_better, better, slightly_better, marginally_better"),
+            column("margin", NUMBER, "difference of the two answers' scores"),
+            column("chosen_model", pa.string(), "key of the model that wrote the chosen answer"),
+            column("rejected_model", pa.string(), "key of the model that wrote the rejected answer"),
+        ),
+        _table(
+            "instructions", ID, PROMPT_ID, TASK, PROMPT,
+            column("response", pa.string(), "the answer to learn"),
+            SOURCE,
+            column("score", NUMBER, "reward model's score", nullable=True),
+        ),
+        _table(
+            "evaluation", TASK,
+            column("metric", pa.string(), "what was measured"),
+            column("value", NUMBER, "the measured value"),
+            column("low", NUMBER, "lower end of the 95 % interval", nullable=True),
+            column("high", NUMBER, "upper end of the 95 % interval", nullable=True),
+            column("n", pa.int64(), "number of items behind the value"),
+            key=("task", "metric"),
+        ),
+        _table(
+            "training_log", column("step", pa.int64(), "optimizer step", "from 1"),
+            column("loss", NUMBER, "training loss of the step", nullable=True),
+            column("learning_rate", NUMBER, "learning rate of the step"),
+            column("gradient_norm", NUMBER, "norm of the gradient before clipping", nullable=True),
+            column("tokens", pa.int64(), "tokens of the step", "tokens"),
+            key=("step",), open_floats=True, identity=False,
+        ),
+        _table(
+            "trials", column("trial", pa.int32(), "number of the small run"),
+            column("name", pa.string(), "what the run varies"),
+            column("parameters", pa.string(), "its settings", "JSON"),
+            column("loss", NUMBER, "held-out loss at the end", "nats per token"),
+            column("tokens", pa.int64(), "tokens it was trained on", "tokens"),
+            column("flops", NUMBER, "floating-point operations of its training", "FLOP"),
+            column("seconds", NUMBER, "wall time of the run", "seconds"),
+            key=("trial", "name"), identity=False,
+        ),
+        _table(
+            "weights", column("category", pa.string(), "knowledge type"),
+            column("weight", NUMBER, "share of training tokens", "fraction"),
+            key=("category",),
+        ),
+        _table(
+            "scores", ID, column("name", pa.string(), "what is scored"), column("value", NUMBER, "the score"),
+            key=("id", "name"),
+        ),
+        _table(
+            "examples", ID, column("kind", pa.string(), "what the example shows"),
+            column("prompt", pa.string(), "question", nullable=True),
+            column("text", pa.string(), "text of the example"),
+            column("detail", pa.string(), "what a reader needs to know", nullable=True),
+        ),
+    )
+}  # fmt: skip
+
+
+def table_schema(name: str) -> TableSchema:
+    """The schema of table `name`."""
+    if name not in TABLES:
+        raise PunaError(f"there is no table {name!r}; the tables are {', '.join(TABLES)}")
+    return TABLES[name]

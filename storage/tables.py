@@ -1,0 +1,119 @@
+"""Writing and reading the Parquet tables of an artifact.
+
+Parts arrive in any order and any size; `merge` sorts them by primary key (DuckDB, out of core) and
+writes fixed row groups, so that equal rows give equal bytes whoever computed which part.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from puna.storage.errors import PunaError
+from puna.storage.schemas import TableSchema, table_schema
+
+
+@dataclass(frozen=True)
+class Part:
+    """A range of rows of one stored table: small, picklable, read where the work is done."""
+
+    file: str
+    start: int
+    stop: int
+    columns: tuple[str, ...] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the part."""
+        return self.stop - self.start
+
+    def read(self) -> pa.Table:
+        """The rows as a table; reads only the row groups that hold them."""
+        source = pq.ParquetFile(self.file)
+        groups, first, offset = [], None, 0
+        for group in range(source.num_row_groups):
+            rows = source.metadata.row_group(group).num_rows
+            if offset < self.stop and offset + rows > self.start:
+                groups.append(group)
+                first = offset if first is None else first
+            offset += rows
+        table = source.read_row_groups(groups, columns=list(self.columns) if self.columns else None)
+        return table.slice(self.start - (first or 0), self.rows)
+
+
+def write_part(table: pa.Table, file: Path) -> None:
+    """Write rows to `file` so that it exists whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    pq.write_table(table, temporary, compression="zstd")
+    os.replace(temporary, file)
+
+
+def merge(name: str, parts: Sequence[Path], target: Path, memory_limit: str = "2GB") -> tuple[int, pa.Schema]:
+    """Sort the rows of `parts` by the primary key of table `name` into `target`; returns rows and schema.
+
+    Raises PunaError where two rows have one key.
+    """
+    table = table_schema(name)
+    names: dict[str, None] = {}
+    for part in parts:
+        names.update(dict.fromkeys(pq.read_schema(part).names))
+    schema = table.schema_for(names)
+    rows = 0
+    last: tuple[object, ...] | None = None
+    with duckdb.connect(config={"memory_limit": memory_limit, "temp_directory": str(target.parent / ".sort")}) as connection:
+        connection.execute("set TimeZone='UTC'")
+        connection.execute("set preserve_insertion_order=false")
+        query = (
+            f"select * from read_parquet({[str(p) for p in parts]}, union_by_name=true) "
+            f"order by {', '.join(_quote(k) for k in table.key)}"
+        )
+        reader = connection.sql(query).to_arrow_reader(table.group_rows)
+        with pq.ParquetWriter(target, schema, compression="zstd", compression_level=3, store_schema=True) as writer:
+            for group in _regroup(reader, schema, table.group_rows):
+                last = _check_unique(table, group, last)
+                writer.write_table(group, row_group_size=table.group_rows)
+                rows += group.num_rows
+    return rows, schema
+
+
+def empty(name: str, target: Path) -> None:
+    """Write a table without rows."""
+    table = table_schema(name)
+    with pq.ParquetWriter(target, table.schema, compression="zstd"):
+        pass
+
+
+def _quote(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _regroup(reader: pa.RecordBatchReader, schema: pa.Schema, rows: int) -> Iterator[pa.Table]:
+    """Tables of exactly `rows` rows (the last may have fewer) with `schema`."""
+    held: list[pa.Table] = []
+    count = 0
+    for batch in reader:
+        if not batch.num_rows:
+            continue
+        held.append(pa.Table.from_batches([batch]).select(schema.names).cast(schema))
+        count += batch.num_rows
+        while count >= rows:
+            whole = pa.concat_tables(held)
+            yield whole.slice(0, rows).combine_chunks()
+            held, count = [whole.slice(rows)], count - rows
+    if count:
+        yield pa.concat_tables(held).combine_chunks()
+
+
+def _check_unique(table: TableSchema, group: pa.Table, last: tuple[object, ...] | None) -> tuple[object, ...]:
+    keys = list(zip(*(group.column(k).to_pylist() for k in table.key), strict=True))
+    for before, after in zip([last, *keys[:-1]], keys, strict=True):
+        if before == after:
+            raise PunaError(f"table {table.name}: two rows have the key {dict(zip(table.key, after, strict=True))}")
+    return keys[-1]

@@ -1,0 +1,136 @@
+"""The stage contract: identity, reuse, resumption, refusal."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pydantic import Field
+
+from puna.stages.contract import Documents, StageConfig, StageRun, execute, perform, stage
+from puna.storage import PunaError, Store
+
+CALLS: list[str] = []
+
+
+class ShorteningConfig(StageConfig):
+    most: int = Field(3, ge=1, description="Longest text kept, characters")
+
+
+def shorten(rows: pa.Table, most: int) -> dict[str, pa.Table]:
+    CALLS.append("part")
+    kept = [len(t) <= most for t in rows["text"].to_pylist()]
+    dropped = [{"id": r["id"], "rule": "too_long", "value": float(len(r["text"])), "threshold": float(most), "detail": None}
+               for r, k in zip(rows.to_pylist(), kept, strict=True) if not k]  # fmt: skip
+    columns = ("id", "rule", "value", "threshold", "detail")
+    types = (pa.string(), pa.string(), pa.float64(), pa.float64(), pa.string())
+    table = pa.Table.from_pylist(dropped, schema=pa.schema(list(zip(columns, types, strict=True))))
+    return {"documents": rows.filter(pa.array(kept)), "dropped": table}
+
+
+@stage(kind="documents", filters="documents")
+def shortening(documents: Documents, config: ShorteningConfig, run: StageRun) -> None:
+    """Keep short documents."""
+    run.transform(shorten, documents, config.most)
+    run.metric("most", config.most)
+
+
+@stage(kind="documents", filters="documents")
+def losing(documents: Documents, config: ShorteningConfig, run: StageRun) -> None:
+    """Loses a row, which the commit must notice."""
+    run.write(documents.read().slice(1))
+
+
+def documents(store: Store, texts: list[str]):
+    n = len(texts)
+    return store.import_table("documents", pa.table({
+        "id": [f"{i:032x}" for i in range(n)], "url": [f"https://x.org/{i}" for i in range(n)],
+        "fetched_at": [datetime(2026, 1, 1, tzinfo=UTC)] * n, "source": ["web"] * n,
+        "title": pa.array([None] * n, pa.string()), "text": texts,
+    }))  # fmt: skip
+
+
+def test_runs_once_and_splits_rows(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given = {"documents": documents(store, ["a", "bbbb", "cc"])}
+    first = perform(shortening, ShorteningConfig(), given, store)
+    assert not first.reused
+    assert first.artifact.read()["text"].to_pylist() == ["a", "cc"]
+    assert first.artifact.read("dropped").to_pylist() == [
+        {"id": f"{1:032x}", "rule": "too_long", "value": 4.0, "threshold": 3.0, "detail": None}
+    ]
+    again = perform(shortening, ShorteningConfig(), given, store)
+    assert again.reused and again.artifact == first.artifact
+    assert not list((store.root / "work").iterdir())
+
+
+def test_bytes_do_not_depend_on_parts_or_workers(tmp_path: Path) -> None:
+    texts = [chr(97 + i % 26) * (1 + i % 5) for i in range(100)]
+    found = set()
+    for index, (rows, workers) in enumerate([(7, None), (100, None), (33, 3)]):
+        store = Store.open(tmp_path / str(index))
+        executor = ThreadPoolExecutor(workers) if workers else None
+        made = execute(shortening, ShorteningConfig(), {"documents": documents(store, texts)}, store, part_rows=rows, executor=executor)
+        found.add(((made.path("documents.parquet").read_bytes(), made.path("dropped.parquet").read_bytes(), made.key)))
+    assert len(found) == 1
+
+
+def test_a_lost_row_is_an_error_and_nothing_is_committed(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    before = len(store.artifacts())
+    given = {"documents": documents(store, ["a", "b"])}
+    with pytest.raises(PunaError, match="2 rows came in, but 1 were kept and 0 dropped; 1 are lost"):
+        execute(losing, ShorteningConfig(), given, store)
+    assert len(store.artifacts()) == before + 1
+
+
+def test_resumes_after_a_crash_without_repeating_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store.open(tmp_path)
+    given = {"documents": documents(store, ["a"] * 10)}
+    from puna.stages.contract import run as run_module
+
+    original = run_module._transform_part
+
+    def failing(job, *args):
+        if "000003" in job[2]:
+            raise KeyboardInterrupt
+        original(job, *args)
+
+    CALLS.clear()
+    monkeypatch.setattr(run_module, "_transform_part", failing)
+    with pytest.raises(KeyboardInterrupt):
+        execute(shortening, ShorteningConfig(), given, store, part_rows=2)
+    assert len(CALLS) == 3
+    monkeypatch.setattr(run_module, "_transform_part", original)
+    made = execute(shortening, ShorteningConfig(), given, store, part_rows=2)
+    assert len(CALLS) == 5 and made.rows() == 10
+
+
+def test_wrong_inputs_are_refused_by_name(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    docs = documents(store, ["a"])
+    with pytest.raises(PunaError, match="needs the input 'documents'"):
+        execute(shortening, ShorteningConfig(), {}, store)
+    with pytest.raises(PunaError, match="no input 'pages'"):
+        execute(shortening, ShorteningConfig(), {"pages": docs}, store)
+    other = store.import_table("signals", pa.table({"id": ["a"], "words": [3]}))
+    with pytest.raises(PunaError, match="takes documents, but signals/.* is of kind signals"):
+        execute(shortening, ShorteningConfig(), {"documents": other}, store)
+
+
+def test_a_damaged_input_is_refused_and_a_damaged_hit_is_made_again(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    docs = documents(store, ["a", "bbbb"])
+    made = execute(shortening, ShorteningConfig(), {"documents": docs}, store)
+    file = made.path("documents.parquet")
+    data = bytearray(file.read_bytes())
+    data[10] ^= 1
+    file.write_bytes(bytes(data))
+    again = perform(shortening, ShorteningConfig(), {"documents": docs}, store)
+    assert not again.reused and again.artifact.data_digest == made.data_digest and not again.artifact.damage()
+    docs.path("documents.parquet").write_bytes(b"short")
+    with pytest.raises(PunaError, match="is damaged: documents.parquet has 5 bytes instead of"):
+        execute(shortening, ShorteningConfig(most=2), {"documents": docs}, store)
