@@ -7,7 +7,7 @@ from typing import Any
 
 from puna.storage.artifact import Artifact
 from puna.storage.manifest import Manifest
-from puna.storage.store import Store
+from puna.storage.store import Identity, Store
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Change:
         return f"{self.what} {self.name}: {_short(self.before)} → {_short(self.now)}"
 
 
-def changes(before: Manifest, now: Manifest) -> list[Change]:
+def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Change]:
     """Every difference that enters the key."""
     found = [Change("config", n, b, a) for n, b, a in _differences(_flat(before.config), _flat(now.config))]
     found += [Change("code", n, b, a) for n, b, a in _differences(before.code, now.code)]
@@ -34,6 +34,13 @@ def changes(before: Manifest, now: Manifest) -> list[Change]:
         found.append(Change("code", "version", before.code_version, now.code_version))
     inputs = [{f"{i.name}[{index}]": f"{i.kind} {i.data_digest[:12]}" for index, i in enumerate(m.inputs)} for m in (before, now)]
     return found + [Change("input", n, b, a) for n, b, a in _differences(*inputs)]
+
+
+def against(store: Store, identity: Identity) -> list[Change] | None:
+    """What differs between a stage about to run and the nearest artifact it made before; None when there is none."""
+    earlier = [a.manifest for a in store.artifacts() if a.manifest.stage == identity.stage]
+    about = [changes(m, identity) for m in reversed(earlier)]
+    return min(about, key=len) if about else None
 
 
 def explain(store: Store, artifact: Artifact) -> tuple[Artifact | None, list[Change]]:

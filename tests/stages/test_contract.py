@@ -74,7 +74,7 @@ def test_bytes_do_not_depend_on_parts_or_workers(tmp_path: Path) -> None:
         store = Store.open(tmp_path / str(index))
         executor = ThreadPoolExecutor(workers) if workers else None
         made = execute(shortening, ShorteningConfig(), {"documents": documents(store, texts)}, store, part_rows=rows, executor=executor)
-        found.add(((made.path("documents.parquet").read_bytes(), made.path("dropped.parquet").read_bytes(), made.key)))
+        found.add((made.path("documents.parquet").read_bytes(), made.path("dropped.parquet").read_bytes(), made.key))
     assert len(found) == 1
 
 

@@ -1,0 +1,31 @@
+# `make demo` and `make test` set themselves up: a virtual environment, the locked dependencies, then the work.
+PYTHON ?= python3
+VENV ?= .venv
+STORE ?= .puna
+export PYTHONPATH := .pkg
+export HF_HUB_DISABLE_TELEMETRY := 1
+BIN := $(VENV)/bin
+
+.PHONY: setup demo test lint types check clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: requirements.lock deploy/setup.sh
+	PYTHON=$(PYTHON) VENV=$(VENV) sh deploy/setup.sh
+
+demo: setup
+	$(BIN)/python -m puna.flows.cli sample $(STORE)/sample
+	$(BIN)/python -m puna.flows.cli run pipeline --recipe demo --store $(STORE) $(ARGS)
+
+test: setup lint types
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+types: setup
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

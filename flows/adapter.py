@@ -1,0 +1,100 @@
+"""The one place where stages meet Prefect: a task, and a single-stage flow, out of any stage.
+
+A task is given JSON (the configuration and references to artifacts) and returns a reference. Prefect's
+cache is off: the store is the only cache, and a task that finds its artifact ends in the state `Cached`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from functools import cache
+from typing import Any, cast
+
+from prefect import Flow, Task
+from prefect.cache_policies import NO_CACHE
+from prefect.states import Completed
+
+from puna.flows.session import Session, current, session
+from puna.stages.contract import REGISTRY, Stage, StageConfig, Value, parse
+from puna.storage import Artifact, PunaError, Store
+
+DEFAULT_STORE = ".puna"
+
+
+def step(stage: Stage, config: StageConfig, /, *, label: str = "", **inputs: Value) -> Artifact:
+    """Run `stage` as a Prefect task of the flow in progress, shown as `label`; returns its artifact."""
+    return _step(stage, config, label or stage.name, inputs)
+
+
+def _step(stage: Stage, config: StageConfig, label: str, inputs: dict[str, Value]) -> Artifact:
+    now = _session()
+    stage.check(inputs)
+    references = {name: now.refer(value) for name, value in inputs.items()}
+    run = task_of(stage.name).with_options(name=label, task_run_name=label)
+    state = run(config.model_dump(mode="json"), references, label, return_state=True)
+    return now.store.resolve(cast("str", state.result()))
+
+
+@cache
+def task_of(name: str) -> Task[[dict[str, Any], dict[str, list[str]], str], Any]:
+    """The Prefect task of the stage `name`."""
+    stage = REGISTRY[name]
+
+    def work(config: dict[str, Any], inputs: dict[str, list[str]], label: str) -> Any:
+        now = _session()
+        given: dict[str, Value] = {}
+        for spec in stage.inputs:
+            items: list[Any] = [now.fetch(reference) for reference in inputs.get(spec.name, [])]
+            given[spec.name] = items if spec.many else (items[0] if items else None)
+        outcome = now.perform(stage, parse(stage.config, config, label), given, label)
+        reference = f"{outcome.artifact.kind}/{outcome.artifact.key}"
+        if outcome.reused:
+            return Completed(name="Cached", message=f"reused {outcome.artifact.id}", data=reference)
+        return reference
+
+    return Task(work, name=name, description=stage.doc, cache_policy=NO_CACHE, persist_result=False, result_serializer="json")
+
+
+@cache
+def flow_of(name: str) -> Flow[Any, Any]:
+    """A flow of the stage `name` alone: its form is the stage's configuration, its inputs are artifacts' ids."""
+    stage = REGISTRY[name]
+
+    def run(**parameters: Any) -> str:
+        config = parameters.pop("config")
+        with _opened(parameters.pop("store"), name) as now:
+            given: dict[str, Value] = {}
+            for spec in stage.inputs:
+                value = parameters.get(spec.name)
+                texts = [value] if isinstance(value, str) else value or []
+                items: list[Any] = [now.store.resolve(text) for text in texts]
+                given[spec.name] = items if spec.many else (items[0] if items else None)
+            return _step(stage, config, stage.name, given).id
+
+    parameters = []
+    for spec in stage.inputs:
+        kind: Any = list[str] if spec.many else str
+        default = None if spec.optional else inspect.Parameter.empty
+        annotation = kind | None if spec.optional else kind
+        parameters.append(inspect.Parameter(spec.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default))
+    parameters.append(inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, annotation=stage.config, default=stage.config()))
+    parameters.append(inspect.Parameter("store", inspect.Parameter.KEYWORD_ONLY, annotation=str, default=DEFAULT_STORE))
+    run.__signature__ = inspect.Signature(parameters, return_annotation=str)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": str}
+    run.__name__ = run.__qualname__ = name
+    run.__doc__ = stage.doc
+    return Flow(run, name=name, description=stage.doc, persist_result=False, result_serializer="json")
+
+
+def _session() -> Session:
+    found = current()
+    if found is None:
+        raise PunaError("no run is in progress: call this from a flow, inside `session(store, flow=…)`")
+    return found
+
+
+def _opened(store: str, flow: str) -> Any:
+    """The session in progress, or a new one: a flow may be started by `puna run` or by a Prefect worker."""
+    found = current()
+    return contextlib.nullcontext(found) if found is not None else session(Store.open(store), flow=flow)

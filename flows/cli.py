@@ -1,0 +1,98 @@
+"""The command line: `puna …`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from puna.flows import look
+from puna.flows.console import fail
+from puna.storage import PunaError, Store
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Raw web pages to an aligned language model.")
+app.add_typer(look.app)
+
+StoreOption = Annotated[str, typer.Option("--store", envvar="PUNA_STORE", help="Folder of the artifacts")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object per artifact on standard output")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field, for example select.gopher_quality.min_words=60")]
+InputOption = Annotated[list[str] | None, typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="Pages to read, or artifacts of a single stage")]
+
+
+@app.command()
+def run(
+    what: Annotated[str, typer.Argument(help="A flow (pipeline, curate, pretrain, align) or a stage; `puna stages` lists them")],
+    recipe: Annotated[str, typer.Option(help="Name of a recipe, or a YAML file")] = "demo",
+    changes: SetOption = None,
+    inputs: InputOption = None,
+    store: StoreOption = ".puna",
+    workers: Annotated[int | None, typer.Option(min=1, help="Local processes (default: one per core)")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a flow or a single stage; what was made before is reused."""
+    from puna.flows.settings import prepare
+
+    opened = Store.open(store)
+    prepare(opened.root)
+    from puna.flows import launch
+
+    launch.run(what, recipe, changes or [], inputs or [], opened, workers, as_json)
+
+
+@app.command()
+def stages() -> None:
+    """List the stages: what they take and what they write."""
+    from puna.flows.recipe import load_stages
+
+    for stage in load_stages().values():
+        taken = ", ".join(f"{'list of ' if s.many else ''}{s.kind}{'?' if s.optional else ''}" for s in stage.inputs)
+        typer.echo(f"{stage.name:20s} {taken or 'nothing'} → {stage.kind}\n    {stage.doc.splitlines()[0]}")
+
+
+@app.command()
+def fields(stage: Annotated[str, typer.Argument(help="Name of a stage")]) -> None:
+    """The configuration of a stage: every field with its default and meaning, as JSON schema."""
+    from puna.flows.recipe import load_stages
+
+    found = load_stages()
+    if stage not in found:
+        raise PunaError(f"there is no stage {stage!r}; the stages are {', '.join(found)}")
+    typer.echo(json.dumps(found[stage].config.model_json_schema(), indent=1))
+
+
+@app.command()
+def sample(
+    folder: Annotated[Path, typer.Argument(help="Where the WARC files go")] = Path(".puna/sample"),
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch the sample of real pages: a few thousand documents, as WARC files."""
+    from puna.flows.launch import make_sample
+
+    report: dict[str, Any] = make_sample(folder, quiet=as_json)
+    typer.echo(json.dumps(report) if as_json else f"sample: {folder}")
+
+
+@app.command()
+def report(
+    run_name: Annotated[str, typer.Argument(metavar="RUN", help="A run; `puna list --runs` shows them, `latest` is the newest")] = "latest",
+    output: Annotated[Path | None, typer.Option(help="HTML file to write (default: report-RUN.html in the store)")] = None,
+    store: StoreOption = ".puna",
+) -> None:
+    """Write one self-contained HTML page about a run."""
+    from puna.flows.report import write
+
+    typer.echo(str(write(Store.open(store), run_name, output)))
+
+
+def main() -> None:
+    """Entry point: every PunaError is one clear message, not a traceback."""
+    try:
+        app()
+    except PunaError as error:
+        fail(str(error))
+
+
+if __name__ == "__main__":
+    main()

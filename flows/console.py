@@ -1,0 +1,94 @@
+"""What a person sees in the terminal while a flow runs: one line per stage, a bar for the one at work."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console as Terminal
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from puna.stages.contract import Outcome
+from puna.storage import Artifact
+from puna.storage.explain import Change
+
+EVERY_SECONDS = 15.0
+
+
+class Console:
+    """Listener of stages. On a terminal it draws a bar; elsewhere a line now and then. `json` prints objects."""
+
+    def __init__(self, *, json: bool = False) -> None:
+        self.json = json
+        self.step = ""
+        self._terminal = Terminal(stderr=json, highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._said = 0.0
+
+    def __enter__(self) -> Console:
+        if self._terminal.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._terminal, transient=True)
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        (self._bar.console if self._bar else self._terminal).print(text)
+
+    def started(self, step: str, why: list[Change] | None) -> None:
+        """A stage begins to compute; `why` it is not reused: None when it was never run before."""
+        if why:
+            shown = "; ".join(str(c) for c in why[:3]) + (f"; and {len(why) - 3} more" if len(why) > 3 else "")
+            self.say(f"[yellow]{step:24s}[/] [dim]runs again: {_plain(shown)}[/]")
+        if self._bar is not None:
+            self._task = self._bar.add_task(step, total=None, note="")
+        self._said = time.monotonic()
+
+    def progress(self, stage: str, done: float, total: float, note: str) -> None:
+        """The stage at work is `done` of `total` far."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done, total=total, note=note)
+        elif time.monotonic() - self._said > EVERY_SECONDS:
+            self._said = time.monotonic()
+            self.say(f"[dim]{self.step:24s} {100 * done / max(total, 1):3.0f} % {_plain(note)}[/]")
+
+    def finished(self, step: str, outcome: Outcome) -> None:
+        """A stage has its artifact."""
+        if self._bar is not None and self._task is not None:
+            self._bar.remove_task(self._task)
+            self._task = None
+        artifact = outcome.artifact
+        if self.json:
+            print(json.dumps(summary(artifact, step=step, reused=outcome.reused, seconds=round(outcome.seconds, 3))), flush=True)
+        state = "[green]reused[/]" if outcome.reused else f"{outcome.seconds:5.1f} s"
+        rows = f"{artifact.rows():>9,} rows" if artifact.kind in artifact.tables else ""
+        dropped = f", {artifact.rows('dropped'):,} dropped" if "dropped" in artifact.tables else ""
+        self.say(f"{step:24s} {artifact.id:26s} {state:>8s} {rows}{dropped}")
+
+
+def summary(artifact: Artifact, **more: Any) -> dict[str, Any]:
+    """An artifact as one JSON object."""
+    m = artifact.manifest
+    return {
+        "id": artifact.id, "kind": artifact.kind, "key": artifact.key, "stage": m.stage, "data_digest": m.data_digest,
+        "rows": {name: record.rows for name, record in m.tables.items()}, "metrics": m.metrics, "created_at": m.created_at, **more,
+    }  # fmt: skip
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+def fail(message: str) -> None:
+    """An error for a person, on standard error."""
+    Terminal(stderr=True, highlight=False, soft_wrap=True).print(f"[red]error:[/] {_plain(message)}")
+    sys.exit(1)

@@ -1,0 +1,291 @@
+"""Commands that look at what a store holds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime
+from typing import Annotated, Any
+
+import pyarrow as pa
+import typer
+from rich.console import Console as Terminal
+from rich.table import Table
+
+from puna.flows.console import summary
+from puna.storage import Artifact, PunaError, Store, care, catalog
+from puna.storage import explain as explaining
+
+app = typer.Typer()
+StoreOption = Annotated[str, typer.Option("--store", envvar="PUNA_STORE", help="Folder of the artifacts")]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output")]
+IdArgument = Annotated[str, typer.Argument(metavar="ID", help="kind/prefix, a prefix of the key, or NAME@VERSION")]
+MOST_ROWS = 200
+
+
+def existing(store: str) -> Store:
+    """The store at a path that must be there already."""
+    from pathlib import Path
+
+    if not (Path(store).expanduser() / "objects").is_dir():
+        raise PunaError(f"store {store}: not found; `puna run` makes one, --store or PUNA_STORE names another")
+    return Store.open(store)
+
+
+def _print(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | None = None) -> None:
+    if as_json:
+        for row in rows:
+            typer.echo(json.dumps(row, default=_text))
+        return
+    names = columns or (list(rows[0]) if rows else [])
+    table = Table(box=None, header_style="bold")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for row in rows[:MOST_ROWS]:
+        table.add_row(*(_cell(row.get(name)) for name in names))
+    terminal = Terminal(highlight=False) if sys.stdout.isatty() else Terminal(highlight=False, width=200)
+    terminal.print(table)
+    if len(rows) > MOST_ROWS:
+        terminal.print(f"{len(rows) - MOST_ROWS:,} more rows; --json prints all")
+
+
+def _text(value: Any) -> str:
+    return value.isoformat() if isinstance(value, datetime) else value.hex() if isinstance(value, bytes) else str(value)
+
+
+def _cell(value: Any) -> str:
+    text = "" if value is None else f"{value:.6g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value, default=_text)
+    return text.replace("[", r"\[") if len(text) <= 300 else text[:297].replace("[", r"\[") + "…"
+
+
+@app.command("list")
+def list_(
+    kind: Annotated[str | None, typer.Argument(help="Only artifacts of this kind")] = None,
+    runs: Annotated[bool, typer.Option("--runs", help="List runs instead")] = False,
+    store: StoreOption = ".puna",
+    as_json: JsonOption = False,
+) -> None:
+    """List artifacts, oldest first."""
+    opened = existing(store)
+    if runs:
+        rows = []
+        for name in opened.runs():
+            events = opened.events(name)
+            made = [e for e in events if "key" in e]
+            finished = any(e.get("event") == "finished" for e in events)
+            rows.append({"run": name, "artifacts": len(made), "reused": sum(e["reused"] for e in made), "finished": finished})
+        return _print(rows, as_json, ["run", "artifacts", "reused", "finished"])
+    names = {key: name for name, key in opened.aliases().items()}
+    rows = [
+        {**summary(a), "alias": names.get(a.key, ""), "main rows": a.rows() if a.kind in a.tables else None}
+        for a in opened.artifacts()
+        if kind in (None, a.kind)
+    ]
+    _print(rows, as_json, ["id", "stage", "main rows", "created_at", "alias"])
+
+
+@app.command()
+def show(name: IdArgument, store: StoreOption = ".puna", as_json: JsonOption = False) -> None:
+    """Show one artifact's manifest: configuration, inputs, tables, metrics, timings."""
+    artifact = existing(store).resolve(name)
+    if as_json:
+        typer.echo(json.dumps(json.loads(artifact.manifest.to_json())))
+        return
+    m = artifact.manifest
+    typer.echo(f"{artifact.id}  made by {m.stage} at {m.created_at}\n{artifact.folder}")
+    for title, content in (("configuration", m.config), ("metrics", m.metrics), ("timings, s", m.timings)):
+        if content:
+            typer.echo(f"\n{title}")
+            for field, value in content.items():
+                typer.echo(f"  {field:32s} {json.dumps(value)}")
+    typer.echo("\ninputs")
+    for item in m.inputs:
+        typer.echo(f"  {item.name:20s} {item.kind}/{item.key[:12]} {item.stage}")
+    typer.echo("\ntables")
+    for table, record in m.tables.items():
+        typer.echo(f"  {table:20s} {record.rows:,} rows: {', '.join(record.columns)}")
+
+
+@app.command()
+def lineage(name: IdArgument, store: StoreOption = ".puna", as_json: JsonOption = False) -> None:
+    """Show what an artifact was made from, back to the files that came from outside."""
+    opened = existing(store)
+    rows: list[dict[str, Any]] = []
+    seen: set[str] = set()
+
+    def walk(artifact: Artifact, depth: int, role: str) -> None:
+        again = artifact.key in seen
+        rows.append({"depth": depth, "id": artifact.id, "key": artifact.key, "stage": artifact.manifest.stage, "as": role})
+        if again:
+            return
+        seen.add(artifact.key)
+        for item in artifact.manifest.inputs:
+            found = opened.find(item.kind, item.key) if item.kind != "external" else None
+            if found is not None:
+                walk(found, depth + 1, item.name)
+            else:
+                said = item.key if item.kind == "external" else f"{item.kind}/{item.key[:12]} (removed)"
+                rows.append({"depth": depth + 1, "id": said, "key": item.key, "stage": item.kind, "as": item.name})
+
+    walk(opened.resolve(name), 0, "")
+    if as_json:
+        return _print(rows, True)
+    shown: set[str] = set()
+    for row in rows:
+        more = " (as above)" if row["key"] in shown else ""
+        shown.add(row["key"])
+        typer.echo(f"{'  ' * row['depth']}{row['id']}  {row['stage']}{' as ' + row['as'] if row['as'] else ''}{more}")
+
+
+@app.command()
+def explain(name: IdArgument, store: StoreOption = ".puna", as_json: JsonOption = False) -> None:
+    """Say why an artifact was made again: which field, which code, which input differs from before."""
+    opened = existing(store)
+    artifact = opened.resolve(name)
+    before, found = explaining.explain(opened, artifact)
+    if as_json:
+        rows = [{"what": c.what, "name": c.name, "before": c.before, "now": c.now} for c in found]
+        typer.echo(json.dumps({"id": artifact.id, "before": before.id if before else None, "changes": rows}))
+        return
+    if before is None:
+        typer.echo(f"{artifact.id}: the first artifact of stage {artifact.manifest.stage}")
+        return
+    typer.echo(f"{artifact.id} differs from {before.id} (made {before.manifest.created_at}):")
+    for change in found:
+        typer.echo(f"  {change}")
+
+
+@app.command()
+def accept(
+    old: Annotated[str, typer.Argument(help="The artifact made by the code before")],
+    new: Annotated[str, typer.Argument(help="The artifact made by the code after")],
+    store: StoreOption = ".puna",
+) -> None:
+    """Declare a refactoring equivalent: where NEW is asked for, OLD is used."""
+    opened = existing(store)
+    before, after = opened.resolve(old), opened.resolve(new)
+    if before.manifest.stage != after.manifest.stage or before.kind != after.kind:
+        raise PunaError(f"{before.id} was made by {before.manifest.stage}, {after.id} by {after.manifest.stage}: they cannot be equivalent")
+    opened.accept(before, after.key)
+    typer.echo(f"{after.id} is now {before.id}")
+
+
+@app.command()
+def why(
+    document: Annotated[str, typer.Argument(help="A document's id (or its first digits), or its URL")],
+    store: StoreOption = ".puna",
+    as_json: JsonOption = False,
+) -> None:
+    """Tell what became of a document: each stage that kept, changed or dropped it, and by which rule."""
+    opened = existing(store)
+    rows = fate(opened, document)
+    if as_json:
+        return _print(rows, True)
+    for row in rows:
+        typer.echo(f"{row['stage']:20s} {row['artifact'][:12]}  {row['what']}")
+
+
+def fate(store: Store, document: str) -> list[dict[str, Any]]:
+    """What happened to a document, in the order of the stages."""
+    with catalog.connect(store) as connection:
+        ids = connection.execute(
+            "select distinct id from pages where starts_with(id, ?) or url = ? union select distinct id from documents where starts_with(id, ?) or url = ?",
+            [document] * 4,
+        ).fetchall()
+        if len(ids) != 1:
+            raise PunaError(f"{document}: {'no page or document has this id or URL' if not ids else f'{len(ids)} documents fit; give more digits'}")
+        order = {a.key: (index, a) for index, a in enumerate(store.artifacts())}
+        identity = ids[0][0]
+        rows = []
+        for table, columns in (
+            ("pages", "url, source"), ("documents", "length(text) as characters"), ("signals", "* exclude (id, artifact)"),
+            ("dropped", "rule, value, threshold, detail"), ("duplicates", "kept_id, method, similarity"),
+            ("removed_lines", "line, text, rule, value"), ("mixture", "category, split, repeats"),
+        ):  # fmt: skip
+            result = connection.execute(f"select artifact, {columns} from {table} where id = ?", [identity])
+            names = [d[0] for d in result.description or []]
+            for values in result.fetchall():
+                found = {n: v for n, v in zip(names[1:], values[1:], strict=True) if v is not None}
+                verb = {"dropped": "dropped", "duplicates": "duplicate", "signals": "scored", "removed_lines": "line removed"}.get(table, "kept")
+                shown = ", ".join(f"{n}={v:.4g}" if isinstance(v, float) else f"{n}={v}" for n, v in found.items())
+                stage = order[values[0]][1].manifest.stage
+                rows.append({"stage": stage, "artifact": values[0], "verb": verb, "values": found, "what": f"{verb}: {shown}"})
+    return sorted(rows, key=lambda row: order[row["artifact"]][0])
+
+
+@app.command()
+def sql(
+    text: Annotated[str | None, typer.Argument(metavar="QUERY", help="One SQL statement; without it, a prompt opens")] = None,
+    store: StoreOption = ".puna",
+    as_json: JsonOption = False,
+) -> None:
+    """Query every artifact with DuckDB, read-only: one view per table, and artifacts, lineage, metrics."""
+    opened = existing(store)
+    if text is not None:
+        return _table(catalog.query(opened, text), as_json)
+    with catalog.connect(opened) as connection:
+        names = [r[0] for r in connection.execute("select table_name from information_schema.tables order by 1").fetchall()]
+        typer.echo(f"DuckDB over {opened.root}\ntables: {', '.join(names)}\nend a statement with ;  leave with .exit")
+        held: list[str] = []
+        while True:
+            try:
+                line = input("puna> " if not held else "  ... ")
+            except (EOFError, KeyboardInterrupt):
+                typer.echo("")
+                return
+            if not held and line.strip() in (".exit", ".quit", "exit", "quit"):
+                return
+            held.append(line)
+            if line.rstrip().endswith(";"):
+                try:
+                    _table(catalog.run(connection, "\n".join(held)), as_json)
+                except PunaError as error:
+                    typer.echo(f"error: {error}", err=True)
+                held = []
+
+
+def _table(table: pa.Table, as_json: bool) -> None:
+    _print(table.to_pylist(), as_json, table.schema.names)
+
+
+@app.command()
+def verify(
+    name: Annotated[str | None, typer.Argument(metavar="ID", help="One artifact (default: all)")] = None,
+    quarantine: Annotated[bool, typer.Option("--quarantine", help="Set damaged artifacts aside, so that they are made again")] = False,
+    store: StoreOption = ".puna",
+    as_json: JsonOption = False,
+) -> None:
+    """Compare every file with its checksum."""
+    opened = existing(store)
+    findings = care.verify(opened, [opened.resolve(name)] if name else None)
+    damaged = [f for f in findings if f.damage]
+    if as_json:
+        _print([{"id": f.artifact.id, "key": f.artifact.key, "damage": f.damage} for f in findings], True)
+    else:
+        for finding in damaged:
+            typer.echo(f"{finding.artifact.id}: {'; '.join(finding.damage)}")
+        typer.echo(f"{len(findings)} artifacts, {len(damaged)} damaged")
+    if quarantine:
+        for finding in damaged:
+            where = opened.quarantine(finding.artifact)
+            typer.echo(f"{finding.artifact.id} is now in {where}", err=True)
+    if damaged:
+        raise typer.Exit(1)
+
+
+@app.command()
+def gc(
+    keep_runs: Annotated[int, typer.Option(min=0, help="Runs whose artifacts stay")] = 5,
+    work_days: Annotated[float, typer.Option(min=0, help="Unfinished work younger than this stays, days")] = 7.0,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only say what would go")] = False,
+    store: StoreOption = ".puna",
+    as_json: JsonOption = False,
+) -> None:
+    """Remove artifacts that no alias and no recent run needs, abandoned work, and quarantined artifacts."""
+    found = care.collect(existing(store), keep_runs=keep_runs, work_days=work_days, remove=yes)
+    if as_json:
+        return _print([{"folder": str(g.folder), "reason": g.reason, "bytes": g.bytes, "removed": yes} for g in found], True)
+    for item in found:
+        typer.echo(f"{item.bytes / 1e6:9.1f} MB  {item.folder}  ({item.reason})")
+    total = sum(g.bytes for g in found) / 1e6
+    typer.echo(f"{len(found)} folders, {total:.1f} MB {'removed' if yes else 'would be removed; add --yes'}")

@@ -1,0 +1,89 @@
+"""What a run of a flow shares between its stages: the store, the executor, who listens, the run's log."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from puna.flows.console import Console
+from puna.stages.contract import External, Outcome, Stage, StageConfig, Value, perform
+from puna.stages.contract.executor import local
+from puna.storage import Artifact, Identity, Store
+from puna.storage.explain import against
+
+
+@dataclass
+class Session:
+    """One run of a flow."""
+
+    store: Store
+    console: Console
+    executor: Executor | None
+    run: str
+    externals: dict[str, External] = field(default_factory=dict)
+    outcomes: list[tuple[str, Outcome]] = field(default_factory=list)
+
+    def perform(self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str) -> Outcome:
+        """Run one stage, tell the terminal and the run's log."""
+
+        def started(identity: Identity) -> None:
+            self.console.started(step, against(self.store, identity))
+
+        self.console.step = step
+        outcome = perform(
+            stage, config, given, self.store, executor=self.executor, listener=self.console, run=self.run, on_start=started
+        )
+        made = outcome.artifact
+        event = {"step": step, "stage": stage.name, "kind": made.kind, "key": made.key, "reused": outcome.reused, "seconds": outcome.seconds}
+        self.store.record(self.run, event)
+        self.outcomes.append((step, outcome))
+        self.console.finished(step, outcome)
+        return outcome
+
+    def refer(self, value: Value) -> list[str]:
+        """Inputs as text that a task can be given: `kind/key` of an artifact, `name=uri` of external files."""
+        items = [] if value is None else value if isinstance(value, list) else [value]
+        found = []
+        for item in items:
+            if isinstance(item, Artifact):
+                found.append(f"{item.kind}/{item.key}")
+            else:
+                name = f"{item.name}={item.uri}"
+                self.externals[name] = item
+                found.append(name)
+        return found
+
+    def fetch(self, reference: str) -> Artifact | External:
+        """The input that a reference means."""
+        return self.externals[reference] if reference in self.externals else self.store.resolve(reference)
+
+
+_CURRENT: ContextVar[Session | None] = ContextVar("session", default=None)
+
+
+def current() -> Session | None:
+    """The session of the run in progress, if any."""
+    return _CURRENT.get()
+
+
+@contextlib.contextmanager
+def session(store: Store, *, flow: str, workers: int | None = None, json: bool = False) -> Iterator[Session]:
+    """Open a session: workers are started when first needed and stopped at the end."""
+    run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{flow}-{uuid.uuid4().hex[:6]}"
+    executor = local(workers)
+    with Console(json=json) as console:
+        made = Session(store, console, executor, run)
+        token = _CURRENT.set(made)
+        try:
+            store.record(run, {"event": "started", "flow": flow})
+            yield made
+            store.record(run, {"event": "finished"})
+        finally:
+            _CURRENT.reset(token)
+            if executor is not None:
+                executor.shutdown(cancel_futures=True)
