@@ -59,11 +59,14 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
     ]
     old = time.time() - work_days * 86_400
     for folder in sorted((store.root / "work").iterdir()):
-        if folder.stat().st_mtime <= old and not _held(folder):
+        if folder.stat().st_mtime <= old and not _held(store.root / "locks" / folder.name):
             garbage.append(Garbage(folder, "abandoned work", _size(folder)))
     for folder in sorted((store.root / "quarantine").iterdir()):
         garbage.append(Garbage(folder, "quarantined", _size(folder)))
     if remove:
+        for lock in (store.root / "locks").iterdir():
+            if lock.stat().st_mtime <= old and not _held(lock):
+                lock.unlink(missing_ok=True)
         for item in garbage:
             # The manifest goes first: a half-removed artifact must not look like one.
             (item.folder / NAME).unlink(missing_ok=True)
@@ -91,8 +94,7 @@ def _size(folder: Path) -> int:
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
 
 
-def _held(folder: Path) -> bool:
-    lock = folder / "lock"
+def _held(lock: Path) -> bool:
     if not lock.exists():
         return False
     with lock.open() as file:

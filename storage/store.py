@@ -2,6 +2,7 @@
 
     objects/<kind>/<k[:2]>/<key>/   committed artifacts, immutable
     work/<key>/                     an unfinished stage, part by part
+    locks/<key>                     held by the process that works on it
     refs/<name>/<version>.json      aliases, changed by compare-and-swap
     runs/<run>.jsonl                what each run made or reused
     quarantine/                     artifacts that failed their checksums
@@ -29,7 +30,7 @@ from puna.storage.errors import PunaError
 from puna.storage.manifest import NAME, FileRecord, InputRecord, Manifest, TableRecord
 from puna.storage.schemas import KINDS, table_schema
 
-FOLDERS = ("objects", "work", "refs", "runs", "quarantine")
+FOLDERS = ("objects", "work", "locks", "refs", "runs", "quarantine")
 
 
 class Store:
@@ -103,18 +104,15 @@ class Store:
     @contextlib.contextmanager
     def work(self, key: str) -> Iterator[Work]:
         """The work folder of `key`, held against other processes; it survives a crash until the commit."""
-        folder = self.root / "work" / key
+        file = self.root / "locks" / key
         while True:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = (folder / "lock").open("w")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # The holder before us may have committed and removed the folder while we waited.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / "lock")):
-                    break
-            lock.close()
-        with lock:
-            yield Work(self, folder)
+            with file.open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                # `gc` removes old lock files; one that was removed while we waited holds nobody off.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(lock.fileno()), os.stat(file)):
+                        yield Work(self, self.root / "work" / key)
+                        return
 
     def import_table(self, kind: str, table: pa.Table, **side: pa.Table) -> Artifact:
         """Commit a table (and side tables) made outside any stage, for scripts and tests."""
@@ -235,7 +233,7 @@ class Work:
         self.scratch = folder / "scratch"
         self.parts = folder / "parts"
         for path in (self.output, self.scratch, self.parts):
-            path.mkdir(exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
 
     def part(self, table: str, name: str) -> Path:
         """The file of one part of a table."""

@@ -1,0 +1,217 @@
+"""The store: commits, hits, races, aliases, damage, garbage."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puna.storage import Identity, Manifest, PunaError, Store, care, catalog, digest
+from puna.storage.explain import changes, explain
+
+
+def signals(ids: list[str], words: list[int]) -> pa.Table:
+    return pa.table({"id": pa.array(ids, pa.string()), "words": pa.array(words, pa.int64())})
+
+
+def test_tables_are_sorted_and_typed(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    made = store.import_table("signals", signals(["c", "a", "b"], [3, 1, 2]))
+    assert made.read().to_pylist() == [{"id": "a", "words": 1}, {"id": "b", "words": 2}, {"id": "c", "words": 3}]
+    assert made.read().schema.field("words").metadata[b"unit"] == b"words"
+    assert [p.read()["words"].to_pylist() for p in made.parts(rows=2)] == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (pa.table({"id": ["a"], "wrods": [1]}), "signal 'wrods' is not registered"),
+        (pa.table({"words": [1]}), "column 'id' is missing"),
+        (pa.table({"id": pa.array([None], pa.string()), "words": [1]}), "column 'id' must not be null"),
+        (pa.table({"id": ["a"], "words": ["many"]}), "many"),
+        (signals(["a", "a"], [1, 2]), "two rows have the key {'id': 'a'}"),
+    ],
+)
+def test_wrong_tables_are_refused_by_name(tmp_path: Path, table: pa.Table, message: str) -> None:
+    store = Store.open(tmp_path)
+    with pytest.raises(PunaError, match=message):
+        store.import_table("signals", table)
+    assert store.artifacts() == []
+
+
+VALUES = st.lists(
+    st.tuples(st.text(max_size=5), st.none() | st.integers(-(2**62), 2**62), st.none() | st.lists(st.none() | st.floats(allow_nan=False), max_size=3)),
+    max_size=20,
+)  # fmt: skip
+SCHEMA = pa.schema({"s": pa.string(), "i": pa.int64(), "l": pa.list_(pa.float64())})
+
+
+@settings(deadline=None, max_examples=60)
+@given(VALUES, st.lists(st.integers(1, 7), max_size=6))
+def test_a_digest_depends_on_values_alone(rows: list, cuts: list[int]) -> None:
+    table = pa.table({n: pa.array([r[i] for r in rows], SCHEMA.field(n).type) for i, n in enumerate("sil")}, schema=SCHEMA)
+    pieces, start = [], 0
+    for cut in cuts:
+        pieces.append(table.slice(start, cut))
+        start += cut
+    pieces.append(table.slice(start))
+    assert digest.of_table(pa.concat_tables(pieces)) == digest.of_table(table.combine_chunks())
+
+
+def test_digests_tell_tables_apart() -> None:
+    tables = [
+        pa.table({"s": ["ab", "c"]}), pa.table({"s": ["a", "bc"]}), pa.table({"t": ["ab", "c"]}), pa.table({"s": ["ab", None]}),
+        pa.table({"s": [None, "ab"]}), pa.table({"s": [["a"], ["b"]]}), pa.table({"s": [["a", "b"], []]}), pa.table({"s": [["a", "b"], None]}),
+        pa.table({"s": pa.array([1, 2])}), pa.table({"s": pa.array([1.0, 2.0])}),
+    ]  # fmt: skip
+    assert len({digest.of_table(t) for t in tables}) == len(tables)
+
+
+def test_unstable_values_have_no_identity() -> None:
+    for value in (float("nan"), {1: 2}, {"a": {3}}, object()):
+        with pytest.raises(PunaError):
+            digest.canonical(value)
+    assert digest.canonical({"b": 1, "a": [True, None, 1.5]}) == '{"a":[true,null,1.5],"b":1}'
+
+
+def _commit(root: str, number: int) -> str:
+    store = Store.open(root)
+    identity = Identity("racing")
+    with store.work(identity.key) as work:
+        found = store.find("signals", identity.key)
+        if found is None:
+            work.add("signals", signals(["a"], [number]), "only")
+            found = work.commit("signals", identity.key, identity)
+        else:
+            work.discard()
+    return found.data_digest
+
+
+def test_of_racing_writers_one_wins(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        digests = pool.starmap(_commit, [(str(tmp_path), n) for n in range(12)])
+    assert len(set(digests)) == 1
+    assert len(Store.open(tmp_path).artifacts()) == 1
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_work_without_a_manifest_is_no_artifact(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    with pytest.raises(RuntimeError), store.work("ab" * 32) as work:
+        work.add("signals", signals(["a"], [1]), "part")
+        raise RuntimeError
+    assert store.artifacts() == []
+    with store.work("ab" * 32) as work:
+        assert work.rows("signals") == 1
+
+
+def test_resolving_names(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    made = store.import_table("signals", signals(["a"], [1]))
+    assert store.resolve(made.id) == store.resolve(made.key) == store.resolve(made.key[:8]) == made
+    for wrong, message in (("ffff0000", "no such artifact"), ("cats/abcd", "no kind of artifact"), ("ab", "at least 4"), ("x@y", "no such alias")):
+        with pytest.raises(PunaError, match=message):
+            store.resolve(wrong)
+
+
+def test_aliases_change_by_compare_and_swap(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    one, two = (store.import_table("signals", signals(["a"], [n])) for n in (1, 2))
+    store.set_alias("best@latest", one, expected="")
+    assert store.resolve("best@latest") == one
+    with pytest.raises(PunaError, match="changed meanwhile"):
+        store.set_alias("best@latest", two, expected="")
+    store.set_alias("best@latest", two, expected=one.key)
+    assert store.aliases() == {"best@latest": two.key}
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove", "manifest"])
+def test_damage_is_found_and_set_aside(tmp_path: Path, harm: str) -> None:
+    store = Store.open(tmp_path)
+    made = store.import_table("signals", signals(["a"], [1]))
+    file = made.path("signals.parquet")
+    if harm == "flip":
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(bytes(data))
+    elif harm == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif harm == "remove":
+        file.unlink()
+    else:
+        made.path("manifest.json").write_text("{")
+    (finding,) = care.verify(store)
+    assert finding.damage
+    store.quarantine(finding.artifact)
+    assert store.artifacts() == [] and care.verify(store) == []
+
+
+def test_garbage_is_what_no_alias_and_no_recent_run_needs(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    one, two, three = (store.import_table("signals", signals(["a"], [n])) for n in (1, 2, 3))
+    store.set_alias("kept@latest", one)
+    store.record("run", {"key": two.key, "reused": False})
+    found = care.collect(store, keep_runs=1, work_days=1, remove=True)
+    assert [g.folder for g in found] == [three.folder]
+    assert {a.key for a in store.artifacts()} == {one.key, two.key}
+
+
+def test_the_catalog_reads_every_table_and_writes_nothing(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    store.import_table("signals", signals(["a", "b"], [1, 2]))
+    store.import_table("signals", pa.table({"id": ["c"], "quality": [0.5]}))
+    rows = catalog.query(store, "select id, words, quality from signals order by id").to_pylist()
+    assert rows == [{"id": "a", "words": 1, "quality": None}, {"id": "b", "words": 2, "quality": None}, {"id": "c", "words": None, "quality": 0.5}]
+    assert catalog.query(store, "select rule, count(*) from dropped group by 1").num_rows == 0
+    assert catalog.query(store, "select count(*) as n from artifacts").to_pylist() == [{"n": 2}]
+    for writing in ("create table t (a int)", "copy (select 1) to '/tmp/never.csv'", "insert into artifacts values (1)", "attach '/tmp/x.db'"):
+        with pytest.raises(PunaError):
+            catalog.query(store, writing)
+
+
+def manifest(**changed: object) -> Manifest:
+    values: dict = {
+        "kind": "signals", "key": "k", "stage": "s", "data_digest": "d", "code_version": "c", "code": {"f": "1"},
+        "config": {"a": {"b": 1}}, "inputs": [], "tables": {}, "files": {},
+    }  # fmt: skip
+    return Manifest(**(values | changed))
+
+
+def test_changes_are_named_field_by_field() -> None:
+    found = changes(manifest(), manifest(config={"a": {"b": 2}}, code={"f": "2", "g": "1"}, code_version="e"))
+    assert [str(c) for c in found] == ["config a.b: 1 → 2", "code f changed", "code g new"]
+    assert changes(manifest(), manifest(key="other", created_at="later")) == []
+
+
+def test_explain_compares_with_the_nearest_earlier(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+
+    def make(**config: int):
+        identity = Identity("stage", config=dict(config))
+        with store.work(identity.key) as work:
+            work.add("signals", signals(["a"], [1]), "p")
+            return work.commit("signals", identity.key, identity)
+
+    first, second, third = make(a=1, b=1), make(a=2, b=2), make(a=1, b=2)
+    assert explain(store, first) == (None, [])
+    before, found = explain(store, third)
+    assert before == second and [str(c) for c in found] == ["config a: 2 → 1"]
+
+
+def test_a_manifest_of_another_format_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "manifest.json"
+    file.write_text(json.dumps({"format": 99}))
+    with pytest.raises(PunaError, match="format 99"):
+        Manifest.read(file)
+
+
+def test_timestamps_survive(tmp_path: Path) -> None:
+    at = datetime(2024, 5, 6, 7, 8, 9, 123456, tzinfo=UTC)
+    table = pa.table({"id": ["a"], "url": ["u"], "fetched_at": [at], "source": ["s"], "title": ["t"], "text": ["x"]})
+    assert Store.open(tmp_path).import_table("documents", table).read()["fetched_at"].to_pylist() == [at]
