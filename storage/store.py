@@ -109,10 +109,9 @@ class Store:
             with file.open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 # `gc` removes old lock files; one that was removed while we waited holds nobody off.
-                with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(lock.fileno()), os.stat(file)):
-                        yield Work(self, self.root / "work" / key)
-                        return
+                if file.exists() and os.path.samestat(os.fstat(lock.fileno()), os.stat(file)):
+                    yield Work(self, self.root / "work" / key)
+                    return
 
     def import_table(self, kind: str, table: pa.Table, **side: pa.Table) -> Artifact:
         """Commit a table (and side tables) made outside any stage, for scripts and tests."""
