@@ -63,12 +63,12 @@ def flow_of(name: str) -> Flow[Any, Any]:
 
     def run(**parameters: Any) -> str:
         config = parameters.pop("config")
-        with _opened(parameters.pop("store"), name) as now:
+        with opened(parameters.pop("store"), name) as now:
             given: dict[str, Value] = {}
             for spec in stage.inputs:
                 value = parameters.get(spec.name)
                 texts = [value] if isinstance(value, str) else value or []
-                items: list[Any] = [now.store.resolve(text) for text in texts]
+                items: list[Any] = [now.fetch(text) for text in texts]
                 given[spec.name] = items if spec.many else (items[0] if items else None)
             return _step(stage, config, stage.name, given).id
 
@@ -94,7 +94,7 @@ def _session() -> Session:
     return found
 
 
-def _opened(store: str, flow: str) -> Any:
+def opened(store: str, flow: str) -> Any:
     """The session in progress, or a new one: a flow may be started by `puna run` or by a Prefect worker."""
     found = current()
     return contextlib.nullcontext(found) if found is not None else session(Store.open(store), flow=flow)

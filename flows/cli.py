@@ -12,13 +12,19 @@ from puna.flows import look
 from puna.flows.console import fail
 from puna.storage import PunaError, Store
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Raw web pages to an aligned language model.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Raw web pages to an aligned language model."
+)
 app.add_typer(look.app)
 
 StoreOption = Annotated[str, typer.Option("--store", envvar="PUNA_STORE", help="Folder of the artifacts")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object per artifact on standard output")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field, for example select.gopher_quality.min_words=60")]
-InputOption = Annotated[list[str] | None, typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="Pages to read, or artifacts of a single stage")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field, for example select.gopher_quality.min_words=60")
+]
+InputOption = Annotated[
+    list[str] | None, typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="Pages to read, or artifacts of a single stage")
+]
 
 
 @app.command()
@@ -72,6 +78,17 @@ def sample(
 
     report: dict[str, Any] = make_sample(folder, quiet=as_json)
     typer.echo(json.dumps(report) if as_json else f"sample: {folder}")
+
+
+@app.command()
+def serve(store: StoreOption = ".puna") -> None:
+    """Offer every flow and stage to the Prefect server at PREFECT_API_URL, and run what is asked for."""
+    from puna.flows.settings import prepare
+
+    prepare(Store.open(store).root)
+    from puna.flows.deployments import serve_all
+
+    serve_all()
 
 
 @app.command()

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from puna.stages.contract import Outcome
 from puna.storage import Artifact
@@ -31,7 +32,13 @@ class Console:
 
     def __enter__(self) -> Console:
         if self._terminal.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=self._terminal, transient=True)
             self._bar.start()
         return self
@@ -43,6 +50,10 @@ class Console:
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         (self._bar.console if self._bar else self._terminal).print(text)
+
+    def show(self, table: Table) -> None:
+        """Print a table."""
+        (self._bar.console if self._bar else self._terminal).print(table)
 
     def started(self, step: str, why: list[Change] | None) -> None:
         """A stage begins to compute; `why` it is not reused: None when it was never run before."""
@@ -61,11 +72,15 @@ class Console:
             self._said = time.monotonic()
             self.say(f"[dim]{self.step:24s} {100 * done / max(total, 1):3.0f} % {_plain(note)}[/]")
 
-    def finished(self, step: str, outcome: Outcome) -> None:
-        """A stage has its artifact."""
+    def done(self) -> None:
+        """Nothing is at work: take the bar away."""
         if self._bar is not None and self._task is not None:
             self._bar.remove_task(self._task)
             self._task = None
+
+    def finished(self, step: str, outcome: Outcome) -> None:
+        """A stage has its artifact."""
+        self.done()
         artifact = outcome.artifact
         if self.json:
             print(json.dumps(summary(artifact, step=step, reused=outcome.reused, seconds=round(outcome.seconds, 3))), flush=True)

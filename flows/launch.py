@@ -2,56 +2,62 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
 
 from puna.flows.console import Console
 from puna.flows.recipe import FLOWS, load, load_stages, overridden
 from puna.flows.session import session
-from puna.stages.contract import External, Value, parse
+from puna.stages.contract import External, Stage, Value, parse
 from puna.storage import PunaError, Store
 
 
-def run(
-    what: str, recipe: str, changes: list[str], inputs: list[str], store: Store, workers: int | None, as_json: bool
-) -> None:
+def run(what: str, recipe: str, changes: list[str], inputs: list[str], store: Store, workers: int | None, as_json: bool) -> None:
     """Run `what` (a flow or a stage); everything is checked before any work starts."""
     stages = load_stages()
     if what in FLOWS:
-        config = load(recipe, changes)
+        load(recipe, changes)
         externals = pages(inputs, store, as_json)
-        from puna.flows import pipeline
-        from puna.flows.closing import closing_table
+        from puna.flows.deployments import WHOLE
+
+        with session(store, flow=what, workers=workers, json=as_json) as now:
+            now.inputs = externals
+            WHOLE[what](recipe=recipe, changes=changes, inputs=inputs, store=str(store.root))
         from puna.flows.report import write
 
-        with session(store, flow=what, workers=workers, json=as_json) as now:
-            getattr(pipeline, what)(config, externals)
-            closing_table(now)
         now.console.say(f"report: {write(store, now.run, None)}")
     elif what in stages:
-        stage = stages[what]
-        values: dict[str, Any] = {}
-        for change in changes:
-            overridden(values, change.removeprefix(f"{what}."))
-        config_of_stage = parse(stage.config, values, what)
-        given: dict[str, Value]
-        if any(spec.kind == "external" for spec in stage.inputs):
-            given = {spec.name: pages(inputs, store, as_json) for spec in stage.inputs}
-        else:
-            artifacts = [store.checked(store.resolve(text)) for text in inputs]
-            given = stage.by_kind(artifacts)
-        stage.check(given)
-        from puna.flows.adapter import single
-
-        with session(store, flow=what, workers=workers, json=as_json) as now:
-            single(stage, config_of_stage, given)
-        if not as_json:
-            _, outcome = now.outcomes[-1]
-            for name, value in outcome.artifact.manifest.metrics.items():
-                now.console.say(f"  {name:32s} {value}")
+        _run_stage(stages[what], changes, inputs, store, workers, as_json)
     else:
         raise PunaError(f"{what}: no such flow or stage; flows are {', '.join(FLOWS)}; `puna stages` lists the stages")
+
+
+def _run_stage(stage: Stage, changes: list[str], inputs: list[str], store: Store, workers: int | None, as_json: bool) -> None:
+    values: dict[str, Any] = {}
+    for change in changes:
+        overridden(values, change.removeprefix(f"{stage.name}."))
+    config = parse(stage.config, values, stage.name)
+    given: dict[str, Value]
+    external = [spec.name for spec in stage.inputs if spec.kind == "external"]
+    if external:
+        given = {external[0]: pages(inputs, store, as_json)}
+    else:
+        given = stage.by_kind([store.checked(store.resolve(text)) for text in inputs])
+    stage.check(given)
+    from puna.flows.adapter import flow_of
+
+    with session(store, flow=stage.name, workers=workers, json=as_json) as now:
+        references = {name: now.refer(value) for name, value in given.items()}
+        single = {spec.name for spec in stage.inputs if not spec.many}
+        parameters: dict[str, Any] = {
+            name: (found[0] if found else None) if name in single else found for name, found in references.items()
+        }
+        flow_of(stage.name)(**parameters, config=config, store=str(store.root))
+    _, outcome = now.outcomes[-1]
+    for name, value in outcome.artifact.manifest.metrics.items():
+        now.console.say(f"  {name:32s} {value}")
 
 
 def pages(inputs: list[str], store: Store, quiet: bool) -> list[External]:
@@ -72,8 +78,8 @@ def make_sample(folder: Path, *, quiet: bool = False) -> dict[str, Any]:
     from puna.stages.sample import build_sample
 
     with Console(json=quiet) as console:
-        report = build_sample(folder, progress=console.say)
-    found: dict[str, Any] = report.to_json()
-    return found
-
-
+        console.step = "sample"
+        console.started("sample", None)
+        report = build_sample(folder, lambda done, total, note: console.progress("sample", done, total, note), say=console.say)
+        console.done()
+    return json.loads(json.dumps(asdict(report), default=str))  # type: ignore[no-any-return]

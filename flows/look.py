@@ -54,7 +54,15 @@ def _text(value: Any) -> str:
 
 
 def _cell(value: Any) -> str:
-    text = "" if value is None else f"{value:.6g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value, default=_text)
+    text = (
+        ""
+        if value is None
+        else f"{value:.6g}"
+        if isinstance(value, float)
+        else value
+        if isinstance(value, str)
+        else json.dumps(value, default=_text)
+    )
     return text.replace("[", r"\[") if len(text) <= 300 else text[:297].replace("[", r"\[") + "…"
 
 
@@ -193,7 +201,9 @@ def fate(store: Store, document: str) -> list[dict[str, Any]]:
             [document] * 4,
         ).fetchall()
         if len(ids) != 1:
-            raise PunaError(f"{document}: {'no page or document has this id or URL' if not ids else f'{len(ids)} documents fit; give more digits'}")
+            raise PunaError(
+                f"{document}: {'no page or document has this id or URL' if not ids else f'{len(ids)} documents fit; give more digits'}"
+            )
         order = {a.key: (index, a) for index, a in enumerate(store.artifacts())}
         identity = ids[0][0]
         rows = []
@@ -206,7 +216,9 @@ def fate(store: Store, document: str) -> list[dict[str, Any]]:
             names = [d[0] for d in result.description or []]
             for values in result.fetchall():
                 found = {n: v for n, v in zip(names[1:], values[1:], strict=True) if v is not None}
-                verb = {"dropped": "dropped", "duplicates": "duplicate", "signals": "scored", "removed_lines": "line removed"}.get(table, "kept")
+                verb = {"dropped": "dropped", "duplicates": "duplicate", "signals": "scored", "removed_lines": "line removed"}.get(
+                    table, "kept"
+                )
                 shown = ", ".join(f"{n}={v:.4g}" if isinstance(v, float) else f"{n}={v}" for n, v in found.items())
                 stage = order[values[0]][1].manifest.stage
                 rows.append({"stage": stage, "artifact": values[0], "verb": verb, "values": found, "what": f"{verb}: {shown}"})

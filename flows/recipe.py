@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import Field
@@ -13,7 +13,7 @@ from pydantic import Field
 from puna.stages.align.average import AverageConfig
 from puna.stages.align.data_quality import DataQualityConfig
 from puna.stages.align.dpo import DpoConfig
-from puna.stages.align.gold_instructions import GoldInstructionsConfig
+from puna.stages.align.instructions import InstructionsConfig
 from puna.stages.align.ppo import PpoConfig
 from puna.stages.align.preferences import PreferencesConfig
 from puna.stages.align.prompts import PromptsConfig
@@ -75,8 +75,9 @@ class Recipe(StageConfig):
     scaling_law: ScalingLawConfig = Field(ScalingLawConfig(), description="Small runs that predict the large one")
     pretrain: PretrainConfig = Field(PretrainConfig(), description="Pretraining")
     evaluate_base: EvaluateConfig = Field(EvaluateConfig(), description="Evaluating the base model")
-    prompts: PromptsConfig = Field(PromptsConfig(), description="Tasks")
-    gold_instructions: GoldInstructionsConfig = Field(GoldInstructionsConfig(), description="First instructions, from gold answers")
+    prompts: PromptsConfig = Field(description="Tasks, and the prompts whose gold answers the first finetuning learns")
+    round_prompts: int = Field(400, ge=1, description="New training prompts of each task in each round")
+    instructions: InstructionsConfig = Field(InstructionsConfig(), description="First instructions, from gold answers")
     sft_first: SftConfig = Field(SftConfig(), description="First supervised finetuning")
     sft_second: SftConfig = Field(SftConfig(), description="The other model that answers in round 1")
     sample: SampleConfig = Field(SampleConfig(), description="Answers from two models")
@@ -89,6 +90,15 @@ class Recipe(StageConfig):
     ppo: PpoConfig | None = Field(None, description="PPO of the last round, after DPO; null: none")
     average: AverageConfig = Field(AverageConfig(), description="Averaging of weights")
     evaluate: EvaluateConfig = Field(EvaluateConfig(), description="Evaluating an aligned model")
+
+
+C = TypeVar("C", bound=StageConfig)
+
+
+def in_round(config: C, number: int) -> C:
+    """The configuration of a stage in round `number` (from 1): each round draws its own random numbers."""
+    seed = getattr(config, "seed", None)
+    return config if seed is None else config.model_copy(update={"seed": (seed + 1_000_003 * number) % 2**31})
 
 
 def load_stages() -> dict[str, Stage]:

@@ -25,6 +25,7 @@ class Session:
     console: Console
     executor: Executor | None
     run: str
+    inputs: list[External] | None = None
     externals: dict[str, External] = field(default_factory=dict)
     outcomes: list[tuple[str, Outcome]] = field(default_factory=list)
 
@@ -35,11 +36,16 @@ class Session:
             self.console.started(step, against(self.store, identity))
 
         self.console.step = step
-        outcome = perform(
-            stage, config, given, self.store, executor=self.executor, listener=self.console, run=self.run, on_start=started
-        )
+        outcome = perform(stage, config, given, self.store, executor=self.executor, listener=self.console, run=self.run, on_start=started)
         made = outcome.artifact
-        event = {"step": step, "stage": stage.name, "kind": made.kind, "key": made.key, "reused": outcome.reused, "seconds": outcome.seconds}
+        event = {
+            "step": step,
+            "stage": stage.name,
+            "kind": made.kind,
+            "key": made.key,
+            "reused": outcome.reused,
+            "seconds": outcome.seconds,
+        }
         self.store.record(self.run, event)
         self.outcomes.append((step, outcome))
         self.console.finished(step, outcome)
@@ -60,7 +66,9 @@ class Session:
 
     def fetch(self, reference: str) -> Artifact | External:
         """The input that a reference means."""
-        return self.externals[reference] if reference in self.externals else self.store.resolve(reference)
+        if reference in self.externals:
+            return self.externals[reference]
+        return self.store.resolve(reference)
 
 
 _CURRENT: ContextVar[Session | None] = ContextVar("session", default=None)

@@ -54,9 +54,7 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
     Work younger than `work_days` days, or held by a process, stays. With `remove=False` nothing is touched.
     """
     needed = _needed(store, keep_runs)
-    garbage = [
-        Garbage(a.folder, "no alias and no recent run needs it", _size(a.folder)) for a in store.artifacts() if a.key not in needed
-    ]
+    garbage = [Garbage(a.folder, "no alias and no recent run needs it", _size(a.folder)) for a in store.artifacts() if a.key not in needed]
     old = time.time() - work_days * 86_400
     for folder in sorted((store.root / "work").iterdir()):
         if folder.stat().st_mtime <= old and not _held(store.root / "locks" / folder.name):

@@ -74,7 +74,15 @@ READING = {duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN, duckdb.Sta
 def _duck(kind: pa.DataType) -> str:
     if pa.types.is_list(kind):
         return f"{_duck(kind.value_type)}[]"
-    names = {"string": "varchar", "binary": "blob", "double": "double", "float": "float", "int32": "integer", "int64": "bigint", "bool": "boolean"}
+    names = {
+        "string": "varchar",
+        "binary": "blob",
+        "double": "double",
+        "float": "float",
+        "int32": "integer",
+        "int64": "bigint",
+        "bool": "boolean",
+    }
     return names.get(str(kind), "timestamptz")
 
 
@@ -89,9 +97,7 @@ def _meta(connection: duckdb.DuckDBPyConnection, artifacts: list[Artifact]) -> N
                 "run": m.run, "data_digest": m.data_digest, "code_version": m.code_version, "config": json.dumps(m.config), "seed": m.seed,
             }
         )  # fmt: skip
-        lineage += [
-            {"artifact": m.key, "input": i.key, "name": i.name, "kind": i.kind, "data_digest": i.data_digest} for i in m.inputs
-        ]
+        lineage += [{"artifact": m.key, "input": i.key, "name": i.name, "kind": i.kind, "data_digest": i.data_digest} for i in m.inputs]
         for name, value in m.metrics.items():
             number = float(value) if isinstance(value, (int, float)) else None
             metrics.append({"artifact": m.key, "stage": m.stage, "name": name, "value": number, "text": str(value)})

@@ -1,11 +1,11 @@
 """The store: where artifacts live, how one is begun, committed, found again and removed.
 
-    objects/<kind>/<k[:2]>/<key>/   committed artifacts, immutable
-    work/<key>/                     an unfinished stage, part by part
-    locks/<key>                     held by the process that works on it
-    refs/<name>/<version>.json      aliases, changed by compare-and-swap
-    runs/<run>.jsonl                what each run made or reused
-    quarantine/                     artifacts that failed their checksums
+objects/<kind>/<k[:2]>/<key>/   committed artifacts, immutable
+work/<key>/                     an unfinished stage, part by part
+locks/<key>                     held by the process that works on it
+refs/<name>/<version>.json      aliases, changed by compare-and-swap
+runs/<run>.jsonl                what each run made or reused
+quarantine/                     artifacts that failed their checksums
 """
 
 from __future__ import annotations

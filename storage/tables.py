@@ -71,8 +71,7 @@ def merge(name: str, parts: Sequence[Path], target: Path, memory_limit: str = "2
         connection.execute("set TimeZone='UTC'")
         connection.execute("set preserve_insertion_order=false")
         query = (
-            f"select * from read_parquet({[str(p) for p in parts]}, union_by_name=true) "
-            f"order by {', '.join(_quote(k) for k in table.key)}"
+            f"select * from read_parquet({[str(p) for p in parts]}, union_by_name=true) order by {', '.join(_quote(k) for k in table.key)}"
         )
         reader = connection.sql(query).to_arrow_reader(table.group_rows)
         with pq.ParquetWriter(target, schema, compression="zstd", compression_level=3, store_schema=True) as writer:

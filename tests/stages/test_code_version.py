@@ -26,7 +26,7 @@ FILES = {
         def other():
             return 1
         ''',
-    "stages/helpers.py": '''
+    "stages/helpers.py": """
         WORDS = "words.txt"
 
         class Base:
@@ -41,7 +41,7 @@ FILES = {
 
         def unused():
             return 2
-        ''',
+        """,
     "stages/words.txt": "one\ntwo\n",
     "stages/late.py": "def lately():\n    return 5\n\ndef later():\n    return 6\n",
     "models/__init__.py": "",

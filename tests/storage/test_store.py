@@ -115,7 +115,12 @@ def test_resolving_names(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     made = store.import_table("signals", signals(["a"], [1]))
     assert store.resolve(made.id) == store.resolve(made.key) == store.resolve(made.key[:8]) == made
-    for wrong, message in (("ffff0000", "no such artifact"), ("cats/abcd", "no kind of artifact"), ("ab", "at least 4"), ("x@y", "no such alias")):
+    for wrong, message in (
+        ("ffff0000", "no such artifact"),
+        ("cats/abcd", "no kind of artifact"),
+        ("ab", "at least 4"),
+        ("x@y", "no such alias"),
+    ):
         with pytest.raises(PunaError, match=message):
             store.resolve(wrong)
 
@@ -167,10 +172,19 @@ def test_the_catalog_reads_every_table_and_writes_nothing(tmp_path: Path) -> Non
     store.import_table("signals", signals(["a", "b"], [1, 2]))
     store.import_table("signals", pa.table({"id": ["c"], "quality": [0.5]}))
     rows = catalog.query(store, "select id, words, quality from signals order by id").to_pylist()
-    assert rows == [{"id": "a", "words": 1, "quality": None}, {"id": "b", "words": 2, "quality": None}, {"id": "c", "words": None, "quality": 0.5}]
+    assert rows == [
+        {"id": "a", "words": 1, "quality": None},
+        {"id": "b", "words": 2, "quality": None},
+        {"id": "c", "words": None, "quality": 0.5},
+    ]
     assert catalog.query(store, "select rule, count(*) from dropped group by 1").num_rows == 0
     assert catalog.query(store, "select count(*) as n from artifacts").to_pylist() == [{"n": 2}]
-    for writing in ("create table t (a int)", "copy (select 1) to '/tmp/never.csv'", "insert into artifacts values (1)", "attach '/tmp/x.db'"):
+    for writing in (
+        "create table t (a int)",
+        "copy (select 1) to '/tmp/never.csv'",
+        "insert into artifacts values (1)",
+        "attach '/tmp/x.db'",
+    ):
         with pytest.raises(PunaError):
             catalog.query(store, writing)
 

@@ -1,0 +1,96 @@
+"""The flows, as their DAGs and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from puna.flows.adapter import step
+from puna.flows.recipe import Recipe
+from puna.stages.align.instructions import instructions
+from puna.stages.align.prompts import prompts
+from puna.stages.align.sft import sft
+from puna.stages.contract import External
+from puna.stages.curate.decontaminate import decontaminate
+from puna.stages.curate.domains import domains
+from puna.stages.curate.extract import extract
+from puna.stages.curate.heuristics import heuristics
+from puna.stages.curate.ingest import ingest
+from puna.stages.curate.language import language
+from puna.stages.curate.line_dedup import line_dedup
+from puna.stages.curate.minhash_dedup import minhash_dedup
+from puna.stages.curate.mix import mix
+from puna.stages.curate.pii import pii
+from puna.stages.curate.quality import quality
+from puna.stages.curate.select import select
+from puna.stages.curate.url_dedup import url_dedup
+from puna.stages.curate.url_filter import url_filter
+from puna.stages.experiments.mix_experiment import mix_experiment
+from puna.stages.experiments.scaling_law import scaling_law
+from puna.stages.pretrain.evaluate import evaluate
+from puna.stages.pretrain.pretrain import pretrain as train_base
+from puna.stages.pretrain.tokenize import tokenize
+from puna.stages.pretrain.tokenizer import tokenizer
+from puna.storage import Artifact
+
+
+@dataclass(frozen=True)
+class Curated:
+    """Clean documents, their knowledge types, and the tasks they were decontaminated against."""
+
+    documents: Artifact
+    domains: Artifact
+    prompts: Artifact
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """The base model and what it was made of."""
+
+    model: Artifact
+    curated: Curated
+    mixture: Artifact
+
+
+def curate(r: Recipe, inputs: list[External]) -> Curated:
+    """Pages to clean documents."""
+    tasks = step(prompts, r.prompts)
+    documents = step(extract, r.extract, pages=step(ingest, r.ingest, inputs=inputs))
+    documents = step(url_dedup, r.url_dedup, documents=step(url_filter, r.url_filter, documents=documents))
+    signals = [step(language, r.language, documents=documents), step(heuristics, r.heuristics, documents=documents)]
+    documents = step(select, r.select, documents=documents, signals=signals)
+    documents = step(pii, r.pii, documents=documents)
+    documents = step(minhash_dedup, r.minhash_dedup, documents=documents)
+    documents = step(line_dedup, r.line_dedup, documents=documents)
+    scores, types = step(quality, r.quality, documents=documents), step(domains, r.domains, documents=documents)
+    documents = step(select, r.select_model, label="select_model", documents=documents, signals=[scores, types])
+    documents = step(decontaminate, r.decontaminate, documents=documents, prompts=[tasks])
+    return Curated(documents, types, tasks)
+
+
+def pretrain(r: Recipe, inputs: list[External]) -> Pretrained:
+    """Clean documents to a base model, by way of the experiments that set its mixture and predict its loss."""
+    c = curate(r, inputs)
+    vocabulary = step(tokenizer, r.tokenizer, documents=c.documents)
+    weights = step(mix_experiment, r.mix_experiment, documents=c.documents, signals=c.domains, tokenizer=vocabulary)
+    mixture = step(mix, r.mix, documents=c.documents, signals=c.domains, weights=weights)
+    tokens = step(tokenize, r.tokenize, documents=c.documents, mixture=mixture, tokenizer=vocabulary)
+    step(scaling_law, r.scaling_law, tokens=tokens, tokenizer=vocabulary)
+    base = step(train_base, r.pretrain, tokens=tokens, tokenizer=vocabulary)
+    step(evaluate, r.evaluate_base, label="evaluate_base", model=base, documents=c.documents, mixture=mixture, prompts=c.prompts)
+    return Pretrained(base, c, mixture)
+
+
+def align(r: Recipe, inputs: list[External]) -> Artifact:
+    """Base model to aligned model: supervised finetuning on gold answers, then rounds."""
+    base = pretrain(r, inputs)
+    gold = step(instructions, r.instructions, prompts=base.curated.prompts)
+    policy = step(sft, r.sft_first, label="sft_first", model=base.model, instructions=[gold])
+    other = step(sft, r.sft_second, label="sft_second", model=base.model, instructions=[gold])
+    step(evaluate, r.evaluate, label="evaluate_sft", model=policy, prompts=base.curated.prompts)
+    data = [gold]
+    for number in range(1, r.rounds + 1):
+        policy, other, data = align_round(r, number, base, policy, other, data)
+    return policy
+
+
+pipeline = align

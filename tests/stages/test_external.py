@@ -1,0 +1,59 @@
+"""External inputs: naming, identity by content, refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from puna.stages.contract import External
+from puna.storage import PunaError
+
+
+def write(folder: Path, **files: str) -> Path:
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+    return folder
+
+
+def test_a_folder_of_archives_gives_one_input_per_file(tmp_path: Path) -> None:
+    folder = write(tmp_path / "crawl", web__warc__gz="1", code__warc__gz="2")
+    assert [(e.name, len(e.files)) for e in External.resolve(str(folder))] == [("code", 1), ("web", 1)]
+
+
+def test_a_name_joins_all_files_of_a_folder(tmp_path: Path) -> None:
+    folder = write(tmp_path / "crawl", web__warc__gz="1", code__warc__gz="2")
+    (external,) = External.resolve(f"news={folder}")
+    assert (external.name, [f.name for f in external.files]) == ("news", ["code.warc.gz", "web.warc.gz"])
+
+
+def test_html_folders_and_single_files_are_named_after_themselves(tmp_path: Path) -> None:
+    folder = write(tmp_path / "site", index__html="<p>", about__html="<p>")
+    assert [e.name for e in External.resolve(str(folder))] == ["site"]
+    assert [e.name for e in External.resolve(str(folder / "index.html"))] == ["index.html"]
+
+
+def test_identity_is_content_not_address(tmp_path: Path) -> None:
+    first, second = (write(tmp_path / n, a__html="x", b__html="y") for n in ("one", "two"))
+    third = write(tmp_path / "three", a__html="x", b__html="z")
+    digests = [External.resolve(f"same={folder}")[0].data_digest for folder in (first, second, third)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_hidden_files_are_left_out(tmp_path: Path) -> None:
+    folder = write(tmp_path / "site", a__html="x")
+    (folder / ".lock").write_text("")
+    assert [f.name for f in External.resolve(f"s={folder}")[0].files] == ["a.html"]
+
+
+@pytest.mark.parametrize(("text", "message"), [("missing.warc.gz", "no such file or folder"), ("nosuch://x/y", "input nosuch://x/y")])
+def test_what_is_not_there_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(PunaError, match=message):
+        External.resolve(text if "://" in text else str(tmp_path / text))
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PunaError, match="the folder is empty"):
+        External.resolve(str(tmp_path / "empty"))
