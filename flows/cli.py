@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -76,8 +77,12 @@ def sample(
     """Fetch the sample of real pages: a few thousand documents, as WARC files."""
     from puna.flows.launch import make_sample
 
-    report: dict[str, Any] = make_sample(folder, quiet=as_json)
-    typer.echo(json.dumps(report) if as_json else f"sample: {folder}")
+    made = make_sample(folder, quiet=as_json)
+    if as_json:
+        typer.echo(json.dumps(asdict(made), default=str))
+    else:
+        for file in made.files:
+            typer.echo(f"{made.folder / file.name}: {file.pages:,} pages, {file.size / 1e6:.1f} MB")
 
 
 @app.command()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ from puna.flows.console import Console
 from puna.flows.recipe import FLOWS, load, load_stages, overridden
 from puna.flows.session import session
 from puna.stages.contract import External, Stage, Value, parse
+from puna.stages.sample import SampleReport, build_sample
 from puna.storage import PunaError, Store
 
 
@@ -63,9 +62,7 @@ def _run_stage(stage: Stage, changes: list[str], inputs: list[str], store: Store
 def pages(inputs: list[str], store: Store, quiet: bool) -> list[External]:
     """The external inputs that a person named, or the sample."""
     if not inputs:
-        folder = store.root / "sample"
-        make_sample(folder, quiet=quiet)
-        inputs = [str(folder)]
+        inputs = [str(path) for path in make_sample(store.root / "sample", quiet=quiet).paths]
     found = [item for text in inputs for item in External.resolve(text)]
     names = [item.name for item in found]
     if twice := sorted({n for n in names if names.count(n) > 1}):
@@ -73,13 +70,11 @@ def pages(inputs: list[str], store: Store, quiet: bool) -> list[External]:
     return sorted(found, key=lambda item: item.name)
 
 
-def make_sample(folder: Path, *, quiet: bool = False) -> dict[str, Any]:
+def make_sample(folder: Path, *, quiet: bool = False) -> SampleReport:
     """Build the sample of real pages in `folder`, or find it whole."""
-    from puna.stages.sample import build_sample
-
     with Console(json=quiet) as console:
         console.step = "sample"
         console.started("sample", None)
         report = build_sample(folder, lambda done, total, note: console.progress("sample", done, total, note), say=console.say)
         console.done()
-    return json.loads(json.dumps(asdict(report), default=str))  # type: ignore[no-any-return]
+    return report

@@ -1,0 +1,1 @@
+"""Stages of the align flow: from a pre-trained model to an aligned one, round by round."""

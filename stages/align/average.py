@@ -1,0 +1,30 @@
+"""Averaging the weights of models."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from puna.stages.contract import Model, StageConfig, StageRun, stage
+from puna.storage import PunaError
+
+
+class AverageConfig(StageConfig):
+    """How much each model weighs."""
+
+    weights: tuple[float, ...] = Field(
+        (), description="One non-negative weight per model, in the order of the inputs; none: all weigh the same"
+    )
+
+
+@stage(kind="model")
+def average(models: list[Model], config: AverageConfig, run: StageRun) -> None:
+    """Mean of the weights of models of one shape, trained on different data or settings (Llama 3, section 4.1.5)."""
+    from puna.models.training.average import average_checkpoints
+
+    if config.weights and len(config.weights) != len(models):
+        raise PunaError(f"average: {len(config.weights)} weights are given for {len(models)} models")
+    try:
+        average_checkpoints([m.path() for m in models], run.folder, config.weights or None)
+    except ValueError as error:
+        raise PunaError(f"average: {error}") from error
+    run.metric("models", len(models))

@@ -1,0 +1,204 @@
+"""Preference pairs: two answers of different models, how much better the better one is, and an edit.
+
+The annotator is simulated, so that every preference can be traced to the verifiable scorer:
+
+1. *Pairing.* The answers to a prompt are shuffled per model, and answers of two different models are paired
+   (of one model, where only one answered), never one answer twice.
+2. *Judging.* An answer's quality is `gold_weight * gold + (1 - gold_weight) * closeness`: the scorer's mark,
+   and how close the text comes to the reference (one minus the edit distance as a fraction of the longer
+   text). The margin of a pair is the difference of its qualities plus normal noise; its sign says which
+   answer is chosen, so that noise makes mistakes as annotators do.
+3. *Level.* The margin falls into significantly better, better, slightly better or marginally better. Below
+   the last threshold the two are similar: the pair is dropped.
+4. *Editing.* A chosen answer that is not right is improved to the reference: edited > chosen > rejected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from puna.stages.align.prompts import identifier
+from puna.stages.align.scoring import is_correct
+from puna.stages.contract import Answers, Figure, Prompts, SeededConfig, StageConfig, StageRun, stage
+from puna.storage import PunaError
+
+Level = Literal["significantly_better", "better", "slightly_better", "marginally_better"]
+LEVELS: tuple[Level, ...] = ("significantly_better", "better", "slightly_better", "marginally_better")
+
+
+class Thresholds(StageConfig):
+    """Smallest margin of each level, as a difference of qualities (0 to 1)."""
+
+    significantly_better: float = Field(0.6, gt=0, description="Smallest margin of `significantly_better`, quality")
+    better: float = Field(0.35, gt=0, description="Smallest margin of `better`, quality")
+    slightly_better: float = Field(0.15, gt=0, description="Smallest margin of `slightly_better`, quality")
+    marginally_better: float = Field(
+        0.05, gt=0, description="Smallest margin of `marginally_better`, quality; closer answers are similar and dropped"
+    )
+
+    @model_validator(mode="after")
+    def _falls(self) -> Thresholds:
+        values = [getattr(self, level) for level in LEVELS]
+        if values != sorted(set(values), reverse=True):
+            raise ValueError(f"thresholds must fall from {LEVELS[0]} to {LEVELS[-1]}, not {values}")
+        return self
+
+    def level(self, margin: float) -> Level | None:
+        """The level of a margin, None when the answers are similar."""
+        return next((level for level in LEVELS if margin >= getattr(self, level)), None)
+
+
+class PreferencesConfig(SeededConfig):
+    """How pairs are drawn and judged."""
+
+    pairs_per_prompt: int = Field(2, ge=1, description="Most pairs drawn for a prompt")
+    thresholds: Thresholds = Field(default_factory=Thresholds, description="Margins that separate the four levels")
+    gold_weight: float = Field(
+        0.6, ge=0, le=1, description="Weight of the scorer's mark in an answer's quality; the rest is closeness to the reference"
+    )
+    noise: float = Field(0.05, ge=0, description="Standard deviation of the annotator's noise on a margin, quality")
+    edit: bool = Field(True, description="Improve a chosen answer that is not right to the reference answer")
+    heldout_fraction: float = Field(
+        0.1, ge=0, lt=1, description="Share of prompts whose pairs are kept from training, to measure the reward model"
+    )
+
+
+@stage(kind="preferences")
+def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, run: StageRun) -> None:
+    """Four-level preferences between answers of different models, with an edit step (Llama 3, section 4.2.1).
+
+    Rows in are the drawn pairs; `dropped` holds those with identical, similar or unfinished answers.
+    """
+    asked = {row["id"]: row for row in prompts.read().to_pylist()}
+    by_prompt: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for answer in answers.read().to_pylist():
+        if answer["prompt_id"] not in asked:
+            raise PunaError(f"answer {answer['id']}: its prompt {answer['prompt_id']} is not among {prompts.id}'s prompts")
+        if answer["gold"] is None:
+            raise PunaError(f"answer {answer['id']} has no gold score; sample prompts that carry the scorer's entry")
+        by_prompt[answer["prompt_id"]].append(answer)
+    kept: list[dict[str, Any]] = []
+    dropped: list[dict[str, Any]] = []
+    for prompt_id in sorted(by_prompt):
+        prompt = asked[prompt_id]
+        generator = run.generator("pairs", prompt_id)
+        split = "heldout" if _fraction(config.seed, prompt_id) < config.heldout_fraction else "train"
+        for first, second in draw_pairs(by_prompt[prompt_id], generator, config.pairs_per_prompt):
+            row, rule, margin = judge(prompt, first, second, config, float(generator.standard_normal()))
+            if rule is None:
+                kept.append({**row, "split": split})
+            else:
+                threshold = config.thresholds.marginally_better if rule == "similar" else None
+                detail = f"{first['text']!r} / {second['text']!r}"
+                dropped.append({"id": row["id"], "rule": rule, "value": margin, "threshold": threshold, "detail": detail})
+    run.count_input(len(kept) + len(dropped))
+    run.write_rows(kept)
+    run.write_rows(dropped, "dropped")
+    _report(kept, dropped, run)
+
+
+def _report(kept: list[dict[str, Any]], dropped: list[dict[str, Any]], run: StageRun) -> None:
+    levels = Counter(row["level"] for row in kept)
+    run.metric("pairs", len(kept))
+    run.metric("dropped_pairs", len(dropped))
+    run.metric("edited_pairs", sum(row["edited"] is not None for row in kept))
+    for level in LEVELS:
+        run.metric(level, levels[level])
+    bars = [(level.replace("_", " "), float(levels[level])) for level in LEVELS]
+    bars += [(f"dropped: {rule}", float(n)) for rule, n in sorted(Counter(row["rule"] for row in dropped).items())]
+    run.figure("levels", Figure(title="Preference levels", x="level", y="pairs", kind="bar", series={"pairs": bars}))
+
+
+def draw_pairs(
+    answers: list[dict[str, Any]], generator: np.random.Generator, most: int
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Up to `most` disjoint pairs of answers, of two different models where two or more answered.
+
+    The next pair comes from the two models with most answers left, so that few are left over.
+    """
+    piles: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for answer in sorted(answers, key=lambda a: (a["model"], a["sample"])):
+        piles[answer["model"]].append(answer)
+    for name in sorted(piles):
+        order = generator.permutation(len(piles[name]))
+        piles[name] = [piles[name][i] for i in order]
+    if len(piles) == 1:
+        (pile,) = piles.values()
+        piles = defaultdict(list, {"even": pile[::2], "odd": pile[1::2]})
+    for _ in range(most):
+        first, second = sorted(piles, key=lambda name: (-len(piles[name]), name))[:2]
+        if not piles[second]:
+            return
+        yield piles[first].pop(), piles[second].pop()
+
+
+def judge(
+    prompt: dict[str, Any], first: dict[str, Any], second: dict[str, Any], config: PreferencesConfig, noise: float
+) -> tuple[dict[str, Any], str | None, float | None]:
+    """(row of the preferences table without its split, the rule that drops it or None, margin).
+
+    `noise` is a standard normal draw.
+    """
+    row: dict[str, Any] = {"id": identifier("pair", *sorted((first["id"], second["id"])))}
+    if not (first["finished"] and second["finished"]):
+        return row, "unfinished", None
+    texts = first["text"].strip(), second["text"].strip()
+    if texts[0] == texts[1]:
+        return row, "identical", 0.0
+    qualities = [quality(answer, prompt["reference"], config.gold_weight) for answer in (first, second)]
+    margin = qualities[0] - qualities[1] + config.noise * noise
+    chosen, rejected = (first, second) if margin >= 0 else (second, first)
+    level = config.thresholds.level(abs(margin))
+    if level is None:
+        return row, "similar", abs(margin)
+    improvable = not is_correct(chosen["gold"])
+    return (
+        {
+            **row,
+            "prompt_id": prompt["id"],
+            "task": prompt["task"],
+            "prompt": prompt["prompt"],
+            "chosen": chosen["text"].strip(),
+            "rejected": rejected["text"].strip(),
+            "edited": prompt["reference"] if config.edit and improvable else None,
+            "level": level,
+            "margin": abs(margin),
+            "chosen_model": chosen["model"],
+            "rejected_model": rejected["model"],
+        },
+        None,
+        abs(margin),
+    )
+
+
+def quality(answer: dict[str, Any], reference: str, gold_weight: float) -> float:
+    """0 to 1: the scorer's mark and the closeness to the reference, weighted."""
+    return gold_weight * answer["gold"] + (1 - gold_weight) * closeness(answer["text"].strip(), reference.strip())
+
+
+def closeness(text: str, reference: str) -> float:
+    """One minus the Levenshtein distance as a fraction of the longer text; 1 for two empty texts."""
+    longer = max(len(text), len(reference))
+    return 1.0 - edit_distance(text, reference) / longer if longer else 1.0
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Levenshtein distance: insertions, deletions and substitutions of characters."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        diagonal, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
+    return row[-1]
+
+
+def _fraction(*parts: Any) -> float:
+    """A number in [0, 1) that depends on the parts alone."""
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64

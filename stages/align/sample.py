@@ -1,0 +1,96 @@
+"""Sampling answers from one or more models, and scoring them with the verifiable scorer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from puna.stages.align.fitting import load_model
+from puna.stages.align.prompts import identifier
+from puna.stages.align.scoring import is_correct, score
+from puna.stages.contract import Model, Prompts, SeededConfig, StageRun, stage
+from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:
+    from puna.models.generation import Completion
+    from puna.models.tokenizer import Tokenizer
+
+
+class SampleConfig(SeededConfig):
+    """How answers are drawn."""
+
+    answers: int = Field(8, ge=1, le=1024, description="Answers to each prompt from each model")
+    temperature: float = Field(1.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
+    top_p: float = Field(1.0, gt=0, le=1, description="Smallest set of likeliest tokens with this probability is drawn from")
+    max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
+    split: Literal["train", "heldout"] = Field("train", description="Which prompts are answered")
+
+
+@stage(kind="answers")
+def sample(models: list[Model], prompts: Prompts, config: SampleConfig, run: StageRun) -> None:
+    """K answers per prompt from each model, with log-probabilities and gold scores (Llama 3, section 4.2.2)."""
+    rows = [row for row in prompts.read().to_pylist() if row["split"] == config.split]
+    if not rows:
+        raise PunaError(f"{prompts.id} has no prompts of the split {config.split!r}")
+    if len({model.key for model in models}) < len(models):
+        raise PunaError("sample: the same model is given twice; preferences need answers of different models")
+    for number, model in enumerate(models):
+        answers = _answer(model, rows, config, run, number, len(models))
+        run.write_rows(answers)
+        right = sum(is_correct(answer["gold"]) for answer in answers)
+        run.metric(f"accuracy_{model.key[:12]}", right / len(answers))
+        run.metric(f"finished_{model.key[:12]}", sum(answer["finished"] for answer in answers) / len(answers))
+    run.metric("prompts", len(rows))
+
+
+def _answer(
+    artifact: Artifact, rows: Sequence[dict[str, Any]], config: SampleConfig, run: StageRun, number: int, models: int
+) -> list[dict[str, Any]]:
+    from puna.models.generation import Engine, Sampling
+
+    model, tokenizer = load_model(artifact, "lm")
+    asked = [tokenizer.chat([{"role": "user", "content": row["prompt"]}], add_generation_prompt=True) for row in rows]
+    sampling = Sampling(
+        n=config.answers,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        max_tokens=config.max_tokens,
+        stop=(tokenizer.eot, tokenizer.eos),
+    )
+    completions = Engine(model, tokenizer).generate(
+        asked,
+        sampling,
+        run.seed("sample", number),
+        progress=lambda done, total: run.progress(number * total + done, models * total, f"model {number + 1} of {models}"),
+    )
+    return [
+        answer_row(row, artifact.key, index, completion, tokenizer)
+        for row, found in zip(rows, completions, strict=True)
+        for index, completion in enumerate(found)
+    ]
+
+
+def answer_row(
+    prompt: dict[str, Any], model: str, index: int, completion: Completion, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """One row of the answers table, with its gold score; an answer that was cut off is scored as it stands."""
+    text = answer_text(completion.tokens, tokenizer)
+    return {
+        "id": identifier(prompt["id"], model, index),
+        "prompt_id": prompt["id"],
+        "sample": index,
+        "model": model,
+        "text": text,
+        "tokens": list(completion.tokens),
+        "logprobs": list(completion.logprobs),
+        "finished": bool(completion.finished),
+        "score": None,
+        "gold": score(prompt["task"], text, prompt["entry"]),
+    }
+
+
+def answer_text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The answer without special tokens."""
+    return tokenizer.decode(tokens, skip_special_tokens=True)
