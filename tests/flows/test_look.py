@@ -1,0 +1,132 @@
+"""The commands that look at a store, on a small one."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from typer.testing import CliRunner
+
+from puna.flows.cli import app
+from puna.storage import Identity, InputRecord, PunaError, Store
+
+RUNNER = CliRunner()
+ID = "ab" * 16
+AT = datetime(2024, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store.open(tmp_path / "store")
+    text = {"id": [ID], "url": ["https://x.org/a"], "fetched_at": [AT], "source": ["web"]}
+    pages = store.import_table("pages", pa.table({**text, "content_type": ["text/html"], "charset": ["utf-8"], "body": [b"<p>"]}))
+    documents = store.import_table("documents", pa.table({**text, "title": ["A [bold] title"], "text": ["five words of text here"]}))
+    store.import_table("signals", pa.table({"id": [ID], "words": [5]}))
+    for most in (1, 2):
+        record = InputRecord("documents", "documents", documents.key, documents.data_digest, "import")
+        identity = Identity("select", config={"words": {"most": most}}, inputs=[record])
+        with store.work(identity.key) as work:
+            dropped = {"id": [ID], "rule": ["words"], "value": [5.0], "threshold": [float(most)], "detail": pa.array([None], pa.string())}
+            work.add("dropped", pa.table(dropped), "all")
+            work.commit("documents", identity.key, identity, metrics={"kept": 0})
+    store.record("first-run", {"event": "started"})
+    store.record("first-run", {"key": pages.key, "step": "ingest", "reused": False, "seconds": 1.0})
+    return store
+
+
+def run(store: Store, *words: str, code: int = 0) -> str:
+    result = RUNNER.invoke(app, [words[0], "--store", str(store.root), *words[1:]])
+    if isinstance(result.exception, PunaError):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def objects(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def selected(store: Store) -> list[str]:
+    return [a.id for a in store.artifacts() if a.manifest.stage == "select"]
+
+
+def test_list_and_show(store: Store) -> None:
+    listed = objects(run(store, "list", "--json"))
+    assert [row["kind"] for row in listed] == ["pages", "documents", "signals", "documents", "documents"]
+    assert [row["rows"] for row in objects(run(store, "list", "signals", "--json"))] == [{"signals": 1}]
+    assert objects(run(store, "list", "--runs", "--json")) == [{"run": "first-run", "artifacts": 1, "reused": 0, "finished": False}]
+    assert listed[0]["id"] in run(store, "list")
+    shown = json.loads(run(store, "show", selected(store)[0], "--json"))
+    assert shown["config"] == {"words": {"most": 1}} and shown["metrics"] == {"kept": 0}
+    assert "words" in run(store, "show", selected(store)[0])
+
+
+def test_lineage_goes_back_to_the_inputs(store: Store) -> None:
+    rows = objects(run(store, "lineage", selected(store)[1], "--json"))
+    assert [(row["depth"], row["stage"]) for row in rows] == [(0, "select"), (1, "import")]
+
+
+def test_explain_names_the_field(store: Store) -> None:
+    assert "config words.most: 1 → 2" in run(store, "explain", selected(store)[1])
+    assert json.loads(run(store, "explain", selected(store)[1], "--json"))["changes"] == [
+        {"what": "config", "name": "words.most", "before": 1, "now": 2}
+    ]
+    assert "the first artifact" in run(store, "explain", selected(store)[0])
+
+
+def test_accepting_makes_an_old_artifact_stand_for_a_new_key(store: Store) -> None:
+    old, new = selected(store)
+    run(store, "accept", old, new)
+    assert store.accepted(store.resolve(new).key) == store.resolve(old).key
+    with pytest.raises(PunaError, match="cannot be equivalent"):
+        run(store, "accept", old, next(a.id for a in store.artifacts() if a.kind == "pages"))
+
+
+@pytest.mark.parametrize("name", [ID, ID[:6], "https://x.org/a"])
+def test_why_tells_the_fate_of_a_document(store: Store, name: str) -> None:
+    rows = objects(run(store, "why", name, "--json"))
+    assert [row["verb"] for row in rows] == ["kept", "kept", "scored", "dropped", "dropped"]
+    assert rows[3]["values"] == {"rule": "words", "value": 5.0, "threshold": 1.0}
+    assert "dropped: rule=words, value=5, threshold=1" in run(store, "why", name)
+
+
+def test_why_of_an_unknown_document(store: Store) -> None:
+    with pytest.raises(PunaError, match="no page or document has this id or URL"):
+        run(store, "why", "ffff")
+
+
+def test_sql(store: Store) -> None:
+    assert objects(run(store, "sql", "select rule, count(*) as n from dropped group by 1", "--json")) == [{"rule": "words", "n": 2}]
+    assert "words" in run(store, "sql", "select rule, count(*) from dropped group by 1")
+    with pytest.raises(PunaError, match="read-only"):
+        run(store, "sql", "drop table artifacts")
+
+
+def test_sql_prompt(store: Store) -> None:
+    result = RUNNER.invoke(app, ["sql", "--store", str(store.root)], input="select 40 +\n2 as answer;\nselec;\n.exit\n")
+    assert "42" in result.output and "error: Parser Error" in result.output and result.exit_code == 0
+
+
+def test_verify_names_damage_and_sets_it_aside(store: Store) -> None:
+    assert "5 artifacts, 0 damaged" in run(store, "verify")
+    artifact = store.resolve(selected(store)[0])
+    artifact.path("dropped.parquet").write_bytes(b"x")
+    assert "dropped.parquet has 1 bytes" in run(store, "verify", "--quarantine", code=1)
+    assert "4 artifacts, 0 damaged" in run(store, "verify")
+
+
+def test_gc_says_before_it_removes(store: Store) -> None:
+    before = objects(run(store, "gc", "--json"))
+    assert len(before) == 4 and not any(row["removed"] for row in before)
+    assert len(store.artifacts()) == 5
+    run(store, "gc", "--yes")
+    assert [a.kind for a in store.artifacts()] == ["pages"]
+
+
+def test_a_store_that_is_not_there_is_named(tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, ["list", "--store", str(tmp_path / "none")])
+    assert isinstance(result.exception, PunaError) and "not found" in str(result.exception)
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,57 @@
+"""Recipes: every wrong field is named before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from puna.flows.recipe import in_round, load, overridden
+from puna.storage import PunaError
+
+
+def test_the_demo_loads_and_its_seed_reaches_every_stage() -> None:
+    recipe = load("demo", ["seed=7", "dpo.seed=3"])
+    assert recipe.pretrain.seed == recipe.prompts.seed == 7 and recipe.dpo.seed == 3
+
+
+def test_a_change_reaches_a_nested_field() -> None:
+    assert load("demo", ["select.gopher_quality.min_words=60"]).select.gopher_quality.min_words == 60  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("select.gopher_quality.min_wrods=60", "select.gopher_quality.min_wrods: no such field"),
+        ("line_dedup.max_occurrences=0", "line_dedup.max_occurrences: .*greater than or equal to 1"),
+        ("nosuchstage.x=1", "nosuchstage: no such field"),
+        ("pretrain.seed=many", "pretrain.seed: .*integer"),
+        ("line_dedup", "write FIELD=VALUE"),
+        ("seed.deep=1", "seed is not a group"),
+    ],
+)
+def test_a_wrong_change_is_named(change: str, message: str) -> None:
+    with pytest.raises(PunaError, match=message):
+        load("demo", [change])
+
+
+def test_an_unknown_recipe_names_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(PunaError, match="recipes are .*demo"):
+        load("nothing")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("a: [")
+    with pytest.raises(PunaError, match="broken.yaml"):
+        load(str(broken))
+
+
+def test_values_are_yaml() -> None:
+    values: dict = {"a": {"b": 1}}
+    overridden(values, "a.c=[1, 2]")
+    overridden(values, "d=null")
+    assert values == {"a": {"b": 1, "c": [1, 2]}, "d": None}
+
+
+def test_rounds_differ_in_their_seed_alone() -> None:
+    first, second = (in_round(load("demo").sample, n) for n in (1, 2))
+    assert first.seed != second.seed
+    assert first.model_copy(update={"seed": 0}) == second.model_copy(update={"seed": 0})
