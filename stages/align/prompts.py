@@ -80,7 +80,7 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
                 f"({found['train']} train, {found['heldout']} held out), but {wanted['train']} train and "
                 f"{wanted['heldout']} held out are asked for; widen the parameters or ask for fewer"
             )
-        entry = dataset[draw]
+        entry = _draw(dataset, draw, task, parameters)
         draw += 1
         question = str(entry["question"])
         if question in taken:
@@ -101,6 +101,15 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
                 "reference": str(entry["answer"]),
                 "entry": _entry(task, entry),
             }
+
+
+def _draw(dataset: Any, index: int, task: Task, parameters: str) -> dict[str, Any]:
+    try:
+        entry: dict[str, Any] = dataset[index]
+    except (AssertionError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        # Some generators check their parameters only when they draw.
+        raise PunaError(f"task {task.task}: drawing with the parameters {parameters} failed: {error!r}") from error
+    return entry
 
 
 def side(question: str, seed: int, heldout_fraction: float) -> str:

@@ -1,0 +1,174 @@
+"""The funnel on the page: a bar per step, a row per rule, and what the rules dropped."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from puna.flows.report.funnel import Example, Level, Rule
+from puna.flows.report.markup import Content, Html, details, excerpt, join, number, part, percent, short, size, table, tag
+from puna.flows.report.run import Run, Step
+
+PAIRS = 3
+WORDS_COMPARED = 160
+LINES_SHOWN = 15
+
+
+def funnel_view(levels: list[Level], per_token: float | None) -> Html:
+    """Every level as a row with its bar; rules below it, each with examples to open."""
+    most = max((level.came for level in levels), default=0)
+    legend = tag(
+        "ul", tag("li", tag("i", class_="kept"), "kept"), tag("li", tag("i", class_="gone"), "dropped by a rule"), class_="legend"
+    )
+    head = tag("div", [tag("span", word) for word in ("step", "", "documents", "share", "text")], class_="level head", aria_hidden="true")
+    rows = [_level(level, most, per_token) for level in levels]
+    return join([legend, tag("div", head, rows, class_="funnel")])
+
+
+def _level(level: Level, most: int, per_token: float | None) -> Html:
+    kept = tag("i", class_="kept", style=f"width:{100 * level.kept / max(1, most):.2f}%")
+    gone = [
+        tag("i", class_="gone", style=f"width:{100 * rule.rows / max(1, most):.2f}%", title=f"{rule.name}: {number(rule.rows)} dropped")
+        for rule in level.rules
+    ]
+    row = tag(
+        "div",
+        tag("b", level.step.label),
+        tag("span", kept, gone, class_="bar", aria_hidden="true"),
+        tag("span", level.kept, class_="n"),
+        tag("span", f"−{level.dropped:,}" if level.dropped else "", class_="n minus"),
+        tag("span", text_amount(level, per_token), class_="n dim"),
+        class_="level",
+    )
+    said: list[Content] = []
+    if edited := level.edited:
+        done = "cut from" if edited > 0 else "added to"
+        said.append(tag("p", f"{short(abs(edited))} characters {done} documents that were kept", class_="edited"))
+    if level.lost:
+        said.append(tag("p", f"{level.lost:,} rows are neither kept nor dropped: this artifact is unsound.", class_="alarm"))
+    return tag("div", row, [_rule(rule, level, per_token) for rule in level.rules], said, class_="step")
+
+
+def text_amount(level: Level, per_token: float | None) -> str:
+    """How much text is left: tokens where the tokenizer's rate is known, else characters; bytes of pages."""
+    if level.characters_out is None:
+        return ""
+    if level.step.artifact.kind == "pages":
+        return size(level.characters_out)
+    return amount(level.characters_out, per_token)
+
+
+def amount(characters: int, per_token: float | None) -> str:
+    """Characters as tokens where the rate is known."""
+    return f"≈ {short(round(characters / per_token))} tokens" if per_token else f"{short(characters)} characters"
+
+
+def _rule(rule: Rule, level: Level, per_token: float | None) -> Html:
+    words = amount(rule.characters, per_token) if rule.characters and level.characters_in is not None else ""
+    share = tag("i", class_="gone", style=f"width:{100 * rule.rows / max(1, level.dropped):.1f}%")
+    head = [
+        tag("b", rule.name),
+        tag("span", share, class_="bar", aria_hidden="true"),
+        tag("span", f"−{rule.rows:,}", class_="n minus"),
+        tag("span", percent(rule.rows, level.came), class_="n dim"),
+        tag("span", words, class_="n dim"),
+    ]
+    return details(tag("span", head, class_="rule"), tag("div", [example_view(e) for e in rule.examples], class_="cards"))
+
+
+def example_view(example: Example) -> Html:
+    """A dropped row: its title and address, the value beside the threshold, the beginning of its text."""
+    d = example.decision
+    decided: list[Content] = []
+    if d.get("value") is not None:
+        against = f" against {number(d['threshold'])}" if d.get("threshold") is not None else ""
+        decided.append(tag("span", f"value {number(d['value'])}{against}", class_="decision"))
+    if example.place:
+        decided.append(tag("span", example.place, class_="tag"))
+    if d.get("detail"):
+        decided.append(tag("span", excerpt(str(d["detail"]), 300), class_="detail"))
+    if example.row is None:
+        return tag("article", tag("h4", f"id {d.get('id')}"), tag("p", decided), class_="card")
+    return card(example.row, decided)
+
+
+def card(row: Mapping[str, Any], about: Content, characters: int = 420) -> Html:
+    """A document: title, address, what is said about it, the beginning of its text."""
+    title = row.get("title") or row.get("task") or row.get("source") or "untitled"
+    url = tag("p", row["url"], class_="url") if row.get("url") else None
+    prompt = tag("p", excerpt(str(row["prompt"]), 200), class_="prompt", dir="auto") if row.get("prompt") else None
+    body = tag("blockquote", excerpt(row["text"], characters), dir="auto")
+    return tag("article", tag("h4", title, dir="auto"), url, tag("p", about), prompt, body, class_="card")
+
+
+# --- evidence of duplicates ---------------------------------------------------------------------------
+
+
+def duplicates_view(run: Run) -> Html:
+    """For each step that removed duplicates: pairs beside each other, what differs marked."""
+    return join([_pairs(run, step) for step in run.kind("documents") if step.has("duplicates")])
+
+
+def _pairs(run: Run, step: Step) -> Html:
+    rows = step.artifact.read("duplicates").to_pylist()
+    ordered = sorted(rows, key=lambda row: (row["similarity"], row["id"]))
+    near = [row for row in ordered if row["similarity"] < 1] or ordered
+    chosen = [near[i] for i in sorted({0, len(near) // 2, len(near) - 1})][:PAIRS]
+    source = run.filtered(step)
+    found = run.scan(source, {str(i) for row in chosen for i in (row["id"], row["kept_id"])}).rows if source else {}
+    pairs = [_pair(row, found[row["id"]], found[row["kept_id"]]) for row in chosen if row["id"] in found and row["kept_id"] in found]
+    clusters = Counter(row["cluster"] for row in rows)
+    sizes = sorted(clusters.values(), reverse=True)
+    methods = ", ".join(sorted({row["method"] for row in rows}))
+    note = f"{len(rows):,} documents removed in {len(clusters):,} clusters (the largest lost {sizes[0]:,}); found by {methods}."
+    return part(step.label, tag("div", pairs, class_="pairs"), note=note)
+
+
+def _pair(row: Mapping[str, Any], gone: Mapping[str, Any], kept: Mapping[str, Any]) -> Html:
+    left, right = compared(gone["text"], kept["text"])
+    sides = []
+    for side, doc, words in (("removed", gone, left), ("kept", kept, right)):
+        where = tag("p", doc.get("url") or doc.get("title") or doc["id"], class_="url")
+        sides.append(tag("div", tag("h4", side), where, tag("blockquote", words, dir="auto")))
+    name = tag("b", gone.get("title") or gone.get("url") or row["id"], dir="auto")
+    return details([name, tag("span", f"similarity {row['similarity']:.3f}", class_="tag")], tag("div", sides, class_="sides"), open_=True)
+
+
+def compared(first: str, second: str) -> tuple[Html, Html]:
+    """The two texts from a little before their first difference on, differing words marked."""
+    a, b = re.findall(r"\s*\S+", first), re.findall(r"\s*\S+", second)
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    start = max(0, same - 25)
+    cut = "… " if start else ""
+    a, b = a[start : start + WORDS_COMPARED], b[start : start + WORDS_COMPARED]
+    sides: tuple[list[Content], list[Content]] = ([cut], [cut])
+    for kind, i, j, k, m in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        for side, words in ((sides[0], "".join(a[i:j])), (sides[1], "".join(b[k:m]))):
+            side.append(words if kind == "equal" else tag("mark", words) if words else None)
+    return join(sides[0]), join(sides[1])
+
+
+# --- removed lines ------------------------------------------------------------------------------------
+
+
+def lines_view(run: Run) -> Html:
+    """The lines that were removed most often, for each step that removes lines."""
+    return join([_lines(step) for step in run.kind("documents") if step.has("removed_lines")])
+
+
+def _lines(step: Step) -> Html:
+    counts: Counter[tuple[str, str]] = Counter()
+    documents: set[str] = set()
+    characters = 0
+    for batch in step.artifact.batches("removed_lines", columns=["id", "text", "rule"]):
+        for row in batch.to_pylist():
+            counts[row["text"].strip(), row["rule"]] += 1
+            documents.add(row["id"])
+            characters += len(row["text"])
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:LINES_SHOWN]
+    rows: list[list[Content]] = [[count, tag("q", excerpt(line, 160) or "(blank)", dir="auto"), rule] for (line, rule), count in ranked]
+    note = f"{counts.total():,} lines ({short(characters)} characters) cut from {len(documents):,} documents; {len(counts):,} distinct."
+    return part(step.label, table(["times", "line", "rule"], rows, numeric=(0,)), note=note)

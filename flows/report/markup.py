@@ -1,0 +1,148 @@
+"""HTML by construction: whatever is not `Html` is escaped, so text from the web cannot become markup."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from html import escape
+from typing import TypeAlias
+
+# What XML and HTML forbid in text; such characters of raw pages are shown as the replacement character.
+FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
+VOID = frozenset(("br", "hr", "meta", "link", "input", "col"))
+
+
+class Html(str):
+    """Finished markup."""
+
+    __slots__ = ()
+
+
+Content: TypeAlias = "str | int | Iterable[Content] | None"
+"""What an element may hold: text (escaped), `Html`, whole numbers, None (nothing), or any nesting of these."""
+
+
+def text(value: object) -> Html:
+    """A value as escaped text."""
+    return Html(escape(FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", str(value)), quote=True))
+
+
+def join(content: Content) -> Html:
+    """Markup of nested content."""
+    if content is None:
+        return Html("")
+    if isinstance(content, Html):
+        return content
+    if isinstance(content, int):
+        return text(number(content))
+    if isinstance(content, str):
+        return text(content)
+    return Html("".join(map(join, content)))
+
+
+def tag(name: str, *content: Content, **attributes: object) -> Html:
+    """An element. A trailing `_` of an attribute's name is dropped, other `_` are `-`; None and False leave it out."""
+    written = []
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        label = key.rstrip("_").replace("_", "-")
+        written.append(f" {label}" if value is True else f' {label}="{text(value)}"')
+    opened = f"<{name}{''.join(written)}>"
+    return Html(opened if name in VOID else f"{opened}{join(content)}</{name}>")
+
+
+def table(head: list[Content], rows: Iterable[list[Content]], *, numeric: Iterable[int] = (), caption: str = "") -> Html:
+    """A table in a box that scrolls by itself; the columns `numeric` are set flush right."""
+    right = set(numeric)
+
+    def cells(kind: str, row: list[Content]) -> list[Html]:
+        return [tag(kind, cell, class_="n" if i in right else None) for i, cell in enumerate(row)]
+
+    body = [tag("tr", cells("td", row)) for row in rows]
+    titled = tag("caption", caption) if caption else None
+    return tag("div", tag("table", titled, tag("thead", tag("tr", cells("th", head))), tag("tbody", body)), class_="scroll", tabindex=0)
+
+
+def details(summary: Content, *content: Content, open_: bool = False, class_: str | None = None) -> Html:
+    """A part that opens at a click."""
+    return tag("details", tag("summary", summary), *content, open=open_, class_=class_)
+
+
+def section(name: str, title: str, lead: Content, *content: Content) -> Html:
+    """A section of the page with its anchor; nothing when it would be empty."""
+    inside = join(content)
+    if not inside:
+        return Html("")
+    return tag("section", tag("h2", title), tag("p", lead, class_="lead") if lead else None, inside, id=name)
+
+
+def part(title: str, *content: Content, note: Content = None) -> Html:
+    """A titled part of a section; nothing when it would be empty."""
+    inside = join(content)
+    return Html("") if not inside else tag("div", tag("h3", title), tag("p", note, class_="note") if note else None, inside, class_="part")
+
+
+# --- numbers for people ------------------------------------------------------------------------------
+
+
+def number(value: float | int | None, digits: int = 4) -> str:
+    """A number with thousands separators, or to `digits` significant digits."""
+    if value is None:
+        return "–"
+    if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e15):
+        return f"{int(value):,}"
+    if value != value:
+        return "not a number"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}" if abs(value) < 1e15 else f"{value:.3g}"
+    return f"{value:.{digits}g}"
+
+
+def short(value: float | int | None) -> str:
+    """A count in at most four digits: 950, 12.3 k, 4.56 M."""
+    if value is None:
+        return "–"
+    for bound, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= bound:
+            scaled = value / (1e3 if unit == "k" else bound)
+            return f"{scaled:.{0 if abs(scaled) >= 99.95 else 1 if abs(scaled) >= 9.995 else 2}f} {unit}"
+    return number(value, 3)
+
+
+def percent(part_: float, whole: float) -> str:
+    """A share in percent; a non-zero share is never shown as zero, nor an incomplete one as all."""
+    if not whole:
+        return "–"
+    share = 100 * part_ / whole
+    if 0 < share < 0.1:
+        return "< 0.1 %"
+    if 99.9 < share < 100:
+        return "> 99.9 %"
+    return f"{share:.0f} %" if share >= 99.95 or share == 0 else f"{share:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """A time span: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def size(count: float) -> str:
+    """Bytes for people, in powers of 1000."""
+    for bound, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= bound:
+            return f"{count / bound:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def excerpt(value: str, characters: int = 420) -> str:
+    """The beginning of a text, without runs of blank lines."""
+    squeezed = re.sub(r"\n\s*\n+", "\n\n", value[: characters * 4].strip())
+    return squeezed if len(squeezed) <= characters and len(value) <= characters * 4 else squeezed[:characters].rstrip() + " …"

@@ -1,0 +1,156 @@
+"""A run as the report sees it: its steps in order, their artifacts, and what it read and reused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from puna.storage import Artifact, PunaError, Store
+
+ROUND = re.compile(r"(?:^|_)(?:round_?)?(\d+)$")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a run: its artifact, whether it was there before, and the seconds it took in this run."""
+
+    name: str
+    stage: str
+    artifact: Artifact
+    reused: bool
+    seconds: float
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What the stage measured."""
+        return self.artifact.manifest.metrics
+
+    @property
+    def made_seconds(self) -> float:
+        """Seconds that making the artifact took, in this run or in an earlier one."""
+        return float(self.artifact.manifest.timings.get("seconds", self.seconds))
+
+    @property
+    def round(self) -> int | None:
+        """Number of the alignment round that the step's name tells."""
+        found = ROUND.search(self.name)
+        return int(found[1]) if found else None
+
+    @property
+    def label(self) -> str:
+        """The step's name for people."""
+        return self.name.replace("_", " ")
+
+    def has(self, table: str) -> bool:
+        """Whether the artifact holds rows of `table`."""
+        record = self.artifact.manifest.tables.get(table)
+        return record is not None and record.rows > 0
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Lengths of all texts of an artifact by id, and the rows that were asked for."""
+
+    lengths: dict[str, int]
+    rows: dict[str, dict[str, Any]]
+
+    @property
+    def total(self) -> int:
+        """Length of all texts together."""
+        return sum(self.lengths.values())
+
+
+@dataclass
+class Run:
+    """Everything the report reads, through one place that remembers what was read."""
+
+    store: Store
+    name: str
+    flow: str
+    steps: list[Step]
+    missing: list[str]
+    started: datetime | None
+    ended: datetime | None
+    finished: bool
+    _lengths: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, store: Store, name: str) -> Run:
+        """The run `name`, or the newest when `name` is "latest"."""
+        if name == "latest":
+            names = store.runs()
+            if not names:
+                raise PunaError(f"store {store.root}: holds no run yet; `puna run pipeline` makes one")
+            name = names[-1]
+        events = store.events(name)
+        if not events:
+            raise PunaError(f"run {name}: its log is empty")
+        latest: dict[str, Step] = {}
+        missing: dict[str, None] = {}
+        for event in events:
+            if "key" not in event:
+                continue
+            step = str(event.get("step") or event.get("stage"))
+            artifact = store.find(str(event["kind"]), str(event["key"]))
+            if artifact is None:
+                missing[f"{step} ({event['kind']}/{str(event['key'])[:12]})"] = None
+                continue
+            latest.pop(step, None)
+            latest[step] = Step(step, str(event["stage"]), artifact, bool(event["reused"]), float(event["seconds"]))
+        marks = {str(e.get("event")): e for e in events if "event" in e}
+        times = [datetime.fromisoformat(str(e["time"])) for e in events if "time" in e]
+        flow = str(marks.get("started", {}).get("flow", ""))
+        started, ended = (times[0], times[-1]) if times else (None, None)
+        return cls(store, name, flow, list(latest.values()), list(missing), started, ended, "finished" in marks)
+
+    def kind(self, *kinds: str) -> list[Step]:
+        """Steps that wrote one of these kinds, in order."""
+        return [s for s in self.steps if s.artifact.kind in kinds]
+
+    def step_of(self, key: str) -> Step | None:
+        """The step that gave the artifact `key`."""
+        return next((s for s in self.steps if s.artifact.key == key), None)
+
+    def inputs(self, step: Step) -> list[Artifact]:
+        """The artifacts that a step read, as far as they are still in the store."""
+        found = (self.store.find(i.kind, i.key) for i in step.artifact.manifest.inputs if i.kind != "external")
+        return [a for a in found if a is not None]
+
+    def filtered(self, step: Step) -> Artifact | None:
+        """The input whose rows the step kept or dropped: one of its own kind, or the pages it extracted."""
+        found = self.inputs(step)
+        kind = step.artifact.kind
+        order = [kind, *{"documents": ["pages"], "preferences": ["answers"]}.get(kind, [])]
+        return next((a for wanted in order for a in found if a.kind == wanted), None)
+
+    def scan(self, artifact: Artifact, wanted: set[str] | None = None) -> Scan:
+        """Read an artifact's texts once: lengths (characters; bytes of pages) and the `wanted` rows."""
+        rows: dict[str, dict[str, Any]] = {}
+        known = self._lengths.get(artifact.key)
+        if known is not None and not wanted:
+            return Scan(known, rows)
+        names = artifact.manifest.tables[artifact.kind].columns
+        column = next((n for n in ("text", "body", "response", "chosen", "prompt") if n in names), None)
+        if column is None:
+            return Scan({}, rows)
+        columns = ["id", column, *(n for n in ("title", "url", "source", "prompt", "task") if n in names and n != column)]
+        asked = pa.array(sorted(wanted or ()), pa.string())
+        lengths: dict[str, int] = {}
+        for batch in artifact.batches(columns=columns, rows=1024):
+            values = batch.column(column)
+            sizes = pc.binary_length(values) if column == "body" else pc.utf8_length(values)
+            lengths.update(zip(batch.column("id").to_pylist(), sizes.to_pylist(), strict=True))
+            for row in batch.filter(pc.is_in(batch.column("id"), asked)).to_pylist():
+                row["text"] = _decoded(row[column])
+                rows[row["id"]] = row
+        self._lengths[artifact.key] = lengths
+        return Scan(lengths, rows)
+
+
+def _decoded(value: str | bytes | None) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""

@@ -1,0 +1,275 @@
+"""Plots as inline SVG: lines, bars and points with axes, intervals and direct labels; colours come from the style sheet."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from puna.flows.report.markup import Content, Html, join, number, tag
+from puna.flows.report.scale import Axis
+
+WIDTH, HEIGHT = 440, 262
+LEFT, RIGHT, TOP, BOTTOM = 52, 14, 26, 40
+COLOURS = 8
+MARKED_POINTS = 48
+LETTER = 6.3  # mean width of a letter at the plots' font size, in units of the view box
+
+Point = tuple[float | str, float]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """What is drawn. `series`: points by name; `lines`: named levels; `intervals`: (x, low, high) by series;
+    `faint`: series that only give the background of another one."""
+
+    title: str
+    x: str
+    y: str
+    series: Mapping[str, Sequence[Point]]
+    kind: str = "line"
+    note: str = ""
+    lines: Mapping[str, float] = field(default_factory=dict)
+    intervals: Mapping[str, Sequence[tuple[float | str, float, float]]] = field(default_factory=dict)
+    faint: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, figure: Mapping[str, Any]) -> Plot:
+        """The plot of a figure in a manifest; points without a finite value are left out."""
+        series = {str(name): _finite(points) for name, points in figure["series"].items()}
+        if any(isinstance(x, str) for points in series.values() for x, _ in points):
+            series = {name: [(str(x), y) for x, y in points] for name, points in series.items()}
+        lines = {str(k): float(v) for k, v in (figure.get("lines") or {}).items()}
+        said = {k: str(figure.get(k) or "") for k in ("title", "x", "y", "kind", "note")}
+        return cls(said["title"], said["x"], said["y"], series, said["kind"] or "line", said["note"], lines)
+
+    @property
+    def names(self) -> list[str]:
+        """The words on the x axis, in order of appearance; empty when it has numbers."""
+        return list(dict.fromkeys(str(x) for points in self.series.values() for x, _ in points if isinstance(x, str)))
+
+    def order(self, name: str) -> int:
+        """Number of a series among those that have a colour of their own."""
+        return [n for n in self.series if n not in self.faint or n == name].index(name)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to draw."""
+        return not any(self.series.values())
+
+
+def _finite(points: Iterable[Sequence[Any]]) -> list[Point]:
+    kept = [(x if isinstance(x, str) else float(x), float(y)) for x, y in points if x is not None and y is not None]
+    return [(x, y) for x, y in kept if math.isfinite(y) and (isinstance(x, str) or math.isfinite(x))]
+
+
+def draw(plot: Plot) -> Html:
+    """The plot as a `figure` element; nothing when it has no points."""
+    if plot.empty:
+        return Html("")
+    horizontal = plot.kind == "bar" and bool(plot.names)
+    picture = _rows(plot) if horizontal else _field(plot)
+    legend = None if horizontal and len(plot.series) == 1 else _legend(plot)
+    caption = tag("figcaption", tag("strong", plot.title), tag("span", plot.note, class_="note") if plot.note else None)
+    return tag("figure", caption, legend, picture, class_="plot")
+
+
+def grid(figures: Iterable[Html]) -> Html:
+    """Plots side by side, as many as fit."""
+    found = [f for f in figures if f]
+    return tag("div", found, class_="plots") if found else Html("")
+
+
+def colour(index: int) -> str:
+    """The style of the series with this number."""
+    return f"--c:var(--s{index % COLOURS + 1})"
+
+
+def _legend(plot: Plot) -> Html | None:
+    shown = [n for n in plot.series if n not in plot.faint]
+    if len(shown) < 2:
+        return None
+    chips = [tag("li", tag("i", style=colour(i), class_=f"dash{i // COLOURS}"), name) for i, name in enumerate(shown)]
+    return tag("ul", chips, class_="legend")
+
+
+def _svg(plot: Plot, height: float, *content: Content) -> Html:
+    said = f"{plot.title}: {plot.y} over {plot.x}"
+    return tag("svg", *content, viewBox=f"0 0 {WIDTH} {height:.0f}", role="img", aria_label=said)
+
+
+def _text(x: float, y: float, content: str, class_: str, anchor: str = "middle") -> Html:
+    return tag("text", content, x=f"{x:.1f}", y=f"{y:.1f}", class_=class_, text_anchor=anchor)
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Html:
+    return tag("line", x1=f"{x1:.1f}", y1=f"{y1:.1f}", x2=f"{x2:.1f}", y2=f"{y2:.1f}", class_=class_)
+
+
+def _clip(words: str, letters: int) -> str:
+    return words if len(words) <= letters else words[: max(1, letters - 1)] + "…"
+
+
+# --- lines, points and upright bars -------------------------------------------------------------------
+
+
+def _field(plot: Plot) -> Html:
+    """A plot with an x axis below and a y axis at the left."""
+    values = [y for points in plot.series.values() for _, y in points] + list(plot.lines.values())
+    values += [v for spans in plot.intervals.values() for _, low, high in spans for v in (low, high)]
+    y = Axis.of_numbers(values, HEIGHT - BOTTOM, TOP, plot.y, zero=plot.kind == "bar")
+    names = plot.names
+    left, right = LEFT, WIDTH - RIGHT
+    if names:
+        x = Axis.of_names(names, left, right)
+    else:
+        places = [float(x) for points in plot.series.values() for x, _ in points]
+        if plot.kind == "line":
+            x = Axis.tight(places, left, right, plot.x)
+        else:
+            margin = 10 if plot.kind == "scatter" else _bar_width(places, right - left) / 2
+            x = Axis.tight(places, left + margin, right - margin, plot.x)
+    marks = [_series(plot, plot.order(name), name, x, y) for name in plot.series]
+    return _svg(plot, HEIGHT, _frame(plot, x, y), marks, _levels(plot, y))
+
+
+def _frame(plot: Plot, x: Axis, y: Axis) -> Html:
+    parts = [_text(0, 12, plot.y, "label", "start")]
+    for at, said in y.ticks():
+        parts += [_line(LEFT, at, WIDTH - RIGHT, at, "grid"), _text(LEFT - 6, at + 4, said, "tick", "end")]
+    base = HEIGHT - BOTTOM
+    ticks = x.ticks(6)
+    room = int((WIDTH - RIGHT - LEFT) / max(1, len(ticks)) / LETTER) if x.names else 12
+    for at, said in ticks:
+        for row, piece in enumerate(_wrapped(said, room) if x.names else [said]):
+            edge = "end" if not x.names and at > WIDTH - RIGHT - 8 else "middle"
+            parts.append(_text(min(at, WIDTH - 1), base + 15 + 12 * row, piece, "tick", edge))
+        if not x.names:
+            parts.append(_line(at, base, at, base + 4, "axis"))
+    parts.append(_line(LEFT, base, WIDTH - RIGHT, base, "axis"))
+    if not x.names:
+        parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, plot.x, "label"))
+    return join(parts)
+
+
+def _wrapped(words: str, room: int) -> list[str]:
+    """A name in at most two lines of `room` letters."""
+    lines: list[str] = [""]
+    for word in words.replace("_", " ").split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > room:
+            lines.append(word)
+        else:
+            lines[-1] = f"{lines[-1]} {word}".strip()
+    return [_clip(line, max(3, room)) for line in lines[:2]]
+
+
+def _bar_width(places: Sequence[float], span: float) -> float:
+    distinct = sorted(set(places))
+    if len(distinct) < 2:
+        return min(60.0, span)
+    gap = min(b - a for a, b in itertools.pairwise(distinct))
+    whole = distinct[-1] - distinct[0]
+    return max(1.5, span * gap / (whole + gap))
+
+
+def _series(plot: Plot, index: int, name: str, x: Axis, y: Axis) -> Html:
+    points = sorted(plot.series[name], key=lambda p: x.at(p[0]))
+    shift = 9.0 * (index - (len(plot.series) - 1) / 2) if x.names and plot.intervals else 0.0
+    placed = [(x.at(px) + shift, y.at(py), px, py) for px, py in points]
+    parts: list[Content] = []
+    if plot.kind == "bar":
+        parts += _upright(plot, index, placed, y)
+    else:
+        if plot.kind == "line" and len(placed) > 1:
+            path = " ".join(f"{'L' if i else 'M'}{a:.1f} {b:.1f}" for i, (a, b, _, _) in enumerate(placed))
+            parts.append(tag("path", d=path, class_=f"curve dash{index // COLOURS}"))
+        for at, low, high in plot.intervals.get(name, ()):
+            a, top, bottom = x.at(at) + shift, y.at(high), y.at(low)
+            parts.append(_line(a, top, a, bottom, "whisker"))
+            parts += [_line(a - 4, end, a + 4, end, "whisker") for end in (top, bottom)]
+        if name not in plot.faint:
+            parts += _marks(plot, name, placed)
+    return tag("g", parts, style=colour(index), class_="series faint" if name in plot.faint else "series")
+
+
+def _marks(plot: Plot, name: str, placed: list[tuple[float, float, float | str, float]]) -> list[Html]:
+    """Points with what they say: all visible when there are few, else a hovering target now and then and the last one."""
+    few = plot.kind == "scatter" or len(placed) <= 16
+    every = 1 if few else max(1, len(placed) // MARKED_POINTS)
+    spans = {at: (low, high) for at, low, high in plot.intervals.get(name, ())}
+    marks = []
+    for i, (a, b, px, py) in enumerate(placed):
+        last = i == len(placed) - 1
+        if i % every and not last:
+            continue
+        where = px if isinstance(px, str) else f"{plot.x} {number(px)}"
+        span = f" (95 %: {number(spans[px][0], 3)} to {number(spans[px][1], 3)})" if px in spans else ""
+        said = tag("title", f"{name}, {where}: {number(py)}{span}")
+        seen = few or last
+        marks.append(tag("circle", said, cx=f"{a:.1f}", cy=f"{b:.1f}", r=3.5 if seen else 6, class_="dot" if seen else "hover"))
+    if placed and (plot.kind == "line" and len(plot.series) - len(plot.faint) <= 3):
+        a, b, _, py = placed[-1]
+        marks.append(_text(min(a + 2, WIDTH - 2), b - 8, number(py, 3), "value", "end" if a > WIDTH - 60 else "middle"))
+    return marks
+
+
+def _upright(plot: Plot, index: int, placed: list[tuple[float, float, float | str, float]], y: Axis) -> list[Html]:
+    places = [float(x) for points in plot.series.values() for x, _ in points]
+    whole = _bar_width(places, WIDTH - RIGHT - LEFT) * 0.9
+    width = whole / len(plot.series)
+    base = y.at(0)
+    said = [f"{plot.x} {px if isinstance(px, str) else number(px)}: {number(py)}" for _, _, px, py in placed]
+    left = index * width - whole / 2
+    return [_rect(a + left, min(b, base), width, abs(base - b), words) for (a, b, _, _), words in zip(placed, said, strict=True)]
+
+
+def _rect(x: float, y: float, width: float, height: float, said: str) -> Html:
+    size = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{width:.1f}", "height": f"{height:.1f}"}
+    return tag("rect", tag("title", said), **size, class_="bar")
+
+
+def _levels(plot: Plot, y: Axis) -> Html:
+    """Named horizontal lines; labels that would touch move apart."""
+    parts: list[Html] = []
+    before = math.inf
+    for name, value in sorted(plot.lines.items(), key=lambda item: item[1]):
+        at = y.at(value)
+        label = min(at - 5, before - 13)
+        before = label
+        said = _clip(f"{name} {number(value, 3)}", 52)
+        parts += [_line(LEFT, at, WIDTH - RIGHT, at, "level"), _text(LEFT + 6, label, said, "levelname", "start")]
+    return join(parts)
+
+
+# --- lying bars ---------------------------------------------------------------------------------------
+
+
+def _rows(plot: Plot) -> Html:
+    """Bars by name, one row each (one thin row per series), with the value at the bar's end."""
+    names = plot.names
+    longest = max(len(n) for n in names)
+    left = min(150.0, 12 + longest * LETTER)
+    values = [v for points in plot.series.values() for _, v in points] + list(plot.lines.values())
+    x = Axis.of_numbers(values, left, WIDTH - 52, zero=True)
+    thick = 18.0 if len(plot.series) == 1 else max(8.0, 26.0 / len(plot.series))
+    pitch = thick * len(plot.series) + 8
+    height = 22 + pitch * len(names) + (16 if plot.lines else 0)
+    parts: list[Content] = [_text(0, 12, plot.y, "label", "start")]
+    for row, name in enumerate(names):
+        middle = 24 + row * pitch + (pitch - 8) / 2
+        shown = _clip(name, int((left - 8) / LETTER))
+        parts.append(tag("text", tag("title", name), shown, x=f"{left - 8:.1f}", y=f"{middle + 4:.1f}", class_="tick", text_anchor="end"))
+    for index, (name, points) in enumerate(plot.series.items()):
+        bars: list[Content] = []
+        for place, value in points:
+            top = 24 + names.index(str(place)) * pitch + index * thick
+            a, b = sorted((x.at(0), x.at(value)))
+            bars.append(_rect(a, top, max(b - a, 0.8), thick - 1, f"{place}, {name}: {number(value)}"))
+            bars.append(_text(b + 5, top + thick / 2 + 3.6, number(value, 3), "value", "start"))
+        parts.append(tag("g", bars, style=colour(index), class_="series"))
+    for name, value in plot.lines.items():
+        at = x.at(value)
+        parts += [_line(at, 20, at, height - 14, "level"), _text(at, height - 2, f"{name} {number(value, 3)}", "levelname")]
+    return _svg(plot, height, parts)

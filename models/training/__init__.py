@@ -1,0 +1,1 @@
+"""Training: one loop, its schedules, objectives, batches and weight averages."""

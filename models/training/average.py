@@ -1,0 +1,124 @@
+"""Averages of weights: of models, of checkpoints on disk, and over the steps of a run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+WEIGHTS = "model.safetensors"
+
+
+def average(
+    states: Sequence[Mapping[str, Tensor] | nn.Module], weights: Sequence[float] | None = None
+) -> dict[str, Tensor]:
+    """Weighted mean of models or state dictionaries with the same names and shapes.
+
+    `weights` need not add up to 1; None weighs all the same. The sum runs in fp64 over sorted terms, so
+    the result does not depend on the order of the states; it has the first state's dtypes.
+    """
+    tables = [dict(s.state_dict()) if isinstance(s, nn.Module) else dict(s) for s in states]
+    shares = _shares(len(tables), weights)
+    for number, table in enumerate(tables[1:], start=2):
+        _same_names(set(tables[0]), set(table), f"model {number}")
+    return {name: _mean([table[name] for table in tables], shares, name) for name in tables[0]}
+
+
+def average_checkpoints(
+    folders: Sequence[Path], target: Path, weights: Sequence[float] | None = None
+) -> None:
+    """Write the weighted mean of Hugging Face model folders to `target`, one tensor in memory at a time
+    per checkpoint; configuration and tokenizer are copied from the first folder.
+
+    ValueError when the folders' config.json or tensors differ in shape or name.
+    """
+    shares = _shares(len(folders), weights)
+    first, target = Path(folders[0]), Path(target)
+    for folder in folders[1:]:
+        if (Path(folder) / "config.json").read_bytes() != (first / "config.json").read_bytes():
+            raise ValueError(
+                f"{folder}/config.json differs from {first}/config.json: models of one shape only"
+            )
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(Path(f) / WEIGHTS, framework="pt")) for f in folders]
+        names = list(files[0].keys())
+        for folder, file in zip(folders[1:], files[1:], strict=True):
+            _same_names(set(names), set(file.keys()), str(folder))
+        result = {name: _mean([file.get_tensor(name) for file in files], shares, name) for name in names}
+        metadata = files[0].metadata()
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(first.iterdir()):
+        if path.suffix in (".json", ".jinja", ".model") and path.name != "manifest.json":
+            shutil.copyfile(path, target / path.name)
+    save_file(result, target / WEIGHTS, metadata=metadata)
+
+
+class Ema:
+    """Exponential moving average of a model's weights: ``e <- decay * e + (1 - decay) * w``, in fp32.
+
+    It starts at the model's weights, so it needs no bias correction.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay must lie in [0, 1), not {decay}")
+        self.decay = decay
+        self.weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Take in the model's present weights."""
+        for name, parameter in model.named_parameters():
+            self.weights[name].lerp_(parameter.detach().float(), 1.0 - self.decay)
+
+    @contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """The average in place of the model's weights, for an evaluation; they return afterwards."""
+        own = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.copy_to(model)
+        try:
+            yield
+        finally:
+            _load(model, own)
+
+    def copy_to(self, model: nn.Module) -> None:
+        """Overwrite the model's weights with the average."""
+        _load(model, self.weights)
+
+
+@torch.no_grad()
+def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights[name])
+
+
+def _shares(count: int, weights: Sequence[float] | None) -> list[float]:
+    if not count:
+        raise ValueError("an average needs at least one model")
+    if weights is None:
+        return [1.0 / count] * count
+    if len(weights) != count or min(weights) < 0 or sum(weights) <= 0:
+        raise ValueError(f"{count} models need {count} weights, none negative, not all 0: {list(weights)}")
+    total = sum(sorted(weights))
+    return [weight / total for weight in weights]
+
+
+def _same_names(expected: set[str], found: set[str], where: str) -> None:
+    if expected != found:
+        raise ValueError(f"{where} has other tensors than the first model: {sorted(expected ^ found)}")
+
+
+def _mean(tensors: Sequence[Tensor], shares: Sequence[float], name: str) -> Tensor:
+    shapes: set[Any] = {tuple(tensor.shape) for tensor in tensors}
+    if len(shapes) > 1:
+        raise ValueError(f"{name} has different shapes: {sorted(shapes)}")
+    terms = torch.stack([tensor.double() * share for tensor, share in zip(tensors, shares, strict=True)])
+    # A fixed order of addition: sorted by value, whatever the order of the models.
+    return terms.sort(0).values.sum(0).to(tensors[0].dtype)

@@ -1,0 +1,54 @@
+"""Objectives: each a pure function of log-probs (or rewards, values) and a thin class around it."""
+
+from puna.models.training.objectives.base import Objective, Targets, sum_segments, target_logprobs
+from puna.models.training.objectives.dpo import Dpo, DpoBatch, cache_reference, dpo_loss, reference_logprobs
+from puna.models.training.objectives.language_modeling import LanguageModeling, language_modeling_loss
+from puna.models.training.objectives.ppo import (
+    Ppo,
+    PpoBatch,
+    Value,
+    gae,
+    ppo_policy_loss,
+    ppo_value_loss,
+    token_rewards,
+    token_values,
+    whiten,
+)
+from puna.models.training.objectives.reward import (
+    Reward,
+    RewardBatch,
+    answer_rewards,
+    ranked_pairs,
+    reward_loss,
+)
+from puna.models.training.objectives.sft import Sft, sft_loss
+
+__all__ = [
+    "Dpo",
+    "DpoBatch",
+    "LanguageModeling",
+    "Objective",
+    "Ppo",
+    "PpoBatch",
+    "Reward",
+    "RewardBatch",
+    "Sft",
+    "Targets",
+    "Value",
+    "answer_rewards",
+    "cache_reference",
+    "dpo_loss",
+    "gae",
+    "language_modeling_loss",
+    "ppo_policy_loss",
+    "ppo_value_loss",
+    "ranked_pairs",
+    "reference_logprobs",
+    "reward_loss",
+    "sft_loss",
+    "sum_segments",
+    "target_logprobs",
+    "token_rewards",
+    "token_values",
+    "whiten",
+]

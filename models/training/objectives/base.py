@@ -1,0 +1,183 @@
+"""What every objective shares: the tokens it predicts, and how the parts of a step add up.
+
+A step may be split into micro-batches in any way. So that the split cannot change the gradient, each
+objective first counts its denominators (`totals`: tokens, answers, pairs) without the model; the loop
+adds those counts over the whole step, and every micro-batch divides its sums by the step's totals.
+Losses, gradients and metrics of the micro-batches then simply add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from puna.models.forest import Forest
+
+Totals = Mapping[str, float]
+Metrics = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The tokens of a forest to be predicted, answer by answer.
+
+    N targets in A answers of P prompts, in the order of the row:
+
+    forest     the row of T tokens
+    positions  [N] int64, index in the row of the token that stands before the target
+    tokens     [N] int64, the targets
+    mask       [N] bool, False where a target does not count in the loss
+    lengths    [A] int64, targets per answer; they sum to N and an answer's targets are contiguous
+    last       [A] int64, index in the row of each answer's last token
+    prompt     [A] int64, which prompt an answer belongs to
+    """
+
+    forest: Forest
+    positions: Tensor
+    tokens: Tensor
+    mask: Tensor
+    lengths: Tensor
+    last: Tensor
+    prompt: Tensor
+
+    @staticmethod
+    def from_documents(documents: Sequence[Sequence[int]]) -> Targets:
+        """Documents side by side: each token but a document's first is a target."""
+        row = np.concatenate([np.asarray(document, dtype=np.int64) for document in documents])
+        return Targets.from_packed(row, [len(document) for document in documents])
+
+    @staticmethod
+    def from_packed(tokens: Any, lengths: Sequence[int]) -> Targets:
+        """One row of the `tokens` table: ids [T] and the lengths of the documents packed in it."""
+        row = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
+        sizes = torch.as_tensor(np.asarray(lengths, dtype=np.int64))
+        if int(sizes.sum()) != len(row) or (len(sizes) and int(sizes.min()) < 1):
+            raise ValueError(f"document lengths add up to {int(sizes.sum())}, the row has {len(row)} tokens")
+        ends = sizes.cumsum(0)
+        keep = torch.ones(len(row), dtype=torch.bool)
+        keep[ends - 1] = False
+        positions = keep.nonzero().squeeze(1)
+        return Targets(
+            forest=Forest.pack(row.split(sizes.tolist())),
+            positions=positions,
+            tokens=row[positions + 1],
+            mask=torch.ones(len(positions), dtype=torch.bool),
+            lengths=sizes - 1,
+            last=ends - 1,
+            prompt=torch.arange(len(sizes)),
+        )
+
+    @staticmethod
+    def from_answers(
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[Sequence[int]]],
+        masks: Sequence[Sequence[Sequence[bool]]] | None = None,
+    ) -> Targets:
+        """Each prompt once, its answers as branches after it; every answer token is a target.
+
+        `masks[p][a]` holds one flag per answer token, False where the token does not count.
+        """
+        forests: list[Forest] = []
+        positions: list[np.ndarray[Any, Any]] = []
+        last: list[int] = []
+        start = 0
+        for p, (prompt, branches) in enumerate(zip(prompts, answers, strict=True)):
+            if not len(prompt) or not all(len(answer) for answer in branches):
+                raise ValueError(f"prompt {p} or one of its answers has no tokens")
+            forests.append(Forest.branch(prompt, branches))
+            offset = start + len(prompt)
+            for answer in branches:
+                before = np.arange(offset - 1, offset - 1 + len(answer))
+                # An answer's first token follows the prompt, wherever its branch stands in the row.
+                before[0] = start + len(prompt) - 1
+                positions.append(before)
+                offset += len(answer)
+                last.append(offset - 1)
+            start = offset
+        flat = [np.asarray(answer, dtype=np.int64) for branches in answers for answer in branches]
+        if masks is None:
+            flags = [np.ones(len(answer), bool) for answer in flat]
+        else:
+            flags = [np.asarray(mask, bool) for branches in masks for mask in branches]
+        lengths = [len(answer) for answer in flat]
+        if lengths != [len(flag) for flag in flags]:
+            raise ValueError("each answer token needs one mask flag, answer by answer")
+        return Targets(
+            forest=Forest.concatenate(forests),
+            positions=torch.from_numpy(_join(positions, np.int64)),
+            tokens=torch.from_numpy(_join(flat, np.int64)),
+            mask=torch.from_numpy(_join(flags, np.bool_)),
+            lengths=torch.tensor(lengths, dtype=torch.int64),
+            last=torch.tensor(last, dtype=torch.int64),
+            prompt=torch.repeat_interleave(
+                torch.arange(len(prompts)), torch.tensor([len(branches) for branches in answers])
+            ),
+        )
+
+    def __len__(self) -> int:
+        """Tokens of the row, which is what a step costs."""
+        return len(self.forest)
+
+    @property
+    def answers(self) -> int:
+        return len(self.lengths)
+
+    def sum_by_answer(self, values: Tensor) -> Tensor:
+        """Sum [N] values over each answer's unmasked targets -> [A]; an answer without any gives 0."""
+        return sum_segments(torch.where(self.mask, values, values.new_zeros(())), self.lengths)
+
+    def to(self, device: torch.device | str) -> Targets:
+        return Targets(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+
+def _join(parts: list[np.ndarray[Any, Any]], dtype: Any) -> np.ndarray[Any, Any]:
+    return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
+
+
+def sum_segments(values: Tensor, lengths: Tensor) -> Tensor:
+    """Sums of consecutive runs: values [N], lengths [A] int64 that add up to N -> [A].
+
+    A segmented reduction and not `index_add`, whose atomics on a GPU add in a different order each time.
+    """
+    if not len(lengths):
+        return values.new_zeros(0)
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True, initial=0)
+
+
+BatchT = TypeVar("BatchT")
+
+
+class Objective(Generic[BatchT]):
+    """A loss of a model on a batch.
+
+    `objective(model, batch, totals)` returns ``(loss, metrics)``: the batch's share of the step's loss,
+    a differentiable scalar, and its share of each metric (detached scalars). Without `totals` the batch
+    is the whole step.
+    """
+
+    def totals(self, batch: BatchT) -> dict[str, float]:
+        """Denominators this batch contributes to a step."""
+        raise NotImplementedError
+
+    def __call__(self, model: Any, batch: BatchT, totals: Totals | None = None) -> tuple[Tensor, Metrics]:
+        return self.share(model, batch, self.totals(batch) if totals is None else totals)
+
+    def share(self, model: Any, batch: BatchT, totals: Totals) -> tuple[Tensor, Metrics]:
+        """Loss and metrics of this batch, divided by the totals of its step."""
+        raise NotImplementedError
+
+
+def divide(value: Tensor, total: float) -> Tensor:
+    """`value / total`, and 0 (with a zero gradient) where nothing counts, never NaN."""
+    return value / total if total else value * 0.0
+
+
+def target_logprobs(model: Any, targets: Targets) -> Tensor:
+    """[N] float32: log p(target | what its position sees)."""
+    logprobs: Tensor = model.token_logprobs(targets.forest, targets.positions, targets.tokens)[0]
+    return logprobs

@@ -1,0 +1,201 @@
+"""Proximal policy optimisation (Schulman et al. 2017) on answers, as pure functions and two objectives.
+
+Everything is flat: N answer tokens in A answers, `lengths` [A] int64 adding up to N, no padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from puna.models.training.objectives.base import Metrics, Objective, Targets, Totals, divide
+
+
+def token_rewards(
+    logprobs: Tensor, reference: Tensor, scores: Tensor, lengths: Tensor, kl_coefficient: float
+) -> Tensor:
+    """Reward of each token: the KL penalty everywhere, the answer's score at its last token.
+
+    logprobs, reference [N] float: of the sampled tokens under policy and reference; scores [A] float ->
+    [N]: ``-kl_coefficient * (logprobs - reference)``, plus the score where an answer ends (Ziegler et
+    al. 2019). An answer without tokens has nowhere to put its score.
+    """
+    rewards = -kl_coefficient * (logprobs - reference)
+    filled = lengths > 0
+    last = lengths.cumsum(0)[filled] - 1
+    return rewards.index_add(0, last, scores[filled].to(rewards.dtype))
+
+
+def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016), each answer an episode of its own.
+
+    rewards, values [N] float, lengths [A] int64 -> (advantages [N], returns [N]) with
+    ``delta_t = r_t + gamma * v_{t+1} - v_t``, ``a_t = delta_t + gamma * lam * a_{t+1}``, both 0 past an
+    answer's end, and ``returns = advantages + values``.
+    """
+    count, longest = len(lengths), int(lengths.max()) if len(lengths) else 0
+    if not longest:
+        return rewards.clone(), values.clone()
+    column = torch.arange(longest, device=rewards.device)
+    inside = column[:, None] < lengths[None, :]  # [longest, A]: step t of answer a exists
+    start = lengths.cumsum(0) - lengths
+    index = (start[None, :] + column[:, None])[inside]
+    reward_TA = rewards.new_zeros(longest, count)
+    value_TA = rewards.new_zeros(longest + 1, count)
+    reward_TA[inside] = rewards[index]
+    value_TA[:-1][inside] = values[index]
+    delta_TA = reward_TA + gamma * value_TA[1:] - value_TA[:-1]
+    advantage_TA = torch.empty_like(delta_TA)
+    running = rewards.new_zeros(count)
+    for t in range(longest - 1, -1, -1):
+        # Past an answer's end reward and value are 0, so that delta and the running sum stay 0.
+        running = delta_TA[t] + gamma * lam * running
+        advantage_TA[t] = running
+    advantages = torch.empty_like(rewards)
+    advantages[index] = advantage_TA[inside]
+    return advantages, advantages + values
+
+
+def whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
+    """Shift and scale [N] values to mean 0 and variance 1 over the mask; 0 outside of it.
+
+    The variance is the biased one; a mask with nothing in it gives zeros.
+    """
+    weight = mask.to(values.dtype)
+    count = weight.sum().clamp(min=1)
+    mean = (values * weight).sum() / count
+    centred = (values - mean) * weight
+    return centred * torch.rsqrt((centred * centred).sum() / count + epsilon)
+
+
+def ppo_policy_loss(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, clip: float, total: float
+) -> Tensor:
+    """Clipped surrogate, a mean over the step's answer tokens.
+
+    logprobs, old, advantages [N] float, mask [N] bool, total: counted tokens of the whole step ->
+    scalar ``-sum(min(ratio * a, clamp(ratio, 1 - clip, 1 + clip) * a)[mask]) / total`` with
+    ``ratio = exp(logprobs - old)``.
+    """
+    # Masked targets get ratio 1 before exp: where() alone would still pass inf * 0 = NaN backwards.
+    ratio = torch.where(mask, logprobs - old, logprobs.new_zeros(())).exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
+    return divide(-torch.where(mask, surrogate, surrogate.new_zeros(())).sum(), total)
+
+
+def ppo_value_loss(
+    values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, clip: float, total: float
+) -> Tensor:
+    """Half the squared error to the returns, the step away from the old values clipped.
+
+    values, old, returns [N] float, mask [N] bool, total: counted tokens of the whole step -> scalar
+    ``0.5 * sum(max((v - R)^2, (old + clamp(v - old, -clip, clip) - R)^2)[mask]) / total``.
+    """
+    near = old + (values - old).clamp(-clip, clip)
+    worst = torch.maximum((values - returns).square(), (near - returns).square())
+    return divide(0.5 * torch.where(mask, worst, worst.new_zeros(())).sum(), total)
+
+
+@dataclass(frozen=True)
+class PpoBatch:
+    """Sampled answers with what the rollout fixed; all [N] float32, in the order of the targets."""
+
+    targets: Targets
+    logprobs: Tensor
+    advantages: Tensor
+    values: Tensor
+    returns: Tensor
+
+    def __post_init__(self) -> None:
+        for name in ("logprobs", "advantages", "values", "returns"):
+            if getattr(self, name).shape != self.targets.tokens.shape:
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} values for {len(self.targets.tokens)} targets"
+                )
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def to(self, device: torch.device | str) -> PpoBatch:
+        return PpoBatch(
+            self.targets.to(device),
+            self.logprobs.to(device),
+            self.advantages.to(device),
+            self.values.to(device),
+            self.returns.to(device),
+        )
+
+
+class Ppo(Objective[PpoBatch]):
+    """The policy's objective: clipped surrogate, less `entropy_weight` times the mean entropy.
+
+    `temperature` is the one the answers were sampled at: old and new log-probs are of the same
+    distribution. Metrics: ``clip_fraction`` (tokens whose ratio left the clip range),
+    ``approximate_kl`` (mean of ``ratio - 1 - log ratio``, to the policy that sampled), ``entropy``.
+    """
+
+    def __init__(self, clip: float = 0.2, entropy_weight: float = 0.0, temperature: float = 1.0) -> None:
+        if not 0 < clip < 1 or entropy_weight < 0 or temperature <= 0:
+            raise ValueError(
+                f"0 < clip < 1, entropy_weight >= 0, temperature > 0: {clip}, {entropy_weight}, {temperature}"
+            )
+        self.clip = clip
+        self.entropy_weight = entropy_weight
+        self.temperature = temperature
+
+    def totals(self, batch: PpoBatch) -> dict[str, float]:
+        return {"tokens": float(batch.targets.mask.sum())}
+
+    def share(self, model: Any, batch: PpoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+        targets, tokens = batch.targets, totals["tokens"]
+        logprobs, entropy = model.token_logprobs(
+            targets.forest, targets.positions, targets.tokens, temperature=self.temperature
+        )
+        loss = ppo_policy_loss(logprobs, batch.logprobs, batch.advantages, targets.mask, self.clip, tokens)
+        mean_entropy = divide(torch.where(targets.mask, entropy, entropy.new_zeros(())).sum(), tokens)
+        if self.entropy_weight:
+            loss = loss - self.entropy_weight * mean_entropy
+        with torch.no_grad():
+            log_ratio = torch.where(targets.mask, logprobs - batch.logprobs, logprobs.new_zeros(()))
+            ratio = log_ratio.exp()
+            clipped = ((ratio - 1.0).abs() > self.clip).float()
+            kl = ratio - 1.0 - log_ratio
+        metrics = {
+            "clip_fraction": divide(clipped.sum(), tokens),
+            "approximate_kl": divide(kl.sum(), tokens),
+            "entropy": mean_entropy.detach(),
+        }
+        return loss, metrics
+
+
+class Value(Objective[PpoBatch]):
+    """The critic's objective: clipped value loss of a model with a scalar head.
+
+    The value of a state is read where its next token is predicted, so that it knows the answer up to
+    that token and not the token itself. Metric: ``value_error``, the unclipped mean squared error.
+    """
+
+    def __init__(self, clip: float = 0.2) -> None:
+        if clip <= 0:
+            raise ValueError(f"clip must be positive: {clip}")
+        self.clip = clip
+
+    def totals(self, batch: PpoBatch) -> dict[str, float]:
+        return {"tokens": float(batch.targets.mask.sum())}
+
+    def share(self, model: Any, batch: PpoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+        values = token_values(model, batch.targets)
+        mask, tokens = batch.targets.mask, totals["tokens"]
+        loss = ppo_value_loss(values, batch.values, batch.returns, mask, self.clip, tokens)
+        with torch.no_grad():
+            error = torch.where(mask, (values - batch.returns).square(), values.new_zeros(()))
+        return loss, {"value_error": divide(error.sum(), tokens)}
+
+
+def token_values(model: Any, targets: Targets) -> Tensor:
+    """[N] float: the scalar head where each target is predicted."""
+    values: Tensor = model.scalar(model.hidden(targets.forest)[targets.positions])
+    return values.float()

@@ -1,0 +1,83 @@
+"""Reward model: Bradley-Terry over all ranked answers of a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from puna.models.training.objectives.base import Metrics, Objective, Targets, Totals, divide
+
+
+def ranked_pairs(prompt: Tensor, rank: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All pairs of answers to one prompt in which one ranks before the other.
+
+    prompt [A] int64, rank [A] int64 (0 is best, equal ranks make no pair) ->
+    better [M] int64, worse [M] int64: indices of answers; weight [M] float32: 1 / (pairs of the prompt).
+    """
+    same = prompt[:, None] == prompt[None, :]
+    better, worse = (same & (rank[:, None] < rank[None, :])).nonzero(as_tuple=True)
+    if not len(better):
+        return better, worse, torch.zeros(0, device=prompt.device)
+    count = torch.bincount(prompt[better])
+    return better, worse, 1.0 / count[prompt[better]].float()
+
+
+def reward_loss(better: Tensor, worse: Tensor, weight: Tensor, total: float) -> Tensor:
+    """``-sum(weight * log sigmoid(better - worse)) / total``, without a margin (Llama 3, section 4.1.2).
+
+    better, worse [M] float: rewards of the two answers of each pair; weight [M] float; total: prompts of
+    the whole step that have a pair -> scalar. With ``weight = 1 / pairs of the prompt`` each *prompt*
+    counts the same whether it has two ranked answers or five (Ouyang et al. 2022, InstructGPT).
+    """
+    return divide(-(weight * F.logsigmoid(better - worse)).sum(), total)
+
+
+@dataclass(frozen=True)
+class RewardBatch:
+    """Ranked answers; rank [A] int64, 0 is best. Answers end in the token the reward is read at."""
+
+    targets: Targets
+    rank: Tensor
+
+    def __post_init__(self) -> None:
+        if self.rank.shape != self.targets.lengths.shape:
+            raise ValueError(f"{self.targets.answers} answers but {len(self.rank)} ranks")
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def to(self, device: torch.device | str) -> RewardBatch:
+        return replace(self, targets=self.targets.to(device), rank=self.rank.to(device))
+
+
+class Reward(Objective[RewardBatch]):
+    """Bradley-Terry loss of a model with a scalar head, all answers of a prompt in one forest.
+
+    Metrics: ``accuracy`` (pairs in the right order, ties count one half; each prompt weighs the same)
+    and ``margin`` (mean difference of the rewards).
+    """
+
+    def totals(self, batch: RewardBatch) -> dict[str, float]:
+        better, _, _ = ranked_pairs(batch.targets.prompt, batch.rank)
+        return {"prompts": float(len(torch.unique(batch.targets.prompt[better])))}
+
+    def share(self, model: Any, batch: RewardBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+        rewards = answer_rewards(model, batch.targets)
+        better, worse, weight = ranked_pairs(batch.targets.prompt, batch.rank)
+        difference = rewards[better] - rewards[worse]
+        loss = reward_loss(rewards[better], rewards[worse], weight, totals["prompts"])
+        with torch.no_grad():
+            right = (difference > 0).float() + 0.5 * (difference == 0).float()
+            accuracy = divide((weight * right).sum(), totals["prompts"])
+            margin = divide((weight * difference).sum(), totals["prompts"])
+        return loss, {"accuracy": accuracy, "margin": margin}
+
+
+def answer_rewards(model: Any, targets: Targets) -> Tensor:
+    """[A] float: the scalar head at each answer's last token."""
+    rewards: Tensor = model.scalar(model.hidden(targets.forest)[targets.last])
+    return rewards.float()

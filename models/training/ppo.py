@@ -1,0 +1,361 @@
+"""PPO's driver: roll out, score, estimate advantages, update policy and critic; again.
+
+Rollout k draws its prompts, its samples and its minibatches from (seed, k), so the weights, the moments
+and a handful of numbers after rollout k are the whole state, and a resumed run is bit-identical.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from puna.models.generation import Completion, Engine, Sampling
+from puna.models.training.loop import (
+    Row,
+    TrainConfig,
+    TrainLog,
+    Updater,
+    check_identity,
+    check_skips,
+    weights_digest,
+)
+from puna.models.training.objectives.base import Targets
+from puna.models.training.objectives.ppo import Ppo, PpoBatch, Value, gae, token_rewards, token_values, whiten
+from puna.models.training.objectives.reward import answer_rewards
+from puna.models.training.packing import pack, step_indices
+from puna.models.training.schedules import Schedule
+from puna.models.training.state import load_state, save_state
+from puna.models.transformer import Transformer
+
+Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], Sequence[Sequence[float]]]
+
+
+@dataclass(frozen=True)
+class PpoConfig:
+    """Settings of `train_ppo`.
+
+    rollouts             times that answers are sampled
+    prompts, answers     per rollout: prompts, and answers to each
+    epochs, minibatches  passes over a rollout, and updates in each pass
+    learning_rate, critic_learning_rate    of policy and critic
+    warmup_steps, schedule, clip_gradient  of both optimisers; steps are updates
+    max_tokens           of an answer
+    temperature          of sampling, and of every log-probability in the loss
+    clip, value_clip     clip ranges of the ratio and of the value's step
+    gamma, lam           discount and GAE's lambda
+    entropy_weight       of the entropy bonus
+    kl_coefficient       of the per-token KL penalty; its start when `kl_target` is set
+    kl_target            KL in nats per answer that the coefficient is steered to; None keeps it fixed
+    kl_horizon           answers over which the coefficient is steered
+    normalize_scores     shift and scale scores to mean 0 and variance 1 over the first rollout
+    unfinished_penalty   taken off the (normalised) score of an answer that was cut off
+    capacity             tokens of a row
+    """
+
+    rollouts: int
+    prompts: int
+    answers: int = 1
+    epochs: int = 2
+    minibatches: int = 2
+    learning_rate: float = 1e-5
+    critic_learning_rate: float = 1e-5
+    warmup_steps: int = 0
+    schedule: Schedule = "constant"
+    clip_gradient: float | None = 1.0
+    max_tokens: int = 64
+    temperature: float = 1.0
+    clip: float = 0.2
+    value_clip: float = 0.2
+    gamma: float = 1.0
+    lam: float = 0.95
+    entropy_weight: float = 0.0
+    kl_coefficient: float = 0.05
+    kl_target: float | None = None
+    kl_horizon: float = 10_000.0
+    normalize_scores: bool = True
+    unfinished_penalty: float = 1.0
+    capacity: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("rollouts", "prompts", "answers", "epochs", "minibatches", "max_tokens", "capacity"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"PpoConfig: {name} must be at least 1")
+        if self.minibatches > self.prompts:
+            raise ValueError("PpoConfig: a minibatch needs at least one prompt")
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"PpoConfig: {name} must lie in 0..1")
+        if self.kl_coefficient < 0 or self.unfinished_penalty < 0:
+            raise ValueError("PpoConfig: kl_coefficient and unfinished_penalty must not be negative")
+        if self.kl_target is not None and (self.kl_target <= 0 or self.kl_horizon <= 0):
+            raise ValueError("PpoConfig: kl_target and kl_horizon must be positive")
+
+    def training(self, rate: float) -> TrainConfig:
+        """The optimiser settings of one of the two models."""
+        return TrainConfig(
+            steps=self.rollouts * self.epochs * self.minibatches,
+            learning_rate=rate,
+            warmup_steps=self.warmup_steps,
+            schedule=self.schedule,
+            weight_decay=0.0,
+            beta2=0.999,
+            clip=self.clip_gradient,
+        )
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt's answers with what the rollout found; [n] are its answer tokens, answer by answer."""
+
+    prompt: list[int]
+    answers: list[list[int]]
+    logprobs: Tensor
+    reference: Tensor
+    values: Tensor
+    scores: Tensor
+    finished: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.logprobs)
+
+
+def reward_model_scorer(model: Transformer, capacity: int = 4096) -> Scorer:
+    """Scores of a reward model: its scalar head at each answer's last token."""
+
+    @torch.no_grad()
+    def score(
+        prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Completion]]
+    ) -> list[list[float]]:
+        answers = [[c.tokens for c in row] for row in completions]
+        parts = _by_group(model, answer_rewards, prompts, answers, capacity, by_answer=True)
+        return [part.tolist() for part in parts]
+
+    return score
+
+
+def adapt_kl(coefficient: float, kl: float, target: float, answers: int, horizon: float) -> float:
+    """The next KL coefficient: raised while `kl` is above its target (Ziegler et al. 2019, section 2.2).
+
+    ``coefficient * (1 + clamp(kl / target - 1, -0.2, 0.2) * answers / horizon)``
+    """
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return coefficient * (1.0 + error * answers / horizon)
+
+
+def train_ppo(
+    policy: Transformer,
+    reference: Transformer,
+    scorer: Scorer,
+    critic: Transformer,
+    prompts: Sequence[Sequence[int]],
+    stop: Sequence[int],
+    config: PpoConfig,
+    seed: int,
+    checkpoint_dir: Path | None = None,
+    on_step: Callable[[Row], None] | None = None,
+) -> TrainLog:
+    """Optimise policy (lm head) and critic (scalar head) in place; one row per rollout.
+
+    `prompts` are token ids up to the assistant's header, `stop` the ids that end an answer. `scorer`
+    gives each answer's reward: `reward_model_scorer(model)`, or a verifier. Rows hold the training log's
+    columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates) and
+    score (raw mean), kl (nats per answer to the reference), kl_coefficient, clip_fraction,
+    approximate_kl, entropy, value_loss, value_error, explained_variance, answer_tokens, finished.
+
+    With `checkpoint_dir` the state is kept after each rollout and a run that finds one goes on from it.
+    """
+    updaters = {
+        "policy": Updater(
+            policy,
+            Ppo(config.clip, config.entropy_weight, config.temperature),
+            config.training(config.learning_rate),
+        ),
+        "critic": Updater(critic, Value(config.value_clip), config.training(config.critic_learning_rate)),
+    }
+    identity = {
+        "config": asdict(config),
+        "seed": seed,
+        "initial": [weights_digest(m) for m in (policy, critic, reference)],
+    }
+    first, numbers, log = _resume(checkpoint_dir, updaters, identity, config)
+    for rollout in range(first, config.rollouts + 1):
+        started = time.perf_counter()
+        groups = _roll_out(policy, reference, scorer, critic, prompts, stop, config, seed, rollout, numbers)
+        row = _summary(groups, numbers, config) | _update(updaters, groups, config, seed, rollout)
+        log.append({"step": rollout, **row, "seconds": time.perf_counter() - started})
+        check_skips(log, 2)
+        if config.kl_target is not None:
+            count = sum(len(group.answers) for group in groups)
+            numbers["kl_coefficient"] = adapt_kl(
+                numbers["kl_coefficient"], row["kl"], config.kl_target, count, config.kl_horizon
+            )
+        if checkpoint_dir is not None:
+            tensors = {
+                f"{who}.{name}": value for who, u in updaters.items() for name, value in u.tensors().items()
+            }
+            save_state(checkpoint_dir, rollout, tensors, {**identity, "numbers": numbers, "log": log})
+        if on_step is not None:
+            on_step(log[-1])
+    return log
+
+
+def _roll_out(
+    policy: Transformer,
+    reference: Transformer,
+    scorer: Scorer,
+    critic: Transformer,
+    prompts: Sequence[Sequence[int]],
+    stop: Sequence[int],
+    config: PpoConfig,
+    seed: int,
+    rollout: int,
+    numbers: dict[str, float],
+) -> list[Group]:
+    """Sample, score and estimate advantages, whitened over the whole rollout."""
+    asked = [list(prompts[i]) for i in step_indices(rollout, len(prompts), config.prompts, seed)]
+    sampling = Sampling(
+        n=config.answers, temperature=config.temperature, max_tokens=config.max_tokens, stop=tuple(stop)
+    )
+    draw = int(np.random.default_rng([seed, rollout]).integers(2**31))
+    completions = Engine(policy).generate(asked, sampling, draw)
+    answers = [[c.tokens for c in row] for row in completions]
+    scores = torch.tensor([s for row in scorer(asked, completions) for s in row], dtype=torch.float32)
+    finished = torch.tensor([float(c.finished) for row in completions for c in row])
+    if rollout == 1 and config.normalize_scores:
+        numbers["score_mean"] = float(scores.mean())
+        numbers["score_scale"] = max(float(scores.std(correction=0)), 1e-6)
+    rewards = (scores - numbers["score_mean"]) / numbers["score_scale"]
+    rewards = rewards - config.unfinished_penalty * (1.0 - finished)
+
+    def logprobs_of(model: Transformer, t: Targets) -> Tensor:
+        return model.token_logprobs(t.forest, t.positions, t.tokens, temperature=config.temperature)[0]
+
+    with torch.no_grad():
+        values = torch.cat(_by_group(critic, token_values, asked, answers, config.capacity))
+        base = torch.cat(_by_group(reference, logprobs_of, asked, answers, config.capacity))
+    # The engine's log-probs are the trainer's: one forest mask serves both.
+    logprobs = torch.tensor([p for row in completions for c in row for p in c.logprobs])
+    lengths = torch.tensor([len(answer) for row in answers for answer in row])
+    token_reward = token_rewards(logprobs, base, rewards, lengths, numbers["kl_coefficient"])
+    advantages, returns = gae(token_reward, values, lengths, config.gamma, config.lam)
+    advantages = whiten(advantages, torch.ones_like(advantages, dtype=torch.bool))
+    sizes = [sum(len(answer) for answer in row) for row in answers]
+    counts = [len(row) for row in answers]
+    by_token = [t.split(sizes) for t in (logprobs, base, values, advantages, returns)]
+    by_answer = [t.split(counts) for t in (scores, finished)]
+    return [
+        Group(
+            prompt=asked[g],
+            answers=answers[g],
+            logprobs=by_token[0][g],
+            reference=by_token[1][g],
+            values=by_token[2][g],
+            scores=by_answer[0][g],
+            finished=by_answer[1][g],
+            advantages=by_token[3][g],
+            returns=by_token[4][g],
+        )
+        for g in range(len(asked))
+    ]
+
+
+def _update(
+    updaters: dict[str, Updater], groups: Sequence[Group], config: PpoConfig, seed: int, rollout: int
+) -> Row:
+    """All updates of one rollout; means of their rows."""
+    rows: dict[str, list[Row]] = {"policy": [], "critic": []}
+    first = (rollout - 1) * config.epochs * config.minibatches
+    for epoch in range(config.epochs):
+        order = np.random.default_rng([seed, rollout, epoch]).permutation(len(groups))
+        for number, part in enumerate(np.array_split(order, config.minibatches)):
+            chosen = [groups[i] for i in sorted(part.tolist())]
+            packed = pack([len(group) for group in chosen], config.capacity)
+            batches = [_collate([chosen[i] for i in row]) for row in packed]
+            step = first + epoch * config.minibatches + number + 1
+            for who, updater in updaters.items():
+                rows[who].append(updater.step(step, batches, seed))
+    mean = {
+        who: {name: sum(row[name] for row in some) / len(some) for name in some[0]}
+        for who, some in rows.items()
+    }
+    policy, critic = mean["policy"], mean["critic"]
+    kept = ("loss", "learning_rate", "gradient_norm", "clip_fraction", "approximate_kl", "entropy")
+    return {
+        **{name: policy[name] for name in kept},
+        "tokens": sum(int(row["tokens"]) for some in rows.values() for row in some),
+        "skipped": int(all(row["skipped"] for some in rows.values() for row in some)),
+        "skipped_updates": sum(row["skipped"] for some in rows.values() for row in some),
+        "value_loss": critic["loss"],
+        "value_error": critic["value_error"],
+    }
+
+
+def _summary(groups: Sequence[Group], numbers: dict[str, float], config: PpoConfig) -> Row:
+    scores = torch.cat([group.scores for group in groups])
+    finished = torch.cat([group.finished for group in groups])
+    difference = torch.cat([group.logprobs - group.reference for group in groups])
+    values = torch.cat([group.values for group in groups])
+    returns = torch.cat([group.returns for group in groups])
+    spread = float(returns.var(correction=0))
+    unexplained = float((returns - values).var(correction=0))
+    return {
+        "score": float(scores.mean()),
+        "kl": float(difference.sum()) / len(scores),
+        "kl_coefficient": numbers["kl_coefficient"],
+        "explained_variance": 1.0 - unexplained / spread if spread else 0.0,
+        "answer_tokens": len(difference) / len(scores),
+        "finished": float(finished.mean()),
+    }
+
+
+def _collate(groups: Sequence[Group]) -> PpoBatch:
+    return PpoBatch(
+        targets=Targets.from_answers([g.prompt for g in groups], [g.answers for g in groups]),
+        logprobs=torch.cat([g.logprobs for g in groups]),
+        advantages=torch.cat([g.advantages for g in groups]),
+        values=torch.cat([g.values for g in groups]),
+        returns=torch.cat([g.returns for g in groups]),
+    )
+
+
+def _by_group(
+    model: Transformer,
+    compute: Callable[[Transformer, Targets], Tensor],
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[Sequence[int]]],
+    capacity: int,
+    by_answer: bool = False,
+) -> list[Tensor]:
+    """`compute` on all prompts with their answers, row by row; one CPU tensor per prompt, in order."""
+    device = next(model.parameters()).device
+    tokens = [sum(len(answer) for answer in row) for row in answers]
+    results: dict[int, Tensor] = {}
+    for row in pack([len(p) + n for p, n in zip(prompts, tokens, strict=True)], capacity):
+        targets = Targets.from_answers([prompts[i] for i in row], [answers[i] for i in row])
+        sizes = [len(answers[i]) if by_answer else tokens[i] for i in row]
+        found = compute(model, targets.to(device)).float().cpu().split(sizes)
+        results |= zip(row, found, strict=True)
+    return [results[i] for i in range(len(prompts))]
+
+
+def _resume(
+    folder: Path | None, updaters: dict[str, Updater], identity: dict[str, Any], config: PpoConfig
+) -> tuple[int, dict[str, float], TrainLog]:
+    found = None if folder is None else load_state(folder)
+    if found is None:
+        return 1, {"kl_coefficient": config.kl_coefficient, "score_mean": 0.0, "score_scale": 1.0}, []
+    tensors, record = found
+    check_identity(folder, record, identity)
+    for who, updater in updaters.items():
+        prefix = f"{who}."
+        updater.restore({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+    return record["step"] + 1, record["numbers"], record["log"]

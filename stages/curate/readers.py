@@ -1,0 +1,243 @@
+"""Readers of the other inputs: folders of pages, Parquet, JSON lines, saved and remote Hugging Face data sets.
+
+Each yields a `Page` or, where a record is none, a `Rejected` with the rule that says why.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Iterator
+from datetime import date, datetime
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO
+from urllib.parse import quote
+
+import zstandard
+
+from puna.stages.curate.pages import EPOCH, Page, Rejected, microseconds
+from puna.storage import PunaError
+
+MEDIA_TYPES = {
+    ".html": "text/html", ".htm": "text/html", ".xhtml": "application/xhtml+xml", ".txt": "text/plain", ".text": "text/plain",
+    ".md": "text/markdown", ".rst": "text/x-rst", ".tex": "text/x-tex", ".py": "text/x-python", ".pyx": "text/x-cython",
+    ".c": "text/x-c", ".h": "text/x-c", ".cc": "text/x-c++", ".cpp": "text/x-c++", ".hpp": "text/x-c++", ".cu": "text/x-cuda",
+    ".java": "text/x-java", ".js": "text/x-javascript", ".ts": "text/x-typescript", ".go": "text/x-go", ".rs": "text/x-rust",
+    ".rb": "text/x-ruby", ".php": "text/x-php", ".cs": "text/x-csharp", ".swift": "text/x-swift", ".kt": "text/x-kotlin",
+    ".scala": "text/x-scala", ".pl": "text/x-perl", ".lua": "text/x-lua", ".r": "text/x-r", ".jl": "text/x-julia",
+    ".hs": "text/x-haskell", ".sh": "text/x-shellscript", ".sql": "text/x-sql", ".f90": "text/x-fortran", ".m": "text/x-matlab",
+    ".asm": "text/x-asm", ".s": "text/x-asm", ".proto": "text/x-protobuf", ".cmake": "text/x-cmake", ".toml": "text/x-toml",
+    ".yaml": "text/x-yaml", ".yml": "text/x-yaml", ".ini": "text/x-ini", ".css": "text/css", ".xml": "text/xml",
+}  # fmt: skip
+DATE_COLUMNS = ("fetched_at", "date", "timestamp", "crawl_timestamp", "added", "created")
+DATASET_SIDECARS = ("dataset_info.json", "state.json", "dataset_dict.json")
+COMPRESSED = (".gz", ".zst", ".xz")
+BATCH_ROWS = 1024
+
+
+class Columns:
+    """Which fields of a row hold the page; see `IngestConfig` for the names."""
+
+    def __init__(self, text: str, html: str | None, url: str | None, date: str | None) -> None:
+        self.body = html or text
+        self.content_type = "text/html" if html else "text/plain"
+        self.url = url
+        self.date = date
+        self.option = "html_column" if html else "text_column"
+
+    def check(self, names: list[str], where: str) -> None:
+        """PunaError where a needed column is missing from `names`."""
+        wanted = [(self.body, self.option), (self.url, "url_column"), (self.date, "date_column")]
+        for column, option in wanted:
+            if column is not None and column.split(".")[0] not in names:
+                raise PunaError(f"{where}: no column {column!r}; it has {', '.join(names) or 'none'}. Name another one with ingest.{option}")
+
+
+def suffix(name: str) -> str:
+    """The file's suffix in lower case, that of a compression set aside."""
+    path = PurePosixPath(name.lower())
+    return PurePosixPath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def unpacked(handle: BinaryIO, name: str) -> BinaryIO:
+    """The file's bytes, decompressed as its name says."""
+    ending = PurePosixPath(name.lower()).suffix
+    if ending == ".gz":
+        return gzip.open(handle)  # type: ignore[return-value]
+    if ending == ".xz":
+        return lzma.open(handle)
+    if ending == ".zst":
+        return zstandard.ZstdDecompressor().stream_reader(handle, read_across_frames=True)  # type: ignore[no-any-return]
+    return handle
+
+
+def address(source: str, name: str, row: int | None = None) -> str:
+    """The address of a page that brings none: its place in the input."""
+    place = f"file:///{quote(source)}/{quote(name)}"
+    return place if row is None else f"{place}/{row}"
+
+
+def read_file(handle: BinaryIO, source: str, name: str) -> Iterator[Page | Rejected]:
+    """One file as one page; its media type follows from its name. Files carry no date: it is 1970-01-01."""
+    media = MEDIA_TYPES.get(suffix(name))
+    if media is None:
+        yield Rejected("content_type", name, f"{name}: no media type is known for this kind of file")
+        return
+    try:
+        body = unpacked(handle, name).read()
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError) as error:
+        yield Rejected("truncated_record", name, f"{name}: {error}")
+        return
+    yield Page(address(source, name), 0, media, None, body, name)
+
+
+def read_jsonl(handle: BinaryIO, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
+    """One page per line. PunaError where no line has the column; a line that is no JSON object is rejected."""
+    rows, found = 0, False
+    names: dict[str, None] = {}
+    lines = iter(io.BufferedReader(unpacked(handle, name), 1 << 20))  # type: ignore[arg-type]
+    number = -1
+    while True:
+        number += 1
+        try:
+            line = next(lines, None)
+        except (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError) as error:
+            yield Rejected("truncated_record", f"{name}#{number}", f"{name}, line {number + 1}: {error}")
+            return
+        if line is None:
+            break
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            last = not line.endswith(b"\n")
+            yield Rejected(
+                "truncated_record" if last else "malformed_record", f"{name}#{number}", f"{name}, line {number + 1}: {error}"
+            )
+            continue
+        if number == 0 and isinstance(row, list):
+            raise PunaError(f"{name}: is one JSON array; write one object per line (JSON lines)")
+        if not isinstance(row, dict):
+            yield Rejected("malformed_record", f"{name}#{number}", f"{name}, line {number + 1}: a {type(row).__name__}, not an object")
+            continue
+        rows += 1
+        names.update(dict.fromkeys(row))
+        found = found or _field(row, columns.body) is not None
+        yield _row(row, source, name, number, columns)
+    if rows and not found:
+        columns.check(sorted(names), name)
+
+
+def parquet_columns(handle: BinaryIO, name: str, columns: Columns) -> list[str]:
+    """The columns to read from a Parquet file; PunaError where one is missing or the file is none."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        names = pq.ParquetFile(handle).schema_arrow.names
+    except (pa.ArrowInvalid, OSError) as error:
+        raise PunaError(f"{name}: not a readable Parquet file ({error})") from error
+    return _chosen(names, name, columns)
+
+
+def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
+    """One page per row of a Parquet file, read in batches."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    chosen = parquet_columns(handle, name, columns)
+    number = 0
+    try:
+        for batch in pq.ParquetFile(handle).iter_batches(batch_size=BATCH_ROWS, columns=chosen):
+            for row in batch.to_pylist():
+                yield _row(row, source, name, number, columns)
+                number += 1
+    except (pa.ArrowInvalid, OSError) as error:
+        raise PunaError(f"{name}, after row {number}: damaged Parquet file ({error})") from error
+
+
+def read_arrow(handle: BinaryIO, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
+    """One page per row of a file of a saved Hugging Face data set (Arrow stream), read in batches."""
+    import pyarrow as pa
+
+    number = 0
+    try:
+        reader = pa.ipc.open_stream(handle)
+        chosen = _chosen(reader.schema.names, name, columns)
+        for batch in reader:
+            for row in batch.select(chosen).to_pylist():
+                yield _row(row, source, name, number, columns)
+                number += 1
+    except (pa.ArrowInvalid, OSError) as error:
+        raise PunaError(f"{name}, after row {number}: damaged Arrow file ({error})") from error
+
+
+def read_stream(rows: Any, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
+    """One page per row of a streaming Hugging Face data set (any iterable of dicts)."""
+    for number, row in enumerate(rows):
+        if number == 0:
+            columns.check(list(row), name)
+        yield _row(row, source, name, number, columns)
+
+
+def _chosen(names: list[str], where: str, columns: Columns) -> list[str]:
+    columns.check(names, where)
+    wanted = {c.split(".")[0] for c in (columns.body, columns.url or "url", columns.date) if c is not None}
+    if columns.date is None:
+        wanted.update([name for name in DATE_COLUMNS if name in names][:1])
+    return [name for name in names if name in wanted]
+
+
+def _field(row: dict[str, Any], path: str) -> Any:
+    """`row["a"]["b"]` for the path `a.b`; None where there is none."""
+    value: Any = row
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Columns) -> Page | Rejected:
+    where = f"{name}#{number}"
+    body = _field(row, columns.body)
+    if isinstance(body, str):
+        try:
+            body = body.encode()
+        except UnicodeEncodeError as error:  # JSON may hold halves of surrogate pairs
+            return Rejected("malformed_record", where, f"{name}, row {number}: {error}")
+    if not isinstance(body, bytes):
+        return Rejected("malformed_record", where, f"{name}, row {number}: {columns.body} holds {type(body).__name__}, not text")
+    url = _field(row, columns.url or "url")
+    if not isinstance(url, str) or "://" not in url:
+        if columns.url is not None and not isinstance(url, str):
+            return Rejected("malformed_record", where, f"{name}, row {number}: {columns.url} holds {type(url).__name__}, not text")
+        url = f"{address(source, name)}/{quote(url)}" if isinstance(url, str) and url else address(source, name, number)
+    column = columns.date or next((c for c in DATE_COLUMNS if row.get(c) is not None), None)
+    moment = _moment(_field(row, column)) if column else 0
+    if moment is None:
+        return Rejected("malformed_record", where, f"{name}, row {number}: {column} holds {_field(row, column or '')!r}, not a date")
+    return Page(url, moment, columns.content_type, "utf-8", body, where)
+
+
+def _moment(value: Any) -> int | None:
+    """A date, a time, ISO text or seconds since 1970 as microseconds; nothing counts as 1970; None: not a date."""
+    if value is None or value == "":
+        return 0
+    if isinstance(value, datetime):
+        return microseconds(value)
+    if isinstance(value, date):
+        return microseconds(datetime(value.year, value.month, value.day))
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e11:
+        return round(value * 1_000_000)
+    if isinstance(value, str):
+        try:
+            return microseconds(datetime.fromisoformat(value.strip()))
+        except ValueError:
+            return None
+    return None
+
+
+__all__ = ["EPOCH", "Columns", "address", "parquet_columns", "read_arrow", "read_file", "read_jsonl", "read_parquet", "read_stream", "suffix"]

@@ -1,0 +1,371 @@
+"""Rules: thresholds on signals, as configuration, as decisions and as SQL.
+
+A rule drops a document when its signal is below (`<`), above (`>`), in or not in the threshold. A rule whose
+threshold is null is off; a group that is null is off as a whole. Each group says which sources it judges, so that
+source code is not measured with the ruler of prose. Groups and rules apply in the order they are written here, and
+the first that fires is the one that is recorded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import Field
+
+from puna.stages.contract import StageConfig
+from puna.storage import PunaError
+
+Comparison = Literal["<", ">", "in", "not in"]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Marks a configuration field as a rule: a document goes when `signal` `when` threshold.
+
+    `missing`: what becomes of a document whose signal is null (not measured).
+    """
+
+    signal: str
+    when: Comparison
+    missing: Literal["drop", "keep"] = "drop"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One active rule of a configuration."""
+
+    name: str
+    drop: Drop
+    threshold: float | tuple[str, ...]
+    sources: tuple[str, ...]
+    exempt_sources: tuple[str, ...]
+
+    @property
+    def number(self) -> float | None:
+        """The threshold, where it is a number."""
+        return None if isinstance(self.threshold, tuple) else float(self.threshold)
+
+
+class RuleGroup(StageConfig):
+    """Rules that judge the same sources."""
+
+    sources: tuple[str, ...] = Field((), description="Sources whose documents this group judges; empty: all")
+    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents this group does not judge")
+
+
+class LanguageRules(RuleGroup):
+    """Language identification; FineWeb keeps documents of a score of at least 0.65."""
+
+    min_score: Annotated[Fraction | None, Drop("language_score", "<")] = Field(0.65, description="Least probability of the language")
+    languages: Annotated[tuple[str, ...] | None, Drop("language", "not in")] = Field(
+        None, description="Languages to keep (ISO 639 codes); null: all"
+    )
+
+
+class GopherRepetitionRules(RuleGroup):
+    """Gopher's repetition rules (Rae et al. 2021, table A1): fractions of lines, paragraphs or characters."""
+
+    max_duplicate_paragraphs: Annotated[Fraction | None, Drop("duplicate_paragraph_fraction", ">")] = Field(
+        0.30, description="Greatest fraction of paragraphs seen earlier in the document"
+    )
+    max_duplicate_paragraph_characters: Annotated[Fraction | None, Drop("duplicate_paragraph_character_fraction", ">")] = Field(
+        0.20, description="Greatest fraction of characters in paragraphs seen earlier"
+    )
+    max_duplicate_lines: Annotated[Fraction | None, Drop("duplicate_line_fraction", ">")] = Field(
+        0.30, description="Greatest fraction of lines seen earlier in the document"
+    )
+    max_duplicate_line_characters: Annotated[Fraction | None, Drop("duplicate_line_character_fraction", ">")] = Field(
+        0.20, description="Greatest fraction of characters in lines seen earlier"
+    )
+    max_top_2gram: Annotated[Fraction | None, Drop("top_2gram_character_fraction", ">")] = Field(
+        0.20, description="Greatest fraction of characters in the most frequent pair of words"
+    )
+    max_top_3gram: Annotated[Fraction | None, Drop("top_3gram_character_fraction", ">")] = Field(
+        0.18, description="Greatest fraction of characters in the most frequent 3 words"
+    )
+    max_top_4gram: Annotated[Fraction | None, Drop("top_4gram_character_fraction", ">")] = Field(
+        0.16, description="Greatest fraction of characters in the most frequent 4 words"
+    )
+    max_duplicate_5grams: Annotated[Fraction | None, Drop("duplicate_5gram_character_fraction", ">")] = Field(
+        0.15, description="Greatest fraction of characters in 5 words seen earlier"
+    )
+    max_duplicate_6grams: Annotated[Fraction | None, Drop("duplicate_6gram_character_fraction", ">")] = Field(
+        0.14, description="Greatest fraction of characters in 6 words seen earlier"
+    )
+    max_duplicate_7grams: Annotated[Fraction | None, Drop("duplicate_7gram_character_fraction", ">")] = Field(
+        0.13, description="Greatest fraction of characters in 7 words seen earlier"
+    )
+    max_duplicate_8grams: Annotated[Fraction | None, Drop("duplicate_8gram_character_fraction", ">")] = Field(
+        0.12, description="Greatest fraction of characters in 8 words seen earlier"
+    )
+    max_duplicate_9grams: Annotated[Fraction | None, Drop("duplicate_9gram_character_fraction", ">")] = Field(
+        0.11, description="Greatest fraction of characters in 9 words seen earlier"
+    )
+    max_duplicate_10grams: Annotated[Fraction | None, Drop("duplicate_10gram_character_fraction", ">")] = Field(
+        0.10, description="Greatest fraction of characters in 10 words seen earlier"
+    )
+
+
+class GopherQualityRules(RuleGroup):
+    """Gopher's quality rules (Rae et al. 2021, appendix A.1.1)."""
+
+    min_words: Annotated[int | None, Drop("words", "<")] = Field(50, ge=0, description="Least number of words")
+    max_words: Annotated[int | None, Drop("words", ">")] = Field(100_000, ge=0, description="Greatest number of words")
+    # Not measured for scripts written without spaces.
+    min_mean_word_length: Annotated[float | None, Drop("mean_word_length", "<", "keep")] = Field(
+        3.0, ge=0, description="Least mean length of words, characters"
+    )
+    max_mean_word_length: Annotated[float | None, Drop("mean_word_length", ">", "keep")] = Field(
+        10.0, ge=0, description="Greatest mean length of words, characters"
+    )
+    max_hash_ratio: Annotated[float | None, Drop("hash_ratio", ">")] = Field(0.1, ge=0, description="Greatest number of # per word")
+    max_ellipsis_ratio: Annotated[float | None, Drop("ellipsis_ratio", ">")] = Field(
+        0.1, ge=0, description="Greatest number of ellipses per word"
+    )
+    max_bullet_lines: Annotated[Fraction | None, Drop("bullet_line_fraction", ">")] = Field(
+        0.9, description="Greatest fraction of lines that start with a bullet"
+    )
+    max_ellipsis_lines: Annotated[Fraction | None, Drop("ellipsis_line_fraction", ">")] = Field(
+        0.3, description="Greatest fraction of lines that end with an ellipsis"
+    )
+    min_alphabetic_words: Annotated[Fraction | None, Drop("alphabetic_word_fraction", "<")] = Field(
+        0.8, description="Least fraction of words with an alphabetic character"
+    )
+    min_stop_words: Annotated[int | None, Drop("stop_words", "<")] = Field(
+        2, ge=0, description="Least number of distinct stop words of any one language"
+    )
+    min_english_stop_words: Annotated[int | None, Drop("english_stop_words", "<")] = Field(
+        None, ge=0, description="Least number of distinct English stop words; Gopher's 2 drops every other language"
+    )
+
+
+class C4Rules(RuleGroup):
+    """C4's rules (Raffel et al. 2020) without its terminal punctuation rule, as FineWeb uses them."""
+
+    min_sentences: Annotated[int | None, Drop("c4_open_sentences", "<")] = Field(
+        5, ge=0, description="Least number of sentences in the lines that C4 keeps"
+    )
+    min_terminated_sentences: Annotated[int | None, Drop("c4_sentences", "<")] = Field(
+        None, ge=0, description="The same with only lines that end in terminal punctuation; C4: 5"
+    )
+    max_lorem_ipsum_lines: Annotated[int | None, Drop("c4_open_lorem_ipsum_lines", ">")] = Field(
+        0, ge=0, description="Greatest number of lines with 'lorem ipsum'"
+    )
+    max_curly_bracket_lines: Annotated[int | None, Drop("c4_open_curly_bracket_lines", ">")] = Field(
+        None, ge=0, description="Greatest number of lines with '{'; C4: 0, which also drops pages that show code or mathematics"
+    )
+
+
+class FineWebRules(RuleGroup):
+    """FineWeb's own rules (Penedo et al. 2024, section 3.5)."""
+
+    min_terminated_lines: Annotated[Fraction | None, Drop("terminated_line_fraction", "<")] = Field(
+        0.12, description="Least fraction of lines that end a sentence"
+    )
+    max_short_lines: Annotated[Fraction | None, Drop("short_line_fraction", ">")] = Field(
+        0.67, description="Greatest fraction of lines of at most 30 characters"
+    )
+    max_repeated_line_characters: Annotated[Fraction | None, Drop("repeated_line_character_fraction", ">")] = Field(
+        0.01, description="Greatest fraction of characters in lines seen earlier"
+    )
+    max_newline_ratio: Annotated[float | None, Drop("newline_ratio", ">")] = Field(
+        0.3, ge=0, description="Greatest number of newlines per word"
+    )
+
+
+class DirtyWordRules(RuleGroup):
+    """Pages for adults that domain lists miss (Llama 3, section 3.1.1)."""
+
+    max_ratio: Annotated[Fraction | None, Drop("dirty_word_ratio", ">")] = Field(
+        0.02, description="Greatest fraction of words of the adult vocabulary"
+    )
+    max_words: Annotated[int | None, Drop("dirty_words", ">")] = Field(
+        None, ge=0, description="Greatest number of words of the adult vocabulary"
+    )
+
+
+class DivergenceRules(RuleGroup):
+    """Documents with too many outlier tokens (Llama 3, section 3.1.1)."""
+
+    # Not measured for languages with too few documents to compare with.
+    max_excess: Annotated[float | None, Drop("token_kl_excess", ">", "keep")] = Field(
+        4.0, description="Greatest divergence from the corpus over what its length explains, nats"
+    )
+
+
+class NgramCoverageRules(RuleGroup):
+    """Documents that mostly repeat themselves: logs, generated listings (Llama 3, section 3.1.1)."""
+
+    max_coverage: Annotated[Fraction | None, Drop("ngram_coverage", ">")] = Field(
+        0.5, description="Greatest fraction of words inside n-grams seen earlier in the document"
+    )
+
+
+class CodeRules(RuleGroup):
+    """Source code: generated, minified and data files (the rules of StarCoder, Li et al. 2023, section 3.1)."""
+
+    sources: tuple[str, ...] = Field(("code",), description="Sources whose documents this group judges; empty: all")
+    exempt_sources: tuple[str, ...] = Field((), description="Sources whose documents this group does not judge")
+    max_line_length: Annotated[int | None, Drop("max_line_length", ">")] = Field(
+        1000, ge=0, description="Greatest length of a line, characters"
+    )
+    max_mean_line_length: Annotated[float | None, Drop("mean_line_length", ">")] = Field(
+        100.0, ge=0, description="Greatest mean length of the lines, characters"
+    )
+    min_alphanumeric: Annotated[Fraction | None, Drop("alphanumeric_fraction", "<")] = Field(
+        0.25, description="Least fraction of letters and digits among the characters"
+    )
+    min_words: Annotated[int | None, Drop("words", "<")] = Field(10, ge=0, description="Least number of words")
+
+
+class QualityRules(RuleGroup):
+    """The quality classifier's score."""
+
+    min_quality: Annotated[Fraction | None, Drop("quality", "<")] = Field(None, description="Least probability of good quality")
+    min_rank: Annotated[Fraction | None, Drop("quality_rank", "<")] = Field(
+        0.1, description="Least rank of the quality: 0.1 drops the worst tenth of the documents scored"
+    )
+
+
+class DomainRules(RuleGroup):
+    """The knowledge classifier's category."""
+
+    excluded: Annotated[tuple[str, ...] | None, Drop("domain", "in")] = Field(None, description="Knowledge types to drop")
+    min_score: Annotated[Fraction | None, Drop("domain_score", "<")] = Field(None, description="Least probability of the knowledge type")
+
+
+def active_rules(config: StageConfig) -> Iterator[Rule]:
+    """The rules of a configuration whose fields are rule groups, in declared order; those that are off left out."""
+    for group_name in type(config).model_fields:
+        group = getattr(config, group_name)
+        if not isinstance(group, RuleGroup):
+            continue
+        for name, field in type(group).model_fields.items():
+            threshold = getattr(group, name)
+            for mark in field.metadata:
+                if isinstance(mark, Drop) and threshold is not None:
+                    yield Rule(f"{group_name}.{name}", mark, threshold, group.sources, group.exempt_sources)
+
+
+def check_signals(rules: list[Rule], carried: dict[str, str]) -> None:
+    """PunaError where a rule reads a signal that no input carries. `carried`: signal → artifact."""
+    for rule in rules:
+        if rule.drop.signal not in carried:
+            raise PunaError(
+                f"rule {rule.name} reads the signal {rule.drop.signal!r}, which no input carries "
+                f"(they carry {', '.join(sorted(carried)) or 'none'}); give the stage that writes it, or set {rule.name}=null"
+            )
+
+
+def fires(rule: Rule, values: pa.ChunkedArray, sources: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which documents the rule drops, bool[n]; `values` are its signal's, `sources` each document's source."""
+    judged = np.ones(len(sources), np.bool_)
+    if rule.sources:
+        judged &= np.isin(sources, rule.sources)
+    if rule.exempt_sources:
+        judged &= ~np.isin(sources, rule.exempt_sources)
+    if isinstance(rule.threshold, tuple):
+        words = np.array(["" if v is None else str(v) for v in values.to_pylist()])
+        missing = np.array(values.is_null())
+        out = np.isin(words, rule.threshold)
+        out = out if rule.drop.when == "in" else ~out
+    else:
+        numbers = numeric(values)
+        missing = np.isnan(numbers)
+        out = numbers < rule.threshold if rule.drop.when == "<" else numbers > rule.threshold
+    return judged & np.where(missing, rule.drop.missing == "drop", out)
+
+
+def numeric(values: pa.ChunkedArray) -> NDArray[np.float64]:
+    """A number column as float64[n], null as NaN."""
+    return np.array(values.cast(pa.float64()).fill_null(math.nan), np.float64)
+
+
+def decide(table: pa.Table, rules: list[Rule]) -> pa.Table:
+    """The dropped documents of `table` (id, source and the rules' signals) as rows of the table `dropped`."""
+    sources = np.array(table["source"].to_pylist(), dtype=object).astype("U")
+    first = np.full(table.num_rows, len(rules), np.int64)
+    for index, rule in enumerate(rules):
+        first[fires(rule, table[rule.drop.signal], sources) & (first == len(rules))] = index
+    ids = table["id"].to_pylist()
+    rows = []
+    for at in np.flatnonzero(first < len(rules)):
+        rule = rules[first[at]]
+        value = table[rule.drop.signal][int(at)].as_py()
+        # Python and Arrow agree on NaN as a number; a threshold on it means "not measured".
+        value = None if isinstance(value, float) and math.isnan(value) else value
+        text = isinstance(rule.threshold, tuple)
+        rows.append(
+            {
+                "id": ids[at],
+                "rule": rule.name,
+                "value": None if text or value is None else float(value),
+                "threshold": rule.number,
+                "detail": "not measured" if value is None else (str(value) if text else None),
+            }
+        )
+    schema = pa.schema(
+        [("id", pa.string()), ("rule", pa.string()), ("value", pa.float64()), ("threshold", pa.float64()), ("detail", pa.string())]
+    )
+    return pa.Table.from_pylist(rows, schema=schema)
+
+
+def rules_sql(config: StageConfig, documents: str = "documents", signals: str = "signals") -> str:
+    """A DuckDB query that gives the rows of `dropped`: the decision of `decide`, from the tables themselves.
+
+    `documents`: a relation with id and source. `signals`: one with id and every signal the rules read; join several
+    artifacts' tables by id first.
+    """
+    rules = list(active_rules(config))
+    if not rules:
+        return f"select id, '' as rule, 0.0::double as value, 0.0::double as threshold, '' as detail from {documents} where false"
+    tests = " ".join(f"when {_condition(rule)} then {index}" for index, rule in enumerate(rules))
+    values, thresholds, details, names = [], [], [], []
+    for index, rule in enumerate(rules):
+        text = isinstance(rule.threshold, tuple)
+        names.append(f"when {index} then {_string(rule.name)}")
+        values.append(f"when {index} then {'null' if text else _number(rule.drop.signal)}")
+        thresholds.append(f"when {index} then {'null' if text else repr(rule.number)}")
+        known = f"s.{_name(rule.drop.signal)}" if text else f"case when {_number(rule.drop.signal)} is null then null else '' end"
+        details.append(f"when {index} then nullif(coalesce({known}, 'not measured'), '')")
+    return (
+        f"select id, case n {' '.join(names)} end as rule, case n {' '.join(values)} end::double as value, "
+        f"case n {' '.join(thresholds)} end::double as threshold, case n {' '.join(details)} end as detail "
+        f"from (select d.id, s.* exclude (id), case {tests} end as n from {documents} d join {signals} s on d.id = s.id) s "
+        "where n is not null order by id"
+    )
+
+
+def _condition(rule: Rule) -> str:
+    if isinstance(rule.threshold, tuple):
+        listed = ", ".join(map(_string, rule.threshold)) or "''"
+        # An empty list has no member; '' is no signal's value.
+        test = f"s.{_name(rule.drop.signal)} {rule.drop.when} ({listed})"
+    else:
+        test = f"{_number(rule.drop.signal)} {rule.drop.when} {float(rule.threshold)!r}"
+    parts = [f"coalesce({test}, {'true' if rule.drop.missing == 'drop' else 'false'})"]
+    if rule.sources:
+        parts.append(f"d.source in ({', '.join(map(_string, rule.sources))})")
+    if rule.exempt_sources:
+        parts.append(f"d.source not in ({', '.join(map(_string, rule.exempt_sources))})")
+    return " and ".join(parts)
+
+
+def _number(signal: str) -> str:
+    name = f"s.{_name(signal)}::double"
+    return f"(case when isnan({name}) then null else {name} end)"
+
+
+def _name(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _string(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

@@ -1,0 +1,100 @@
+"""Addresses: normalisation (WHATWG, by ada) and the names that domain lists match."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import NamedTuple
+from urllib.parse import unquote_to_bytes
+
+TRACKING = re.compile(
+    r"^(?:utm_.*|mc_[ce]id|_hs(?:enc|mi)|ga_.*|gclid|gclsrc|dclid|gbraid|wbraid|fbclid|msclkid|yclid|twclid|ttclid|igshid|igsh|"
+    r"mkt_tok|oly_(?:anon|enc)_id|vero_(?:id|conv)|s_cid|wt_?mc|wickedid|_openstat|phpsessid|jsessionid|aspsessionid.*)$",
+    re.IGNORECASE,
+)
+SESSION = re.compile(r";(?:jsessionid|phpsessid|sid)=[^/?#]*", re.IGNORECASE)
+INDEX = re.compile(r"/(?:index|default)\.(?:html?|php|aspx?|jsp)$", re.IGNORECASE)
+ESCAPE = re.compile(r"%[0-9a-fA-F]{2}")
+UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
+
+
+class Address(NamedTuple):
+    """Parts of a parsed address: the host in ASCII lower case (empty for `file:`), path and query as written."""
+
+    scheme: str
+    host: str
+    path: str
+    query: str
+
+
+def parse(url: str) -> Address | None:
+    """The parts of `url` after WHATWG parsing, or None when it is no absolute address."""
+    import ada_url
+
+    try:
+        parsed = ada_url.URL(url)
+    except ValueError:
+        return None
+    return Address(parsed.protocol.rstrip(":"), parsed.hostname.rstrip("."), parsed.pathname, parsed.search.lstrip("?"))
+
+
+def normalized(url: str) -> str:
+    """One text for all addresses that give the same page.
+
+    Beyond WHATWG parsing (case of scheme and host, default ports, dot segments): http and https are one, `www.`, user
+    names, fragments, tracking and session parameters and index files go, parameters are sorted, escapes are written one way.
+    What is no absolute address is returned as it is.
+    """
+    import ada_url
+
+    try:
+        parsed = ada_url.URL(url)
+    except ValueError:
+        return url
+    scheme = parsed.protocol.rstrip(":")
+    if scheme not in ("http", "https"):
+        return str(parsed.href.partition("#")[0])
+    host = parsed.hostname.rstrip(".").removeprefix("www.")
+    port = f":{parsed.port}" if parsed.port else ""
+    path = INDEX.sub("/", SESSION.sub("", _escapes(parsed.pathname))).rstrip("/") or "/"
+    pairs = [pair for pair in parsed.search.lstrip("?").split("&") if pair and not TRACKING.match(pair.partition("=")[0])]
+    query = "&".join(sorted(_escapes(pair) for pair in pairs))
+    return f"https://{host}{port}{path}" + (f"?{query}" if query else "")
+
+
+def _escapes(text: str) -> str:
+    """Percent escapes in one form: unreserved characters bare, the rest in upper case (RFC 3986, 6.2.2)."""
+    return ESCAPE.sub(_escape, text) if "%" in text else text
+
+
+def _escape(match: re.Match[str]) -> str:
+    character = unquote_to_bytes(match[0]).decode("latin-1")
+    return character if character in UNRESERVED else match[0].upper()
+
+
+def names(host: str) -> list[str]:
+    """The host and the domains above it, down to the registrable one: `a.b.co.uk` gives a.b.co.uk, b.co.uk."""
+    shortest = _registrable(host)
+    if not shortest or shortest == host or host[-1:].isdigit() or host.startswith("["):  # numbers: an IP address
+        return [host]
+    labels = host.split(".")
+    keep = shortest.count(".") + 1
+    return [".".join(labels[i:]) for i in range(len(labels) - keep + 1)]
+
+
+def public_suffix(domain: str) -> bool:
+    """Whether `domain` is a suffix under which anyone registers names (`com`, `co.uk`)."""
+    return bool(_suffixes().is_public(domain))
+
+
+@lru_cache(maxsize=65_536)
+def _registrable(host: str) -> str:
+    return str(_suffixes().privatesuffix(host) or "")
+
+
+@lru_cache(maxsize=1)
+def _suffixes():  # type: ignore[no-untyped-def]
+    from publicsuffixlist import PublicSuffixList
+
+    # Sites on shared hosts (blogspot.com) are judged like any other domain: only the registries' suffixes count.
+    return PublicSuffixList(only_icann=True)

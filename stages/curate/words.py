@@ -1,0 +1,233 @@
+"""Words of a text: a fast splitter for any script, close to spaCy's blank English tokeniser.
+
+A word is a run of letters, marks and digits. Inside a run without white space, ASCII symbols hold letters and
+digits together ("U.S.", "3.14", "example.org", "foo_bar(x"), except where spaCy splits too: a full stop before a
+capital ("end.Next"), a comma or a hyphen between letters, `: < > = /` before a letter, signs between digits.
+An apostrophe between letters starts a new word ("don't" is "don" and "'t"). Every other character that is not
+white space is a word of its own, except that runs of full stops or hyphens are one. A character of a script
+without spaces (Han, kana, Thai, …) is one word.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from puna.stages.curate.characters import (
+    ALPHABETIC,
+    DECIMAL,
+    SINGLE,
+    SPACE,
+    SYMBOL,
+    UPPER,
+    WORD,
+    code_points,
+    tables,
+)
+
+BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying by it loses nothing
+MIX = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
+ONE = np.uint64(1)
+DOT, HYPHEN, COMMA, APOSTROPHE, QUOTE, DOUBLE_QUOTE, ZERO = 0x2E, 0x2D, 0x2C, 0x27, 0x2019, 0x22, 0x30
+TILDE, COLON, LESS, EQUALS, GREATER, SLASH, PLUS, STAR, CARET = 0x7E, 0x3A, 0x3C, 0x3D, 0x3E, 0x2F, 0x2B, 0x2A, 0x5E
+
+IS_SYMBOL = 1  # every character is punctuation or a symbol
+HAS_LETTER = 2  # some character is a letter
+
+
+class Words(NamedTuple):
+    """The words of one text, in order; all arrays have one element per word.
+
+    `start`, `stop` int32: range of characters. `hash` uint64: polynomial hash of the characters, so that the
+    hash of a concatenation is `hash_a * power_b + hash_b`. `power` uint64: BASE ** length. `folded` uint64:
+    hash in lower case with every run of digits as one zero. `flags` uint8: IS_SYMBOL, HAS_LETTER.
+    """
+
+    start: NDArray[np.int32]
+    stop: NDArray[np.int32]
+    hash: NDArray[np.uint64]
+    power: NDArray[np.uint64]
+    folded: NDArray[np.uint64]
+    flags: NDArray[np.uint8]
+
+
+@njit(cache=True)
+def mix(value: np.uint64) -> np.uint64:
+    """Spread a hash over all 64 bits; never 0, which marks an empty place in a hash table."""
+    value = (value ^ (value >> np.uint64(30))) * MIX
+    value = (value ^ (value >> np.uint64(27))) * MIX_2
+    value = value ^ (value >> np.uint64(31))
+    return value if value != 0 else ONE
+
+
+@njit(cache=True)
+def _joins(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, stop: int) -> bool:
+    """Whether the ASCII symbol at `at`, inside a run without white space, holds its neighbours together."""
+    code = codes[at]
+    before = flags[codes[at - 1]]
+    after = flags[codes[at + 1]] if at + 1 < stop else 0
+    next_code = codes[at + 1] if at + 1 < stop else 0
+    letters = before & ALPHABETIC and after & ALPHABETIC
+    if code >= 0x80 or flags[code] & SPACE:
+        return False
+    if code == DOT:
+        if next_code == DOT or codes[at - 1] == DOT:
+            return False
+        # "end.Next" is two sentences, "example.org" and "U.S.A" are one word.
+        capital = after & UPPER or next_code == APOSTROPHE or next_code == DOUBLE_QUOTE
+        return not (capital and before & ALPHABETIC and not before & UPPER)
+    if code == COMMA:
+        return not letters
+    if code == HYPHEN or code == TILDE:
+        digits = before & DECIMAL and after & DECIMAL
+        return not (letters or digits or next_code == HYPHEN or codes[at - 1] == HYPHEN)
+    if code == APOSTROPHE:
+        return not (before & WORD and after & WORD)
+    if code == COLON or code == LESS or code == EQUALS or code == GREATER or code == SLASH:
+        return not (before & WORD and after & ALPHABETIC)
+    if code == PLUS or code == STAR or code == CARET:
+        return not (before & DECIMAL and (after & DECIMAL or next_code == HYPHEN))
+    return True
+
+
+@njit(cache=True)
+def _word_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: int, stop: int) -> int:
+    """End of the word of letters and digits that begins at `start`."""
+    at = start + 1
+    while at < stop:
+        here = flags[codes[at]]
+        if here & WORD:
+            if here & SINGLE:
+                break
+            at += 1
+            continue
+        ahead = at
+        while ahead < stop and not flags[codes[ahead]] & WORD and _joins(codes, flags, ahead, stop):
+            ahead += 1
+        if ahead > at and ahead < stop and flags[codes[ahead]] & WORD and not flags[codes[ahead]] & SINGLE:
+            at = ahead
+            continue
+        single_capital = flags[codes[at - 1]] & UPPER and (at < start + 2 or not flags[codes[at - 2]] & UPPER)
+        if codes[at] == DOT and single_capital and not (at + 1 < stop and codes[at + 1] == DOT):
+            return at + 1  # an initial keeps its full stop: "J. Smith", "U.S."
+        break
+    return at
+
+
+@njit(cache=True)
+def _split(
+    codes: NDArray[np.uint32], flags: NDArray[np.uint16], start_of: NDArray[np.int32], stop_of: NDArray[np.int32]
+) -> int:
+    """Fill the ranges of all words; returns how many."""
+    count, at, stop = 0, 0, len(codes)
+    while at < stop:
+        code = codes[at]
+        here = flags[code]
+        if here & SPACE:
+            at += 1
+            continue
+        start = at
+        if here & SINGLE:
+            at += 1
+            while at < stop and flags[codes[at]] & WORD and not flags[codes[at]] & (SINGLE | ALPHABETIC | DECIMAL):
+                at += 1  # combining marks stay with their letter
+        elif here & WORD:
+            at = _word_end(codes, flags, at, stop)
+        elif (
+            (code == APOSTROPHE or code == QUOTE)
+            and at > 0
+            and flags[codes[at - 1]] & WORD
+            and at + 1 < stop
+            and flags[codes[at + 1]] & WORD
+            and not flags[codes[at + 1]] & SINGLE
+        ):
+            at = _word_end(codes, flags, at + 1, stop)
+        elif code == DOT or code == HYPHEN:
+            while at < stop and codes[at] == code:
+                at += 1
+        else:
+            at += 1
+        start_of[count] = start
+        stop_of[count] = at
+        count += 1
+    return count
+
+
+@njit(cache=True)
+def _describe(
+    codes: NDArray[np.uint32],
+    flags: NDArray[np.uint16],
+    lower: NDArray[np.uint32],
+    start_of: NDArray[np.int32],
+    stop_of: NDArray[np.int32],
+    out_hash: NDArray[np.uint64],
+    out_power: NDArray[np.uint64],
+    out_folded: NDArray[np.uint64],
+    out_flags: NDArray[np.uint8],
+) -> None:
+    for word in range(len(start_of)):
+        value, power, folded = np.uint64(0), ONE, np.uint64(0)
+        symbol, letter, digit = True, False, False
+        for at in range(start_of[word], stop_of[word]):
+            code = codes[at]
+            here = flags[code]
+            value = value * BASE + np.uint64(code) + ONE
+            power = power * BASE
+            if here & DECIMAL:
+                if not digit:
+                    folded = folded * BASE + np.uint64(ZERO) + ONE
+                digit = True
+            else:
+                folded = folded * BASE + np.uint64(lower[code]) + ONE
+                digit = False
+            symbol = symbol and here & SYMBOL != 0
+            letter = letter or here & ALPHABETIC != 0
+        out_hash[word] = value
+        out_power[word] = power
+        out_folded[word] = mix(folded)
+        out_flags[word] = (IS_SYMBOL if symbol else 0) | (HAS_LETTER if letter else 0)
+
+
+def split_codes(codes: NDArray[np.uint32]) -> Words:
+    """The words of a text given as code points."""
+    flags, lower = tables()
+    start, stop = np.empty(len(codes), np.int32), np.empty(len(codes), np.int32)
+    count = _split(codes, flags, start, stop)
+    # Copies, so that the long buffers can go.
+    words = Words(
+        start[:count].copy(),
+        stop[:count].copy(),
+        np.empty(count, np.uint64),
+        np.empty(count, np.uint64),
+        np.empty(count, np.uint64),
+        np.empty(count, np.uint8),
+    )
+    _describe(codes, flags, lower, words.start, words.stop, words.hash, words.power, words.folded, words.flags)
+    return words
+
+
+def split(text: str) -> list[str]:
+    """The words of `text` as strings, for people and tests."""
+    words = split_codes(code_points(text))
+    return [text[a:b] for a, b in zip(words.start.tolist(), words.stop.tolist(), strict=True)]
+
+
+def exact_hashes(vocabulary: list[str]) -> NDArray[np.uint64]:
+    """Hash of each word as `Words.hash` gives it; raises ValueError where an entry is not one word."""
+    return np.array([_only(word).hash[0] for word in vocabulary], np.uint64)
+
+
+def folded_hashes(vocabulary: list[str]) -> NDArray[np.uint64]:
+    """Hash of each word as `Words.folded` gives it; raises ValueError where an entry is not one word."""
+    return np.array([_only(word).folded[0] for word in vocabulary], np.uint64)
+
+
+def _only(word: str) -> Words:
+    words = split_codes(code_points(word))
+    if len(words.start) != 1:
+        raise ValueError(f"{word!r} is {len(words.start)} words; a word list has one word per entry")
+    return words

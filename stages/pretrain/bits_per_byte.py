@@ -1,0 +1,99 @@
+"""Bits per byte: how well a model, or a compressor, predicts documents it has not seen."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from puna.models.transformer import Transformer
+
+T = TypeVar("T")
+
+
+class Window(NamedTuple):
+    """Tokens start..stop of a document go through the model; those from `first` on are scored."""
+
+    start: int
+    stop: int
+    first: int
+
+
+def windows(length: int, context: int) -> list[Window]:
+    """Windows of at most `context` tokens over a document of `length` tokens.
+
+    Every token but the first is scored once, and from the second window on it follows at least
+    context // 2 tokens of its own document, so that a long document is not judged by its cold starts.
+    """
+    if context < 2:
+        raise ValueError(f"context must be at least 2 tokens, not {context}")
+    found, first = [], 1
+    while first < length:
+        start = 0 if first == 1 else first - context // 2
+        stop = min(start + context, length)
+        found.append(Window(start, stop, first))
+        first = stop
+    return found
+
+
+def document_nats(
+    model: Transformer,
+    documents: Sequence[Sequence[int]],
+    context: int,
+    row_tokens: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[float]:
+    """-log p of each document (token ids, its first token given), in nats.
+
+    Windows are packed into rows of about `row_tokens` tokens, documents side by side.
+    """
+    import torch
+
+    from puna.models.training.objectives.base import Targets, target_logprobs
+
+    nats = [0.0] * len(documents)
+    jobs = [(index, window) for index, ids in enumerate(documents) for window in windows(len(ids), context)]
+    done = 0
+    device = next(model.parameters()).device
+    for batch in batched(jobs, lambda job: job[1].stop - job[1].start, row_tokens):
+        targets = Targets.from_documents([documents[index][w.start : w.stop] for index, w in batch]).to(device)
+        with torch.no_grad():
+            logprobs = target_logprobs(model, targets).double()
+        for (index, window), values in zip(batch, logprobs.split(targets.lengths.tolist()), strict=True):
+            # Target j of a window is its token j + 1.
+            nats[index] -= float(values[window.first - window.start - 1 :].sum())
+        done += len(batch)
+        if progress:
+            progress(done, len(jobs))
+    return nats
+
+
+def batched(items: Sequence[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Consecutive items in groups whose sizes add up to at most `limit`; a larger item is a group of its own."""
+    group: list[T] = []
+    filled = 0
+    for item in items:
+        if group and filled + size(item) > limit:
+            yield group
+            group, filled = [], 0
+        group.append(item)
+        filled += size(item)
+    if group:
+        yield group
+
+
+def compressed_bits(text: str) -> dict[str, int]:
+    """Bits of one document under `gzip -9` and `xz -9` (LZMA, the bare format, which has the smaller header)."""
+    data = text.encode()
+    return {
+        "gzip": 8 * len(gzip.compress(data, 9, mtime=0)),
+        "lzma": 8 * len(lzma.compress(data, lzma.FORMAT_ALONE, preset=9)),
+    }
+
+
+def bits(nats: float) -> float:
+    """Nats in bits."""
+    return nats / math.log(2.0)

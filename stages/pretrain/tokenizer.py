@@ -1,0 +1,126 @@
+"""Training the tokenizer: byte-level BPE on a sample of the training documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageRun, stage
+from puna.stages.pretrain.corpus import check_mixture, chosen_of, mixture_file, rank
+from puna.storage import Artifact, Part, PunaError
+
+if TYPE_CHECKING:
+    from puna.models.tokenizer import Tokenizer
+
+TRAIN_SPLIT = "train"
+
+
+class TokenizerConfig(SeededConfig):
+    """How large a vocabulary, learned from how much text."""
+
+    vocab_size: int = Field(4096, ge=262, le=1_000_000, description="Tokens, the 256 bytes and the special tokens included")
+    max_bytes: int = Field(8_000_000, ge=1000, description="Text to learn from, bytes; documents are chosen by a hash of their id")
+
+
+@stage(kind="tokenizer")
+def tokenizer(documents: Documents, mixture: Mixture | None, config: TokenizerConfig, run: StageRun) -> None:
+    """Byte-level BPE (Sennrich et al. 2016; Radford et al. 2019) with Llama 3's special tokens.
+
+    Learns from training documents only where a mixture says which they are. The sample is the documents with
+    the smallest hashes, until max_bytes is reached; the merges depend on how often each word occurs in it and
+    on nothing else. The result is checked to give every sampled text back, byte by byte.
+    """
+    from puna.models.tokenizer import Tokenizer
+
+    if mixture is not None:
+        check_mixture(documents, mixture)
+    split_file = mixture_file(mixture)
+    parts = run.parts(documents, columns=["id", "text"])
+    sample, size = _sample(list(run.map(_sizes, parts, split_file, run.seed("sample"))), config.max_bytes)
+    if not sample:
+        raise PunaError(f"{documents.id} has no training documents with text: there is nothing to learn a vocabulary from")
+    made = Tokenizer.train(_texts(parts, split_file, sample), config.vocab_size)
+    made.save(run.folder)
+    if made.vocab_size < config.vocab_size:
+        raise PunaError(
+            f"the sample of {size} bytes has words for {made.vocab_size} tokens only, not for vocab_size={config.vocab_size}; "
+            "give more documents, raise max_bytes or ask for fewer tokens"
+        )
+    run.metric("vocab_size", made.vocab_size)
+    run.metric("sample_documents", len(sample))
+    run.metric("sample_bytes", size)
+    _measure(list(run.map(_lengths, parts, split_file, sample, str(run.folder), rows=len(parts))), run)
+
+
+def _sizes(part: Part, split_file: str | None, seed: int) -> list[tuple[int, str, int]]:
+    """(hash, id, bytes) of a part's training documents."""
+    return [(rank(seed, row.id), row.id, len(row.text.encode())) for row in chosen_of(part, split_file, TRAIN_SPLIT) if row.text]
+
+
+def _sample(found: list[list[tuple[int, str, int]]], max_bytes: int) -> tuple[set[str], int]:
+    """Ids with the smallest hashes, as many as fit into max_bytes (one at least), and their bytes together."""
+    sample: set[str] = set()
+    size = 0
+    for _, id_, length in sorted(row for rows in found for row in rows):
+        if sample and size + length > max_bytes:
+            break
+        sample.add(id_)
+        size += length
+    return sample, size
+
+
+def _texts(parts: list[Part], split_file: str | None, sample: set[str]) -> Iterator[str]:
+    for part in parts:
+        yield from (row.text for row in chosen_of(part, split_file, TRAIN_SPLIT) if row.id in sample)
+
+
+def _lengths(part: Part, split_file: str | None, sample: set[str], folder: str) -> dict[str, tuple[int, int]]:
+    """Bytes and tokens of a part's sampled documents by category; refuses a tokenizer that loses text."""
+    tokenizer = loaded(folder)
+    rows = [row for row in chosen_of(part, split_file, TRAIN_SPLIT) if row.id in sample]
+    totals: dict[str, tuple[int, int]] = {}
+    for row, ids in zip(rows, tokenizer.encode_batch([row.text for row in rows]), strict=True):
+        if tokenizer.decode(ids) != row.text:
+            raise PunaError(f"document {row.id}: its tokens do not give its text back")
+        size, tokens = totals.get(row.category, (0, 0))
+        totals[row.category] = (size + len(row.text.encode()), tokens + len(ids))
+    return totals
+
+
+def _measure(found: list[dict[str, tuple[int, int]]], run: StageRun) -> None:
+    """Bytes per token, over all and by category."""
+    totals: dict[str, tuple[int, int]] = {}
+    for part in found:
+        for category, (size, tokens) in part.items():
+            before = totals.get(category, (0, 0))
+            totals[category] = (before[0] + size, before[1] + tokens)
+    overall = sum(size for size, _ in totals.values()) / sum(tokens for _, tokens in totals.values())
+    run.metric("bytes_per_token", overall)
+    run.figure(
+        "bytes_per_token",
+        Figure(
+            title="Text per token",
+            x="category",
+            y="bytes per token",
+            kind="bar",
+            series={"sample": [(category, size / tokens) for category, (size, tokens) in sorted(totals.items())]},
+            lines={"all": overall},
+            note="On the documents that the tokenizer was trained on.",
+        ),
+    )
+
+
+@lru_cache(maxsize=2)
+def loaded(folder: str) -> Tokenizer:
+    """The tokenizer in a folder, read once per process."""
+    from puna.models.tokenizer import Tokenizer
+
+    return Tokenizer.load(folder)
+
+
+def tokenizer_of(artifact: Artifact) -> Tokenizer:
+    """The tokenizer of a tokenizer or model artifact."""
+    return loaded(str(artifact.path()))

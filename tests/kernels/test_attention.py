@@ -1,0 +1,154 @@
+"""Attention under the forest mask, against the dense definition in fp64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puna.kernels import attention as module
+from puna.kernels.attention import ForestMask, attention, attention_reference
+
+# A tree is (tokens of its chain, the trees below); a forest is a list of trees.
+trees = st.recursive(
+    st.tuples(st.integers(1, 9), st.just([])),
+    lambda below: st.tuples(st.integers(1, 9), st.lists(below, max_size=4)),
+    max_leaves=8,
+)
+forests = st.lists(trees, min_size=1, max_size=4)
+
+
+def lay_out(forest):
+    """Ends and, for each token, the set of tokens it sees, by walking the trees."""
+    ends, seen = [], []
+
+    def walk(tree, path):
+        length, below = tree
+        first = len(ends)
+        for _ in range(length):
+            path = [*path, len(ends)]
+            ends.append(0)
+            seen.append(set(path))
+        for child in below:
+            walk(child, path)
+        ends[first : first + length] = [len(ends)] * length
+
+    for tree in forest:
+        walk(tree, [])
+    return torch.tensor(ends, dtype=torch.int32), seen
+
+
+def tensors(T, H=4, G=2, K=6, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(T, heads, K, dtype=dtype, generator=generator, requires_grad=True) for heads in (H, G, G)
+    ]
+
+
+@given(forests)
+@settings(max_examples=50, deadline=None)
+def test_mask_is_who_sees_whom_on_the_trees(forest):
+    end, seen = lay_out(forest)
+    dense = ForestMask.from_end(end).dense()
+    assert [set(row.nonzero()[:, 0].tolist()) for row in dense] == seen
+
+
+@given(forests, st.integers(1, 12))
+@settings(max_examples=50, deadline=None)
+def test_tiles_hold_each_visible_pair_once_and_no_unseen_key(forest, rows):
+    end, seen = lay_out(forest)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "TILE_ROWS", rows)
+        tiles = ForestMask.from_end(end).tiles
+    assert [row for tile in tiles for row in range(tile.rows.start, tile.rows.stop)] == list(range(len(end)))
+    for tile in tiles:
+        keys = torch.arange(len(end))[tile.keys].tolist()
+        assert len(keys) == len(set(keys))
+        queries = range(tile.rows.start, tile.rows.stop)
+        assert set(keys) == set().union(*(seen[query] for query in queries))
+        for offset, query in enumerate(queries):
+            visible = set(keys)
+            if tile.bias is not None:
+                partial = keys[len(keys) - tile.bias.shape[1] :]
+                visible -= {key for key, bias in zip(partial, tile.bias[offset].tolist(), strict=True) if bias < 0}
+            assert visible == seen[query]
+
+
+@given(forests, st.integers(1, 12), st.sampled_from([(4, 4), (4, 2), (4, 1), (1, 1)]))
+@settings(max_examples=50, deadline=None)
+def test_values_and_gradients_equal_the_dense_reference(forest, rows, heads):
+    end, _ = lay_out(forest)
+    q, k, v = tensors(len(end), *heads)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "TILE_ROWS", rows)
+        mask = ForestMask.from_end(end)
+        ours = attention(q, k, v, mask)
+        upstream = torch.randn(ours.shape, dtype=ours.dtype, generator=torch.Generator().manual_seed(1))
+        gradients = torch.autograd.grad(ours, (q, k, v), upstream)
+    dense = attention_reference(q, k, v, mask)
+    torch.testing.assert_close(ours, dense, rtol=1e-12, atol=1e-12)
+    for gradient, expected in zip(gradients, torch.autograd.grad(dense, (q, k, v), upstream), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_reference_is_torch_attention_on_one_document():
+    q, k, v = tensors(7)
+    mask = ForestMask.from_end(torch.full((7,), 7, dtype=torch.int32))
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(attention_reference(q, k, v, mask).transpose(0, 1), theirs)
+
+
+def test_gradcheck():
+    end, _ = lay_out([(2, [(1, []), (2, [(1, [])])]), (2, [])])
+    mask = ForestMask.from_end(end)
+    inputs = tensors(len(end), 2, 1, 2)
+    assert torch.autograd.gradcheck(lambda q, k, v: attention(q, k, v, mask), inputs)
+    assert torch.autograd.gradcheck(lambda q, k, v: attention_reference(q, k, v, mask), inputs)
+
+
+def test_fp32_error_is_that_of_torch():
+    """|ours - fp64| is at most twice |dense fp32 - fp64|, on long documents with large scores."""
+    mask = ForestMask.from_end(torch.tensor([300] * 300 + [500] * 200, dtype=torch.int32))
+    q, k, v = (3 * x.detach() for x in tensors(500, 4, 2, 32))
+    exact = attention_reference(q, k, v, mask)
+    low = [x.float() for x in (q, k, v)]
+    ours = (attention(*low, mask) - exact).abs().max()
+    assert ours <= 2 * (attention_reference(*low, mask) - exact).abs().max() + 1e-6
+
+
+def test_inputs_are_left_alone_and_may_be_strided():
+    end, _ = lay_out([(5, [(2, []), (3, [])])])
+    mask = ForestMask.from_end(end)
+    q, k, v = (x.detach() for x in tensors(len(end)))
+    wide = [torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v)]
+    copies = [x.clone() for x in wide]
+    torch.testing.assert_close(attention(*wide, mask), attention_reference(q, k, v, mask))
+    assert all(torch.equal(x, y) for x, y in zip(wide, copies, strict=True))
+
+
+def test_long_prompts_are_attended_once_per_tile():
+    """512 prompt tokens and 12 answers of 128: the pairs computed stay near the pairs that are visible."""
+    end = torch.tensor([2048] * 512 + [512 + 128 * (i // 128 + 1) for i in range(1536)], dtype=torch.int32)
+    mask = ForestMask.from_end(end)
+    pairs = sum(
+        (t.rows.stop - t.rows.start) * len(torch.arange(2048)[t.keys]) for t in mask.tiles
+    )
+    assert pairs < 1.2 * int(mask.dense().sum())
+
+
+@pytest.mark.parametrize("end", [[2, 3, 3], [1, 1], [0], [3, 3]])
+def test_intervals_that_do_not_nest_are_refused(end):
+    with pytest.raises(ValueError, match=r"end\[\d\] is \d"):
+        ForestMask.from_end(torch.tensor(end, dtype=torch.int32))
+
+
+def test_scale_is_one_over_the_square_root_of_the_width():
+    """Two keys, scores 0 and ln 3 * sqrt(4) / sqrt(4): weights 1/4 and 3/4."""
+    q = torch.tensor([[[0.0] * 4], [[1.0, 0, 0, 0]]], dtype=torch.float64)
+    k = torch.tensor([[[0.0] * 4], [[2 * math.log(3.0), 0, 0, 0]]], dtype=torch.float64)
+    v = torch.tensor([[[0.0] * 4], [[4.0] * 4]], dtype=torch.float64)
+    mask = ForestMask.from_end(torch.tensor([2, 2], dtype=torch.int32))
+    torch.testing.assert_close(attention(q, k, v, mask)[1, 0], torch.full((4,), 3.0, dtype=torch.float64))

@@ -1,0 +1,124 @@
+"""RMSNorm, rotary embedding, SwiGLU, the linear product and cached attention."""
+
+import pytest
+import torch
+
+from puna.kernels.cached_attention import cached_attention, cached_attention_reference
+from puna.kernels.linear import linear, linear_reference, product
+from puna.kernels.rms_norm import rms_norm, rms_norm_reference
+from puna.kernels.rope import rope, rope_reference, rope_table
+from puna.kernels.swiglu import swiglu, swiglu_reference
+
+
+def normal(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def same_with_gradients(ours, reference, inputs, tolerance=1e-12):
+    upstream = normal(*ours.shape, seed=9).detach().to(ours.dtype)
+    torch.testing.assert_close(ours, reference, rtol=tolerance, atol=tolerance)
+    pairs = (torch.autograd.grad(out, inputs, upstream) for out in (ours, reference))
+    for gradient, expected in zip(*pairs, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 8), (3, 7)])
+def test_rms_norm(shape):
+    x, weight = normal(*shape), normal(shape[-1], seed=1)
+    same_with_gradients(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5), (x, weight))
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (x, weight))
+    torch.testing.assert_close(
+        rms_norm_reference(x, weight, 1e-5), torch.nn.functional.rms_norm(x, shape[-1:], weight, 1e-5)
+    )
+
+
+def test_rms_norm_of_zeros_is_zero_with_a_finite_gradient():
+    x, weight = torch.zeros(2, 4, requires_grad=True), torch.ones(4)
+    out = rms_norm(x, weight, 1e-5)
+    assert torch.equal(out, torch.zeros(2, 4))
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(gradient, torch.full((2, 4), 1e-5**-0.5))
+
+
+def test_rms_norm_without_autograd_is_the_same():
+    x, weight = normal(5, 8), normal(8, seed=1)
+    with torch.no_grad():
+        quiet = rms_norm(x, weight, 1e-5)
+    assert torch.equal(quiet, rms_norm(x, weight, 1e-5))
+
+
+def test_swiglu():
+    gate, up = normal(5, 8), normal(5, 8, seed=1)
+    same_with_gradients(swiglu(gate, up), swiglu_reference(gate, up), (gate, up))
+    assert torch.autograd.gradcheck(swiglu, (gate, up))
+    with torch.no_grad():
+        assert torch.equal(swiglu(gate, up), swiglu_reference(gate, up)) or torch.allclose(
+            swiglu(gate, up), swiglu_reference(gate, up), rtol=1e-14
+        )
+
+
+def test_rope_is_a_rotation_of_complex_numbers():
+    """Pair i at position p is (x[i] + j x[i + K/2]) * exp(j p theta^(-2i/K))."""
+    positions = torch.tensor([0, 1, 5, 2000])
+    x = normal(4, 3, 8)
+    cos, sin = rope_table(positions, 8, 10_000.0, torch.float64)
+    frequencies = 10_000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    angles = positions[:, None, None] * frequencies
+    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(rope(x, cos, sin), torch.cat([turned.real, turned.imag], -1))
+    same_with_gradients(rope(x, cos, sin), rope_reference(x, cos, sin), (x,))
+    assert torch.autograd.gradcheck(lambda x: rope(x, cos, sin), (x,))
+    with torch.no_grad():
+        assert torch.equal(rope(x, cos, sin), rope(x.detach(), cos, sin))
+
+
+def test_rope_scores_depend_on_distance_only():
+    q, k = normal(1, 1, 8).detach(), normal(1, 1, 8, seed=1).detach()
+
+    def score(a, b):
+        turned = [
+            rope(x, *rope_table(torch.tensor([p]), 8, 500_000.0, torch.float64)) for x, p in ((q, a), (k, b))
+        ]
+        return (turned[0] * turned[1]).sum()
+
+    torch.testing.assert_close(score(7, 3), score(1007, 1003))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 300])
+def test_linear(rows):
+    x, w = normal(rows, 16, dtype=torch.float32), normal(128, 16, dtype=torch.float32, seed=1)
+    same_with_gradients(linear(x, w), linear_reference(x, w), (x, w), tolerance=2e-5)
+    exact = x.detach().double() @ w.detach().double().T
+    assert (product(x.detach(), w.detach()) - exact).abs().max() < 1e-5
+    batched = linear(x.view(rows, 1, 16), w)
+    torch.testing.assert_close(batched[:, 0], linear(x, w))
+
+
+def test_linear_sees_weights_changed_in_place():
+    x, w = torch.ones(300, 16), torch.ones(128, 16)
+    assert product(x, w)[0, 0] == 16
+    w.mul_(2)
+    assert product(x, w)[0, 0] == 32
+
+
+def test_linear_gradient_only_where_asked():
+    x, w = normal(300, 16, dtype=torch.float32), normal(128, 16, dtype=torch.float32, seed=1)
+    linear(x, w.detach()).sum().backward()
+    assert x.grad is not None and w.grad is None
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_cached_attention(heads):
+    H, G = heads
+    q, keys, values = (x.detach() for x in (normal(3, H, 6), normal(3, G, 20, 6, seed=1), normal(3, G, 20, 6, seed=2)))
+    bias = torch.zeros(3, 7, dtype=torch.float64)
+    bias[1, :5] = -torch.inf
+    window = slice(4, 11)
+    ours = cached_attention(q, keys[:, :, window], values[:, :, window], bias)
+    torch.testing.assert_close(
+        ours, cached_attention_reference(q, keys[:, :, window], values[:, :, window], bias)
+    )
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        q[:, :, None], keys[:, :, window], values[:, :, window], attn_mask=bias[:, None, None], enable_gqa=True
+    )
+    torch.testing.assert_close(ours, theirs[:, :, 0])

@@ -1,0 +1,112 @@
+"""Costs against published sizes, against the model itself and against counted operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from puna.models import accounting
+from puna.models.config import ModelConfig
+from puna.models.forest import Forest
+from puna.models.transformer import Transformer
+
+LLAMA = {
+    # name: (vocabulary, width, feed-forward, layers, heads, key-value heads, tied, published parameters)
+    "llama3-8b": (128256, 4096, 14336, 32, 32, 8, False, 8_030_261_248),
+    "llama3-70b": (128256, 8192, 28672, 80, 64, 8, False, 70_553_706_496),
+    "llama3-405b": (128256, 16384, 53248, 126, 128, 8, False, 405_853_388_800),
+    "llama3.2-1b": (128256, 2048, 8192, 16, 32, 8, True, 1_235_814_400),
+    "smollm2-135m": (49152, 576, 1536, 30, 9, 3, True, 134_515_008),
+}
+
+
+def shape(name: str) -> ModelConfig:
+    vocabulary, width, feed_forward, layers, heads, groups, tied, _ = LLAMA[name]
+    return ModelConfig(vocabulary, width, feed_forward, layers, heads, groups, tie_word_embeddings=tied)
+
+
+def small(tied: bool = False) -> ModelConfig:
+    return ModelConfig(96, 32, 80, 3, 4, 2, tie_word_embeddings=tied)
+
+
+@pytest.mark.parametrize("name", LLAMA)
+def test_published_sizes(name: str) -> None:
+    assert accounting.parameters(shape(name)).total == LLAMA[name][-1]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_of_the_built_model(tied: bool) -> None:
+    model = Transformer(small(tied), generator=torch.Generator().manual_seed(0))
+    assert accounting.parameters(small(tied)).total == sum(p.numel() for p in model.parameters())
+
+
+def test_operations_of_the_405b_run() -> None:
+    # 15.6T tokens at 8192 context: the report states 3.8e25, which is 6 N D with N = 405e9.
+    config = shape("llama3-405b")
+    n = accounting.matrix_parameters(config)
+    assert 6 * n * 15.6e12 == pytest.approx(3.8e25, rel=0.01)
+    attention = accounting.flops_per_token(config, 8192) - 6 * n
+    assert attention == 12 * 126 * 16384 * (8192 + 1) / 2
+
+
+def test_operations_against_a_count_of_matrix_products() -> None:
+    """The matrix products that a forward pass makes, counted at the modules, and attention's by its definition."""
+    config = small()
+    model = Transformer(config, generator=torch.Generator().manual_seed(0))
+    counted = 0
+
+    def count(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        nonlocal counted
+        counted += 2 * inputs[0].shape[0] * module.weight.numel()
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(count)
+    forest = Forest.pack([list(range(10)), list(range(20))])
+    model.logits(model.hidden(forest))
+    pairs = sum(1 for length in (10, 20) for query in range(length) for _ in range(query + 1))
+    attention = 2 * 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
+    assert accounting.forward_flops(config, [10, 20]) == counted + attention
+    assert accounting.training_flops(config, [10, 20]) == 3 * accounting.forward_flops(config, [10, 20])
+
+
+def test_packing_does_not_change_the_operations_of_documents() -> None:
+    config = small()
+    whole = accounting.forward_flops(config, [7, 13, 5])
+    assert whole == sum(accounting.forward_flops(config, [n]) for n in (7, 13, 5))
+    assert whole < accounting.forward_flops(config, [25])
+
+
+def test_activations_are_estimated_within_a_factor_of_two() -> None:
+    config = ModelConfig(256, 128, 344, 4, 4, 2)
+    model = Transformer(config, generator=torch.Generator().manual_seed(0))
+    forest = Forest.pack([list(range(200)), list(range(56))])
+    kept: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.is_floating_point():
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = model.hidden(forest)
+    del hidden
+    ratio = accounting.activation_bytes(config, len(forest)) / sum(kept.values())
+    assert 0.5 < ratio < 2.0, ratio
+
+
+def test_memory() -> None:
+    config = small()
+    assert accounting.state_bytes(config) == 16 * accounting.parameters(config).total
+    # 8B, 8192 tokens of bf16 cache: 2 * 32 layers * 1024 wide * 2 bytes = 128 KiB a token.
+    assert accounting.cache_bytes(shape("llama3-8b"), 8192, "bf16") == 8192 * 128 * 1024
+    with pytest.raises(ValueError, match="precision must be"):
+        accounting.state_bytes(config, "fp8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="context must be"):
+        accounting.flops_per_token(config, 0)
+
+
+def test_matrix_rate_is_a_rate() -> None:
+    assert 1e8 < accounting.matrix_rate(128, 0.05) < 1e14

@@ -1,0 +1,89 @@
+"""Weight averages against arithmetic done in fractions."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from puna.models.checkpoint import load, save
+from puna.models.config import ModelConfig
+from puna.models.training.average import Ema, average, average_checkpoints
+from puna.models.transformer import Transformer
+
+CONFIG = ModelConfig(19, 16, 32, 1, 2, 1)
+
+
+def model(seed: int) -> Transformer:
+    return Transformer(CONFIG, "lm", torch.Generator().manual_seed(seed))
+
+
+def test_average_by_hand():
+    a, b = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 6.0])}
+    assert average([a, b])["w"].tolist() == [2.0, 4.0]
+    assert average([a, b], [3, 1])["w"].tolist() == [1.5, 3.0]
+    assert average([{"w": torch.ones(1, dtype=torch.bfloat16)}] * 2)["w"].dtype == torch.bfloat16
+
+
+def test_average_does_not_depend_on_order():
+    generator = torch.Generator().manual_seed(0)
+    states = [{"w": torch.randn(1000, generator=generator) * 10.0**k} for k in range(-2, 2)]
+    weights = [0.1, 0.2, 0.3, 0.7]
+    expected = average(states, weights)["w"]
+    for order in itertools.permutations(range(4)):
+        assert torch.equal(average([states[i] for i in order], [weights[i] for i in order])["w"], expected)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [-1.0, 2.0], [0.0, 0.0]])
+def test_average_refuses_wrong_weights(weights: list[float]):
+    with pytest.raises(ValueError, match="2 models need 2 weights"):
+        average([{"w": torch.ones(1)}] * 2, weights)
+
+
+def test_average_refuses_other_models():
+    with pytest.raises(ValueError, match="other tensors"):
+        average([{"w": torch.ones(1)}, {"v": torch.ones(1)}])
+    with pytest.raises(ValueError, match="different shapes"):
+        average([{"w": torch.ones(1)}, {"w": torch.ones(2)}])
+    with pytest.raises(ValueError, match="at least one"):
+        average([])
+
+
+def test_average_checkpoints(tmp_path: Path):
+    models = [model(0), model(1), model(2)]
+    folders = [tmp_path / str(i) for i in range(3)]
+    for made, folder in zip(models, folders, strict=True):
+        save(made, folder)
+    average_checkpoints(folders, tmp_path / "mean", [2, 1, 1])
+    got = load(tmp_path / "mean").state_dict()
+    for name, value in average(models, [2, 1, 1]).items():
+        assert torch.equal(got[name], value)
+        expected = sum(w * m.state_dict()[name].double() for w, m in zip([0.5, 0.25, 0.25], models, strict=True))
+        torch.testing.assert_close(value.double(), expected, atol=1e-8, rtol=1e-6)
+    save(Transformer(ModelConfig(19, 16, 48, 1, 2, 1), "lm", torch.Generator()), tmp_path / "other")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        average_checkpoints([folders[0], tmp_path / "other"], tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
+
+
+def test_ema_by_hand():
+    made = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        made.weight.fill_(1.0)
+    ema = Ema(made, 0.75)
+    for value in (5.0, 9.0):
+        with torch.no_grad():
+            made.weight.fill_(value)
+        ema.update(made)
+    # .75 * 1 + .25 * 5 = 2; .75 * 2 + .25 * 9 = 3.75
+    assert ema.weights["weight"].item() == 3.75
+    with ema.applied(made):
+        assert made.weight.item() == 3.75
+    assert made.weight.item() == 9.0
+    ema.copy_to(made)
+    assert made.weight.item() == 3.75
+    with pytest.raises(ValueError, match="decay"):
+        Ema(made, 1.0)

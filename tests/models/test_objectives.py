@@ -1,0 +1,361 @@
+"""Losses against values derived by hand, and gradients that no layout may change."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puna.models.config import ModelConfig
+from puna.models.training import objectives as o
+from puna.models.training.loop import TrainConfig, Updater
+from puna.models.transformer import Transformer
+
+VOCABULARY = 23
+CONFIG = ModelConfig(VOCABULARY, 16, 32, 2, 4, 2)
+
+
+def model(head: str = "lm", seed: int = 0) -> Transformer:
+    # Larger weights than the initial ones, so that attention matters.
+    made = Transformer(CONFIG, head, torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(10.0)
+    return made
+
+
+def examples(count: int, answers: int, seed: int = 0) -> list[tuple[list[int], list[list[int]]]]:
+    rng = np.random.default_rng(seed)
+
+    def some(low: int, high: int) -> list[int]:
+        return rng.integers(0, VOCABULARY, rng.integers(low, high)).tolist()
+
+    return [(some(1, 7), [some(1, 6) for _ in range(answers)]) for _ in range(count)]
+
+
+def targets(some: list[tuple[list[int], list[list[int]]]]) -> o.Targets:
+    return o.Targets.from_answers([p for p, _ in some], [a for _, a in some])
+
+
+# ---- the pure losses --------------------------------------------------------------------------------
+
+
+def test_language_modeling_loss_is_the_mean_over_the_mask():
+    logprobs = torch.tensor([-1.0, -2.0, -4.0])
+    mask = torch.tensor([True, False, True])
+    assert o.language_modeling_loss(logprobs, mask, 2).item() == 2.5
+    assert o.sft_loss(logprobs, mask, 4).item() == 1.25
+
+
+def test_a_masked_row_gives_zero_and_a_zero_gradient():
+    logprobs = torch.tensor([-1.0, -math.inf], requires_grad=True)
+    mask = torch.zeros(2, dtype=torch.bool)
+    loss = o.language_modeling_loss(logprobs, mask, 0)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logprobs.grad.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("logit", "loss", "slope"),
+    [
+        # -log sigmoid(0) = log 2, slope -(1 - sigmoid(0)) = -1/2
+        (0.0, math.log(2.0), -0.5),
+        # -log sigmoid(x) = log1p(exp(-x)); slope -1 / (1 + exp(x))
+        (10.0, 4.539889921682063e-05, -4.5397868702434395e-05),
+        (20.0, 2.061153620314381e-09, -2.0611536181902037e-09),
+    ],
+)
+def test_dpo_at_known_logits(logit: float, loss: float, slope: float):
+    # beta 0.1 and a difference of (c - rc) - (r - rr) = 10 * logit
+    chosen = torch.tensor([10.0 * logit - 3.0], dtype=torch.float64, requires_grad=True)
+    zero = torch.zeros(1, dtype=torch.float64)
+    losses, logits = o.dpo_loss(chosen, zero - 5.0, zero - 3.0, zero - 5.0, beta=0.1)
+    losses.sum().backward()
+    assert logits.item() == pytest.approx(logit, abs=1e-12)
+    assert losses.item() == pytest.approx(loss, rel=1e-9)
+    assert chosen.grad.item() == pytest.approx(0.1 * slope, rel=1e-9)
+
+
+def test_gae_by_hand():
+    # gamma .9, lambda .95, so each advantage is delta + .855 * the next.
+    # First answer: r = 1, 2, 3 and v = .5, 1, 1.5.
+    #   delta_2 = 3 - 1.5                 = 1.5
+    #   delta_1 = 2 + .9 * 1.5 - 1        = 2.35
+    #   delta_0 = 1 + .9 * 1 - .5         = 1.4
+    #   a_2 = 1.5; a_1 = 2.35 + .855 * 1.5 = 3.6325; a_0 = 1.4 + .855 * 3.6325 = 4.5057875
+    # Second answer, one token: r = -1, v = 2: a = -3. The third has no token.
+    rewards = torch.tensor([1.0, 2.0, 3.0, -1.0], dtype=torch.float64)
+    values = torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.float64)
+    advantages, returns = o.gae(rewards, values, torch.tensor([3, 1, 0]), 0.9, 0.95)
+    assert advantages.tolist() == pytest.approx([4.5057875, 3.6325, 1.5, -3.0], abs=1e-12)
+    assert returns.tolist() == pytest.approx([5.0057875, 4.6325, 3.0, -1.0], abs=1e-12)
+
+
+def test_gae_of_nothing():
+    nothing = torch.zeros(0)
+    advantages, returns = o.gae(nothing, nothing, torch.zeros(0, dtype=torch.int64), 1.0, 1.0)
+    assert len(advantages) == len(returns) == 0
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.floats(0, 1), st.floats(0, 1), st.integers(0, 99))
+@settings(max_examples=50, deadline=None)
+def test_gae_equals_its_definition(lengths: list[int], gamma: float, lam: float, seed: int):
+    rng = np.random.default_rng(seed)
+    rewards, values = rng.normal(size=sum(lengths)), rng.normal(size=sum(lengths))
+    expected, start = [], 0
+    for n in lengths:
+        r, v = rewards[start : start + n], np.append(values[start : start + n], 0.0)
+        delta = r + gamma * v[1:] - v[:-1]
+        expected += [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
+        start += n
+    got, _ = o.gae(torch.tensor(rewards), torch.tensor(values), torch.tensor(lengths), gamma, lam)
+    np.testing.assert_allclose(got.numpy(), expected, atol=1e-12)
+
+
+def test_token_rewards_by_hand():
+    # KL penalty .1 * (logprob - reference) off each token; scores 5 and 7 at the ends of the answers.
+    logprobs = torch.tensor([-1.0, -2.0, -3.0])
+    reference = torch.tensor([-2.0, -2.0, -1.0])
+    rewards = o.token_rewards(logprobs, reference, torch.tensor([5.0, 9.0, 7.0]), torch.tensor([2, 0, 1]), 0.1)
+    assert rewards.tolist() == pytest.approx([-0.1, 5.0, 7.2])
+
+
+def test_whiten():
+    # 1, 3 have mean 2 and biased variance 1; the masked 100 counts for nothing.
+    got = o.whiten(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]))
+    assert got.tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-6)
+    assert o.whiten(torch.ones(3), torch.zeros(3, dtype=torch.bool)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_ppo_policy_loss_by_hand():
+    # Ratios 1.5, 1.5, .5, .5 with clip .2 and advantages +1, -1, +1, -1:
+    #   min(1.5, 1.2) = 1.2 (clipped, no gradient); min(-1.5, -1.2) = -1.5;
+    #   min(.5, .8) = .5;                           min(-.5, -.8) = -.8 (clipped, no gradient)
+    # The last token has a ratio of infinity and is masked.
+    old = torch.zeros(5, dtype=torch.float64)
+    new = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.0], dtype=torch.float64).log()
+    new[4] = 1e6
+    new.requires_grad_()
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
+    mask = torch.tensor([True, True, True, True, False])
+    loss = o.ppo_policy_loss(new, old, advantages, mask, clip=0.2, total=4)
+    loss.backward()
+    assert loss.item() == pytest.approx(-(1.2 - 1.5 + 0.5 - 0.8) / 4)
+    # d/d log ratio of ratio * a is ratio * a
+    assert new.grad.tolist() == pytest.approx([0.0, 1.5 / 4, -0.5 / 4, 0.0, 0.0])
+
+
+def test_ppo_value_loss_by_hand():
+    # v = 1.0, old = .5, R = 0, clip .2: the clipped value is .7; max(1, .49) = 1
+    # v = 1.0, old = .5, R = 2: max((1-2)^2, (.7-2)^2) = 1.69, clipped: no gradient
+    values = torch.tensor([1.0, 1.0, 9.0], dtype=torch.float64, requires_grad=True)
+    old = torch.full((3,), 0.5, dtype=torch.float64)
+    returns = torch.tensor([0.0, 2.0, 0.0], dtype=torch.float64)
+    loss = o.ppo_value_loss(values, old, returns, torch.tensor([True, True, False]), clip=0.2, total=2)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5 * (1.0 + 1.69) / 2)
+    assert values.grad.tolist() == pytest.approx([0.5, 0.0, 0.0])
+
+
+def test_ranked_pairs_and_reward_loss_by_hand():
+    # Prompt 0 ranks three answers (3 pairs), prompt 1 has a tie (none), prompt 2 two answers (1 pair).
+    prompt = torch.tensor([0, 0, 0, 1, 1, 2, 2])
+    rank = torch.tensor([0, 1, 2, 0, 0, 1, 0])
+    better, worse, weight = o.ranked_pairs(prompt, rank)
+    assert list(zip(better.tolist(), worse.tolist(), strict=True)) == [(0, 1), (0, 2), (1, 2), (6, 5)]
+    assert weight.tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1.0])
+    rewards = torch.tensor([2.0, 0.0, 0.0, 9.0, 9.0, 0.0, 1.0])
+
+    def nll(x: float) -> float:
+        return math.log1p(math.exp(-x))
+
+    expected = ((2 * nll(2.0) + nll(0.0)) / 3 + nll(1.0)) / 2
+    assert o.reward_loss(rewards[better], rewards[worse], weight, 2).item() == pytest.approx(expected, rel=1e-6)
+
+
+# ---- targets ------------------------------------------------------------------------------------------
+
+
+def test_targets_of_documents():
+    got = o.Targets.from_documents([[5, 6, 7], [8], [9, 10]])
+    assert got.forest.tokens.tolist() == [5, 6, 7, 8, 9, 10]
+    assert got.positions.tolist() == [0, 1, 4]
+    assert got.tokens.tolist() == [6, 7, 10]
+    assert got.lengths.tolist() == [2, 0, 1]
+    assert got.last.tolist() == [2, 3, 5]
+    assert len(got) == 6
+
+
+def test_targets_of_answers():
+    got = o.Targets.from_answers([[1, 2], [3]], [[[4, 5], [6]], [[7]]], [[[True, False], [True]], [[True]]])
+    assert got.forest.tokens.tolist() == [1, 2, 4, 5, 6, 3, 7]
+    assert got.positions.tolist() == [1, 2, 1, 5]
+    assert got.tokens.tolist() == [4, 5, 6, 7]
+    assert got.mask.tolist() == [True, False, True, True]
+    assert got.lengths.tolist() == [2, 1, 1]
+    assert got.last.tolist() == [3, 4, 6]
+    assert got.prompt.tolist() == [0, 0, 1]
+    assert got.sum_by_answer(torch.tensor([1.0, 2.0, 4.0, 8.0])).tolist() == [1.0, 4.0, 8.0]
+
+
+def test_targets_refuse_nonsense():
+    with pytest.raises(ValueError, match="prompt 1"):
+        o.Targets.from_answers([[1], []], [[[2]], [[3]]])
+    with pytest.raises(ValueError, match="flag"):
+        o.Targets.from_answers([[1]], [[[2, 3]]], [[[True]]])
+    with pytest.raises(ValueError, match="add up"):
+        o.Targets.from_packed([1, 2, 3], [2])
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
+@settings(max_examples=30, deadline=None)
+def test_sum_segments(lengths: list[int]):
+    values = torch.arange(float(sum(lengths)), dtype=torch.float64, requires_grad=True)
+    got = o.sum_segments(values, torch.tensor(lengths))
+    assert got.tolist() == [float(part.sum()) for part in values.detach().split(lengths)]
+    (got * torch.arange(1.0, len(lengths) + 1)).sum().backward()
+    assert values.grad.tolist() == [i + 1.0 for i, n in enumerate(lengths) for _ in range(n)]
+
+
+# ---- gradients do not depend on the layout ------------------------------------------------------------
+
+
+def dpo_batch(some: list[tuple[list[int], list[list[int]]]], reference: Transformer) -> o.DpoBatch:
+    answers = [a for _, a in some]
+    masks = [[[i + 1 < len(answer) for i in range(len(answer))] for answer in row] for row in answers]
+    laid_out = o.Targets.from_answers([p for p, _ in some], answers, masks)
+    even = torch.arange(0, 2 * len(some), 2)
+    batch = o.DpoBatch(laid_out, even, even + 1)
+    return batch.with_reference(o.reference_logprobs(reference, laid_out))
+
+
+def ppo_batch(some: list[tuple[list[int], list[list[int]]]], reference: Transformer) -> o.PpoBatch:
+    laid_out = targets(some)
+    # Numbers that belong to a token whatever row it stands in.
+    noise = torch.sin(laid_out.tokens * 3.1 + torch.arange(1000)[laid_out.forest.positions[laid_out.positions]])
+    old = o.target_logprobs(reference, laid_out).detach()
+    return o.PpoBatch(laid_out, old, noise, 0.3 * noise, noise.cos())
+
+
+def gradients(made: Transformer, objective: o.Objective, micro: list) -> tuple[float, dict, torch.Tensor]:
+    made.zero_grad()
+    totals: dict[str, float] = {}
+    for part in micro:
+        for name, value in objective.totals(part).items():
+            totals[name] = totals.get(name, 0.0) + value
+    loss, metrics = 0.0, {}
+    for part in micro:
+        share, values = objective(made, part, totals)
+        share.backward()
+        loss += share.item()
+        for name, value in values.items():
+            metrics[name] = metrics.get(name, 0.0) + float(value)
+    return loss, metrics, torch.cat([p.grad.flatten() for p in made.parameters()])
+
+
+CASES = {
+    "sft": ("lm", 1, o.Sft(), lambda some, _: targets(some)),
+    "dpo": ("lm", 2, o.Dpo(beta=0.5), dpo_batch),
+    "dpo_tokens": ("lm", 2, o.Dpo(beta=0.5, nll_normalization="tokens"), dpo_batch),
+    "reward": (
+        "scalar",
+        3,
+        o.Reward(),
+        lambda some, _: o.RewardBatch(targets(some), torch.arange(3).repeat(len(some))),
+    ),
+    "ppo": ("lm", 2, o.Ppo(entropy_weight=0.01), ppo_batch),
+    "value": ("scalar", 2, o.Value(), ppo_batch),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_do_not_depend_on_order_split_or_prefix_sharing(name: str):
+    head, answers, objective, collate = CASES[name]
+    made, reference = model(head), model("lm", seed=1)
+    some = examples(7, answers)
+    layouts = {
+        "reversed": [collate(some[::-1], reference)],
+        "split": [collate(some[:1], reference), collate(some[1:3], reference), collate(some[3:], reference)],
+        "one by one": [collate([example], reference) for example in some],
+    }
+    loss, metrics, gradient = gradients(made, objective, [collate(some, reference)])
+    assert gradient.abs().max() > 1e-3
+    for layout, micro in layouts.items():
+        other_loss, other_metrics, other = gradients(made, objective, micro)
+        assert other_loss == pytest.approx(loss, rel=1e-5, abs=1e-6), layout
+        assert other_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5), layout
+        assert (other - gradient).abs().max() <= 1e-5 * gradient.abs().max(), layout
+
+
+def test_prefix_sharing_equals_separate_rows():
+    made = model()
+    some = examples(5, 3)
+    apart = [(prompt, [answer]) for prompt, answers in some for answer in answers]
+    shared = gradients(made, o.Sft(), [targets(some)])
+    separate = gradients(made, o.Sft(), [targets(apart)])
+    assert shared[0] == pytest.approx(separate[0], rel=1e-6)
+    assert (shared[2] - separate[2]).abs().max() <= 1e-5 * shared[2].abs().max()
+
+
+def test_language_modeling_is_the_mean_over_documents_together():
+    made = model()
+    rng = np.random.default_rng(3)
+    documents = [rng.integers(0, VOCABULARY, n).tolist() for n in (9, 1, 4, 17)]
+    together = gradients(made, o.LanguageModeling(), [o.Targets.from_documents(documents)])
+    apart = gradients(made, o.LanguageModeling(), [o.Targets.from_documents([d]) for d in documents])
+    assert together[0] == pytest.approx(apart[0], rel=1e-6)
+    assert (together[2] - apart[2]).abs().max() <= 1e-5 * together[2].abs().max()
+    laid_out = o.Targets.from_documents(documents)
+    logprobs = o.target_logprobs(made, laid_out)
+    expected = o.language_modeling_loss(logprobs, laid_out.mask, len(logprobs))
+    assert together[0] == pytest.approx(expected.item(), rel=1e-6)
+    assert together[1]["bits_per_token"] == pytest.approx(together[0] / math.log(2), rel=1e-6)
+
+
+# ---- what the losses mean -----------------------------------------------------------------------------
+
+
+def test_dpo_leaves_format_tokens_out_of_the_preference_and_in_the_nll():
+    made, reference = model(), model(seed=1)
+    some = [([1, 2, 3], [[4, 5, 20], [6, 20]])]
+    plain = dpo_batch(some, reference)
+    logprobs = o.target_logprobs(made, plain.targets).detach()
+    base = o.target_logprobs(reference, plain.targets).detach()
+    difference = (logprobs - base)[:2].sum() - (logprobs - base)[3:4].sum()
+    nll = -logprobs[:3].mean()
+    loss, metrics = o.Dpo(beta=0.1, nll_weight=0.2)(made, plain)
+    expected = -torch.nn.functional.logsigmoid(0.1 * difference) + 0.2 * nll
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert metrics["nll"].item() == pytest.approx(nll.item(), rel=1e-6)
+    assert metrics["margin"].item() == pytest.approx(0.1 * difference.item(), rel=1e-5)
+
+
+def test_dpo_of_the_reference_itself_is_log_two():
+    made = model()
+    loss, metrics = o.Dpo(nll_weight=0.0)(made, dpo_batch(examples(4, 2), made))
+    assert loss.item() == pytest.approx(math.log(2), rel=1e-6)
+    assert metrics["chosen_reward"].item() == 0.0
+
+
+def test_dpo_wants_its_reference():
+    batch = o.DpoBatch(targets(examples(1, 2)), torch.tensor([0]), torch.tensor([1]))
+    with pytest.raises(ValueError, match="reference"):
+        o.Dpo()(model(), batch)
+    cached = o.cache_reference(model(seed=1), [batch])
+    assert cached[0].reference.shape == (2,)
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
+def test_training_lowers_the_loss(name: str):
+    head, answers, objective, collate = CASES[name]
+    made = model(head)
+    batch = collate(examples(6, answers), model(seed=1))
+    updater = Updater(made, objective, TrainConfig(steps=30, learning_rate=3e-3, schedule="constant"))
+    losses = [updater.step(step, batch, 0)["loss"] for step in range(1, 31)]
+    assert losses[-1] < 0.7 * losses[0]

@@ -1,0 +1,363 @@
+"""The loop: schedules, skipping, bit-exact resumption, batches by step."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from puna.models.config import ModelConfig
+from puna.models.training import objectives as o
+from puna.models.training.loop import TrainConfig, TrainingDiverged, Updater, train, undecayed, weights_digest
+from puna.models.training.packing import Sampler, pack, pack_documents, step_indices
+from puna.models.training.state import load_state, save_state
+from puna.models.transformer import Transformer
+
+CONFIG = ModelConfig(19, 16, 32, 2, 4, 2, tie_word_embeddings=True)
+
+
+def model(seed: int = 0) -> Transformer:
+    return Transformer(CONFIG, "lm", torch.Generator().manual_seed(seed))
+
+
+def batches(step: int) -> list[o.Targets]:
+    rng = np.random.default_rng([7, step])
+    return [o.Targets.from_documents(rng.integers(0, 19, (3, 11)).tolist()) for _ in range(2)]
+
+
+# ---- schedules ----------------------------------------------------------------------------------------
+
+
+def rates(**settings: object) -> list[float]:
+    config = TrainConfig(learning_rate=1.0, **settings)
+    return [config.rate(step) for step in range(1, config.steps + 1)]
+
+
+def test_schedules_by_hand():
+    # Warm-up 1/2, 1; then a fall that would reach its end at step 6: 3/4, 1/2, 1/4 of the way.
+    assert rates(steps=5, warmup_steps=2, schedule="linear") == pytest.approx([0.5, 1, 0.75, 0.5, 0.25])
+    cosine = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in (1, 2, 3)]
+    assert rates(steps=5, warmup_steps=2, schedule="cosine") == pytest.approx([0.5, 1, *cosine])
+    assert rates(steps=5, warmup_steps=2, schedule="cosine", final_ratio=0.1)[3] == pytest.approx(0.55)
+    assert rates(steps=3, schedule="constant") == [1, 1, 1]
+    # Decay over the last three steps: 1 - sqrt(k / 4)
+    wsd = [1 - math.sqrt(k / 4) for k in (1, 2, 3)]
+    assert rates(steps=6, warmup_steps=1, schedule="wsd", decay_steps=3) == pytest.approx([1, 1, 1, *wsd])
+
+
+def test_annealing_starts_from_the_schedule_and_goes_to_zero():
+    assert rates(steps=6, schedule="constant", anneal_steps=3) == pytest.approx([1, 1, 1, 0.75, 0.5, 0.25])
+    linear = rates(steps=9, schedule="linear", anneal_steps=4)
+    assert linear[:5] == pytest.approx([1, 8 / 9, 7 / 9, 6 / 9, 5 / 9])
+    assert linear[5:] == pytest.approx([5 / 9 * k / 5 for k in (4, 3, 2, 1)])
+
+
+@given(
+    st.sampled_from(["cosine", "linear", "wsd", "constant"]),
+    st.integers(2, 40),
+    st.integers(0, 10),
+    st.integers(0, 10),
+)
+@settings(max_examples=80, deadline=None)
+def test_a_rate_rises_to_the_peak_and_never_again(schedule: str, length: int, warmup: int, anneal: int):
+    extra = {"decay_steps": 1} if schedule == "wsd" else {}
+    got = rates(steps=length + warmup + anneal, warmup_steps=warmup, schedule=schedule, anneal_steps=anneal, **extra)
+    top = max(warmup, 1) - 1
+    assert max(got) == got[top] == 1.0
+    assert got[: top + 1] == sorted(got[: top + 1])
+    assert all(a >= b - 1e-12 for a, b in zip(got[top:], got[top + 1 :], strict=False))
+    assert min(got) > 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"steps": 0},
+        {"learning_rate": 0.0},
+        {"schedule": "step"},
+        {"decay_steps": 3},
+        {"schedule": "wsd"},
+        {"average": 2},
+        {"anneal_steps": 11},
+        {"schedule": "constant", "final_ratio": 0.1},
+        {"clip": 0.0},
+    ],
+)
+def test_a_wrong_configuration_is_refused(wrong: dict):
+    with pytest.raises(ValueError, match=next(iter(set(wrong) - {"final_ratio"})).split("_")[0]):
+        TrainConfig(**{"steps": 10, "learning_rate": 1.0, **wrong})
+
+
+# ---- the loop -----------------------------------------------------------------------------------------
+
+
+def test_a_step_is_adamw_by_hand():
+    made, config = model(), TrainConfig(steps=1, learning_rate=0.01, weight_decay=0.1, clip=0.05)
+    reference = model()
+    loss, _ = o.LanguageModeling()(reference, batches(1)[0])
+    loss.backward()
+    rows = train(made, o.LanguageModeling(), lambda step: batches(step)[0], config, seed=0)
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in reference.parameters()))
+    assert rows[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert rows[0]["gradient_norm"] == pytest.approx(norm, rel=1e-5)
+    assert rows[0]["tokens"] == 33
+    skip = undecayed(reference)
+    for (name, p), q in zip(reference.named_parameters(), made.parameters(), strict=True):
+        g = p.grad * 0.05 / norm
+        decay = 0.0 if name in skip else 0.01 * 0.1
+        # Adam's first step: both moments are corrected to g and g^2.
+        expected = p.detach() * (1 - decay) - 0.01 * g / (g.abs() + 1e-8)
+        torch.testing.assert_close(q.detach(), expected, atol=2e-6, rtol=1e-4)
+
+
+def test_no_decay_on_norms_and_embeddings():
+    assert undecayed(model()) == {
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        *(f"model.layers.{i}.{n}_layernorm.weight" for i in (0, 1) for n in ("input", "post_attention")),
+    }
+
+
+def test_accumulation_does_not_change_the_step():
+    def whole(step: int) -> o.Targets:
+        documents = [d for part in batches(step) for d in part.forest.tokens.view(3, 11).tolist()]
+        return o.Targets.from_documents(documents)
+
+    config = TrainConfig(steps=3, learning_rate=1e-3)
+    one, two = model(), model()
+    rows = train(one, o.LanguageModeling(), whole, config, 0), train(two, o.LanguageModeling(), batches, config, 0)
+    for a, b in zip(*rows, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+        assert a["tokens"] == b["tokens"] == 66
+
+
+def test_a_plain_function_is_an_objective_but_cannot_be_split():
+    def objective(made: Transformer, batch: o.Targets) -> tuple[torch.Tensor, dict]:
+        loss = -o.target_logprobs(made, batch).mean()
+        return loss, {"double": 2 * loss.detach()}
+
+    config = TrainConfig(steps=1, learning_rate=1e-3)
+    row = train(model(), objective, lambda step: batches(step)[0], config, 0)[0]
+    assert row["double"] == pytest.approx(2 * row["loss"])
+    with pytest.raises(TypeError, match="totals"):
+        train(model(), objective, batches, config, 0)
+
+
+class Poisoned(o.LanguageModeling):
+    """Gives NaN at the calls named."""
+
+    def __init__(self, at: set[int]) -> None:
+        self.at, self.calls = at, 0
+
+    def share(self, made, batch, totals):
+        self.calls += 1
+        loss, metrics = super().share(made, batch, totals)
+        return (loss * math.nan, metrics) if self.calls in self.at else (loss, metrics)
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    def single(step: int) -> o.Targets:
+        return batches(step)[0]
+
+    made, digests = model(), []
+    rows = train(
+        made,
+        Poisoned({2, 3}),
+        single,
+        TrainConfig(steps=5, learning_rate=1e-2, max_skipped=3),
+        0,
+        on_step=lambda row: digests.append(weights_digest(made)),
+    )
+    assert [row["skipped"] for row in rows] == [0, 1, 1, 0, 0]
+    assert digests[0] == digests[1] == digests[2] != digests[3]
+    assert math.isnan(rows[1]["loss"]) and math.isfinite(rows[4]["loss"])
+    with pytest.raises(TrainingDiverged, match="3 steps in a row, up to step 4"):
+        train(model(), Poisoned({2, 3, 4}), single, TrainConfig(steps=9, learning_rate=1e-2, max_skipped=3), 0)
+
+
+def test_annealing_ends_with_the_averaged_weights():
+    config = TrainConfig(steps=10, learning_rate=1e-2, anneal_steps=5, average=2)
+    assert config.averaged_steps() == {8, 10}
+    made, kept = model(), {}
+
+    def keep(row: dict) -> None:
+        kept[row["step"]] = [p.detach().clone() for p in made.parameters()]
+
+    train(made, o.LanguageModeling(), batches, config, 0, on_step=keep)
+    for p, a, b in zip(made.parameters(), kept[8], kept[10], strict=True):
+        torch.testing.assert_close(p.detach(), (a + b) / 2, atol=1e-7, rtol=1e-6)
+
+
+class Dropping(o.LanguageModeling):
+    """Uses torch's default generator, as the dropout of an adapter does."""
+
+    def share(self, made, batch, totals):
+        loss, metrics = super().share(made, batch, totals)
+        return loss * torch.rand(()), metrics
+
+
+class Stop(Exception):
+    pass
+
+
+RESUMED = TrainConfig(steps=9, learning_rate=1e-2, warmup_steps=2, anneal_steps=4, average=3)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("stop_after", range(1, 10))
+def test_resuming_ends_with_the_same_bits(tmp_path: Path, stop_after: int, every: int):
+    def stop(row: dict) -> None:
+        if row["step"] == stop_after:
+            raise Stop
+
+    whole = model()
+    torch.manual_seed(1)
+    expected = train(whole, Dropping(), batches, RESUMED, seed=3)
+    with pytest.raises(Stop):
+        train(model(), Dropping(), batches, RESUMED, 3, tmp_path, every, on_step=stop)
+    resumed, steps = model(), []
+    torch.manual_seed(2)
+    log = train(resumed, Dropping(), batches, RESUMED, 3, tmp_path, every, lambda row: steps.append(row["step"]))
+    assert weights_digest(resumed) == weights_digest(whole)
+    assert steps == list(range(steps[0], 10)) if steps else stop_after == 9
+    timeless = [[{k: v for k, v in row.items() if k != "seconds"} for row in rows] for rows in (log, expected)]
+    assert timeless[0] == timeless[1]
+
+
+def test_kill_nine_and_resume(tmp_path: Path):
+    script = textwrap.dedent(
+        """
+        import sys, time
+        from pathlib import Path
+        sys.path.insert(0, sys.argv[2])
+        from test_training import Dropping, RESUMED, batches, model, train
+        def slow(row):
+            print(row["step"], flush=True)
+            time.sleep(0.05)
+        train(model(), Dropping(), batches, RESUMED, 3, Path(sys.argv[1]), 1, slow)
+        """
+    )
+    here = str(Path(__file__).parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path), here], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == "5":
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    whole, resumed, steps = model(), model(), []
+    train(whole, Dropping(), batches, RESUMED, 3)
+    train(resumed, Dropping(), batches, RESUMED, 3, tmp_path, 1, lambda row: steps.append(row["step"]))
+    assert steps and steps[0] >= 5
+    assert weights_digest(resumed) == weights_digest(whole)
+
+
+def test_a_foreign_checkpoint_is_refused(tmp_path: Path):
+    config = TrainConfig(steps=2, learning_rate=1e-3)
+    train(model(), o.LanguageModeling(), batches, config, 0, tmp_path)
+    with pytest.raises(ValueError, match="seed was 0"):
+        train(model(), o.LanguageModeling(), batches, config, 1, tmp_path)
+    with pytest.raises(ValueError, match="initial was"):
+        train(model(seed=5), o.LanguageModeling(), batches, config, 0, tmp_path)
+
+
+def test_only_what_needs_a_gradient_is_trained_and_kept(tmp_path: Path):
+    made = model()
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_("mlp" in name)
+    before = {name: p.detach().clone() for name, p in made.named_parameters()}
+    train(made, o.LanguageModeling(), batches, TrainConfig(steps=2, learning_rate=1e-2), 0, tmp_path)
+    for name, parameter in made.named_parameters():
+        assert torch.equal(parameter, before[name]) != ("mlp" in name)
+    found = load_state(tmp_path)
+    assert found is not None and all("mlp" in name for name in found[0])
+    made.requires_grad_(False)
+    with pytest.raises(ValueError, match="gradient"):
+        Updater(made, o.LanguageModeling(), TrainConfig(steps=2, learning_rate=1e-2))
+
+
+def test_a_half_written_checkpoint_does_not_count(tmp_path: Path):
+    save_state(tmp_path, 3, {"a": torch.ones(2)}, {"x": 1})
+    (tmp_path / ".step-000000004.99").mkdir()
+    found = load_state(tmp_path)
+    assert found is not None and found[1] == {"step": 3, "x": 1} and found[0]["a"].tolist() == [1, 1]
+    save_state(tmp_path, 5, {"a": torch.zeros(2)}, {"x": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000005"]
+
+
+def test_the_mode_of_the_model_is_put_back():
+    made = nn.Sequential(nn.Linear(2, 1))
+    made.eval()
+
+    def objective(m: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, dict]:
+        assert m.training
+        return m(batch).square().mean(), {}
+
+    train(made, objective, lambda step: torch.ones(3, 2), TrainConfig(steps=1, learning_rate=0.1), 0)
+    assert not made.training
+
+
+# ---- batches ------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_each_epoch_visits_each_example_once(count: int, batch: int, seed: int):
+    steps = 3 * count  # three epochs and a rest
+    seen = [i for step in range(1, -(-steps // batch) + 1) for i in step_indices(step, count, batch, seed)]
+    for epoch in range(len(seen) // count):
+        assert Counter(seen[epoch * count : (epoch + 1) * count]) == Counter(range(count))
+
+
+@given(st.lists(st.integers(1, 20), max_size=40), st.integers(20, 60))
+@settings(max_examples=60, deadline=None)
+def test_pack(lengths: list[int], capacity: int):
+    rows = pack(lengths, capacity)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in row) <= capacity for row in rows)
+    assert len(rows) <= 11 / 9 * math.ceil(sum(lengths) / capacity) * 2 + 1
+
+
+def test_pack_refuses_what_fits_no_row():
+    with pytest.raises(ValueError, match="example 1 has 9 tokens"):
+        pack([3, 9], 8)
+
+
+@given(st.lists(st.integers(0, 15), max_size=12), st.integers(1, 10))
+@settings(max_examples=60, deadline=None)
+def test_pack_documents(sizes: list[int], length: int):
+    documents = [[1000 * d + i for i in range(n)] for d, n in enumerate(sizes)]
+    rows, pieces = pack_documents(documents, length)
+    stream = [t for d in documents for t in d]
+    assert rows.shape == (len(stream) // length, length)
+    assert rows.flatten().tolist() == stream[: rows.size]
+    for row, parts in zip(rows.tolist(), pieces, strict=True):
+        assert [t // 1000 for t in row] == [d for d, n in parts for _ in range(n)]
+
+
+def test_sampler_gives_the_same_batch_for_a_step():
+    some = [[i] * (i % 5 + 2) for i in range(13)]
+    sampler = Sampler(some, 4, o.Targets.from_documents, length=len, capacity=8, seed=1)
+    for step in (1, 5, 1000):
+        first, again = sampler(step), sampler(step)
+        assert [b.forest.tokens.tolist() for b in first] == [b.forest.tokens.tolist() for b in again]
+        assert all(len(b) <= 8 for b in first)
+    assert sampler.steps(1.0) == 4
+    with pytest.raises(ValueError, match="no examples"):
+        Sampler([], 4, len, length=len, capacity=8, seed=1)

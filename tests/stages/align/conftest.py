@@ -1,0 +1,44 @@
+"""A tiny random model with a tokenizer, as a committed artifact; one thread for small matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from puna.models.checkpoint import save
+from puna.models.config import ModelConfig
+from puna.models.tokenizer import Tokenizer
+from puna.models.transformer import Transformer
+from puna.stages.contract import SeededConfig, StageRun, execute, stage
+from puna.storage import Artifact
+
+TEXT = "state the final answer to the following problem 1 + 2 - 3 user assistant question say and "
+
+
+class TinyConfig(SeededConfig):
+    """Only a seed."""
+
+
+@stage(kind="model", version="1")
+def tiny(config: TinyConfig, run: StageRun) -> None:
+    """Random weights, drawn wide enough to have opinions."""
+    tokenizer = Tokenizer.train([TEXT * 3], 300)
+    sizes = ModelConfig(tokenizer.vocab_size, 32, 64, 2, 4, 2, tie_word_embeddings=True, initializer_range=0.1)
+    save(Transformer(sizes, generator=torch.Generator().manual_seed(config.seed)), run.folder, tokenizer)
+
+
+@pytest.fixture
+def tiny_model() -> Callable[..., Artifact]:
+    """`tiny_model(store, seed)`: a committed model."""
+    return lambda store, seed=0: execute(tiny, TinyConfig(seed=seed), {}, store)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small matrices are fastest on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

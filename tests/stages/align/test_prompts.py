@@ -1,0 +1,110 @@
+"""Prompts and their verifiable scorer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from puna.stages.align.instructions import InstructionsConfig, instructions
+from puna.stages.align.prompts import PromptsConfig, Task, prompts, side
+from puna.stages.align.scoring import is_correct, score
+from puna.stages.contract import execute, parse
+from puna.storage import PunaError, Store
+
+SUMS = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+TASKS = [{"task": "chain_sum", "parameters": SUMS}, {"task": "spell_backward", "parameters": {"max_word_len": 4}}]
+
+
+def made(store: Store, **values: Any) -> list[dict[str, Any]]:
+    config = parse(PromptsConfig, {"tasks": TASKS, **values}, "prompts")
+    return execute(prompts, config, {}, store).read().to_pylist()
+
+
+def test_no_question_twice_and_splits_share_none(tmp_path: Path) -> None:
+    rows = made(Store.open(tmp_path), train=300, heldout=100, seed=3)
+    questions = [row["prompt"] for row in rows]
+    assert len(set(questions)) == len(questions) == 2 * 400
+    for task in ("chain_sum", "spell_backward"):
+        assert sum(r["task"] == task and r["split"] == "train" for r in rows) == 300
+        assert sum(r["task"] == task and r["split"] == "heldout" for r in rows) == 100
+    for row in rows:
+        assert row["split"] == side(row["prompt"], 3, 0.2)
+
+
+def test_rounds_take_disjoint_slices_of_one_stream_and_share_the_heldout(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    whole = {r["prompt"] for r in made(store, train=200, heldout=50)}
+    heldout = {r["prompt"] for r in made(store, train=0, heldout=50)}
+    first = {r["prompt"] for r in made(store, train=80, heldout=0)}
+    second = {r["prompt"] for r in made(store, train=120, heldout=0, skip=80)}
+    assert not first & second and not heldout & (first | second)
+    assert first | second | heldout == whole
+
+
+def test_references_score_full_marks_and_wrong_answers_do_not(tmp_path: Path) -> None:
+    for row in made(Store.open(tmp_path), train=40, heldout=10):
+        assert is_correct(score(row["task"], row["reference"], row["entry"]))
+        assert is_correct(score(row["task"], f" {row['reference']}\n", row["entry"]))
+        assert not is_correct(score(row["task"], "no", row["entry"]))
+        assert not is_correct(score(row["task"], "", row["entry"]))
+
+
+def test_chain_sum_by_hand() -> None:
+    """The references are right by arithmetic, not only by the generator's word."""
+    from puna.stages.align.scoring import generator
+
+    dataset = generator("chain_sum", json.dumps(SUMS), seed=5, size=50)
+    for i in range(50):
+        entry = dataset[i]
+        expression = entry["question"].split(": ")[1].removesuffix(" =")
+        total, sign = 0, 1
+        for word in expression.split():
+            if word in "+-":
+                sign = 1 if word == "+" else -1
+            else:
+                total += sign * int(word)
+        assert int(entry["answer"]) == total
+
+
+def test_a_space_too_small_is_refused_with_its_size(tmp_path: Path) -> None:
+    """Two one-digit terms with + or -: 10 * 10 * 2 questions, no more."""
+    task = [{"task": "chain_sum", "parameters": {**SUMS, "max_terms": 2}}]
+    with pytest.raises(PunaError, match=r"chain_sum: .* give only 200 different questions .* 150 train and 60 held out"):
+        made(Store.open(tmp_path), tasks=task, train=150, heldout=60)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"task": "chain_sums"}, "task 'chain_sums': reasoning-gym has no such generator; close: .*chain_sum"),
+        ({"task": "chain_sum", "parameters": {"terms": 2}}, "chain_sum: no parameter 'terms'; it has .*max_terms"),
+        ({"task": "chain_sum", "parameters": {"min_terms": 9}}, "chain_sum: its parameters .* are refused: max_terms must be"),
+    ],
+)
+def test_wrong_tasks_are_named(tmp_path: Path, task: dict[str, Any], message: str) -> None:
+    with pytest.raises(PunaError, match=message):
+        made(Store.open(tmp_path), tasks=[task])
+
+
+def test_an_entry_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(PunaError, match="chain_sum: the scorer's entry is not what `prompts` writes"):
+        score("chain_sum", "1", "{}")
+
+
+def test_configuration_is_checked() -> None:
+    with pytest.raises(PunaError, match="nothing to generate"):
+        parse(PromptsConfig, {"tasks": TASKS, "train": 0, "heldout": 0}, "prompts")
+    assert parse(PromptsConfig, {"tasks": TASKS}, "p").tasks[0] == Task(task="chain_sum", parameters=SUMS)
+
+
+def test_instructions_are_the_references_of_the_training_prompts(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    asked = execute(prompts, parse(PromptsConfig, {"tasks": TASKS, "train": 20, "heldout": 5}, ""), {}, store)
+    rows = execute(instructions, InstructionsConfig(), {"prompts": asked}, store).read().to_pylist()
+    train = {r["id"]: r for r in asked.read().to_pylist() if r["split"] == "train"}
+    assert {r["prompt_id"] for r in rows} == set(train) and len(rows) == 40
+    for row in rows:
+        assert row["response"] == train[row["prompt_id"]]["reference"] and row["source"] == "gold" and row["score"] is None

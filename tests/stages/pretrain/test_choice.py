@@ -1,0 +1,74 @@
+"""Questions from pages: honest options, order-independent; scored as option by option."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from puna.models.config import ModelConfig
+from puna.models.forest import Forest
+from puna.models.tokenizer import Tokenizer
+from puna.models.transformer import Transformer
+from puna.stages.pretrain import choice
+
+
+def pages(n: int = 12) -> list[tuple[str, str, str]]:
+    return [(f"{i:032x}", "code" if i % 3 else "news", " ".join(f"page{i}word{j}" for j in range(20 + i))) for i in range(n)]
+
+
+def test_options_are_the_same_stretch_of_other_pages() -> None:
+    items = choice.build(pages(), 100, 4, 6, 5, seed=1)
+    assert len(items) == 12
+    texts = {id_: text for id_, _, text in pages()}
+    for item in items:
+        assert len(item.options) == len(set(item.options)) == 4
+        assert texts[item.id].startswith(item.prompt + item.options[item.answer])
+        for option in item.options:
+            (page,) = [id_ for id_, text in texts.items() if option in text]
+            assert texts[page].split()[6:11] == option.split()
+    # News has four pages: a question's three wrong options all come from its category.
+    news = [item for item in items if item.category == "news"]
+    assert len(news) == 4
+    for item in news:
+        for option in item.options:
+            number = int(option.split()[0].removeprefix("page").split("word")[0])
+            assert number % 3 == 0
+    assert len({item.answer for item in items}) > 1
+
+
+def test_order_of_pages_does_not_matter_and_short_pages_are_left_out() -> None:
+    first = choice.build(pages(), 5, 3, 6, 5, seed=2)
+    assert first == choice.build(pages()[::-1], 5, 3, 6, 5, seed=2)
+    assert first != choice.build(pages(), 5, 3, 6, 5, seed=3)
+    assert [len(choice.build(pages(), 100, 3, 20, n, seed=0)) for n in (6, 8, 9, 10, 12)] == [6, 4, 3, 0, 0]
+
+
+def test_likelihoods_equal_each_option_alone(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.train([text for _, _, text in pages()], 290)
+    model = Transformer(
+        ModelConfig(tokenizer.vocab_size, 16, 32, 2, 2, 1, initializer_range=0.3), generator=torch.Generator().manual_seed(0)
+    )
+    items = choice.build(pages(), 4, 3, 3, 2, seed=0)
+    found = choice.likelihoods(model, tokenizer, items, 200)
+    for item, values in zip(items, found, strict=True):
+        prompt = [tokenizer.bos, *tokenizer.encode(item.prompt)]
+        for option, value in zip(item.options, values, strict=True):
+            ids = tokenizer.encode(option)
+            assert tokenizer.encode(item.prompt + option) == prompt[1:] + ids
+            row = prompt + ids
+            logprobs = torch.log_softmax(model.logits(model.hidden(Forest.pack([row]))).double(), -1)
+            alone = sum(float(logprobs[len(prompt) - 1 + i, t].detach()) for i, t in enumerate(ids))
+            assert value == pytest.approx(alone, abs=1e-4)
+    assert found == [
+        pytest.approx(values, abs=1e-4) for values in choice.likelihoods(model, tokenizer, items, 10_000)
+    ]
+
+
+def test_normalised_choice_divides_by_bytes() -> None:
+    item = choice.Item("a", "c", "p", ("four", "eighteen bytes long", "é"), 0)
+    assert choice.chosen(item, [-4.0, -9.5, -3.0], normalised=False) == 2
+    # Per byte: -1, -0.5, -1.5 (two bytes).
+    assert choice.chosen(item, [-4.0, -9.5, -3.0], normalised=True) == 1
+    assert choice.chosen(item, [-4.0, -19.0, -2.0], normalised=True) == 0
