@@ -177,5 +177,11 @@ def _accumulate(total_TGK: Tensor, keys: slice | Tensor, part_GmK: Tensor) -> No
 
 
 def attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, mask: ForestMask) -> Tensor:
-    """Attention under the forest mask, scaled by 1/sqrt(K). Returns [T, H, K] in the inputs' dtype."""
+    """Attention under the forest mask, scaled by 1/sqrt(K). Returns [T, H, K] in the inputs' dtype.
+
+    Low precision is computed in fp32.
+    """
+    if q_THK.dtype not in (torch.float32, torch.float64):
+        wide = _TiledAttention.apply(q_THK.float(), k_TGK.float(), v_TGK.float(), mask)
+        return wide.to(q_THK.dtype)
     return _TiledAttention.apply(q_THK, k_TGK, v_TGK, mask)

@@ -30,9 +30,7 @@ def permutations(number: int, seed: int, scheme: Scheme = "affine32") -> tuple[N
     """Parameters a_P and b_P of `number` permutations, as datasketch draws them from `seed`."""
     generator = np.random.RandomState(seed)
     if scheme == "legacy":
-        pairs = [
-            (generator.randint(1, MERSENNE, dtype=np.uint64), generator.randint(0, MERSENNE, dtype=np.uint64)) for _ in range(number)
-        ]
+        pairs = [(generator.randint(1, MERSENNE, dtype=np.uint64), generator.randint(0, MERSENNE, dtype=np.uint64)) for _ in range(number)]
         both = np.array(pairs, dtype=np.uint64).reshape(number, 2)
         return np.ascontiguousarray(both[:, 0]), np.ascontiguousarray(both[:, 1])
     kind, width = _width(scheme)
@@ -78,9 +76,7 @@ def _fmix(h: NDArray[Any], scheme: Scheme) -> NDArray[Any]:
     return h ^ (h >> np.uint64(33))
 
 
-def signatures(
-    hashes_S: U64, offsets_D1: I64, number: int = 112, seed: int = 1, scheme: Scheme = "affine32"
-) -> NDArray[Any]:
+def signatures(hashes_S: U64, offsets_D1: I64, number: int = 112, seed: int = 1, scheme: Scheme = "affine32") -> NDArray[Any]:
     """Signatures [D, P]: uint32 for affine32, uint64 otherwise. See `signatures_reference`."""
     a_P, b_P = permutations(number, seed, scheme)
     hashes_S = np.ascontiguousarray(hashes_S)

@@ -23,7 +23,7 @@ def _reciprocal_rms(x: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The CPU version: few passes over memory, statistics in the inputs' dtype (fp32 or fp64)."""
+    """Few passes over memory; statistics in the inputs' dtype (fp32 or fp64)."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def]
@@ -46,9 +46,9 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last axis, with x's shape and dtype."""
-    if x_TD.device.type == "cpu" and x_TD.dtype in (torch.float32, torch.float64):
-        if torch.is_grad_enabled():
-            return _RMSNorm.apply(x_TD, weight_D, eps)
-        return (x_TD * _reciprocal_rms(x_TD, eps)).mul_(weight_D)
-    return rms_norm_reference(x_TD, weight_D, eps)
+    """RMSNorm over the last axis, with x's shape and dtype; low precision is normalised in fp32."""
+    if x_TD.dtype not in (torch.float32, torch.float64):
+        return rms_norm(x_TD.float(), torch.ones_like(weight_D, dtype=torch.float32), eps).to(x_TD.dtype) * weight_D
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x_TD, weight_D, eps)
+    return (x_TD * _reciprocal_rms(x_TD, eps)).mul_(weight_D)

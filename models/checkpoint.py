@@ -88,7 +88,7 @@ def load(
         if config.tie_word_embeddings and "model.embed_tokens.weight" in state:
             state["lm_head.weight"] = state["model.embed_tokens.weight"]
         elif "lm_head.weight" not in state:
-            raise CheckpointError(f"{folder} has no language-model head; its own head is {found!r}")
+            raise CheckpointError(f"{folder} has no language-model head (lm_head.weight), and its embeddings are not tied")
     _check_tensors(model, state, folder)
     model.load_state_dict(state)
     return model

@@ -198,24 +198,11 @@ class _Batch:
     def _prefill(self, indices: list[int]) -> None:
         """Compute prompts, many to a forest."""
         while indices:
-            taken, size = 0, 0
-            while taken < len(indices) and (not taken or size + len(self.prompts[indices[taken]]) <= PREFILL_TOKENS):
-                size += len(self.prompts[indices[taken]])
-                taken += 1
-            chosen, indices = indices[:taken], indices[taken:]
-            forest = Forest.pack([self.prompts[index] for index in chosen]).to(self.device)
-            keys: list[Tensor] = []
-            values: list[Tensor] = []
-
-            def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                keys.append(k)
-                values.append(v)
-                return attention(q, k, v, forest.mask)
-
-            hidden = self.model.model(self.model.model.embed_tokens(forest.tokens), forest.positions, attend)
-            all_keys, all_values = torch.stack(keys), torch.stack(values)
-            for index, (start, end, _) in zip(chosen, forest.mask.segments, strict=True):
-                self.prefixes[index] = _Prefix(all_keys[:, start:end], all_values[:, start:end], hidden[end - 1])
+            sizes = np.cumsum([len(self.prompts[index]) for index in indices])
+            taken = max(1, int(np.searchsorted(sizes, PREFILL_TOKENS, side="right")))
+            prefixes = _prefixes(self.model, Forest.pack([self.prompts[i] for i in indices[:taken]]).to(self.device))
+            self.prefixes |= dict(zip(indices[:taken], prefixes, strict=True))
+            indices = indices[taken:]
 
     def draw(self) -> list[tuple[int, int, float]]:
         """(slot, token, log-prob) for each live slot."""
@@ -276,6 +263,24 @@ class _Batch:
         self.slots = len(rows)
 
 
+def _prefixes(model: Transformer, forest: Forest) -> list[_Prefix]:
+    """Run packed prompts through the model and keep what their answers need, one prefix each."""
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+
+    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys.append(k)
+        values.append(v)
+        return attention(q, k, v, forest.mask)
+
+    hidden = model.model(model.model.embed_tokens(forest.tokens), forest.positions, attend)
+    k_LTGK, v_LTGK = torch.stack(keys), torch.stack(values)
+    return [
+        _Prefix(k_LTGK[:, start:stop], v_LTGK[:, start:stop], hidden[stop - 1])
+        for start, stop, _ in forest.mask.segments
+    ]
+
+
 def _answers(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[list[_Answer]]:
     """The answers to make, each with its own random numbers."""
     seen: Counter[bytes] = Counter()
@@ -299,9 +304,12 @@ def _answers(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) ->
 def draw(logits_SV: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """One token per row, by the inverse of the cumulative distribution at `uniforms` [S] fp64 in [0, 1).
 
-    Returns ([S] int64 tokens, [S] log-probabilities at the sampling temperature, before `top_p`).
+    Returns ([S] int64 tokens, [S] log-probabilities at the sampling temperature, before `top_p`). Raises
+    ValueError where a row of logits has a NaN or no finite entry.
     """
     p_SV = torch.softmax(logits_SV / (sampling.temperature or 1.0), -1)
+    if bool(p_SV[:, 0].isnan().any()):
+        raise ValueError("the model's logits are not finite: its weights or its training have diverged")
     if sampling.temperature == 0:
         tokens = logits_SV.argmax(-1)
     elif sampling.top_p == 1.0:

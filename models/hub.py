@@ -25,7 +25,7 @@ from transformers.modeling_outputs import (
 from puna.kernels.attention import ForestMask, attention
 from puna.models.checkpoint import ARCHITECTURES, parse_config
 from puna.models.config import ModelConfig
-from puna.models.transformer import Attend, Block, Decoder, Head, Linear, RMSNorm, Transformer, decode
+from puna.models.transformer import Attend, Block, Decoder, Head, Linear, Transformer, decode
 
 
 class PunaConfig(LlamaConfig):
@@ -148,12 +148,12 @@ class PunaModel(PunaPreTrainedModel):
         B, T, D = x_BTD.shape
         counted = torch.arange(T, device=x_BTD.device).expand(B, T)
         positions = counted if positions is None else positions.expand(B, T)
-        first = counted == 0
         if keep is None:
-            first = first | F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
+            real = torch.ones(B, T, dtype=torch.bool, device=x_BTD.device)
+            first = (counted == 0) | F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
         else:
-            first = keep.bool() & (keep.cumsum(1) == 1)
-        real = torch.ones(B, T, dtype=torch.bool, device=x_BTD.device) if keep is None else keep.bool()
+            real = keep.bool()
+            first = real & (real.cumsum(1) == 1)
         starts = first[real].nonzero()[:, 0]
         total = int(real.sum())
         lengths = torch.diff(starts, append=starts.new_tensor([total]))

@@ -1,0 +1,40 @@
+"""`write`: one self-contained HTML page about a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pyarrow as pa
+
+from puna.flows.report.page import page
+from puna.flows.report.run import Run
+from puna.storage import PunaError, Store
+
+__all__ = ["write"]
+
+
+def write(store: Store, run: str, output: Path | None) -> Path:
+    """Write the page about `run` ("latest": the newest) and return where it is.
+
+    The page needs nothing but itself: style, script and plots are inside, and no address is fetched.
+    Default of `output`: runs/<run>.html in the store. A run that is at work or was stopped gives a page too.
+    Raises PunaError when there is no such run, or one of its artifacts cannot be read.
+    """
+    about = Run.open(store, run)
+    target = output if output is not None else store.root / "runs" / f"{about.name}.html"
+    if target.is_dir():
+        raise PunaError(f"report {target}: is a folder; give the name of an HTML file")
+    try:
+        content = page(about).encode("utf-8")
+    except (pa.ArrowException, FileNotFoundError) as error:
+        raise PunaError(f"report of run {about.name}: an artifact cannot be read ({error}); `puna verify` names the damaged one") from error
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        os.replace(temporary, target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise PunaError(f"report {target}: cannot be written ({error})") from error
+    return target

@@ -117,8 +117,8 @@ def _pairs(run: Run, step: Step) -> Html:
     ordered = sorted(rows, key=lambda row: (row["similarity"], row["id"]))
     near = [row for row in ordered if row["similarity"] < 1] or ordered
     chosen = [near[i] for i in sorted({0, len(near) // 2, len(near) - 1})][:PAIRS]
-    source = run.filtered(step)
-    found = run.scan(source, {str(i) for row in chosen for i in (row["id"], row["kept_id"])}).rows if source else {}
+    wanted = {str(i) for row in chosen for i in (row["id"], row["kept_id"])}
+    found = {name: doc for source in run.filtered(step) for name, doc in run.scan(source, wanted).rows.items()}
     pairs = [_pair(row, found[row["id"]], found[row["kept_id"]]) for row in chosen if row["id"] in found and row["kept_id"] in found]
     clusters = Counter(row["cluster"] for row in rows)
     sizes = sorted(clusters.values(), reverse=True)

@@ -69,23 +69,25 @@ def funnel(run: Run) -> list[Level]:
 
 def level(run: Run, step: Step) -> Level:
     """One step: rules by the rows they removed, with examples fetched from the step's input."""
-    source = run.filtered(step)
+    sources = run.filtered(step)
     grouped = _dropped(step)
     chosen = {rule: _choose(rows) for rule, rows in grouped.items()}
     wanted = {str(row["id"]) for rows in chosen.values() for _, row in rows}
-    scan = run.scan(source, wanted) if source is not None else None
+    scans = [run.scan(source, wanted) for source in sources]
+    lengths = {name: length for scan in scans for name, length in scan.lengths.items()}
+    found = {name: row for scan in scans for name, row in scan.rows.items()}
     rules = []
     for name, rows in grouped.items():
-        examples = [Example(place, row, scan.rows.get(row["id"]) if scan else None) for place, row in chosen[name]]
-        lengths = sum(scan.lengths.get(row["id"], 0) for row in rows) if scan and scan.lengths else None
-        rules.append(Rule(name, len(rows), lengths, examples))
+        examples = [Example(place, row, found.get(row["id"])) for place, row in chosen[name]]
+        removed = sum(lengths.get(row["id"], 0) for row in rows) if lengths else None
+        rules.append(Rule(name, len(rows), removed, examples))
     kept = step.artifact.rows() if step.artifact.kind in step.artifact.tables else 0
-    dropped = sum(rule.rows for rule in rules)
-    came = source.rows() if source is not None else kept + dropped
+    came = kept + sum(rule.rows for rule in rules)
+    if sources and step.artifact.kind in FUNNEL_KINDS:
+        came = sum(source.rows() for source in sources)
     # Lengths before and after compare only where both are characters: pages are measured in bytes.
-    comparable = source is not None and source.kind == step.artifact.kind
-    characters_in = scan.total if scan and comparable and scan.lengths else None
-    return Level(step, came, kept, rules, characters_in, _characters(run, step.artifact))
+    comparable = lengths and all(source.kind == step.artifact.kind for source in sources)
+    return Level(step, came, kept, rules, sum(lengths.values()) if comparable else None, _characters(run, step.artifact))
 
 
 def _characters(run: Run, artifact: Artifact) -> int | None:

@@ -40,7 +40,7 @@ def join(content: Content) -> Html:
     return Html("".join(map(join, content)))
 
 
-def tag(name: str, *content: Content, **attributes: object) -> Html:
+def tag(name: str, /, *content: Content, **attributes: object) -> Html:
     """An element. A trailing `_` of an attribute's name is dropped, other `_` are `-`; None and False leave it out."""
     written = []
     for key, value in attributes.items():

@@ -121,12 +121,16 @@ class Run:
         found = (self.store.find(i.kind, i.key) for i in step.artifact.manifest.inputs if i.kind != "external")
         return [a for a in found if a is not None]
 
-    def filtered(self, step: Step) -> Artifact | None:
-        """The input whose rows the step kept or dropped: one of its own kind, or the pages it extracted."""
-        found = self.inputs(step)
+    def filtered(self, step: Step) -> list[Artifact]:
+        """The input whose rows the step kept or dropped: one of its own kind, or the pages it extracted; several for a list."""
         kind = step.artifact.kind
-        order = [kind, *{"documents": ["pages"], "preferences": ["answers"]}.get(kind, [])]
-        return next((a for wanted in order for a in found if a.kind == wanted), None)
+        given = step.artifact.manifest.inputs
+        for wanted in (kind, *{"documents": ["pages"]}.get(kind, [])):
+            name = next((i.name for i in given if i.kind == wanted), None)
+            found = [self.store.find(i.kind, i.key) for i in given if i.name == name and i.kind == wanted]
+            if found:
+                return [a for a in found if a is not None]
+        return []
 
     def scan(self, artifact: Artifact, wanted: set[str] | None = None) -> Scan:
         """Read an artifact's texts once: lengths (characters; bytes of pages) and the `wanted` rows."""

@@ -12,8 +12,6 @@ from pydantic import Field
 
 from puna.stages.align.fitting import check_lengths, load_model, render
 from puna.stages.contract import Figure, Instructions, Model, SeededConfig, StageConfig, StageRun, stage
-
-
 from puna.storage import Artifact
 
 EMOJI = re.compile("[\U0001f1e6-\U0001f1ff\U0001f300-\U0001faff\u2600-\u27bf\u2b50\u2b55\ufe0f]")
@@ -203,8 +201,8 @@ def embed(rows: Sequence[dict[str, Any]], artifact: Artifact, row_tokens: int) -
     from puna.models.training.packing import pack
 
     model, tokenizer = load_model(artifact, "lm")
-    examples = [render(tokenizer, row["prompt"], [row["response"]]) for row in rows]
-    check_lengths(examples, rows, row_tokens)
+    examples = [render(tokenizer, row["prompt"], [[row["response"]]]) for row in rows]
+    check_lengths(examples, [f"instruction {row['id']}" for row in rows], row_tokens)
     place = next(model.parameters()).device
     vectors = np.zeros((len(rows), model.config.hidden_size), np.float32)
     with torch.no_grad():

@@ -32,7 +32,7 @@ class DpoConfig(SeededConfig):
         "best_rest",
         description="The best of a preference's ranked answers against the worst alone, or against each of the others",
     )
-    fitting: Fitting = Field(default_factory=Fitting, description="Optimisation; an example is one ranked group of answers")
+    fitting: Fitting = Field(default_factory=Fitting, description="Optimisation; an example is one prompt with all its preferences")
 
 
 @stage(kind="model")
@@ -53,10 +53,11 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
         _train(model, rows, config, run)
 
 
-def worse_answers(example: Example, pairs: str) -> list[int]:
-    """Indices of the answers that the best one (index 0) is set against."""
-    last = len(example.answers) - 1
-    return [last] if pairs == "best_worst" else list(range(1, last + 1))
+def pairs_of(example: Example, pairs: str) -> list[tuple[int, int]]:
+    """(better, worse) indices of answers: the best of each group against its last, or against each other one."""
+    return [
+        (group[0], worse) for group in example.groups for worse in (group[-1:] if pairs == "best_worst" else group[1:])
+    ]
 
 
 def collate(examples: Sequence[tuple[Example, list[float]]], config: DpoConfig) -> DpoBatch:
@@ -67,9 +68,9 @@ def collate(examples: Sequence[tuple[Example, list[float]]], config: DpoConfig) 
 
     chosen, rejected, start = [], [], 0
     for example, _ in examples:
-        for index in worse_answers(example, config.pairs):
-            chosen.append(start)
-            rejected.append(start + index)
+        for better, worse in pairs_of(example, config.pairs):
+            chosen.append(start + better)
+            rejected.append(start + worse)
         start += len(example.answers)
     masks = [e.masks if config.mask_format else [[True] * len(a) for a in e.answers] for e, _ in examples]
     return DpoBatch(

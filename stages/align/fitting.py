@@ -28,7 +28,7 @@ class Fitting(StageConfig):
     """How a model is trained on a set of examples."""
 
     epochs: float = Field(1.0, gt=0, le=1000, description="Passes over the examples")
-    batch_size: int = Field(32, ge=1, description="Examples per step (answers, preference groups or pairs)")
+    batch_size: int = Field(32, ge=1, description="Examples per step")
     learning_rate: float = Field(1e-3, gt=0, le=1, description="Learning rate at the peak")
     warmup: float = Field(0.05, ge=0, lt=1, description="Share of the steps in which the rate rises from 0, fraction")
     schedule: Literal["cosine", "linear", "constant"] = Field(
@@ -62,34 +62,39 @@ class Fitting(StageConfig):
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt with its answers as token ids; `masks` True where a token counts in a preference term."""
+    """One prompt with its answers as token ids.
+
+    masks   per answer token, True where it counts in a preference term
+    groups  answers that were ranked against each other, best first, as indices of answers
+    """
 
     prompt: list[int]
     answers: list[list[int]]
     masks: list[list[bool]]
-    rank: list[int]
+    groups: list[list[int]]
 
     def __len__(self) -> int:
         return len(self.prompt) + sum(map(len, self.answers))
 
 
-def render(tokenizer: Tokenizer, prompt: str, answers: Sequence[str], rank: Sequence[int] | None = None) -> Example:
-    """A prompt and its finished answers in the chat format; format tokens are masked."""
-    pairs = [tokenizer.render_pair(prompt, answer) for answer in answers]
+def render(tokenizer: Tokenizer, prompt: str, groups: Sequence[Sequence[str]]) -> Example:
+    """A prompt and groups of finished answers in the chat format; format tokens are masked."""
+    pairs = [tokenizer.render_pair(prompt, answer) for group in groups for answer in group]
+    numbers = iter(range(len(pairs)))
     return Example(
         prompt=list(pairs[0][0]),
         answers=[list(ids) for _, ids, _ in pairs],
         masks=[[not flag for flag in mask] for _, _, mask in pairs],
-        rank=list(rank) if rank is not None else [0] * len(pairs),
+        groups=[[next(numbers) for _ in group] for group in groups],
     )
 
 
-def check_lengths(examples: Sequence[Example], rows: Sequence[dict[str, Any]], row_tokens: int) -> None:
+def check_lengths(examples: Sequence[Example], names: Sequence[str], row_tokens: int) -> None:
     """PunaError names the first example that no row can hold."""
-    for example, row in zip(examples, rows, strict=True):
+    for example, name in zip(examples, names, strict=True):
         if len(example) > row_tokens:
             raise PunaError(
-                f"row {row['id']} has {len(example)} tokens, prompt and answers together, but a row holds "
+                f"{name} has {len(example)} tokens, prompt and answers together, but a row holds "
                 f"row_tokens={row_tokens}; raise row_tokens or leave it out"
             )
 

@@ -75,8 +75,8 @@ def _score(
     """Put `reward` into every answer; one text is scored once per prompt."""
     model, tokenizer = load_model(reward_model, "scalar")
     texts = {key: sorted({a["text"].strip() for a in group}) for key, group in candidates.items()}
-    examples: list[Example] = [render(tokenizer, asked[key]["prompt"], texts[key]) for key in candidates]
-    check_lengths(examples, [asked[key] for key in candidates], config.row_tokens)
+    examples: list[Example] = [render(tokenizer, asked[key]["prompt"], [texts[key]]) for key in candidates]
+    check_lengths(examples, [f"prompt {key} with its answers" for key in candidates], config.row_tokens)
     for number, (key, rewards) in enumerate(
         zip(candidates, score_answers(model, examples, config.row_tokens), strict=True), 1
     ):

@@ -25,7 +25,7 @@ class RewardModelConfig(SeededConfig):
 
     engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's RewardTrainer")
     levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels that are learned from and measured on")
-    fitting: Fitting = Field(default_factory=Fitting, description="Optimisation; an example is one ranked group of answers")
+    fitting: Fitting = Field(default_factory=Fitting, description="Optimisation; an example is one prompt with all its preferences")
 
 
 @stage(kind="model")
@@ -61,24 +61,35 @@ def ranked(row: dict[str, Any]) -> list[str]:
     return [text for text in (row["edited"], row["chosen"], row["rejected"]) if text is not None]
 
 
+def by_prompt(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The preferences of each prompt, so that it is computed once for all of them."""
+    grouped: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: (row["prompt_id"], row["id"])):
+        grouped.setdefault(row["prompt_id"], []).append(row)
+    return grouped
+
+
 def render_ranked(tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], row_tokens: int) -> list[Example]:
-    """Each preference as a prompt with its two or three ranked answers."""
-    examples = []
-    for row in rows:
-        answers = ranked(row)
-        examples.append(render(tokenizer, row["prompt"], answers, range(len(answers))))
-    check_lengths(examples, rows, row_tokens)
+    """Each prompt with the two or three ranked answers of each of its preferences."""
+    grouped = by_prompt(rows)
+    examples = [render(tokenizer, group[0]["prompt"], [ranked(row) for row in group]) for group in grouped.values()]
+    check_lengths(examples, [f"prompt {name} with its ranked answers" for name in grouped], row_tokens)
     return examples
 
 
 def collate(examples: list[Example]) -> RewardBatch:
-    """One packed row of ranked groups."""
+    """One packed row: each prompt once, all its ranked answers as branches, compared within their group."""
+    from dataclasses import replace
+
     import torch
 
     from puna.models.training.objectives import RewardBatch, Targets
 
     targets = Targets.from_answers([e.prompt for e in examples], [e.answers for e in examples])
-    return RewardBatch(targets, torch.tensor([rank for e in examples for rank in e.rank]))
+    groups = [group for e in examples for group in e.groups]
+    number = [g for g, group in enumerate(groups) for _ in group]
+    rank = [r for group in groups for r in range(len(group))]
+    return RewardBatch(replace(targets, prompt=torch.tensor(number)), torch.tensor(rank))
 
 
 def _train(
@@ -107,10 +118,12 @@ def _measure(
     run.metric(f"{split}_pairs", len(rows))
     if not rows:
         return
-    rewards = score_answers(model, render_ranked(tokenizer, rows, config.fitting.row_tokens), config.fitting.row_tokens)
-    right = [_order(values[-2], values[-1]) for values in rewards]
+    examples = render_ranked(tokenizer, rows, config.fitting.row_tokens)
+    rewards = score_answers(model, examples, config.fitting.row_tokens)
+    groups = [[r[i] for i in group] for e, r in zip(examples, rewards, strict=True) for group in e.groups]
+    right = [_order(values[-2], values[-1]) for values in groups]
     run.metric(f"{split}_accuracy", sum(right) / len(right))
-    edits = [_order(values[0], values[1]) for values in rewards if len(values) == 3]
+    edits = [_order(values[0], values[1]) for values in groups if len(values) == 3]
     if edits:
         run.metric(f"{split}_edit_accuracy", sum(edits) / len(edits))
 

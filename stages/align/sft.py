@@ -59,8 +59,8 @@ def collate(examples: list[Example]) -> Targets:
 
 def render_rows(tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], row_tokens: int) -> list[Example]:
     """Each instruction as a prompt with one answer."""
-    examples = [render(tokenizer, row["prompt"], [row["response"]]) for row in rows]
-    check_lengths(examples, rows, row_tokens)
+    examples = [render(tokenizer, row["prompt"], [[row["response"]]]) for row in rows]
+    check_lengths(examples, [f"instruction {row['id']}" for row in rows], row_tokens)
     return examples
 
 

@@ -25,7 +25,7 @@ OUTSIDE = ("puna.storage", "puna.stages.contract")
 Statement = ast.stmt
 
 
-@dataclass
+@dataclass(eq=False)
 class Module:
     """The top-level bindings of one source file."""
 
@@ -49,21 +49,42 @@ def reached(module: str, name: str) -> dict[str, str]:
         if what in source.imports:
             todo.extend(_targets(*source.imports[what]))
             continue
-        statements = source.symbols.get(what)
-        if statements is None:
+        symbol = _symbol(source, what)
+        if symbol is None:
             if _is_module(f"{where}.{what}"):
-                todo.extend((f"{where}.{what}", symbol) for symbol in load(f"{where}.{what}").symbols)
+                todo.extend((f"{where}.{what}", name) for name in load(f"{where}.{what}").symbols)
             continue
-        found[f"{where}.{what}"] = _hash(statements)
-        for statement in statements:
-            local = dict(source.imports)
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Import | ast.ImportFrom):
-                    local.update(_imports(node, where))
-            todo.extend(_uses(statement, source, local))
-            for file in _data_files(statement, source.file.parent):
-                found[f"{where}:{file.relative_to(source.file.parent)}"] = of_file(file)[:16]
+        found[f"{where}.{what}"] = symbol.hash
+        todo.extend(symbol.uses)
+        for file in symbol.files:
+            found[f"{where}:{file.relative_to(source.file.parent)}"] = of_file(file)[:16]
     return found
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """What one binding is made of: the hash of its statements, the first-party names and data files it uses."""
+
+    hash: str
+    uses: tuple[tuple[str, str], ...]
+    files: tuple[Path, ...]
+
+
+@lru_cache(maxsize=8192)
+def _symbol(source: Module, name: str) -> Symbol | None:
+    statements = source.symbols.get(name)
+    if statements is None:
+        return None
+    uses: list[tuple[str, str]] = []
+    files: list[Path] = []
+    for statement in statements:
+        local = dict(source.imports)
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                local.update(_imports(node, source.name))
+        uses.extend(_uses(statement, source, local))
+        files.extend(_data_files(statement, source.file.parent))
+    return Symbol(_hash(statements), tuple(dict.fromkeys(uses)), tuple(dict.fromkeys(files)))
 
 
 def version(symbols: dict[str, str]) -> str:

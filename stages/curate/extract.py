@@ -96,9 +96,9 @@ def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfi
         title, text = html_text(decode(body, charset, html=True), config.fallback_fraction)
         text = BLANK_LINES.sub("\n\n", LINE_END_SPACE.sub("", CONTROLS.sub("", text))).strip("\n")
     elif media.startswith("text/"):
-        if body.count(0) > len(body) // 1000 and not body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            if not (charset or "").startswith("utf-16"):
-                raise Unreadable("extract_binary", "the file is not text", float(body.count(0)), float(len(body) // 1000))
+        wide = body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or (charset or "").startswith("utf-16")
+        if not wide and body.count(0) > len(body) // 1000:
+            raise Unreadable("extract_binary", "the file is not text", float(body.count(0)), float(len(body) // 1000))
         title, text = None, decode(body, charset, html=False)
         text = CONTROLS.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
     else:
@@ -125,7 +125,7 @@ def html_text(html: str, fallback_fraction: float) -> tuple[str | None, str]:
         if "math" in html or "tex" in html:
             _keep_maths(tree)
         title = CONTROLS.sub("", tree.title or "").strip() or None
-        options = {"preserve_formatting": True, "alt_texts": False, "list_bullets": True, "skip_elements": list(PERMALINKS)}
+        options: dict[str, Any] = {"preserve_formatting": True, "alt_texts": False, "list_bullets": True, "skip_elements": list(PERMALINKS)}
         text: str = extract_plain_text(tree, main_content=True, comments=True, **options)
         if len(text) < fallback_fraction * len(html):
             whole: str = extract_plain_text(tree, main_content=False, **options)

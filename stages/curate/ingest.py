@@ -168,9 +168,7 @@ def _hub(uri: str, config: IngestConfig) -> Any:
 
     name, _, revision = uri.removeprefix("hf://").removeprefix("datasets/").partition("@")
     try:
-        return datasets.load_dataset(
-            name, config.dataset_subset, split=config.dataset_split, streaming=True, revision=revision or None
-        )
+        return datasets.load_dataset(name, config.dataset_subset, split=config.dataset_split, streaming=True, revision=revision or None)
     except (ValueError, OSError) as error:
         raise PunaError(f"input {uri}: {error}") from error
 
@@ -266,7 +264,7 @@ class _Chunk:
         """Write what is held."""
         if self._pages:
             pages = [page for _, page in self._pages]
-            columns = {
+            columns: dict[str, list[Any]] = {
                 "id": [identity for identity, _ in self._pages],
                 "url": [page.url for page in pages],
                 "fetched_at": [page.fetched_at for page in pages],

@@ -51,7 +51,8 @@ def _identify(documents: pa.Table, config: LanguageConfig) -> pa.Table:
         code, score = (NO_LANGUAGE, 1.0) if source in config.code_sources else identify(text, config.max_characters)
         codes.append(code)
         scores.append(score)
-    return pa.table({"id": documents.column("id"), "language": pa.array(codes, pa.string()), "language_score": pa.array(scores, pa.float64())})
+    columns = {"language": pa.array(codes, pa.string()), "language_score": pa.array(scores, pa.float64())}
+    return pa.table({"id": documents.column("id"), **columns})
 
 
 def identify(text: str, max_characters: int = 10_000) -> tuple[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -196,7 +197,7 @@ def _jobs(rows: _Rows, config: MinhashDedupConfig) -> Iterator[list[Component]]:
     bounds = np.flatnonzero(np.diff(roots[order], prepend=-1, append=-1))
     job: list[Component] = []
     size = 0
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in pairwise(bounds):
         if stop - start < 2:
             continue
         members = order[start:stop]
@@ -283,9 +284,7 @@ class _Shingles:
         return len(distinct) < DISTINCT * len(sequence) and len(sequence) > words
 
 
-def _verified(
-    member: Candidate, survivor: Candidate, own: _Shingles, other: _Shingles, config: MinhashDedupConfig
-) -> Verdict | None:
+def _verified(member: Candidate, survivor: Candidate, own: _Shingles, other: _Shingles, config: MinhashDedupConfig) -> Verdict | None:
     """The verdict that `member` goes because of `survivor`, or None.
 
     Documents with few words of vocabulary (tables) share all short runs whatever their order: for them the runs are

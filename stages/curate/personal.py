@@ -22,11 +22,14 @@ class Span(NamedTuple):
 
 # --- e-mail ----------------------------------------------------------------------------------------------
 
-EMAIL = re.compile(r"(?<![\w.%+'-])\w[\w.%+'-]{0,63}@(?:[\w](?:[\w-]{0,61}\w)?\.){1,6}[^\W\d_]{2,24}(?![\w@-]|\.\w)")
+EMAIL = re.compile(r"(?<![\w.%+-])\w[\w.%+-]{0,63}@(?:[\w](?:[\w-]{0,61}\w)?\.){1,6}[^\W\d_]{2,24}(?![\w@-]|\.\w)")
 HIDDEN_EMAIL = re.compile(
     r"(?<![\w.%+-])\w[\w.%+-]{0,63} ?[\[({]at[\])}] ?(?:\w[\w-]{0,62} ?(?:\.|[\[({]dot[\])}]) ?){1,4}[a-z]{2,12}(?![\w-])", re.IGNORECASE
 )
-NOT_MAIL = frozenset("png jpg jpeg gif svg webp css js py html htm json xml map txt local localhost invalid test example".split())
+NOT_MAIL = frozenset(
+    ("png", "jpg", "jpeg", "gif", "svg", "webp", "css", "js", "py", "html", "htm", "json", "xml", "map", "txt", "local", "localhost",
+     "invalid", "test", "example")
+)  # fmt: skip
 NO_PERSON = frozenset(("git", "hg", "svn"))
 EXAMPLE = re.compile(r"(?:^|\.)example\.(?:com|org|net|edu)$")
 
@@ -90,18 +93,26 @@ def _compact(text: str, start: int, length: int) -> tuple[int, str]:
     return at, "".join(found)
 
 
-CARD = re.compile(r"(?<![\w.,+/=-])\d{4}(?:(?P<s>[ -])\d{4}(?P=s)\d{4}(?P=s)\d{1,7}|(?P<t>[ -])\d{6}(?P=t)\d{4,5}|\d{9,15})(?![\w-]|[.,]\d| ?\d)")
+CARD = re.compile(
+    r"(?<![\w.,+/=-])\d{4}(?:(?P<s>[ -])\d{4}(?P=s)\d{4}(?P=s)\d{1,7}|(?P<t>[ -])\d{6}(?P=t)\d{4,5}|\d{8,15})"
+    r"(?![\w-]|[.,]\d| ?\d)"
+)
 ISSUERS = re.compile(
     r"4(?:\d{12}|\d{15}|\d{18})|5[1-5]\d{14}|2(?:22[1-9]|2[3-9]\d|[3-6]\d\d|7[01]\d|720)\d{12}|3[47]\d{13}|3(?:0[0-5]|[68]\d)\d{11}|"
-    r"6(?:011|5\d\d|4[4-9]\d)\d{12}|62\d{14,17}|35(?:2[89]|[3-8]\d)\d{12}|(?:2131|1800)\d{11}"
+    r"6(?:011|5\d\d|4[4-9]\d)\d{12}|62\d{14,17}|35\d{14}|(?:2131|1800)\d{11}"
 )
 
 
+SAYS_CARD = re.compile(r"\b(?:card|cc|visa|mastercard|maestro|carte|tarjeta|karte)\b[^\n\d]{0,15}$", re.IGNORECASE)
+
+
 def cards(text: str) -> Iterator[Span]:
-    """Payment cards: an issuer's prefix and length, the usual grouping, and a right checksum (Luhn)."""
+    """Payment cards: the usual grouping, a right checksum (Luhn), and an issuer's prefix and length or the word before it."""
     for match in CARD.finditer(text):
         digits = re.sub(r"\D", "", match[0])
-        if ISSUERS.fullmatch(digits) and len(set(digits)) > 1 and luhn(digits):
+        if len(set(digits)) == 1 or not luhn(digits):
+            continue
+        if ISSUERS.fullmatch(digits) or SAYS_CARD.search(text[max(0, match.start() - 30) : match.start()]):
             yield Span(match.start(), match.end(), "card")
 
 
@@ -150,33 +161,38 @@ def ip_addresses(text: str) -> Iterator[Span]:
 
 # --- phone numbers ---------------------------------------------------------------------------------------
 
-EDGE, END = r"(?<![\w.,+/=#%$€£:-])", r"(?![\w/-]|[.,:]\d)"
-SAYS_PHONE = re.compile(
-    r"(?:\b(?:tel|tél|phone|telephone|téléphone|telefono|teléfono|telefone|telefon|fon|fax|call|calling|mobile|mobil|móvil|handy|cell|"
-    r"cellphone|celular|portable|whatsapp|hotline|rufnummer|dial|sms|text)\b|☎|☏|📞)[^\n\d+]{0,20}$",
-    re.IGNORECASE,
+EDGE, END = r"(?<![\w.,+/=#%$€£:-])", r"(?![\w/]|-\d|[.,:]\d)"
+EXTENSION = r"(?: ?(?:x|ext\.?) ?\d{1,5})?"
+WORDS = (
+    r"tel|tél|phone|telephone|téléphone|telefono|teléfono|telefone|telefon|fon|fax|call|calling|mobile|mobil|móvil|handy|cell|cellphone|"
+    r"celular|portable|whatsapp|hotline|rufnummer|dial|sms|text|desk"
 )
-INTERNATIONAL = re.compile(r"(?<![\w.,+/=-])\+[1-9]\d{0,2}[ .\-/]?(?:\(\d{1,4}\)[ .\-/]?)?\d{1,5}(?:[ .\-/]?\d{2,5}){1,5}" + END)
+SAYS_PHONE = re.compile(rf"(?:\b(?:{WORDS})\b|☎|☏|📞)(?:[^\n\d+]{{0,20}}|[:.]?\s{{0,3}})$", re.IGNORECASE)
+SAID_PHONE = re.compile(r"[ \-,]{1,3}\(?(?:phone|fax|mobile|cell|office|tel)\b", re.IGNORECASE)
+INTERNATIONAL = re.compile(r"(?<![\w./=+-])\+[1-9]\d{0,2}[ .\-/]?(?:\(\d{1,4}\)[ .\-/]?)?\d{1,5}(?:[ .\-/]?\d{2,5}){1,5}" + EXTENSION + END)
 NORTH_AMERICAN = re.compile(
-    EDGE + r"(?:1[-. ])?(?:\([2-9]\d\d\) ?[2-9]\d\d[-. ]|[2-9]\d\d(?P<s>[-.])[2-9]\d\d(?P=s))\d{4}(?: ?(?:x|ext\.?) ?\d{1,5})?" + END
+    EDGE + r"(?:1[-. ])?(?:\([2-9]\d\d\) ?[2-9]\d\d[-. ]|[2-9]\d\d(?P<s>[-.])[2-9]\d\d(?P=s))\d{4}" + EXTENSION + END
 )
 FRENCH = re.compile(EDGE + r"0[1-9](?P<s>[ .-])\d\d(?:(?P=s)\d\d){3}" + END)
-NATIONAL = re.compile(EDGE + r"(?:00[1-9]|0|\(0|\(?[1-9])\d{0,5}\)?(?:[ .\-/]{1,2}\(?\d{1,8}\)?){0,5}" + END)
+NATIONAL = re.compile(EDGE + r"(?:00[1-9]|0|\(0|\(?[1-9])\d{0,9}\)?(?:[ .\-/]{1,2}\(?\d{1,8}\)?){0,5}" + EXTENSION + END)
 FICTION = re.compile(r"555\D?01\d\d$")
 
 
+YEARS = re.compile(r"(?:19|20)\d\d\D{1,2}(?:19|20)\d\d|\d{1,2}[./-]\d{1,2}[./-](?:19|20)\d\d|(?:19|20)\d\d[./-]\d{1,2}[./-]\d{1,2}")
+
+
 def phones(text: str) -> Iterator[Span]:
-    """Phone numbers: international ones, the fixed North American and French groupings, others after a word like `tel`."""
-    for pattern, least, most in ((INTERNATIONAL, 9, 15), (NORTH_AMERICAN, 10, 16), (FRENCH, 10, 10)):
+    """Phone numbers: international ones, the fixed North American and French groupings, others beside a word like `tel`."""
+    for pattern, least, most in ((INTERNATIONAL, 9, 20), (NORTH_AMERICAN, 10, 16), (FRENCH, 10, 10)):
         for match in pattern.finditer(text):
-            digits = re.sub(r"\D", "", match[0])
-            if least <= len(digits) <= most and not FICTION.search(match[0]):
+            if least <= sum(map(str.isdecimal, match[0])) <= most and not FICTION.search(match[0]):
                 yield Span(match.start(), match.end(), "phone")
-    for said in re.finditer(r"[a-zéó☎☏📞][^\n\d+a-z]{1,12}(?=[(\d])", text, re.IGNORECASE):
-        if SAYS_PHONE.search(text[max(0, said.start() - 30) : said.end()]):
-            found = NATIONAL.match(text, said.end())
-            if found and 7 <= len(re.sub(r"\D", "", found[0])) <= 14 and not re.fullmatch(r"(?:19|20)\d\d\D(?:19|20)\d\d", found[0]):
-                yield Span(found.start(), found.end(), "phone")
+    for match in NATIONAL.finditer(text):
+        if not 7 <= sum(map(str.isdecimal, match[0])) <= 16 or YEARS.fullmatch(match[0]):
+            continue
+        before = text[max(0, match.start() - 32) : match.start()]
+        if SAYS_PHONE.search(before) or SAID_PHONE.match(text, match.end()):
+            yield Span(match.start(), match.end(), "phone")
 
 
 # --- together --------------------------------------------------------------------------------------------

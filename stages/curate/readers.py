@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import zstandard
 
-from puna.stages.curate.pages import EPOCH, Page, Rejected, microseconds
+from puna.stages.curate.pages import Page, Rejected, microseconds
 from puna.storage import PunaError
 
 MEDIA_TYPES = {
@@ -53,7 +53,8 @@ class Columns:
         wanted = [(self.body, self.option), (self.url, "url_column"), (self.date, "date_column")]
         for column, option in wanted:
             if column is not None and column.split(".")[0] not in names:
-                raise PunaError(f"{where}: no column {column!r}; it has {', '.join(names) or 'none'}. Name another one with ingest.{option}")
+                there = ", ".join(names) or "none"
+                raise PunaError(f"{where}: no column {column!r}; it has {there}. Name another one with ingest.{option}")
 
 
 def suffix(name: str) -> str:
@@ -62,16 +63,17 @@ def suffix(name: str) -> str:
     return PurePosixPath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
-def unpacked(handle: BinaryIO, name: str) -> BinaryIO:
+def unpacked(handle: BinaryIO, name: str) -> io.BufferedReader:
     """The file's bytes, decompressed as its name says."""
     ending = PurePosixPath(name.lower()).suffix
+    raw: Any = handle
     if ending == ".gz":
-        return gzip.open(handle)  # type: ignore[return-value]
-    if ending == ".xz":
-        return lzma.open(handle)
-    if ending == ".zst":
-        return zstandard.ZstdDecompressor().stream_reader(handle, read_across_frames=True)  # type: ignore[no-any-return]
-    return handle
+        raw = gzip.GzipFile(fileobj=handle)
+    elif ending == ".xz":
+        raw = lzma.LZMAFile(handle)
+    elif ending == ".zst":
+        raw = zstandard.ZstdDecompressor().stream_reader(handle, read_across_frames=True)
+    return io.BufferedReader(raw, 1 << 20)
 
 
 def address(source: str, name: str, row: int | None = None) -> str:
@@ -98,7 +100,7 @@ def read_jsonl(handle: BinaryIO, source: str, name: str, columns: Columns) -> It
     """One page per line. PunaError where no line has the column; a line that is no JSON object is rejected."""
     rows, found = 0, False
     names: dict[str, None] = {}
-    lines = iter(io.BufferedReader(unpacked(handle, name), 1 << 20))  # type: ignore[arg-type]
+    lines = iter(unpacked(handle, name))
     number = -1
     while True:
         number += 1
@@ -115,9 +117,8 @@ def read_jsonl(handle: BinaryIO, source: str, name: str, columns: Columns) -> It
             row = json.loads(line)
         except ValueError as error:
             last = not line.endswith(b"\n")
-            yield Rejected(
-                "truncated_record" if last else "malformed_record", f"{name}#{number}", f"{name}, line {number + 1}: {error}"
-            )
+            rule = "truncated_record" if last else "malformed_record"
+            yield Rejected(rule, f"{name}#{number}", f"{name}, line {number + 1}: {error}")
             continue
         if number == 0 and isinstance(row, list):
             raise PunaError(f"{name}: is one JSON array; write one object per line (JSON lines)")
@@ -238,6 +239,3 @@ def _moment(value: Any) -> int | None:
         except ValueError:
             return None
     return None
-
-
-__all__ = ["EPOCH", "Columns", "address", "parquet_columns", "read_arrow", "read_file", "read_jsonl", "read_parquet", "read_stream", "suffix"]

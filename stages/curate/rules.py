@@ -60,6 +60,14 @@ class RuleGroup(StageConfig):
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents this group does not judge")
 
 
+class WebRules(RuleGroup):
+    """Rules made for crawled pages. Gopher applied its own to the web alone, not to its curated sources."""
+
+    exempt_sources: tuple[str, ...] = Field(
+        ("code", "wikipedia"), description="Sources whose documents this group does not judge"
+    )
+
+
 class LanguageRules(RuleGroup):
     """Language identification; FineWeb keeps documents of a score of at least 0.65."""
 
@@ -69,7 +77,7 @@ class LanguageRules(RuleGroup):
     )
 
 
-class GopherRepetitionRules(RuleGroup):
+class GopherRepetitionRules(WebRules):
     """Gopher's repetition rules (Rae et al. 2021, table A1): fractions of lines, paragraphs or characters."""
 
     max_duplicate_paragraphs: Annotated[Fraction | None, Drop("duplicate_paragraph_fraction", ">")] = Field(
@@ -113,7 +121,7 @@ class GopherRepetitionRules(RuleGroup):
     )
 
 
-class GopherQualityRules(RuleGroup):
+class GopherQualityRules(WebRules):
     """Gopher's quality rules (Rae et al. 2021, appendix A.1.1)."""
 
     min_words: Annotated[int | None, Drop("words", "<")] = Field(50, ge=0, description="Least number of words")
@@ -146,7 +154,7 @@ class GopherQualityRules(RuleGroup):
     )
 
 
-class C4Rules(RuleGroup):
+class C4Rules(WebRules):
     """C4's rules (Raffel et al. 2020) without its terminal punctuation rule, as FineWeb uses them."""
 
     min_sentences: Annotated[int | None, Drop("c4_open_sentences", "<")] = Field(
@@ -163,7 +171,7 @@ class C4Rules(RuleGroup):
     )
 
 
-class FineWebRules(RuleGroup):
+class FineWebRules(WebRules):
     """FineWeb's own rules (Penedo et al. 2024, section 3.5)."""
 
     min_terminated_lines: Annotated[Fraction | None, Drop("terminated_line_fraction", "<")] = Field(
@@ -196,7 +204,7 @@ class DivergenceRules(RuleGroup):
 
     # Not measured for languages with too few documents to compare with.
     max_excess: Annotated[float | None, Drop("token_kl_excess", ">", "keep")] = Field(
-        4.0, description="Greatest divergence from the corpus over what its length explains, nats"
+        5.0, description="Greatest divergence from the corpus over what its length explains, nats"
     )
 
 
@@ -206,6 +214,13 @@ class NgramCoverageRules(RuleGroup):
     max_coverage: Annotated[Fraction | None, Drop("ngram_coverage", ">")] = Field(
         0.5, description="Greatest fraction of words inside n-grams seen earlier in the document"
     )
+
+
+class CuratedRules(RuleGroup):
+    """Documents of sources that are curated already: only stubs go."""
+
+    sources: tuple[str, ...] = Field(("wikipedia",), description="Sources whose documents this group judges; empty: all")
+    min_words: Annotated[int | None, Drop("words", "<")] = Field(20, ge=0, description="Least number of words")
 
 
 class CodeRules(RuleGroup):

@@ -13,6 +13,7 @@ from puna.stages.contract import Documents, Signals, StageConfig, StageRun, stag
 from puna.stages.curate.rules import (
     C4Rules,
     CodeRules,
+    CuratedRules,
     DirtyWordRules,
     DivergenceRules,
     DomainRules,
@@ -56,6 +57,7 @@ class SelectConfig(StageConfig):
     dirty_words: DirtyWordRules | None = Field(DirtyWordRules(), description="Rules on the adult vocabulary")
     divergence: DivergenceRules | None = Field(DivergenceRules(), description="Rules on the distance from the corpus")
     ngram_coverage: NgramCoverageRules | None = Field(NgramCoverageRules(), description="Rules on repetition within the document")
+    curated: CuratedRules | None = Field(CuratedRules(), description="Rules on curated sources")
     code: CodeRules | None = Field(CodeRules(), description="Rules on source code")
     quality: QualityRules | None = Field(None, description="Rules on the quality classifier's score")
     domains: DomainRules | None = Field(None, description="Rules on the knowledge classifier's category")

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 BREAK = re.compile(r"[\W_]+")
 ACCENTS = re.compile("[\u0300-\u036f]")
 # Scripts written without spaces: each character is a word of its own.
-UNSPACED = re.compile("([\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
+UNSPACED = re.compile(
+    "([\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])"
+)
 
 
 def normalized(text: str) -> str:

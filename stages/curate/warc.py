@@ -347,7 +347,7 @@ def _response(record: Any, where: str, said: str, url: str, fetched: int, data: 
             body = record.reader.read()
         except OSError as error:
             return Rejected("malformed_record", where, f"{said}: {error}")
-    status = record.http_headers.status_code
+    status = record.http_headers.status_code if record.http_headers is not None else None
     if status is None:
         return Rejected("malformed_record", where, f"{said}: no HTTP status line")
     if not 200 <= status < 300:

@@ -33,9 +33,27 @@ def llama(model):
 
     raw = model.config.to_dict()
     rope = {"rope_type": "default", "rope_theta": raw.pop("rope_theta")}
-    twin = LlamaForCausalLM(LlamaConfig(**raw, rope_parameters=rope, attn_implementation="eager"))
+    twin = LlamaForCausalLM(LlamaConfig(**raw, rope_parameters=rope, attn_implementation="sdpa"))
     twin.load_state_dict(model.state_dict())
     return twin.to(model.model.embed_tokens.weight.dtype)
+
+
+@pytest.fixture
+def exact_llama(monkeypatch):
+    """transformers computes norms and rotary angles in fp32 whatever the dtype; here they keep the dtype."""
+    from transformers.models.llama import modeling_llama
+
+    def norm(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    def rotary(self, x, position_ids):
+        K, base = self.config.head_dim, self.config.rope_parameters["rope_theta"]
+        angles = position_ids[..., None] / base ** (torch.arange(0, K, 2, dtype=torch.float64) / K)
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm)
+    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", rotary)
 
 
 def ids(*shape, seed=1):
@@ -47,24 +65,121 @@ def next_tokens(forest):
     return forest.parents[children], forest.tokens[children]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-10)])
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"num_key_value_heads": 6}])
-def test_logits_and_gradients_equal_llama(dtype, tolerance, changes):
-    # transformers keeps its rotary angles and statistics in fp32, whatever the weights' dtype. In fp64 the
-    # comparison is exact only at positions and bases where fp32 angles are: position 0. There, attention and
-    # rotary embedding are tested by their own references, the rest of the model here.
-    torch.manual_seed(0)
-    model = build(**changes).to(dtype)
-    twin = llama(model)
-    tokens = ids(37, 1) if dtype == torch.float64 else ids(4, 19)
-    forest = Forest.pack(list(tokens))
-    logits = model.logits(model.hidden(forest))
+def close(ours, expected, tolerance):
+    assert (ours - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1)
+
+
+def compare_with_llama(model, tolerance):
+    twin, tokens = llama(model), ids(4, 19)
+    logits = model.logits(model.hidden(Forest.pack(list(tokens))))
     expected = twin(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
-    assert (logits - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1)
-    upstream = torch.randn(logits.shape, dtype=dtype, generator=torch.Generator().manual_seed(2)) / len(forest)
+    close(logits, expected, tolerance)
+    upstream = torch.randn(logits.shape, dtype=logits.dtype, generator=torch.Generator().manual_seed(2)) / 76
     logits.backward(upstream)
     expected.backward(upstream)
     theirs = dict(twin.named_parameters())
+    assert theirs.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
-        gradient = theirs[name].grad
-        assert (parameter.grad - gradient).abs().max() <= tolerance * gradient.abs().max().clamp(min=1), name
+        close(parameter.grad, theirs[name].grad, tolerance)
+
+
+SHAPES = [{}, {"tie_word_embeddings": True}, {"num_key_value_heads": 6}, {"num_key_value_heads": 1}]
+
+
+@pytest.mark.parametrize("changes", SHAPES)
+def test_logits_and_gradients_equal_llama(changes):
+    compare_with_llama(build(**changes), 2e-5)
+
+
+@pytest.mark.parametrize("changes", SHAPES)
+def test_logits_and_gradients_equal_llama_in_fp64(changes, exact_llama):
+    compare_with_llama(build(**changes).double(), 1e-10)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-10)])
+def test_packed_equals_separate(dtype, tolerance):
+    model = build().to(dtype)
+    documents = [ids(length, seed=length) for length in (70, 1, 33, 5, 64)]
+    packed = model.hidden(Forest.pack(documents))
+    close(packed, torch.cat([model.hidden(Forest.pack([document])) for document in documents]), tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-10)])
+def test_twelve_answers_equal_twelve_rows(dtype, tolerance):
+    """Log-probs and the gradient of their weighted sum, prompt once against prompt twelve times."""
+    model = build().to(dtype)
+    prompt, answers = ids(50), [ids(5 + 7 * i, seed=i) for i in range(12)]
+    branched = Forest.branch(prompt, answers)
+    rows = Forest.pack([torch.cat([prompt, answer]) for answer in answers])
+    assert len(branched) == len(rows) - 11 * 50
+    sizes = torch.tensor([len(answer) for answer in answers])
+    inner = torch.cat([torch.arange(size) for size in sizes])
+    first = (50 + sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    children = first + inner
+    starts = ((50 + sizes).cumsum(0) - sizes).repeat_interleave(sizes)
+    targets = torch.cat(answers)
+    weights = torch.rand(len(targets), dtype=dtype, generator=torch.Generator().manual_seed(3))
+    results = []
+    for forest, where in ((branched, branched.parents[children]), (rows, starts + inner - 1)):
+        logprobs, entropy = model.token_logprobs(forest, where, targets)
+        gradients = torch.autograd.grad((weights * (logprobs + 0.1 * entropy)).sum(), list(model.parameters()))
+        results.append([logprobs, entropy, *gradients])
+    for ours, expected in zip(*results, strict=True):
+        close(ours, expected, 5 * tolerance)
+
+
+def test_nested_branches_see_their_path():
+    """A prompt, two turns below it, two answers below the first turn."""
+    model = build().double()
+    tokens = ids(10)
+    end = torch.tensor([10, 10, 7, 7, 5, 7, 7, 10, 10, 10], dtype=torch.int32)
+    positions = torch.tensor([0, 1, 2, 3, 4, 4, 5, 2, 3, 4])
+    hidden = model.hidden(Forest(tokens, end, positions))
+    for path in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 5, 6], [0, 1, 7, 8, 9]):
+        close(hidden[path], model.hidden(Forest.pack([tokens[path]])), 1e-10)
+
+
+def test_token_logprobs_and_cross_entropy_are_those_of_the_logits():
+    model = build().double()
+    forest = Forest.concatenate([Forest.branch(ids(6), [ids(4, seed=2), ids(3, seed=3)]), Forest.pack([ids(5)])])
+    positions, targets = next_tokens(forest)
+    logits = model.logits(model.hidden(forest))[positions]
+    for temperature in (1.0, 0.6):
+        expected = torch.log_softmax(logits / temperature, -1)
+        logprobs, entropy = model.token_logprobs(forest, positions, targets, temperature)
+        close(logprobs, expected.gather(1, targets[:, None])[:, 0], 1e-12)
+        close(entropy, -(expected.exp() * expected).sum(-1), 1e-12)
+    weights = torch.full((len(targets),), 1 / len(targets), dtype=torch.float64)
+    loss = model.cross_entropy(forest, positions, targets, weights)
+    close(loss, torch.nn.functional.cross_entropy(logits, targets), 1e-12)
+
+
+def test_scalar_head_reads_one_number_per_token():
+    model = build("scalar").double()
+    hidden = model.hidden(Forest.pack([ids(5)]))
+    assert model.scalar(hidden).shape == (5,)
+    close(model.scalar(hidden), hidden @ model.score.weight[0], 1e-12)
+
+
+def test_weights_come_from_the_generator_alone():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first, second, other = build(seed=0), build(seed=0), build(seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name])
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+    assert first.lm_head.weight.std().item() == pytest.approx(CONFIG.initializer_range, rel=0.05)
+    assert torch.equal(first.model.norm.weight, torch.ones(CONFIG.hidden_size))
+
+
+def test_impossible_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"num_attention_heads \(6\) must be a multiple"):
+        dataclasses.replace(CONFIG, num_key_value_heads=4)
+    with pytest.raises(ValueError, match="head_dim must be even"):
+        dataclasses.replace(CONFIG, head_dim=7)
+    with pytest.raises(ValueError, match="vocab_size must be positive"):
+        dataclasses.replace(CONFIG, vocab_size=0)
+    with pytest.raises(ValueError, match="head must be 'lm' or 'scalar'"):
+        Transformer(CONFIG, "value")
+    assert dataclasses.replace(CONFIG, head_dim=0).head_dim == 8

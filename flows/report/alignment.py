@@ -1,0 +1,204 @@
+"""Alignment on the page: accuracy and reward after each step, what was measured, answers before and after."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from puna.flows.report.markup import Content, Html, details, excerpt, join, number, part, table, tag
+from puna.flows.report.run import Run, Step
+from puna.flows.report.svg import Plot, draw, grid
+from puna.stages.pretrain.intervals import mean, wilson
+
+OVERALL = ("all", "overall", "total", "mean")
+TASKS_IN_A_PLOT = 4
+ANSWERS_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A value with its 95 % interval over `n` items, after one step."""
+
+    step: Step
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+
+    @property
+    def label(self) -> str:
+        """The step without the word that all evaluations share."""
+        return model_label(self.step)
+
+
+def model_label(step: Step) -> str:
+    """What was evaluated, from the step's name: evaluate_round_1 is "round 1"."""
+    return step.name.removeprefix("evaluate_").replace("_", " ") or step.label
+
+
+def measurements(run: Run) -> dict[tuple[str, str], list[Measured]]:
+    """Every value by task and metric, in the order of the run's evaluations."""
+    found: dict[tuple[str, str], list[Measured]] = defaultdict(list)
+    for step in run.kind("evaluation"):
+        for row in step.artifact.read().to_pylist():
+            found[row["task"], row["metric"]].append(Measured(step, row["value"], row["low"], row["high"], row["n"]))
+    return dict(found)
+
+
+def overall_accuracy(measured: Mapping[tuple[str, str], Sequence[Measured]]) -> list[Measured]:
+    """Accuracy over all tasks after each evaluation: the one that was recorded, else pooled over the tasks common to all."""
+    by_task = {task: values for (task, metric), values in measured.items() if metric == "accuracy"}
+    for name in OVERALL:
+        if name in by_task:
+            return list(by_task[name])
+    if not by_task:
+        return []
+    most = max(len(values) for values in by_task.values())
+    common = [values for values in by_task.values() if len(values) == most]
+    return [_pooled(list(same)) for same in zip(*common, strict=True)]
+
+
+def _pooled(values: list[Measured]) -> Measured:
+    """One share of all items, with Wilson's interval."""
+    if len(values) == 1:
+        return values[0]
+    n = sum(v.n for v in values)
+    share = sum(v.value * v.n for v in values) / n
+    _, low, high = wilson(round(share * n), n)
+    return Measured(values[0].step, share, low, high, n)
+
+
+def written(m: Measured, digits: int = 3) -> str:
+    """A value for people: shares in percent."""
+    return f"{100 * m.value:.1f} %" if 0 <= m.value <= 1 and m.n > 1 else number(m.value, digits)
+
+
+# --- plots --------------------------------------------------------------------------------------------
+
+
+def accuracy_view(run: Run) -> Html:
+    """Accuracy after each step with its interval: all tasks together, then each task, then other metrics."""
+    measured = measurements(run)
+    overall = overall_accuracy(measured)
+    plots = [_plot("Accuracy on held-out tasks", "accuracy", {"all tasks": overall})] if len(overall) > 1 else []
+    tasks = {t: v for (t, metric), v in measured.items() if metric == "accuracy" and t not in OVERALL and len(v) > 1}
+    if len(tasks) > 1:
+        names = sorted(tasks)
+        groups = [names[i : i + TASKS_IN_A_PLOT] for i in range(0, len(names), TASKS_IN_A_PLOT)]
+        for number_, group in enumerate(groups, 1):
+            of = f" ({number_} of {len(groups)})" if len(groups) > 1 else ""
+            plots.append(_plot(f"Accuracy by task{of}", "accuracy", {t: tasks[t] for t in group}))
+    others: dict[str, dict[str, list[Measured]]] = defaultdict(dict)
+    for (task, metric), values in sorted(measured.items()):
+        if metric != "accuracy" and len(values) > 1:
+            others[metric][task] = values
+    plots += [_plot(f"{metric.replace('_', ' ').capitalize()}", metric.replace("_", " "), group) for metric, group in others.items()]
+    return part("After each step", grid(draw(p) for p in plots), note="Whiskers are 95 % intervals over the held-out items.")
+
+
+def _plot(title: str, y: str, groups: Mapping[str, Sequence[Measured]]) -> Plot:
+    series = {name: [(m.label, m.value) for m in values] for name, values in groups.items()}
+    spans: dict[str, list[tuple[float | str, float, float]]] = defaultdict(list)
+    for name, values in groups.items():
+        spans[name] += [(m.label, m.low, m.high) for m in values if m.low is not None and m.high is not None]
+    return Plot(title, "step", y, series, intervals=spans)
+
+
+def table_view(run: Run) -> Html:
+    """Everything that was measured: one row per task and metric, one column per evaluation."""
+    measured = measurements(run)
+    steps = run.kind("evaluation")
+    if not measured:
+        return Html("")
+    rows: list[list[Content]] = []
+    for (task, metric), values in sorted(measured.items()):
+        by_step = {m.step.name: m for m in values}
+        cells = [_cell(by_step.get(step.name)) for step in steps]
+        rows.append([task, metric.replace("_", " "), *cells, max(m.n for m in values)])
+    head: list[Content] = ["task", "metric", *[model_label(s) for s in steps], "items"]
+    return details("All measurements", table(head, rows, numeric=range(2, len(head))), class_="more")
+
+
+def _cell(m: Measured | None) -> Content:
+    if m is None:
+        return "–"
+    span = tag("small", f"{number(m.low, 3)} to {number(m.high, 3)}") if m.low is not None and m.high is not None else None
+    return [number(m.value), span]
+
+
+# --- reward -------------------------------------------------------------------------------------------
+
+
+def reward_view(run: Run) -> Html:
+    """Reward models by round, and the scores of the answers that were sampled from each model."""
+    models = [s for s in run.steps if s.stage == "reward_model"]
+    plots = []
+    series: dict[str, list[tuple[float | str, float]]] = {}
+    for name, said in (("heldout_accuracy", "held-out pairs"), ("train_accuracy", "training pairs")):
+        series[said] = [(s.label, float(s.metrics[name])) for s in models if name in s.metrics]
+    if any(series.values()):
+        plots.append(Plot("Reward model: pairs in the right order", "step", "accuracy", series, "bar"))
+    for column, title in (("score", "Reward of sampled answers"), ("gold", "Verified score of sampled answers")):
+        plots.append(_answers_plot(run, column, title))
+    note = "Answers that were sampled in each round, by the model that wrote them; whiskers are 95 % intervals of the mean."
+    return part("Reward", grid(draw(p) for p in plots if not p.empty), note=note)
+
+
+def _answers_plot(run: Run, column: str, title: str) -> Plot:
+    """Mean and interval of a column of the answers, per step and model."""
+    points: dict[str, list[tuple[float | str, float]]] = defaultdict(list)
+    spans: dict[str, list[tuple[float | str, float, float]]] = defaultdict(list)
+    for step in run.kind("answers"):
+        groups: dict[str, list[float]] = defaultdict(list)
+        for row in step.artifact.read(columns=["model", column]).to_pylist():
+            if row[column] is not None:
+                groups[row["model"]].append(row[column])
+        order = [i.key for i in step.artifact.manifest.inputs if i.kind == "model"]
+        for key in sorted(groups, key=lambda k: (order.index(k) if k in order else len(order), k)):
+            measured = mean(groups[key])
+            writer = run.step_of(key)
+            name = "policy" if order[:1] == [key] else "other model" if key in order else writer.label if writer else key[:8]
+            points[name].append((step.label, measured.value))
+            spans[name].append((step.label, measured.low, measured.high))
+    return Plot(title, "step", f"mean {column}", points, intervals=spans)
+
+
+# --- answers before and after -------------------------------------------------------------------------
+
+
+def answers_view(run: Run) -> Html:
+    """The same questions answered by the base model, after the first finetuning, and at the end."""
+    steps = [step for step in run.kind("evaluation") if step.has("examples")]
+    if not steps:
+        return Html("")
+    steps = list({s.name: s for s in (steps[0], steps[min(1, len(steps) - 1)], steps[-1])}.values())
+    answers: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for step in steps:
+        for row in step.artifact.read("examples").to_pylist():
+            answers[row["id"]][step.name] = row
+    chosen = sorted(answers, key=lambda i: (-len(answers[i]), not _changed(list(answers[i].values())), i))[:ANSWERS_SHOWN]
+    return part("Answers before and after", tag("div", [_question(answers[i], steps) for i in chosen], class_="questions"))
+
+
+def _changed(rows: Sequence[Mapping[str, Any]]) -> bool:
+    return len({row["kind"] for row in rows}) > 1 or len({row["detail"] for row in rows}) > 1
+
+
+def _question(rows: Mapping[str, Mapping[str, Any]], steps: Sequence[Step]) -> Html:
+    prompt = next((str(row["prompt"]) for row in rows.values() if row["prompt"]), "")
+    sides = [_answer(model_label(step), rows.get(step.name)) for step in steps]
+    return tag("article", tag("p", excerpt(prompt, 600), class_="prompt", dir="auto"), tag("div", sides, class_="sides"), class_="question")
+
+
+def _answer(title: str, row: Mapping[str, Any] | None) -> Html:
+    if row is None:
+        return tag("div", tag("h4", title), tag("p", "not asked", class_="note"))
+    about = tag("p", tag("span", row["kind"], class_="tag"), " ", excerpt(str(row["detail"] or ""), 200), class_="note")
+    return tag("div", tag("h4", title), tag("blockquote", excerpt(str(row["text"]), 500) or "(empty)", dir="auto"), about)
+
+
+def filters_view(levels: Sequence[Html]) -> Html:
+    """What the rules on preferences and instructions dropped."""
+    return part("Rules on preferences and instructions", join(levels)) if levels else Html("")

@@ -1,0 +1,152 @@
+"""Which artifact was made of which: the run's artifacts as a layered graph, and its steps' times and memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from puna.flows.report.layout import Layout, layered
+from puna.flows.report.markup import Content, Html, duration, join, number, short, size, table, tag
+from puna.flows.report.run import Run, Step
+
+NODE_WIDTH, NODE_HEIGHT, PITCH, MARGIN = 138.0, 38.0, 66.0, 8.0
+LETTERS = 20
+FAMILIES = {
+    "pages": "web", "documents": "web", "signals": "signals", "mixture": "corpus", "tokenizer": "corpus", "tokens": "corpus",
+    "model": "model", "prompts": "data", "answers": "data", "preferences": "data", "instructions": "data",
+    "evaluation": "evaluation", "report": "evaluation",
+}  # fmt: skip
+FAMILY_NAMES = {
+    "web": "pages, documents", "signals": "signals", "corpus": "mixture, tokenizer, tokens", "model": "models",
+    "data": "prompts, answers, preferences, instructions", "evaluation": "evaluations",
+}  # fmt: skip
+
+
+def lineage_view(run: Run) -> Html:
+    """The graph in a box of its own; hovering a node tells its id and metrics and lights up what it touches."""
+    if not run.steps:
+        return Html("")
+    names, edges, titles = _graph(run)
+    layout = layered(edges, NODE_WIDTH, 14, 16)
+    width, height = layout.width + 2 * MARGIN, layout.layers * PITCH - (PITCH - NODE_HEIGHT) + 2 * MARGIN
+    lines = [_edge(source, target, route) for (source, target), route in layout.edges.items()]
+    nodes = [_node(key, names[key], titles[key], layout) for key in edges]
+    used = {_family(s) for s in run.steps}
+    legend = tag("ul", [tag("li", tag("i", class_=f"f-{f}"), said) for f, said in FAMILY_NAMES.items() if f in used], class_="legend")
+    picture = tag(
+        "svg", lines, nodes, viewBox=f"0 0 {width:.0f} {height:.0f}", width=f"{width:.0f}", height=f"{height:.0f}", role="img",
+        aria_label=f"Lineage of {len(names)} artifacts", id="graph",
+    )  # fmt: skip
+    return join([legend, tag("div", picture, class_="scroll lineage", tabindex=0)])
+
+
+def _family(step: Step) -> str:
+    return FAMILIES.get(step.artifact.kind, "data")
+
+
+def _graph(run: Run) -> tuple[dict[str, Step | str], dict[str, list[str]], dict[str, str]]:
+    """Nodes by key, the sources of each, and what each says; inputs from outside the run come first."""
+    names: dict[str, Step | str] = {}
+    edges: dict[str, list[str]] = {}
+    titles: dict[str, str] = {}
+    steps = {s.artifact.key: s for s in run.steps}
+    for key, step in steps.items():
+        sources: dict[str, None] = {}
+        outside = [i for i in step.artifact.manifest.inputs if i.kind == "external"]
+        if outside:
+            name = f"files of {step.name}"
+            names[name] = "1 file" if len(outside) == 1 else f"{len(outside)} files"
+            edges[name], titles[name] = [], "\n".join(f"{i.name.partition(':')[2] or i.name}: {i.key}" for i in outside)
+            sources[name] = None
+        for record in step.artifact.manifest.inputs:
+            if record.kind == "external" or record.key == key:
+                continue
+            if record.key not in steps and record.key not in names:
+                names[record.key], edges[record.key] = f"{record.kind} of before", []
+                titles[record.key] = f"{record.kind}/{record.key[:12]}\nmade by {record.stage or 'an import'} outside this run"
+            sources[record.key] = None
+        names[key], edges[key], titles[key] = step, list(sources), _title(step)
+    return names, _sorted(edges), titles
+
+
+def _sorted(edges: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Sources before targets, otherwise in the run's order."""
+    done: dict[str, list[str]] = {}
+
+    def visit(key: str) -> None:
+        if key not in done:
+            for source in edges[key]:
+                visit(source)
+            done[key] = edges[key]
+
+    for key in edges:
+        visit(key)
+    return done
+
+
+def _title(step: Step) -> str:
+    metrics = [f"{n}: {v if isinstance(v, str) else number(v)}" for n, v in list(step.metrics.items())[:14]]
+    rows = [f"{name}: {record.rows:,} rows" for name, record in step.artifact.manifest.tables.items()]
+    state = "reused" if step.reused else f"made in {duration(step.seconds)}"
+    return "\n".join([step.artifact.id, f"stage {step.stage}, {state}", *rows, *metrics])
+
+
+def _node(key: str, what: Step | str, title: str, layout: Layout) -> Html:
+    x, layer = layout.places[key]
+    left, top = MARGIN + x - NODE_WIDTH / 2, MARGIN + layer * PITCH
+    box = tag("rect", x=f"{left:.1f}", y=f"{top:.1f}", width=NODE_WIDTH, height=NODE_HEIGHT, rx=7)
+    if isinstance(what, str):
+        lines, style = [what], "node f-outside"
+    else:
+        label = what.label if len(what.label) <= LETTERS else what.label[: LETTERS - 1] + "…"
+        lines = [label, _second(what)]
+        style = f"node f-{_family(what)}{' reused' if what.reused else ''}"
+    written = [
+        tag("text", line, x=f"{MARGIN + x:.1f}", y=f"{top + (16 if len(lines) == 2 else 23) + 14 * i:.1f}", class_="small" if i else None)
+        for i, line in enumerate(lines)
+    ]
+    return tag("g", tag("title", title), box, written, class_=style, data_key=key[:40])
+
+
+def _second(step: Step) -> str:
+    record = step.artifact.manifest.tables.get(step.artifact.kind)
+    counted = f"{short(record.rows)} rows" if record is not None else step.artifact.kind
+    return f"{counted}{' · reused' if step.reused else ''}"
+
+
+def _edge(source: str, target: str, route: Sequence[tuple[float, int]]) -> Html:
+    points = [(MARGIN + x, MARGIN + layer * PITCH) for x, layer in route]
+    path = f"M{points[0][0]:.1f} {points[0][1] + NODE_HEIGHT:.1f}"
+    for (a, top), (b, bottom) in itertools.pairwise(points):
+        middle = (top + NODE_HEIGHT + bottom) / 2
+        path += f"C{a:.1f} {middle:.1f} {b:.1f} {middle:.1f} {b:.1f} {bottom:.1f}"
+        if (b, bottom) != points[-1]:
+            path += f"V{bottom + NODE_HEIGHT:.1f}"
+    return tag("path", d=path, class_="edge", data_from=source[:40], data_to=target[:40])
+
+
+# --- times --------------------------------------------------------------------------------------------
+
+
+def times_view(run: Run) -> Html:
+    """Seconds and peak memory of every step; a reused artifact shows, hatched, what making it once took."""
+    if not run.steps:
+        return Html("")
+    longest = max(max(s.seconds if not s.reused else s.made_seconds for s in run.steps), 1e-9)
+    rows: list[list[Content]] = []
+    for step in run.steps:
+        seconds = step.made_seconds if step.reused else step.seconds
+        bar = tag("i", class_="again" if step.reused else "kept", style=f"width:{max(0.4, 100 * seconds / longest):.1f}%")
+        state = tag("span", "reused", class_="tag") if step.reused else None
+        memory = step.artifact.manifest.peak_memory_bytes
+        cells: list[Content] = [duration(seconds), state, size(memory) if memory else "–", size(_bytes(step))]
+        rows.append([step.label, tag("span", bar, class_="bar", aria_hidden="true"), *cells, tag("code", step.artifact.id)])
+    head: list[Content] = ["step", "", "time", "", "peak memory", "stored", "artifact"]
+    chips = [tag("li", tag("i", class_="kept"), "made in this run")]
+    if any(s.reused for s in run.steps):
+        chips.append(tag("li", tag("i", class_="again"), "reused: the time it took when it was made"))
+    return join([tag("ul", chips, class_="legend"), table(head, rows, numeric=(2, 4, 5))])
+
+
+def _bytes(step: Step) -> int:
+    return sum(record.bytes for record in step.artifact.manifest.files.values())

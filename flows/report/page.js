@@ -1,0 +1,26 @@
+(() => {
+  const root = document.documentElement;
+  const dark = () => (root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  document.getElementById("theme").addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; });
+
+  const graph = document.getElementById("graph");
+  if (!graph) return;
+  const edges = [...graph.querySelectorAll(".edge")];
+  const nodes = new Map([...graph.querySelectorAll(".node")].map((node) => [node.dataset.key, node]));
+  const light = (key) => {
+    graph.classList.toggle("pointed", key !== null);
+    nodes.forEach((node, name) => node.classList.toggle("lit", name === key));
+    for (const edge of edges) {
+      const touches = edge.dataset.from === key || edge.dataset.to === key;
+      edge.classList.toggle("lit", touches);
+      if (touches) {
+        nodes.get(edge.dataset.from).classList.add("lit");
+        nodes.get(edge.dataset.to).classList.add("lit");
+      }
+    }
+  };
+  nodes.forEach((node, key) => {
+    node.addEventListener("pointerenter", () => light(key));
+    node.addEventListener("pointerleave", () => light(null));
+  });
+})();

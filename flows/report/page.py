@@ -1,0 +1,181 @@
+"""The page: header with key figures, then the sections in the order of the work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from puna.flows.report import alignment, corpus, curate, lineage, training
+from puna.flows.report.funnel import Level, characters_per_token, funnel, level
+from puna.flows.report.markup import Content, Html, duration, join, number, part, percent, section, short, tag
+from puna.flows.report.run import Run
+
+HERE = Path(__file__).parent
+PREFERENCE_KINDS = ("preferences", "instructions")
+
+
+def page(run: Run) -> Html:
+    """The whole document."""
+    levels = funnel(run)
+    per_token = characters_per_token(run)
+    sections = [
+        _curation(run, levels, per_token), _corpus(run), _experiments(run), _pretraining(run), _alignment(run), _times(run), _lineage(run),
+    ]  # fmt: skip
+    links = [tag("a", title, href=f"#{name}") for name, title in NAVIGATION.items() if any(f' id="{name}"' in s for s in sections)]
+    body = tag(
+        "body",
+        tag("header", _head(run), tag("nav", links, aria_label="Sections"), _tiles(run, levels), _notices(run)),
+        tag("main", sections),
+        tag("footer", f"Run {run.name}. Everything here was read from the store's artifacts: `puna report {run.name}` makes it again."),
+        Html(f"<script>{(HERE / 'page.js').read_text(encoding='utf-8')}</script>"),
+    )
+    title = f"Puna: {run.flow or 'run'} {run.name}"
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", title),
+        Html(f"<style>{(HERE / 'page.css').read_text(encoding='utf-8')}</style>"),
+    )
+    return Html(f"<!doctype html>\n{tag('html', head, body, lang='en')}\n")
+
+
+NAVIGATION = {
+    "curation": "Curation", "corpus": "Corpus", "experiments": "Experiments", "pretraining": "Pretraining", "alignment": "Alignment",
+    "times": "Time and memory", "lineage": "Lineage",
+}  # fmt: skip
+
+
+def _head(run: Run) -> Html:
+    when = run.started.strftime("%-d %B %Y, %H:%M UTC") if run.started else ""
+    kind = f"{run.flow} run" if run.flow else "run"
+    toggle = tag("button", "Light / dark", type="button", id="theme")
+    return tag("div", tag("div", tag("h1", "Puna"), tag("p", f"{kind} of {when}", tag("code", run.name))), toggle, class_="masthead")
+
+
+def _notices(run: Run) -> Content:
+    said = []
+    if not run.finished:
+        said.append("This run has not finished: it is still at work, or it was stopped. The page shows what there is.")
+    if run.missing:
+        said.append(f"No longer in the store, and left out here: {', '.join(run.missing)}.")
+    if not run.steps:
+        said.append("No step of this run has finished yet.")
+    return [tag("p", words, class_="alarm") for words in said]
+
+
+# --- key figures --------------------------------------------------------------------------------------
+
+
+def _tile(name: str, value: Content, note: Content = None, class_: str = "tile") -> Html:
+    return tag("div", tag("dt", name), tag("dd", value), tag("dd", note, class_="note") if note else None, class_=class_)
+
+
+def _tiles(run: Run, levels: list[Level]) -> Html:
+    tiles = [*_corpus_tiles(run, levels), *_model_tiles(run), _accuracy_tile(run)]
+    if run.steps:
+        reused = sum(step.reused for step in run.steps)
+        spent = duration(sum(step.seconds for step in run.steps))
+        tiles.append(_tile("Time in stages", spent, f"{len(run.steps)} artifacts, {reused} of them reused"))
+    return tag("dl", tiles, class_="tiles")
+
+
+def _corpus_tiles(run: Run, levels: list[Level]) -> list[Html]:
+    tiles = []
+    if levels:
+        came, kept = levels[0].came, levels[-1].kept
+        tiles.append(_tile("Documents", [number(came), tag("i", " → "), number(kept)], f"{percent(kept, came)} kept"))
+    for step in reversed(run.kind("tokens")):
+        tokens = step.metrics.get("train_tokens", step.metrics.get("tokens"))
+        if isinstance(tokens, int):
+            tiles.append(_tile("Training tokens", short(tokens), f"{tokens:,} packed by {step.label}"))
+            break
+    return tiles
+
+
+def _model_tiles(run: Run) -> list[Html]:
+    tiles = []
+    measured = {metric: values[0] for (_, metric), values in alignment.measurements(run).items()}
+    if bits := measured.get("bits_per_byte"):
+        gzip = measured.get("gzip_bits_per_byte")
+        against = f"gzip -9: {gzip.value:.3f} ({percent(gzip.value - bits.value, gzip.value)} fewer)" if gzip else None
+        tiles.append(_tile("Base model, bits per byte", f"{bits.value:.3f}", against))
+    if found := training.last_metric(run, "reward_model", "heldout_accuracy"):
+        step, value = found
+        pairs = step.metrics.get("heldout_pairs")
+        note = f"of {number(pairs)} held-out pairs in the right order" if isinstance(pairs, int) else "held-out pairs in the right order"
+        tiles.append(_tile("Reward model", f"{100 * value:.1f} %", note))
+    return tiles
+
+
+def _accuracy_tile(run: Run) -> Content:
+    values = alignment.overall_accuracy(alignment.measurements(run))
+    if not values:
+        return None
+    steps = []
+    for m in values:
+        span = f"{100 * m.low:.0f}–{100 * m.high:.0f}" if m.low is not None and m.high is not None else ""
+        steps.append(tag("li", tag("b", f"{100 * m.value:.1f} %"), tag("small", span), tag("span", m.label)))
+    note = f"with 95 % intervals, over {number(values[-1].n)} held-out questions"
+    return _tile("Held-out task accuracy", tag("ol", steps, class_="chain"), note, "tile wide")
+
+
+# --- sections -----------------------------------------------------------------------------------------
+
+
+def _curation(run: Run, levels: list[Level], per_token: float | None) -> Html:
+    rate = f"Tokens are estimated at this run's {per_token:.2f} characters per token." if per_token else None
+    view = part("Funnel", curate.funnel_view(levels, per_token), note=rate) if levels else None
+    lead = "Every page and document that came in is kept or was dropped by one rule. Open a rule to read what it dropped."
+    duplicates = curate.duplicates_view(run)
+    return section(
+        "curation", "Curation", lead if levels else None,
+        view,
+        join([tag("h3", "Duplicates, beside what was kept"), duplicates]) if duplicates else None,
+        (lines := curate.lines_view(run)) and join([tag("h3", "Lines that were removed"), lines]),
+        corpus.examples_view(run.kind("pages", "documents")),
+        corpus.kept_view(run),
+    )  # fmt: skip
+
+
+def _corpus(run: Run) -> Html:
+    shares = join([corpus.shares_view(run, "language", "language"), corpus.shares_view(run, "domain", "knowledge type")])
+    figures = training.figures_view([s for s in run.steps if training.of_curation(s) and s.artifact.manifest.figures])
+    return section("corpus", "Corpus", "What the text is made of.", shares, corpus.mixture_view(run), figures)
+
+
+def _experiments(run: Run) -> Html:
+    lead = "Small runs that choose the mixture and predict the larger run."
+    return section("experiments", "Experiments", lead, training.experiments_view(run))
+
+
+def _pretraining(run: Run) -> Html:
+    base = [s for s in run.kind("model") if s.stage == "pretrain" and s.stage not in training.EXPERIMENTS]
+    return section("pretraining", "Pretraining", "The base model's training.", training.training_view(base))
+
+
+def _alignment(run: Run) -> Html:
+    trained = [s for s in run.kind("model") if s.stage != "pretrain" and s.stage not in training.EXPERIMENTS]
+    filters = [level(run, s) for s in run.kind(*PREFERENCE_KINDS) if s.has("dropped")]
+    others = [s for s in run.steps if s.artifact.manifest.figures and not training.of_curation(s)]
+    drawn = [s for s in others if s.artifact.kind != "model" and s.stage not in training.EXPERIMENTS]
+    curves = training.training_view(trained)
+    return section(
+        "alignment", "Evaluation and alignment", "What each step taught the model, and what it answers now.",
+        alignment.accuracy_view(run),
+        alignment.answers_view(run),
+        alignment.reward_view(run),
+        part("Rules on preferences and instructions", curate.funnel_view(filters, None)) if filters else None,
+        join([tag("h3", "Training"), curves]) if curves else None,
+        training.figures_view(drawn),
+        alignment.table_view(run),
+    )  # fmt: skip
+
+
+def _times(run: Run) -> Html:
+    return section("times", "Time and memory", None, lineage.times_view(run))
+
+
+def _lineage(run: Run) -> Html:
+    lead = "What was made of what, from the inputs down. Point at an artifact to see its id and metrics, and what it touches."
+    return section("lineage", "Lineage", lead, lineage.lineage_view(run))

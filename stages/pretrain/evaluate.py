@@ -1,0 +1,264 @@
+"""Evaluating a model: bits per byte, multiple choice, and answers checked by their scorer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, model_validator
+
+from puna.stages.align.fitting import load_model
+from puna.stages.align.sample import answer_text
+from puna.stages.align.scoring import is_correct, score
+from puna.stages.contract import Documents, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
+from puna.stages.pretrain import bits_per_byte, choice, intervals
+from puna.stages.pretrain.corpus import Chosen, check_mixture, chosen_of, mixture_file, rank
+from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:
+    from puna.models.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
+
+ALL = "all"
+
+
+class PagesConfig(StageConfig):
+    """Held-out pages."""
+
+    max_bytes: int = Field(400_000, ge=1000, description="Held-out text to score, bytes; pages are chosen by a hash of their id")
+    max_page_bytes: int = Field(100_000, ge=100, description="Longer pages are left out, bytes")
+    questions: int = Field(100, ge=0, description="Multiple-choice questions made of the pages; 0: none")
+    options: int = Field(4, ge=2, le=26, description="Options of a question, the right one included")
+    prompt_words: int = Field(40, ge=1, description="Words of the page that a question shows")
+    option_words: int = Field(20, ge=1, description="Words of each option")
+    continuations: int = Field(3, ge=0, description="Pages that the model is shown the beginning of, to write on: examples for a reader")
+
+
+class AnswersConfig(StageConfig):
+    """Answers to held-out prompts."""
+
+    prompts_per_task: int = Field(100, ge=1, description="Held-out prompts of each task")
+    temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
+    max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
+    examples: int = Field(4, ge=0, description="Answers of each task kept as examples for a reader")
+
+
+class EvaluateConfig(SeededConfig):
+    """What is measured, on how much."""
+
+    pages: PagesConfig = Field(PagesConfig(), description="Bits per byte and multiple choice on held-out pages")
+    answers: AnswersConfig = Field(AnswersConfig(), description="Answers to held-out prompts")
+    context: int | None = Field(None, ge=2, description="Longest context on pages, tokens; null: what the model was trained with")
+    pass_tokens: int = Field(8192, ge=16, description="Tokens computed at once")
+
+    @model_validator(mode="after")
+    def _context_fits(self) -> EvaluateConfig:
+        if self.context is not None and self.context > self.pass_tokens:
+            raise ValueError(f"context {self.context} does not fit into pass_tokens {self.pass_tokens}")
+        return self
+
+
+@stage(kind="evaluation")
+def evaluate(
+    model: Model, documents: Documents | None, mixture: Mixture | None, prompts: Prompts | None, config: EvaluateConfig, run: StageRun
+) -> None:
+    """Measure a model on pages and prompts it was not trained on; every number has its 95 % interval.
+
+    Pages (the mixture's held-out split; without a mixture, all documents): bits per byte, the end of each page
+    included, beside what gzip -9 and LZMA need for the same pages one by one; and multiple choice between the
+    page's own continuation and those of others. Prompts: answers in the chat format, judged by the task's
+    scorer; a prompt counts as solved at a score of 1.
+    """
+    if documents is None and prompts is None:
+        raise PunaError("evaluate needs documents or prompts: give at least one of them")
+    if mixture is not None and documents is None:
+        raise PunaError("evaluate: a mixture without its documents; give both")
+    network, tokenizer = load_model(model, "lm")
+    if documents is not None:
+        pages = _pages(documents, mixture, config, run)
+        _bits(pages, network, tokenizer, config, run)
+        _questions(pages, network, tokenizer, config, run)
+        _continuations(pages, network, tokenizer, config, run)
+    if prompts is not None:
+        _answers(prompts, network, tokenizer, config, run)
+
+
+def _row(task: str, metric: str, found: intervals.Interval, n: int) -> dict[str, Any]:
+    return {"task": task, "metric": metric, "value": found.value, "low": found.low, "high": found.high, "n": n}
+
+
+# --- pages ----------------------------------------------------------------------------------------------
+
+
+def _pages(documents: Artifact, mixture: Artifact | None, config: EvaluateConfig, run: StageRun) -> list[Chosen]:
+    """The held-out pages with the smallest hashes, until max_bytes is reached."""
+    if mixture is not None:
+        check_mixture(documents, mixture)
+    parts = run.parts(documents, columns=["id", "text"])
+    found = [row for rows in run.map(chosen_of, parts, mixture_file(mixture), "heldout") for row in rows]
+    seed = run.seed("pages")
+    pages, size = [], 0
+    for row in sorted(found, key=lambda row: (rank(seed, row.id), row.id)):
+        length = len(row.text.encode())
+        if not length or length > config.pages.max_page_bytes:
+            continue
+        if pages and size + length > config.pages.max_bytes:
+            break
+        pages.append(row)
+        size += length
+    if not pages:
+        raise PunaError(f"{documents.id} has no held-out page of at most {config.pages.max_page_bytes} bytes")
+    return pages
+
+
+def _by_category(pages: Sequence[Any]) -> Iterator[tuple[str, list[int]]]:
+    """(task name, indices): all pages first, then each category where there is more than one."""
+    yield "pages", list(range(len(pages)))
+    categories = sorted({page.category for page in pages})
+    if len(categories) > 1:
+        for category in categories:
+            yield f"pages/{category}", [i for i, page in enumerate(pages) if page.category == category]
+
+
+def _bits(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun) -> None:
+    encoded = [[tokenizer.bos, *ids, tokenizer.eos] for ids in tokenizer.encode_batch([page.text for page in pages])]
+    context = config.context or min(model.config.max_position_embeddings, config.pass_tokens)
+    nats = bits_per_byte.document_nats(
+        model, encoded, context, config.pass_tokens, progress=lambda done, total: run.progress(done, total, "bits per byte")
+    )
+    sizes = [float(len(page.text.encode())) for page in pages]
+    found = {"bits_per_byte": [bits_per_byte.bits(n) for n in nats]}
+    for compressed in run.map(bits_per_byte.compressed_bits, [page.text for page in pages]):
+        for name, value in compressed.items():
+            found.setdefault(f"{name}_bits_per_byte", []).append(float(value))
+    rows = []
+    for task, members in _by_category(pages):
+        weights = [sizes[i] for i in members]
+        for metric, values in found.items():
+            rows.append(_row(task, metric, intervals.ratio([values[i] for i in members], weights), len(members)))
+        targets = [float(len(encoded[i]) - 1) for i in members]
+        rows.append(_row(task, "nats_per_token", intervals.ratio([nats[i] for i in members], targets), len(members)))
+    run.write_rows(rows)
+    for metric, values in found.items():
+        run.metric(metric, sum(values) / sum(sizes))
+    run.metric("page_bytes", int(sum(sizes)))
+    series: dict[str, list[tuple[Any, float]]] = {
+        metric.removesuffix("_bits_per_byte") if metric != "bits_per_byte" else "model": [
+            (task.removeprefix("pages/") if "/" in task else ALL, sum(values[i] for i in members) / sum(sizes[i] for i in members))
+            for task, members in _by_category(pages)
+        ]
+        for metric, values in found.items()
+    }
+    figure = Figure(title="Held-out pages", x="category", y="bits per byte", kind="bar", series=series, note="Page by page; less is better.")
+    run.figure("bits_per_byte", figure)
+
+
+def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun) -> None:
+    settings = config.pages
+    if not settings.questions:
+        return
+    documents = [(page.id, page.category, page.text) for page in pages]
+    items = choice.build(
+        documents, settings.questions, settings.options, settings.prompt_words, settings.option_words, run.seed("questions")
+    )
+    run.metric("questions", len(items))
+    if not items:
+        return
+    found = choice.likelihoods(
+        model, tokenizer, items, config.pass_tokens, progress=lambda done, total: run.progress(done, total, "multiple choice")
+    )
+    rows = []
+    for metric, normalised in (("accuracy", False), ("accuracy_normalized", True)):
+        right = [choice.chosen(item, values, normalised) == item.answer for item, values in zip(items, found, strict=True)]
+        run.metric(f"choice_{metric}", sum(right) / len(right))
+        for task, members in _by_category(items):
+            interval = intervals.wilson(sum(right[i] for i in members), len(members))
+            rows.append(_row(task.replace("pages", "choice"), metric, interval, len(members)))
+    run.write_rows(rows)
+    run.metric("choice_chance", 1.0 / settings.options)
+
+
+def _continuations(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun) -> None:
+    from puna.models.generation import Engine, Sampling
+
+    shown = []
+    for page in pages:
+        words = choice.WORD.findall(page.text)[: config.pages.prompt_words]
+        if len(words) == config.pages.prompt_words and len(shown) < config.pages.continuations:
+            shown.append((page, "".join(words)))
+    if not shown:
+        return
+    sampling = Sampling(temperature=0.8, max_tokens=64, stop=(tokenizer.eos,))
+    prompts = [[tokenizer.bos, *tokenizer.encode(text)] for _, text in shown]
+    written = Engine(model, tokenizer).generate(prompts, sampling, run.seed("continuations"))
+    rows = []
+    for (page, text), (completion,) in zip(shown, written, strict=True):
+        own = page.text[len(text) : len(text) + 300]
+        rows.append(
+            {"id": f"page-{page.id}", "kind": "continuation", "prompt": text, "text": answer_text(completion.tokens, tokenizer),
+             "detail": json.dumps({"category": page.category, "page": own}, ensure_ascii=False)}
+        )  # fmt: skip
+    run.write_rows(rows, "examples")
+
+
+# --- prompts --------------------------------------------------------------------------------------------
+
+
+def _answers(prompts: Artifact, model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun) -> None:
+    from puna.models.generation import Engine, Sampling
+
+    rows = _asked(prompts, config.answers.prompts_per_task, run.seed("prompts"))
+    asked = [tokenizer.chat([{"role": "user", "content": row["prompt"]}], add_generation_prompt=True) for row in rows]
+    sampling = Sampling(
+        temperature=config.answers.temperature, max_tokens=config.answers.max_tokens, stop=(tokenizer.eot, tokenizer.eos)
+    )
+    completions = Engine(model, tokenizer).generate(
+        asked, sampling, run.seed("answers"), progress=lambda done, total: run.progress(done, total, "answers")
+    )
+    found = []
+    for row, (completion,) in zip(rows, completions, strict=True):
+        text = answer_text(completion.tokens, tokenizer)
+        found.append({**row, "text": text, "gold": score(row["task"], text, row["entry"]), "finished": completion.finished})
+    _judge(found, config.answers.examples, run)
+
+
+def _asked(prompts: Artifact, per_task: int, seed: int) -> list[dict[str, Any]]:
+    """Held-out prompts, at most `per_task` of each task, those with the smallest hashes."""
+    tasks: dict[str, list[dict[str, Any]]] = {}
+    for row in prompts.read().to_pylist():
+        if row["split"] == "heldout":
+            tasks.setdefault(row["task"], []).append(row)
+    if not tasks:
+        raise PunaError(f"{prompts.id} has no held-out prompts")
+    return [
+        row for task in sorted(tasks) for row in sorted(tasks[task], key=lambda row: (rank(seed, row["id"]), row["id"]))[:per_task]
+    ]
+
+
+def _judge(found: Sequence[dict[str, Any]], examples: int, run: StageRun) -> None:
+    rows, shown = [], []
+    tasks = sorted({row["task"] for row in found})
+    bars: list[tuple[Any, float]] = []
+    for task in [ALL, *tasks]:
+        members = [row for row in found if task in (ALL, row["task"])]
+        n = len(members)
+        accuracy = intervals.wilson(sum(is_correct(row["gold"]) for row in members), n)
+        rows.append(_row(task, "accuracy", accuracy, n))
+        rows.append(_row(task, "score", intervals.mean([row["gold"] for row in members]), n))
+        rows.append(_row(task, "finished", intervals.wilson(sum(row["finished"] for row in members), n), n))
+        bars.append((task, accuracy.value))
+        if task != ALL:
+            shown += members[:examples]
+    run.write_rows(rows)
+    run.write_rows(
+        [
+            {"id": f"prompt-{row['id']}", "kind": "answer", "prompt": row["prompt"], "text": row["text"],
+             "detail": json.dumps({"task": row["task"], "reference": row["reference"], "score": row["gold"]}, ensure_ascii=False)}
+            for row in shown
+        ],
+        "examples",
+    )  # fmt: skip
+    run.metric("accuracy", bars[0][1])
+    run.metric("prompts", len(found))
+    run.figure("accuracy", Figure(title="Held-out tasks solved", x="task", y="accuracy", kind="bar", series={"accuracy": bars}))

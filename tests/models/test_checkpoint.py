@@ -1,0 +1,172 @@
+"""Folders that transformers reads and writes, and folders that must be refused by name."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from puna.models.checkpoint import CheckpointError, load, read_config, save
+from puna.models.config import ModelConfig
+from puna.models.forest import Forest
+from puna.models.tokenizer import Tokenizer
+from puna.models.transformer import Transformer
+
+CONFIG = ModelConfig(61, 32, 48, 2, 4, 2, head_dim=6, rope_theta=500_000.0, rms_norm_eps=1e-6)
+TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+
+
+def build(head="lm", **changes):
+    config = ModelConfig(**{**CONFIG.to_dict(), **changes})
+    return Transformer(config, head, generator=torch.Generator().manual_seed(0))
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.logits(model.hidden(Forest.pack([TOKENS])))
+
+
+def edit(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_round_trip(tmp_path, tied):
+    model = build(tie_word_embeddings=tied)
+    save(model, tmp_path)
+    again = load(tmp_path)
+    assert again.config == model.config
+    assert again.head == "lm"
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) == (not tied)
+
+
+def test_same_model_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        save(build(), tmp_path / name)
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_reads_what_we_write(tmp_path, tied):
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    model = build(tie_word_embeddings=tied)
+    save(model, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(theirs) is LlamaForCausalLM
+    expected = theirs(input_ids=TOKENS[None]).logits[0]
+    assert (logits(model) - expected).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_we_read_what_transformers_writes_sharded(tmp_path, dtype):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    raw = CONFIG.to_dict()
+    rope = {"rope_type": "default", "rope_theta": raw.pop("rope_theta")}
+    theirs = LlamaForCausalLM(LlamaConfig(**raw, rope_parameters=rope)).to(dtype)
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    ours = load(tmp_path)
+    assert ours.config == CONFIG
+    assert ours.lm_head.weight.dtype == torch.float32
+    expected = theirs.float()(input_ids=TOKENS[None]).logits[0]
+    assert (logits(ours) - expected).abs().max() <= 2e-5
+
+
+def test_reads_the_older_place_of_the_rotary_base(tmp_path):
+    save(build(), tmp_path)
+    edit(tmp_path, rope_parameters=None, rope_theta=1234.0, head_dim=None, num_attention_heads=4)
+    config = read_config(tmp_path)
+    assert config.rope_theta == 1234.0
+    assert config.head_dim == 8
+
+
+def test_scalar_head(tmp_path):
+    save(build(), tmp_path / "lm")
+    with pytest.raises(CheckpointError, match="has no scalar head: pass a generator"):
+        load(tmp_path / "lm", "scalar")
+    model = load(tmp_path / "lm", "scalar", generator=torch.Generator().manual_seed(1))
+    same = load(tmp_path / "lm", "scalar", generator=torch.Generator().manual_seed(1))
+    assert torch.equal(model.score.weight, same.score.weight)
+    assert torch.equal(model.model.norm.weight, load(tmp_path / "lm").model.norm.weight)
+    save(model, tmp_path / "scalar")
+    again = load(tmp_path / "scalar")
+    assert again.head == "scalar"
+    assert torch.equal(again.score.weight, model.score.weight)
+    with pytest.raises(CheckpointError, match="has no language-model head"):
+        load(tmp_path / "scalar", "lm")
+
+    from transformers import AutoModelForSequenceClassification
+
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scalar")
+    expected = theirs(input_ids=TOKENS[None]).logits[0, 0]
+    assert (model.scalar(model.hidden(Forest.pack([TOKENS])))[-1] - expected).abs() <= 2e-5
+
+
+def test_the_tokenizer_travels_along(tmp_path):
+    tokenizer = Tokenizer.train(["to be or not to be"], 270)
+    save(build(vocab_size=tokenizer.vocab_size), tmp_path, tokenizer)
+    assert Tokenizer.load(tmp_path).encode("to be") == tokenizer.encode("to be")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert (raw["bos_token_id"], raw["pad_token_id"]) == (tokenizer.bos, tokenizer.pad)
+    stops = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
+    assert set(stops) == {tokenizer.eos, tokenizer.eot}
+
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("to be", add_special_tokens=False) == tokenizer.encode("to be")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type = 'gpt2' is not supported"),
+        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type = 'llama3' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling = .* is not supported"),
+        ({"vocab_size": None}, "missing vocab_size"),
+        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
+        ({"intermediate_size": 50}, r"gate_proj.weight has shape \[48, 32\], config.json asks for \[50, 32\]"),
+        ({"num_hidden_layers": 3}, r"model.layers.2\S+ is missing.* more"),
+        ({"num_hidden_layers": 1}, r"model.layers.1\S+ is unknown"),
+    ],
+)
+def test_what_cannot_be_represented_is_named(tmp_path, changes, message):
+    save(build(), tmp_path)
+    edit(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_damaged_folders_are_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config.json does not exist"):
+        load(tmp_path)
+    save(build(), tmp_path)
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    with pytest.raises(CheckpointError, match=r"model.safetensors is damaged"):
+        load(tmp_path)
+    weights.unlink()
+    (tmp_path / "pytest_model.bin").write_bytes(b"pickle")
+    with pytest.raises(CheckpointError, match="weights are read from safetensors only"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config.json is not JSON"):
+        load(tmp_path)
+
+
+def test_a_missing_head_is_named(tmp_path):
+    save(build(), tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["lm_head.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="has no language-model head"):
+        load(tmp_path)

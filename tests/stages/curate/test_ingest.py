@@ -1,0 +1,378 @@
+"""Reading pages: every format, and every way in which an input can be wrong."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import random
+import zlib
+from datetime import UTC, datetime
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from fastwarc.warc import ArchiveIterator
+
+from puna.stages.contract import External, execute
+from puna.stages.curate.ingest import IngestConfig, ingest
+from puna.stages.curate.pages import Page, Rejected
+from puna.stages.curate.warc import frames, media_type, read_warc
+from puna.storage import PunaError, Store
+
+
+def record(body, *, kind="response", url="https://a.example.net/p", date="2024-05-01T10:00:00Z", http="HTTP/1.1 200 OK", **headers):
+    headers = {"Content-Type": "text/html; charset=utf-8", **{k.replace("_", "-"): v for k, v in headers.items()}}
+    block = body
+    outer = "text/plain"
+    if kind == "response":
+        block = (http + "\r\n" + "".join(f"{k}: {v}\r\n" for k, v in headers.items()) + "\r\n").encode() + body
+        outer = "application/http; msgtype=response"
+    head = (
+        f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Record-ID: <urn:uuid:{abs(hash(url)):032x}>\r\nWARC-Date: {date}\r\n"
+        f"WARC-Target-URI: {url}\r\nContent-Type: {outer}\r\nContent-Length: {len(block)}\r\n\r\n"
+    )
+    return head.encode() + block + b"\r\n\r\n"
+
+
+def page(n):
+    return record(f"<html><body><p>page {n}</p></body></html>".encode(), url=f"https://a.example.net/{n}")
+
+
+def read(tmp_path, *uris, config=None, store="store", **how):
+    inputs = [external for uri in uris for external in External.resolve(str(uri))]
+    return execute(ingest, config or IngestConfig(), {"inputs": inputs}, Store.open(tmp_path / store), **how)
+
+
+def rules(artifact):
+    return sorted(artifact.read("dropped")["rule"].to_pylist()) if "dropped" in artifact.tables else []
+
+
+PACKERS = {
+    "warc": b"".join,
+    "warc.gz": lambda records: b"".join(gzip.compress(r, mtime=0) for r in records),
+    "warc.zst": lambda records: b"".join(zstandard.compress(r) for r in records),
+}
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_warc_in_every_compression(tmp_path, suffix):
+    records = [page(0), record(b"x", kind="request"), page(1)]
+    (tmp_path / f"crawl.{suffix}").write_bytes(PACKERS[suffix](records))
+    made = read(tmp_path, tmp_path / f"crawl.{suffix}")
+    rows = made.read().to_pylist()
+    assert {r["url"] for r in rows} == {"https://a.example.net/0", "https://a.example.net/1"}
+    assert {(r["source"], r["content_type"], r["charset"]) for r in rows} == {("crawl", "text/html", "utf-8")}
+    assert rows[0]["fetched_at"] == datetime(2024, 5, 1, 10, tzinfo=UTC)
+    assert all(len(r["id"]) == 32 and int(r["id"], 16) >= 0 for r in rows)
+    assert rules(made) == ["not_a_response"]
+
+
+def test_records_that_are_no_pages_say_why(tmp_path):
+    packed = gzip.compress(b"<html>" + b"text " * 99 + b"</html>")
+    records = [
+        page(0),
+        record(b"x", url="https://a.example.net/moved", http="HTTP/1.1 301 Moved"),
+        record(b"x", url="https://a.example.net/image", Content_Type="image/png"),
+        record(b" \n", url="https://a.example.net/empty"),
+        record(packed, url="https://a.example.net/gzip", Content_Encoding="gzip"),
+        record(packed[:-9], url="https://a.example.net/cut", Content_Encoding="gzip"),
+        record(b"<html>plain</html>", url="https://a.example.net/lie", Content_Encoding="gzip"),
+        record(b"4\r\n<p>x\r\n0\r\n\r\n", url="https://a.example.net/chunked", Transfer_Encoding="chunked"),
+        record(b"<p>x", url="https://a.example.net/lie2", Transfer_Encoding="chunked"),
+        record(b"<p>x", url="https://a.example.net/when", date="yesterday"),
+        record(b"<!DOCTYPE html><p>x", url="https://a.example.net/sniffed", Content_Type=""),
+        record(b"x", kind="revisit"),
+        record(b"a text", kind="conversion", url="https://a.example.net/wet"),
+        record(b"<p>" + b"x" * 5000, url="https://a.example.net/long"),
+    ]
+    (tmp_path / "crawl.warc").write_bytes(b"".join(records))
+    made = read(tmp_path, tmp_path / "crawl.warc", config=IngestConfig(max_body_bytes=4000))
+    got = {r["url"].rsplit("/", 1)[1]: r for r in made.read().to_pylist()}
+    assert set(got) == {"0", "gzip", "lie", "chunked", "lie2", "sniffed", "wet"}
+    assert got["gzip"]["body"] == b"<html>" + b"text " * 99 + b"</html>"
+    assert got["chunked"]["body"] == b"<p>x"
+    assert got["wet"]["content_type"] == "text/plain"
+    assert got["sniffed"]["content_type"] == "text/html"
+    assert rules(made) == sorted(
+        ["http_status", "content_type", "empty", "undecodable_body", "malformed_record", "not_a_response", "body_too_large"]
+    )
+    status = next(r for r in made.read("dropped").to_pylist() if r["rule"] == "http_status")
+    assert status["value"] == 301
+    assert "https://a.example.net/moved" in status["detail"]
+
+
+def test_wherever_a_plain_archive_is_cut_the_good_records_stay_and_the_bad_one_is_counted(tmp_path):
+    records = [page(n) for n in range(4)]
+    whole = b"".join(records)
+    ends = [sum(len(r) - 4 for r in records[:1])]
+    ends = [sum(map(len, records[: n + 1])) - 4 for n in range(4)]
+    starts = [sum(map(len, records[:n])) for n in range(4)]
+    for cut in range(1, len(whole) + 1):
+        found = list(read_warc(io.BytesIO(whole[:cut]), "x", 1 << 20))
+        good = sum(end <= cut for end in ends)
+        bad = int(any(start < cut < end for start, end in zip(starts, ends, strict=True)))
+        assert [type(r) for r in found] == [Page] * good + [Rejected] * bad, cut
+        if bad:
+            assert found[-1].rule == "truncated_record"
+            assert f"offset {starts[good]}" in found[-1].detail
+
+
+@pytest.mark.parametrize("pack", [lambda r: gzip.compress(r, mtime=0), zstandard.compress])
+def test_wherever_a_compressed_archive_is_cut(pack):
+    members = [pack(page(n)) for n in range(4)]
+    whole = b"".join(members)
+    starts = [sum(map(len, members[:n])) for n in range(5)]
+    for cut in range(1, len(whole) + 1):
+        found = list(read_warc(io.BytesIO(whole[:cut]), "x", 1 << 20))
+        pages = [r for r in found if isinstance(r, Page)]
+        complete = sum(start <= cut for start in starts[1:])
+        assert len(pages) in (complete, complete + 1)  # a record may be whole although its member's checksum is cut off
+        assert [r.url for r in pages] == [f"https://a.example.net/{n}" for n in range(len(pages))]
+        bad = [r for r in found if isinstance(r, Rejected)]
+        assert len(bad) == (cut not in starts)
+        assert not bad or (bad[0].rule == "truncated_record" and f"offset {starts[complete]}" in bad[0].detail)
+
+
+def test_damage_in_the_middle_loses_one_record_only():
+    members = [gzip.compress(page(n), mtime=0) for n in range(5)]
+    generator = random.Random(0)
+    for _ in range(50):
+        which = generator.randrange(5)
+        place = generator.randrange(12, len(members[which]))
+        damaged = bytearray(members[which])
+        damaged[place] ^= 1 << generator.randrange(8)
+        found = list(read_warc(io.BytesIO(b"".join([*members[:which], bytes(damaged), *members[which + 1 :]])), "x", 1 << 20))
+        pages = [r.url[-1] for r in found if isinstance(r, Page)]
+        assert pages == [str(n) for n in range(5) if n != which]
+        assert [r.rule for r in found if isinstance(r, Rejected)] == ["truncated_record"]
+
+
+def test_frames_equal_fastwarc_on_a_sound_archive():
+    plain = b"".join(page(n) for n in range(20))
+    for data in (plain, gzip.compress(plain), b"".join(gzip.compress(page(n)) for n in range(20))):
+        mine = [f.data.split(b"\r\n\r\n", 1)[1] for f in frames(io.BytesIO(data), 1 << 20)]
+        assert mine == [r.reader.read() for r in ArchiveIterator(io.BytesIO(data), parse_http=False)]
+
+
+def test_large_records_garbage_and_missing_lengths_are_passed_over():
+    big = record(b"x" * 100_000, url="https://a.example.net/big")
+    lengthless = b"WARC/1.0\r\nWARC-Type: response\r\n\r\nbody\r\n\r\n"
+    data = page(0) + big + b"garbage\r\n\r\n" + page(1) + lengthless + page(2)
+    found = list(read_warc(io.BytesIO(data), "x", 10_000))
+    assert [r.url[-1] for r in found if isinstance(r, Page)] == ["0", "1", "2"]
+    assert [r.rule for r in found if isinstance(r, Rejected)] == ["record_too_large", "malformed_record", "malformed_record"]
+
+
+def test_zstd_archives_with_a_dictionary():
+    samples = [page(n) for n in range(300)]
+    dictionary = zstandard.train_dictionary(4000, samples)
+    raw = dictionary.as_bytes()
+    packer = zstandard.ZstdCompressor(dict_data=dictionary)
+    for payload in (raw, zstandard.compress(raw)):
+        head = b"\x5d\x2a\x4d\x18" + len(payload).to_bytes(4, "little") + payload
+        found = list(read_warc(io.BytesIO(head + b"".join(packer.compress(r) for r in samples[:3])), "x", 1 << 20))
+        assert [r.url[-1] for r in found] == ["0", "1", "2"]
+
+
+def test_decompression_is_bounded():
+    bomb = gzip.compress(b"0" * 50_000_000)
+    data = record(bomb, Content_Encoding="gzip")
+    (only,) = read_warc(io.BytesIO(data), "x", 1 << 20)
+    assert only.rule == "undecodable_body"
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        ("text/html", ("text/html", None)),
+        ('Text/HTML; Charset="ISO-8859-1"', ("text/html", "iso-8859-1")),
+        ("text/html;boundary=x; charset=utf-8 ", ("text/html", "utf-8")),
+        ("", ("", None)),
+    ],
+)
+def test_media_type(header, expected):
+    assert media_type(header) == expected
+
+
+def test_ids_do_not_depend_on_place_or_order(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    pages = [page(n) for n in range(6)]
+    (tmp_path / "one" / "a.warc").write_bytes(b"".join(pages))
+    (tmp_path / "two" / "b.warc.gz").write_bytes(gzip.compress(b"".join(reversed(pages[3:]))))
+    (tmp_path / "two" / "c.warc").write_bytes(b"".join(pages[:3]))
+    first = read(tmp_path, f"web={tmp_path / 'one'}")
+    second = read(tmp_path, f"web={tmp_path / 'two'}")
+    assert first.data_digest == second.data_digest
+
+
+def test_repeated_records_are_counted_once(tmp_path):
+    (tmp_path / "a.warc").write_bytes(page(0) + page(0) + page(0) + page(1))
+    made = read(tmp_path, tmp_path / "a.warc")
+    assert made.rows() == 2
+    assert rules(made) == ["duplicate_record"] * 2
+
+
+def test_a_folder_of_pages(tmp_path):
+    folder = tmp_path / "site"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "index.html").write_text("<p>hello</p>")
+    (folder / "sub" / "two words.htm.gz").write_bytes(gzip.compress(b"<p>packed</p>"))
+    (folder / "sub" / "code.py").write_text("x = 1\n")
+    (folder / "sub" / "notes.txt").write_text("notes")
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    (folder / "cut.html.gz").write_bytes(gzip.compress(b"<p>packed</p>" * 99)[:20])
+    made = read(tmp_path, folder)
+    rows = {r["url"]: (r["content_type"], r["body"]) for r in made.read().to_pylist()}
+    assert rows == {
+        "file:///site/index.html": ("text/html", b"<p>hello</p>"),
+        "file:///site/sub/two%20words.htm.gz": ("text/html", b"<p>packed</p>"),
+        "file:///site/sub/code.py": ("text/x-python", b"x = 1\n"),
+        "file:///site/sub/notes.txt": ("text/plain", b"notes"),
+    }
+    assert rules(made) == ["content_type", "truncated_record"]
+
+
+def test_parquet(tmp_path):
+    table = pa.table({"text": ["one", None, "three"], "url": ["https://a.example.net/1", "x", None], "date": ["2020-01-02", None, "bad"]})
+    pq.write_table(table, tmp_path / "t.parquet")
+    made = read(tmp_path, tmp_path / "t.parquet")
+    assert [(r["url"], r["body"], r["content_type"]) for r in made.read().to_pylist()] == [
+        ("https://a.example.net/1", b"one", "text/plain"),
+    ]
+    assert rules(made) == ["malformed_record"] * 2  # no text; not a date
+    assert made.read()["fetched_at"][0].as_py() == datetime(2020, 1, 2, tzinfo=UTC)
+
+
+def test_html_columns_and_places_of_rows_without_address(tmp_path):
+    table = pa.table({"page": [{"html": b"<p>x</p>"}], "when": pa.array([0], pa.timestamp("s"))})
+    pq.write_table(table, tmp_path / "t.parquet")
+    made = read(tmp_path, tmp_path / "t.parquet", config=IngestConfig(html_column="page.html", date_column="when"))
+    (row,) = made.read().to_pylist()
+    assert (row["content_type"], row["url"], row["body"]) == ("text/html", "file:///t/t.parquet/0", b"<p>x</p>")
+
+
+def test_a_parquet_file_without_the_column_is_refused_before_anything_is_read(tmp_path):
+    pq.write_table(pa.table({"content": ["x"]}), tmp_path / "t.parquet")
+    with pytest.raises(PunaError, match=r"t\.parquet: no column 'text'; it has content.*ingest\.text_column"):
+        read(tmp_path, tmp_path / "t.parquet")
+    with pytest.raises(PunaError, match="ingest.url_column"):
+        read(tmp_path, tmp_path / "t.parquet", config=IngestConfig(text_column="content", url_column="address"))
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(PunaError, match=r"bad\.parquet: not a readable Parquet file"):
+        read(tmp_path, tmp_path / "bad.parquet")
+    with pytest.raises(PunaError, match="no such file"):
+        read(tmp_path, tmp_path / "missing.parquet")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst", "jsonl.xz"])
+def test_jsonl(tmp_path, suffix):
+    import lzma
+
+    lines = [
+        json.dumps({"text": "one", "url": "https://a.example.net/1", "timestamp": "2021-03-04T05:06:07Z"}),
+        "",
+        "{broken",
+        json.dumps(["a", "list"]),
+        json.dumps({"text": 7}),
+        json.dumps({"text": "half a pair \ud800"}),
+        json.dumps({"text": "two", "id": 3}),
+    ]
+    data = "\n".join(lines).encode()
+    packed = {"jsonl": bytes, "jsonl.gz": gzip.compress, "jsonl.zst": zstandard.compress, "jsonl.xz": lzma.compress}[suffix](data)
+    (tmp_path / f"t.{suffix}").write_bytes(packed)
+    made = read(tmp_path, f"t={tmp_path / f't.{suffix}'}")
+    assert {(r["url"], r["body"]) for r in made.read().to_pylist()} == {
+        ("https://a.example.net/1", b"one"),
+        (f"file:///t/t.{suffix}/6", b"two"),
+    }
+    assert rules(made) == ["malformed_record"] * 4
+
+
+def test_a_truncated_jsonl_keeps_its_good_lines(tmp_path):
+    data = b"".join(json.dumps({"text": f"line {n}"}).encode() + b"\n" for n in range(50))
+    (tmp_path / "t.jsonl").write_bytes(data[:-8])
+    made = read(tmp_path, tmp_path / "t.jsonl")
+    assert (made.rows(), rules(made)) == (49, ["truncated_record"])
+    (tmp_path / "u.jsonl.gz").write_bytes(gzip.compress(data)[:-20])
+    made = read(tmp_path, tmp_path / "u.jsonl.gz")
+    assert made.rows() <= 49
+    assert rules(made) == ["truncated_record"]
+    assert "u.jsonl.gz, line" in made.read("dropped")["detail"][0].as_py()
+
+
+def test_jsonl_that_cannot_be_right_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n{"body": "y"}\n')
+    with pytest.raises(PunaError, match=r"a\.jsonl: no column 'text'; it has body"):
+        read(tmp_path, tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").write_text('[{"text": "x"}]\n')
+    with pytest.raises(PunaError, match="JSON array"):
+        read(tmp_path, tmp_path / "b.jsonl")
+
+
+def test_saved_hugging_face_datasets(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = {"text": [f"text {n}" for n in range(10)], "url": [f"https://a.example.net/{n}" for n in range(10)]}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "saved"), num_shards=2)
+    made = read(tmp_path, tmp_path / "saved")
+    assert sorted(made.read()["body"].to_pylist()) == sorted(t.encode() for t in rows["text"])
+    assert rules(made) == []
+
+
+def test_streaming_data_sets(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    for shard in range(2):
+        lines = [json.dumps({"text": f"text {shard} {n}"}) for n in range(5)]
+        (tmp_path / f"part-{shard}.jsonl").write_text("\n".join(lines))
+    load = datasets.load_dataset
+    files = [str(tmp_path / f"part-{shard}.jsonl") for shard in range(2)]
+
+    def local(name, subset, **how):
+        assert (name, subset, how["revision"]) == ("someone/texts", None, "v1")
+        how.pop("revision")
+        return load("json", data_files=files, cache_dir=str(tmp_path / "cache"), **how)
+
+    monkeypatch.setattr(datasets, "load_dataset", local)
+    external = External("texts", "hf://datasets/someone/texts@v1", (), "0" * 64)
+    made = execute(ingest, IngestConfig(), {"inputs": [external]}, Store.open(tmp_path / "store"))
+    assert made.rows() == 10
+    assert "file:///texts/train/1/4" in made.read()["url"].to_pylist()
+
+
+def test_files_of_unknown_name_are_read_by_their_first_bytes(tmp_path):
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "one").write_bytes(gzip.compress(page(1)))
+    (folder / "two").write_bytes(page(2))
+    pq.write_table(pa.table({"text": ["three"]}), folder / "three")
+    made = read(tmp_path, folder)
+    assert made.rows() == 3
+
+
+def test_random_bytes_never_break_the_reader():
+    generator = random.Random(1)
+    for size in (0, 1, 5, 100, 5000):
+        for head in (b"", b"WARC/1.0\r\n", b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"\x5d\x2a\x4d\x18\x04\x00\x00\x00"):
+            data = head + generator.randbytes(size)
+            for found in read_warc(io.BytesIO(data), "x", 1 << 20):
+                assert isinstance(found, Rejected)
+
+
+def test_mutated_records_never_break_the_reader():
+    generator = random.Random(2)
+    whole = b"".join(page(n) for n in range(3))
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(generator.randrange(1, 6)):
+            data[generator.randrange(len(data))] = generator.randrange(256)
+        for found in read_warc(io.BytesIO(bytes(data)), "x", 1 << 20):
+            assert isinstance(found, Page | Rejected)
+            if isinstance(found, Page):
+                found.url.encode()
+
+
+def test_deflate_bodies():
+    (only,) = read_warc(io.BytesIO(record(zlib.compress(b"<p>x</p>"), Content_Encoding="deflate")), "x", 1 << 20)
+    assert only.body == b"<p>x</p>"

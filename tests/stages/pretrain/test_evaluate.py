@@ -1,0 +1,170 @@
+"""The evaluation stage: its rows recomputed from its parts."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+import torch
+
+from puna.models.checkpoint import load, save
+from puna.models.config import ModelConfig
+from puna.models.tokenizer import Tokenizer
+from puna.models.transformer import Transformer
+from puna.stages.align.prompts import PromptsConfig, Task, prompts
+from puna.stages.contract import SeededConfig, StageRun, execute, stage
+from puna.stages.pretrain import bits_per_byte, intervals
+from puna.stages.pretrain import evaluate as module
+from puna.stages.pretrain.evaluate import AnswersConfig, EvaluateConfig, PagesConfig, evaluate
+from puna.storage import PunaError
+
+from .conftest import sentences
+
+SETTINGS = EvaluateConfig(
+    pages=PagesConfig(max_bytes=6000, questions=8, options=3, prompt_words=6, option_words=4, continuations=2),
+    answers=AnswersConfig(prompts_per_task=5, max_tokens=6, examples=2),
+)
+
+
+@stage(kind="model")
+def tiny_model(config: SeededConfig, run: StageRun) -> None:
+    """A small random model."""
+    tokenizer = Tokenizer.train([sentences(i, 60) for i in range(30)], 300)
+    shape = ModelConfig(300, 16, 32, 2, 2, 1, max_position_embeddings=32, initializer_range=0.2)
+    save(Transformer(shape, generator=torch.Generator().manual_seed(config.seed)), run.folder, tokenizer)
+
+
+@pytest.fixture
+def model(store):
+    return execute(tiny_model, SeededConfig(), {}, store)
+
+
+def table(artifact) -> dict[tuple[str, str], dict]:
+    return {(row["task"], row["metric"]): row for row in artifact.read().to_pylist()}
+
+
+def test_pages(store, documents, mixture, model) -> None:
+    texts = [sentences(i, 20 + 5 * i) for i in range(20)]
+    rows = [(i, "dry" if i % 2 else "wet", "heldout" if i >= 8 else "train", 1) for i in range(20)]
+    given = {"model": model, "documents": documents(texts), "mixture": mixture(rows)}
+    made = execute(evaluate, SETTINGS, given, store)
+    found = table(made)
+    assert found["pages", "bits_per_byte"]["n"] == 12
+    held = {"pages": texts[8:], "pages/dry": texts[9::2], "pages/wet": texts[8::2]}
+    network, tokenizer = load(model.path()), Tokenizer.load(model.path())
+    for task, own in held.items():
+        size = sum(len(t.encode()) for t in own)
+        squeezed = sum(8 * len(gzip.compress(t.encode(), 9, mtime=0)) for t in own)
+        assert found[task, "gzip_bits_per_byte"]["value"] == pytest.approx(squeezed / size)
+        nats = bits_per_byte.document_nats(network, [tokenizer.document(t) for t in own], 32, 50)
+        assert found[task, "bits_per_byte"]["value"] == pytest.approx(bits_per_byte.bits(sum(nats)) / size, rel=1e-5)
+        targets = sum(len(tokenizer.document(t)) - 1 for t in own)
+        assert found[task, "nats_per_token"]["value"] == pytest.approx(sum(nats) / targets, rel=1e-5)
+        row = found[task, "bits_per_byte"]
+        assert row["low"] < row["value"] < row["high"]
+    choice = found["choice", "accuracy_normalized"]
+    assert choice["n"] == 8 == found["choice/dry", "accuracy"]["n"] + found["choice/wet", "accuracy"]["n"]
+    assert intervals.wilson(round(8 * choice["value"]), 8) == pytest.approx((choice["value"], choice["low"], choice["high"]))
+    examples = made.read("examples").to_pylist()
+    assert len(examples) == 2 and all(row["kind"] == "continuation" for row in examples)
+    assert any(text.startswith(examples[0]["prompt"]) for text in texts[8:])
+    assert made.manifest.metrics["choice_chance"] == pytest.approx(1 / 3)
+    # The same numbers whatever the parts.
+    again = execute(evaluate, SETTINGS.model_copy(update={"seed": 0}), given, store, part_rows=3)
+    assert again.data_digest == made.data_digest
+
+
+def test_pages_are_limited_and_chosen_by_hash(store, documents, model) -> None:
+    texts = [sentences(i, 60) for i in range(30)]
+    small = SETTINGS.model_copy(update={"pages": SETTINGS.pages.model_copy(update={"max_bytes": 1500, "max_page_bytes": 400})})
+    made = execute(evaluate, small, {"model": model, "documents": documents(texts)}, store)
+    assert made.manifest.metrics["page_bytes"] <= 1500 and found_pages(made) >= 3
+    assert ("pages/all", "bits_per_byte") not in table(made)  # one category only: no row of its own
+    with pytest.raises(PunaError, match="no held-out page of at most 100 bytes"):
+        tight = SETTINGS.model_copy(update={"pages": SETTINGS.pages.model_copy(update={"max_page_bytes": 100})})
+        execute(evaluate, tight, {"model": model, "documents": documents(texts)}, store)
+
+
+def found_pages(artifact) -> int:
+    return table(artifact)["pages", "bits_per_byte"]["n"]
+
+
+def test_answers_are_judged_by_the_scorer(store, model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is replaced by one that knows two answers in three."""
+    tasks = (Task(task="basic_arithmetic", parameters={"min_digits": 1, "max_digits": 1}), Task(task="gcd"))
+    asked = execute(prompts, PromptsConfig(tasks=tasks, train=4, heldout=9), {}, store)
+    rows = {row["prompt"]: row for row in asked.read().to_pylist()}
+    tokenizer = Tokenizer.load(model.path())
+    order: list[str] = []
+
+    class Oracle:
+        def __init__(self, model, tokenizer) -> None:
+            pass
+
+        def generate(self, given, sampling, seed, progress=None):
+            from puna.models.generation import Completion
+
+            found = []
+            for ids in given:
+                (prompt,) = [p for p in rows if tokenizer.chat([{"role": "user", "content": p}], add_generation_prompt=True) == list(ids)]
+                order.append(prompt)
+                right = sum(rows[p]["task"] == rows[prompt]["task"] for p in order) % 3 != 0
+                text = rows[prompt]["reference"] if right else "no idea"
+                found.append([Completion([*tokenizer.encode(text), tokenizer.eot], [], right)])
+            return found
+
+    monkeypatch.setattr("puna.models.generation.Engine", Oracle)
+    made = execute(evaluate, SETTINGS, {"model": model, "prompts": asked}, store)
+    found = table(made)
+    # 5 per task, number 3 wrong: 4 of 5, twice.
+    for task, n in (("basic_arithmetic", 5), ("gcd", 5), ("all", 10)):
+        assert found[task, "accuracy"]["n"] == n
+        assert found[task, "accuracy"]["value"] == found[task, "finished"]["value"] == pytest.approx(0.8)
+        assert found[task, "accuracy"]["low"] == pytest.approx(intervals.wilson(4 * n // 5, n).low)
+    assert all(rows[p]["split"] == "heldout" for p in order)
+    assert not any(task.startswith("pages") for task, _ in found)
+    examples = made.read("examples").to_pylist()
+    assert len(examples) == 4
+    for row in examples:
+        detail = json.loads(row["detail"])
+        assert detail["reference"] == rows[row["prompt"]]["reference"] and (detail["score"] == 1.0) == (row["text"] == detail["reference"])
+
+
+def test_a_real_engine_answers(store, model) -> None:
+    asked = execute(prompts, PromptsConfig(tasks=(Task(task="gcd"),), train=0, heldout=6), {}, store)
+    made = execute(evaluate, SETTINGS, {"model": model, "prompts": asked}, store)
+    assert table(made)["gcd", "accuracy"]["value"] == 0.0 and made.manifest.metrics["prompts"] == 5
+
+
+def test_needs_something_to_measure(store, documents, mixture, model) -> None:
+    with pytest.raises(PunaError, match="needs documents or prompts"):
+        execute(evaluate, SETTINGS, {"model": model}, store)
+    with pytest.raises(PunaError, match="without its documents"):
+        execute(evaluate, SETTINGS, {"model": model, "mixture": mixture([(0, "a", "heldout", 1)]), "prompts": asked_of(store)}, store)
+    with pytest.raises(ValueError, match="does not fit into pass_tokens"):
+        EvaluateConfig(context=9000)
+
+
+def asked_of(store):
+    return execute(prompts, PromptsConfig(tasks=(Task(task="gcd"),), train=0, heldout=2), {}, store)
+
+
+def test_held_out_prompts_are_asked_by_hash() -> None:
+    class Rows:
+        id = "prompts/x"
+
+        def __init__(self, rows) -> None:
+            self.rows = rows
+
+        def read(self):
+            import pyarrow as pa
+
+            return pa.Table.from_pylist(self.rows)
+
+    rows = [{"id": f"{i}", "task": "t" if i % 2 else "s", "split": "heldout" if i % 3 else "train"} for i in range(30)]
+    first = module._asked(Rows(rows), 4, seed=1)
+    assert first == module._asked(Rows(rows[::-1]), 4, seed=1) and len(first) == 8
+    assert first != module._asked(Rows(rows), 4, seed=2)
+    with pytest.raises(PunaError, match="no held-out prompts"):
+        module._asked(Rows(rows[::3]), 4, seed=1)
