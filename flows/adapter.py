@@ -27,6 +27,12 @@ def step(stage: Stage, config: StageConfig, /, *, label: str = "", **inputs: Val
     return _step(stage, config, label or stage.name, inputs)
 
 
+def publish(name: str, artifact: Artifact, version: str = "latest") -> Artifact:
+    """Point the alias `name@version` at an artifact; returns the artifact."""
+    _session().store.set_alias(f"{name}@{version}", artifact)
+    return artifact
+
+
 def _step(stage: Stage, config: StageConfig, label: str, inputs: dict[str, Value]) -> Artifact:
     now = _session()
     stage.check(inputs)

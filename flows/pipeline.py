@@ -9,7 +9,7 @@ from puna.flows.recipe import Recipe
 from puna.stages.align.instructions import instructions
 from puna.stages.align.prompts import prompts
 from puna.stages.align.sft import sft
-from puna.stages.contract import External
+from puna.stages.contract import External, Stage, StageConfig, Value
 from puna.stages.curate.decontaminate import decontaminate
 from puna.stages.curate.domains import domains
 from puna.stages.curate.extract import extract
@@ -61,7 +61,8 @@ def curate(r: Recipe, inputs: list[External]) -> Curated:
     documents = step(pii, r.pii, documents=documents)
     documents = step(minhash_dedup, r.minhash_dedup, documents=documents)
     documents = step(line_dedup, r.line_dedup, documents=documents)
-    scores, types = step(quality, r.quality, documents=documents), step(domains, r.domains, documents=documents)
+    scores = step(quality, r.quality, documents=documents, language=signals[0])
+    types = step(domains, r.domains, documents=documents)
     documents = step(select, r.select_model, label="select_model", documents=documents, signals=[scores, types])
     documents = step(decontaminate, r.decontaminate, documents=documents, prompts=[tasks])
     return Curated(documents, types, tasks)
@@ -80,17 +81,52 @@ def pretrain(r: Recipe, inputs: list[External]) -> Pretrained:
     return Pretrained(base, c, mixture)
 
 
+@dataclass(frozen=True)
+class Policies:
+    """The aligned model, the second model that answers beside it, and the data gathered so far."""
+
+    policy: Artifact
+    other: Artifact
+    instructions: tuple[Artifact, ...]
+    preferences: tuple[Artifact, ...] = ()
+
+
 def align(r: Recipe, inputs: list[External]) -> Artifact:
     """Base model to aligned model: supervised finetuning on gold answers, then rounds."""
     base = pretrain(r, inputs)
     gold = step(instructions, r.instructions, prompts=base.curated.prompts)
     policy = step(sft, r.sft_first, label="sft_first", model=base.model, instructions=[gold])
-    other = step(sft, r.sft_second, label="sft_second", model=base.model, instructions=[gold])
+    other = step(sft, r.sft_lora, label="sft_lora", model=policy, instructions=[gold])
     step(evaluate, r.evaluate, label="evaluate_sft", model=policy, prompts=base.curated.prompts)
-    data = [gold]
+    state = Policies(policy, other, (gold,))
     for number in range(1, r.rounds + 1):
-        policy, other, data = align_round(r, number, base, policy, other, data)
-    return policy
+        state = align_round(r, number, state, base.curated.prompts)
+    return publish("policy", state.policy)
 
 
-pipeline = align
+def align_round(r: Recipe, number: int, before: Policies, heldout: Artifact) -> Policies:
+    """Answers, preferences, reward model, rejection sampling, SFT, DPO (PPO in the last round), averaging."""
+
+    def at(stage: Stage, config: StageConfig, **inputs: Value) -> Artifact:
+        return step(stage, in_round(config, number), label=f"{stage.name}_{number}", **inputs)
+
+    tasks = step(prompts, round_prompts(r, number), label=f"prompts_{number}")
+    answers = at(sample, r.sample, models=[before.policy, before.other], prompts=tasks)
+    pairs = (*before.preferences, at(preferences, r.preferences, answers=answers, prompts=tasks))
+    reward = at(reward_model, r.reward_model, model=before.policy, preferences=list(pairs))
+    best = at(rejection_sample, r.rejection_sample, answers=answers, reward_model=reward, prompts=tasks)
+    data = (*before.instructions, at(data_quality, r.data_quality, instructions=best, model=before.policy))
+    tuned = at(sft, r.sft, model=before.policy, instructions=list(data))
+    preferred = at(dpo, r.dpo, model=tuned, preferences=[pairs[-1]])
+    last = [tuned, preferred]
+    if r.ppo is not None and number == r.rounds:
+        last = [preferred, at(ppo, r.ppo, policy=preferred, reward_model=reward, prompts=tasks)]
+    policy = at(average, r.average, models=last)
+    step(evaluate, r.evaluate, label=f"evaluate_round_{number}", model=policy, prompts=heldout)
+    publish("policy", policy, f"round-{number}")
+    return Policies(policy, tuned, data, pairs)
+
+
+def pipeline(r: Recipe, inputs: list[External]) -> Artifact:
+    """Everything: raw pages to an aligned model."""
+    return align(r, inputs)

@@ -79,7 +79,7 @@ class Recipe(StageConfig):
     round_prompts: int = Field(400, ge=1, description="New training prompts of each task in each round")
     instructions: InstructionsConfig = Field(InstructionsConfig(), description="First instructions, from gold answers")
     sft_first: SftConfig = Field(SftConfig(), description="First supervised finetuning")
-    sft_second: SftConfig = Field(SftConfig(), description="The other model that answers in round 1")
+    sft_lora: SftConfig = Field(SftConfig(method="lora"), description="Finetuning of the second model that answers in round 1")
     sample: SampleConfig = Field(SampleConfig(), description="Answers from two models")
     preferences: PreferencesConfig = Field(PreferencesConfig(), description="Ranked answers")
     reward_model: RewardModelConfig = Field(RewardModelConfig(), description="Reward model")
@@ -99,6 +99,15 @@ def in_round(config: C, number: int) -> C:
     """The configuration of a stage in round `number` (from 1): each round draws its own random numbers."""
     seed = getattr(config, "seed", None)
     return config if seed is None else config.model_copy(update={"seed": (seed + 1_000_003 * number) % 2**31})
+
+
+def round_prompts(r: Recipe, number: int) -> PromptsConfig:
+    """New training prompts for round `number`: the slice after those of the first finetuning and earlier rounds.
+
+    The seed and the held-out share stay, so that no held-out question becomes a training question.
+    """
+    skip = r.prompts.train + (number - 1) * r.round_prompts
+    return r.prompts.model_copy(update={"train": r.round_prompts, "heldout": 0, "skip": r.prompts.skip + skip})
 
 
 def load_stages() -> dict[str, Stage]:

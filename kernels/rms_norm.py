@@ -48,7 +48,10 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last axis, with x's shape and dtype; low precision is normalised in fp32."""
     if x_TD.dtype not in (torch.float32, torch.float64):
-        return rms_norm(x_TD.float(), torch.ones_like(weight_D, dtype=torch.float32), eps).to(x_TD.dtype) * weight_D
+        return (
+            rms_norm(x_TD.float(), torch.ones_like(weight_D, dtype=torch.float32), eps).to(x_TD.dtype)
+            * weight_D
+        )
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x_TD, weight_D, eps)
     return (x_TD * _reciprocal_rms(x_TD, eps)).mul_(weight_D)

@@ -88,7 +88,9 @@ def load(
         if config.tie_word_embeddings and "model.embed_tokens.weight" in state:
             state["lm_head.weight"] = state["model.embed_tokens.weight"]
         elif "lm_head.weight" not in state:
-            raise CheckpointError(f"{folder} has no language-model head (lm_head.weight), and its embeddings are not tied")
+            raise CheckpointError(
+                f"{folder} has no language-model head (lm_head.weight), and its embeddings are not tied"
+            )
     _check_tensors(model, state, folder)
     model.load_state_dict(state)
     return model
@@ -116,7 +118,9 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
             raise ValueError(f"{name} = {raw[name]!r} is not supported (only {plain[0]!r})")
     rope = raw.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default":
-        raise ValueError(f"rope_parameters.rope_type = {rope['rope_type']!r} is not supported (only 'default')")
+        raise ValueError(
+            f"rope_parameters.rope_type = {rope['rope_type']!r} is not supported (only 'default')"
+        )
     values = {"num_key_value_heads": raw.get("num_attention_heads"), **raw}
     values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta"))
     known = {field.name: field for field in fields(ModelConfig)}

@@ -116,12 +116,11 @@ class Engine:
         """
         stop = self._stop(sampling)
         answers = _answers(prompts, sampling, seed)
-        done: list[list[Completion]] = []
         finished: dict[int, Completion] = {}
         waiting = deque(sorted((a for row in answers for a in row), key=lambda a: len(prompts[a.index])))
         total = len(waiting)
         if not total:
-            return done
+            return []
         batch = _Batch(self.model, prompts, sampling, min(self.slots, total), refills=total > self.slots)
         while waiting or batch.live:
             batch.admit(waiting)
@@ -152,7 +151,12 @@ class _Batch:
     """The slots: caches [layers, S, G, L, K], one bias [S, L] (-inf before a row's first column)."""
 
     def __init__(
-        self, model: Transformer, prompts: Sequence[Sequence[int]], sampling: Sampling, slots: int, refills: bool
+        self,
+        model: Transformer,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        slots: int,
+        refills: bool,
     ) -> None:
         config, weight = model.config, model.model.embed_tokens.weight
         self.model, self.prompts, self.sampling, self.slots = model, prompts, sampling, slots
@@ -174,7 +178,6 @@ class _Batch:
         free = [slot for slot in range(self.slots) if slot not in self.live]
         if not waiting or (self.live and len(free) < max(1, self.slots // 4)):
             return
-        self._move_back()
         coming = [waiting.popleft() for _ in range(min(len(free), len(waiting)))]
         self._prefill(list(dict.fromkeys(a.index for a in coming if a.index not in self.prefixes)))
         rows: dict[int, list[int]] = {}
@@ -192,15 +195,18 @@ class _Batch:
             self.bias[where, start:] = 0.0
             for slot in slots:
                 self.starts[slot] = start
-        still = {answer.index for answer in waiting}
-        self.prefixes = {index: prefix for index, prefix in self.prefixes.items() if index in still}
+        # A prompt's answers wait side by side: only the next one's prompt is needed again.
+        following = {waiting[0].index} if waiting else set()
+        self.prefixes = {index: self.prefixes[index] for index in following & self.prefixes.keys()}
 
     def _prefill(self, indices: list[int]) -> None:
         """Compute prompts, many to a forest."""
         while indices:
             sizes = np.cumsum([len(self.prompts[index]) for index in indices])
             taken = max(1, int(np.searchsorted(sizes, PREFILL_TOKENS, side="right")))
-            prefixes = _prefixes(self.model, Forest.pack([self.prompts[i] for i in indices[:taken]]).to(self.device))
+            prefixes = _prefixes(
+                self.model, Forest.pack([self.prompts[i] for i in indices[:taken]]).to(self.device)
+            )
             self.prefixes |= dict(zip(indices[:taken], prefixes, strict=True))
             indices = indices[taken:]
 
@@ -209,7 +215,9 @@ class _Batch:
         uniforms = np.zeros(self.slots)
         for slot, answer in self.live.items():
             uniforms[slot] = answer.uniforms[len(answer.tokens)]
-        tokens, logprobs = draw(self.model.logits(self.hidden), self.sampling, torch.from_numpy(uniforms).to(self.device))
+        tokens, logprobs = draw(
+            self.model.logits(self.hidden), self.sampling, torch.from_numpy(uniforms).to(self.device)
+        )
         self.tokens = tokens.tolist()
         scores = logprobs.tolist()
         return [(slot, self.tokens[slot], scores[slot]) for slot in list(self.live)]
@@ -236,11 +244,12 @@ class _Batch:
         self.column += 1
 
     def _move_back(self) -> None:
-        """Shift all rows so that the earliest live one starts as early as the prompts to come allow."""
-        first = min((self.starts[slot] for slot in self.live), default=self.column)
-        shift = min(first, self.column - self.longest)
-        if shift <= 0:
-            return
+        """Shift all rows so that the earliest live one starts as early as the prompts to come allow.
+
+        A live row is younger than `max_tokens`, and the cache holds two such ages beside the longest
+        prompt, so this always frees columns.
+        """
+        shift = min(min(self.starts[slot] for slot in self.live), self.column - self.longest)
         width = self.column - shift
         for cache in (self.keys, self.values):
             cache[:, :, :, :width] = cache[:, :, :, shift : self.column].clone()
@@ -321,7 +330,7 @@ def draw(logits_SV: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tenso
 
 
 def _invert(p_SV: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token whose cumulative probability passes `uniforms` times the total: its block, then itself."""
+    """The first token whose cumulative probability passes `uniforms` times the total, by way of its block."""
     S, V = p_SV.shape
     blocks = torch.nn.functional.pad(p_SV, (0, -V % BLOCK)).view(S, -1, BLOCK)
     passed = blocks.sum(-1, dtype=torch.float64).cumsum(-1)

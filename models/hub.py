@@ -222,7 +222,9 @@ class PunaForCausalLM(PunaPreTrainedModel, GenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
 
 
@@ -248,7 +250,9 @@ class PunaForSequenceClassification(PunaPreTrainedModel):
         **_: Any,
     ) -> SequenceClassifierOutputWithPast:
         """Scores [B, labels]. The last real token is the mask's, or else the last that is not padding."""
-        hidden = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds).last_hidden_state
+        hidden = self.model(
+            input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds
+        ).last_hidden_state
         B, T = hidden.shape[:2]
         real = torch.ones(B, T, dtype=torch.bool, device=hidden.device)
         if attention_mask is not None:
@@ -256,7 +260,9 @@ class PunaForSequenceClassification(PunaPreTrainedModel):
         elif input_ids is not None and self.config.pad_token_id is not None:
             real = input_ids != self.config.pad_token_id
         elif B > 1:
-            raise ValueError("give an attention_mask or set config.pad_token_id: the last real token is unknown")
+            raise ValueError(
+                "give an attention_mask or set config.pad_token_id: the last real token is unknown"
+            )
         last = (torch.arange(T, device=hidden.device) * real).argmax(1)
         logits = self.score(hidden[torch.arange(B, device=hidden.device), last])
         loss = None

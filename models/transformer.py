@@ -149,7 +149,9 @@ class Transformer(nn.Module):
     uninitialised, ready for a checkpoint.
     """
 
-    def __init__(self, config: ModelConfig, head: Head = "lm", generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, head: Head = "lm", generator: torch.Generator | None = None
+    ) -> None:
         super().__init__()
         if head not in ("lm", "scalar"):
             raise ValueError(f"head must be 'lm' or 'scalar', not {head!r}")
@@ -197,10 +199,12 @@ class Transformer(nn.Module):
 
         `positions` [N] int64 are indices into the row (not position ids); several may be equal.
         """
-        return linear_token_logprobs(self.hidden(forest)[positions], self.lm_head.weight, targets, temperature)
+        return linear_token_logprobs(
+            self.hidden(forest)[positions], self.lm_head.weight, targets, temperature
+        )
 
     def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """sum_i weights[i] * -log p(targets[i] | positions[i]), a scalar, in nats; the cheapest training loss.
+        """sum_i weights[i] * -log p(targets[i] | positions[i]), a scalar in nats; the cheapest training loss.
 
         Denominators are the caller's, in `weights` [N] float: 1 / N each gives the mean.
         """

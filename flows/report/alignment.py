@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import json
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from puna.flows.report.markup import Content, Html, details, excerpt, join, number, part, table, tag
-from puna.flows.report.run import Run, Step
-from puna.flows.report.svg import Plot, draw, grid
+from puna.flows.report.plot import Plot
+from puna.flows.report.run import Run, Step, for_people
+from puna.flows.report.svg import draw, grid
 from puna.stages.pretrain.intervals import mean, wilson
 
 OVERALL = ("all", "overall", "total", "mean")
@@ -35,13 +37,18 @@ class Measured:
 
 def model_label(step: Step) -> str:
     """What was evaluated, from the step's name: evaluate_round_1 is "round 1"."""
-    return step.name.removeprefix("evaluate_").replace("_", " ") or step.label
+    return for_people(step.name.removeprefix("evaluate_"))
+
+
+def evaluations(run: Run) -> list[Step]:
+    """Steps that evaluated a model; experiments write the same kind of artifact."""
+    return [s for s in run.kind("evaluation") if any(i.kind == "model" for i in s.artifact.manifest.inputs)]
 
 
 def measurements(run: Run) -> dict[tuple[str, str], list[Measured]]:
-    """Every value by task and metric, in the order of the run's evaluations."""
+    """Every value by task and metric, in the order of the run's evaluations of models."""
     found: dict[tuple[str, str], list[Measured]] = defaultdict(list)
-    for step in run.kind("evaluation"):
+    for step in evaluations(run):
         for row in step.artifact.read().to_pylist():
             found[row["task"], row["metric"]].append(Measured(step, row["value"], row["low"], row["high"], row["n"]))
     return dict(found)
@@ -109,7 +116,7 @@ def _plot(title: str, y: str, groups: Mapping[str, Sequence[Measured]]) -> Plot:
 def table_view(run: Run) -> Html:
     """Everything that was measured: one row per task and metric, one column per evaluation."""
     measured = measurements(run)
-    steps = run.kind("evaluation")
+    steps = evaluations(run)
     if not measured:
         return Html("")
     rows: list[list[Content]] = []
@@ -146,15 +153,27 @@ def reward_view(run: Run) -> Html:
     return part("Reward", grid(draw(p) for p in plots if not p.empty), note=note)
 
 
+def _rewards(run: Run, answers: Step) -> dict[str, float]:
+    """The reward model's score of each answer: what rejection sampling recorded about this step's answers."""
+    found: dict[str, float] = {}
+    for step in run.kind("instructions"):
+        if step.has("scores") and any(i.key == answers.artifact.key for i in step.artifact.manifest.inputs):
+            rows = step.artifact.read("scores").to_pylist()
+            found.update({row["id"]: row["value"] for row in rows if row["name"] == "reward"})
+    return found
+
+
 def _answers_plot(run: Run, column: str, title: str) -> Plot:
     """Mean and interval of a column of the answers, per step and model."""
     points: dict[str, list[tuple[float | str, float]]] = defaultdict(list)
     spans: dict[str, list[tuple[float | str, float, float]]] = defaultdict(list)
     for step in run.kind("answers"):
         groups: dict[str, list[float]] = defaultdict(list)
-        for row in step.artifact.read(columns=["model", column]).to_pylist():
-            if row[column] is not None:
-                groups[row["model"]].append(row[column])
+        rewards = _rewards(run, step) if column == "score" else {}
+        for row in step.artifact.read(columns=["id", "model", column]).to_pylist():
+            value = row[column] if row[column] is not None else rewards.get(row["id"])
+            if value is not None:
+                groups[row["model"]].append(value)
         order = [i.key for i in step.artifact.manifest.inputs if i.kind == "model"]
         for key in sorted(groups, key=lambda k: (order.index(k) if k in order else len(order), k)):
             measured = mean(groups[key])
@@ -170,35 +189,72 @@ def _answers_plot(run: Run, column: str, title: str) -> Plot:
 
 def answers_view(run: Run) -> Html:
     """The same questions answered by the base model, after the first finetuning, and at the end."""
-    steps = [step for step in run.kind("evaluation") if step.has("examples")]
+    steps = [step for step in evaluations(run) if step.has("examples")]
     if not steps:
         return Html("")
     steps = list({s.name: s for s in (steps[0], steps[min(1, len(steps) - 1)], steps[-1])}.values())
-    answers: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    answers: dict[str, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for step in steps:
         for row in step.artifact.read("examples").to_pylist():
-            answers[row["id"]][step.name] = row
-    chosen = sorted(answers, key=lambda i: (-len(answers[i]), not _changed(list(answers[i].values())), i))[:ANSWERS_SHOWN]
-    return part("Answers before and after", tag("div", [_question(answers[i], steps) for i in chosen], class_="questions"))
+            answers[row["id"]][step.name] = {**row, "about": _about(row["detail"])}
+    questions = {i: rows for i, rows in answers.items() if any(row["kind"] != "continuation" for row in rows.values())}
+    ranked = sorted(questions, key=lambda i: (-len(questions[i]), _order(list(questions[i].values())), i))
+    # A question of each task first, then the second of each, and so on.
+    turns: Counter[str] = Counter()
+    place = {}
+    for i in ranked:
+        task = str(next(iter(questions[i].values()))["about"].get("task"))
+        place[i] = turns[task]
+        turns[task] += 1
+    chosen = sorted(ranked, key=lambda i: (place[i], ranked.index(i)))[:ANSWERS_SHOWN]
+    shown = [_question(questions[i], steps) for i in chosen]
+    written = [_continuation(row) for i in sorted(answers) if i not in questions for row in answers[i].values()]
+    said = part("Answers before and after", tag("div", shown, class_="questions") if shown else None)
+    return join([said, part("How the base model writes on", tag("div", written, class_="cards") if written else None)])
 
 
-def _changed(rows: Sequence[Mapping[str, Any]]) -> bool:
-    return len({row["kind"] for row in rows}) > 1 or len({row["detail"] for row in rows}) > 1
+def _about(detail: str | None) -> Mapping[str, Any]:
+    """What an example's detail holds: named values where it is JSON, else its text under no name."""
+    try:
+        found = json.loads(detail or "{}")
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"": detail}
+
+
+def _order(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Questions whose answers were judged differently come first."""
+    return 0 if len({(row["kind"], str(row["about"].get("score"))) for row in rows}) > 1 else 1
 
 
 def _question(rows: Mapping[str, Mapping[str, Any]], steps: Sequence[Step]) -> Html:
-    prompt = next((str(row["prompt"]) for row in rows.values() if row["prompt"]), "")
+    first = next(iter(rows.values()))
+    facts = first["about"]
+    told = [tag("span", facts["task"], class_="tag")] if facts.get("task") else []
+    if facts.get("reference") is not None:
+        told.append(tag("span", "right answer: ", tag("b", excerpt(str(facts["reference"]), 120)), class_="note"))
     sides = [_answer(model_label(step), rows.get(step.name)) for step in steps]
-    return tag("article", tag("p", excerpt(prompt, 600), class_="prompt", dir="auto"), tag("div", sides, class_="sides"), class_="question")
+    prompt = tag("p", excerpt(str(first["prompt"] or ""), 600), class_="prompt", dir="auto")
+    return tag("article", tag("p", told) if told else None, prompt, tag("div", sides, class_="sides"), class_="question")
 
 
 def _answer(title: str, row: Mapping[str, Any] | None) -> Html:
     if row is None:
         return tag("div", tag("h4", title), tag("p", "not asked", class_="note"))
-    about = tag("p", tag("span", row["kind"], class_="tag"), " ", excerpt(str(row["detail"] or ""), 200), class_="note")
-    return tag("div", tag("h4", title), tag("blockquote", excerpt(str(row["text"]), 500) or "(empty)", dir="auto"), about)
+    score = row["about"].get("score")
+    judged: Content = None
+    if isinstance(score, (int, float)):
+        word, style = ("right", "tag right") if score >= 1 else ("wrong", "tag wrong") if score <= 0.01 else (f"score {score:.2f}", "tag")
+        judged = tag("span", word, class_=style)
+    rest = tag("p", excerpt(str(row["about"][""]), 200), class_="note") if row["about"].get("") else None
+    return tag("div", tag("h4", title, " ", judged), tag("blockquote", excerpt(str(row["text"]), 500) or "(empty)", dir="auto"), rest)
 
 
-def filters_view(levels: Sequence[Html]) -> Html:
-    """What the rules on preferences and instructions dropped."""
-    return part("Rules on preferences and instructions", join(levels)) if levels else Html("")
+def _continuation(row: Mapping[str, Any]) -> Html:
+    about = row["about"]
+    own = None
+    if about.get("page"):
+        own = details("how the page itself goes on", tag("blockquote", excerpt(str(about["page"]), 300), dir="auto"), class_="more")
+    told = tag("p", tag("span", about["category"], class_="tag")) if about.get("category") else None
+    prompt = tag("p", excerpt(str(row["prompt"] or ""), 300), class_="prompt", dir="auto")
+    return tag("article", told, prompt, tag("blockquote", excerpt(str(row["text"]), 420) or "(empty)", dir="auto"), own, class_="card")

@@ -62,7 +62,8 @@ def shares_view(run: Run, column: str, title: str) -> Html:
         [g, _double(kept[g], came[g], most), came[g], kept[g], percent(kept[g], came[g]), percent(characters[g], total)] for g in ranked
     ]
     head: list[Content] = [title, "", "classified", "kept", "share kept", "of kept text"]
-    return part(title.capitalize(), table(head, rows, numeric=(2, 3, 4, 5)))
+    chips = tag("ul", tag("li", tag("i", class_="kept"), "kept"), tag("li", tag("i", class_="gone"), "dropped later"), class_="legend")
+    return part(title.capitalize(), chips, table(head, rows, numeric=(2, 3, 4, 5)))
 
 
 def _double(kept: int, came: int, most: int) -> Html:

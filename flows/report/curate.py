@@ -17,13 +17,14 @@ WORDS_COMPARED = 160
 LINES_SHOWN = 15
 
 
-def funnel_view(levels: list[Level], per_token: float | None) -> Html:
+def funnel_view(levels: list[Level], per_token: float | None, unit: str = "documents") -> Html:
     """Every level as a row with its bar; rules below it, each with examples to open."""
     most = max((level.came for level in levels), default=0)
     legend = tag(
         "ul", tag("li", tag("i", class_="kept"), "kept"), tag("li", tag("i", class_="gone"), "dropped by a rule"), class_="legend"
     )
-    head = tag("div", [tag("span", word) for word in ("step", "", "documents", "share", "text")], class_="level head", aria_hidden="true")
+    titles = ("step", "", unit, "dropped", "text" if unit == "documents" else "")
+    head = tag("div", [tag("span", title) for title in titles], class_="level head", aria_hidden="true")
     rows = [_level(level, most, per_token) for level in levels]
     return join([legend, tag("div", head, rows, class_="funnel")])
 
@@ -49,7 +50,11 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
         said.append(tag("p", f"{short(abs(edited))} characters {done} documents that were kept", class_="edited"))
     if level.lost:
         said.append(tag("p", f"{level.lost:,} rows are neither kept nor dropped: this artifact is unsound.", class_="alarm"))
-    return tag("div", row, [_rule(rule, level, per_token) for rule in level.rules], said, class_="step")
+    rules, at = [], level.kept
+    for rule in level.rules:
+        rules.append(_rule(rule, level, at, most, per_token))
+        at += rule.rows
+    return tag("div", row, rules, said, class_="step")
 
 
 def text_amount(level: Level, per_token: float | None) -> str:
@@ -66,14 +71,16 @@ def amount(characters: int, per_token: float | None) -> str:
     return f"≈ {short(round(characters / per_token))} tokens" if per_token else f"{short(characters)} characters"
 
 
-def _rule(rule: Rule, level: Level, per_token: float | None) -> Html:
-    words = amount(rule.characters, per_token) if rule.characters and level.characters_in is not None else ""
-    share = tag("i", class_="gone", style=f"width:{100 * rule.rows / max(1, level.dropped):.1f}%")
+def _rule(rule: Rule, level: Level, at: int, most: int, per_token: float | None) -> Html:
+    """A rule's row; its bar stands under the rule's piece of the step's bar, which begins after `at` rows."""
+    words = amount(rule.characters, per_token) if rule.characters and level.edited is not None else ""
+    place = f"margin-left:{100 * at / max(1, most):.2f}%;width:{100 * rule.rows / max(1, most):.2f}%"
+    share = tag("i", class_="gone", style=place)
     head = [
         tag("b", rule.name),
         tag("span", share, class_="bar", aria_hidden="true"),
-        tag("span", f"−{rule.rows:,}", class_="n minus"),
         tag("span", percent(rule.rows, level.came), class_="n dim"),
+        tag("span", f"−{rule.rows:,}", class_="n minus"),
         tag("span", words, class_="n dim"),
     ]
     return details(tag("span", head, class_="rule"), tag("div", [example_view(e) for e in rule.examples], class_="cards"))
@@ -119,22 +126,24 @@ def _pairs(run: Run, step: Step) -> Html:
     chosen = [near[i] for i in sorted({0, len(near) // 2, len(near) - 1})][:PAIRS]
     wanted = {str(i) for row in chosen for i in (row["id"], row["kept_id"])}
     found = {name: doc for source in run.filtered(step) for name, doc in run.scan(source, wanted).rows.items()}
-    pairs = [_pair(row, found[row["id"]], found[row["kept_id"]]) for row in chosen if row["id"] in found and row["kept_id"] in found]
+    whole = [row for row in chosen if row["id"] in found and row["kept_id"] in found]
+    pairs = [_pair(row, found[row["id"]], found[row["kept_id"]], opened=row is whole[0]) for row in whole]
     clusters = Counter(row["cluster"] for row in rows)
     sizes = sorted(clusters.values(), reverse=True)
     methods = ", ".join(sorted({row["method"] for row in rows}))
     note = f"{len(rows):,} documents removed in {len(clusters):,} clusters (the largest lost {sizes[0]:,}); found by {methods}."
-    return part(step.label, tag("div", pairs, class_="pairs"), note=note)
+    return part(f"{step.label}: what was removed, beside what was kept", tag("div", pairs, class_="pairs"), note=note)
 
 
-def _pair(row: Mapping[str, Any], gone: Mapping[str, Any], kept: Mapping[str, Any]) -> Html:
+def _pair(row: Mapping[str, Any], gone: Mapping[str, Any], kept: Mapping[str, Any], *, opened: bool) -> Html:
     left, right = compared(gone["text"], kept["text"])
     sides = []
     for side, doc, words in (("removed", gone, left), ("kept", kept, right)):
         where = tag("p", doc.get("url") or doc.get("title") or doc["id"], class_="url")
         sides.append(tag("div", tag("h4", side), where, tag("blockquote", words, dir="auto")))
     name = tag("b", gone.get("title") or gone.get("url") or row["id"], dir="auto")
-    return details([name, tag("span", f"similarity {row['similarity']:.3f}", class_="tag")], tag("div", sides, class_="sides"), open_=True)
+    about = tag("span", f"similarity {row['similarity']:.3f}", class_="tag")
+    return details([name, about], tag("div", sides, class_="sides"), open_=opened)
 
 
 def compared(first: str, second: str) -> tuple[Html, Html]:
@@ -171,4 +180,4 @@ def _lines(step: Step) -> Html:
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:LINES_SHOWN]
     rows: list[list[Content]] = [[count, tag("q", excerpt(line, 160) or "(blank)", dir="auto"), rule] for (line, rule), count in ranked]
     note = f"{counts.total():,} lines ({short(characters)} characters) cut from {len(documents):,} documents; {len(counts):,} distinct."
-    return part(step.label, table(["times", "line", "rule"], rows, numeric=(0,)), note=note)
+    return part(f"{step.label}: the lines removed most often", table(["times", "line", "rule"], rows, numeric=(0,)), note=note)

@@ -139,13 +139,13 @@ def times_view(run: Run) -> Html:
         bar = tag("i", class_="again" if step.reused else "kept", style=f"width:{max(0.4, 100 * seconds / longest):.1f}%")
         state = tag("span", "reused", class_="tag") if step.reused else None
         memory = step.artifact.manifest.peak_memory_bytes
-        cells: list[Content] = [duration(seconds), state, size(memory) if memory else "–", size(_bytes(step))]
-        rows.append([step.label, tag("span", bar, class_="bar", aria_hidden="true"), *cells, tag("code", step.artifact.id)])
-    head: list[Content] = ["step", "", "time", "", "peak memory", "stored", "artifact"]
+        cells: list[Content] = [duration(seconds), size(memory) if memory else "–", size(_bytes(step))]
+        rows.append([[step.label, " ", state], tag("span", bar, class_="bar", aria_hidden="true"), *cells, tag("code", step.artifact.id)])
+    head: list[Content] = ["step", "", "time", "peak memory", "stored", "artifact"]
     chips = [tag("li", tag("i", class_="kept"), "made in this run")]
     if any(s.reused for s in run.steps):
         chips.append(tag("li", tag("i", class_="again"), "reused: the time it took when it was made"))
-    return join([tag("ul", chips, class_="legend"), table(head, rows, numeric=(2, 4, 5))])
+    return join([tag("ul", chips, class_="legend"), table(head, rows, numeric=(2, 3, 4))])
 
 
 def _bytes(step: Step) -> int:

@@ -95,7 +95,9 @@ def _corpus_tiles(run: Run, levels: list[Level]) -> list[Html]:
 
 def _model_tiles(run: Run) -> list[Html]:
     tiles = []
-    measured = {metric: values[0] for (_, metric), values in alignment.measurements(run).items()}
+    # All pages come as "pages", their categories as "pages/…".
+    by_length = sorted(alignment.measurements(run).items(), key=lambda item: -len(item[0][0]))
+    measured = {metric: values[0] for (_, metric), values in by_length}
     if bits := measured.get("bits_per_byte"):
         gzip = measured.get("gzip_bits_per_byte")
         against = f"gzip -9: {gzip.value:.3f} ({percent(gzip.value - bits.value, gzip.value)} fewer)" if gzip else None
@@ -127,12 +129,11 @@ def _curation(run: Run, levels: list[Level], per_token: float | None) -> Html:
     rate = f"Tokens are estimated at this run's {per_token:.2f} characters per token." if per_token else None
     view = part("Funnel", curate.funnel_view(levels, per_token), note=rate) if levels else None
     lead = "Every page and document that came in is kept or was dropped by one rule. Open a rule to read what it dropped."
-    duplicates = curate.duplicates_view(run)
     return section(
         "curation", "Curation", lead if levels else None,
         view,
-        join([tag("h3", "Duplicates, beside what was kept"), duplicates]) if duplicates else None,
-        (lines := curate.lines_view(run)) and join([tag("h3", "Lines that were removed"), lines]),
+        curate.duplicates_view(run),
+        curate.lines_view(run),
         corpus.examples_view(run.kind("pages", "documents")),
         corpus.kept_view(run),
     )  # fmt: skip
@@ -140,7 +141,7 @@ def _curation(run: Run, levels: list[Level], per_token: float | None) -> Html:
 
 def _corpus(run: Run) -> Html:
     shares = join([corpus.shares_view(run, "language", "language"), corpus.shares_view(run, "domain", "knowledge type")])
-    figures = training.figures_view([s for s in run.steps if training.of_curation(s) and s.artifact.manifest.figures])
+    figures = training.figures_view([s for s in run.steps if training.of_curation(s)], "What the steps measured")
     return section("corpus", "Corpus", "What the text is made of.", shares, corpus.mixture_view(run), figures)
 
 
@@ -151,23 +152,28 @@ def _experiments(run: Run) -> Html:
 
 def _pretraining(run: Run) -> Html:
     base = [s for s in run.kind("model") if s.stage == "pretrain" and s.stage not in training.EXPERIMENTS]
-    return section("pretraining", "Pretraining", "The base model's training.", training.training_view(base))
+    models = {s.artifact.key for s in base}
+    judged = [s for s in alignment.evaluations(run) if any(i.key in models for i in s.artifact.manifest.inputs)]
+    measured = training.figures_view(judged, "What the base model can do")
+    return section("pretraining", "Pretraining", "The base model's training.", training.training_view(base, "Base model"), measured)
 
 
 def _alignment(run: Run) -> Html:
     trained = [s for s in run.kind("model") if s.stage != "pretrain" and s.stage not in training.EXPERIMENTS]
     filters = [level(run, s) for s in run.kind(*PREFERENCE_KINDS) if s.has("dropped")]
-    others = [s for s in run.steps if s.artifact.manifest.figures and not training.of_curation(s)]
-    drawn = [s for s in others if s.artifact.kind != "model" and s.stage not in training.EXPERIMENTS]
-    curves = training.training_view(trained)
+    others = [s for s in run.steps if s.artifact.kind not in ("model", "evaluation") and not training.of_curation(s)]
+    base = {s.artifact.key for s in run.kind("model") if s.stage == "pretrain"}
+    judged = [s for s in alignment.evaluations(run) if not any(i.key in base for i in s.artifact.manifest.inputs)]
     return section(
         "alignment", "Evaluation and alignment", "What each step taught the model, and what it answers now.",
         alignment.accuracy_view(run),
         alignment.answers_view(run),
         alignment.reward_view(run),
-        part("Rules on preferences and instructions", curate.funnel_view(filters, None)) if filters else None,
-        join([tag("h3", "Training"), curves]) if curves else None,
-        training.figures_view(drawn),
+        part("Rules on preferences and instructions", curate.funnel_view(filters, None, "rows")) if filters else None,
+        training.training_view(trained, "Training"),
+        training.figures_view(others, "Data of the rounds"),
+        # Their accuracy by task is what the first plots of the section show, step beside step.
+        training.figures_view(judged, "More measurements", without="accuracy"),
         alignment.table_view(run),
     )  # fmt: skip
 

@@ -15,6 +15,15 @@ from puna.storage import Artifact, PunaError, Store
 ROUND = re.compile(r"(?:^|_)(?:round_?)?(\d+)$")
 
 
+WRITTEN = {"sft": "SFT", "dpo": "DPO", "ppo": "PPO", "pii": "PII", "url": "URL", "minhash": "MinHash", "lora": "LoRA"}
+
+
+def for_people(name: str) -> str:
+    """The name of a step as words: `url_filter` is "URL filter"."""
+    words = " ".join(WRITTEN.get(word, word) for word in name.split("_"))
+    return words[:1].upper() + words[1:]
+
+
 @dataclass(frozen=True)
 class Step:
     """One step of a run: its artifact, whether it was there before, and the seconds it took in this run."""
@@ -44,7 +53,7 @@ class Step:
     @property
     def label(self) -> str:
         """The step's name for people."""
-        return self.name.replace("_", " ")
+        return for_people(self.name)
 
     def has(self, table: str) -> bool:
         """Whether the artifact holds rows of `table`."""

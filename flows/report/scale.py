@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,11 @@ from dataclasses import dataclass
 from puna.flows.report.markup import short
 
 # Quantities that grow by factors: their axis is logarithmic when the values span one decade or more.
-GROWING = ("flop", "parameters", "compute", "log")
+GROWING = ("flop", "operations", "parameters", "compute", "log")
+POINTS = 240
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+Point = tuple[float | str, float]
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Axis:
         if self.names:
             return [(self.at(name), name) for name in self.names]
         if self.log:
-            return [(self.at(v), short(v)) for v in _decades(self.low, self.high)]
+            return [(self.at(v), _power(v)) for v in _decades(self.low, self.high)]
         step = _step(self.high - self.low, count)
         first = math.ceil(self.low / step - 1e-9)
         values = [i * step for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
@@ -85,6 +90,16 @@ def _decades(low: float, high: float) -> list[float]:
     return inside[:: math.ceil(len(inside) / 6)] if inside else inside
 
 
+def _power(value: float) -> str:
+    """A tick of a logarithmic axis: 500, 2·10⁶, 10¹²."""
+    if 1e-2 <= value < 1e5:
+        return short(value)
+    exponent = math.floor(math.log10(value) + 1e-9)
+    factor = round(value / 10.0**exponent)
+    raised = f"10{str(exponent).translate(RAISED)}"
+    return raised if factor == 1 else f"{factor}·{raised}"
+
+
 def _written(value: float, step: float) -> str:
     if abs(value) < step / 1000:
         return "0"
@@ -96,3 +111,29 @@ def _written(value: float, step: float) -> str:
     if abs(step * 10**decimals - round(step * 10**decimals)) > 1e-6:
         decimals += 1
     return f"{value:,.{decimals}f}"
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """At most about `POINTS` points that keep the shape: smallest and largest of each stretch, first and last."""
+    if len(points) <= POINTS:
+        return list(points)
+    stretch = -(-2 * len(points) // POINTS)
+    kept: dict[int, None] = {0: None}
+    for start in range(0, len(points), stretch):
+        span = range(start, min(start + stretch, len(points)))
+        ends = min(span, key=lambda i: points[i][1]), max(span, key=lambda i: points[i][1])
+        kept.update(dict.fromkeys(sorted(ends)))
+    kept[len(points) - 1] = None
+    return [points[i] for i in sorted(kept)]
+
+
+def is_curve(points: Sequence[Point]) -> bool:
+    """Whether points are the samples of a function: many, and evenly spaced in x or in its logarithm."""
+    places = [float(x) for x, _ in points if not isinstance(x, str)]
+    if len(places) < 20 or len(places) < len(points):
+        return False
+    for values in (places, [math.log(v) for v in places] if min(places) > 0 else []):
+        steps = [b - a for a, b in itertools.pairwise(values)]
+        if steps and min(steps) > 0 and max(steps) - min(steps) < 1e-3 * max(steps):
+            return True
+    return False

@@ -4,65 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from puna.flows.report.markup import Content, Html, join, number, tag
-from puna.flows.report.scale import Axis
+from puna.flows.report.plot import Plot
+from puna.flows.report.scale import Axis, is_curve, thinned
 
-WIDTH, HEIGHT = 440, 262
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 26, 40
+WIDTH, HEIGHT = 380, 236
+LEFT, RIGHT, TOP, BOTTOM = 48, 14, 26, 40
+ENDS = 4  # so many curves have their last value written at their end, in a margin of ROOM
+ROOM = 40
 COLOURS = 8
 MARKED_POINTS = 48
-LETTER = 6.3  # mean width of a letter at the plots' font size, in units of the view box
-
-Point = tuple[float | str, float]
-
-
-@dataclass(frozen=True)
-class Plot:
-    """What is drawn. `series`: points by name; `lines`: named levels; `intervals`: (x, low, high) by series;
-    `faint`: series that only give the background of another one."""
-
-    title: str
-    x: str
-    y: str
-    series: Mapping[str, Sequence[Point]]
-    kind: str = "line"
-    note: str = ""
-    lines: Mapping[str, float] = field(default_factory=dict)
-    intervals: Mapping[str, Sequence[tuple[float | str, float, float]]] = field(default_factory=dict)
-    faint: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, figure: Mapping[str, Any]) -> Plot:
-        """The plot of a figure in a manifest; points without a finite value are left out."""
-        series = {str(name): _finite(points) for name, points in figure["series"].items()}
-        if any(isinstance(x, str) for points in series.values() for x, _ in points):
-            series = {name: [(str(x), y) for x, y in points] for name, points in series.items()}
-        lines = {str(k): float(v) for k, v in (figure.get("lines") or {}).items()}
-        said = {k: str(figure.get(k) or "") for k in ("title", "x", "y", "kind", "note")}
-        return cls(said["title"], said["x"], said["y"], series, said["kind"] or "line", said["note"], lines)
-
-    @property
-    def names(self) -> list[str]:
-        """The words on the x axis, in order of appearance; empty when it has numbers."""
-        return list(dict.fromkeys(str(x) for points in self.series.values() for x, _ in points if isinstance(x, str)))
-
-    def order(self, name: str) -> int:
-        """Number of a series among those that have a colour of their own."""
-        return [n for n in self.series if n not in self.faint or n == name].index(name)
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to draw."""
-        return not any(self.series.values())
-
-
-def _finite(points: Iterable[Sequence[Any]]) -> list[Point]:
-    kept = [(x if isinstance(x, str) else float(x), float(y)) for x, y in points if x is not None and y is not None]
-    return [(x, y) for x, y in kept if math.isfinite(y) and (isinstance(x, str) or math.isfinite(x))]
+LETTER = 6.4  # mean width of a letter at the plots' font size, in units of the view box
 
 
 def draw(plot: Plot) -> Html:
@@ -121,7 +75,7 @@ def _field(plot: Plot) -> Html:
     values += [v for spans in plot.intervals.values() for _, low, high in spans for v in (low, high)]
     y = Axis.of_numbers(values, HEIGHT - BOTTOM, TOP, plot.y, zero=plot.kind == "bar")
     names = plot.names
-    left, right = LEFT, WIDTH - RIGHT
+    left, right = LEFT, WIDTH - (ROOM if _labelled(plot) else RIGHT)
     if names:
         x = Axis.of_names(names, left, right)
     else:
@@ -132,25 +86,53 @@ def _field(plot: Plot) -> Html:
             margin = 10 if plot.kind == "scatter" else _bar_width(places, right - left) / 2
             x = Axis.tight(places, left + margin, right - margin, plot.x)
     marks = [_series(plot, plot.order(name), name, x, y) for name in plot.series]
-    return _svg(plot, HEIGHT, _frame(plot, x, y), marks, _levels(plot, y))
+    return _svg(plot, HEIGHT, _frame(plot, x, y), marks, _levels(plot, y), _ends(plot, x, y) if _labelled(plot) else None)
+
+
+def _labelled(plot: Plot) -> bool:
+    return plot.kind == "line" and len(plot.series) - len(plot.faint) <= ENDS
+
+
+def _ends(plot: Plot, x: Axis, y: Axis) -> Html:
+    """The last value of each curve beside its end; labels that would touch move apart."""
+    ends = []
+    for name, points in plot.series.items():
+        if points and name not in plot.faint:
+            at, value = max(points, key=lambda p: x.at(p[0]))
+            ends.append([y.at(value), x.at(at) + _shift(plot, plot.order(name), x), value, plot.order(name)])
+    ends.sort()
+    for before, after in itertools.pairwise(ends):
+        after[0] = max(after[0], before[0] + 12.5)
+    over = max(0.0, ends[-1][0] - (HEIGHT - BOTTOM)) if ends else 0.0
+    several = len(ends) > 1
+    return join(
+        tag("g", _text(a + 7, b + 4 - over, number(value, 3), "value own" if several else "value", "start"), style=colour(int(order)))
+        for b, a, value, order in ends
+    )
+
+
+def _shift(plot: Plot, index: int, x: Axis) -> float:
+    """Series with intervals stand a little apart over one name."""
+    return 9.0 * (index - (len(plot.series) - 1) / 2) if x.names and plot.intervals else 0.0
 
 
 def _frame(plot: Plot, x: Axis, y: Axis) -> Html:
+    end = x.stop if plot.kind == "line" else WIDTH - RIGHT
     parts = [_text(0, 12, plot.y, "label", "start")]
     for at, said in y.ticks():
-        parts += [_line(LEFT, at, WIDTH - RIGHT, at, "grid"), _text(LEFT - 6, at + 4, said, "tick", "end")]
+        parts += [_line(LEFT, at, end, at, "grid"), _text(LEFT - 6, at + 4, said, "tick", "end")]
     base = HEIGHT - BOTTOM
     ticks = x.ticks(6)
-    room = int((WIDTH - RIGHT - LEFT) / max(1, len(ticks)) / LETTER) if x.names else 12
+    room = int((x.stop - x.start) / max(1, len(ticks)) / LETTER) if x.names else 12
     for at, said in ticks:
         for row, piece in enumerate(_wrapped(said, room) if x.names else [said]):
-            edge = "end" if not x.names and at > WIDTH - RIGHT - 8 else "middle"
+            edge = "end" if not x.names and at > WIDTH - 18 else "middle"
             parts.append(_text(min(at, WIDTH - 1), base + 15 + 12 * row, piece, "tick", edge))
         if not x.names:
             parts.append(_line(at, base, at, base + 4, "axis"))
-    parts.append(_line(LEFT, base, WIDTH - RIGHT, base, "axis"))
+    parts.append(_line(LEFT, base, end, base, "axis"))
     if not x.names:
-        parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, plot.x, "label"))
+        parts.append(_text((x.start + x.stop) / 2, HEIGHT - 6, plot.x, "label"))
     return join(parts)
 
 
@@ -176,13 +158,15 @@ def _bar_width(places: Sequence[float], span: float) -> float:
 
 def _series(plot: Plot, index: int, name: str, x: Axis, y: Axis) -> Html:
     points = sorted(plot.series[name], key=lambda p: x.at(p[0]))
-    shift = 9.0 * (index - (len(plot.series) - 1) / 2) if x.names and plot.intervals else 0.0
+    curve = plot.kind == "line" or (plot.kind == "scatter" and len(plot.series) > 1 and is_curve(points))
+    points = thinned(points) if curve else points
+    shift = _shift(plot, index, x)
     placed = [(x.at(px) + shift, y.at(py), px, py) for px, py in points]
     parts: list[Content] = []
     if plot.kind == "bar":
         parts += _upright(plot, index, placed, y)
     else:
-        if plot.kind == "line" and len(placed) > 1:
+        if curve and len(placed) > 1:
             path = " ".join(f"{'L' if i else 'M'}{a:.1f} {b:.1f}" for i, (a, b, _, _) in enumerate(placed))
             parts.append(tag("path", d=path, class_=f"curve dash{index // COLOURS}"))
         for at, low, high in plot.intervals.get(name, ()):
@@ -190,13 +174,13 @@ def _series(plot: Plot, index: int, name: str, x: Axis, y: Axis) -> Html:
             parts.append(_line(a, top, a, bottom, "whisker"))
             parts += [_line(a - 4, end, a + 4, end, "whisker") for end in (top, bottom)]
         if name not in plot.faint:
-            parts += _marks(plot, name, placed)
+            parts += _marks(plot, name, placed, curve)
     return tag("g", parts, style=colour(index), class_="series faint" if name in plot.faint else "series")
 
 
-def _marks(plot: Plot, name: str, placed: list[tuple[float, float, float | str, float]]) -> list[Html]:
+def _marks(plot: Plot, name: str, placed: list[tuple[float, float, float | str, float]], curve: bool) -> list[Html]:
     """Points with what they say: all visible when there are few, else a hovering target now and then and the last one."""
-    few = plot.kind == "scatter" or len(placed) <= 16
+    few = not curve or len(placed) <= 16
     every = 1 if few else max(1, len(placed) // MARKED_POINTS)
     spans = {at: (low, high) for at, low, high in plot.intervals.get(name, ())}
     marks = []
@@ -209,9 +193,6 @@ def _marks(plot: Plot, name: str, placed: list[tuple[float, float, float | str, 
         said = tag("title", f"{name}, {where}: {number(py)}{span}")
         seen = few or last
         marks.append(tag("circle", said, cx=f"{a:.1f}", cy=f"{b:.1f}", r=3.5 if seen else 6, class_="dot" if seen else "hover"))
-    if placed and (plot.kind == "line" and len(plot.series) - len(plot.faint) <= 3):
-        a, b, _, py = placed[-1]
-        marks.append(_text(min(a + 2, WIDTH - 2), b - 8, number(py, 3), "value", "end" if a > WIDTH - 60 else "middle"))
     return marks
 
 
@@ -227,7 +208,7 @@ def _upright(plot: Plot, index: int, placed: list[tuple[float, float, float | st
 
 def _rect(x: float, y: float, width: float, height: float, said: str) -> Html:
     size = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{width:.1f}", "height": f"{height:.1f}"}
-    return tag("rect", tag("title", said), **size, class_="bar")
+    return tag("rect", tag("title", said), **size, class_="block")
 
 
 def _levels(plot: Plot, y: Axis) -> Html:
@@ -239,7 +220,7 @@ def _levels(plot: Plot, y: Axis) -> Html:
         label = min(at - 5, before - 13)
         before = label
         said = _clip(f"{name} {number(value, 3)}", 52)
-        parts += [_line(LEFT, at, WIDTH - RIGHT, at, "level"), _text(LEFT + 6, label, said, "levelname", "start")]
+        parts += [_line(LEFT, at, WIDTH - RIGHT, at, "named"), _text(LEFT + 6, label, said, "levelname", "start")]
     return join(parts)
 
 
@@ -250,7 +231,7 @@ def _rows(plot: Plot) -> Html:
     """Bars by name, one row each (one thin row per series), with the value at the bar's end."""
     names = plot.names
     longest = max(len(n) for n in names)
-    left = min(150.0, 12 + longest * LETTER)
+    left = min(130.0, 12 + longest * LETTER)
     values = [v for points in plot.series.values() for _, v in points] + list(plot.lines.values())
     x = Axis.of_numbers(values, left, WIDTH - 52, zero=True)
     thick = 18.0 if len(plot.series) == 1 else max(8.0, 26.0 / len(plot.series))
@@ -271,5 +252,5 @@ def _rows(plot: Plot) -> Html:
         parts.append(tag("g", bars, style=colour(index), class_="series"))
     for name, value in plot.lines.items():
         at = x.at(value)
-        parts += [_line(at, 20, at, height - 14, "level"), _text(at, height - 2, f"{name} {number(value, 3)}", "levelname")]
+        parts += [_line(at, 20, at, height - 14, "named"), _text(at, height - 2, f"{name} {number(value, 3)}", "levelname")]
     return _svg(plot, height, parts)

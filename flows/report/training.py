@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from puna.flows.report.markup import Content, Html, details, duration, join, number, part, short, tag
+from puna.flows.report.plot import Plot
 from puna.flows.report.run import Run, Step
-from puna.flows.report.svg import Plot, Point, draw, grid
+from puna.flows.report.scale import Point
+from puna.flows.report.svg import draw, grid
 
 EXPERIMENTS = ("mix_experiment", "scaling_law", "anneal_experiment")
 CORPUS_KINDS = ("pages", "documents", "signals", "mixture", "tokenizer", "tokens")
-POINTS = 240
 SMOOTHED_FROM = 40
 PLAIN = ("step", "tokens", "seconds")
 
@@ -21,20 +23,29 @@ def of_curation(step: Step) -> bool:
     return step.artifact.kind in CORPUS_KINDS and step.stage not in EXPERIMENTS
 
 
-def figures(step: Step) -> list[Html]:
-    """The figures in a step's manifest."""
-    return [draw(Plot.of(figure)) for _, figure in sorted(step.artifact.manifest.figures.items())]
+def figures(step: Step, without: str = "") -> list[Plot]:
+    """The figures in a step's manifest, but not that of the name `without`."""
+    return [Plot.of(figure) for name, figure in sorted(step.artifact.manifest.figures.items()) if name != without]
 
 
-def figures_view(steps: Sequence[Step]) -> Html:
-    """The figures of several steps, each under its step's name."""
-    return join([part(step.label, grid(figures(step))) for step in steps])
+def titled(step: Step, plots: Sequence[Plot]) -> list[Plot]:
+    """Plots that tell in their title which step they are from."""
+    named = [plot.title.lower().startswith(step.label.lower()) for plot in plots]
+    return [
+        plot if same else replace(plot, title=f"{step.label}: {plot.title[:1].lower()}{plot.title[1:]}")
+        for plot, same in zip(plots, named, strict=True)
+    ]
+
+
+def figures_view(steps: Iterable[Step], title: str, without: str = "") -> Html:
+    """The figures of several steps side by side, but not those of the name `without`."""
+    return part(title, grid(draw(plot) for step in steps for plot in titled(step, figures(step, without))))
 
 
 def experiments_view(run: Run) -> Html:
     """What the small runs found."""
     found = [step for step in run.steps if step.stage in EXPERIMENTS]
-    return join([part(step.label, grid(figures(step)), note=facts(step)) for step in found])
+    return join([part(step.label, grid(draw(p) for p in figures(step)), note=facts(step)) for step in found])
 
 
 def facts(step: Step) -> Content:
@@ -46,32 +57,41 @@ def facts(step: Step) -> Content:
     return tag("span", shown, class_="facts") if shown else None
 
 
-def training_view(steps: Sequence[Step]) -> Html:
-    """Every training run: its loss first, what else was logged to open."""
-    return join([_training(step) for step in steps if step.has("training_log") or step.artifact.manifest.figures])
+def training_view(steps: Sequence[Step], title: str) -> Html:
+    """The loss of every training run side by side; what else each logged and measured below, to open."""
+    first: list[Plot] = []
+    more = []
+    for step in steps:
+        plots, others = _plots(step)
+        first += titled(step, plots)
+        account, measured = _account(step), facts(step)
+        if account or measured:
+            inside = [tag("p", account, measured, class_="note"), grid(draw(plot) for plot in others)]
+            counted = f"{len(others)} more curves" if others else "what it measured"
+            head = [tag("b", step.label), " ", tag("span", counted, class_="note")]
+            more.append(details(head, inside, open_=len(steps) == 1, class_="more"))
+    return part(title, grid(draw(plot) for plot in first), more)
 
 
-def _training(step: Step) -> Html:
-    drawn = step.artifact.manifest.figures
-    plots = [Plot.of(figure) for _, figure in sorted(drawn.items())]
+def _plots(step: Step) -> tuple[list[Plot], list[Plot]]:
+    """A training run's plots of its loss and those the stage drew, and its other logged numbers."""
+    plots = figures(step)
     columns = log_columns(step)
-    steps = columns.pop("step", [])
+    steps = columns.get("step", [])
     curves = [curve(name, steps, values) for name, values in columns.items() if name not in PLAIN and _varies(values)]
-    if any(plot.y == "loss" and plot.x == "step" for plot in plots):
-        # The stage drew its loss itself; the log holds the same numbers at more steps.
-        plots = [plot for plot in plots if not (plot.y == "loss" and plot.x == "step" and columns.get("loss"))]
-    first = [c for c in curves if c.y == "loss"]
-    others = [c for c in curves if c.y != "loss"]
-    more = details(f"{len(others)} more logged by step", grid(draw(c) for c in others), class_="more") if others else None
-    return part(step.label, grid(draw(p) for p in [*first, *plots]), more, note=[_account(step, columns), facts(step)])
+    # A figure of the loss by step shows what the log holds: the curve replaces it. Any other figure of the loss is richer.
+    plots = [plot for plot in plots if not (plot.x == "step" and plot.y == "loss" and "loss" in columns)]
+    drawn_by_stage = any("loss" in plot.title.lower() for plot in plots)
+    first = [c for c in curves if c.y == "loss" and not drawn_by_stage]
+    return [*first, *plots], [c for c in curves if c not in first]
 
 
-def _account(step: Step, columns: Mapping[str, list[float | None]]) -> Content:
+def _account(step: Step) -> Content:
+    columns = log_columns(step)
     if not columns:
         return None
-    tokens = int(sum(v for v in columns.get("tokens", []) if v is not None))
-    count = len(next(iter(columns.values())))
-    return f"{step.stage}: {count:,} steps, {short(tokens)} tokens, {duration(step.made_seconds)}. "
+    tokens = int(sum(v for v in columns["tokens"] if v is not None))
+    return f"{len(columns['step']):,} steps of {step.stage}, {short(tokens)} tokens, {duration(step.made_seconds)}. "
 
 
 def log_columns(step: Step) -> dict[str, list[float | None]]:
@@ -92,38 +112,25 @@ def curve(name: str, steps: Sequence[float | None], values: Sequence[float | Non
     points: list[Point] = [(float(s), float(v)) for s, v in zip(steps, values, strict=True) if s is not None and v is not None]
     words = name.replace("_", " ")
     if len(points) < SMOOTHED_FROM or name in ("learning_rate", "kl_coefficient"):
-        return Plot(words.capitalize(), "step", words, {words: thinned(points)})
+        return Plot(words.capitalize(), "step", words, {words: points})
     smooth = smoothed(points)
     return Plot(
-        words.capitalize(), "step", words, {"each step": thinned(points), words: thinned(smooth)}, faint=frozenset(["each step"])
+        words.capitalize(), "step", words, {"each step": points, words: smooth}, faint=frozenset(["each step"])
     )  # fmt: skip
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Mean over a centred window of about a twentieth of the run, smaller at its ends so that it stays centred."""
+    """Mean over a window of about a twentieth of the run: centred, smaller at the steep start, one-sided at the noisy end."""
     half = max(1, len(points) // 40)
     sums = [0.0]
     for _, y in points:
         sums.append(sums[-1] + y)
     found: list[Point] = []
     for i, (x, _) in enumerate(points):
-        reach = min(half, i, len(points) - 1 - i)
-        found.append((x, (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1)))
+        reach = min(half, i)
+        stop = min(len(points), i + reach + 1)
+        found.append((x, (sums[stop] - sums[i - reach]) / (stop - i + reach)))
     return found
-
-
-def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most about `POINTS` points that keep the shape: smallest and largest of each stretch, first and last."""
-    if len(points) <= POINTS:
-        return list(points)
-    stretch = -(-2 * len(points) // POINTS)
-    kept: dict[int, None] = {0: None}
-    for start in range(0, len(points), stretch):
-        span = range(start, min(start + stretch, len(points)))
-        ends = min(span, key=lambda i: points[i][1]), max(span, key=lambda i: points[i][1])
-        kept.update(dict.fromkeys(sorted(ends)))
-    kept[len(points) - 1] = None
-    return [points[i] for i in sorted(kept)]
 
 
 def last_metric(run: Run, stage: str, *names: str) -> tuple[Step, float] | None:

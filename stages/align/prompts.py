@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field, JsonValue, model_validator
@@ -12,11 +11,6 @@ from pydantic import Field, JsonValue, model_validator
 from puna.stages.align.scoring import generator
 from puna.stages.contract import SeededConfig, StageConfig, StageRun, stage
 from puna.storage import PunaError
-
-PATIENCE = 4
-"""A generator is exhausted after this many times as many draws as it has given questions, none of them new."""
-LEAST_PATIENCE = 2000
-
 
 class Task(StageConfig):
     """One generator of reasoning-gym."""
@@ -34,6 +28,9 @@ class PromptsConfig(SeededConfig):
     train: int = Field(400, ge=0, description="Training questions per task")
     heldout: int = Field(100, ge=0, description="Held-out questions per task; the same ones whatever `train` and `skip` are")
     skip: int = Field(0, ge=0, description="Training questions per task to pass over, so that rounds take disjoint slices")
+    draws: int = Field(
+        10_000, ge=1, description="Draws from each generator; the different questions among them are what is chosen from"
+    )
     heldout_fraction: float = Field(
         0.2, gt=0, lt=1, description="Share of all different questions set aside for held-out use, fraction"
     )
@@ -49,58 +46,57 @@ class PromptsConfig(SeededConfig):
 def prompts(config: PromptsConfig, run: StageRun) -> None:
     """Questions with gold answers, from procedural generators with verifiable scorers.
 
-    The generators repeat themselves at small sizes, so questions are counted by their text: a question
-    belongs to the held-out side when its hash says so, whichever draw it came from, and no text occurs
-    twice, over all tasks. PunaError when a generator has too few different questions.
+    The generators repeat themselves at small sizes, so questions are counted by their text: no text occurs
+    twice, over all tasks. Those drawn are put in the order of a hash of their text, which also says which
+    side they belong to; so held-out and training questions, and the training questions of all rounds, are
+    random samples of the same set, disjoint whichever sizes are asked for. (In the order of drawing, later
+    slices would hold only what small sub-spaces have not used up.) PunaError when a task has too few
+    different questions.
     """
     taken: set[str] = set()
-    total = len(config.tasks) * (config.train + config.heldout)
-    done = 0
     for number, task in enumerate(config.tasks):
-        rows = list(questions(task, config, run.seed("generator", number), taken))
-        run.write_rows(rows)
-        done += len(rows)
-        run.progress(done, total, task.task)
+        run.write_rows(questions(task, config, run.seed("generator", number), taken))
+        run.progress(number + 1, len(config.tasks), task.task)
     for split, count in (("train", config.train), ("heldout", config.heldout)):
         run.metric(f"{split}_prompts", count * len(config.tasks))
 
 
-def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> Iterator[dict[str, Any]]:
+def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> list[dict[str, Any]]:
     """Rows of the prompts table for one task; `taken` holds the questions of the tasks before and grows."""
     parameters = json.dumps(task.parameters, sort_keys=True)
     # reasoning-gym draws entry i from seed + i with Python's generator, which takes any integer.
-    dataset = generator(task.task, parameters, seed=seed, size=2**40)
-    wanted = {"train": config.skip + config.train, "heldout": config.heldout}
-    found = {"train": 0, "heldout": 0}
-    draw = stale = 0
-    while any(found[split] < wanted[split] for split in wanted):
-        if stale > max(LEAST_PATIENCE, PATIENCE * sum(found.values())):
-            raise PunaError(
-                f"task {task.task}: its parameters {parameters} give only {sum(found.values())} different questions "
-                f"({found['train']} train, {found['heldout']} held out), but {wanted['train']} train and "
-                f"{wanted['heldout']} held out are asked for; widen the parameters or ask for fewer"
-            )
+    dataset = generator(task.task, parameters, seed=seed, size=config.draws)
+    pool: dict[str, dict[str, Any]] = {}
+    for draw in range(config.draws):
         entry = _draw(dataset, draw, task, parameters)
-        draw += 1
-        question = str(entry["question"])
-        if question in taken:
-            stale += 1
-            continue
-        if entry["answer"] is None:
-            raise PunaError(f"task {task.task}: gives no reference answers; choose another task")
-        taken.add(question)
-        stale = 0
-        split = side(question, config.seed, config.heldout_fraction)
-        found[split] += 1
-        if found[split] <= wanted[split] and not (split == "train" and found[split] <= config.skip):
-            yield {
-                "id": identifier(question),
-                "task": task.task,
-                "split": split,
-                "prompt": question,
-                "reference": str(entry["answer"]),
-                "entry": _entry(task, entry),
-            }
+        pool.setdefault(str(entry["question"]), entry)
+    fresh = sorted(set(pool) - taken, key=lambda question: _hash(config.seed, question))
+    taken.update(fresh)
+    border = config.heldout_fraction * 2**64
+    sides = {
+        "heldout": [q for q in fresh if _hash(config.seed, q) < border],
+        "train": [q for q in fresh if _hash(config.seed, q) >= border],
+    }
+    wanted = {"heldout": (0, config.heldout), "train": (config.skip, config.skip + config.train)}
+    for split, (_, stop) in wanted.items():
+        if stop > len(sides[split]):
+            raise PunaError(
+                f"task {task.task}: {config.draws} draws with the parameters {parameters} give {len(fresh)} different "
+                f"questions, {len(sides['train'])} to train on and {len(sides['heldout'])} held out; {stop} {split} "
+                "questions are needed: draw more, widen the parameters or ask for fewer"
+            )
+    return [
+        {
+            "id": identifier(question),
+            "task": task.task,
+            "split": split,
+            "prompt": question,
+            "reference": str(pool[question]["answer"]),
+            "entry": _entry(task, pool[question]),
+        }
+        for split, (start, stop) in wanted.items()
+        for question in sides[split][start:stop]
+    ]
 
 
 def _draw(dataset: Any, index: int, task: Task, parameters: str) -> dict[str, Any]:
@@ -109,13 +105,14 @@ def _draw(dataset: Any, index: int, task: Task, parameters: str) -> dict[str, An
     except (AssertionError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         # Some generators check their parameters only when they draw.
         raise PunaError(f"task {task.task}: drawing with the parameters {parameters} failed: {error!r}") from error
+    if entry["answer"] is None:
+        raise PunaError(f"task {task.task}: gives no reference answers; choose another task")
     return entry
 
 
-def side(question: str, seed: int, heldout_fraction: float) -> str:
-    """`train` or `heldout`, from a hash of the question's text."""
-    digest = hashlib.sha256(f"{seed}\0{question}".encode()).digest()
-    return "heldout" if int.from_bytes(digest[:8], "big") < heldout_fraction * 2**64 else "train"
+def _hash(seed: int, question: str) -> int:
+    """64 bits that the seed and the text decide."""
+    return int.from_bytes(hashlib.sha256(f"{seed}\0{question}".encode()).digest()[:8], "big")
 
 
 def identifier(*parts: Any) -> str:

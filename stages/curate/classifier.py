@@ -2,13 +2,15 @@
 
 Documents fall into folds by the hash of their id. One model per fold is trained on the labelled documents of the other
 folds and scores the fold; one more, trained on all, is what the artifact keeps. fastText with one thread and its lines
-in a fixed order gives the same model every time.
+in a fixed order gives the same model every time, given the care of `_zeroed_memory`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,9 @@ from puna.stages.curate.draws import folds, uniform
 from puna.storage import Artifact, Part, PunaError
 
 BATCH = 1024
+MAX_REPEATS = 10
+GOLDEN = 0.6180339887498949
+MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of mallopt(3)
 
 
 class ClassifierConfig(SeededConfig):
@@ -31,15 +36,15 @@ class ClassifierConfig(SeededConfig):
 
     folds: int = Field(3, ge=2, le=20, description="Parts the documents are cut into for out-of-fold scores")
     word_ngrams: int = Field(2, ge=1, le=5, description="Longest word n-gram, words")
-    dimension: int = Field(100, ge=1, le=1000, description="Length of a word's vector")
+    dimension: int = Field(100, ge=8, le=1000, description="Length of a word's vector")
     learning_rate: float = Field(0.1, gt=0, le=10, description="Learning rate at the start, decaying to 0")
     epochs: int = Field(5, ge=1, le=1000, description="Passes over the training documents")
     min_count: int = Field(1, ge=1, description="Rarer words are left out, occurrences")
-    buckets: int = Field(200_000, ge=1, description="Hash buckets for word n-grams; fastText's own default is 2,000,000 (0.8 GB of model)")
+    buckets: int = Field(200_000, ge=10_000, description="Hash buckets for word n-grams; fastText's own default is 2,000,000 (0.8 GB of model)")
     max_characters: int = Field(4000, ge=1, description="Read of each document, characters")
     max_class_documents: int = Field(100_000, ge=1, description="Training documents of one class, at most")
     class_ratio: float = Field(
-        3.0, ge=1, description="Largest class over the median class, in training documents; the excess is left out by hash"
+        3.0, ge=1, description="Classes of more than so many times the median class are cut by hash; of fewer than its inverse, repeated"
     )
 
 
@@ -123,19 +128,28 @@ def _census(names: NDArray[np.str_]) -> str:
 
 
 def _balanced(ids: list[str], names: NDArray[np.str_], usable: NDArray[np.bool_], config: ClassifierConfig) -> NDArray[np.int64]:
-    """Indices of the training documents in a random order that ids alone decide, large classes cut by hash."""
+    """Indices of the training documents in a random order that ids alone decide; classes cut or repeated.
+
+    Without this a type with few documents is never predicted, and the order of the classes' sizes decides instead.
+    """
     draw = uniform(ids, config.seed, "training")
     classes, counts = np.unique(names[usable], return_counts=True)
     if not len(classes):
         return np.zeros(0, np.int64)
     # The lower median: of two classes the smaller one.
-    limit = min(config.max_class_documents, int(config.class_ratio * np.sort(counts)[(len(counts) - 1) // 2]))
+    median = int(np.sort(counts)[(len(counts) - 1) // 2])
+    most = min(config.max_class_documents, int(config.class_ratio * median))
+    least = min(most, int(median / config.class_ratio))
     chosen = []
     for name in classes:
         members = np.flatnonzero(usable & (names == name))
-        chosen.append(members[np.argsort(draw[members], kind="stable")][:limit])
+        members = members[np.argsort(draw[members], kind="stable")][:most]
+        chosen.append(np.tile(members, min(MAX_REPEATS, max(1, -(-least // len(members))))))
     joined = np.concatenate(chosen)
-    return joined[np.argsort(draw[joined], kind="stable")]
+    copy = np.concatenate([np.zeros(0, np.int64), *[np.arange(len(c)) // max(len(np.unique(c)), 1) for c in chosen]])
+    # Each copy of a document has its own place in the order.
+    places = np.modf(draw[joined] + copy * GOLDEN)[0]
+    return joined[np.lexsort((joined, places))]
 
 
 def _write_labels(
@@ -163,8 +177,6 @@ def _train(
     job: _Job, files: list[str], of_fold: dict[str, int], classes: list[str], config: ClassifierConfig
 ) -> tuple[list[str], list[NDArray[np.float64]]]:
     """Train one model; score its fold."""
-    import fasttext
-
     labels = pq.read_table(job.labels).to_pydict()
     wanted = dict(zip(labels["id"], labels["label"], strict=True))
     lines = {identity: line for identity, line in _lines(files) if identity in wanted}
@@ -172,10 +184,7 @@ def _train(
     with text.open("w", encoding="utf-8") as out:
         for identity in labels["id"]:
             out.write(f"__label__{wanted[identity]} {lines[identity]}\n")
-    model = fasttext.train_supervised(
-        input=str(text), lr=config.learning_rate, dim=config.dimension, epoch=config.epochs, wordNgrams=config.word_ngrams,
-        minCount=config.min_count, bucket=config.buckets, loss="softmax", thread=1, seed=config.seed, verbose=0,
-    )  # fmt: skip
+    model = _fit(text, config)
     text.unlink()
     if job.model is not None:
         model.save_model(job.model)
@@ -195,6 +204,44 @@ def _train(
         rows += _predict(model, [line for _, line in batch], classes)
         ids += [identity for identity, _ in batch]
     return ids, rows
+
+
+def _fit(text: Path, config: ClassifierConfig) -> Any:
+    """The fastText model of a training file."""
+    import fasttext
+
+    if not hasattr(fasttext, "train_supervised"):
+        raise PunaError(
+            "the installed fasttext cannot train: the package fasttext-predict overwrote it. "
+            "Install it again, last: pip install --force-reinstall --no-deps fasttext==0.9.3"
+        )
+    try:
+        with _zeroed_memory():
+            # Seeds 0 and 1 are one seed to fastText's generator.
+            return fasttext.train_supervised(
+                input=str(text), lr=config.learning_rate, dim=config.dimension, epoch=config.epochs, wordNgrams=config.word_ngrams,
+                minCount=config.min_count, bucket=config.buckets, loss="softmax", thread=1, seed=config.seed + 1, verbose=0,
+            )  # fmt: skip
+    except RuntimeError as error:
+        raise PunaError(f"fastText gave up: {error} Try a smaller learning_rate than {config.learning_rate}") from error
+
+
+@contextmanager
+def _zeroed_memory() -> Iterator[None]:
+    """Have large allocations come zeroed from the system.
+
+    fastText 0.9.3 with one thread initialises only a tenth of its input matrix and takes the rest as it finds it: results
+    would differ from run to run, and training fail now and then with "Encountered NaN". glibc gives fresh pages for every
+    allocation above this threshold; other C libraries have no such setting and are left as they are.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(MMAP_THRESHOLD, 1 << 16)
+    try:
+        yield
+    finally:
+        if set_option is not None:
+            set_option(MMAP_THRESHOLD, 1 << 25)
 
 
 def _lines(files: list[str]) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, Figure, StageRun, stage
-from puna.stages.curate.classifier import ClassifierConfig, Scores, out_of_fold, prepare
+from puna.stages.curate.classifier import ClassifierConfig, out_of_fold, prepare
 from puna.storage import Part, PunaError
 
 CODE = "code"
@@ -22,8 +22,12 @@ SEEDS = Path(__file__).parent / "data" / "domains.txt"
 class DomainsConfig(ClassifierConfig):
     """When the seed words decide, and fastText's settings."""
 
+    dimension: int = Field(16, ge=8, le=1000, description="Length of a word's vector")
+    learning_rate: float = Field(0.5, gt=0, le=10, description="Learning rate at the start, decaying to 0")
+    epochs: int = Field(40, ge=1, le=1000, description="Passes over the training documents")
+    max_characters: int = Field(1500, ge=1, description="Read of each document, characters")
     code_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are code, by source alone")
-    min_seeds: int = Field(4, ge=1, description="Least number of different seed words of a type that label a document")
+    min_seeds: int = Field(3, ge=1, description="Least number of different seed words of a type that label a document")
     max_second: float = Field(0.5, ge=0, lt=1, description="Greatest share of the best type's seed words that the second may have, for a label")
     min_labels: int = Field(20, ge=2, description="A type with fewer labelled documents is left out, documents")
 
@@ -78,36 +82,44 @@ def domains(documents: Documents, config: DomainsConfig, run: StageRun) -> None:
     """Give each document a knowledge type, by weak supervision.
 
     A lexicon of seed words in English, French, Spanish and German labels the documents in which words of one type clearly
-    prevail (`domain_seed`); a fastText classifier is trained on those in the run and types every document, out of fold
-    (`domain`, `domain_score`). No human labelled anything: the types mean what the lexicon says, documents in other
-    languages are typed by the words they share with these four, and `agreement` (of seed and out-of-fold classifier)
-    measures consistency, not truth. Documents of code sources are `code`. The model trained on all labels is `domains.bin`.
+    prevail (`domain_seed`); a fastText classifier is trained on those in the run. The type (`domain`, `domain_score`) has
+    the greatest product of the classifier's probability, out of fold, and the square of one plus the number of the type's
+    seed words found. No human labelled anything: the types mean what the lexicon says, documents in other languages are typed by the
+    words they share with these four, and `agreement` (of seed labels and the out-of-fold classifier alone) measures
+    consistency, not truth. Documents of code sources are `code`. The model trained on all labels is `domains.bin`.
     """
     parts = run.parts(documents, columns=["id", "source", "text"])
-    seeds: dict[str, str | None] = {}
-    code = []
-    for rows in run.map(_seed, parts, config, rows=len(parts)):
-        seeds.update(rows["seeds"])
-        code += rows["code"]
+    counts: dict[str, NDArray[np.int64]] = {}
+    code: list[str] = []
+    for found, of_code in run.map(_seed, parts, config, rows=len(parts)):
+        counts.update(found)
+        code += of_code
+    scored = sorted(counts)
+    seeds = {identity: seed_label(counts[identity], config.min_seeds, config.max_second) for identity in scored}
     kept, labels = _usable(seeds, config.min_labels)
-    if len(kept) < 2 and seeds:
+    if scored and len(kept) < 2:
         raise PunaError(
             f"domains: the seed words label {len(labels)} documents of {', '.join(kept) or 'no type'}; two types with at least "
             f"domains.min_labels={config.min_labels} are needed"
         )
-    scored = sorted(seeds)
-    found = out_of_fold(run, prepare(run, documents, config), labels, scored, config, "domains.bin") if scored else Scores([], kept, np.zeros((0, 1)))
-    best = found.probabilities.argmax(axis=1) if scored else np.zeros(0, np.int64)
-    names = [found.labels[at] for at in best]
-    values = found.probabilities[np.arange(len(best)), best].tolist()
+    names: list[str] = []
+    values: list[float] = []
+    if scored:
+        scores = out_of_fold(run, prepare(run, documents, config), labels, scored, config, "domains.bin")
+        known = [lexicon().types.index(name) for name in scores.labels]
+        joint = scores.probabilities * (1.0 + np.array([counts[identity][known] for identity in scored])) ** 2
+        joint /= joint.sum(axis=1, keepdims=True)
+        names = [scores.labels[at] for at in joint.argmax(axis=1)]
+        values = np.round(joint.max(axis=1), 6).tolist()
+        _report_labels(run, [scores.labels[at] for at in scores.probabilities.argmax(axis=1)], [labels.get(i) for i in scored])
     columns = {
         "id": pa.array([*scored, *code], pa.string()),
         "domain": pa.array([*names, *[CODE] * len(code)], pa.string()),
         "domain_score": pa.array([*values, *[1.0] * len(code)], pa.float64()),
-        "domain_seed": pa.array([*[seeds[i] for i in scored], *[None] * len(code)], pa.string()),
+        "domain_seed": pa.array([*seeds.values(), *[None] * len(code)], pa.string()),
     }
     run.write(pa.table(columns))
-    _report(run, names, [labels.get(i) for i in scored], len(code))
+    _report(run, [*names, *[CODE] * len(code)])
 
 
 def _usable(seeds: dict[str, str | None], least: int) -> tuple[list[str], dict[str, str]]:
@@ -118,30 +130,34 @@ def _usable(seeds: dict[str, str | None], least: int) -> tuple[list[str], dict[s
     return kept, {identity: name for identity, name in labelled.items() if name in kept}
 
 
-def _seed(part: Part, config: DomainsConfig) -> dict[str, object]:
+def _seed(part: Part, config: DomainsConfig) -> tuple[dict[str, NDArray[np.int64]], list[str]]:
+    """Seed words of each document of a part, and the documents that are code."""
     table = part.read()
-    seeds: dict[str, str | None] = {}
+    counts = {}
     code = []
     for identity, source, text in zip(*(table[c].to_pylist() for c in ("id", "source", "text")), strict=True):
         if source in config.code_sources:
             code.append(identity)
         else:
-            seeds[identity] = seed_label(seed_counts(text[: config.max_characters]), config.min_seeds, config.max_second)
-    return {"seeds": seeds, "code": code}
+            counts[identity] = seed_counts(text[: config.max_characters])
+    return counts, code
 
 
-def _report(run: StageRun, names: list[str], labels: list[str | None], code: int) -> None:
-    both = [(name, label) for name, label in zip(names, labels, strict=True) if label is not None]
+def _report_labels(run: StageRun, predicted: list[str], labels: list[str | None]) -> None:
+    """How well the classifier alone finds the labels of documents that it did not see."""
+    both = [(name, label) for name, label in zip(predicted, labels, strict=True) if label is not None]
     run.metric("labelled", len(both))
-    run.metric("documents", len(names) + code)
-    if both:
-        run.metric("agreement", sum(name == label for name, label in both) / len(both))
-    everything = [*names, *["code"] * code]
-    counts = {name: everything.count(name) for name in sorted(set(everything))}
+    run.metric("agreement", sum(name == label for name, label in both) / len(both))
+    for name in sorted({label for _, label in both}):
+        told = [predicted for predicted, label in both if label == name]
+        run.metric(f"labelled_{name}", len(told))
+        run.metric(f"recall_{name}", told.count(name) / len(told))
+
+
+def _report(run: StageRun, names: list[str]) -> None:
+    counts = {name: names.count(name) for name in sorted(set(names))}
+    run.metric("documents", len(names))
     for name, count in counts.items():
         run.metric(f"documents_{name}", count)
-        told = [(n, label) for n, label in both if label == name]
-        if told:
-            run.metric(f"recall_{name}", sum(n == label for n, label in told) / len(told))
     ranked = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     run.figure("domains", Figure("Knowledge types", "type", "documents", {"documents": [(n, float(c)) for n, c in ranked]}, kind="bar"))

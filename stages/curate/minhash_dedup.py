@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
@@ -20,8 +21,9 @@ from puna.stages.curate.shingles import normalized, packed
 from puna.storage import Part
 
 JOB_DOCUMENTS = 2000
-DISTINCT = 0.5
 SLACK = 4.0
+GROWTH = 1.25
+MARGIN = 1.4
 
 
 class MinhashDedupConfig(StageConfig):
@@ -278,32 +280,66 @@ class _Shingles:
             self._widths.append((2 * words, wider, np.unique(wider)))
         return self._widths[level]
 
-    def repetitive(self, level: int) -> bool:
-        """Whether most shingles repeat, so that their set says little about the text, and longer ones can be made."""
+    def repetitive(self, level: int, share: float) -> bool:
+        """Whether texts with these shingles may differ in nothing but their order.
+
+        Fewer than `share` of the shingles are distinct, and longer ones are far more varied: a few words in any order. (A text
+        that repeats its own passages has hardly more distinct long shingles than short ones.)
+        """
         words, sequence, distinct = self.at(level)
-        return len(distinct) < DISTINCT * len(sequence) and len(sequence) > words
+        if len(distinct) >= share * len(sequence) or len(sequence) <= words:
+            return False
+        return len(self.at(level + 1)[2]) > GROWTH * len(distinct)
+
+
+def least_similarity(config: MinhashDedupConfig, level: int) -> float:
+    """The threshold for shingles `2 ** level` times as wide, where each edit breaks as many times more of them.
+
+    Of equally long documents with a share k of whole shingles, k is the containment and k / (2 - k) the Jaccard similarity.
+    """
+    t = config.threshold
+    kept = float((t if config.similarity == "containment" else 2 * t / (1 + t)) ** (2**level))
+    return kept if config.similarity == "containment" else kept / (2 - kept)
+
+
+def least_distinct(config: MinhashDedupConfig, level: int) -> float:
+    """The share of distinct shingles below which texts could be as similar as the threshold by chance.
+
+    n words drawn at random show a share p = 1 - exp(-n / k) of the k shingles there are: two such texts have the containment
+    p and the similarity p / (2 - p), and a share p / (n / k) = p / -log(1 - p) of their shingles is distinct.
+    """
+    t = least_similarity(config, level)
+    p = min(t if config.similarity == "containment" else 2 * t / (1 + t), 0.99)
+    return MARGIN * -p / math.log1p(-p)  # the margin covers the scatter of short texts
 
 
 def _verified(member: Candidate, survivor: Candidate, own: _Shingles, other: _Shingles, config: MinhashDedupConfig) -> Verdict | None:
     """The verdict that `member` goes because of `survivor`, or None.
 
-    Documents with few words of vocabulary (tables) share all short runs whatever their order: for them the runs are
-    doubled until most of them are distinct.
+    Documents with few words of vocabulary (tables) share all short runs whatever their order: they must also agree in
+    runs so long that they could not by chance.
     """
     from puna.kernels import minhash
 
-    level = 0
-    while own.repetitive(level) or other.repetitive(level):
-        level += 1
-    width, sequence, mine = own.at(level)
-    _, _, theirs = other.at(level)
-    shared = minhash.common(mine, theirs)
-    size = len(mine) if config.similarity == "containment" else len(mine) + len(theirs) - shared
-    similarity = shared / size
+    similarity = _similarity(own, other, 0, config)
     if similarity < config.threshold:
         return None
-    run = minhash.longest_absent_run(sequence, theirs)
+    level = 0
+    while own.repetitive(level, least_distinct(config, level)) or other.repetitive(level, least_distinct(config, level)):
+        level += 1
+    if level and _similarity(own, other, level, config) < least_similarity(config, level):
+        return None
+    width, sequence, _ = own.at(0)
+    run = minhash.longest_absent_run(sequence, other.at(0)[2])
     new_words = max(0, run - width + 1)
     if new_words > max(config.max_new_words, config.max_new_fraction * member.words):
         return None
     return Verdict(member.row, survivor.row, similarity, new_words)
+
+
+def _similarity(own: _Shingles, other: _Shingles, level: int, config: MinhashDedupConfig) -> float:
+    from puna.kernels import minhash
+
+    mine, theirs = own.at(level)[2], other.at(level)[2]
+    shared: int = minhash.common(mine, theirs)
+    return shared / (len(mine) if config.similarity == "containment" else len(mine) + len(theirs) - shared)

@@ -165,16 +165,20 @@ EDGE, END = r"(?<![\w.,+/=#%$€£:-])", r"(?![\w/]|-\d|[.,:]\d)"
 EXTENSION = r"(?: ?(?:x|ext\.?) ?\d{1,5})?"
 WORDS = (
     r"tel|tél|phone|telephone|téléphone|telefono|teléfono|telefone|telefon|fon|fax|call|calling|mobile|mobil|móvil|handy|cell|cellphone|"
-    r"celular|portable|whatsapp|hotline|rufnummer|dial|sms|text|desk"
+    r"celular|portable|whatsapp|hotline|rufnummer|dial|sms|desk"
 )
 SAYS_PHONE = re.compile(rf"(?:\b(?:{WORDS})\b|☎|☏|📞)(?:[^\n\d+]{{0,20}}|[:.]?\s{{0,3}})$", re.IGNORECASE)
 SAID_PHONE = re.compile(r"[ \-,]{1,3}\(?(?:phone|fax|mobile|cell|office|tel)\b", re.IGNORECASE)
-INTERNATIONAL = re.compile(r"(?<![\w./=+-])\+[1-9]\d{0,2}[ .\-/]?(?:\(\d{1,4}\)[ .\-/]?)?\d{1,5}(?:[ .\-/]?\d{2,5}){1,5}" + EXTENSION + END)
+INTERNATIONAL = re.compile(
+    r"(?<![\w./=+-])(?:\+[1-9]\d{0,2}[ .\-/]?|00[1-9]\d{0,2}[ \-/])(?:\(\d{1,4}\)[ .\-/]?)?\d{1,5}(?:[ .\-/]?\d{2,5}){1,5}"
+    + EXTENSION
+    + END
+)
 NORTH_AMERICAN = re.compile(
     EDGE + r"(?:1[-. ])?(?:\([2-9]\d\d\) ?[2-9]\d\d[-. ]|[2-9]\d\d(?P<s>[-.])[2-9]\d\d(?P=s))\d{4}" + EXTENSION + END
 )
 FRENCH = re.compile(EDGE + r"0[1-9](?P<s>[ .-])\d\d(?:(?P=s)\d\d){3}" + END)
-NATIONAL = re.compile(EDGE + r"(?:00[1-9]|0|\(0|\(?[1-9])\d{0,9}\)?(?:[ .\-/]{1,2}\(?\d{1,8}\)?){0,5}" + EXTENSION + END)
+NATIONAL = re.compile(EDGE + r"(?<!\w\()(?:00[1-9]|0|\(0|\(?[1-9])\d{0,9}\)?(?:[ .\-/]{1,2}\(?\d{1,8}\)?){0,5}" + EXTENSION + END)
 FICTION = re.compile(r"555\D?01\d\d$")
 
 
@@ -188,7 +192,9 @@ def phones(text: str) -> Iterator[Span]:
             if least <= sum(map(str.isdecimal, match[0])) <= most and not FICTION.search(match[0]):
                 yield Span(match.start(), match.end(), "phone")
     for match in NATIONAL.finditer(text):
-        if not 7 <= sum(map(str.isdecimal, match[0])) <= 16 or YEARS.fullmatch(match[0]):
+        if not 7 <= sum(map(str.isdecimal, match[0])) <= 16 or YEARS.fullmatch(match[0]) or FICTION.search(match[0]):
+            continue
+        if match[0].count("(") != match[0].count(")"):
             continue
         before = text[max(0, match.start() - 32) : match.start()]
         if SAYS_PHONE.search(before) or SAID_PHONE.match(text, match.end()):

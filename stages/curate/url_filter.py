@@ -17,7 +17,7 @@ from puna.storage import PunaError
 from puna.storage.schemas import table_schema
 
 WORD = re.compile(r"[a-z]+")
-LISTS = {"adult": "adult_domains.txt", "personal": "personal_domains.txt", "harmful": "harmful_domains.txt"}
+LISTS = {"adult": "data/adult_domains.txt", "personal": "data/personal_domains.txt", "harmful": "data/harmful_domains.txt"}
 
 
 class UrlFilterConfig(StageConfig):
@@ -128,13 +128,13 @@ def _add(blocked: dict[str, str], rule: str, lines: Iterable[str], where: str) -
 
 
 def _lines(name: str) -> list[str]:
-    return (Path(__file__).parent / "data" / name).read_text(encoding="utf-8").splitlines()
+    return (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines()
 
 
 @lru_cache(maxsize=1)
 def _vocabulary() -> tuple[tuple[str, ...], frozenset[str], re.Pattern[str]]:
     """Words that suffice inside a host, words that count as whole words, and names that only look like the former."""
-    entries = [line.strip() for line in _lines("adult_words.txt") if line.strip() and not line.startswith("#")]
+    entries = [line.strip() for line in _lines("data/adult_words.txt") if line.strip() and not line.startswith("#")]
     inside = tuple(entry[1:] for entry in entries if entry.startswith("!"))
     harmless = "|".join(re.escape(entry[1:]) for entry in entries if entry.startswith("-"))
     return inside, frozenset(entry.lstrip("!") for entry in entries if not entry.startswith("-")), re.compile(harmless)

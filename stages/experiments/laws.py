@@ -133,7 +133,7 @@ def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
         floor = float(share * y.min())
         rest = y - floor
         slopes = np.linalg.lstsq(r * rest[:, None], np.log(rest) * rest, rcond=None)[0]
-        law = MixingLaw(floor, slopes)
+        law = MixingLaw(floor, slopes.astype(np.float64))
         error = float(((law(r) - y) ** 2).sum())
         # A higher floor has to be better by more than rounding: losses that do not change keep it at 0.
         if error < best - 1e-12 * float(y @ y):

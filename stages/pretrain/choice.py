@@ -47,7 +47,7 @@ def build(
         if len(found) == prompt_words + option_words:
             stretches.append((id_, category, "".join(found[:prompt_words]), "".join(found[prompt_words:])))
     stretches.sort(key=lambda row: _hash(seed, row[0]))
-    questions = []
+    questions: list[Item] = []
     for id_, category, prompt, own in stretches:
         if len(questions) == items:
             break
@@ -96,10 +96,7 @@ def likelihoods(
 
 def chosen(item: Item, likelihood: Sequence[float], normalised: bool) -> int:
     """Index of the likeliest option, with `normalised` by its likelihood per byte; the first of equals."""
-    values = [
-        value / len(option.encode()) if normalised else value
-        for value, option in zip(likelihood, item.options, strict=True)
-    ]
+    values = [value / len(option.encode()) if normalised else value for value, option in zip(likelihood, item.options, strict=True)]
     return values.index(max(values))
 
 

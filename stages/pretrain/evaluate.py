@@ -98,7 +98,8 @@ def _pages(documents: Artifact, mixture: Artifact | None, config: EvaluateConfig
     parts = run.parts(documents, columns=["id", "text"])
     found = [row for rows in run.map(chosen_of, parts, mixture_file(mixture), "heldout") for row in rows]
     seed = run.seed("pages")
-    pages, size = [], 0
+    pages: list[Chosen] = []
+    size = 0
     for row in sorted(found, key=lambda row: (rank(seed, row.id), row.id)):
         length = len(row.text.encode())
         if not length or length > config.pages.max_page_bytes:
@@ -150,8 +151,10 @@ def _bits(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer, con
         ]
         for metric, values in found.items()
     }
-    figure = Figure(title="Held-out pages", x="category", y="bits per byte", kind="bar", series=series, note="Page by page; less is better.")
-    run.figure("bits_per_byte", figure)
+    run.figure(
+        "bits_per_byte",
+        Figure(title="Held-out pages", x="category", y="bits per byte", kind="bar", series=series, note="Page by page; less is better."),
+    )
 
 
 def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun) -> None:
@@ -182,7 +185,7 @@ def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer
 def _continuations(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun) -> None:
     from puna.models.generation import Engine, Sampling
 
-    shown = []
+    shown: list[tuple[Chosen, str]] = []
     for page in pages:
         words = choice.WORD.findall(page.text)[: config.pages.prompt_words]
         if len(words) == config.pages.prompt_words and len(shown) < config.pages.continuations:
@@ -210,9 +213,7 @@ def _answers(prompts: Artifact, model: Transformer, tokenizer: Tokenizer, config
 
     rows = _asked(prompts, config.answers.prompts_per_task, run.seed("prompts"))
     asked = [tokenizer.chat([{"role": "user", "content": row["prompt"]}], add_generation_prompt=True) for row in rows]
-    sampling = Sampling(
-        temperature=config.answers.temperature, max_tokens=config.answers.max_tokens, stop=(tokenizer.eot, tokenizer.eos)
-    )
+    sampling = Sampling(temperature=config.answers.temperature, max_tokens=config.answers.max_tokens, stop=(tokenizer.eot, tokenizer.eos))
     completions = Engine(model, tokenizer).generate(
         asked, sampling, run.seed("answers"), progress=lambda done, total: run.progress(done, total, "answers")
     )
@@ -231,9 +232,7 @@ def _asked(prompts: Artifact, per_task: int, seed: int) -> list[dict[str, Any]]:
             tasks.setdefault(row["task"], []).append(row)
     if not tasks:
         raise PunaError(f"{prompts.id} has no held-out prompts")
-    return [
-        row for task in sorted(tasks) for row in sorted(tasks[task], key=lambda row: (rank(seed, row["id"]), row["id"]))[:per_task]
-    ]
+    return [row for task in sorted(tasks) for row in sorted(tasks[task], key=lambda row: (rank(seed, row["id"]), row["id"]))[:per_task]]
 
 
 def _judge(found: Sequence[dict[str, Any]], examples: int, run: StageRun) -> None:

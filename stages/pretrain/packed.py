@@ -180,9 +180,7 @@ class Reader:
             passes[-1].append((start, stop))
             filled += stop - start
         tokens = self.packed.tokens
-        return [
-            Targets.from_packed(np.concatenate([tokens[a:b] for a, b in piece]), [b - a for a, b in piece]) for piece in passes
-        ]
+        return [Targets.from_packed(np.concatenate([tokens[a:b] for a, b in piece]), [b - a for a, b in piece]) for piece in passes]
 
 
 def mean_loss(model: Transformer, pieces: Sequence[Any], row_tokens: int = 8192) -> float:

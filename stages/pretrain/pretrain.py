@@ -176,7 +176,7 @@ class Watch:
     def __init__(self, pieces: Sequence[Any], config: PretrainConfig, run: StageRun) -> None:
         self.pieces, self.config, self.run = pieces, config, run
         self.total = sum(phase.steps for phase in config.phases)
-        self.log: list[dict[str, float]] = []
+        self.log: list[dict[str, Any]] = []
         self.validation: list[tuple[float, float]] = []
         self.before = self.after = math.nan
         self.flops = 0.0
@@ -191,9 +191,7 @@ class Watch:
         return self.run.scratch / f"validation-{number}.json"
 
 
-def _train(
-    model: Transformer, phase: Phase, number: int, reader: Reader, watch: Watch, config: PretrainConfig, run: StageRun
-) -> None:
+def _train(model: Transformer, phase: Phase, number: int, reader: Reader, watch: Watch, config: PretrainConfig, run: StageRun) -> None:
     from puna.models import accounting
     from puna.models.training.loop import train
     from puna.models.training.objectives import LanguageModeling
@@ -291,7 +289,10 @@ def _finish(model: Transformer, watch: Watch, run: StageRun) -> None:
     x = np.cumsum([row["tokens"] for row in log])
     groups = np.array_split(np.arange(len(log)), min(SMOOTH, len(log)))
     training = [(float(x[g[-1]]), float(np.mean([log[i]["loss"] for i in g]))) for g in groups]
-    series: dict[str, list[tuple[Any, float]]] = {"training": [p for p in training if math.isfinite(p[1])], "set aside": list(watch.validation)}
+    series: dict[str, list[tuple[Any, float]]] = {
+        "training": [point for point in training if math.isfinite(point[1])],
+        "set aside": list(watch.validation),
+    }
     run.figure("loss", Figure(title="Pretraining loss", x="tokens", y="nats per token", series=series))
     rates: list[tuple[Any, float]] = [(float(x[g[-1]]), log[g[-1]]["learning_rate"]) for g in groups]
     run.figure("learning_rate", Figure(title="Learning rate", x="tokens", y="learning rate", series={"rate": rates}))

@@ -57,7 +57,7 @@ def tokenize(documents: Documents, mixture: Mixture | None, tokenizer: Tokenizer
     encoded: list[Encoded] = list(
         run.map(_encode, parts, mixture_file(mixture), folder(tokenizer), str(run.scratch), shuffle, buckets, rows=len(parts))
     )
-    totals = Counter({bucket: 0 for bucket in range(buckets)})
+    totals = Counter(dict.fromkeys(range(buckets), 0))
     for part in encoded:
         totals.update(part.tokens_in)
     if not sum(totals.values()):
@@ -72,9 +72,7 @@ def tokenize(documents: Documents, mixture: Mixture | None, tokenizer: Tokenizer
     _report(encoded, sum(totals.values()), first, run)
 
 
-def _encode(
-    part: Part, split_file: str | None, tokenizer_folder: str, scratch: str, shuffle: int, buckets: int
-) -> Encoded:
+def _encode(part: Part, split_file: str | None, tokenizer_folder: str, scratch: str, shuffle: int, buckets: int) -> Encoded:
     """Write a part's encoded copies, by bucket and order; the file is found again after a crash."""
     rows = [row for row in chosen_of(part, split_file, "train") if row.text]
     tokenizer = loaded(tokenizer_folder)

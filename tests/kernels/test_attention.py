@@ -71,7 +71,9 @@ def test_tiles_hold_each_visible_pair_once_and_no_unseen_key(forest, rows):
             visible = set(keys)
             if tile.bias is not None:
                 partial = keys[len(keys) - tile.bias.shape[1] :]
-                visible -= {key for key, bias in zip(partial, tile.bias[offset].tolist(), strict=True) if bias < 0}
+                visible -= {
+                    key for key, bias in zip(partial, tile.bias[offset].tolist(), strict=True) if bias < 0
+                }
             assert visible == seen[query]
 
 
@@ -133,9 +135,7 @@ def test_long_prompts_are_attended_once_per_tile():
     """512 prompt tokens and 12 answers of 128: the pairs computed stay near the pairs that are visible."""
     end = torch.tensor([2048] * 512 + [512 + 128 * (i // 128 + 1) for i in range(1536)], dtype=torch.int32)
     mask = ForestMask.from_end(end)
-    pairs = sum(
-        (t.rows.stop - t.rows.start) * len(torch.arange(2048)[t.keys]) for t in mask.tiles
-    )
+    pairs = sum((t.rows.stop - t.rows.start) * len(torch.arange(2048)[t.keys]) for t in mask.tiles)
     assert pairs < 1.2 * int(mask.dense().sum())
 
 

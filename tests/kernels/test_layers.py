@@ -110,7 +110,9 @@ def test_linear_gradient_only_where_asked():
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
 def test_cached_attention(heads):
     H, G = heads
-    q, keys, values = (x.detach() for x in (normal(3, H, 6), normal(3, G, 20, 6, seed=1), normal(3, G, 20, 6, seed=2)))
+    q, keys, values = (
+        x.detach() for x in (normal(3, H, 6), normal(3, G, 20, 6, seed=1), normal(3, G, 20, 6, seed=2))
+    )
     bias = torch.zeros(3, 7, dtype=torch.float64)
     bias[1, :5] = -torch.inf
     window = slice(4, 11)
@@ -119,6 +121,10 @@ def test_cached_attention(heads):
         ours, cached_attention_reference(q, keys[:, :, window], values[:, :, window], bias)
     )
     theirs = torch.nn.functional.scaled_dot_product_attention(
-        q[:, :, None], keys[:, :, window], values[:, :, window], attn_mask=bias[:, None, None], enable_gqa=True
+        q[:, :, None],
+        keys[:, :, window],
+        values[:, :, window],
+        attn_mask=bias[:, None, None],
+        enable_gqa=True,
     )
     torch.testing.assert_close(ours, theirs[:, :, 0])

@@ -47,7 +47,9 @@ def test_token_logprobs_equal_the_reference(chunk, temperature):
     for mine, expected in zip(ours, plain, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-13)
     for mix in ((1.0, 0.0), (0.0, 1.0), (1.0, -0.7)):
-        losses = [(mix[0] * logp * weights + mix[1] * entropy * weights).sum() for logp, entropy in (ours, plain)]
+        losses = [
+            (mix[0] * logp * weights + mix[1] * entropy * weights).sum() for logp, entropy in (ours, plain)
+        ]
         pairs = [torch.autograd.grad(loss, (x, w), retain_graph=True) for loss in losses]
         for gradient, expected in zip(*pairs, strict=True):
             torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-13)

@@ -120,7 +120,9 @@ def test_the_tokenizer_travels_along(tmp_path):
 
     from transformers import AutoTokenizer
 
-    assert AutoTokenizer.from_pretrained(tmp_path).encode("to be", add_special_tokens=False) == tokenizer.encode("to be")
+    assert AutoTokenizer.from_pretrained(tmp_path).encode(
+        "to be", add_special_tokens=False
+    ) == tokenizer.encode("to be")
 
 
 @pytest.mark.parametrize(
@@ -129,11 +131,17 @@ def test_the_tokenizer_travels_along(tmp_path):
         ({"model_type": "gpt2"}, "model_type = 'gpt2' is not supported"),
         ({"attention_bias": True}, "attention_bias = True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type = 'llama3' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
+            "rope_type = 'llama3' is not supported",
+        ),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling = .* is not supported"),
         ({"vocab_size": None}, "missing vocab_size"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
-        ({"intermediate_size": 50}, r"gate_proj.weight has shape \[48, 32\], config.json asks for \[50, 32\]"),
+        (
+            {"intermediate_size": 50},
+            r"gate_proj.weight has shape \[48, 32\], config.json asks for \[50, 32\]",
+        ),
         ({"num_hidden_layers": 3}, r"model.layers.2\S+ is missing.* more"),
         ({"num_hidden_layers": 1}, r"model.layers.1\S+ is unknown"),
     ],

@@ -16,7 +16,11 @@ def test_pack_by_hand():
     assert forest.end.tolist() == [3, 3, 3, 4, 6, 6]
     assert forest.positions.tolist() == [0, 1, 2, 0, 0, 1]
     assert forest.parents.tolist() == [-1, 0, 1, -1, -1, 4]
-    assert (forest.tokens.dtype, forest.end.dtype, forest.positions.dtype) == (torch.int64, torch.int32, torch.int64)
+    assert (forest.tokens.dtype, forest.end.dtype, forest.positions.dtype) == (
+        torch.int64,
+        torch.int32,
+        torch.int64,
+    )
     assert len(forest) == 6
 
 

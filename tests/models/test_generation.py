@@ -1,4 +1,4 @@
-"""The engine against the trainer's log-probs, transformers' greedy search and the distributions themselves."""
+"""The engine against the trainer's log-probs, transformers' greedy search and the distributions."""
 
 import math
 
@@ -24,7 +24,10 @@ def model():
 
 def prompts(count, longest=20, seed=0):
     generator = np.random.default_rng(seed)
-    return [generator.integers(0, CONFIG.vocab_size, generator.integers(1, longest + 1)).tolist() for _ in range(count)]
+    return [
+        generator.integers(0, CONFIG.vocab_size, generator.integers(1, longest + 1)).tolist()
+        for _ in range(count)
+    ]
 
 
 def trainer_logprobs(model, prompt, tokens, temperature):
@@ -36,7 +39,10 @@ def trainer_logprobs(model, prompt, tokens, temperature):
 
 def longest_difference(model, asked, answers, temperature):
     return max(
-        (torch.tensor(answer.logprobs) - trainer_logprobs(model, prompt, answer.tokens, temperature)).abs().max().item()
+        (torch.tensor(answer.logprobs) - trainer_logprobs(model, prompt, answer.tokens, temperature))
+        .abs()
+        .max()
+        .item()
         for prompt, row in zip(asked, answers, strict=True)
         for answer in row
     )
@@ -73,7 +79,9 @@ def test_answers_depend_on_nothing_but_prompt_and_seed(model, slots):
     alone = Engine(exact, slots=slots).generate(asked[4:5], sampling, seed=11)[0]
     assert [answer.tokens for answer in alone] == [answer.tokens for answer in answers[4]]
     assert Engine(exact).generate(asked, sampling, seed=12) != answers
-    fewer = Engine(exact, slots=slots).generate(asked, Sampling(n=1, max_tokens=12, stop=(0, 1, 2, 3)), seed=11)
+    fewer = Engine(exact, slots=slots).generate(
+        asked, Sampling(n=1, max_tokens=12, stop=(0, 1, 2, 3)), seed=11
+    )
     assert [row[0].tokens for row in fewer] == [row[0].tokens for row in answers]
 
 
@@ -92,7 +100,9 @@ def test_greedy_equals_transformers(model):
     )
     twin.load_state_dict(model.state_dict())
     asked = prompts(6)
-    answers = Engine(model, slots=4).generate(asked, Sampling(temperature=0, max_tokens=20, stop=NEVER), seed=0)
+    answers = Engine(model, slots=4).generate(
+        asked, Sampling(temperature=0, max_tokens=20, stop=NEVER), seed=0
+    )
     for prompt, (answer,) in zip(asked, answers, strict=True):
         row = torch.tensor([prompt])
         theirs = twin.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=20, do_sample=False)
@@ -104,7 +114,9 @@ def test_prompts_are_computed_once(model, monkeypatch):
     """12 answers to each of 5 prompts in 4 slots: each prompt's tokens pass the model once."""
     seen = []
     monkeypatch.setattr(
-        generation.Forest, "pack", staticmethod(lambda rows, pack=Forest.pack: seen.extend(rows) or pack(rows))
+        generation.Forest,
+        "pack",
+        staticmethod(lambda rows, pack=Forest.pack: seen.extend(rows) or pack(rows)),
     )
     asked = prompts(5)
     Engine(model, slots=4).generate(asked, Sampling(n=12, max_tokens=6, stop=(0, 1, 2, 3)), seed=0)
@@ -143,7 +155,9 @@ def test_draw_inverts_the_cumulative_distribution(V):
     cumulative = logits.softmax(-1).double().cumsum(-1)
     expected = (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(-1)
     assert torch.equal(tokens, expected)
-    torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_draw_never_takes_an_impossible_token():
@@ -151,7 +165,11 @@ def test_draw_never_takes_an_impossible_token():
     logits = torch.full((3, 300), -torch.inf)
     logits[:, 3] = 0.0
     uniforms = torch.tensor([0.0, 0.5, 1.0 - 2**-53], dtype=torch.float64)
-    for sampling in (Sampling(stop=NEVER), Sampling(top_p=0.5, stop=NEVER), Sampling(temperature=0, stop=NEVER)):
+    for sampling in (
+        Sampling(stop=NEVER),
+        Sampling(top_p=0.5, stop=NEVER),
+        Sampling(temperature=0, stop=NEVER),
+    ):
         tokens, logprobs = draw(logits, sampling, uniforms)
         assert tokens.tolist() == [3, 3, 3]
         assert logprobs.tolist() == [0.0, 0.0, 0.0]
@@ -163,7 +181,11 @@ def test_the_nucleus_is_the_smallest_set_that_reaches_top_p(monkeypatch, size):
     monkeypatch.setattr(generation, "NUCLEUS", size)
     p = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
     grid = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    for top_p, kept in ((0.3, {1: 1.0}), (0.69, {1: 4 / 7, 3: 3 / 7}), (0.75, {1: 4 / 9, 3: 3 / 9, 2: 2 / 9})):
+    for top_p, kept in (
+        (0.3, {1: 1.0}),
+        (0.69, {1: 4 / 7, 3: 3 / 7}),
+        (0.75, {1: 4 / 9, 3: 3 / 9, 2: 2 / 9}),
+    ):
         tokens, logprobs = draw(p.log().expand(1000, 4), Sampling(top_p=top_p, stop=NEVER), grid)
         shares = (torch.bincount(tokens, minlength=4) / 1000).tolist()
         assert shares == pytest.approx([kept.get(token, 0.0) for token in range(4)], abs=2e-3)
@@ -180,7 +202,9 @@ def test_progress_counts_answers(model):
 
 def test_the_tokenizer_names_the_default_stop(model):
     tokenizer = Tokenizer.train(["aaa"], 262)
-    small = Transformer(ModelConfig(tokenizer.vocab_size, 8, 8, 1, 1, 1), generator=torch.Generator().manual_seed(0))
+    small = Transformer(
+        ModelConfig(tokenizer.vocab_size, 8, 8, 1, 1, 1), generator=torch.Generator().manual_seed(0)
+    )
     (row,) = Engine(small, tokenizer).generate([[70]], Sampling(n=300, max_tokens=40), seed=0)
     assert any(answer.finished for answer in row)
     assert all(answer.finished == (answer.tokens[-1] == tokenizer.eot) for answer in row)

@@ -149,7 +149,10 @@ def test_saved_folders_are_llama_folders(tmp_path, head):
 def test_scores_are_read_at_the_last_real_token():
     model = build("scalar")
     hub, (ids, mask) = wrap(model, pad_token_id=0), batch()
-    expected = [model.scalar(model.hidden(Forest.pack([row[kept.bool()]])))[-1] for row, kept in zip(ids, mask, strict=True)]
+    expected = [
+        model.scalar(model.hidden(Forest.pack([row[kept.bool()]])))[-1]
+        for row, kept in zip(ids, mask, strict=True)
+    ]
     scores = hub(input_ids=ids, attention_mask=mask).logits[:, 0]
     assert (scores - torch.stack(expected)).abs().max() <= 2e-5
     padded = ids.clone()
@@ -215,11 +218,22 @@ def test_trl_gives_the_loss_of_llama(tmp_path, tokenizer, trainer):
     save(build(head, vocab_size=tokenizer.vocab_size, max_position_embeddings=64), folder, tokenizer)
     processing = AutoTokenizer.from_pretrained(folder)
     turn = [{"role": "user", "content": "hello"}]
-    answers = [[{"role": "assistant", "content": text}] for text in ("world", "you? 1 2 3", "how are you", "3")]
-    pairs = [{"prompt": turn, "chosen": a, "rejected": b} for a, b in zip(answers, answers[1:] + answers[:1], strict=True)]
+    answers = [
+        [{"role": "assistant", "content": text}] for text in ("world", "you? 1 2 3", "how are you", "3")
+    ]
+    pairs = [
+        {"prompt": turn, "chosen": a, "rejected": b}
+        for a, b in zip(answers, answers[1:] + answers[:1], strict=True)
+    ]
     rows = [{"prompt": turn, "completion": a} for a in answers] if trainer.startswith("sft") else pairs
     options = {"output_dir": str(tmp_path), "max_steps": 2, "per_device_train_batch_size": 2, "report_to": []}
-    options |= {"use_cpu": True, "bf16": False, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True}
+    options |= {
+        "use_cpu": True,
+        "bf16": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
     options |= {"learning_rate": 1e-2, "seed": 1}
     config, run = {
         "sft": (trl.SFTConfig(**options), trl.SFTTrainer),
@@ -231,7 +245,9 @@ def test_trl_gives_the_loss_of_llama(tmp_path, tokenizer, trainer):
     def losses(make):
         reference = {"ref_model": make()} if trainer == "dpo" else {}
         dataset = Dataset.from_list(rows)
-        engine = run(model=make(), args=config, train_dataset=dataset, processing_class=processing, **reference)
+        engine = run(
+            model=make(), args=config, train_dataset=dataset, processing_class=processing, **reference
+        )
         engine.train()
         return [row["loss"] for row in engine.state.log_history if "loss" in row]
 

@@ -122,7 +122,9 @@ def test_twelve_answers_equal_twelve_rows(dtype, tolerance):
     results = []
     for forest, where in ((branched, branched.parents[children]), (rows, starts + inner - 1)):
         logprobs, entropy = model.token_logprobs(forest, where, targets)
-        gradients = torch.autograd.grad((weights * (logprobs + 0.1 * entropy)).sum(), list(model.parameters()))
+        gradients = torch.autograd.grad(
+            (weights * (logprobs + 0.1 * entropy)).sum(), list(model.parameters())
+        )
         results.append([logprobs, entropy, *gradients])
     for ours, expected in zip(*results, strict=True):
         close(ours, expected, 5 * tolerance)
@@ -141,7 +143,9 @@ def test_nested_branches_see_their_path():
 
 def test_token_logprobs_and_cross_entropy_are_those_of_the_logits():
     model = build().double()
-    forest = Forest.concatenate([Forest.branch(ids(6), [ids(4, seed=2), ids(3, seed=3)]), Forest.pack([ids(5)])])
+    forest = Forest.concatenate(
+        [Forest.branch(ids(6), [ids(4, seed=2), ids(3, seed=3)]), Forest.pack([ids(5)])]
+    )
     positions, targets = next_tokens(forest)
     logits = model.logits(model.hidden(forest))[positions]
     for temperature in (1.0, 0.6):

@@ -14,7 +14,8 @@ from puna.stages.contract import execute
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
 from puna.storage import Artifact, Store
 
-WORDS = "puna llama grass wind stone river high cold wool herd path night star snow sun salt lake bird".split()
+WORDS = ["puna", "llama", "grass", "wind", "stone", "river", "high", "cold", "wool", "herd", "path", "night", "star", "snow", "sun"]
+WORDS += ["salt", "lake", "bird"]
 
 
 def sentences(seed: int, count: int) -> str:

@@ -61,9 +61,7 @@ def test_likelihoods_equal_each_option_alone(tmp_path: Path) -> None:
             logprobs = torch.log_softmax(model.logits(model.hidden(Forest.pack([row]))).double(), -1)
             alone = sum(float(logprobs[len(prompt) - 1 + i, t].detach()) for i, t in enumerate(ids))
             assert value == pytest.approx(alone, abs=1e-4)
-    assert found == [
-        pytest.approx(values, abs=1e-4) for values in choice.likelihoods(model, tokenizer, items, 10_000)
-    ]
+    assert found == [pytest.approx(values, abs=1e-4) for values in choice.likelihoods(model, tokenizer, items, 10_000)]
 
 
 def test_normalised_choice_divides_by_bytes() -> None:

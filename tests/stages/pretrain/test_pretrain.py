@@ -28,9 +28,7 @@ SHAPE = Shape(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_att
 
 
 def config(**changes) -> PretrainConfig:
-    phase = Phase(
-        steps=60, rows_per_step=4, learning_rate=1e-2, warmup_steps=5, schedule="cosine", anneal_steps=20, average=4
-    )
+    phase = Phase(steps=60, rows_per_step=4, learning_rate=1e-2, warmup_steps=5, schedule="cosine", anneal_steps=20, average=4)
     values = {"model": SHAPE, "phases": (phase,), "validate_every": 20, "checkpoint_every": 7, "validation_share": 0.1}
     return PretrainConfig(**(values | changes))
 

@@ -98,7 +98,12 @@ def test_same_bytes_for_any_parts_and_workers(tmp_path: Path, documents, monkeyp
         vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=300), {"documents": docs}, store)
         executor = ThreadPoolExecutor(workers) if workers else None
         made = execute(
-            tokenize, TokenizeConfig(sequence_length=32), {"documents": docs, "tokenizer": vocabulary}, store, part_rows=rows, executor=executor
+            tokenize,
+            TokenizeConfig(sequence_length=32),
+            {"documents": docs, "tokenizer": vocabulary},
+            store,
+            part_rows=rows,
+            executor=executor,
         )
         found.add((made.path("tokens.parquet").read_bytes(), made.data_digest))
         assert len({len(r) for r in made.read()["tokens"].to_pylist()}) > 1  # one short row at each bucket's end

@@ -1,0 +1,254 @@
+"""Small runs over a design of mixtures, and the mixture they recommend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from puna.stages.contract import Documents, Figure, SeededConfig, Signals, StageConfig, StageRun, Tokenizer, stage
+from puna.stages.experiments import laws
+from puna.stages.experiments.pools import Group, Pools, build_pools, grouped
+from puna.stages.experiments.proxy import one_thread, remembered, trained
+from puna.stages.pretrain.packed import mean_loss
+from puna.stages.pretrain.pretrain import AdamW, Phase, Shape
+from puna.stages.pretrain.tokenizer import tokenizer_of
+from puna.storage import PunaError
+
+PROXY = Shape(
+    hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.12
+)
+
+
+class Target(StageConfig):
+    """What the mixture shall be good at."""
+
+    weights: Literal["natural", "even"] = Field(
+        "even", description="Weights of the categories' held-out losses: their share of the text, or all alike"
+    )
+    categories: dict[str, float] = Field(
+        default_factory=dict, description="Weights of single categories instead; they are scaled to add up to 1 with the rest"
+    )
+
+    @model_validator(mode="after")
+    def _weights_are_positive(self) -> Target:
+        wrong = [name for name, weight in self.categories.items() if not weight >= 0]
+        if wrong:
+            raise ValueError(f"weight of {wrong[0]!r} must not be negative")
+        return self
+
+
+class MixExperimentConfig(SeededConfig):
+    """The proxy runs, and the bounds of the mixture."""
+
+    category: str = Field("domain", min_length=1, description="Signal that holds a document's category")
+    categories: int = Field(4, ge=2, le=12, description="Categories told apart: the largest, the others together as one")
+    trials: int = Field(12, ge=4, le=500, description="Mixtures tried; at least two more than categories")
+    least: float = Field(0.05, ge=0, lt=0.5, description="Least share of a category, tried and recommended, fraction")
+    most: float = Field(0.7, gt=0, le=1, description="Greatest share of a category that is recommended, fraction")
+    target: Target = Field(Target(), description="What the mixture shall be good at")
+    model: Shape = Field(PROXY, description="Sizes of the proxy model")
+    phase: Phase = Field(
+        Phase(name="proxy", steps=100, rows_per_step=4, learning_rate=1e-2, warmup_steps=10), description="Training of each proxy"
+    )
+    adamw: AdamW = Field(AdamW(), description="The optimiser")
+    sequence_length: int = Field(256, ge=8, description="Tokens of a row")
+    heldout_tokens: int = Field(8_000, ge=100, description="Held-out tokens of each category to measure the loss on")
+
+    @model_validator(mode="after")
+    def _design_is_possible(self) -> MixExperimentConfig:
+        if self.trials < self.categories + 2:
+            raise ValueError(f"{self.trials} trials cannot show how {self.categories} categories act; take {self.categories + 2} at least")
+        if self.least * self.categories >= 1 or self.most * self.categories < 1:
+            raise ValueError(f"no mixture of {self.categories} categories lies between least={self.least} and most={self.most}")
+        if self.phase.join_rows != 1:
+            raise ValueError("phase.join_rows must be 1: proxies read rows of sequence_length")
+        return self
+
+
+@stage(kind="evaluation")
+def mix_experiment(documents: Documents, signals: Signals, tokenizer: Tokenizer, config: MixExperimentConfig, run: StageRun) -> None:
+    """Find mixture weights with small models (Llama 3, section 3.1.2; data mixing laws, Ye et al. 2024).
+
+    Proxies start from the same weights and are trained on mixtures that cover the simplex; each category's
+    held-out loss is fitted as a law of the shares, and the shares that minimise the weighted sum of the laws
+    are recommended in `weights`. What the laws say of a mixture they were not fitted to is in the rows
+    `left_out_error`; and the recommended mixture is trained too, against the natural one. The held-out pages
+    of this experiment are its own: chosen among all documents, and never read by its proxies.
+    """
+    vocabulary = tokenizer_of(tokenizer)
+    groups = grouped(documents, signals, config.category, config.categories, run)
+    run.metric("categories", len(groups))
+    if len(groups) == 1:
+        _one_category(groups[0], run)
+        return
+    pools = build_pools(documents, groups, tokenizer, config, run)
+    natural = np.array([group.bytes for group in groups], dtype=np.float64)
+    natural /= natural.sum()
+    design = laws.simplex_design(len(groups), config.trials - 1, config.least, run.generator("design"))
+    mixtures = [("natural", natural), *((f"design {i + 1}", shares) for i, shares in enumerate(design))]
+    trials = _trained(mixtures, 0, pools, config, vocabulary.vocab_size, vocabulary.bos, run)
+    shares = np.array([trial.shares for trial in trials])
+    losses = np.array([trial.losses for trial in trials])
+    target = _target(config.target, groups, natural)
+    fitted = [laws.fit_mixing_law(shares, losses[:, i]) for i in range(len(groups))]
+    low, high = np.full(len(groups), config.least), np.full(len(groups), config.most)
+    best = laws.best_mixture(fitted, target, low, high)
+    trials += _trained([("optimum", best)], len(trials), pools, config, vocabulary.vocab_size, vocabulary.bos, run)
+    _write(trials, groups, target, run)
+    _report(trials, groups, target, fitted, run)
+
+
+def _one_category(group: Group, run: StageRun) -> None:
+    """All text is of one category: its share is 1 and there is nothing to try."""
+    for name in group.members:
+        run.write_rows([{"task": name, "metric": "weight", "value": 1.0, "low": None, "high": None, "n": group.documents}])
+    run.write_rows([{"category": name, "weight": 1.0} for name in group.members], "weights")
+
+
+def _target(target: Target, groups: Sequence[Group], natural: laws.Floats) -> laws.Floats:
+    """Weights of the groups' losses, adding up to 1."""
+    names = [group.name for group in groups]
+    unknown = sorted(set(target.categories) - set(names))
+    if unknown:
+        raise PunaError(f"mix_experiment.target.categories: {unknown[0]!r} is not among the categories {', '.join(names)}")
+    weights = natural.copy() if target.weights == "natural" else np.full(len(groups), 1.0 / len(groups))
+    for name, weight in target.categories.items():
+        weights[names.index(name)] = weight
+    if weights.sum() <= 0:
+        raise PunaError("mix_experiment.target.categories: all weights are 0")
+    return np.asarray(weights / weights.sum(), dtype=np.float64)
+
+
+# --- trials ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One proxy run: its mixture, and the held-out loss of each category in nats per token."""
+
+    number: int
+    name: str
+    shares: list[float]
+    losses: list[float]
+    tokens: int
+    flops: float
+    seconds: float
+
+
+def _trained(
+    mixtures: Sequence[tuple[str, laws.Floats]],
+    first: int,
+    pools: str,
+    config: MixExperimentConfig,
+    vocab_size: int,
+    begin: int,
+    run: StageRun,
+) -> list[Trial]:
+    jobs = [(first + i, name, shares.tolist()) for i, (name, shares) in enumerate(mixtures)]
+    # All proxies start from one set of weights and read each category's rows in one order: what differs
+    # between two trials is the mixture alone.
+    arguments = (pools, config.model_dump_json(), vocab_size, begin, run.seed("weights"), str(run.scratch))
+    found = []
+    for done, trial in enumerate(run.map(_trial, jobs, *arguments), 1):
+        found.append(Trial(**trial))
+        run.progress(first + done, config.trials + 1, trial["name"])
+    return found
+
+
+def _trial(
+    job: tuple[int, str, list[float]], pools: str, settings: str, vocab_size: int, begin: int, seed: int, scratch: str
+) -> dict[str, Any]:
+    number, name, shares = job
+
+    def make() -> dict[str, Any]:
+        config = MixExperimentConfig.model_validate_json(settings)
+        found = Pools.read(pools)
+        mixed = found.mixed(shares, config.phase.rows_per_step, begin)
+        shape = config.model.model(vocab_size, config.sequence_length)
+        with one_thread():
+            proxy = trained(shape, mixed.batch, mixed.lengths, config.phase.train_config(config.adamw), seed)
+            losses = [mean_loss(proxy.model, pieces) for pieces in found.heldout]
+        return {
+            "number": number, "name": name, "shares": shares, "losses": losses,
+            "tokens": proxy.tokens, "flops": proxy.flops, "seconds": proxy.seconds,
+        }  # fmt: skip
+
+    return remembered(Path(scratch) / f"trial-{number}.json", make)
+
+
+# --- results --------------------------------------------------------------------------------------------
+
+
+def _write(trials: Sequence[Trial], groups: Sequence[Group], target: laws.Floats, run: StageRun) -> None:
+    rows = []
+    for trial in trials:
+        names = [group.name for group in groups]
+        details = {
+            "shares": dict(zip(names, trial.shares, strict=True)),
+            "losses": dict(zip(names, trial.losses, strict=True)),
+        }
+        rows.append(
+            {"trial": trial.number, "name": trial.name, "parameters": json.dumps(details), "loss": float(np.dot(target, trial.losses)),
+             "tokens": trial.tokens, "flops": trial.flops, "seconds": trial.seconds}
+        )  # fmt: skip
+    run.write_rows(rows, "trials")
+    weights = []
+    for group, share in zip(groups, trials[-1].shares, strict=True):
+        weights += [{"category": name, "weight": share * size / group.bytes} for name, size in group.members.items()]
+    run.write_rows(weights, "weights")
+
+
+def _report(trials: Sequence[Trial], groups: Sequence[Group], target: laws.Floats, fitted: list[laws.MixingLaw], run: StageRun) -> None:
+    natural, optimum, tried = trials[0], trials[-1], trials[:-1]
+    shares, losses = np.array([t.shares for t in tried]), np.array([t.losses for t in tried])
+    best = np.array(optimum.shares)
+    rows: list[dict[str, Any]] = []
+
+    def row(task: str, metric: str, value: float) -> None:
+        rows.append({"task": task, "metric": metric, "value": float(value), "low": None, "high": None, "n": len(tried)})
+
+    left_out = np.array([laws.left_out_errors(shares, losses[:, i]) for i in range(len(groups))])
+    for i, group in enumerate(groups):
+        row(group.name, "weight", optimum.shares[i])
+        row(group.name, "natural_weight", natural.shares[i])
+        row(group.name, "loss", optimum.losses[i])
+        row(group.name, "natural_loss", natural.losses[i])
+        row(group.name, "predicted_loss", float(fitted[i](best)))
+        row(group.name, "fit_error", float(np.abs(fitted[i](shares) - losses[:, i]).mean()))
+        row(group.name, "left_out_error", float(np.abs(left_out[i]).mean()))
+        row(group.name, "loss_range", float(np.ptp(losses[:, i])))
+    predicted = float(sum(w * float(law(best)) for w, law in zip(target, fitted, strict=True)))
+    measured, before = float(np.dot(target, optimum.losses)), float(np.dot(target, natural.losses))
+    together = np.abs(target @ left_out)
+    row("target", "loss", measured)
+    row("target", "natural_loss", before)
+    row("target", "predicted_loss", predicted)
+    row("target", "left_out_error", float(together.mean()))
+    row("target", "loss_range", float(np.ptp(losses @ target)))
+    run.write_rows(rows)
+    run.metric("trials", len(trials))
+    run.metric("optimum_loss", measured)
+    run.metric("natural_loss", before)
+    run.metric("predicted_loss", predicted)
+    run.metric("left_out_error", float(together.mean()))
+    run.metric("best_tried_loss", float((losses @ target).min()))
+    names = [group.name for group in groups]
+    shares_of: dict[str, list[tuple[Any, float]]] = {
+        "natural": list(zip(names, natural.shares, strict=True)),
+        "recommended": list(zip(names, optimum.shares, strict=True)),
+    }
+    run.figure("weights", Figure(title="Mixture", x="category", y="share of training tokens", kind="bar", series=shares_of))
+    points: dict[str, list[tuple[Any, float]]] = {
+        group.name: [(float(y), float(y + e)) for y, e in zip(losses[:, i], left_out[i], strict=True)] for i, group in enumerate(groups)
+    }
+    run.figure(
+        "law",
+        Figure(title="Mixing law on mixtures it was not fitted to", x="measured loss", y="predicted loss", kind="scatter", series=points,
+               note="Held-out loss of each category, nats per token; each point is predicted by the law through all others."),
+    )  # fmt: skip

@@ -1,0 +1,237 @@
+"""Text by category for small runs: a pool to train on, and held-out pages, chosen by hashes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from puna.stages.contract import StageRun
+from puna.stages.pretrain.corpus import folder, rank
+from puna.stages.pretrain.packed import Packed, Reader
+from puna.stages.pretrain.tokenize import pack
+from puna.stages.pretrain.tokenizer import loaded
+from puna.storage import Artifact, Part, PunaError
+
+if TYPE_CHECKING:
+    from puna.models.training.objectives.base import Targets
+    from puna.stages.experiments.mix_experiment import MixExperimentConfig
+
+OTHER = "other"
+UNKNOWN = "unknown"
+TEXT_PER_TOKEN = 6
+"""Bytes of text taken for each token wanted: more than a token holds, so that a pool is seldom short."""
+
+
+class Row(NamedTuple):
+    """A document's place in the order, its category and its size in bytes."""
+
+    order: int
+    id: str
+    category: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Categories that get one share: `members` with their bytes, and their documents in order."""
+
+    name: str
+    members: dict[str, int]
+    rows: tuple[Row, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Text of the group."""
+        return sum(self.members.values())
+
+    @property
+    def documents(self) -> int:
+        """Documents of the group."""
+        return len(self.rows)
+
+
+def grouped(documents: Artifact, signals: Artifact, column: str, most: int, run: StageRun) -> list[Group]:
+    """The largest categories by bytes, the others together, each with its documents in hashed order."""
+    file = str(signals.path("signals.parquet"))
+    names = pq.read_schema(file).names
+    if column not in names:
+        raise PunaError(f"{signals.id} has no signal {column!r}; set mix_experiment.category to one of {', '.join(names)}")
+    parts = run.parts(documents, columns=["id", "text"])
+    rows = sorted(row for found in run.map(_rows, parts, file, column, run.seed("order")) for row in found)
+    if not rows:
+        raise PunaError(f"{documents.id} has no documents with text: there is nothing to mix")
+    sizes: dict[str, int] = {}
+    for row in rows:
+        sizes[row.category] = sizes.get(row.category, 0) + row.bytes
+    ranked = sorted(sizes, key=lambda name: (-sizes[name], name))
+    single = ranked if len(ranked) <= most else ranked[: most - 1]
+    groups = [(name, [name]) for name in sorted(single)]
+    if len(ranked) > len(single):
+        groups.append((OTHER, sorted(set(ranked) - set(single))))
+    return [
+        Group(name, {member: sizes[member] for member in members}, tuple(row for row in rows if row.category in members))
+        for name, members in groups
+    ]
+
+
+def _rows(part: Part, signals: str, column: str, seed: int) -> list[Row]:
+    table = part.read()
+    ids = table["id"].to_pylist()
+    if not ids:
+        return []
+    wanted = (pc.field("id") >= ids[0]) & (pc.field("id") <= ids[-1])
+    found = pq.read_table(signals, columns=["id", column], filters=wanted)
+    category = dict(zip(found["id"].to_pylist(), found[column].to_pylist(), strict=True))
+    return [
+        Row(rank(seed, id_), id_, category.get(id_) or UNKNOWN, len(text.encode()))
+        for id_, text in zip(ids, table["text"].to_pylist(), strict=True)
+        if text
+    ]
+
+
+def build_pools(documents: Artifact, groups: Sequence[Group], tokenizer: Artifact, config: MixExperimentConfig, run: StageRun) -> str:
+    """Encode what the trials need, into a folder of the run's scratch; returns the folder."""
+    wanted_tokens = config.phase.steps * config.phase.rows_per_step * config.sequence_length
+    uses: dict[str, tuple[int, int]] = {}
+    for number, group in enumerate(groups):
+        held, pool = _divide(group, config.heldout_tokens * TEXT_PER_TOKEN, wanted_tokens * TEXT_PER_TOKEN)
+        uses |= {row.id: (number, 1) for row in held} | {row.id: (number, 0) for row in pool}
+    target = Path(run.scratch) / "pools"
+    target.mkdir(exist_ok=True)
+    if (target / "complete").exists():
+        return str(target)
+    parts = run.parts(documents, columns=["id", "text"])
+    order = {row.id: index for group in groups for index, row in enumerate(group.rows)}
+    found: list[list[tuple[int, str, list[int]]]] = [[] for _ in range(2 * len(groups))]
+    for encoded in run.map(_encode, parts, uses, folder(tokenizer)):
+        for id_, ids in encoded:
+            number, held_out = uses[id_]
+            found[2 * number + held_out].append((order[id_], id_, ids))
+    for number in range(len(groups)):
+        for held_out, name in ((0, "pool"), (1, "heldout")):
+            rows = sorted(found[2 * number + held_out])
+            _write(target / f"{name}-{number}.parquet", rows, config.sequence_length)
+    (target / "limit").write_text(str(config.heldout_tokens))
+    (target / "complete").touch()
+    return str(target)
+
+
+def _divide(group: Group, heldout_bytes: int, pool_bytes: int) -> tuple[list[Row], list[Row]]:
+    """The first documents of a group as held out (at most a third of its text), the next ones as its pool."""
+    limit = min(heldout_bytes, group.bytes // 3)
+    reached = np.cumsum([row.bytes for row in group.rows])
+    held = max(1, int(np.searchsorted(reached, limit, side="right")))
+    before = int(reached[held - 1])
+    pool = int(np.searchsorted(reached, before + pool_bytes)) + 1
+    if held == len(group.rows):
+        raise PunaError(
+            f"category {group.name!r} has one document: one is needed to train on and one to measure the loss on; "
+            "lower mix_experiment.categories, so that small ones are taken together"
+        )
+    return list(group.rows[:held]), list(group.rows[held:pool])
+
+
+def _encode(part: Part, uses: dict[str, tuple[int, int]], tokenizer: str) -> list[tuple[str, list[int]]]:
+    table = part.read()
+    chosen = [(id_, text) for id_, text in zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True) if id_ in uses]
+    vocabulary = loaded(tokenizer)
+    encodings = vocabulary.encode_batch([text for _, text in chosen])
+    return [(id_, [vocabulary.bos, *ids, vocabulary.eos]) for (id_, _), ids in zip(chosen, encodings, strict=True)]
+
+
+def _write(file: Path, rows: list[tuple[int, str, list[int]]], sequence_length: int) -> None:
+    packed = pack(pa.array([ids for _, _, ids in rows], pa.list_(pa.int32())), [id_ for _, id_, _ in rows], sequence_length)
+    table = pa.table({"row": pa.array(range(len(packed["tokens"])), pa.int64()), **packed})
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    pq.write_table(table, temporary)
+    os.replace(temporary, file)
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Packed text of each group, and its held-out pieces."""
+
+    training: tuple[Packed, ...]
+    heldout: tuple[list[Any], ...]
+
+    @staticmethod
+    @lru_cache(maxsize=1)
+    def read(folder: str) -> Pools:
+        """What `build_pools` wrote."""
+        path = Path(folder)
+        count = len(list(path.glob("pool-*.parquet")))
+        limit = int((path / "limit").read_text())
+        return Pools(
+            tuple(Packed.read(path / f"pool-{i}.parquet") for i in range(count)),
+            tuple(_pieces(Packed.read(path / f"heldout-{i}.parquet"), limit) for i in range(count)),
+        )
+
+    def mixed(self, shares: Sequence[float], rows_per_step: int, begin: int) -> Mixed:
+        """Batches whose rows come from the groups in these shares."""
+        readers = [Reader(p, np.zeros(len(p.owners), dtype=bool), 1, seed=0, begin=begin) for p in self.training]
+        return Mixed(readers, np.asarray(shares, dtype=np.float64), rows_per_step)
+
+
+def _pieces(packed: Packed, limit: int) -> list[Any]:
+    """Pieces with a token to predict, until there are `limit` tokens."""
+    found, size = [], 0
+    for index in np.flatnonzero(packed.sizes > 1).tolist():
+        if size >= limit:
+            break
+        found.append(packed.piece(index).astype(np.int64))
+        size += len(found[-1])
+    return found
+
+
+@dataclass
+class Mixed:
+    """Steps that draw rows from several readers in fixed shares.
+
+    Row t comes from the group that is farthest behind its share, so that the shares are met at every moment
+    within one row; the k-th row of a group is the same in every mixture.
+    """
+
+    readers: list[Reader]
+    shares: np.ndarray[Any, np.dtype[np.float64]]
+    rows_per_step: int
+    _taken: list[tuple[int, int]] = field(default_factory=list)
+    _counts: list[int] = field(default_factory=list)
+
+    def _slot(self, index: int) -> tuple[int, int]:
+        """(group, how many of its rows came before) of row `index`."""
+        if not self._counts:
+            self._counts = [0] * len(self.readers)
+        while len(self._taken) <= index:
+            behind = self.shares * (len(self._taken) + 1) - np.array(self._counts)
+            group = int(behind.argmax())
+            self._taken.append((group, self._counts[group]))
+            self._counts[group] += 1
+        return self._taken[index]
+
+    def _spans(self, step: int) -> list[tuple[int, int, int]]:
+        found = []
+        for index in range((step - 1) * self.rows_per_step, step * self.rows_per_step):
+            group, number = self._slot(index)
+            found += [(group, start, stop) for start, stop in self.readers[group].pieces(number + 1)]
+        return found
+
+    def lengths(self, step: int) -> list[int]:
+        """Lengths of the documents of a step, in tokens."""
+        return [stop - start for _, start, stop in self._spans(step)]
+
+    def batch(self, step: int) -> Targets:
+        """The step's rows."""
+        from puna.models.training.objectives.base import Targets
+
+        spans = self._spans(step)
+        tokens = np.concatenate([self.readers[group].packed.tokens[start:stop] for group, start, stop in spans])
+        return Targets.from_packed(tokens, [stop - start for _, start, stop in spans])

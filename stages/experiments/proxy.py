@@ -1,0 +1,73 @@
+"""Small training runs, one per worker and one thread each, whose results survive a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from puna.models.config import ModelConfig
+    from puna.models.training.loop import TrainConfig
+    from puna.models.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """A trained small model, and what it took: tokens, floating-point operations, seconds."""
+
+    model: Transformer
+    tokens: int
+    flops: float
+    seconds: float
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """torch on one thread: sums then add up in one order, whatever machine or worker a trial runs on."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def trained(
+    shape: ModelConfig,
+    batches: Callable[[int], Any],
+    lengths: Callable[[int], Sequence[int]],
+    settings: TrainConfig,
+    seed: int,
+) -> Proxy:
+    """A model of this shape, trained; `lengths` gives the documents' lengths of a step, for the cost."""
+    import torch
+
+    from puna.models import accounting
+    from puna.models.training.loop import train
+    from puna.models.training.objectives import LanguageModeling
+    from puna.models.transformer import Transformer
+
+    started = time.perf_counter()
+    model = Transformer(shape, generator=torch.Generator().manual_seed(seed))
+    log = train(model, LanguageModeling(), batches, settings, seed)
+    flops = sum(accounting.training_flops(shape, lengths(step)) for step in range(1, settings.steps + 1))
+    return Proxy(model, int(sum(row["tokens"] for row in log)), float(flops), time.perf_counter() - started)
+
+
+def remembered(file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The JSON object in `file`, made and written first where there is none."""
+    if not file.exists():
+        made = make()
+        temporary = file.with_name(f".{file.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(made))
+        os.replace(temporary, file)
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found

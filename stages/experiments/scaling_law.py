@@ -1,0 +1,211 @@
+"""Small runs that predict the loss of the large one."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from puna.stages.contract import Figure, SeededConfig, StageRun, Tokenizer, Tokens, stage
+from puna.stages.experiments.laws import PowerLaw, fit_power_law, predict
+from puna.stages.experiments.proxy import one_thread, remembered, trained
+from puna.stages.pretrain.packed import Packed, Reader, mean_loss
+from puna.stages.pretrain.pretrain import AdamW, Phase, Shape
+from puna.stages.pretrain.tokenizer import tokenizer_of
+
+if TYPE_CHECKING:
+    from puna.models.config import ModelConfig
+
+
+class ScalingLawConfig(SeededConfig):
+    """The run to predict, and the small ones it is predicted from."""
+
+    model: Shape = Field(Shape(), description="Sizes of the model to predict, as pretrain has them")
+    phase: Phase = Field(Phase(), description="Its first phase of training, as pretrain has it")
+    adamw: AdamW = Field(AdamW(), description="The optimiser, as pretrain has it")
+    widths: tuple[int, ...] = Field((32, 48, 64, 80, 96), min_length=4, description="Widths of the small models; all else shrinks along")
+    rate_exponent: float = Field(0.5, ge=0, le=2, description="The peak learning rate grows as (target width / width) to this power")
+    validation_share: float = Field(0.01, gt=0, lt=0.5, description="Share of documents set aside, as pretrain has it, fraction")
+    validation_tokens: int = Field(40_000, ge=100, description="Tokens of those documents at most, as pretrain has it")
+    draws: int = Field(1000, ge=100, le=100_000, description="Bootstrap draws behind the interval")
+
+    @model_validator(mode="after")
+    def _widths_are_small(self) -> ScalingLawConfig:
+        if len(set(self.widths)) < len(self.widths) or max(self.widths) >= self.model.hidden_size:
+            raise ValueError(f"widths must differ and lie below the model's hidden_size {self.model.hidden_size}, not {self.widths}")
+        for width in self.widths:
+            shrunk(self.model, width)
+        return self
+
+
+def shrunk(shape: Shape, width: int) -> Shape:
+    """The shape at a smaller width: layers, heads and feed-forward in proportion, heads about as wide."""
+    share = width / shape.hidden_size
+    head = shape.head_dim or shape.hidden_size // shape.num_attention_heads
+    heads = max(1, round(width / head))
+    if width % (2 * heads):
+        raise ValueError(f"width {width} does not divide into {heads} heads of an even width")
+    groups = heads * shape.num_key_value_heads // shape.num_attention_heads
+    return shape.model_copy(
+        update={
+            "hidden_size": width,
+            "intermediate_size": max(8, 8 * round(shape.intermediate_size * share / 8)),
+            "num_hidden_layers": max(1, round(shape.num_hidden_layers * share)),
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups if groups and heads % groups == 0 else 1,
+            "head_dim": width // heads,
+            # Matrices keep the size of what they pass on: the usual 1 / sqrt(width).
+            "initializer_range": min(1.0, shape.initializer_range * share**-0.5),
+        }
+    )
+
+
+def shortened(phase: Phase, share: float, rate: float) -> Phase:
+    """The phase with `share` of its steps, each part of the schedule in proportion, at another peak rate."""
+    steps = max(2, round(phase.steps * share))
+    parts = {name: round(getattr(phase, name) * share) for name in ("warmup_steps", "anneal_steps")}
+    decay = max(1, round(phase.decay_steps * share)) if phase.decay_steps else 0
+    return phase.model_copy(
+        update={
+            **parts,
+            "steps": steps,
+            "decay_steps": decay,
+            "average": min(phase.average, parts["anneal_steps"]),
+            "learning_rate": min(1.0, phase.learning_rate * rate),
+        }
+    )
+
+
+@stage(kind="evaluation")
+def scaling_law(tokens: Tokens, tokenizer: Tokenizer, config: ScalingLawConfig, run: StageRun) -> None:
+    """Predict the loss of a training run from smaller ones (Llama 3, section 3.2.1; Kaplan et al. 2020).
+
+    Every run has as many tokens per parameter as the one to predict, its schedule and the documents it sets
+    aside, so that all lie on one line of growing compute C (operations of training). L = E + A C^-a is fitted
+    to their losses and read off at the target's compute, with a bootstrap interval. As a test of the method on
+    what is known, the largest small run is predicted from the others.
+    """
+    vocabulary = tokenizer_of(tokenizer)
+    file = str(tokens.path("tokens.parquet"))
+    jobs = [(number, width, config.model_dump_json(), run.seed("trial", number)) for number, width in enumerate(sorted(config.widths))]
+    trials = list(run.map(_trial, jobs, file, vocabulary.vocab_size, vocabulary.bos, str(run.scratch), rows=len(jobs)))
+    run.write_rows(trials, "trials")
+    target = _target(file, config, vocabulary.vocab_size, vocabulary.bos)
+    compute, loss = [t["flops"] for t in trials], [t["loss"] for t in trials]
+    law = fit_power_law(compute, loss)
+    value, low, high = predict(compute, loss, target["flops"], config.draws, run.generator("bootstrap"))
+    backtest = float(fit_power_law(compute[:-1], loss[:-1])(compute[-1]))
+    _report(trials, law, target, (value, low, high), backtest, run)
+
+
+@lru_cache(maxsize=1)
+def _packed(file: str, share: float, tokens: int) -> tuple[Packed, Any]:
+    packed = Packed.read(file)
+    return packed, packed.validation(share, tokens)
+
+
+def _reader(file: str, config: ScalingLawConfig, phase: Phase, seed: int, begin: int) -> Reader:
+    packed, held = _packed(file, config.validation_share, config.validation_tokens)
+    return Reader(packed, held, phase.rows_per_step, seed, begin, phase.join_rows)
+
+
+def _positions(reader: Reader) -> int:
+    return int(np.diff(reader.packed.starts[reader.packed.rows]).max()) * reader.join
+
+
+def _target(file: str, config: ScalingLawConfig, vocab_size: int, begin: int) -> dict[str, float]:
+    """Parameters, tokens and operations of the run to predict."""
+    from puna.models import accounting
+
+    reader = _reader(file, config, config.phase, 0, begin)
+    shape = config.model.model(vocab_size, _positions(reader))
+    # The order of rows differs from that of the run itself; over many steps the cost does not.
+    steps = [reader.lengths(step) for step in range(1, config.phase.steps + 1)]
+    return {
+        "parameters": float(accounting.parameters(shape).total),
+        "tokens": float(sum(map(sum, steps))),
+        "flops": float(sum(accounting.training_flops(shape, lengths) for lengths in steps)),
+    }
+
+
+def _trial(job: tuple[int, int, str, int], file: str, vocab_size: int, begin: int, scratch: str) -> dict[str, Any]:
+    number, width, settings, seed = job
+    config = ScalingLawConfig.model_validate_json(settings)
+    return remembered(Path(scratch) / f"trial-{number}.json", lambda: _run(number, width, config, seed, file, vocab_size, begin))
+
+
+def _run(number: int, width: int, config: ScalingLawConfig, seed: int, file: str, vocab_size: int, begin: int) -> dict[str, Any]:
+    from puna.models import accounting
+
+    small = shrunk(config.model, width)
+    positions = _positions(_reader(file, config, config.phase, seed, begin))
+    shape: ModelConfig = small.model(vocab_size, positions)
+    share = accounting.matrix_parameters(shape) / accounting.matrix_parameters(config.model.model(vocab_size, positions))
+    phase = shortened(config.phase, share, (config.model.hidden_size / width) ** config.rate_exponent)
+    reader = _reader(file, config, phase, seed, begin)
+    with one_thread():
+        proxy = trained(shape, lambda step: reader.batches(step, 8192), reader.lengths, phase.train_config(config.adamw), seed)
+        pieces = reader.packed.validation_pieces(reader.excluded)
+        loss = mean_loss(proxy.model, pieces)
+    details = {
+        "hidden_size": width,
+        "num_hidden_layers": small.num_hidden_layers,
+        "parameters": accounting.parameters(shape).total,
+        "matrix_parameters": accounting.matrix_parameters(shape),
+        "steps": phase.steps,
+        "learning_rate": phase.learning_rate,
+    }
+    return {
+        "trial": number, "name": f"width {width}", "parameters": json.dumps(details), "loss": loss,
+        "tokens": proxy.tokens, "flops": proxy.flops, "seconds": proxy.seconds,
+    }  # fmt: skip
+
+
+def _report(
+    trials: list[dict[str, Any]], law: PowerLaw, target: dict[str, float], found: tuple[float, float, float], backtest: float, run: StageRun
+) -> None:
+    value, low, high = found
+    n = len(trials)
+    residual = math.sqrt(sum((float(law(t["flops"])) - t["loss"]) ** 2 for t in trials) / n)
+    extrapolation = target["flops"] / max(t["flops"] for t in trials)
+    found_rows: list[tuple[str, str, float, int]] = [
+        ("prediction", "extrapolation", extrapolation, n),
+        ("law", "floor", law.floor, n),
+        ("law", "exponent", law.exponent, n),
+        ("law", "residual", residual, n),
+        ("backtest", "predicted_loss", backtest, n - 1),
+        ("backtest", "loss", trials[-1]["loss"], 1),
+    ]
+    run.write_rows(
+        [
+            {"task": "prediction", "metric": "loss", "value": value, "low": low, "high": high, "n": n},
+            *({"task": task, "metric": metric, "value": v, "low": None, "high": None, "n": k} for task, metric, v, k in found_rows),
+        ]
+    )
+    for name, number in target.items():
+        run.metric(f"target_{name}", number)
+    run.metric("predicted_loss", value)
+    run.metric("predicted_loss_low", low)
+    run.metric("predicted_loss_high", high)
+    run.metric("exponent", law.exponent)
+    run.metric("floor", law.floor)
+    run.metric("residual", residual)
+    run.metric("backtest_error", backtest - trials[-1]["loss"])
+    grid = np.geomspace(min(t["flops"] for t in trials), target["flops"], 40)
+    series: dict[str, list[tuple[Any, float]]] = {
+        "law": [(float(x), float(law(x))) for x in grid],
+        "small runs": [(t["flops"], t["loss"]) for t in trials],
+        "predicted": [(target["flops"], value)],
+        "95 % low": [(target["flops"], low)],
+        "95 % high": [(target["flops"], high)],
+    }
+    run.figure(
+        "law",
+        Figure(title="Loss against compute", x="operations", y="nats per token", kind="scatter", series=series,
+               note="Predicted for the run's own size, before it is made."),
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""SFT, DPO and reward losses and gradients against TRL's trainers on the same weights and batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from puna.models.checkpoint import load, save
+from puna.models.config import ModelConfig
+from puna.models.tokenizer import Tokenizer
+from puna.models.training import objectives as o
+from puna.models.transformer import Transformer
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+transformers = pytest.importorskip("transformers")
+
+ROWS = [
+    ("Reverse the word: apple", "elppa", "apple, I think"),
+    ("What is 3 + 4?", "The answer is 7.", "8"),
+    ("Say hi", "hi", "I'm sorry, I cannot do that."),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train([text for row in ROWS for text in row] * 3, 290)
+
+
+def folder_of(tmp_path: Path, tokenizer: Tokenizer, head: str, seed: int = 0) -> Path:
+    config = ModelConfig(tokenizer.vocab_size, 16, 32, 2, 4, 2)
+    made = Transformer(config, head, torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(5.0)
+    folder = tmp_path / f"{head}{seed}"
+    save(made, folder, tokenizer)
+    return folder
+
+
+def arguments(kind: type, tmp_path: Path, **more: object) -> object:
+    return kind(
+        output_dir=str(tmp_path / "out"),
+        per_device_train_batch_size=len(ROWS),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        remove_unused_columns=False,
+        **more,
+    )
+
+
+def message(role: str, content: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": content}]
+
+
+def theirs(trainer: object) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of TRL's trainer on its one batch."""
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(made: Transformer, loss: torch.Tensor, expected: tuple[float, dict[str, torch.Tensor]]) -> None:
+    loss.backward()
+    assert loss.item() == pytest.approx(expected[0], abs=1e-6)
+    largest = max(float(g.abs().max()) for g in expected[1].values())
+    names = {n for n, _ in made.named_parameters()}
+    assert names == set(expected[1])
+    for name, parameter in made.named_parameters():
+        assert (parameter.grad - expected[1][name]).abs().max() <= 2e-5 * largest, name
+
+
+def pairs(tokenizer: Tokenizer, columns: tuple[int, ...]) -> o.Targets:
+    rendered = [[tokenizer.render_pair(row[0], row[c]) for c in columns] for row in ROWS]
+    return o.Targets.from_answers([r[0][0] for r in rendered], [[answer for _, answer, _ in r] for r in rendered])
+
+
+def test_sft(tokenizer: Tokenizer, tmp_path: Path):
+    folder = folder_of(tmp_path, tokenizer, "lm")
+    data = datasets.Dataset.from_list(
+        [{"prompt": message("user", p), "completion": message("assistant", c)} for p, c, _ in ROWS]
+    )
+    trainer = trl.SFTTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(folder),
+        args=arguments(trl.SFTConfig, tmp_path),
+        train_dataset=data,
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+    )
+    made = load(folder)
+    loss, _ = o.Sft()(made, pairs(tokenizer, (1,)))
+    assert_equal(made, loss, theirs(trainer))
+
+
+@pytest.mark.parametrize("nll_weight", [0.0, 0.2])
+def test_dpo(tokenizer: Tokenizer, tmp_path: Path, nll_weight: float):
+    folder, reference = folder_of(tmp_path, tokenizer, "lm"), folder_of(tmp_path, tokenizer, "lm", 1)
+    data = datasets.Dataset.from_list(
+        [
+            {"prompt": message("user", p), "chosen": message("assistant", c), "rejected": message("assistant", r)}
+            for p, c, r in ROWS
+        ]
+    )
+    mixed = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, nll_weight]} if nll_weight else {}
+    trainer = trl.DPOTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(folder),
+        ref_model=transformers.AutoModelForCausalLM.from_pretrained(reference),
+        args=arguments(trl.DPOConfig, tmp_path, beta=0.3, **mixed),
+        train_dataset=data,
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+    )
+    made, targets = load(folder), pairs(tokenizer, (1, 2))
+    even = torch.arange(0, 2 * len(ROWS), 2)
+    batch = o.DpoBatch(targets, even, even + 1).with_reference(o.reference_logprobs(load(reference), targets))
+    loss, _ = o.Dpo(beta=0.3, nll_weight=nll_weight, nll_normalization="tokens")(made, batch)
+    assert_equal(made, loss, theirs(trainer))
+
+
+def test_reward(tokenizer: Tokenizer, tmp_path: Path):
+    folder = folder_of(tmp_path, tokenizer, "scalar")
+    data = datasets.Dataset.from_list(
+        [
+            {
+                "chosen": message("user", p) + message("assistant", c),
+                "rejected": message("user", p) + message("assistant", r),
+            }
+            for p, c, r in ROWS
+        ]
+    )
+    trainer = trl.RewardTrainer(
+        model=transformers.AutoModelForSequenceClassification.from_pretrained(folder),
+        args=arguments(trl.RewardConfig, tmp_path),
+        train_dataset=data,
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+    )
+    made = load(folder)
+    batch = o.RewardBatch(pairs(tokenizer, (1, 2)), torch.tensor([0, 1] * len(ROWS)))
+    loss, metrics = o.Reward()(made, batch)
+    assert 0.0 <= metrics["accuracy"].item() <= 1.0
+    assert_equal(made, loss, theirs(trainer))

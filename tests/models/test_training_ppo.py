@@ -1,0 +1,139 @@
+"""PPO's driver: it learns what is rewarded, stays near its reference when told to, and resumes to the bit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from puna.models.config import ModelConfig
+from puna.models.training import objectives as o
+from puna.models.training.loop import weights_digest
+from puna.models.training.ppo import PpoConfig, adapt_kl, reward_model_scorer, train_ppo
+from puna.models.transformer import Transformer
+
+CONFIG = ModelConfig(12, 16, 32, 1, 2, 1)
+STOP = 0
+PROMPTS = [[1, 2], [3], [4, 5, 6], [7, 8]]
+
+
+def model(head: str = "lm", seed: int = 0) -> Transformer:
+    return Transformer(CONFIG, head, torch.Generator().manual_seed(seed))
+
+
+def share_of_nines(prompts, completions):
+    """A verifier: the share of an answer's tokens that are 9."""
+    return [[sum(t == 9 for t in c.tokens) / len(c.tokens) for c in row] for row in completions]
+
+
+def run(config: PpoConfig, policy: Transformer, scorer=share_of_nines, **more):
+    critic = more.pop("critic", None) or model("scalar", 1)
+    return train_ppo(policy, model(), scorer, critic, PROMPTS, [STOP], config, seed=0, **more)
+
+
+def settings(**more) -> PpoConfig:
+    return PpoConfig(
+        **{
+            "rollouts": 2,
+            "prompts": 4,
+            "answers": 4,
+            "max_tokens": 4,
+            "learning_rate": 1e-2,
+            "critic_learning_rate": 1e-2,
+            "kl_coefficient": 0.01,
+            "capacity": 64,
+            **more,
+        }
+    )
+
+
+def test_adapt_kl_by_hand():
+    # Twice the target is clipped to +.2, over 50 of 100 answers: +10 %.
+    assert adapt_kl(1.0, 12.0, 6.0, 50, 100) == pytest.approx(1.1)
+    assert adapt_kl(1.0, 0.0, 6.0, 50, 100) == pytest.approx(0.9)
+    assert adapt_kl(1.0, 6.6, 6.0, 100, 100) == pytest.approx(1.1)
+
+
+def test_the_score_rises():
+    log = run(settings(rollouts=25, prompts=4, answers=8), model())
+    assert log[0]["score"] < 0.3
+    assert log[-1]["score"] > 0.7
+    assert log[-1]["kl"] > 1.0
+    for row in log:
+        assert all(math.isfinite(value) for value in row.values())
+        assert 0 <= row["clip_fraction"] <= 1 and row["explained_variance"] <= 1
+
+
+def test_the_first_update_starts_at_ratio_one():
+    # One update only: the ratio is 1 for all tokens and the whitened advantages have mean 0.
+    row = run(settings(rollouts=1, epochs=1, minibatches=1), model())[0]
+    assert row["approximate_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert row["loss"] == pytest.approx(0.0, abs=1e-5)
+    assert row["clip_fraction"] == 0.0
+    assert row["kl"] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_a_large_kl_coefficient_holds_the_policy():
+    free, held = (run(settings(rollouts=10, kl_coefficient=k), model())[-1]["kl"] for k in (0.0, 5.0))
+    assert abs(held) < 0.3 * free
+
+
+def test_the_adaptive_coefficient_follows_the_kl():
+    log = run(settings(rollouts=6, kl_target=0.1, kl_horizon=100.0), model())
+    assert log[0]["kl_coefficient"] == 0.01
+    for before, after in zip(log, log[1:], strict=False):
+        expected = adapt_kl(before["kl_coefficient"], before["kl"], 0.1, 16, 100.0)
+        assert after["kl_coefficient"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3])
+def test_resuming_ends_with_the_same_bits(tmp_path: Path, stop_after: int):
+    config = settings(rollouts=4, kl_target=0.1)
+
+    class Stop(Exception):
+        pass
+
+    def stop(row: dict) -> None:
+        if row["step"] == stop_after:
+            raise Stop
+
+    whole, whole_critic = model(), model("scalar", 1)
+    expected = run(config, whole, critic=whole_critic)
+    with pytest.raises(Stop):
+        run(config, model(), checkpoint_dir=tmp_path, on_step=stop)
+    resumed, critic = model(), model("scalar", 1)
+    log = run(config, resumed, critic=critic, checkpoint_dir=tmp_path)
+    assert weights_digest(resumed) == weights_digest(whole)
+    assert weights_digest(critic) == weights_digest(whole_critic)
+    for row in log + expected:
+        del row["seconds"]
+    assert log == expected
+    with pytest.raises(ValueError, match="another run"):
+        run(settings(rollouts=5), model(), checkpoint_dir=tmp_path)
+
+
+def test_the_reward_models_scores_do_not_depend_on_the_rows():
+    made = model("scalar", 2)
+    config = settings(rollouts=1)
+    seen = {}
+
+    def keep(prompts, completions):
+        seen["asked"] = (prompts, completions)
+        scores = reward_model_scorer(made, capacity=24)(prompts, completions)
+        seen["scores"] = scores
+        return scores
+
+    run(config, model(), scorer=keep)
+    prompts, completions = seen["asked"]
+    for prompt, row, scores in zip(prompts, completions, seen["scores"], strict=True):
+        for completion, score in zip(row, scores, strict=True):
+            alone = o.Targets.from_answers([prompt], [[completion.tokens]])
+            assert score == pytest.approx(o.answer_rewards(made, alone).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [{"rollouts": 0}, {"minibatches": 9}, {"lam": 1.5}, {"kl_target": 0.0}])
+def test_a_wrong_configuration_is_refused(wrong: dict):
+    with pytest.raises(ValueError, match=next(iter(wrong)).replace("minibatches", "minibatch")):
+        settings(**wrong)

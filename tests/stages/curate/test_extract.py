@@ -1,0 +1,168 @@
+"""Pages to text: content, encodings, bounds and what cannot be read."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+
+import pyarrow as pa
+import pytest
+
+from puna.stages.contract import execute
+from puna.stages.curate.extract import ExtractConfig, Unreadable, decode, extract, html_text, nesting, page_text
+from puna.storage import Store
+
+CONFIG = ExtractConfig()
+PARAGRAPH = "<p>This is a paragraph with enough words in it to be taken for the content of the page, and a few more.</p>"
+
+
+def test_the_main_content_stays_and_the_frame_of_the_page_goes():
+    html = f"""<html><head><title>A &amp; B
+      news</title><script>var x = "scripted"</script><style>.a{{}}</style></head><body>
+      <nav><ul><li><a href=/>Home</a></li><li><a href=/about>About us</a></li></ul></nav>
+      <main><article><h1>Headline</h1>{PARAGRAPH * 3}<!-- a remark --></article></main>
+      <footer>All rights reserved. <a href=/imprint>Imprint</a></footer></body></html>"""
+    title, text = page_text(html.encode(), "text/html", None, CONFIG)
+    assert title == "A & B news"
+    assert text.startswith("Headline\n\nThis is a paragraph")
+    for gone in ("About us", "Imprint", "scripted", "remark"):
+        assert gone not in text
+
+
+def test_code_tables_and_formulas_keep_their_structure():
+    html = f"""<main>{PARAGRAPH}<pre>def f(x):
+    if x:
+
+        return  1
+</pre>{PARAGRAPH}<table><tr><td>a</td><td>b</td></tr></table>
+      <p>The formula <img class="math" src="x.png" alt="\\frac{{a}}{{b}}"> and <img src=y.png alt="a picture of a llama">
+      <script type="math/tex">E = mc^2</script> are here.<a class="headerlink" href="#x">¶</a></p>{PARAGRAPH}</main>"""
+    _, text = page_text(html.encode(), "text/html", None, CONFIG)
+    assert "def f(x):\n    if x:\n\n        return  1\n" in text
+    assert "a\t\tb" in text
+    assert "The formula \\frac{a}{b} and" in text
+    assert "E = mc^2" in text
+    assert "llama" not in text  # alternative texts of pictures are captions of nothing
+    assert "¶" not in text
+
+
+def test_a_page_whose_main_content_is_not_found_is_taken_whole():
+    items = "".join(f"<li><a href=/{n}>Number {n} of the collection</a></li>" for n in range(60))
+    html = f"<html><body><div class=content><p>Hi.</p></div><ul class=menu>{items}</ul></body></html>"
+    _, narrow = html_text(html, 0.0)
+    _, wide = html_text(html, 0.1)
+    assert "Number 59" in wide
+    assert len(narrow) < len(wide)
+
+
+def test_text_and_code_pass_with_their_white_space():
+    source = "\ufeffdef f():\r\n\treturn 1   \n\n\n\nx = '\x0b'\n"
+    title, text = page_text(source.encode(), "text/x-python", "utf-8", CONFIG)
+    assert (title, text) == (None, "def f():\n\treturn 1   \n\n\n\nx = ''\n")
+
+
+@pytest.mark.parametrize(
+    ("body", "media", "rule"),
+    [
+        (b"", "text/html", "extract_empty"),
+        (b"<html><script>x()</script></html>", "text/html", "extract_empty"),
+        (b" \n ", "text/plain", "extract_empty"),
+        (b"%PDF", "application/pdf", "extract_content_type"),
+        (b"\0\1\2" * 99, "text/plain", "extract_binary"),
+        (b"<p>" + b"x" * 3000, "text/html", "extract_too_large"),
+        (b"<div>" * 2000 + b"x", "text/html", "extract_too_deep"),
+    ],
+)
+def test_what_gives_no_text_says_why(body, media, rule):
+    config = ExtractConfig(max_body_bytes=2048 if rule == "extract_too_large" else 1 << 20)
+    with pytest.raises(Unreadable) as why:
+        page_text(body, media, None, config)
+    assert why.value.rule == rule
+
+
+def test_nesting_counts_open_elements():
+    assert nesting(b"<div>" * 50 + b"</div>" * 50 + b"<div>" * 20, 10) == 50
+    assert nesting(b"<p><li>" * 500, 10) == 0  # the parser closes these itself
+    assert nesting(b"<br><img src=x>" * 500, 10) == 0
+    assert nesting(b"<script>" + b"'<div>'" * 500 + b"</script>", 10) == 0
+    assert nesting(b"<!--" + b"<div>" * 500 + b"-->", 10) == 0
+    assert nesting(b"</div>" * 20 + b"<div>" * 20, 10) == 20
+
+
+def test_a_page_built_to_hang_the_parser_is_refused_quickly():
+    started = time.monotonic()
+    for tag in ("div", "b", "font", "table", "ul", "blockquote", "span"):
+        with pytest.raises(Unreadable):
+            page_text(f"<{tag}>".encode() * 100_000, "text/html", None, CONFIG)
+    assert time.monotonic() - started < 10
+
+
+GERMAN = "Über die Brücke führt ein schöner Weg, den größten Teil davon säumen Bäume. " * 3
+JAPANESE = "これは文字コードの検出をテストするための日本語の文章です。" * 3
+
+
+@pytest.mark.parametrize(
+    ("body", "charset", "expected"),
+    [
+        (GERMAN.encode(), None, GERMAN),
+        (GERMAN.encode(), "iso-8859-1", GERMAN),  # servers say this by default; valid UTF-8 is no accident
+        (GERMAN.encode("latin-1"), "iso-8859-1", GERMAN),
+        (GERMAN.encode("latin-1"), "utf-8", GERMAN),
+        (GERMAN.encode("latin-1"), None, GERMAN),
+        (GERMAN.encode("latin-1"), "no-such-charset", GERMAN),
+        (b"\xef\xbb\xbf" + GERMAN.encode(), "latin-1", GERMAN),
+        (b"\xff\xfe" + GERMAN.encode("utf-16-le"), None, GERMAN),
+        (b"\xfe\xff" + GERMAN.encode("utf-16-be"), "utf-8", GERMAN),
+        (GERMAN.encode("utf-16-le"), "utf-16le", GERMAN),
+        (JAPANESE.encode("shift_jis"), "shift_jis", JAPANESE),
+        (JAPANESE.encode("shift_jis"), None, JAPANESE),
+        (JAPANESE.encode("euc_jp"), "EUC-JP", JAPANESE),
+        (JAPANESE.encode("iso2022_jp"), "iso-2022-jp", JAPANESE),
+        (JAPANESE.encode("iso2022_jp"), None, JAPANESE),
+        ("caf\u00e9 \u2013 na\u00efve".encode("windows-1252"), "iso-8859-1", "caf\u00e9 \u2013 na\u00efve"),
+    ],
+)
+def test_character_sets(body, charset, expected):
+    assert decode(body, charset, html=False) == expected
+
+
+def test_the_page_names_its_character_set():
+    html = '<html><head><meta charset="windows-1251"></head><body>' + "<p>Съешь ещё этих мягких французских булок, да выпей чаю.</p>" * 5
+    assert "французских" in decode(html.encode("windows-1251"), None, html=True)
+
+
+def test_text_that_cannot_be_decoded_is_dropped():
+    with pytest.raises(Unreadable) as why:
+        page_text("\ufffd\ufffd readable \ufffd".encode(), "text/plain", "utf-8", CONFIG)
+    assert why.value.rule == "extract_encoding"
+
+
+def test_control_characters_and_runs_of_blank_lines_go():
+    _, text = page_text(
+        f"<main>{PARAGRAPH}<p>a\u200bb\u00adc\x07d</p><br><br><br><br>{PARAGRAPH}</main>".encode(), "text/html", None, CONFIG
+    )
+    assert "abcd" in text
+    assert "\n\n\n" not in text
+
+
+def test_the_stage_keeps_or_drops_every_page(tmp_path):
+    when = datetime(2024, 1, 1, tzinfo=UTC)
+    bodies = [PARAGRAPH.encode(), b"", b"plain"]
+    rows = [
+        {
+            "id": str(n),
+            "url": f"https://a.example.net/{n}",
+            "fetched_at": when,
+            "source": "s",
+            "content_type": media,
+            "charset": None,
+            "body": body,
+        }
+        for n, (media, body) in enumerate(zip(["text/html", "text/html", "text/plain"], bodies, strict=True))
+    ]
+    store = Store.open(tmp_path)
+    made = execute(extract, CONFIG, {"pages": store.import_table("pages", pa.Table.from_pylist(rows))}, store)
+    assert made.read()["id"].to_pylist() == ["0", "2"]
+    (gone,) = made.read("dropped").to_pylist()
+    assert (gone["id"], gone["rule"]) == ("1", "extract_empty")
+    assert "https://a.example.net/1" in gone["detail"]

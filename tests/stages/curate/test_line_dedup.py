@@ -1,0 +1,130 @@
+"""Repeated lines, against a plain counter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import UTC, datetime
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puna.stages.contract import execute
+from puna.stages.curate.line_dedup import LineDedupConfig, line_dedup, looks_like_code
+from puna.storage import Store
+
+
+def run(folder, texts, config=None, sources=None, **how):
+    store = Store.open(folder)
+    when = datetime(2024, 1, 1, tzinfo=UTC)
+    rows = [
+        {
+            "id": f"{n:04d}",
+            "url": f"https://x.com/{n}",
+            "fetched_at": when,
+            "source": sources[n] if sources else "web",
+            "title": None,
+            "text": t,
+        }
+        for n, t in enumerate(texts)
+    ]
+    documents = store.import_table("documents", pa.Table.from_pylist(rows))
+    return execute(line_dedup, config or LineDedupConfig(), {"documents": documents}, store, **how)
+
+
+def plain(texts, config):
+    """What the stage must do, with a counter: texts by document (None: dropped), removed (document, line)."""
+    out, removed = [], []
+    for start in range(0, len(texts), config.bucket_documents):
+        bucket = texts[start : start + config.bucket_documents]
+        counts = Counter(line.strip() for text in bucket for line in text.split("\n") if line.strip())
+        seen = set()
+        for n, text in enumerate(bucket, start):
+            kept, gone = [], 0
+            for number, line in enumerate(text.split("\n")):
+                key = line.strip()
+                first = key not in seen
+                seen.add(key)
+                if counts[key] > config.max_occurrences and not (config.policy == "keep_first" and first):
+                    removed.append((n, number, line, float(counts[key])))
+                    gone += 1
+                else:
+                    kept.append(line)
+            out.append(None if gone and not "".join(kept).strip() else "\n".join(kept))
+    return out, removed
+
+
+lines = st.sampled_from(["a", "b", " a", "b ", "c d", "", "   ", "e", "f\tg", "é"])
+
+
+@given(
+    st.lists(st.lists(lines, max_size=6).map("\n".join), min_size=1, max_size=10),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.sampled_from(["drop_all", "keep_first"]),
+    st.integers(1, 5),
+)
+@settings(max_examples=40, deadline=None)
+def test_equal_to_a_plain_counter(tmp_path_factory, texts, most, bucket, policy, part_rows):
+    config = LineDedupConfig(max_occurrences=most, bucket_documents=bucket, policy=policy)
+    made = run(tmp_path_factory.mktemp("store"), texts, config, part_rows=part_rows)
+    expected, removed = plain(texts, config)
+    assert [(int(r["id"]), r["text"]) for r in made.read().to_pylist()] == [(n, t) for n, t in enumerate(expected) if t is not None]
+    found = made.read("removed_lines").to_pylist()
+    assert [(int(r["id"]), r["line"], r["text"], r["value"]) for r in found] == removed
+    gone = made.read("dropped").to_pylist()
+    assert [int(r["id"]) for r in gone] == [n for n, t in enumerate(expected) if t is None]
+    assert {r["rule"] for r in gone} <= {"line_dedup_empty"}
+
+
+def test_more_than_six_times_as_in_llama_3(tmp_path):
+    texts = [f"Accept cookies\nstory {n}\nRead more" if n < 6 else f"Accept cookies\nstory {n}" for n in range(7)]
+    made = run(tmp_path, texts)
+    assert made.read()["text"].to_pylist() == [t.replace("Accept cookies\n", "") for t in texts]  # 7 times against 6
+
+
+def test_code_is_neither_counted_nor_touched(tmp_path):
+    texts = ["}\nreturn 0;"] * 10 + ["}\nprose"]
+    made = run(tmp_path, texts, sources=["code"] * 10 + ["web"])
+    assert made.read()["text"].to_pylist() == texts
+    every = run(tmp_path, texts, LineDedupConfig(sources_exempt=()), sources=["code"] * 10 + ["web"])
+    assert every.read()["text"].to_pylist() == ["prose"]
+
+
+def test_code_in_manuals_can_be_protected(tmp_path):
+    texts = [f"Sign in\nUse it like this, {n}:\n>>> import puna\n    return None\n)" for n in range(9)]
+    made = run(tmp_path, texts, LineDedupConfig(protect_code=True))
+    assert made.read()["text"].to_pylist() == [t.removeprefix("Sign in\n") for t in texts]
+
+
+@pytest.mark.parametrize(
+    "line", [")", "});", "x = 1", "def f(x):", "import os", ">>> f(1)", "for x in y:", "return None", "</div>", "foo(bar)"]
+)
+def test_lines_of_code(line):
+    assert looks_like_code(line)
+
+
+@pytest.mark.parametrize(
+    "line", ["Read more", "See also", "© 2024 All rights reserved.", "Home > News", "5 comments", "From our editors", "Parameters:"]
+)
+def test_lines_of_prose(line):
+    assert not looks_like_code(line)
+
+
+def test_the_input_can_be_rebuilt_from_the_evidence(tmp_path):
+    texts = [f"menu\n\n  body {n}  \nmenu\nfooter" for n in range(8)]
+    made = run(tmp_path, texts)
+    removed = made.read("removed_lines").to_pylist()
+    for row in made.read().to_pylist():
+        rebuilt = row["text"].split("\n")
+        for gone in sorted((r for r in removed if r["id"] == row["id"]), key=lambda r: r["line"]):
+            rebuilt.insert(gone["line"], gone["text"])
+        assert "\n".join(rebuilt) == texts[int(row["id"])]
+
+
+def test_no_documents(tmp_path):
+    store = Store.open(tmp_path)
+    empty = run(tmp_path / "x", ["a"]).read().slice(0, 0)
+    made = execute(line_dedup, LineDedupConfig(), {"documents": store.import_table("documents", empty)}, store)
+    assert made.rows() == 0

@@ -1,0 +1,199 @@
+"""Near-duplicates: recall against brute force, hard negatives, survivors and evidence."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from puna.stages.contract import execute
+from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
+from puna.stages.curate.shingles import normalized
+from puna.storage import Store
+
+START = datetime(2024, 1, 1, tzinfo=UTC)
+
+
+def run(tmp_path, texts, config=None, sources=None, days=None, **how):
+    store = Store.open(tmp_path)
+    rows = [
+        {
+            "id": f"{n:05d}",
+            "url": f"https://x.com/{n}",
+            "fetched_at": START + timedelta(days=days[n] if days else 0),
+            "source": sources[n] if sources else "web",
+            "title": None,
+            "text": text,
+        }
+        for n, text in enumerate(texts)
+    ]
+    documents = store.import_table("documents", pa.Table.from_pylist(rows))
+    made = execute(minhash_dedup, config or MinhashDedupConfig(), {"documents": documents}, store, **how)
+    evidence = (
+        {int(r["id"]): (int(r["kept_id"]), r["similarity"]) for r in made.read("duplicates").to_pylist()}
+        if "duplicates" in made.tables
+        else {}
+    )
+    assert sorted([int(i) for i in made.read()["id"].to_pylist()] + list(evidence)) == list(range(len(texts)))
+    return evidence
+
+
+def words(generator, number, vocabulary=5000):
+    return [f"w{n}" for n in generator.integers(0, vocabulary, number)]
+
+
+def runs(text, n=5):
+    parts = normalized(text).split()
+    return {tuple(parts[i : i + n]) for i in range(max(1, len(parts) - n + 1))} if parts else set()
+
+
+def jaccard(left, right):
+    a, b = runs(left), runs(right)
+    return len(a & b) / len(a | b) if a | b else 0.0
+
+
+def edited(generator, base, edits):
+    out = list(base)
+    for place in generator.choice(len(out), edits, replace=False):
+        out[place] = f"new{generator.integers(0, 10**9)}"
+    return out
+
+
+def test_recall_against_brute_force(tmp_path):
+    generator = np.random.default_rng(0)
+    texts = []
+    for _ in range(150):
+        base = words(generator, int(generator.integers(120, 400)))
+        texts += [" ".join(base), " ".join(edited(generator, base, int(len(base) * generator.uniform(0, 0.04))))]
+    pairs = [(i, j) for i, j in itertools.combinations(range(len(texts)), 2) if i // 2 == j // 2 and jaccard(texts[i], texts[j]) >= 0.8]
+    assert len(pairs) > 60
+    # 20 bands of 5 find a pair at J = 0.8 with probability 1 - (1 - 0.8 ** 5) ** 20 = 0.9996
+    evidence = run(tmp_path, texts, MinhashDedupConfig(bands=20, rows=5))
+    found = sum(i in evidence or j in evidence for i, j in pairs)
+    assert found >= 0.99 * len(pairs)
+    for removed, (kept, similarity) in evidence.items():
+        assert similarity == pytest.approx(jaccard(texts[removed], texts[kept]))
+        assert similarity >= 0.8
+        assert kept not in evidence
+
+
+def test_exact_copies_case_punctuation_and_accents(tmp_path):
+    texts = ["Une très belle journée, n'est-ce pas? Oui, vraiment!", "une TRES belle journee n est ce pas -- oui vraiment", "autre chose"]
+    assert run(tmp_path, texts) == {1: (0, 1.0)} or run(tmp_path, texts) == {0: (1, 1.0)}
+
+
+def test_survivors_are_verified_themselves_never_along_a_chain(tmp_path):
+    generator = np.random.default_rng(1)
+    base = words(generator, 300)
+    chain = [base]
+    for step in range(8):  # each differs from the one before in 4 places of its own: neighbours 0.88, ends far apart
+        following = list(chain[-1])
+        for place in range(step * 4, step * 4 + 4):
+            following[place * 9 % 300] = f"s{step}-{place}"
+        chain.append(following)
+    texts = [" ".join(c) for c in chain]
+    assert jaccard(texts[0], texts[1]) > 0.85
+    assert jaccard(texts[0], texts[8]) < 0.5
+    evidence = run(tmp_path, texts, MinhashDedupConfig(bands=40, rows=4))
+    assert evidence
+    for removed, (kept, similarity) in evidence.items():
+        assert kept not in evidence
+        assert similarity == pytest.approx(jaccard(texts[removed], texts[kept])) and similarity >= 0.8
+
+
+def test_templates_with_a_shared_preamble_stay(tmp_path):
+    generator = np.random.default_rng(2)
+    licence = words(generator, 900)
+    texts = [" ".join([*licence, *words(generator, 80)]) for _ in range(20)]
+    assert jaccard(texts[0], texts[1]) > 0.8
+    assert run(tmp_path, texts, MinhashDedupConfig(bands=40, rows=4)) == {}
+    # without the bound on new passages the shared licence would take all but one
+    assert len(run(tmp_path, texts, MinhashDedupConfig(bands=40, rows=4, max_new_words=10_000))) == 19
+
+
+def test_filled_in_templates_below_the_threshold_stay(tmp_path):
+    towns = [
+        f"The town of T{n} lies in county C{n} and has {1000 + n * 37} inhabitants. Its mayor is M{n}. Founded in {1200 + n} by F{n}, "
+        f"it is known for its P{n}. The nearest station is S{n}, from where trains go to D{n} every {n} minutes."
+        for n in range(60)
+    ]
+    assert run(tmp_path, towns, MinhashDedupConfig(bands=40, rows=2)) == {}
+
+
+@pytest.mark.parametrize(("vocabulary", "length"), [(2, 60), (2, 400), (3, 900), (4, 2500), (4, 6000), (6, 20_000)])
+def test_tables_of_a_tiny_vocabulary_stay(tmp_path, vocabulary, length):
+    generator = np.random.default_rng(3)
+    tables = [" ".join(generator.choice([f"w{n}" for n in range(vocabulary)], length)) for _ in range(12)]
+    if length >= 400:  # nearly all runs of five there are occur in both
+        assert jaccard(tables[0], tables[1]) > 0.8
+    assert run(tmp_path, tables) == {}
+    again = run(tmp_path, [*tables, tables[0]])
+    assert again == {12: (0, 1.0)}
+
+
+def test_a_repetitive_document_with_edits_is_still_found(tmp_path):
+    generator = np.random.default_rng(8)
+    passage = words(generator, 400)
+    base = [*passage * 4, *words(generator, 200)]
+    assert len(runs(" ".join(base))) < 0.4 * len(base)
+    texts = [" ".join(base), " ".join(edited(generator, base, 6))]
+    assert jaccard(*texts) > 0.8
+    assert len(run(tmp_path, texts, MinhashDedupConfig(bands=40, rows=4))) == 1
+
+
+def test_long_unrelated_books_stay(tmp_path):
+    generator = np.random.default_rng(4)
+    ranks = 1 / np.arange(1, 2001)
+    texts = [" ".join(f"w{n}" for n in generator.choice(2000, 30_000, p=ranks / ranks.sum())) for _ in range(6)]
+    assert run(tmp_path, texts, MinhashDedupConfig(bands=20, rows=2)) == {}
+
+
+@pytest.mark.parametrize(("survivor", "kept"), [("longest", 2), ("latest", 1)])
+def test_who_survives(tmp_path, survivor, kept):
+    base = [f"w{n}" for n in range(200)]
+    texts = [" ".join(base), " ".join(base[:-2]), " ".join([*base, "and", "more", "words"])]
+    evidence = run(tmp_path, texts, MinhashDedupConfig(survivor=survivor), days=[1, 9, 2])
+    assert {k for k, _ in evidence.values()} == {kept}
+    assert len(evidence) == 2
+
+
+def test_ties_go_to_the_smallest_id_and_preferred_sources_come_first(tmp_path):
+    texts = [" ".join(f"w{n}" for n in range(50))] * 3
+    assert {k for k, _ in run(tmp_path, texts).values()} == {0}
+    assert {k for k, _ in run(tmp_path, texts, sources=["web", "web", "code"]).values()} == {2}
+    config = MinhashDedupConfig(prefer_sources=())
+    assert {k for k, _ in run(tmp_path, texts, config, sources=["web", "web", "code"]).values()} == {0}
+
+
+def test_containment(tmp_path):
+    generator = np.random.default_rng(5)
+    base = words(generator, 300)
+    texts = [" ".join(base), " ".join(base[:150])]
+    index = {"bands": 60, "rows": 2}
+    assert run(tmp_path, texts, MinhashDedupConfig(**index)) == {}
+    assert run(tmp_path, texts, MinhashDedupConfig(similarity="containment", **index)) == {1: (0, 1.0)}
+
+
+@pytest.mark.parametrize("text", ["", "...", "one", "one two three"])
+def test_short_documents(tmp_path, text):
+    evidence = run(tmp_path, [text, text, "another one"])
+    assert evidence == ({} if not normalized(text) else {1: (0, 1.0)})
+
+
+@pytest.mark.parametrize(
+    "options", [{"scheme": "legacy"}, {"scheme": "affine64"}, {"hash": "sha1"}, {"hash": "sha1", "scheme": "affine64"}]
+)
+def test_every_scheme_and_hash(tmp_path, options):
+    generator = np.random.default_rng(6)
+    base = words(generator, 200)
+    texts = [" ".join(base), " ".join(edited(generator, base, 2)), " ".join(words(generator, 200))]
+    assert set(run(tmp_path, texts, MinhashDedupConfig(**options))) in ({0}, {1})
+
+
+def test_scripts_without_spaces_are_compared_character_by_character(tmp_path):
+    text = "これは文字コードの検出をテストするための日本語の文章です。川にかかる古い橋を修理するかどうかを決める予定です。"
+    assert len(normalized(text).split()) > 40
+    assert len(run(tmp_path, [text, text[:-3] + "。", "全く別の内容の短い文書がここにあります。"])) == 1

@@ -1,0 +1,101 @@
+"""The mixture: weights and epochs by derivation, the split by properties."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from puna.stages.contract import execute
+from puna.stages.curate.decontaminate import DecontaminateConfig, decontaminate
+from puna.stages.curate.mix import MixConfig, mix, plan
+from puna.storage import Artifact, PunaError, Store
+
+
+def corpus(store: Store, sizes: dict[str, list[int]]) -> dict[str, Artifact]:
+    rows = [(f"{c}{i:04d}", c, n) for c, all_sizes in sizes.items() for i, n in enumerate(all_sizes)]
+    documents = store.import_table("documents", pa.table({
+        "id": [r[0] for r in rows], "url": ["u"] * len(rows), "fetched_at": [datetime(2024, 1, 1, tzinfo=UTC)] * len(rows),
+        "source": ["web"] * len(rows), "title": pa.array([None] * len(rows), pa.string()), "text": ["x" * r[2] for r in rows],
+    }))  # fmt: skip
+    signals = store.import_table("signals", pa.table({"id": [r[0] for r in rows], "domain": [r[1] for r in rows]}))
+    return {"documents": documents, "signals": signals}
+
+
+def test_plan_by_hand() -> None:
+    # 100 and 300 bytes; half each: 200/100 = 2 epochs and 200/300.
+    found = plan({"a": 100, "b": 300}, {"a": 0.5, "b": 0.5}, 4)
+    assert found["a"].epochs == pytest.approx(2) and found["b"].epochs == pytest.approx(2 / 3)
+    # a wants 0.9: 0.9 * 400 / 100 = 3.6 epochs, more than 2; it gets 2 (weight 0.5), b the rest.
+    found = plan({"a": 100, "b": 300}, {"a": 0.9}, 2)
+    assert found["a"].weight == pytest.approx(0.5) and found["b"].epochs == pytest.approx(2 / 3)
+    # No weights: one epoch of everything.
+    assert [s.epochs for s in plan({"a": 7, "b": 5, "c": 3}, {}, 4).values()] == pytest.approx([1, 1, 1])
+    with pytest.raises(PunaError, match="nothing to mix"):
+        plan({"a": 5}, {"a": 0.0}, 4)
+
+
+@given(st.dictionaries(st.sampled_from("abcde"), st.integers(1, 10**6), min_size=1), st.dictionaries(st.sampled_from("abcde"), st.floats(0.01, 0.2)), st.floats(1, 9))
+def test_plan_keeps_the_amount_and_the_ceiling(sizes: dict[str, int], wanted: dict[str, float], most: float) -> None:
+    found = plan(sizes, wanted, most)
+    assert sum(s.weight for s in found.values()) == pytest.approx(1)
+    assert all(s.epochs <= most + 1e-9 for s in found.values())
+    assert sum(s.epochs * s.bytes for s in found.values()) == pytest.approx(sum(sizes.values()))
+
+
+def test_split_and_repeats(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given_ = corpus(store, {"a": [10] * 1000, "b": [10] * 500, "c": [10] * 5})
+    made = execute(mix, MixConfig(weights={"b": 0.6}, heldout_fraction=0.1), given_, store)
+    rows = made.read().to_pylist()
+    assert Counter(r["category"] for r in rows if r["split"] == "heldout") == {"a": 100, "b": 50, "c": 1}
+    # Training text: 900 + 450 + 4 documents; b is read 0.6 * 1354 / 450 = 1.805 times.
+    mean = sum(r["repeats"] for r in rows if r["category"] == "b" and r["split"] == "train") / 450
+    assert mean == pytest.approx(1.805, abs=0.08)
+    assert {r["repeats"] for r in rows if r["category"] == "b" and r["split"] == "train"} == {1, 2}
+
+
+def test_the_split_of_a_document_does_not_depend_on_the_weights(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given_ = corpus(store, {"a": [10] * 50, "b": [30] * 50})
+    splits = [execute(mix, MixConfig(weights=w), given_, store).read()["split"].to_pylist() for w in ({}, {"a": 0.9})]
+    assert splits[0] == splits[1]
+
+
+def test_weights_come_from_the_experiment_unless_set(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given_ = corpus(store, {"a": [10] * 60, "b": [10] * 60})
+    table = pa.table({"task": ["x"], "metric": ["m"], "value": [0.0], "low": pa.array([None], pa.float64()), "high": pa.array([None], pa.float64()), "n": [1]})
+    experiment = store.import_table("evaluation", table, weights=pa.table({"category": ["a", "b"], "weight": [0.7, 0.3]}))
+    made = execute(mix, MixConfig(), {**given_, "weights": experiment}, store)
+    assert made.manifest.metrics["epochs_a"] == pytest.approx(1.4)
+    with pytest.raises(PunaError, match="no table `weights`"):
+        execute(mix, MixConfig(), {**given_, "weights": store.import_table("evaluation", table)}, store)
+    with pytest.raises(PunaError, match="no signal 'topic'"):
+        execute(mix, MixConfig(category="topic"), given_, store)
+
+
+def test_decontamination_names_the_prompt(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    question = "A train leaves the old station at nine and meets another one at noon, where do they meet?"
+    texts = ["Clean text about llamas. " * 10, f"A blog post. {question.upper()} In the town.", "a train leaves the old station at ten and meets nobody at all today"]
+    documents = store.import_table("documents", pa.table({
+        "id": ["clean", "dirty", "near"], "url": ["u"] * 3, "fetched_at": [datetime(2024, 1, 1, tzinfo=UTC)] * 3, "source": ["web"] * 3,
+        "title": pa.array([None] * 3, pa.string()), "text": texts,
+    }))  # fmt: skip
+    prompts = store.import_table("prompts", pa.table({
+        "id": ["p1", "p2", "p3"], "task": ["trains", "trains", "sums"], "split": ["heldout", "train", "heldout"],
+        "prompt": [question, "Clean text about llamas. " * 10, "1 + 1"], "reference": ["midway", "x", "2"], "entry": ["{}"] * 3,
+    }))  # fmt: skip
+    made = execute(decontaminate, DecontaminateConfig(), {"documents": documents, "prompts": [prompts]}, store)
+    assert made.read()["id"].to_pylist() == ["clean", "near"]
+    (row,) = made.read("dropped").to_pylist()
+    assert row["id"] == "dirty" and row["rule"] == "evaluation_data" and row["detail"].startswith("trains, prompt p1: a train leaves")
+    # The question has 18 words, so 6 n-grams of 13; the seventh, with the answer's word, does not stand there.
+    assert row["value"] == 6
+    assert made.manifest.metrics["prompts_too_short"] == 1

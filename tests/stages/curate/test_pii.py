@@ -1,0 +1,133 @@
+"""Personal data: what is masked, and what must be left alone."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import UTC, datetime
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puna.stages.contract import execute
+from puna.stages.curate.personal import FINDERS, find, luhn, masked
+from puna.stages.curate.pii import PiiConfig, pii
+from puna.storage import Store
+
+ALL = tuple(FINDERS)
+
+
+def clean(text, entities=ALL):
+    return masked(text, find(text, entities))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Write to jane.doe+news@mail.company.co.uk.", "Write to <EMAIL>."),
+        ("(jürgen.müller@bücher.de)", "(<EMAIL>)"),
+        ("jane [at] company [dot] com", "<EMAIL>"),
+        ("E-Mail: info(at)verlag.de, Fax", "E-Mail: <EMAIL>, Fax"),
+        ("Address(u'jane@yahoo.com')", "Address(u'<EMAIL>')"),
+        ("Call +1 (415) 867-5309 now", "Call <PHONE> now"),
+        ("Tel.: +49 (0) 89-98103987", "Tel.: <PHONE>"),
+        ("0031 (0) 614392096", "<PHONE>"),
+        ("001-518-640-0854 home", "<PHONE> home"),
+        ("at 415-867-5309 x459.", "at <PHONE>."),
+        ("(415) 867-5309", "<PHONE>"),
+        ("415.867.5309", "<PHONE>"),
+        ("Tél : 04 76 40 63 62", "Tél : <PHONE>"),
+        ("06.12.34.56.78", "<PHONE>"),
+        ("Telefon:\n\n034771/28076", "Telefon:\n\n<PHONE>"),
+        ("móvil 612 345 678", "móvil <PHONE>"),
+        ("card 4111 1111 1111 1111, thanks", "card <CARD>, thanks"),
+        ("3782-822463-10005", "<CARD>"),
+        ("4111111111111111", "<CARD>"),
+        ("IBAN GB82 WEST 1234 5698 7654 32 and more", "IBAN <IBAN> and more"),
+        ("DE89370400440532013000", "<IBAN>"),
+        ("SSN 078-05-1120.", "SSN <SSN>."),
+        ("from 93.184.216.34 at", "from <IP_ADDRESS> at"),
+        ("2606:2800:220:1:248:1893:25c8:1946", "<IP_ADDRESS>"),
+    ],
+)
+def test_masked(text, expected):
+    assert clean(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "user@example.com and me@mail.example.org",  # reserved for documentation
+        "git@github.com:puna/puna.git",
+        "postgresql://scott:tiger@db.host.com/test",
+        "logo@2x.png", "@pytest.mark.slow", "a @ b", "someone@localhost", "x@y",
+        "version 1.2.3.4 and v10.200.30.4", "release 2.0.36.1", "pip install x==115.190.3.44",
+        "10.0.0.1, 192.168.1.254, 127.0.0.1, 203.0.113.9, 255.255.255.0, 0.0.0.0",
+        "1.2.3.4.5", "section 4.5.6.7", "12:30:45", "::1", "fe80::1", "std::vector", "a::b::c",
+        "2024-05-01 10:20:30.123456", "2012-2024", "between 1990-2020", "01.02.2003", "call 1990-2000",
+        "ISBN 978-3-16-148410-0", "ISSN 1234-5678", "DOI 10.1000/182", "arXiv:1706.03762",
+        "x = 4111111111111112", "0x41111111", "1234567890123456", "0000000000000000", "1609459200000",
+        "GB82 WEST 1234 5698 7654 33", "DE8937040044053201300", "ABCD1234",
+        "000-12-3456, 666-12-3456, 900-12-3456, 123-00-4567, 123-45-0000",
+        "550e8400-e29b-41d4-a716-446655440000", "123-456-7890-1234", "call (202) 555-0134",
+        "3.14159265358979", "1,234,567,890", "$415-867-5309", "id=415-867-5309", "/415-867-5309/",
+        "table 120 340 5600 780 9000 120", "e = 2.718281828, call f(1234567)",
+    ],
+)  # fmt: skip
+def test_left_alone(text):
+    assert clean(text) == text
+
+
+def test_luhn_against_published_numbers():
+    for good in ("4111111111111111", "5555555555554444", "378282246310005", "6011111111111117", "30569309025904", "3530111333300000"):
+        assert luhn(good)
+        assert not any(luhn(good[:-1] + str(d)) for d in range(10) if str(d) != good[-1])
+
+
+@given(st.text(alphabet="0123456789 .-+()@:/abcdefGB\n", max_size=80))
+@settings(max_examples=300, deadline=None)
+def test_spans_are_ordered_apart_and_masking_keeps_the_rest(text):
+    spans = find(text, ALL)
+    assert all(a.stop <= b.start for a, b in itertools.pairwise(spans))
+    rest, at = [], 0
+    for span in spans:
+        rest.append(text[at : span.start])
+        at = span.stop
+    out = masked(text, spans)
+    for piece in rest:
+        assert piece in out
+    assert out.endswith(text[at:])
+
+
+def test_a_page_of_numbers_takes_no_time():
+    import time
+
+    text = "1234567 " * 20_000 + "+1 2 3 " * 5_000 + "a@" * 20_000 + "1.2.3." * 20_000 + "ab:" * 20_000
+    started = time.monotonic()
+    find(text, ALL)
+    assert time.monotonic() - started < 5
+
+
+def test_the_stage_masks_counts_and_spares_numbers_in_code(tmp_path):
+    store = Store.open(tmp_path)
+    when = datetime(2024, 1, 1, tzinfo=UTC)
+    texts = [
+        ("web", "jane@company.com or joe@company.com, tel 415-867-5309"),
+        ("code", "IP = '93.184.216.34'  # jane@company.com"),
+        ("web", "nothing"),
+    ]
+    rows = [
+        {"id": str(n), "url": f"https://x.com/{n}", "fetched_at": when, "source": source, "title": "t", "text": text}
+        for n, (source, text) in enumerate(texts)
+    ]
+    documents = store.import_table("documents", pa.Table.from_pylist(rows))
+    made = execute(pii, PiiConfig(), {"documents": documents}, store)
+    assert made.read()["text"].to_pylist() == ["<EMAIL> or <EMAIL>, tel <PHONE>", "IP = '93.184.216.34'  # <EMAIL>", "nothing"]
+    assert [(r["id"], r["name"], r["value"]) for r in made.read("scores").to_pylist()] == [
+        ("0", "masked_email", 2.0),
+        ("0", "masked_phone", 1.0),
+        ("1", "masked_email", 1.0),
+    ]
+    only = execute(pii, PiiConfig(entities=("phone",)), {"documents": documents}, store)
+    assert only.read()["text"][0].as_py() == "jane@company.com or joe@company.com, tel <PHONE>"

@@ -1,0 +1,186 @@
+"""The mixture experiment: pools, shares, its results recomputed, and a case whose answer is known."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from puna.stages.contract import execute
+from puna.stages.experiments import laws
+from puna.stages.experiments import mix_experiment as module
+from puna.stages.experiments.mix_experiment import MixExperimentConfig, Target, mix_experiment
+from puna.stages.experiments.pools import Mixed, Pools
+from puna.stages.pretrain.packed import Packed
+from puna.stages.pretrain.pretrain import Phase, Shape
+from puna.storage import PunaError
+
+from .conftest import text
+
+SETTINGS = MixExperimentConfig(
+    categories=3,
+    trials=6,
+    model=Shape(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1),
+    phase=Phase(name="proxy", steps=15, rows_per_step=4, learning_rate=3e-2, warmup_steps=2),
+    sequence_length=32,
+    heldout_tokens=300,
+)
+ROWS = [("high", 60)] * 12 + [("low", 60)] * 8 + [("code", 60)] * 6
+
+
+def results(made) -> dict[tuple[str, str], float]:
+    return {(row["task"], row["metric"]): row["value"] for row in made.read().to_pylist()}
+
+
+def test_results_follow_from_the_trials(store, corpus) -> None:
+    made = execute(mix_experiment, SETTINGS, corpus(ROWS), store)
+    trials = made.read("trials").to_pylist()
+    assert [trial["name"] for trial in trials] == ["natural", *(f"design {i}" for i in range(1, 6)), "optimum"]
+    names = ["code", "high", "low"]
+    details = [json.loads(trial["parameters"]) for trial in trials]
+    shares = np.array([[d["shares"][n] for n in names] for d in details])
+    losses = np.array([[d["losses"][n] for n in names] for d in details])
+    fitted = [laws.fit_mixing_law(shares[:-1], losses[:-1, i]) for i in range(3)]
+    best = laws.best_mixture(fitted, [1 / 3] * 3, [0.05] * 3, [0.7] * 3)
+    assert shares[-1] == pytest.approx(best, abs=1e-9)
+    weights = {row["category"]: row["weight"] for row in made.read("weights").to_pylist()}
+    assert [weights[n] for n in names] == pytest.approx(best, abs=1e-9) and sum(weights.values()) == pytest.approx(1)
+    found = results(made)
+    assert found["target", "loss"] == pytest.approx(losses[-1].mean()) == made.manifest.metrics["optimum_loss"]
+    assert found["target", "natural_loss"] == pytest.approx(losses[0].mean())
+    assert found["high", "left_out_error"] == pytest.approx(np.abs(laws.left_out_errors(shares[:-1], losses[:-1, 1])).mean())
+    # Half the words of the corpus are of the first category, or nearly.
+    sizes = {c: sum(len(text(c, i, n)) for i, (own, n) in enumerate(ROWS) if own == c) for c in names}
+    assert [found[n, "natural_weight"] for n in names] == pytest.approx([sizes[n] / sum(sizes.values()) for n in names])
+    # A category is learned better the more of it is read: the design's corners show it.
+    for i in range(3):
+        most, least = shares[:-1, i].argmax(), shares[:-1, i].argmin()
+        assert losses[most, i] < losses[least, i]
+    assert all(trial["tokens"] <= 15 * 4 * 32 and trial["flops"] > 0 for trial in trials)
+
+
+def test_trials_are_not_repeated_after_a_crash(store, corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = corpus(ROWS)
+    original, calls = module.trained, []
+
+    def crashing(*args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(module, "trained", crashing)
+    with pytest.raises(KeyboardInterrupt):
+        execute(mix_experiment, SETTINGS, given, store)
+    made = execute(mix_experiment, SETTINGS, given, store)
+    assert len(calls) == 8
+    whole = execute(mix_experiment, SETTINGS.model_copy(update={"seed": 0}), given, store)
+    assert whole.data_digest == made.data_digest
+
+
+def test_same_result_for_any_parts_and_workers(tmp_path: Path, corpus) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from puna.storage import Store
+
+    found = set()
+    for index, (rows, executor) in enumerate([(5, None), (1000, ThreadPoolExecutor(1))]):
+        home = Store.open(tmp_path / str(index))
+        made = execute(mix_experiment, SETTINGS, corpus(ROWS, home), home, part_rows=rows, executor=executor)
+        found.add((made.path("evaluation.parquet").read_bytes(), made.path("weights.parquet").read_bytes(), made.data_digest))
+    assert len(found) == 1
+
+
+def test_small_categories_are_weighed_together(store, corpus) -> None:
+    rows = [*ROWS, *[("high", 10)] * 0]
+    settings = MixExperimentConfig(**(SETTINGS.model_dump() | {"categories": 2}))
+    made = execute(mix_experiment, settings, corpus(rows), store)
+    weights = {row["category"]: row["weight"] for row in made.read("weights").to_pylist()}
+    assert set(weights) == {"code", "high", "low"} and sum(weights.values()) == pytest.approx(1)
+    sizes = {c: sum(len(text(c, i, n)) for i, (own, n) in enumerate(rows) if own == c) for c in ("code", "low")}
+    assert weights["code"] / weights["low"] == pytest.approx(sizes["code"] / sizes["low"])
+    assert ("other", "weight") in results(made)
+
+
+def test_one_category_gets_everything(store, corpus) -> None:
+    made = execute(mix_experiment, SETTINGS, corpus([("high", 60)] * 8), store)
+    assert made.read("weights").to_pylist() == [{"category": "high", "weight": 1.0}] and "trials" not in made.tables
+
+
+def test_shares_are_met_at_every_moment(tmp_path: Path) -> None:
+    class Rows:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def pieces(self, step: int) -> list[tuple[int, int]]:
+            return [(step, step + 1)]
+
+    shares = np.array([0.5, 0.3, 0.2])
+    mixed = Mixed([Rows("a"), Rows("b"), Rows("c")], shares, 4)  # type: ignore[list-item]
+    seen: Counter[int] = Counter()
+    order: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for step in range(1, 100):
+        for group, start, _ in mixed._spans(step):
+            seen[group] += 1
+            order[group].append(start)
+            total = sum(seen.values())
+            assert all(abs(seen[g] - shares[g] * total) < 1 for g in range(3))
+    # The k-th row of a group is its k-th row whatever the shares.
+    assert all(rows == list(range(1, len(rows) + 1)) for rows in order.values())
+    assert mixed._spans(7) == Mixed(mixed.readers, shares, 4)._spans(7)
+
+
+def test_held_out_pages_are_not_read(store, corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = corpus(ROWS)
+    seen: list[tuple[Pools, list[Packed]]] = []
+    original = Pools.read
+
+    def spy(folder: str) -> Pools:
+        seen.append((original(folder), [Packed.read(Path(folder) / f"heldout-{i}.parquet") for i in range(3)]))
+        return seen[-1][0]
+
+    monkeypatch.setattr(Pools, "read", staticmethod(spy))
+    execute(mix_experiment, SETTINGS, given, store)
+    pools, heldout = seen[0]
+    for number, category in enumerate(("code", "high", "low")):
+        own = {f"{i:032x}" for i, (name, _) in enumerate(ROWS) if name == category}
+        measured, trained = set(heldout[number].ids), set(pools.training[number].ids)
+        assert measured and trained and not measured & trained and measured | trained <= own
+        assert sum(map(len, pools.heldout[number])) <= SETTINGS.heldout_tokens + SETTINGS.sequence_length
+
+
+def test_wrong_settings_are_refused(store, corpus) -> None:
+    for wrong, message in (
+        ({"trials": 4, "categories": 4}, "take 6 at least"),
+        ({"least": 0.3, "categories": 4}, "no mixture of 4"),
+        ({"most": 0.2, "categories": 4}, "no mixture of 4"),
+        ({"phase": Phase(join_rows=2)}, "join_rows must be 1"),
+        ({"target": Target(categories={"a": 1.0}), "trials": 1}, "greater than or equal to 4"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            MixExperimentConfig(**wrong)
+    given = corpus(ROWS)
+    with pytest.raises(PunaError, match="has no signal 'topic'; set mix_experiment.category to one of id, domain"):
+        execute(mix_experiment, SETTINGS.model_copy(update={"category": "topic"}), given, store)
+    odd = SETTINGS.model_copy(update={"target": Target(categories={"sea": 1.0})})
+    with pytest.raises(PunaError, match="'sea' is not among the categories code, high, low"):
+        execute(mix_experiment, odd, given, store)
+    with pytest.raises(PunaError, match="category 'code' has one document"):
+        execute(mix_experiment, SETTINGS, corpus([("high", 60)] * 5 + [("low", 50)] * 5 + [("code", 40)]), store)
+
+
+def test_target_weights() -> None:
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    groups = [Named("a"), Named("b"), Named("c")]
+    natural = np.array([0.5, 0.3, 0.2])
+    assert module._target(Target(weights="natural"), groups, natural) == pytest.approx([0.5, 0.3, 0.2])  # type: ignore[arg-type]
+    assert module._target(Target(), groups, natural) == pytest.approx([1 / 3] * 3)  # type: ignore[arg-type]
+    mixed = module._target(Target(weights="natural", categories={"c": 0.0}), groups, natural)  # type: ignore[arg-type]
+    assert mixed == pytest.approx([0.625, 0.375, 0.0])
