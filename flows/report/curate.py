@@ -20,9 +20,7 @@ LINES_SHOWN = 15
 def funnel_view(levels: list[Level], per_token: float | None, unit: str = "documents") -> Html:
     """Every level as a row with its bar; rules below it, each with examples to open."""
     most = max((level.came for level in levels), default=0)
-    legend = tag(
-        "ul", tag("li", tag("i", class_="kept"), "kept"), tag("li", tag("i", class_="gone"), "dropped by a rule"), class_="legend"
-    )
+    legend = tag("ul", tag("li", tag("i", class_="kept"), "kept"), tag("li", tag("i", class_="gone"), "dropped by a rule"), class_="legend")
     titles = ("step", "", unit, "dropped", "text" if unit == "documents" else "")
     head = tag("div", [tag("span", title) for title in titles], class_="level head", aria_hidden="true")
     rows = [_level(level, most, per_token) for level in levels]

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-SWEEPS = 24
+SWEEPS = 40
+STRAIGHT = 3.0
 Node = tuple[str, int]
 """A name and its layer; a helper node has the name of its source and a lower layer than the source itself."""
 
@@ -102,30 +103,38 @@ def _placed(order: Sequence[Sequence[Node]], links: Mapping[Node, set[Node]], wi
         for node in row:
             x[node] = at + width[node] / 2
             at += width[node] + gap
+    helper = min(width.values(), default=0.0)
+
+    def pull(a: Node, b: Node) -> float:
+        """Helper nodes of one chain hold together, so that long edges run straight."""
+        return STRAIGHT ** ((width[a] == helper) + (width[b] == helper))
+
     for sweep in range(SWEEPS):
         for row in order if sweep % 2 == 0 else reversed(order):
             step = 1 if sweep % 2 == 0 else -1
-            wanted = []
+            wanted, weights = [], []
             for node in row:
-                before = [x[n] for n in links[node] if (node[1] - n[1]) * step > 0]
-                near = before if sweep < SWEEPS - 4 and before else [x[n] for n in links[node]]
-                wanted.append(sum(near) / len(near) if near else x[node])
-            for node, place in zip(row, _spread(row, wanted, width, gap), strict=True):
+                before = [n for n in links[node] if (node[1] - n[1]) * step > 0]
+                near = before if before and sweep < SWEEPS // 2 else list(links[node])
+                whole = sum(pull(node, n) for n in near)
+                wanted.append(sum(pull(node, n) * x[n] for n in near) / whole if near else x[node])
+                weights.append(whole if near else 1.0)
+            for node, place in zip(row, _spread(row, wanted, weights, width, gap), strict=True):
                 x[node] = place
     return x
 
 
-def _spread(row: Sequence[Node], wanted: Sequence[float], width: Mapping[Node, float], gap: float) -> list[float]:
-    """Places nearest to the wanted ones (least squares) that keep order and distance: pool adjacent violators."""
+def _spread(row: Sequence[Node], wanted: Sequence[float], weights: Sequence[float], width: Mapping[Node, float], gap: float) -> list[float]:
+    """Places nearest to the wanted ones (weighted least squares) that keep order and distance: pool adjacent violators."""
     offsets = [0.0]
     for a, b in pairwise(row):
         offsets.append(offsets[-1] + (width[a] + width[b]) / 2 + gap)
-    blocks: list[tuple[float, int]] = []
-    for want, offset in zip(wanted, offsets, strict=False):
-        total, count = want - offset, 1
-        while blocks and blocks[-1][0] / blocks[-1][1] > total / count:
-            before, many = blocks.pop()
-            total, count = total + before, count + many
-        blocks.append((total, count))
-    shifts = [total / count for total, count in blocks for _ in range(count)]
-    return [shift + offset for shift, offset in zip(shifts, offsets, strict=False)]
+    blocks: list[tuple[float, float, int]] = []
+    for want, weight, offset in zip(wanted, weights, offsets, strict=True):
+        total, mass, count = weight * (want - offset), weight, 1
+        while blocks and blocks[-1][0] / blocks[-1][1] > total / mass:
+            before, heavy, many = blocks.pop()
+            total, mass, count = total + before, mass + heavy, count + many
+        blocks.append((total, mass, count))
+    shifts = [total / mass for total, mass, count in blocks for _ in range(count)]
+    return [shift + offset for shift, offset in zip(shifts, offsets, strict=True)]

@@ -110,7 +110,7 @@ def _node(key: str, what: Step | str, title: str, layout: Layout) -> Html:
 
 def _second(step: Step) -> str:
     record = step.artifact.manifest.tables.get(step.artifact.kind)
-    counted = f"{short(record.rows)} rows" if record is not None else step.artifact.kind
+    counted = f"{short(record.rows)} rows" if record is not None and record.rows else step.artifact.kind
     return f"{counted}{' · reused' if step.reused else ''}"
 
 

@@ -25,7 +25,7 @@ def page(run: Run) -> Html:
         "body",
         tag("header", _head(run), tag("nav", links, aria_label="Sections"), _tiles(run, levels), _notices(run)),
         tag("main", sections),
-        tag("footer", f"Run {run.name}. Everything here was read from the store's artifacts: `puna report {run.name}` makes it again."),
+        tag("footer", "Everything here was read from the store's artifacts. ", tag("code", f"puna report {run.name}"), " makes it again."),
         Html(f"<script>{(HERE / 'page.js').read_text(encoding='utf-8')}</script>"),
     )
     title = f"Puna: {run.flow or 'run'} {run.name}"

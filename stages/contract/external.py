@@ -119,4 +119,5 @@ def _hub(name: str, uri: str) -> External:
         revision = HfApi().dataset_info(repository).sha
     except Exception as error:
         raise PunaError(f"input {uri}: the hub does not give data set {repository} ({error})") from error
-    return External(name, uri, (), hashlib.sha256(f"{repository}@{revision}".encode()).hexdigest())
+    # The revision stays in the address: what is read later is what was digested now.
+    return External(name, f"hf://datasets/{repository}@{revision}", (), hashlib.sha256(f"{repository}@{revision}".encode()).hexdigest())

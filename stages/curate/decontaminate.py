@@ -1,101 +1,174 @@
-"""Documents that hold evaluation data are dropped."""
+"""Decontamination: documents that contain questions of the evaluation sets go."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import xxhash
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 from pydantic import Field
 
-from puna.stages.contract import Documents, Prompts, StageConfig, StageRun, stage
+from puna.stages.contract import Documents, Figure, Prompts, StageConfig, StageRun, stage
+from puna.storage import Artifact, Part
 
-WORD = re.compile(r"\w+")
+RULE = "decontaminate.ngram"
+DROPPED = pa.schema(
+    [("id", pa.string()), ("rule", pa.string()), ("value", pa.float64()), ("threshold", pa.float64()), ("detail", pa.string())]
+)
 
 
 class DecontaminateConfig(StageConfig):
-    """What counts as a match."""
+    """What counts as contamination."""
 
-    ngram_words: int = Field(13, ge=3, le=100, description="Words of an n-gram; a shorter question counts as a whole")
-    least_characters: int = Field(
-        24, ge=1, description="Shortest n-gram that counts, characters; shorter questions are too common to mean anything"
+    n: int = Field(13, ge=2, le=50, description="Length of the n-grams that are compared, words")
+    min_characters: int = Field(
+        25, ge=1, description="A question of fewer than n words is matched as a whole where it has at least so many characters"
     )
-    max_matches: int = Field(0, ge=0, description="N-grams of evaluation data that a document may hold")
+    max_overlap: float = Field(
+        0.0, ge=0, lt=1, description="Greatest fraction of one prompt's n-grams that a document may contain"
+    )
 
 
-class Gram(NamedTuple):
-    """An n-gram of evaluation data: the prompt and task it stands in, its words."""
+@dataclass(frozen=True)
+class Index:
+    """N-grams of the prompts: `lengths` in words; per length sorted `hashes` uint64[m] and `owners` int64[m], the prompt each
+    belongs to; `totals` int64[prompts], n-grams of each prompt."""
 
-    prompt: str
-    task: str
-    text: str
+    lengths: tuple[int, ...]
+    hashes: tuple[NDArray[np.uint64], ...]
+    owners: tuple[NDArray[np.int64], ...]
+    totals: NDArray[np.int64]
+    names: list[tuple[str, str]]
 
 
 @stage(kind="documents", filters="documents")
 def decontaminate(documents: Documents, prompts: list[Prompts], config: DecontaminateConfig, run: StageRun) -> None:
-    """Drop documents that share a 13-gram with a held-out evaluation prompt or its answer (GPT-3, appendix C).
+    """Drop documents that share n-grams of words with held-out prompts (question and reference together).
 
-    Words are compared in lower case, without punctuation. `dropped` names the task, the prompt and the n-gram.
+    GPT-3's measure (Brown et al. 2020, appendix C) with 13 words; case and punctuation do not count, numbers do. A
+    question of fewer words is matched as a whole, where it is long enough to mean something; those that are not are counted
+    in the metric `unmatchable_TASK`. `dropped` has the fraction of the best matched prompt's n-grams as value, and the
+    prompt and its first n-gram found as detail. The metric `contaminated_TASK` counts the task's prompts that were found.
     """
-    grams: dict[int, Gram] = {}
-    short = 0
-    tasks: dict[str, int] = {}
-    for artifact in prompts:
-        for row in artifact.read().to_pylist():
-            if row["split"] != "heldout":
-                continue
-            tasks[row["task"]] = tasks.get(row["task"], 0) + 1
-            found = list(question_grams(f"{row['prompt']} {row['reference']}", config))
-            short += not found
-            for text in found:
-                hashed = xxhash.xxh3_64_intdigest(text.encode())
-                # One n-gram may stand in many prompts: the smallest id names it, whatever their order.
-                gram = Gram(row["id"], row["task"], text)
-                grams[hashed] = min(gram, grams.get(hashed, gram))
-    lengths = sorted({gram.text.count(" ") + 1 for gram in grams.values()})
-    run.transform(_decide, documents, grams, lengths, config)
-    run.metric("ngrams", len(grams))
-    run.metric("prompts_too_short", short)
-    for task, count in sorted(tasks.items()):
-        run.metric(f"prompts_{task}", count)
+    index, unmatchable = build_index([row for artifact in prompts for row in heldout_rows(artifact)], config)
+    parts = run.parts(documents, columns=["id", "text"])
+    found: dict[str, set[str]] = {task: set() for task, _ in index.names}
+    dropped: list[dict[str, Any]] = []
+    for rows, seen in run.map(_find, parts, index, config, rows=len(parts)):
+        dropped += rows
+        for at in seen:
+            task, prompt = index.names[at]
+            found[task].add(prompt)
+    run.write(pa.Table.from_pylist(dropped, schema=DROPPED), "dropped")
+    run.transform(_keep, documents, {row["id"] for row in dropped})
+    prompts_of = Counter(task for task, _ in index.names)
+    for task in sorted(prompts_of):
+        run.metric(f"prompts_{task}", prompts_of[task])
+        run.metric(f"contaminated_{task}", len(found[task]))
+        run.metric(f"unmatchable_{task}", unmatchable[task])
+    run.metric("contaminated_documents", len(dropped))
+    series = {"prompts found in documents": [(task, float(len(found[task]))) for task in sorted(prompts_of)]}
+    run.figure("contamination", Figure("Evaluation prompts found in documents", "task", "prompts", series, kind="bar"))
 
 
-def question_grams(text: str, config: DecontaminateConfig) -> Iterator[str]:
-    """The n-grams of a question (all of it, when it has fewer words) that are long enough to count."""
-    words = WORD.findall(text.lower())
-    size = min(config.ngram_words, len(words))
-    for start in range(len(words) - size + 1 if size else 0):
-        gram = " ".join(words[start : start + size])
-        if len(gram) >= config.least_characters:
-            yield gram
+def heldout_rows(prompts: Artifact) -> list[dict[str, Any]]:
+    """The held-out prompts of an artifact."""
+    rows = prompts.read(columns=["id", "task", "split", "prompt", "reference"]).to_pylist()
+    return [row for row in rows if row["split"] == "heldout"]
 
 
-def matches(text: str, grams: dict[int, Gram], lengths: list[int]) -> list[Gram]:
-    """The n-grams that stand in a text, each once, in the order of their first place."""
-    words = WORD.findall(text.lower())
-    found: dict[int, Gram] = {}
-    for size in lengths:
-        for start in range(len(words) - size + 1):
-            hashed = xxhash.xxh3_64_intdigest(" ".join(words[start : start + size]).encode())
-            if hashed in grams and hashed not in found:
-                found[hashed] = grams[hashed]
-    return list(found.values())
+def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tuple[Index, Counter[str]]:
+    """The index of held-out prompts, and per task how many are too short to be matched at all."""
+    from puna.stages.curate.grams import gram_hashes, normal_words
+
+    rows = sorted(rows, key=lambda row: (row["task"], row["id"]))
+    unmatchable: Counter[str] = Counter()
+    entries: dict[int, list[tuple[int, int]]] = {}
+    totals = np.zeros(len(rows), np.int64)
+    for at, row in enumerate(rows):
+        question, _, text = normal_words(row["prompt"])
+        whole, _, _ = normal_words(f"{row['prompt']}\n{row['reference']}")
+        grams = {(config.n, value) for value in gram_hashes(whole, config.n).tolist()}
+        if 0 < len(question) < config.n and len(text.strip()) >= config.min_characters:
+            grams |= {(len(question), value) for value in gram_hashes(question, len(question)).tolist()}
+        for length, value in grams:
+            entries.setdefault(length, []).append((value, at))
+        totals[at] = len(grams)
+        unmatchable[row["task"]] += not grams
+    lengths = tuple(sorted(entries))
+    ordered = [sorted(entries[length]) for length in lengths]
+    return (
+        Index(
+            lengths,
+            tuple(np.array([value for value, _ in pairs], np.uint64) for pairs in ordered),
+            tuple(np.array([at for _, at in pairs], np.int64) for pairs in ordered),
+            totals,
+            [(row["task"], row["id"]) for row in rows],
+        ),
+        unmatchable,
+    )
 
 
-def _decide(rows: pa.Table, grams: dict[int, Gram], lengths: list[int], config: DecontaminateConfig) -> dict[str, pa.Table]:
-    """Kept and dropped documents of a part."""
-    keep: list[bool] = []
-    dropped: dict[str, list[object]] = {name: [] for name in ("id", "rule", "value", "threshold", "detail")}
-    for name, text in zip(rows["id"].to_pylist(), rows["text"].to_pylist(), strict=True):
-        found = matches(text, grams, lengths)
-        keep.append(len(found) <= config.max_matches)
-        if not keep[-1]:
-            first = found[0]
-            values = (name, "evaluation_data", float(len(found)), float(config.max_matches), f"{first.task}, prompt {first.prompt}: {first.text}")
-            for column, value in zip(dropped.values(), values, strict=True):
-                column.append(value)
-    kinds = {"value": pa.float64(), "threshold": pa.float64()}
-    table = pa.table({n: pa.array(column, kinds.get(n, pa.string())) for n, column in dropped.items()})
-    return {"documents": rows.filter(pa.array(keep, pa.bool_())), "dropped": table}
+@dataclass(frozen=True)
+class Match:
+    """The prompt of which a document holds most: `overlap` of its n-grams, `text` the first of them found; `seen` all prompts."""
+
+    prompt: int
+    overlap: float
+    text: str
+    seen: set[int]
+
+
+def match(text: str, index: Index) -> Match | None:
+    """What a document holds of the indexed prompts, or None."""
+    from puna.stages.curate.grams import gram_hashes, normal_words
+
+    words, ranges, lowered = normal_words(text)
+    hits: dict[int, set[tuple[int, int]]] = {}
+    first: dict[int, tuple[int, int]] = {}
+    for length, hashes, owners in zip(index.lengths, index.hashes, index.owners, strict=True):
+        grams = gram_hashes(words, length)
+        low = np.searchsorted(hashes, grams, side="left")
+        high = np.searchsorted(hashes, grams, side="right")
+        for place in np.flatnonzero(high > low).tolist():
+            for prompt in owners[low[place] : high[place]].tolist():
+                hits.setdefault(prompt, set()).add((length, int(grams[place])))
+                first.setdefault(prompt, (place, length))
+    if not hits:
+        return None
+    share = {prompt: len(found) / int(index.totals[prompt]) for prompt, found in hits.items()}
+    # Prompts are numbered by task and id: ties go to the first, whatever the order of the inputs.
+    best = min(share, key=lambda prompt: (-share[prompt], prompt))
+    place, length = first[best]
+    return Match(best, share[best], lowered[ranges[place][0] : ranges[place + length - 1][1]], set(hits))
+
+
+def _find(part: Part, index: Index, config: DecontaminateConfig) -> tuple[list[dict[str, Any]], set[int]]:
+    """Rows of `dropped` of a part, and the prompts that its documents hold."""
+    table = part.read()
+    rows: list[dict[str, Any]] = []
+    seen: set[int] = set()
+    for identity, text in zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True):
+        found = match(text, index)
+        if found is None or found.overlap <= config.max_overlap:
+            continue
+        task, prompt = index.names[found.prompt]
+        seen |= found.seen
+        rows.append(
+            {
+                "id": identity,
+                "rule": RULE,
+                "value": found.overlap,
+                "threshold": config.max_overlap,
+                "detail": f"{task} prompt {prompt}: {' '.join(found.text.split())}",
+            }
+        )
+    return rows, seen
+
+
+def _keep(documents: pa.Table, dropped: set[str]) -> pa.Table:
+    return documents.filter(pc.invert(pc.is_in(documents["id"], pa.array(sorted(dropped), pa.string()))))

@@ -28,6 +28,9 @@ class MixConfig(SeededConfig):
     weights: dict[str, float] = Field(
         default_factory=dict, description="Share of training text of single categories; they replace those of the experiment, fraction"
     )
+    max_share: float = Field(
+        0.5, gt=0, le=1, description="Greatest share of one category where neither configuration nor experiment gives weights, fraction"
+    )
     max_repeats: float = Field(4.0, ge=1, le=100, description="Most times that the documents of a category are read, on average, epochs")
 
     @field_validator("weights")
@@ -54,8 +57,8 @@ def mix(documents: Documents, signals: Signals, weights: Evaluation | None, conf
     """Set how often each document is read (Llama 3, section 3.1.2).
 
     A category's weight comes from the configuration, else from a mixture experiment, else it is the category's
-    share of the text. The amount of training text stays that of one pass over all documents; a category of weight w
-    is read w x all / own times, at most `max_repeats`. A fractional number of epochs becomes an integer per document
+    share of the text, but at most `max_share`: the web has too much of some subjects. The amount of training text stays that of one pass over all documents; a category of weight w
+    is read w x all / own times, at most `max_repeats` (four passes cost little: Muennighoff et al. 2023). A fractional number of epochs becomes an integer per document
     by a hash of its id.
     """
     ids, sizes = _sizes(documents)
@@ -65,7 +68,7 @@ def mix(documents: Documents, signals: Signals, weights: Evaluation | None, conf
     for category, size, out in zip(categories, sizes, heldout, strict=True):
         training[category] = training.get(category, 0) + (0 if out else size)
     wanted = _experiment(weights) | config.weights
-    shares = plan(training, wanted, config.max_repeats)
+    shares = plan(training, wanted, config.max_repeats, 1.0 if wanted else config.max_share)
     chance = uniform(ids, config.seed, "repeats")
     epochs = np.array([shares[c].epochs for c in categories])
     repeats = np.where(heldout, 0, np.floor(epochs) + (chance < epochs - np.floor(epochs))).astype(np.int32)
@@ -90,10 +93,10 @@ def mix(documents: Documents, signals: Signals, weights: Evaluation | None, conf
         run.metric(f"epochs_{category}", round(share.epochs, 4))
 
 
-def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: float) -> dict[str, Share]:
+def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: float, max_share: float = 1.0) -> dict[str, Share]:
     """Weight and epochs of each category. Categories without a wanted weight divide what is left by size.
 
-    What a category at `max_repeats` cannot take goes to the others, in proportion to their weights.
+    What a category at `max_repeats` or `max_share` cannot take goes to the others, in proportion to their weights.
     """
     total = sum(sizes.values())
     known = {c: float(w) for c, w in wanted.items() if sizes.get(c)}
@@ -104,7 +107,8 @@ def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: flo
     if not total or not scale:
         raise PunaError("no category has both text and weight: nothing to mix; check mix.weights")
     weight = {c: w / scale for c, w in raw.items()}
-    ceiling = {c: max_repeats * size / total for c, size in sizes.items()}
+    most = max(max_share, 1.0 / sum(size > 0 for size in sizes.values()))
+    ceiling = {c: min(max_repeats * size / total, most) for c, size in sizes.items()}
     capped: dict[str, float] = {}
     while over := [c for c in weight if c not in capped and weight[c] > ceiling[c] + 1e-12]:
         capped |= {c: ceiling[c] for c in over}

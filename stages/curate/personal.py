@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -219,9 +220,12 @@ def find(text: str, entities: tuple[str, ...]) -> list[Span]:
         if entity not in entities or (entity in ("card", "ssn", "phone") and not numbers):
             continue
         for span in finder(text):
-            if not any(span.start < other.stop and other.start < span.stop for other in found):
-                found.append(span)
-    return sorted(found)
+            place = bisect(found, span)
+            before = found[place - 1].stop if place else 0
+            after = found[place].start if place < len(found) else len(text)
+            if before <= span.start and span.stop <= after:
+                found.insert(place, span)
+    return found
 
 
 def masked(text: str, spans: list[Span]) -> str:

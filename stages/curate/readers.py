@@ -70,7 +70,7 @@ def unpacked(handle: BinaryIO, name: str) -> io.BufferedReader:
     if ending == ".gz":
         raw = gzip.GzipFile(fileobj=handle)
     elif ending == ".xz":
-        raw = lzma.LZMAFile(handle)
+        raw = lzma.LZMAFile(handle)  # noqa: SIM115  closed with the reader around it
     elif ending == ".zst":
         raw = zstandard.ZstdDecompressor().stream_reader(handle, read_across_frames=True)
     return io.BufferedReader(raw, 1 << 20)

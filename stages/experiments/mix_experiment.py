@@ -11,17 +11,18 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from puna.stages.contract import Documents, Figure, SeededConfig, Signals, StageConfig, StageRun, Tokenizer, stage
+from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, Signals, StageConfig, StageRun, Tokenizer, stage
 from puna.stages.experiments import laws
 from puna.stages.experiments.pools import Group, Pools, build_pools, grouped
 from puna.stages.experiments.proxy import one_thread, remembered, trained
+from puna.stages.pretrain.corpus import check_mixture
 from puna.stages.pretrain.packed import mean_loss
 from puna.stages.pretrain.pretrain import AdamW, Phase, Shape
 from puna.stages.pretrain.tokenizer import tokenizer_of
 from puna.storage import PunaError
 
 PROXY = Shape(
-    hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.12
+    hidden_size=48, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.14
 )
 
 
@@ -54,7 +55,7 @@ class MixExperimentConfig(SeededConfig):
     target: Target = Field(Target(), description="What the mixture shall be good at")
     model: Shape = Field(PROXY, description="Sizes of the proxy model")
     phase: Phase = Field(
-        Phase(name="proxy", steps=100, rows_per_step=4, learning_rate=1e-2, warmup_steps=10), description="Training of each proxy"
+        Phase(name="proxy", steps=300, rows_per_step=1, learning_rate=1.5e-2, warmup_steps=30), description="Training of each proxy"
     )
     adamw: AdamW = Field(AdamW(), description="The optimiser")
     sequence_length: int = Field(256, ge=8, description="Tokens of a row")
@@ -72,17 +73,23 @@ class MixExperimentConfig(SeededConfig):
 
 
 @stage(kind="evaluation")
-def mix_experiment(documents: Documents, signals: Signals, tokenizer: Tokenizer, config: MixExperimentConfig, run: StageRun) -> None:
+def mix_experiment(
+    documents: Documents, signals: Signals, mixture: Mixture | None, tokenizer: Tokenizer, config: MixExperimentConfig, run: StageRun
+) -> None:
     """Find mixture weights with small models (Llama 3, section 3.1.2; data mixing laws, Ye et al. 2024).
 
     Proxies start from the same weights and are trained on mixtures that cover the simplex; each category's
     held-out loss is fitted as a law of the shares, and the shares that minimise the weighted sum of the laws
     are recommended in `weights`. What the laws say of a mixture they were not fitted to is in the rows
-    `left_out_error`; and the recommended mixture is trained too, against the natural one. The held-out pages
-    of this experiment are its own: chosen among all documents, and never read by its proxies.
+    `left_out_error`; and the recommended mixture is trained too, against the natural one.
+
+    With a mixture (one without weights yet), its held-out split is left alone: the pages on which the proxies
+    are measured are chosen among the training documents, and the proxies never read them.
     """
+    if mixture is not None:
+        check_mixture(documents, mixture)
     vocabulary = tokenizer_of(tokenizer)
-    groups = grouped(documents, signals, config.category, config.categories, run)
+    groups = grouped(documents, mixture, signals, config.category, config.categories, run)
     run.metric("categories", len(groups))
     if len(groups) == 1:
         _one_category(groups[0], run)

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from puna.stages.contract import StageRun
-from puna.stages.pretrain.corpus import folder, rank
+from puna.stages.pretrain.corpus import chosen_of, folder, mixture_file, rank
 from puna.stages.pretrain.packed import Packed, Reader
 from puna.stages.pretrain.tokenize import pack
 from puna.stages.pretrain.tokenizer import loaded
@@ -59,16 +59,21 @@ class Group:
         return len(self.rows)
 
 
-def grouped(documents: Artifact, signals: Artifact, column: str, most: int, run: StageRun) -> list[Group]:
-    """The largest categories by bytes, the others together, each with its documents in hashed order."""
+def grouped(
+    documents: Artifact, mixture: Artifact | None, signals: Artifact, column: str, most: int, run: StageRun
+) -> list[Group]:
+    """The largest categories by bytes, the others together, each with its documents in hashed order.
+
+    With a mixture, only documents of its training split count.
+    """
     file = str(signals.path("signals.parquet"))
     names = pq.read_schema(file).names
     if column not in names:
         raise PunaError(f"{signals.id} has no signal {column!r}; set mix_experiment.category to one of {', '.join(names)}")
     parts = run.parts(documents, columns=["id", "text"])
-    rows = sorted(row for found in run.map(_rows, parts, file, column, run.seed("order")) for row in found)
+    rows = sorted(row for found in run.map(_rows, parts, mixture_file(mixture), file, column, run.seed("order")) for row in found)
     if not rows:
-        raise PunaError(f"{documents.id} has no documents with text: there is nothing to mix")
+        raise PunaError(f"{documents.id} has no training documents with text: there is nothing to mix")
     sizes: dict[str, int] = {}
     for row in rows:
         sizes[row.category] = sizes.get(row.category, 0) + row.bytes
@@ -83,19 +88,14 @@ def grouped(documents: Artifact, signals: Artifact, column: str, most: int, run:
     ]
 
 
-def _rows(part: Part, signals: str, column: str, seed: int) -> list[Row]:
-    table = part.read()
-    ids = table["id"].to_pylist()
-    if not ids:
+def _rows(part: Part, mixture: str | None, signals: str, column: str, seed: int) -> list[Row]:
+    documents = [row for row in chosen_of(part, mixture, "train") if row.text]
+    if not documents:
         return []
-    wanted = (pc.field("id") >= ids[0]) & (pc.field("id") <= ids[-1])
+    wanted = (pc.field("id") >= documents[0].id) & (pc.field("id") <= documents[-1].id)
     found = pq.read_table(signals, columns=["id", column], filters=wanted)
     category = dict(zip(found["id"].to_pylist(), found[column].to_pylist(), strict=True))
-    return [
-        Row(rank(seed, id_), id_, category.get(id_) or UNKNOWN, len(text.encode()))
-        for id_, text in zip(ids, table["text"].to_pylist(), strict=True)
-        if text
-    ]
+    return [Row(rank(seed, row.id), row.id, category.get(row.id) or UNKNOWN, len(row.text.encode())) for row in documents]
 
 
 def build_pools(documents: Artifact, groups: Sequence[Group], tokenizer: Artifact, config: MixExperimentConfig, run: StageRun) -> str:

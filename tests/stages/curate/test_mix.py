@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from puna.stages.contract import execute
-from puna.stages.curate.decontaminate import DecontaminateConfig, decontaminate
 from puna.stages.curate.mix import MixConfig, mix, plan
 from puna.storage import Artifact, PunaError, Store
 
@@ -80,22 +79,15 @@ def test_weights_come_from_the_experiment_unless_set(tmp_path: Path) -> None:
         execute(mix, MixConfig(category="topic"), given_, store)
 
 
-def test_decontamination_names_the_prompt(tmp_path: Path) -> None:
+def test_natural_shares_are_capped(tmp_path: Path) -> None:
+    # 0.8 of the text is a's: cut to 0.5, the excess goes to b and c, who are 3 : 1.
+    found = plan({"a": 800, "b": 150, "c": 50}, {}, 100, 0.5)
+    assert [s.weight for s in found.values()] == pytest.approx([0.5, 0.375, 0.125])
+    # Two categories cannot both stay below 0.4 of the whole.
+    assert [s.weight for s in plan({"a": 900, "b": 100}, {}, 100, 0.4).values()] == pytest.approx([0.5, 0.5])
+    # The ceilings of repeats and of the share bind together: b gives all it can, a what is left of its half.
+    found = plan({"a": 900, "b": 100}, {}, 2, 0.5)
+    assert found["b"].epochs == pytest.approx(2) and found["a"].epochs == pytest.approx(5 / 9)
     store = Store.open(tmp_path)
-    question = "A train leaves the old station at nine and meets another one at noon, where do they meet?"
-    texts = ["Clean text about llamas. " * 10, f"A blog post. {question.upper()} In the town.", "a train leaves the old station at ten and meets nobody at all today"]
-    documents = store.import_table("documents", pa.table({
-        "id": ["clean", "dirty", "near"], "url": ["u"] * 3, "fetched_at": [datetime(2024, 1, 1, tzinfo=UTC)] * 3, "source": ["web"] * 3,
-        "title": pa.array([None] * 3, pa.string()), "text": texts,
-    }))  # fmt: skip
-    prompts = store.import_table("prompts", pa.table({
-        "id": ["p1", "p2", "p3"], "task": ["trains", "trains", "sums"], "split": ["heldout", "train", "heldout"],
-        "prompt": [question, "Clean text about llamas. " * 10, "1 + 1"], "reference": ["midway", "x", "2"], "entry": ["{}"] * 3,
-    }))  # fmt: skip
-    made = execute(decontaminate, DecontaminateConfig(), {"documents": documents, "prompts": [prompts]}, store)
-    assert made.read()["id"].to_pylist() == ["clean", "near"]
-    (row,) = made.read("dropped").to_pylist()
-    assert row["id"] == "dirty" and row["rule"] == "evaluation_data" and row["detail"].startswith("trains, prompt p1: a train leaves")
-    # The question has 18 words, so 6 n-grams of 13; the seventh, with the answer's word, does not stand there.
-    assert row["value"] == 6
-    assert made.manifest.metrics["prompts_too_short"] == 1
+    made = execute(mix, MixConfig(), corpus(store, {"a": [10] * 90, "b": [10] * 30}), store)
+    assert set(made.read()["weight"].to_pylist()) == {0.5}

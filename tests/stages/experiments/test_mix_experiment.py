@@ -153,6 +153,26 @@ def test_held_out_pages_are_not_read(store, corpus, monkeypatch: pytest.MonkeyPa
         assert sum(map(len, pools.heldout[number])) <= SETTINGS.heldout_tokens + SETTINGS.sequence_length
 
 
+def test_the_held_out_split_is_left_alone(store, corpus) -> None:
+    """With its held-out documents gone altogether, a mixture's experiment comes out the same."""
+    import pyarrow as pa
+
+    given = corpus(ROWS)
+    ids = given["documents"].read()["id"].to_pylist()
+    out = set(ids[1::5])
+    n = len(ids)
+    mixture = store.import_table("mixture", pa.table({
+        "id": ids, "category": ["x"] * n, "split": ["heldout" if i in out else "train" for i in ids],
+        "repeats": pa.array([1] * n, pa.int32()), "weight": [1.0] * n,
+    }))  # fmt: skip
+    made = execute(mix_experiment, SETTINGS, {**given, "mixture": mixture}, store)
+    documents = given["documents"].read()
+    kept = store.import_table("documents", documents.filter(pa.array([i not in out for i in ids])))
+    without = execute(mix_experiment, SETTINGS, {**given, "documents": kept}, store)
+    assert made.read().equals(without.read()) and made.key != without.key
+    assert not made.read().equals(execute(mix_experiment, SETTINGS, given, store).read())
+
+
 def test_wrong_settings_are_refused(store, corpus) -> None:
     for wrong, message in (
         ({"trials": 4, "categories": 4}, "take 6 at least"),
