@@ -157,7 +157,7 @@ def _rewards(run: Run, answers: Step) -> dict[str, float]:
     """The reward model's score of each answer: what rejection sampling recorded about this step's answers."""
     found: dict[str, float] = {}
     for step in run.kind("instructions"):
-        if step.has("scores") and any(i.key == answers.artifact.key for i in step.artifact.manifest.inputs):
+        if step.has("scores") and any(a.key == answers.artifact.key for a in run.inputs(step)):
             rows = step.artifact.read("scores").to_pylist()
             found.update({row["id"]: row["value"] for row in rows if row["name"] == "reward"})
     return found

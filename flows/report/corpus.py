@@ -12,7 +12,8 @@ from puna.flows.report.run import Run, Step
 from puna.storage import Artifact
 
 KEPT_SHOWN = 6
-GROUPS_SHOWN = 14
+GROUPS_SHOWN = 10
+NAMES = {"zxx": "zxx (no language: code)"}
 
 
 def final_documents(run: Run) -> Artifact | None:
@@ -58,9 +59,10 @@ def shares_view(run: Run, column: str, title: str) -> Html:
             counted[other] = sum(counted[g] for g in rest)
         ranked = [*ranked[: GROUPS_SHOWN - 1], other]
     most, total = max(came.values()), sum(characters[g] for g in ranked)
-    rows: list[list[Content]] = [
-        [g, _double(kept[g], came[g], most), came[g], kept[g], percent(kept[g], came[g]), percent(characters[g], total)] for g in ranked
-    ]
+    rows: list[list[Content]] = []
+    for g in ranked:
+        shares = (percent(kept[g], came[g]), percent(characters[g], total))
+        rows.append([NAMES.get(g, g), _double(kept[g], came[g], most), came[g], kept[g], *shares])
     head: list[Content] = [title, "", "classified", "kept", "share kept", "of kept text"]
     chips = tag("ul", tag("li", tag("i", class_="kept"), "kept"), tag("li", tag("i", class_="gone"), "dropped later"), class_="legend")
     return part(title.capitalize(), chips, table(head, rows, numeric=(2, 3, 4, 5)))

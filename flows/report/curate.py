@@ -14,7 +14,9 @@ from puna.flows.report.run import Run, Step
 
 PAIRS = 3
 WORDS_COMPARED = 160
-LINES_SHOWN = 15
+LINES_SHOWN = 10
+RULES_SHOWN = 10
+SLIM = 0.006  # a piece of a bar below this share of the width has no room for a gap beside it
 
 
 def funnel_view(levels: list[Level], per_token: float | None, unit: str = "documents") -> Html:
@@ -29,10 +31,11 @@ def funnel_view(levels: list[Level], per_token: float | None, unit: str = "docum
 
 def _level(level: Level, most: int, per_token: float | None) -> Html:
     kept = tag("i", class_="kept", style=f"width:{100 * level.kept / max(1, most):.2f}%")
-    gone = [
-        tag("i", class_="gone", style=f"width:{100 * rule.rows / max(1, most):.2f}%", title=f"{rule.name}: {number(rule.rows)} dropped")
-        for rule in level.rules
-    ]
+    gone = []
+    for rule in level.rules:
+        share = rule.rows / max(1, most)
+        hover = f"{rule.name}: {number(rule.rows)} dropped"
+        gone.append(tag("i", class_="gone slim" if share < SLIM else "gone", style=f"width:{100 * share:.3f}%", title=hover))
     row = tag(
         "div",
         tag("b", level.step.label),
@@ -52,6 +55,10 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
     for rule in level.rules:
         rules.append(_rule(rule, level, at, most, per_token))
         at += rule.rows
+    if len(rules) > RULES_SHOWN + 2:
+        rest = sum(rule.rows for rule in level.rules[RULES_SHOWN:])
+        counted = f"{len(rules) - RULES_SHOWN} more rules dropped {rest:,} together"
+        rules = [*rules[:RULES_SHOWN], details(counted, rules[RULES_SHOWN:], class_="more rest")]
     return tag("div", row, rules, said, class_="step")
 
 
@@ -75,7 +82,7 @@ def _rule(rule: Rule, level: Level, at: int, most: int, per_token: float | None)
     place = f"margin-left:{100 * at / max(1, most):.2f}%;width:{100 * rule.rows / max(1, most):.2f}%"
     share = tag("i", class_="gone", style=place)
     head = [
-        tag("b", rule.name),
+        tag("b", [[piece, Html("<wbr>")] for piece in re.findall(r"[^._]*[._]?", rule.name) if piece]),
         tag("span", share, class_="bar", aria_hidden="true"),
         tag("span", percent(rule.rows, level.came), class_="n dim"),
         tag("span", f"−{rule.rows:,}", class_="n minus"),
@@ -102,7 +109,8 @@ def example_view(example: Example) -> Html:
 
 def card(row: Mapping[str, Any], about: Content, characters: int = 420) -> Html:
     """A document: title, address, what is said about it, the beginning of its text."""
-    title = row.get("title") or row.get("task") or row.get("source") or "untitled"
+    file = str(row.get("url") or "").rstrip("/").rpartition("/")[2]
+    title = row.get("title") or row.get("task") or file or row.get("source") or "untitled"
     url = tag("p", row["url"], class_="url") if row.get("url") else None
     prompt = tag("p", excerpt(str(row["prompt"]), 200), class_="prompt", dir="auto") if row.get("prompt") else None
     body = tag("blockquote", excerpt(row["text"], characters), dir="auto")
@@ -145,10 +153,10 @@ def _pair(row: Mapping[str, Any], gone: Mapping[str, Any], kept: Mapping[str, An
 
 
 def compared(first: str, second: str) -> tuple[Html, Html]:
-    """The two texts from a little before their first difference on, differing words marked."""
+    """The two texts from a little before their first difference on (the same texts from the start), differing words marked."""
     a, b = re.findall(r"\s*\S+", first), re.findall(r"\s*\S+", second)
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    start = max(0, same - 25)
+    start = max(0, same - 25) if a != b else 0
     cut = "… " if start else ""
     a, b = a[start : start + WORDS_COMPARED], b[start : start + WORDS_COMPARED]
     sides: tuple[list[Content], list[Content]] = ([cut], [cut])

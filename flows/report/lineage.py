@@ -59,12 +59,14 @@ def _graph(run: Run) -> tuple[dict[str, Step | str], dict[str, list[str]], dict[
             edges[name], titles[name] = [], "\n".join(f"{i.name.partition(':')[2] or i.name}: {i.key}" for i in outside)
             sources[name] = None
         for record in step.artifact.manifest.inputs:
-            if record.kind == "external" or record.key == key:
+            if record.kind == "external":
                 continue
-            if record.key not in steps and record.key not in names:
-                names[record.key], edges[record.key] = f"{record.kind} of before", []
-                titles[record.key] = f"{record.kind}/{record.key[:12]}\nmade by {record.stage or 'an import'} outside this run"
-            sources[record.key] = None
+            found = run.source(step, record)
+            source = found.key if found is not None else record.key
+            if source not in steps and source not in names:
+                names[source], edges[source] = f"{record.kind} of before", []
+                titles[source] = f"{record.kind}/{source[:12]}\nmade by {record.stage or 'an import'} outside this run"
+            sources[source] = None
         names[key], edges[key], titles[key] = step, list(sources), _title(step)
     return names, _sorted(edges), titles
 

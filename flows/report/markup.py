@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 # What XML and HTML forbid in text; such characters of raw pages are shown as the replacement character.
 FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
-VOID = frozenset(("br", "hr", "meta", "link", "input", "col"))
+VOID = frozenset(("br", "hr", "meta", "link", "input", "col", "wbr"))
 
 
 class Html(str):
@@ -103,9 +103,9 @@ def short(value: float | int | None) -> str:
     """A count in at most four digits: 950, 12.3 k, 4.56 M."""
     if value is None:
         return "–"
-    for bound, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= bound:
-            scaled = value / (1e3 if unit == "k" else bound)
+    for start, scale, unit in ((0.9995e12, 1e12, "T"), (0.9995e9, 1e9, "G"), (0.9995e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= start:
+            scaled = value / scale
             return f"{scaled:.{0 if abs(scaled) >= 99.95 else 1 if abs(scaled) >= 9.995 else 2}f} {unit}"
     return number(value, 3)
 
@@ -124,6 +124,8 @@ def percent(part_: float, whole: float) -> str:
 
 def duration(seconds: float) -> str:
     """A time span: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
+    if 0 < seconds < 0.05:
+        return "< 0.1 s"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -144,5 +146,6 @@ def size(count: float) -> str:
 
 def excerpt(value: str, characters: int = 420) -> str:
     """The beginning of a text, without runs of blank lines."""
-    squeezed = re.sub(r"\n\s*\n+", "\n\n", value[: characters * 4].strip())
-    return squeezed if len(squeezed) <= characters and len(value) <= characters * 4 else squeezed[:characters].rstrip() + " …"
+    whole = value.strip()
+    squeezed = re.sub(r"\n\s*\n+", "\n\n", whole[: characters * 4])
+    return squeezed if len(squeezed) <= characters and len(whole) <= characters * 4 else squeezed[:characters].rstrip() + " …"

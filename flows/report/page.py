@@ -153,7 +153,7 @@ def _experiments(run: Run) -> Html:
 def _pretraining(run: Run) -> Html:
     base = [s for s in run.kind("model") if s.stage == "pretrain" and s.stage not in training.EXPERIMENTS]
     models = {s.artifact.key for s in base}
-    judged = [s for s in alignment.evaluations(run) if any(i.key in models for i in s.artifact.manifest.inputs)]
+    judged = [s for s in alignment.evaluations(run) if any(a.key in models for a in run.inputs(s))]
     measured = training.figures_view(judged, "What the base model can do")
     return section("pretraining", "Pretraining", "The base model's training.", training.training_view(base, "Base model"), measured)
 
@@ -163,7 +163,7 @@ def _alignment(run: Run) -> Html:
     filters = [level(run, s) for s in run.kind(*PREFERENCE_KINDS) if s.has("dropped")]
     others = [s for s in run.steps if s.artifact.kind not in ("model", "evaluation") and not training.of_curation(s)]
     base = {s.artifact.key for s in run.kind("model") if s.stage == "pretrain"}
-    judged = [s for s in alignment.evaluations(run) if not any(i.key in base for i in s.artifact.manifest.inputs)]
+    judged = [s for s in alignment.evaluations(run) if not any(a.key in base for a in run.inputs(s))]
     return section(
         "alignment", "Evaluation and alignment", "What each step taught the model, and what it answers now.",
         alignment.accuracy_view(run),

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from puna.storage import Artifact, PunaError, Store
+from puna.storage import Artifact, InputRecord, PunaError, Store
 
 ROUND = re.compile(r"(?:^|_)(?:round_?)?(\d+)$")
 
@@ -125,9 +125,20 @@ class Run:
         """The step that gave the artifact `key`."""
         return next((s for s in self.steps if s.artifact.key == key), None)
 
+    def source(self, step: Step, record: InputRecord) -> Artifact | None:
+        """The artifact that an input means: the run's own one of that key, or of that content, else the store's.
+
+        A reused artifact may name an artifact of an earlier run with the same content as the one this run made or found.
+        """
+        if record.kind == "external":
+            return None
+        before = [s.artifact for s in reversed(self.steps[: self.steps.index(step)]) if s.artifact.kind == record.kind]
+        same = [a for a in before if a.key == record.key] or [a for a in before if a.data_digest == record.data_digest]
+        return same[0] if same else self.store.find(record.kind, record.key)
+
     def inputs(self, step: Step) -> list[Artifact]:
         """The artifacts that a step read, as far as they are still in the store."""
-        found = (self.store.find(i.kind, i.key) for i in step.artifact.manifest.inputs if i.kind != "external")
+        found = (self.source(step, record) for record in step.artifact.manifest.inputs)
         return [a for a in found if a is not None]
 
     def filtered(self, step: Step) -> list[Artifact]:
@@ -136,7 +147,7 @@ class Run:
         given = step.artifact.manifest.inputs
         for wanted in (kind, *{"documents": ["pages"]}.get(kind, [])):
             name = next((i.name for i in given if i.kind == wanted), None)
-            found = [self.store.find(i.kind, i.key) for i in given if i.name == name and i.kind == wanted]
+            found = [self.source(step, i) for i in given if i.name == name and i.kind == wanted]
             if found:
                 return [a for a in found if a is not None]
         return []

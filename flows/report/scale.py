@@ -33,7 +33,7 @@ class Axis:
         """An axis that holds all values, widened to round numbers; `zero`: it begins (or ends) at 0."""
         low, high = min(values), max(values)
         if zero:
-            low, high = min(low, 0.0), max(high, 0.0)
+            low, high = min(low, 0.0), max(high, 0.0) or (0.0 if low < 0 else 1.0)
         log = low > 0 and high >= 10 * low and any(word in label.lower() for word in GROWING)
         if log:
             return cls(10 ** (math.log10(low) - 0.05), 10 ** (math.log10(high) + 0.05), start, stop, True)

@@ -16,7 +16,7 @@ ENDS = 4  # so many curves have their last value written at their end, in a marg
 ROOM = 40
 COLOURS = 8
 MARKED_POINTS = 48
-LETTER = 6.4  # mean width of a letter at the plots' font size, in units of the view box
+LETTER = 6.6  # mean width of a letter at the plots' font size, in units of the view box
 
 
 def draw(plot: Plot) -> Html:
@@ -231,7 +231,7 @@ def _rows(plot: Plot) -> Html:
     """Bars by name, one row each (one thin row per series), with the value at the bar's end."""
     names = plot.names
     longest = max(len(n) for n in names)
-    left = min(130.0, 12 + longest * LETTER)
+    left = min(156.0, 12 + longest * LETTER)
     values = [v for points in plot.series.values() for _, v in points] + list(plot.lines.values())
     x = Axis.of_numbers(values, left, WIDTH - 52, zero=True)
     thick = 18.0 if len(plot.series) == 1 else max(8.0, 26.0 / len(plot.series))
@@ -240,7 +240,7 @@ def _rows(plot: Plot) -> Html:
     parts: list[Content] = [_text(0, 12, plot.y, "label", "start")]
     for row, name in enumerate(names):
         middle = 24 + row * pitch + (pitch - 8) / 2
-        shown = _clip(name, int((left - 8) / LETTER))
+        shown = _clip(name.replace("_", " "), int((left - 8) / LETTER))
         parts.append(tag("text", tag("title", name), shown, x=f"{left - 8:.1f}", y=f"{middle + 4:.1f}", class_="tick", text_anchor="end"))
     for index, (name, points) in enumerate(plot.series.items()):
         bars: list[Content] = []

@@ -52,7 +52,7 @@ def facts(step: Step) -> Content:
     """A step's metrics as a list of names and numbers."""
     shown: list[Content] = []
     for name, value in step.metrics.items():
-        said = value if isinstance(value, str) else number(value)
+        said = value if isinstance(value, str) else number(value) if abs(value) < 1e7 else short(value)
         shown.append(tag("span", tag("span", name.replace("_", " ")), " ", tag("b", said), class_="fact"))
     return tag("span", shown, class_="facts") if shown else None
 

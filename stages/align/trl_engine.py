@@ -1,4 +1,231 @@
-"""TRL."""
-def train_sft(*a): raise NotImplementedError
-def train_reward(*a): raise NotImplementedError
-def train_dpo(*a): raise NotImplementedError
+"""TRL's trainers as the second engine of sft, reward_model and dpo, on the same artifacts and the same tokens.
+
+Everything is tokenized here, by the chat format of the tokenizer that travels with the model, and TRL gets
+token ids; its own defaults that cost a CPU dearly (bf16, gradient checkpointing) are off, and so is telemetry.
+A run that was interrupted starts anew: TRL's checkpoints are pickles, which this store does not hold.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from puna.stages.align.fitting import Example, Fitting, load_model, save_model, write_log
+from puna.stages.contract import StageRun
+from puna.storage import Artifact
+
+# Read when huggingface_hub is imported, which the imports inside the functions below do.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+if TYPE_CHECKING:
+    import torch
+
+    from puna.models.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
+    from puna.stages.align.dpo import DpoConfig
+    from puna.stages.align.reward_model import RewardModelConfig
+    from puna.stages.align.sft import SftConfig
+
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+
+
+def train_sft(artifact: Artifact, rows: list[dict[str, Any]], config: SftConfig, run: StageRun) -> None:
+    """TRL's SFTTrainer; the loss is the mean over a step's answer tokens, as in Puna's own engine."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from puna.models.hub import PunaForCausalLM
+    from puna.stages.align.sft import render_rows
+
+    model, tokenizer = load_model(artifact, "lm")
+    examples = render_rows(tokenizer, rows, config.fitting.row_tokens)
+    trainer = SFTTrainer(
+        model=PunaForCausalLM.from_transformer(model, pad_token_id=tokenizer.pad),
+        args=SFTConfig(**arguments(config.fitting, len(examples), run)),
+        train_dataset=Dataset.from_list([labelled(example) for example in examples]),
+        processing_class=hub_tokenizer(artifact),
+        peft_config=config.lora.peft() if config.method == "lora" else None,
+    )
+    train(trainer, run)
+    trained = trainer.model.merge_and_unload() if config.method == "lora" else trainer.model
+    save_model(trained.to_transformer(), tokenizer, run.folder)
+
+
+def train_reward(
+    artifact: Artifact, rows: list[dict[str, Any]], config: RewardModelConfig, run: StageRun
+) -> tuple[Transformer, Tokenizer]:
+    """TRL's RewardTrainer; it knows pairs only, so that each pair of a ranked group is a row of its own."""
+    from datasets import Dataset
+    from trl import RewardConfig, RewardTrainer
+
+    from puna.models.hub import PunaForSequenceClassification
+    from puna.stages.align.reward_model import render_ranked
+
+    model, tokenizer = load_model(artifact, "scalar", run.seed("head"))
+    examples = render_ranked(tokenizer, rows, config.fitting.row_tokens)
+    pairs = [
+        {"chosen_ids": e.prompt + e.answers[better], "rejected_ids": e.prompt + e.answers[worse]}
+        for e in examples
+        for group in e.groups
+        for i, better in enumerate(group)
+        for worse in group[i + 1 :]
+    ]
+    trainer = RewardTrainer(
+        model=PunaForSequenceClassification.from_transformer(model, pad_token_id=tokenizer.pad),
+        args=RewardConfig(**arguments(config.fitting, len(pairs), run)),
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=hub_tokenizer(artifact),
+    )
+    train(trainer, run)
+    return trainer.model.to_transformer(), tokenizer
+
+
+def train_dpo(artifact: Artifact, rows: list[dict[str, Any]], config: DpoConfig, run: StageRun) -> None:
+    """TRL's DPOTrainer with the losses `sigmoid` and `sft`; the reference is a copy of the starting policy.
+
+    TRL has one mask for both terms: with `mask_format` the likelihood term leaves format tokens out, too,
+    and it is a mean over tokens.
+    """
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    from puna.models.hub import PunaForCausalLM
+    from puna.stages.align.dpo import pairs_of
+    from puna.stages.align.reward_model import render_ranked
+
+    class PreparedDPOTrainer(DPOTrainer):
+        """TRL's trainer on rows that hold token ids already."""
+
+        def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
+            return dataset
+
+        def _set_signature_columns_if_needed(self) -> None:
+            self._signature_columns = ["prompt_ids", "chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask"]
+
+    model, tokenizer = load_model(artifact, "lm")
+    examples = render_ranked(tokenizer, rows, config.fitting.row_tokens)
+    pairs = [
+        {
+            "prompt_ids": e.prompt,
+            "chosen_ids": e.answers[better],
+            "rejected_ids": e.answers[worse],
+            "chosen_mask": e.masks[better] if config.mask_format else [True] * len(e.answers[better]),
+            "rejected_mask": e.masks[worse] if config.mask_format else [True] * len(e.answers[worse]),
+        }
+        for e in examples
+        for better, worse in pairs_of(e, config.pairs)
+    ]
+    weights = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, config.nll_weight]}
+    policy = PunaForCausalLM.from_transformer(model, pad_token_id=tokenizer.pad)
+    frozen = PunaForCausalLM.from_transformer(copy.deepcopy(model), pad_token_id=tokenizer.pad)
+    trainer = PreparedDPOTrainer(
+        model=policy,
+        ref_model=frozen,
+        args=DPOConfig(**arguments(config.fitting, len(pairs), run), beta=config.beta, **weights),
+        train_dataset=Dataset.from_list(pairs),
+        data_collator=PreferenceCollator(tokenizer.pad),
+        processing_class=hub_tokenizer(artifact),
+    )
+    train(trainer, run)
+    save_model(trainer.model.to_transformer(), tokenizer, run.folder)
+
+
+def labelled(example: Example) -> dict[str, list[int]]:
+    """A row of TRL's SFT: ids, and labels that leave the prompt out."""
+    (answer,) = example.answers
+    return {"input_ids": example.prompt + answer, "labels": [-100] * len(example.prompt) + answer}
+
+
+class PreferenceCollator:
+    """Pairs as one padded batch, all better answers first; masked tokens are not completion tokens."""
+
+    def __init__(self, pad: int) -> None:
+        self.pad = pad
+
+    def __call__(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        """[2n, T] int64 `input_ids`, `attention_mask` and `completion_mask`, as DPOTrainer takes them."""
+        import torch
+
+        sides = [(row, side) for side in ("chosen", "rejected") for row in rows]
+        ids = [row["prompt_ids"] + row[f"{side}_ids"] for row, side in sides]
+        masks = [[0] * len(row["prompt_ids"]) + [int(flag) for flag in row[f"{side}_mask"]] for row, side in sides]
+        longest = max(map(len, ids))
+        return {
+            "input_ids": torch.tensor([x + [self.pad] * (longest - len(x)) for x in ids]),
+            "attention_mask": torch.tensor([[1] * len(x) + [0] * (longest - len(x)) for x in ids]),
+            "completion_mask": torch.tensor([m + [0] * (longest - len(m)) for m in masks]),
+        }
+
+
+def arguments(fitting: Fitting, rows: int, run: StageRun) -> dict[str, Any]:
+    """What TRL's three configurations share."""
+    import torch
+
+    steps = fitting.steps(rows)
+    return {
+        "output_dir": str(run.scratch / "trl"),
+        "max_steps": steps,
+        "per_device_train_batch_size": fitting.batch_size,
+        "learning_rate": fitting.learning_rate,
+        "warmup_steps": min(round(fitting.warmup * steps), steps - 1),
+        "lr_scheduler_type": SCHEDULES[fitting.schedule],
+        "weight_decay": fitting.weight_decay,
+        "adam_beta2": fitting.beta2,
+        "max_grad_norm": fitting.clip,
+        "max_length": fitting.row_tokens,
+        "seed": run.seed("trl") % 2**31,
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": torch.cuda.is_available(),
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": False,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def hub_tokenizer(artifact: Artifact) -> Any:
+    """The tokenizer as transformers loads it: TRL asks it for the padding token only."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(artifact.path())
+
+
+def train(trainer: Any, run: StageRun) -> None:
+    """Run a trainer; its log becomes `training_log`."""
+    from transformers import PrinterCallback, TrainerCallback
+
+    rows: list[dict[str, float]] = []
+
+    class Log(TrainerCallback):
+        """Turns TRL's log into rows of ours."""
+
+        def __init__(self) -> None:
+            self.last, self.tokens = time.perf_counter(), 0.0
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+            if not logs or "loss" not in logs:
+                return
+            now, tokens = time.perf_counter(), float(logs.get("num_tokens", self.tokens))
+            rows.append(
+                {
+                    "step": state.global_step,
+                    "loss": float(logs["loss"]),
+                    "learning_rate": float(logs["learning_rate"]),
+                    "gradient_norm": float(logs["grad_norm"]),
+                    "tokens": tokens - self.tokens,
+                    "seconds": now - self.last,
+                }
+            )
+            self.last, self.tokens = now, tokens
+            run.progress(state.global_step, state.max_steps, f"loss {float(logs['loss']):.3f}")
+
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Log())
+    trainer.train()
+    write_log(rows, run)

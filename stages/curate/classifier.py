@@ -28,7 +28,7 @@ from puna.storage import Artifact, Part, PunaError
 BATCH = 1024
 MAX_REPEATS = 10
 GOLDEN = 0.6180339887498949
-MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of mallopt(3)
+PERTURB = -6  # M_PERTURB of mallopt(3)
 
 
 class ClassifierConfig(SeededConfig):
@@ -40,7 +40,9 @@ class ClassifierConfig(SeededConfig):
     learning_rate: float = Field(0.1, gt=0, le=10, description="Learning rate at the start, decaying to 0")
     epochs: int = Field(5, ge=1, le=1000, description="Passes over the training documents")
     min_count: int = Field(1, ge=1, description="Rarer words are left out, occurrences")
-    buckets: int = Field(200_000, ge=10_000, description="Hash buckets for word n-grams; fastText's own default is 2,000,000 (0.8 GB of model)")
+    buckets: int = Field(
+        200_000, ge=10_000, description="Hash buckets for word n-grams; fastText's default of 2,000,000 makes models of 0.8 GB"
+    )
     max_characters: int = Field(4000, ge=1, description="Read of each document, characters")
     max_class_documents: int = Field(100_000, ge=1, description="Training documents of one class, at most")
     class_ratio: float = Field(
@@ -110,7 +112,7 @@ def auc(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
     if not positives or not negatives:
         raise ValueError("an ROC curve needs positives and negatives")
     order = np.argsort(scores, kind="stable")
-    values, where, counts = np.unique(scores[order], return_inverse=True, return_counts=True)
+    _, where, counts = np.unique(scores[order], return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     ranks = (last - (counts - 1) / 2)[where]
     return float((ranks[positive[order]].sum() - positives * (positives + 1) / 2) / (positives * negatives))
@@ -228,20 +230,20 @@ def _fit(text: Path, config: ClassifierConfig) -> Any:
 
 @contextmanager
 def _zeroed_memory() -> Iterator[None]:
-    """Have large allocations come zeroed from the system.
+    """Have memory come zeroed from the allocator.
 
     fastText 0.9.3 with one thread initialises only a tenth of its input matrix and takes the rest as it finds it: results
-    would differ from run to run, and training fail now and then with "Encountered NaN". glibc gives fresh pages for every
-    allocation above this threshold; other C libraries have no such setting and are left as they are.
+    would differ from run to run, and training fail now and then with "Encountered NaN". glibc fills what it hands out with
+    the complement of this byte; other C libraries have no such setting and are left as they are.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
-        set_option(MMAP_THRESHOLD, 1 << 16)
+        set_option(PERTURB, 0xFF)
     try:
         yield
     finally:
         if set_option is not None:
-            set_option(MMAP_THRESHOLD, 1 << 25)
+            set_option(PERTURB, 0)
 
 
 def _lines(files: list[str]) -> Iterator[tuple[str, str]]:

@@ -28,9 +28,7 @@ class DecontaminateConfig(StageConfig):
     min_characters: int = Field(
         25, ge=1, description="A question of fewer than n words is matched as a whole where it has at least so many characters"
     )
-    max_overlap: float = Field(
-        0.0, ge=0, lt=1, description="Greatest fraction of one prompt's n-grams that a document may contain"
-    )
+    max_overlap: float = Field(0.0, ge=0, lt=1, description="Greatest fraction of one prompt's n-grams that a document may contain")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,9 @@ class DomainsConfig(ClassifierConfig):
     max_characters: int = Field(1500, ge=1, description="Read of each document, characters")
     code_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are code, by source alone")
     min_seeds: int = Field(3, ge=1, description="Least number of different seed words of a type that label a document")
-    max_second: float = Field(0.5, ge=0, lt=1, description="Greatest share of the best type's seed words that the second may have, for a label")
+    max_second: float = Field(
+        0.5, ge=0, lt=1, description="Most seed words of the second type that a label allows, share of the best type's"
+    )
     min_labels: int = Field(20, ge=2, description="A type with fewer labelled documents is left out, documents")
 
 
@@ -135,7 +137,8 @@ def _seed(part: Part, config: DomainsConfig) -> tuple[dict[str, NDArray[np.int64
     table = part.read()
     counts = {}
     code = []
-    for identity, source, text in zip(*(table[c].to_pylist() for c in ("id", "source", "text")), strict=True):
+    for row in table.to_pylist():
+        identity, source, text = row["id"], row["source"], row["text"]
         if source in config.code_sources:
             code.append(identity)
         else:

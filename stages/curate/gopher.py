@@ -75,9 +75,9 @@ def line_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[
             last -= 1
         if first < end and (codes[first] == BULLET or codes[first] == HYPHEN):
             bullets += 1
-        if last > at and codes[last - 1] == ELLIPSIS:
-            ellipses += 1
-        elif last >= at + 3 and codes[last - 1] == DOT and codes[last - 2] == DOT and codes[last - 3] == DOT:
+        if (last > at and codes[last - 1] == ELLIPSIS) or (
+            last >= at + 3 and codes[last - 1] == DOT and codes[last - 2] == DOT and codes[last - 3] == DOT
+        ):
             ellipses += 1
         at = end + 1
         if end + 1 < total and codes[end] == 0x0D and codes[end + 1] == NEWLINE:
@@ -86,9 +86,7 @@ def line_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[
 
 
 @njit(cache=True)
-def duplicate_pieces(
-    codes: NDArray[np.uint32], flags: NDArray[np.uint16], newlines: int, skip_blank: bool
-) -> tuple[int, int, int]:
+def duplicate_pieces(codes: NDArray[np.uint32], flags: NDArray[np.uint16], newlines: int, skip_blank: bool) -> tuple[int, int, int]:
     """Pieces between runs of at least `newlines` newlines: how many, how many were seen before, their characters.
 
     `skip_blank` leaves out pieces of white space alone.
@@ -194,5 +192,3 @@ def duplicate_gram_characters(
             keys[where] = key
             i += 1
     return characters
-
-

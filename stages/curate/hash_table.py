@@ -25,4 +25,4 @@ def place(keys: NDArray[np.uint64], key: np.uint64) -> int:
     at = np.int64(key & np.uint64(mask))
     while keys[at] != 0 and keys[at] != key:
         at = (at + 1) & mask
-    return at
+    return int(at)

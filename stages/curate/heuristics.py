@@ -142,9 +142,15 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
             lines = np.flatnonzero((share >= config.line_coverage) & (found.line_words > 0))
             rows.append(
                 {
-                    "id": identity, **found.numbers, "_language": name, "_bins": found.bins, "_counts": found.counts,
-                    "_lines": lines, "_line_words": found.line_words[lines], "_line_coverage": share[lines],
-                }  # fmt: skip
+                    "id": identity,
+                    **found.numbers,
+                    "_language": name,
+                    "_bins": found.bins,
+                    "_counts": found.counts,
+                    "_lines": lines,
+                    "_line_words": found.line_words[lines],
+                    "_line_coverage": share[lines],
+                }
             )
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
         pq.write_table(_table(rows), temporary, compression="lz4")
@@ -200,8 +206,10 @@ def _diverge_part(file: str, expected: dict[str, tuple[str, NDArray[np.float64]]
     lines = pa.table(
         {
             "id": pa.array(np.repeat(np.array(table["id"].to_pylist(), dtype=object), lengths), pa.string()),
-            "line": _flat(table["_lines"]), "words": _flat(table["_line_words"]), "ngram_coverage": _flat(table["_line_coverage"]),
-        }  # fmt: skip
+            "line": _flat(table["_lines"]),
+            "words": _flat(table["_line_words"]),
+            "ngram_coverage": _flat(table["_line_coverage"]),
+        }
     )
     signals = table.drop_columns([name for name in table.column_names if name.startswith("_")])
     signals = signals.append_column("token_kl", pa.array(divergences, pa.float64()))

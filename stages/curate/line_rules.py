@@ -116,17 +116,28 @@ def _sentences(
     for word in range(first, last):
         if start[word] < skip:
             continue
-        code = codes[start[word]]
-        if code == OPEN:
-            skip = _citation_end(codes, flags, start[word], end, marks)
-            if skip > start[word]:
+        # "fact.[1]" is one word here and "fact" and "." without its citation mark.
+        mark = start[word]
+        after = mark
+        while mark < stop[word] and after <= mark:
+            if codes[mark] == OPEN:
+                after = _citation_end(codes, flags, mark, end, marks)
+            if after <= mark:
+                mark += 1
+                after = mark
+        if after > mark:
+            skip = after
+            if mark == start[word]:
                 continue
         count = max(count, 1)
-        if flags[code] & TERMINAL and stop[word] == start[word] + 1:
+        code = codes[start[word]]
+        if flags[code] & TERMINAL and mark == start[word] + 1:
             ended = True
         elif ended and not flags[code] & PUNCTUATION:
             count += 1
             ended = False
+        if mark < stop[word] and flags[codes[mark - 1]] & TERMINAL:
+            ended = True
     return count
 
 
@@ -198,9 +209,7 @@ def _c4(
     return strict, lenient
 
 
-def c4_numbers(
-    codes: NDArray[np.uint32], start: NDArray[np.int32], stop: NDArray[np.int32]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def c4_numbers(codes: NDArray[np.uint32], start: NDArray[np.int32], stop: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """C4's numbers, int64[3] each: sentences in kept lines, lines with "lorem ipsum", lines with a curly bracket.
 
     The first with the rule that a line must end in `.`, `?`, `!`, `"` or `'` but not in an ellipsis, the second
@@ -208,7 +217,8 @@ def c4_numbers(
     1000 characters, the terminal punctuation, three words, no "javascript".
     """
     flags, lower = tables()
-    return _c4(codes, flags, lower, start, stop, ENDINGS, MARKS, LOREM_CODES, JAVASCRIPT_CODES, POLICY_CODES)
+    strict, lenient = _c4(codes, flags, lower, start, stop, ENDINGS, MARKS, LOREM_CODES, JAVASCRIPT_CODES, POLICY_CODES)
+    return strict, lenient
 
 
 @njit(cache=True)

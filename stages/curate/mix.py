@@ -57,9 +57,10 @@ def mix(documents: Documents, signals: Signals, weights: Evaluation | None, conf
     """Set how often each document is read (Llama 3, section 3.1.2).
 
     A category's weight comes from the configuration, else from a mixture experiment, else it is the category's
-    share of the text, but at most `max_share`: the web has too much of some subjects. The amount of training text stays that of one pass over all documents; a category of weight w
-    is read w x all / own times, at most `max_repeats` (four passes cost little: Muennighoff et al. 2023). A fractional number of epochs becomes an integer per document
-    by a hash of its id.
+    share of the text, but at most `max_share`: the web has too much of some subjects. The amount of training text
+    stays that of one pass over all documents; a category of weight w is read w x all / own times, at most
+    `max_repeats` (four passes cost little: Muennighoff et al. 2023). A fractional number of epochs becomes an
+    integer per document by a hash of its id.
     """
     ids, sizes = _sizes(documents)
     categories = _categories(ids, signals, config.category)
@@ -67,6 +68,9 @@ def mix(documents: Documents, signals: Signals, weights: Evaluation | None, conf
     training: dict[str, int] = {}
     for category, size, out in zip(categories, sizes, heldout, strict=True):
         training[category] = training.get(category, 0) + (0 if out else size)
+    if unknown := sorted(set(config.weights) - set(categories)):
+        names = ", ".join(sorted(set(categories))) or "none"
+        raise PunaError(f"mix.weights.{unknown[0]}: no document has this category; they have {names}")
     wanted = _experiment(weights) | config.weights
     shares = plan(training, wanted, config.max_repeats, 1.0 if wanted else config.max_share)
     chance = uniform(ids, config.seed, "repeats")

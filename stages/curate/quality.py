@@ -16,7 +16,7 @@ from puna.storage import PunaError
 class QualityConfig(ClassifierConfig):
     """What is good, and fastText's settings."""
 
-    positive_sources: tuple[str, ...] = Field(("wikipedia",), min_length=1, description="Sources whose documents are examples of good quality")
+    positive_sources: tuple[str, ...] = Field(("wikipedia",), min_length=1, description="Sources of good quality")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither examples nor scored")
 
 
@@ -72,7 +72,8 @@ def _report(run: StageRun, values: NDArray[np.float64], positive: NDArray[np.boo
     run.metric("negatives", int((~positive).sum()))
     points = calibration(values, positive)
     series = {"documents": points, "perfect": [(0.0, 0.0), (1.0, 1.0)]}
-    run.figure("calibration", Figure("Calibration of the quality classifier, out of fold", "predicted probability", "share of good sources", series))
+    title = "Calibration of the quality classifier, out of fold"
+    run.figure("calibration", Figure(title, "predicted probability", "share of good sources", series))
     edges = np.linspace(0, 1, 21)
     histogram = {}
     for name, chosen in (("good sources", positive), ("others", ~positive)):

@@ -63,9 +63,7 @@ class RuleGroup(StageConfig):
 class WebRules(RuleGroup):
     """Rules made for crawled pages. Gopher applied its own to the web alone, not to its curated sources."""
 
-    exempt_sources: tuple[str, ...] = Field(
-        ("code", "wikipedia"), description="Sources whose documents this group does not judge"
-    )
+    exempt_sources: tuple[str, ...] = Field(("code", "wikipedia"), description="Sources whose documents this group does not judge")
 
 
 class LanguageRules(RuleGroup):

@@ -169,9 +169,7 @@ def remove_lines(documents: pa.Table, lines: Artifact, rules: LineRules) -> tupl
     for identity, text in zip(documents["id"].to_pylist(), documents["text"].to_pylist(), strict=True):
         gone = out.get(identity, {})
         pieces = text.split("\n") if gone else [text]
-        removed += [
-            {"id": identity, "line": n, "text": pieces[n], "rule": LINE_RULE, "value": value} for n, value in sorted(gone.items())
-        ]
+        removed += [{"id": identity, "line": n, "text": pieces[n], "rule": LINE_RULE, "value": value} for n, value in sorted(gone.items())]
         texts.append("\n".join(piece for n, piece in enumerate(pieces) if n not in gone))
     at = documents.schema.get_field_index("text")
     return documents.set_column(at, documents.schema.field(at), pa.array(texts, pa.string())), pa.Table.from_pylist(removed, schema=schema)

@@ -78,18 +78,18 @@ def _joins(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, stop: 
         if next_code == DOT or codes[at - 1] == DOT:
             return False
         # "end.Next" is two sentences, "example.org" and "U.S.A" are one word.
-        capital = after & UPPER or next_code == APOSTROPHE or next_code == DOUBLE_QUOTE
+        capital = after & UPPER or next_code in (APOSTROPHE, DOUBLE_QUOTE)
         return not (capital and before & ALPHABETIC and not before & UPPER)
     if code == COMMA:
         return not letters
-    if code == HYPHEN or code == TILDE:
+    if code in (HYPHEN, TILDE):
         digits = before & DECIMAL and after & DECIMAL
         return not (letters or digits or next_code == HYPHEN or codes[at - 1] == HYPHEN)
     if code == APOSTROPHE:
         return not (before & WORD and after & WORD)
-    if code == COLON or code == LESS or code == EQUALS or code == GREATER or code == SLASH:
+    if code in (COLON, LESS, EQUALS, GREATER, SLASH):
         return not (before & WORD and after & ALPHABETIC)
-    if code == PLUS or code == STAR or code == CARET:
+    if code in (PLUS, STAR, CARET):
         return not (before & DECIMAL and (after & DECIMAL or next_code == HYPHEN))
     return True
 
@@ -119,9 +119,7 @@ def _word_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: int, 
 
 
 @njit(cache=True)
-def _split(
-    codes: NDArray[np.uint32], flags: NDArray[np.uint16], start_of: NDArray[np.int32], stop_of: NDArray[np.int32]
-) -> int:
+def _split(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start_of: NDArray[np.int32], stop_of: NDArray[np.int32]) -> int:
     """Fill the ranges of all words; returns how many."""
     count, at, stop = 0, 0, len(codes)
     while at < stop:
@@ -138,7 +136,7 @@ def _split(
         elif here & WORD:
             at = _word_end(codes, flags, at, stop)
         elif (
-            (code == APOSTROPHE or code == QUOTE)
+            (code in (APOSTROPHE, QUOTE))
             and at > 0
             and flags[codes[at - 1]] & WORD
             and at + 1 < stop
@@ -146,7 +144,7 @@ def _split(
             and not flags[codes[at + 1]] & SINGLE
         ):
             at = _word_end(codes, flags, at + 1, stop)
-        elif code == DOT or code == HYPHEN:
+        elif code in (DOT, HYPHEN):
             while at < stop and codes[at] == code:
                 at += 1
         else:

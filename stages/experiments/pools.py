@@ -59,9 +59,7 @@ class Group:
         return len(self.rows)
 
 
-def grouped(
-    documents: Artifact, mixture: Artifact | None, signals: Artifact, column: str, most: int, run: StageRun
-) -> list[Group]:
+def grouped(documents: Artifact, mixture: Artifact | None, signals: Artifact, column: str, most: int, run: StageRun) -> list[Group]:
     """The largest categories by bytes, the others together, each with its documents in hashed order.
 
     With a mixture, only documents of its training split count.

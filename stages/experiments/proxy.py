@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from puna.models.config import ModelConfig
-    from puna.models.training.loop import TrainConfig
+    from puna.models.training.config import TrainConfig
     from puna.models.transformer import Transformer
 
 

@@ -66,7 +66,12 @@ def shrunk(shape: Shape, width: int) -> Shape:
 
 
 def shortened(phase: Phase, share: float, rate: float) -> Phase:
-    """The phase with `share` of its steps, each part of the schedule in proportion, at another peak rate."""
+    """The phase on `share` of its tokens, each part of the schedule in proportion, at another peak rate.
+
+    Rows of a step shrink with the root of the share: the best batch grows with the run (McCandlish et al. 2018).
+    """
+    rows = max(1, round(phase.rows_per_step * share**0.5))
+    share *= phase.rows_per_step / rows
     steps = max(2, round(phase.steps * share))
     parts = {name: round(getattr(phase, name) * share) for name in ("warmup_steps", "anneal_steps")}
     decay = max(1, round(phase.decay_steps * share)) if phase.decay_steps else 0
@@ -74,6 +79,7 @@ def shortened(phase: Phase, share: float, rate: float) -> Phase:
         update={
             **parts,
             "steps": steps,
+            "rows_per_step": rows,
             "decay_steps": decay,
             "average": min(phase.average, parts["anneal_steps"]),
             "learning_rate": min(1.0, phase.learning_rate * rate),
@@ -92,8 +98,9 @@ def scaling_law(tokens: Tokens, tokenizer: Tokenizer, config: ScalingLawConfig, 
     """
     vocabulary = tokenizer_of(tokenizer)
     file = str(tokens.path("tokens.parquet"))
-    jobs = [(number, width, config.model_dump_json(), run.seed("trial", number)) for number, width in enumerate(sorted(config.widths))]
-    trials = list(run.map(_trial, jobs, file, vocabulary.vocab_size, vocabulary.bos, str(run.scratch), rows=len(jobs)))
+    # The longest run first, so that no worker waits for it at the end.
+    jobs = [(i, width, config.model_dump_json(), run.seed("trial", i)) for i, width in enumerate(sorted(config.widths))][::-1]
+    trials = list(run.map(_trial, jobs, file, vocabulary.vocab_size, vocabulary.bos, str(run.scratch), rows=len(jobs)))[::-1]
     run.write_rows(trials, "trials")
     target = _target(file, config, vocabulary.vocab_size, vocabulary.bos)
     compute, loss = [t["flops"] for t in trials], [t["loss"] for t in trials]

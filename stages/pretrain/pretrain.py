@@ -21,7 +21,7 @@ from puna.storage import PunaError
 
 if TYPE_CHECKING:
     from puna.models.config import ModelConfig
-    from puna.models.training.loop import TrainConfig
+    from puna.models.training.config import TrainConfig
     from puna.models.transformer import Transformer
 
 
@@ -88,22 +88,12 @@ class Phase(StageConfig):
 
     @model_validator(mode="after")
     def _schedule_holds(self) -> Phase:
-        problems = [
-            (self.warmup_steps < max(self.steps, 2), "warmup_steps must be less than steps"),
-            ((self.schedule == "wsd") == (self.decay_steps > 0), "decay_steps belongs to the schedule wsd"),
-            (self.schedule != "constant" or self.final_ratio == 0, "the schedule constant has no final_ratio"),
-            (self.warmup_steps + self.decay_steps <= self.steps, "warm-up and decay overlap"),
-            (self.warmup_steps + self.anneal_steps <= self.steps, "warm-up and annealing overlap"),
-            (self.average <= self.anneal_steps, "average must be at most anneal_steps"),
-        ]
-        wrong = [text for holds, text in problems if not holds]
-        if wrong:
-            raise ValueError("; ".join(wrong))
+        self.train_config(AdamW())
         return self
 
     def train_config(self, adamw: AdamW) -> TrainConfig:
-        """The loop's settings."""
-        from puna.models.training.loop import TrainConfig
+        """The loop's settings; ValueError where they contradict each other."""
+        from puna.models.training.config import TrainConfig
 
         names = ("steps", "learning_rate", "warmup_steps", "schedule", "final_ratio", "decay_steps", "anneal_steps", "average")
         return TrainConfig(**{name: getattr(self, name) for name in names}, **adamw.model_dump())

@@ -61,7 +61,9 @@ def test_average_checkpoints(tmp_path: Path):
     got = load(tmp_path / "mean").state_dict()
     for name, value in average(models, [2, 1, 1]).items():
         assert torch.equal(got[name], value)
-        expected = sum(w * m.state_dict()[name].double() for w, m in zip([0.5, 0.25, 0.25], models, strict=True))
+        expected = sum(
+            w * m.state_dict()[name].double() for w, m in zip([0.5, 0.25, 0.25], models, strict=True)
+        )
         torch.testing.assert_close(value.double(), expected, atol=1e-8, rtol=1e-6)
     save(Transformer(ModelConfig(19, 16, 48, 1, 2, 1), "lm", torch.Generator()), tmp_path / "other")
     with pytest.raises(ValueError, match=r"config\.json"):

@@ -103,7 +103,9 @@ def test_gae_of_nothing():
     assert len(advantages) == len(returns) == 0
 
 
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.floats(0, 1), st.floats(0, 1), st.integers(0, 99))
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=6), st.floats(0, 1), st.floats(0, 1), st.integers(0, 99)
+)
 @settings(max_examples=50, deadline=None)
 def test_gae_equals_its_definition(lengths: list[int], gamma: float, lam: float, seed: int):
     rng = np.random.default_rng(seed)
@@ -122,7 +124,9 @@ def test_token_rewards_by_hand():
     # KL penalty .1 * (logprob - reference) off each token; scores 5 and 7 at the ends of the answers.
     logprobs = torch.tensor([-1.0, -2.0, -3.0])
     reference = torch.tensor([-2.0, -2.0, -1.0])
-    rewards = o.token_rewards(logprobs, reference, torch.tensor([5.0, 9.0, 7.0]), torch.tensor([2, 0, 1]), 0.1)
+    rewards = o.token_rewards(
+        logprobs, reference, torch.tensor([5.0, 9.0, 7.0]), torch.tensor([2, 0, 1]), 0.1
+    )
     assert rewards.tolist() == pytest.approx([-0.1, 5.0, 7.2])
 
 
@@ -176,7 +180,9 @@ def test_ranked_pairs_and_reward_loss_by_hand():
         return math.log1p(math.exp(-x))
 
     expected = ((2 * nll(2.0) + nll(0.0)) / 3 + nll(1.0)) / 2
-    assert o.reward_loss(rewards[better], rewards[worse], weight, 2).item() == pytest.approx(expected, rel=1e-6)
+    assert o.reward_loss(rewards[better], rewards[worse], weight, 2).item() == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 # ---- targets ------------------------------------------------------------------------------------------
@@ -238,7 +244,9 @@ def dpo_batch(some: list[tuple[list[int], list[list[int]]]], reference: Transfor
 def ppo_batch(some: list[tuple[list[int], list[list[int]]]], reference: Transformer) -> o.PpoBatch:
     laid_out = targets(some)
     # Numbers that belong to a token whatever row it stands in.
-    noise = torch.sin(laid_out.tokens * 3.1 + torch.arange(1000)[laid_out.forest.positions[laid_out.positions]])
+    noise = torch.sin(
+        laid_out.tokens * 3.1 + torch.arange(1000)[laid_out.forest.positions[laid_out.positions]]
+    )
     old = o.target_logprobs(reference, laid_out).detach()
     return o.PpoBatch(laid_out, old, noise, 0.3 * noise, noise.cos())
 

@@ -66,7 +66,9 @@ def theirs(trainer: object) -> tuple[float, dict[str, torch.Tensor]]:
     return loss.item(), {n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}
 
 
-def assert_equal(made: Transformer, loss: torch.Tensor, expected: tuple[float, dict[str, torch.Tensor]]) -> None:
+def assert_equal(
+    made: Transformer, loss: torch.Tensor, expected: tuple[float, dict[str, torch.Tensor]]
+) -> None:
     loss.backward()
     assert loss.item() == pytest.approx(expected[0], abs=1e-6)
     largest = max(float(g.abs().max()) for g in expected[1].values())
@@ -78,7 +80,9 @@ def assert_equal(made: Transformer, loss: torch.Tensor, expected: tuple[float, d
 
 def pairs(tokenizer: Tokenizer, columns: tuple[int, ...]) -> o.Targets:
     rendered = [[tokenizer.render_pair(row[0], row[c]) for c in columns] for row in ROWS]
-    return o.Targets.from_answers([r[0][0] for r in rendered], [[answer for _, answer, _ in r] for r in rendered])
+    return o.Targets.from_answers(
+        [r[0][0] for r in rendered], [[answer for _, answer, _ in r] for r in rendered]
+    )
 
 
 def test_sft(tokenizer: Tokenizer, tmp_path: Path):
@@ -102,7 +106,11 @@ def test_dpo(tokenizer: Tokenizer, tmp_path: Path, nll_weight: float):
     folder, reference = folder_of(tmp_path, tokenizer, "lm"), folder_of(tmp_path, tokenizer, "lm", 1)
     data = datasets.Dataset.from_list(
         [
-            {"prompt": message("user", p), "chosen": message("assistant", c), "rejected": message("assistant", r)}
+            {
+                "prompt": message("user", p),
+                "chosen": message("assistant", c),
+                "rejected": message("assistant", r),
+            }
             for p, c, r in ROWS
         ]
     )

@@ -48,7 +48,14 @@ def test_text_never_becomes_a_special_token(tokenizer: Tokenizer, text: str):
 
 
 def test_special_tokens_have_the_first_ids(tokenizer: Tokenizer):
-    ids = [tokenizer.bos, tokenizer.eos, tokenizer.start_header, tokenizer.end_header, tokenizer.eot, tokenizer.pad]
+    ids = [
+        tokenizer.bos,
+        tokenizer.eos,
+        tokenizer.start_header,
+        tokenizer.end_header,
+        tokenizer.eot,
+        tokenizer.pad,
+    ]
     assert ids == [0, 1, 2, 3, 4, 5]
     assert tokenizer.decode(ids) == "".join(SPECIAL_TOKENS)
     assert tokenizer.decode([tokenizer.bos, *tokenizer.encode("hi")], skip_special_tokens=True) == "hi"
@@ -103,7 +110,9 @@ def test_training_does_not_depend_on_order_or_threads(tokenizer: Tokenizer, tmp_
         }
         target = tmp_path / threads
         subprocess.run(
-            [sys.executable, "-c", program, str(tmp_path / "texts.json"), str(target)], check=True, env=environment
+            [sys.executable, "-c", program, str(tmp_path / "texts.json"), str(target)],
+            check=True,
+            env=environment,
         )
         assert (target / "tokenizer.json").read_bytes() == expected
 
@@ -145,7 +154,16 @@ def test_render_pair(tokenizer: Tokenizer):
 
 def test_format_mask_covers_headers(tokenizer: Tokenizer):
     yes, role, line = (tokenizer.encode(t) for t in ("yes", "assistant", "\n\n"))
-    ids = [*yes, tokenizer.eot, tokenizer.start_header, *role, tokenizer.end_header, *line, *yes, tokenizer.eot]
+    ids = [
+        *yes,
+        tokenizer.eot,
+        tokenizer.start_header,
+        *role,
+        tokenizer.end_header,
+        *line,
+        *yes,
+        tokenizer.eot,
+    ]
     flags = [False] * len(yes) + [True] * (3 + len(role) + len(line)) + [False] * len(yes) + [True]
     assert tokenizer.format_mask(ids) == flags
     # A header that never closes is one format token, not the rest of the answer.
@@ -157,11 +175,17 @@ def test_transformers_gives_the_same_ids(tokenizer: Tokenizer, tmp_path: Path):
     tokenizer.save(tmp_path)
     twin = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert len(twin) == tokenizer.vocab_size
-    assert (twin.bos_token_id, twin.eos_token_id, twin.pad_token_id) == (tokenizer.bos, tokenizer.eos, tokenizer.pad)
+    assert (twin.bos_token_id, twin.eos_token_id, twin.pad_token_id) == (
+        tokenizer.bos,
+        tokenizer.eos,
+        tokenizer.pad,
+    )
     for text in [*TEXTS[:5], "  leading", "a <|eot_id|> b", "\r\n\n x", "e\u0301 \u00a0 1'S"]:
         ids = twin(text, split_special_tokens=True)["input_ids"]
         assert ids == [tokenizer.bos, *tokenizer.encode(text)]
-        assert twin(text, split_special_tokens=True, add_special_tokens=False)["input_ids"] == tokenizer.encode(text)
+        assert twin(text, split_special_tokens=True, add_special_tokens=False)[
+            "input_ids"
+        ] == tokenizer.encode(text)
         assert twin.decode(tokenizer.encode(text)) == text
     messages = [
         {"role": "system", "content": "  Be brief.\n"},

@@ -20,9 +20,10 @@ from torch import nn
 
 from puna.models.config import ModelConfig
 from puna.models.training import objectives as o
-from puna.models.training.loop import TrainConfig, TrainingDiverged, Updater, train, undecayed, weights_digest
+from puna.models.training.loop import TrainConfig, TrainingDiverged, Updater, train, weights_digest
 from puna.models.training.packing import Sampler, pack, pack_documents, step_indices
 from puna.models.training.state import load_state, save_state
+from puna.models.training.updater import undecayed
 from puna.models.transformer import Transformer
 
 CONFIG = ModelConfig(19, 16, 32, 2, 4, 2, tie_word_embeddings=True)
@@ -73,7 +74,9 @@ def test_annealing_starts_from_the_schedule_and_goes_to_zero():
 @settings(max_examples=80, deadline=None)
 def test_a_rate_rises_to_the_peak_and_never_again(schedule: str, length: int, warmup: int, anneal: int):
     extra = {"decay_steps": 1} if schedule == "wsd" else {}
-    got = rates(steps=length + warmup + anneal, warmup_steps=warmup, schedule=schedule, anneal_steps=anneal, **extra)
+    got = rates(
+        steps=length + warmup + anneal, warmup_steps=warmup, schedule=schedule, anneal_steps=anneal, **extra
+    )
     top = max(warmup, 1) - 1
     assert max(got) == got[top] == 1.0
     assert got[: top + 1] == sorted(got[: top + 1])
@@ -137,7 +140,10 @@ def test_accumulation_does_not_change_the_step():
 
     config = TrainConfig(steps=3, learning_rate=1e-3)
     one, two = model(), model()
-    rows = train(one, o.LanguageModeling(), whole, config, 0), train(two, o.LanguageModeling(), batches, config, 0)
+    rows = (
+        train(one, o.LanguageModeling(), whole, config, 0),
+        train(two, o.LanguageModeling(), batches, config, 0),
+    )
     for a, b in zip(*rows, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
         assert a["tokens"] == b["tokens"] == 66
@@ -184,7 +190,9 @@ def test_a_step_that_is_not_finite_changes_nothing():
     assert digests[0] == digests[1] == digests[2] != digests[3]
     assert math.isnan(rows[1]["loss"]) and math.isfinite(rows[4]["loss"])
     with pytest.raises(TrainingDiverged, match="3 steps in a row, up to step 4"):
-        train(model(), Poisoned({2, 3, 4}), single, TrainConfig(steps=9, learning_rate=1e-2, max_skipped=3), 0)
+        train(
+            model(), Poisoned({2, 3, 4}), single, TrainConfig(steps=9, learning_rate=1e-2, max_skipped=3), 0
+        )
 
 
 def test_annealing_ends_with_the_averaged_weights():
@@ -215,6 +223,38 @@ class Stop(Exception):
 RESUMED = TrainConfig(steps=9, learning_rate=1e-2, warmup_steps=2, anneal_steps=4, average=3)
 
 
+def test_bf16_keeps_fp32_weights(tmp_path: Path):
+    config = {"steps": 4, "learning_rate": 1e-2, "anneal_steps": 2, "average": 2}
+    full, half, resumed = model(), model(), model()
+    expected = train(full, o.LanguageModeling(), batches, TrainConfig(**config), 0)
+    kinds = set()
+
+    def note(row: dict) -> None:
+        kinds.update(p.dtype for p in half.parameters())
+
+    bf16 = TrainConfig(**config, precision="bf16")
+    log = train(half, o.LanguageModeling(), batches, bf16, 0, on_step=note)
+    assert kinds == {torch.bfloat16}
+    for row, other in zip(log, expected, strict=True):
+        # bf16 has 8 bits: half a percent.
+        assert row["loss"] == pytest.approx(other["loss"], rel=5e-3)
+    for p, q in zip(half.parameters(), full.parameters(), strict=True):
+        assert p.dtype == torch.float32
+        assert p.ndim == 1 or not torch.equal(p, p.bfloat16().float())
+        assert (p - q).abs().max() < 0.05
+
+    def stop(row: dict) -> None:
+        if row["step"] == 3:
+            raise Stop
+
+    crashed = model()
+    with pytest.raises(Stop):
+        train(crashed, o.LanguageModeling(), batches, bf16, 0, tmp_path, 1, stop)
+    assert {p.dtype for p in crashed.parameters()} == {torch.float32}
+    train(resumed, o.LanguageModeling(), batches, bf16, 0, tmp_path)
+    assert weights_digest(resumed) == weights_digest(half)
+
+
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("stop_after", range(1, 10))
 def test_resuming_ends_with_the_same_bits(tmp_path: Path, stop_after: int, every: int):
@@ -229,10 +269,14 @@ def test_resuming_ends_with_the_same_bits(tmp_path: Path, stop_after: int, every
         train(model(), Dropping(), batches, RESUMED, 3, tmp_path, every, on_step=stop)
     resumed, steps = model(), []
     torch.manual_seed(2)
-    log = train(resumed, Dropping(), batches, RESUMED, 3, tmp_path, every, lambda row: steps.append(row["step"]))
+    log = train(
+        resumed, Dropping(), batches, RESUMED, 3, tmp_path, every, lambda row: steps.append(row["step"])
+    )
     assert weights_digest(resumed) == weights_digest(whole)
     assert steps == list(range(steps[0], 10)) if steps else stop_after == 9
-    timeless = [[{k: v for k, v in row.items() if k != "seconds"} for row in rows] for rows in (log, expected)]
+    timeless = [
+        [{k: v for k, v in row.items() if k != "seconds"} for row in rows] for rows in (log, expected)
+    ]
     assert timeless[0] == timeless[1]
 
 
@@ -252,7 +296,10 @@ def test_kill_nine_and_resume(tmp_path: Path):
     here = str(Path(__file__).parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     process = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path), here], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", script, str(tmp_path), here],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
     assert process.stdout is not None
     for line in process.stdout:

@@ -92,7 +92,7 @@ class Built:
     def documents(self, step: str, table: Rows, **made: Any) -> None:
         """A step from the documents so far to `table`."""
         given = made.pop("given", None) or {"documents": self.at["documents"]}
-        self.at["documents"] = self.add(step, given, documents=table, **made)
+        self.at["documents"] = self.at[step] = self.add(step, given, documents=table, **made)
 
     def text(self, words: int) -> str:
         """Random words, some of them hostile."""

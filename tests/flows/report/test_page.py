@@ -19,7 +19,7 @@ from puna.flows.report.funnel import characters_per_token, funnel
 from puna.flows.report.run import Run
 from puna.storage import PunaError, Store
 
-VOID = {"meta", "br", "hr", "link", "input", "col"}
+VOID = {"meta", "br", "hr", "link", "input", "col", "wbr"}
 
 
 class Page(HTMLParser):
@@ -31,6 +31,7 @@ class Page(HTMLParser):
         self.tags: Counter[str] = Counter()
         self.attributes: list[tuple[str, str, str]] = []
         self.words: list[str] = []
+        self.glued = False
         self.raw: dict[str, str] = {"style": "", "script": ""}
         self.feed(text)
         self.close()
@@ -38,6 +39,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags[tag] += 1
+        self.glued = tag == "wbr"
         self.attributes += [(tag, name, value or "") for name, value in attrs]
         if tag not in VOID:
             self.stack.append(tag)
@@ -51,8 +53,11 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.stack and self.stack[-1] in self.raw:
             self.raw[self.stack[-1]] += data
+        elif self.glued:
+            self.words[-1] += data
         else:
             self.words.append(data)
+        self.glued = False
 
     @property
     def text(self) -> str:
@@ -138,3 +143,130 @@ def test_characters_per_token_are_those_of_the_packed_documents(built: Any) -> N
         tokens += sum(row["lengths"])
     expected = sum(len(texts[i]) * n for i, n in copies.items()) / tokens
     assert characters_per_token(Run.open(built.store, built.run)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_key_figures(page: Page) -> None:
+    text = page.text
+    assert re.search(r"Documents 423 → \d+", text)
+    assert "Base model, bits per byte 1.900 gzip -9: 2.700 (29.6 % fewer)" in text
+    assert "Reward model 84.0 % of 200 held-out pairs in the right order" in text
+    chain = r"Held-out task accuracy 2.0 % 0–6 Base 34.0 % 30–38 SFT 54.0 % 50–58 Round 1 74.0 % 70–78 Round 2"
+    assert chain in text and "over 300 held-out questions" in text
+    assert "47 artifacts, 1 of them reused" in text
+
+
+def test_every_part_of_the_run_has_its_place(page: Page, built: Any) -> None:
+    text = page.text
+    for title in ("Curation", "Corpus", "Experiments", "Pretraining", "Evaluation and alignment", "Time and memory", "Lineage"):
+        assert title in text
+    for words in (
+        "gopher_quality.min_words", "closest to the threshold", "similarity 0.8", "Share this page", "|||EMAIL|||", "What was kept",
+        "Loss against compute", "Pretraining loss", "DPO 2: loss", "Reward of sampled answers", "right answer:", "low_reward",
+        "Gradient norm",
+    ):  # fmt: skip
+        assert words in text, words
+    for key in (a.key for a in built.at.values()):
+        assert key[:12] in text
+    reused = [words for words in page.words if "model · reused" in words]
+    assert len(reused) == 1
+
+
+def test_a_run_without_an_overall_accuracy_is_pooled_over_its_tasks(built: Any) -> None:
+    measured = measurements(Run.open(built.store, built.run))
+    for values in measured.values():
+        assert [m.step.name for m in values] in (
+            ["evaluate_base"],
+            ["evaluate_base", "evaluate_sft", "evaluate_round_1", "evaluate_round_2"],
+        )
+    assert [m.value for m in overall_accuracy(measured)] == [0.02, 0.34, pytest.approx(0.54), 0.74]
+    pooled = overall_accuracy({key: values for key, values in measured.items() if key[0] in ("sum", "sort")})
+    for m, accuracy in zip(pooled, (0.02, 0.34, 0.54, 0.74), strict=True):
+        share = accuracy * (1.1 + 1.2) / 2
+        assert m.n == 200 and m.low is not None and m.high is not None
+        # Wilson's interval ends where the share lies 1.96 of the end's own standard errors away.
+        right = round(share * 200) / 200
+        for end in (m.low, m.high):
+            assert abs(right - end) == pytest.approx(1.959963984540054 * math.sqrt(end * (1 - end) / 200), rel=1e-6)
+
+
+def cut(built: Any, root: Path, keep: int) -> Store:
+    """A store that shares the artifacts, with a run that was stopped after `keep` events."""
+    store = Store.open(root)
+    shutil.rmtree(root / "objects")
+    (root / "objects").symlink_to(built.store.root / "objects")
+    for event in built.store.events(built.run)[:keep]:
+        store.record("partial", event)
+    return store
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 4, 6, 9, 12, 16, 20, 24, 30, 40])
+def test_a_run_that_was_stopped_gives_a_page(built: Any, tmp_path: Path, keep: int) -> None:
+    page = Page(write(cut(built, tmp_path, keep), "latest", None).read_text(encoding="utf-8"))
+    assert "This run has not finished" in page.text
+    assert ("No step of this run has finished yet." in page.text) == (keep == 1)
+    assert keep == 1 or f"{keep - 1} artifacts" in page.text
+
+
+def test_a_single_stage_on_an_artifact_from_before(built: Any, tmp_path: Path) -> None:
+    store = cut(built, tmp_path, 0)
+    events = built.store.events(built.run)
+    for event in ({"event": "started", "flow": "select"}, next(e for e in events if e.get("step") == "select")):
+        store.record("single", event)
+    text = Page(write(store, "single", None).read_text(encoding="utf-8")).text
+    assert "documents of before" in text and "signals of before" in text and "gopher_quality.min_words" in text
+
+
+def test_what_is_no_longer_in_the_store_is_named(built: Any, tmp_path: Path) -> None:
+    store = cut(built, tmp_path, 100)
+    store.record("partial", {"step": "sft_9", "stage": "sft", "kind": "model", "key": "ab" * 32, "reused": False, "seconds": 1.0})
+    text = Page(write(store, "partial", None).read_text(encoding="utf-8")).text
+    assert "left out here: sft_9 (model/abababababab)" in text
+
+
+def test_what_cannot_be_done_is_said(built: Any, tmp_path: Path) -> None:
+    empty = Store.open(tmp_path / "empty")
+    with pytest.raises(PunaError, match="holds no run yet"):
+        write(empty, "latest", None)
+    with pytest.raises(PunaError, match="run nothing: no such run"):
+        write(empty, "nothing", None)
+    with pytest.raises(PunaError, match="is a folder"):
+        write(built.store, "latest", tmp_path)
+    (empty.root / "runs" / "blank.jsonl").write_text("")
+    with pytest.raises(PunaError, match="its log is empty"):
+        write(empty, "blank", None)
+    shutil.copytree(built.store.root, tmp_path / "copy")
+    damaged = Store.open(tmp_path / "copy")
+    file = damaged.folder("documents", built.at["select"].key) / "documents.parquet"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(PunaError, match="an artifact cannot be read.*puna verify"):
+        write(damaged, "latest", tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_record_of_another_tool_does_not_break_the_page(built: Any, tmp_path: Path) -> None:
+    store = cut(built, tmp_path, 100)
+    with (store.root / "runs" / "partial.jsonl").open("a") as file:
+        file.write(json.dumps({"note": "unknown"}) + '\n{"step": "cut sho')
+    assert "47 artifacts" in Page(write(store, "partial", None).read_text(encoding="utf-8")).text
+
+
+def test_a_reused_artifact_hangs_on_the_artifact_of_the_same_content(built: Any, tmp_path: Path) -> None:
+    first = type(built)(tmp_path, "first")
+    first.add("ingest", pages=[])
+    table = [{"id": "a", "url": "u", "fetched_at": 0, "source": "web", "title": None, "text": "llama"}]
+    for step in ("extract", "url_filter", "pii"):
+        # Two steps that change nothing: the same content under other keys.
+        first.documents(step, table, given={"documents": first.at["documents"]} if step != "extract" else {"pages": first.at["ingest"]})
+    second = type(built)(tmp_path, "second")
+    second.documents("extract", table, given={"pages": first.at["ingest"]})
+    assert second.at["extract"].key != first.at["extract"].key
+    for step in ("url_filter", "pii"):
+        event = {"step": step, "stage": step, "kind": "documents", "key": first.at[step].key, "reused": True, "seconds": 0.0}
+        second.store.record("second", event)
+    run = Run.open(second.store, "second")
+    extract, url_filter, pii = run.steps
+    assert run.inputs(url_filter) == [extract.artifact]
+    assert run.inputs(pii) == [url_filter.artifact]
+    assert [level.lost for level in funnel(run)] == [0, 0, 0]
+    text = Page(write(second.store, "second", None).read_text(encoding="utf-8")).text
+    assert "pages of before" in text and "documents of before" not in text

@@ -39,7 +39,11 @@ def test_plan_by_hand() -> None:
         plan({"a": 5}, {"a": 0.0}, 4)
 
 
-@given(st.dictionaries(st.sampled_from("abcde"), st.integers(1, 10**6), min_size=1), st.dictionaries(st.sampled_from("abcde"), st.floats(0.01, 0.2)), st.floats(1, 9))
+@given(
+    st.dictionaries(st.sampled_from("abcde"), st.integers(1, 10**6), min_size=1),
+    st.dictionaries(st.sampled_from("abcde"), st.floats(0.01, 0.2)),
+    st.floats(1, 9),
+)
 def test_plan_keeps_the_amount_and_the_ceiling(sizes: dict[str, int], wanted: dict[str, float], most: float) -> None:
     found = plan(sizes, wanted, most)
     assert sum(s.weight for s in found.values()) == pytest.approx(1)
@@ -69,12 +73,23 @@ def test_the_split_of_a_document_does_not_depend_on_the_weights(tmp_path: Path) 
 def test_weights_come_from_the_experiment_unless_set(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     given_ = corpus(store, {"a": [10] * 60, "b": [10] * 60})
-    table = pa.table({"task": ["x"], "metric": ["m"], "value": [0.0], "low": pa.array([None], pa.float64()), "high": pa.array([None], pa.float64()), "n": [1]})
+    table = pa.table(
+        {
+            "task": ["x"],
+            "metric": ["m"],
+            "value": [0.0],
+            "low": pa.array([None], pa.float64()),
+            "high": pa.array([None], pa.float64()),
+            "n": [1],
+        }
+    )
     experiment = store.import_table("evaluation", table, weights=pa.table({"category": ["a", "b"], "weight": [0.7, 0.3]}))
     made = execute(mix, MixConfig(), {**given_, "weights": experiment}, store)
     assert made.manifest.metrics["epochs_a"] == pytest.approx(1.4)
     with pytest.raises(PunaError, match="no table `weights`"):
         execute(mix, MixConfig(), {**given_, "weights": store.import_table("evaluation", table)}, store)
+    with pytest.raises(PunaError, match=r"mix\.weights\.c: no document has this category; they have a, b"):
+        execute(mix, MixConfig(weights={"c": 0.5}), given_, store)
     with pytest.raises(PunaError, match="no signal 'topic'"):
         execute(mix, MixConfig(category="topic"), given_, store)
 

@@ -79,11 +79,14 @@ def test_shapes_shrink_in_proportion() -> None:
 
 def test_schedules_shorten_in_proportion() -> None:
     phase = Phase(steps=1000, warmup_steps=50, anneal_steps=200, average=5, learning_rate=4e-3)
-    short = shortened(phase, 0.1, 1.5)
+    short = shortened(phase.model_copy(update={"rows_per_step": 1}), 0.1, 1.5)
     assert (short.steps, short.warmup_steps, short.anneal_steps, short.average) == (100, 5, 20, 5)
     assert short.learning_rate == pytest.approx(6e-3)
-    assert shortened(phase, 0.004, 1.0).average <= 1
-    decays = shortened(Phase(steps=100, schedule="wsd", decay_steps=20, warmup_steps=10), 0.5, 1.0)
+    assert shortened(phase, 0.002, 1.0).average <= 1
+    # A quarter of the tokens: half the rows, so half the steps.
+    fewer = shortened(phase.model_copy(update={"rows_per_step": 8}), 0.25, 1.0)
+    assert (fewer.rows_per_step, fewer.steps, fewer.warmup_steps) == (4, 500, 25)
+    decays = shortened(Phase(steps=100, rows_per_step=1, schedule="wsd", decay_steps=20, warmup_steps=10), 0.5, 1.0)
     assert (decays.decay_steps, decays.warmup_steps) == (10, 5)
 
 

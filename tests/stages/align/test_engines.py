@@ -1,0 +1,243 @@
+"""Training stages: both engines on the same artifacts, LoRA, resumption, packing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+from puna.models.checkpoint import load
+from puna.models.forest import Forest
+from puna.models.tokenizer import Tokenizer
+from puna.stages.align import fitting
+from puna.stages.align.average import AverageConfig, average
+from puna.stages.align.dpo import DpoConfig, dpo, pairs_of
+from puna.stages.align.fitting import Example, render
+from puna.stages.align.reward_model import RewardModelConfig, reward_model
+from puna.stages.align.sft import SftConfig, sft
+from puna.stages.contract import execute
+from puna.storage import Artifact, PunaError, Store
+from puna.storage.schemas import table_schema
+
+Tiny = Callable[..., Artifact]
+STEPS = {"epochs": 1.0, "batch_size": 8, "learning_rate": 1e-3, "warmup": 0.0, "schedule": "constant", "weight_decay": 0.01}
+
+
+def instructions(store: Store, count: int = 24) -> Artifact:
+    rows = [
+        {"id": f"{i:02d}", "prompt_id": f"{i:02d}", "task": "t", "prompt": f"say {i} + {i % 3}", "response": str(i + i % 3),
+         "source": "gold", "score": None}
+        for i in range(count)
+    ]  # fmt: skip
+    return store.import_table("instructions", pa.Table.from_pylist(rows, schema=table_schema("instructions").schema))
+
+
+def preferences(store: Store, count: int = 24, edited: bool = False, split: str = "train") -> Artifact:
+    rows = [
+        {"id": f"{i:02d}{split}", "prompt_id": f"{i // 2:02d}", "task": "t", "split": split, "prompt": f"say {i // 2} + 1",
+         "chosen": str(i // 2 + 1), "rejected": f"no {i % 4}", "edited": f"{i // 2 + 1} !" if edited else None, "level": "better",
+         "margin": 0.5, "chosen_model": "a", "rejected_model": "b"}
+        for i in range(count)
+    ]  # fmt: skip
+    return store.import_table("preferences", pa.Table.from_pylist(rows, schema=table_schema("preferences").schema))
+
+
+def log(artifact: Artifact) -> list[dict[str, Any]]:
+    return artifact.read("training_log").to_pylist()
+
+
+def sft_loss_by_hand(model: Artifact, rows: list[dict[str, Any]]) -> float:
+    """Mean cross-entropy of the answer tokens, each dialogue alone, in fp64."""
+    tokenizer, policy = Tokenizer.load(model.path()), load(model.path()).double()
+    total, count = 0.0, 0
+    for row in rows:
+        prompt, answer, _ = tokenizer.render_pair(row["prompt"], row["response"])
+        ids = [*prompt, *answer]
+        logits = policy.logits(policy.hidden(Forest.pack([ids])))
+        logprobs = logits.log_softmax(-1)
+        total -= sum(float(logprobs[i - 1, ids[i]].detach()) for i in range(len(prompt), len(ids)))
+        count += len(answer)
+    return total / count
+
+
+def test_sft_engines_agree_with_the_definition(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model, data = tiny_model(store), instructions(store)
+    found = {}
+    for engine in ("puna", "trl"):
+        config = SftConfig(engine=engine, fitting={**STEPS, "batch_size": 24, "epochs": 3.0})
+        found[engine] = execute(sft, config, {"model": model, "instructions": [data]}, store)
+    expected = sft_loss_by_hand(model, data.read().to_pylist())
+    logs = {engine: log(artifact) for engine, artifact in found.items()}
+    for engine, rows in logs.items():
+        assert len(rows) == 3 and rows[0]["loss"] == pytest.approx(expected, rel=1e-4), engine
+    # The same step on the same batch: the losses stay together afterwards.
+    assert [r["loss"] for r in logs["trl"]] == pytest.approx([r["loss"] for r in logs["puna"]], rel=2e-3)
+    assert logs["trl"][0]["gradient_norm"] == pytest.approx(logs["puna"][0]["gradient_norm"], rel=1e-3)
+    for artifact in found.values():
+        assert json.loads(artifact.path("config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_reward_engines_agree_on_pairs(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model = tiny_model(store)
+    given = {"model": model, "preferences": [preferences(store), preferences(store, split="heldout")]}
+    logs, artifacts = {}, {}
+    # 24 pairs of 12 prompts, two of each: one step takes them all in either engine.
+    for engine, batch in (("puna", 12), ("trl", 24)):
+        config = RewardModelConfig(engine=engine, fitting={**STEPS, "batch_size": batch, "epochs": 4.0})
+        artifacts[engine] = execute(reward_model, config, given, store)
+        logs[engine] = log(artifacts[engine])
+    assert [r["loss"] for r in logs["trl"]] == pytest.approx([r["loss"] for r in logs["puna"]], rel=2e-3)
+    for artifact in artifacts.values():
+        assert artifact.manifest.metrics["heldout_pairs"] == 24
+        assert artifact.manifest.metrics["heldout_accuracy"] == artifact.manifest.metrics["train_accuracy"]
+        assert load(artifact.path()).head == "scalar"
+
+
+def test_dpo_engines_agree_without_what_trl_cannot_do(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    given = {"model": tiny_model(store), "preferences": [preferences(store)]}
+    logs = {}
+    for engine, batch in (("puna", 12), ("trl", 24)):
+        fit = {**STEPS, "batch_size": batch, "epochs": 4.0}
+        config = DpoConfig(engine=engine, mask_format=False, nll_normalization="tokens", fitting=fit)
+        logs[engine] = log(execute(dpo, config, given, store))
+    assert [r["loss"] for r in logs["trl"]] == pytest.approx([r["loss"] for r in logs["puna"]], rel=2e-3)
+    first = logs["puna"][0]
+    # At the reference the preference term is log 2 whatever the pair.
+    assert first["loss"] == pytest.approx(math.log(2) + 0.2 * first["nll"], rel=1e-4)
+
+
+def test_trl_masks_format_tokens_too(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    given = {"model": tiny_model(store), "preferences": [preferences(store, 8)]}
+    made = execute(dpo, DpoConfig(engine="trl", fitting=STEPS), given, store)
+    tokenizer = Tokenizer.load(given["model"].path())
+    policy = load(given["model"].path()).double()
+    total = count = 0
+    for row in given["preferences"][0].read().to_pylist():
+        prompt, answer, mask = tokenizer.render_pair(row["prompt"], row["chosen"])
+        logprobs = policy.logits(policy.hidden(Forest.pack([[*prompt, *answer]]))).log_softmax(-1)
+        kept = [i for i, flag in enumerate(mask) if not flag]
+        assert len(kept) == len(answer) - 1
+        total -= sum(float(logprobs[len(prompt) + i - 1, answer[i]].detach()) for i in kept)
+        count += len(kept)
+    assert log(made)[0]["loss"] == pytest.approx(math.log(2) + 0.2 * total / count, rel=1e-3)
+
+
+@pytest.mark.parametrize("engine", ["puna", "trl"])
+def test_lora_trains_few_weights_and_merges_into_a_plain_checkpoint(tmp_path: Path, tiny_model: Tiny, engine: str) -> None:
+    store = Store.open(tmp_path)
+    model, data = tiny_model(store), instructions(store)
+    config = SftConfig(engine=engine, method="lora", lora={"rank": 4, "targets": ("q_proj", "v_proj")}, fitting=STEPS)
+    made = execute(sft, config, {"model": model, "instructions": [data]}, store)
+    before, after = load(model.path()).state_dict(), load(made.path()).state_dict()
+    assert set(before) == set(after)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"model.layers.{i}.self_attn.{p}.weight" for i in (0, 1) for p in ("q_proj", "v_proj")}
+    for name in changed:
+        assert int(torch.linalg.matrix_rank(after[name] - before[name])) <= 4
+    if engine == "puna":
+        # rank * (in + out), q: 32 -> 32, v: 32 -> 16 (two key-value heads of width 8), two layers
+        assert made.manifest.metrics["trainable_parameters"] == 2 * 4 * (64 + 48)
+        first = sft_loss_by_hand(model, data.read().to_pylist())
+        assert sft_loss_by_hand(made, data.read().to_pylist()) < first
+
+
+def test_order_of_the_inputs_and_row_sizes_do_not_matter(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model, one = tiny_model(store), instructions(store, 9)
+    other = instructions(store, 24)
+    weights = []
+    for number, (sets, row_tokens) in enumerate((([one, other], 4096), ([other, one], 4096), ([one, other], 64))):
+        place = Store.open(tmp_path / str(number))
+        config = SftConfig(fitting={**STEPS, "row_tokens": row_tokens})
+        weights.append(load(execute(sft, config, {"model": model, "instructions": sets}, place).path()).state_dict())
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name])
+        torch.testing.assert_close(value, weights[2][name], atol=1e-4, rtol=1e-3)
+
+
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "CHECKPOINT_STEPS", 2)
+    stores = [Store.open(tmp_path / name) for name in ("whole", "killed")]
+    config = SftConfig(fitting={**STEPS, "epochs": 2.0})
+    model, data = tiny_model(stores[0]), instructions(stores[0])
+    whole = execute(sft, config, {"model": model, "instructions": [data]}, stores[0])
+
+    class Killer:
+        def progress(self, stage: str, done: float, total: float, note: str) -> None:
+            if done == 5:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(sft, config, {"model": model, "instructions": [data]}, stores[1], listener=Killer())
+    steps = []
+
+    class Recorder:
+        def progress(self, stage: str, done: float, total: float, note: str) -> None:
+            steps.append(done)
+
+    again = execute(sft, config, {"model": model, "instructions": [data]}, stores[1], listener=Recorder())
+    assert steps == [5, 6]
+    assert again.data_digest == whole.data_digest
+    assert len(log(again)) == 6
+
+
+def test_edits_rank_before_chosen_before_rejected(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    tokenizer = Tokenizer.load(tiny_model(store).path())
+    example = render(tokenizer, "q", [["edit", "good", "bad"], ["good", "bad"]])
+    assert example.groups == [[0, 1, 2], [3, 4]] and len(example.answers) == 5
+    assert pairs_of(example, "best_rest") == [(0, 1), (0, 2), (3, 4)]
+    assert pairs_of(example, "best_worst") == [(0, 2), (3, 4)]
+    assert tokenizer.decode(example.answers[2], skip_special_tokens=True) == "bad"
+    assert all(mask[-1] is False and all(mask[:-1]) for mask in example.masks)
+    given = {"model": tiny_model(store), "preferences": [preferences(store, 40, edited=True)]}
+    made = execute(reward_model, RewardModelConfig(fitting={**STEPS, "epochs": 15.0}), given, store)
+    assert made.manifest.metrics["train_accuracy"] > 0.9 and made.manifest.metrics["train_edit_accuracy"] > 0.9
+
+
+def test_dpo_prefers_the_chosen_and_keeps_its_likelihood(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    given = {"model": tiny_model(store), "preferences": [preferences(store)]}
+    metrics = execute(dpo, DpoConfig(fitting={**STEPS, "epochs": 20.0}), given, store).manifest.metrics
+    assert metrics["first_accuracy"] == 0.5 and metrics["first_margin"] == 0.0
+    assert metrics["final_accuracy"] == 1.0 and metrics["final_chosen_logprob"] > metrics["first_chosen_logprob"]
+
+
+def test_average_is_the_mean_and_refuses_models_of_two_kinds(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    models = [tiny_model(store, seed) for seed in (0, 1)]
+    made = execute(average, AverageConfig(weights=(3, 1)), {"models": models}, store)
+    one, two, mean = (load(a.path()).state_dict() for a in (*models, made))
+    for name, value in mean.items():
+        torch.testing.assert_close(value, 0.75 * one[name] + 0.25 * two[name])
+    assert Tokenizer.load(made.path()).vocab_size == Tokenizer.load(models[0].path()).vocab_size
+    with pytest.raises(PunaError, match="3 weights are given for 2 models"):
+        execute(average, AverageConfig(weights=(1, 1, 1)), {"models": models}, store)
+    scorer = execute(reward_model, RewardModelConfig(fitting=STEPS), {"model": models[0], "preferences": [preferences(store, 8)]}, store)
+    with pytest.raises(PunaError, match="average: "):
+        execute(average, AverageConfig(), {"models": [models[0], scorer]}, store)
+
+
+def test_what_cannot_be_trained_is_named(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model = tiny_model(store)
+    with pytest.raises(PunaError, match=r"instruction 0\d has \d+ tokens.*row_tokens=16"):
+        config = SftConfig(fitting={**STEPS, "row_tokens": 16})
+        execute(sft, config, {"model": model, "instructions": [instructions(store)]}, store)
+    with pytest.raises(PunaError, match="no training preference of the levels significantly_better"):
+        config = DpoConfig(levels=("significantly_better",))
+        execute(dpo, config, {"model": model, "preferences": [preferences(store)]}, store)
+
+
+def test_an_example_counts_its_tokens_once() -> None:
+    assert len(Example([1, 2, 3], [[4], [5, 6]], [[True], [True, True]], [[0, 1]])) == 6

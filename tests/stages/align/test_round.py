@@ -1,0 +1,160 @@
+"""Sampling, rejection sampling and PPO on a tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+from puna.models.checkpoint import load
+from puna.models.tokenizer import Tokenizer
+from puna.stages.align.ppo import PpoConfig, ppo
+from puna.stages.align.prompts import PromptsConfig, prompts
+from puna.stages.align.reward_model import RewardModelConfig, reward_model
+from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
+from puna.stages.align.sample import SampleConfig, sample
+from puna.stages.align.scoring import score
+from puna.stages.contract import execute, parse
+from puna.storage import Artifact, PunaError, Store
+from puna.storage.schemas import table_schema
+
+Tiny = Callable[..., Artifact]
+
+
+def asked(store: Store, train: int = 6, heldout: int = 2) -> Artifact:
+    task = {"task": "chain_sum", "parameters": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
+    config = parse(PromptsConfig, {"tasks": [task], "train": train, "heldout": heldout, "draws": 2000}, "")
+    return execute(prompts, config, {}, store)
+
+
+def scorer(store: Store, model: Artifact) -> Artifact:
+    """A reward model that has seen a few preferences."""
+    rows = [
+        {"id": f"{i}", "prompt_id": f"{i}", "task": "t", "split": "train", "prompt": f"say {i}", "chosen": "1", "rejected": "no no",
+         "edited": None, "level": "better", "margin": 0.5, "chosen_model": "a", "rejected_model": "b"}
+        for i in range(8)
+    ]  # fmt: skip
+    given = store.import_table("preferences", pa.Table.from_pylist(rows, schema=table_schema("preferences").schema))
+    config = RewardModelConfig(fitting={"epochs": 4.0, "batch_size": 8, "learning_rate": 3e-3})
+    return execute(reward_model, config, {"model": model, "preferences": [given]}, store)
+
+
+def test_answers_carry_models_gold_and_logprobs(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    models, questions = [tiny_model(store, 0), tiny_model(store, 1)], asked(store)
+    config = SampleConfig(answers=3, max_tokens=5, temperature=0.7)
+    made = execute(sample, config, {"models": models, "prompts": questions}, store)
+    rows = made.read().to_pylist()
+    train = {r["id"]: r for r in questions.read().to_pylist() if r["split"] == "train"}
+    assert len(rows) == 6 * 2 * 3 and {r["prompt_id"] for r in rows} == set(train)
+    assert {r["model"] for r in rows} == {m.key for m in models} and {r["sample"] for r in rows} == {0, 1, 2}
+    tokenizer = Tokenizer.load(models[0].path())
+    policies = {m.key: load(m.path()) for m in models}
+    for row in rows[::5]:
+        prompt = train[row["prompt_id"]]
+        assert row["gold"] == score(prompt["task"], row["text"], prompt["entry"])
+        assert row["finished"] == (row["tokens"][-1] in (tokenizer.eot, tokenizer.eos))
+        assert len(row["tokens"]) <= 5
+        from puna.models.forest import Forest
+
+        ids = [*tokenizer.chat([{"role": "user", "content": prompt["prompt"]}], True), *row["tokens"]]
+        with torch.no_grad():
+            policy = policies[row["model"]]
+            logprobs = (policy.logits(policy.hidden(Forest.pack([ids]))) / 0.7).log_softmax(-1)
+        start = len(ids) - len(row["tokens"])
+        expected = [float(logprobs[i - 1, ids[i]]) for i in range(start, len(ids))]
+        assert row["logprobs"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_sampling_refuses_one_model_twice_and_an_empty_split(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model = tiny_model(store)
+    with pytest.raises(PunaError, match="the same model is given twice"):
+        execute(sample, SampleConfig(), {"models": [model, model], "prompts": asked(store)}, store)
+    with pytest.raises(PunaError, match="has no prompts of the split 'heldout'"):
+        execute(sample, SampleConfig(split="heldout"), {"models": [model], "prompts": asked(store, heldout=0)}, store)
+
+
+def answers(store: Store, questions: Artifact, texts: dict[str, list[tuple[str, bool]]]) -> Artifact:
+    """For each model its (text, finished) answers, the same ones to every prompt."""
+    train = [r for r in questions.read().to_pylist() if r["split"] == "train"]
+    rows = [
+        {"id": f"{p['id'][:8]}{model}{i}", "prompt_id": p["id"], "sample": i, "model": model, "text": text, "tokens": [1],
+         "logprobs": [0.0], "finished": finished, "score": None, "gold": score(p["task"], text, p["entry"])}
+        for p in train for model, given in texts.items() for i, (text, finished) in enumerate(given)
+    ]  # fmt: skip
+    return store.import_table("answers", pa.Table.from_pylist(rows, schema=table_schema("answers").schema))
+
+
+def test_the_best_by_reward_is_picked_and_agreement_counted(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model, questions = tiny_model(store), asked(store)
+    rewards = scorer(store, model)
+    given = answers(store, questions, {"A": [("1", True), ("no no", True), ("1 ", True)], "B": [("no no", True), ("5 5", False)]})
+    inputs = {"answers": given, "reward_model": rewards, "prompts": questions}
+    made = execute(rejection_sample, RejectionSampleConfig(), inputs, store)
+    assert [r["response"] for r in made.read().to_pylist()] == ["1"] * 6
+    scores = made.read("scores").to_pylist()
+    by_id: dict[str, dict[str, float]] = {}
+    for row in scores:
+        by_id.setdefault(row["id"], {})[row["name"]] = row["value"]
+    for row in made.read().to_pylist():
+        # Two of the four finished answers have the picked text; the unfinished one is no candidate.
+        assert by_id[row["id"]] == {"reward": row["score"], "agreement": 0.5}
+    assert len(scores) == 6 * (2 + 4)
+    first = {r["id"]: r for r in given.read().to_pylist()}
+    for name, values in by_id.items():
+        if name in first and first[name]["text"] == "no no":
+            best = next(r for r in made.read().to_pylist() if r["prompt_id"] == first[name]["prompt_id"])
+            assert values["reward"] < best["score"]
+
+
+def test_prompts_whose_answers_were_all_cut_off_are_dropped(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model, questions = tiny_model(store), asked(store)
+    given = answers(store, questions, {"A": [("1", False)]})
+    made = execute(rejection_sample, RejectionSampleConfig(), {"answers": given, "reward_model": scorer(store, model), "prompts": questions}, store)
+    assert made.rows() == 0 and made.rows("dropped") == 6
+
+
+def test_only_the_best_models_answers(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model, questions = tiny_model(store), asked(store)
+    given = answers(store, questions, {"A": [("no no", True)] * 2, "B": [("no no", True), ("1", True)]})
+    inputs: dict[str, Any] = {"answers": given, "reward_model": scorer(store, model), "prompts": questions}
+    made = execute(rejection_sample, RejectionSampleConfig(models=1), inputs, store)
+    # Only B's answers count: one of two agrees.
+    assert {r["value"] for r in made.read("scores").to_pylist() if r["name"] == "agreement"} == {0.5}
+    assert made.rows("scores") == 6 * (2 + 2)
+
+
+def test_ppo_raises_the_reward_and_resumes(tmp_path: Path, tiny_model: Tiny) -> None:
+    stores = [Store.open(tmp_path / name) for name in ("whole", "killed")]
+    model, questions = tiny_model(stores[0]), asked(stores[0])
+    given = {"policy": model, "reward_model": scorer(stores[0], model), "prompts": questions}
+    config = PpoConfig(rollouts=6, prompts=6, answers=8, max_tokens=4, learning_rate=3e-3, critic_learning_rate=3e-3, kl_coefficient=0.0)
+    whole = execute(ppo, config, given, stores[0])
+    metrics = whole.manifest.metrics
+    assert metrics["final_score"] > metrics["first_score"] and metrics["first_kl"] == pytest.approx(0.0, abs=1e-4)
+    assert len(whole.read("training_log").to_pylist()) == 6 and load(whole.path()).head == "lm"
+
+    class Killer:
+        def progress(self, stage: str, done: float, total: float, note: str) -> None:
+            if done == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(ppo, config, given, stores[1], listener=Killer())
+    assert execute(ppo, config, given, stores[1]).data_digest == whole.data_digest
+
+
+def test_ppo_needs_enough_prompts(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model = tiny_model(store)
+    given = {"policy": model, "reward_model": scorer(store, model), "prompts": asked(store)}
+    with pytest.raises(PunaError, match="a rollout takes 64 prompts, but prompts/.* has 6 training prompts"):
+        execute(ppo, PpoConfig(), given, store)

@@ -1,0 +1,77 @@
+"""Knowledge types: the lexicon by hand, the classifier on themes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from puna.stages.contract import execute
+from puna.stages.curate.domains import DomainsConfig, domains, lexicon, seed_counts, seed_label
+from puna.storage import PunaError, Store
+
+SMALL = {"buckets": 10_000, "dimension": 8, "min_labels": 5}
+
+
+def count(text):
+    return {name: int(n) for name, n in zip(lexicon().types, seed_counts(text), strict=True) if n}
+
+
+def test_seed_words_of_several_languages():
+    assert count("The striker scored two goals; the GOALS came late.") == {"sports": 3}
+    assert count("Le gardien de but a arrêté le ballon pendant le match.") == {"sports": 4}
+    assert count("El paciente tiene una enfermedad del corazón.") == {"health": 3}
+    # "capital" is listed for business and for geography: it points to neither.
+    assert count("capital") == {}
+
+
+def test_a_label_needs_words_and_a_margin():
+    types = lexicon().types
+    counts = np.zeros(len(types), np.int64)
+    counts[types.index("health")], counts[types.index("sports")] = 4, 2
+    assert seed_label(counts, 4, 0.5) == "health"
+    assert seed_label(counts, 5, 0.5) is None
+    assert seed_label(counts, 4, 0.49) is None
+
+
+def test_lexicon_is_well_formed():
+    found = lexicon()
+    assert len(found.types) == 11
+    assert (np.diff(found.hashes.astype(object)) > 0).all()
+    assert np.bincount(found.type_of).min() > 150
+
+
+def test_themes_are_found(tmp_path, make_documents, themed):
+    store = Store.open(tmp_path)
+    rows = themed(240)
+    docs = make_documents(store, rows)
+    made = execute(domains, DomainsConfig(**SMALL), {"documents": docs}, store)
+    for (identity, source, _), found in zip(sorted(rows), made.read().to_pylist(), strict=True):
+        assert found["id"] == identity
+        assert found["domain"] == ("code" if source == "code" else identity[4:])
+        assert (found["domain_seed"] is None) == (source == "code")
+    assert made.manifest.metrics["agreement"] > 0.95
+    assert made.path("domains.bin").stat().st_size > 0
+
+
+def test_a_document_without_seed_words_is_typed_by_its_company(tmp_path, make_documents, themed):
+    store = Store.open(tmp_path)
+    rows = [
+        (i, "web", f"{t} {'zamboni' if i.endswith('sports') else 'quark' if i.endswith('science') else 'ward'} " * 2)
+        for i, _, t in themed(120)
+        if "=" not in t
+    ]
+    rows.append(("zz", "web", "zamboni " * 30))
+    made = execute(domains, DomainsConfig(**SMALL, learning_rate=0.3), {"documents": make_documents(store, rows)}, store)
+    last = made.read().to_pylist()[-1]
+    assert last["id"] == "zz"
+    assert last["domain"] == "sports"
+    assert last["domain_seed"] is None
+
+
+def test_too_few_labels(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    docs = make_documents(store, [(f"{n}", "web", "nothing to see in these lines of words") for n in range(9)])
+    with pytest.raises(PunaError, match="the seed words label 0 documents of no type"):
+        execute(domains, DomainsConfig(**SMALL), {"documents": docs}, store)
+    code = make_documents(store, [(f"{n}", "code", "x = 1") for n in range(3)])
+    assert execute(domains, DomainsConfig(**SMALL), {"documents": code}, store).read()["domain"].to_pylist() == ["code"] * 3

@@ -1,0 +1,279 @@
+"""Heuristic numbers against plain Python written from the definitions, and the stage on small corpora."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puna.stages.contract import execute
+from puna.stages.curate.characters import SYMBOL, TERMINAL, code_points, tables
+from puna.stages.curate.divergence import BINS, Corpus, count_bins, expected_at
+from puna.stages.curate.heuristics import HeuristicsConfig, Tally, heuristics
+from puna.stages.curate.measure import measure
+from puna.stages.curate.words import split, split_codes
+from puna.storage import Store
+
+PIECES = ("the", "and", "of", "de", "la", "alpha", "beta.", "Gamma", "#", "...", "…", "- x", "• y", "\n", "\n\n", "\r\n", "12", "{", "[3]", "javascript",
+          "cookie policy", "lorem ipsum", "end.", "What?", "\u2028", "the cat sat on the mat.", " ", "日本。")  # fmt: skip
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=60).map(" ".join) | st.lists(st.sampled_from(PIECES), max_size=60).map("".join)
+
+
+def has(char, bit):
+    return bool(tables().flags[ord(char)] & bit)
+
+
+def seen_before(pieces):
+    seen, count, characters = set(), 0, 0
+    for piece in pieces:
+        if piece in seen:
+            count += 1
+            characters += len(piece)
+        seen.add(piece)
+    return count, characters
+
+
+@settings(deadline=None)  # the first call compiles
+@given(TEXTS)
+def test_gopher_quality(text):
+    words = split(text)
+    plain = [w for w in words if not all(has(c, SYMBOL) for c in w)]
+    lines = text.splitlines()
+    found = measure(text, 5).numbers
+    assert found["words"] == len(plain)
+    assert found["hash_ratio"] == text.count("#") / max(len(words), 1)
+    assert found["ellipsis_ratio"] == (text.count("...") + text.count("…")) / max(len(words), 1)
+    assert found["bullet_line_fraction"] == sum(x.lstrip().startswith(("•", "-")) for x in lines) / max(len(lines), 1)
+    assert found["ellipsis_line_fraction"] == sum(x.rstrip().endswith(("...", "…")) for x in lines) / max(len(lines), 1)
+    assert found["alphabetic_word_fraction"] == sum(any(c.isalpha() for c in w) for w in words) / max(len(words), 1)
+    assert found["english_stop_words"] == len({"the", "be", "to", "of", "and", "that", "have", "with"} & set(words))
+    assert found["stop_words"] >= max(found["english_stop_words"], len({"de", "la", "que", "el", "en", "y", "los", "por"} & set(words)))
+    if found["mean_word_length"] is not None:
+        assert found["mean_word_length"] == pytest.approx(sum(map(len, plain)) / max(len(plain), 1))
+    assert found["characters"] == len(text)
+
+
+@settings(deadline=None)  # the first call compiles
+@given(TEXTS)
+def test_gopher_repetition(text):
+    found, size, words = measure(text, 5).numbers, max(len(text), 1), split(text)
+    paragraphs = re.split(r"\n{2,}", text.strip())
+    count, characters = seen_before(paragraphs)
+    assert found["duplicate_paragraph_fraction"] == count / len(paragraphs)
+    assert found["duplicate_paragraph_character_fraction"] == characters / size
+    lines = re.split(r"\n+", text)
+    count, characters = seen_before(lines)
+    assert found["duplicate_line_fraction"] == count / len(lines)
+    assert found["duplicate_line_character_fraction"] == characters / size
+    for n in (2, 3, 4):
+        grams = Counter(" ".join(words[i : i + n]) for i in range(len(words) - n + 1))
+        top = max(grams.items(), key=lambda pair: pair[1], default=("", 0))  # the first of equals
+        assert found[f"top_{n}gram_character_fraction"] == len(top[0]) * top[1] / size
+    for n in range(5, 11):
+        seen, at, characters = set(), 0, 0
+        while at + n <= len(words):
+            gram = "".join(words[at : at + n])
+            characters += len(gram) if gram in seen else 0
+            at += n if gram in seen else 1
+            seen.add(gram)
+        assert found[f"duplicate_{n}gram_character_fraction"] == characters / size
+
+
+def c4(text, need_end):
+    """Kept lines, lorem ipsum lines, curly bracket lines, by C4's rules in their order."""
+    kept, lorem, curly = [], 0, 0
+    for line in text.splitlines():
+        line = line.strip()
+        words = line.split()
+        if any(len(w) > 1000 for w in words):
+            continue
+        line = re.sub(r"\[\d*]|\[edit]|\[citation needed]", "", line)
+        if need_end and (not line.endswith((".", "?", "!", '"', "'")) or line.endswith("...")):
+            continue
+        if len(words) < 3:
+            continue
+        lower = line.lower()
+        if "lorem ipsum" in lower:
+            lorem += 1
+        elif "javascript" in lower:
+            continue
+        elif "{" in line:
+            curly += 1
+        elif not any(
+            p in lower for p in ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
+        ):
+            kept.append(line)
+    return kept, lorem, curly
+
+
+@settings(deadline=None)  # the first call compiles
+@given(TEXTS)
+def test_c4(text):
+    found = measure(text, 5).numbers
+    for prefix, need_end in (("c4_", True), ("c4_open_", False)):
+        kept, lorem, curly = c4(text, need_end)
+        assert found[f"{prefix}lorem_ipsum_lines"] == lorem
+        assert found[f"{prefix}curly_bracket_lines"] == curly
+        assert (found[f"{prefix}sentences"] == 0) == (not any(split(line) for line in kept))
+
+
+def test_c4_sentences_by_hand():
+    text = "One two three. Four five six! Seven?\nEight nine ten\nUse of cookies is good here.\nA fact.[1] B stays so.[citation needed]\nshort line"
+    found = measure(text, 5).numbers
+    # Lines 1 (three sentences) and 4 (two) end in punctuation; line 2 does not; line 3 is policy; line 5 has two words.
+    assert found["c4_sentences"] == 5
+    assert found["c4_open_sentences"] == 6
+    assert measure("x" * 1001 + " a b c.", 5).numbers["c4_sentences"] == 0
+    assert measure("And so it goes...\n", 5).numbers["c4_sentences"] == 0
+
+
+@settings(deadline=None)  # the first call compiles
+@given(TEXTS)
+def test_fineweb(text):
+    found = measure(text, 5).numbers
+    lines = [line for line in text.split("\n") if line.strip()]
+    assert found["terminated_line_fraction"] == sum(has(line[-1], TERMINAL) for line in lines) / max(len(lines), 1)
+    assert found["short_line_fraction"] == sum(len(line) <= 30 for line in lines) / max(len(lines), 1)
+    assert found["newline_ratio"] == text.count("\n") / max(len(split(text)), 1)
+    assert found["repeated_line_character_fraction"] == seen_before(lines)[1] / max(len(text.replace("\n", "")), 1)
+    pieces = text.split("\n")
+    assert found["max_line_length"] == max(map(len, pieces))
+    assert found["mean_line_length"] == pytest.approx(sum(map(len, pieces)) / len(pieces))
+    assert found["alphanumeric_fraction"] == sum(c.isalnum() for c in text) / max(len(text), 1)
+
+
+@settings(deadline=None)  # the first call compiles
+@given(TEXTS, st.integers(2, 4))
+def test_ngram_coverage(text, n):
+    pieces = [
+        (line, re.sub(r"\d+", "0", word.lower()))
+        for line, piece in enumerate(text.split("\n"))
+        for word in split(piece)
+        if not all(has(c, SYMBOL) for c in word)
+    ]
+    seen, covered = set(), set()
+    for i in range(len(pieces) - n + 1):
+        gram = tuple(word for _, word in pieces[i : i + n])
+        if 2 * sum(any(c.isalpha() for c in word) for word in gram) < n:
+            continue
+        if gram in seen:
+            covered |= set(range(i, i + n))
+        seen.add(gram)
+    made = measure(text, n)
+    # Splitting a line alone can differ from splitting the text where a break is no newline: only newlines are here.
+    expected = Counter(pieces[i][0] for i in covered)
+    assert made.line_covered.tolist() == [expected[line] for line in range(len(text.split("\n")))]
+    assert made.numbers["ngram_coverage"] == len(covered) / max(len(pieces), 1)
+
+
+def test_dirty_words():
+    found = measure("Porn and more PORN for grown-ups, said the councillor.", 5).numbers
+    assert found["dirty_words"] == 2
+    assert found["dirty_word_ratio"] == 2 / 10
+    assert measure("Bed bugs bite; the cock crows; Moby Dick.", 5).numbers["dirty_words"] == 0
+
+
+def bins_of(text):
+    return count_bins(split_codes(code_points(text)).folded)
+
+
+def test_divergence_by_derivation():
+    # A corpus of two words, 6 and 2 times; singletons: none, so the prior of a bin is 1 / BINS and that of all is 1.
+    counts = np.zeros(BINS, np.int64)
+    a, b = bins_of("a")[0][0], bins_of("b")[0][0]
+    counts[a], counts[b] = 6, 2
+    corpus = Corpus.of(counts)
+    assert corpus.prior * BINS == 1
+    # "a b" against all: p = 1/2 each, q = (6 + eps) / 9 and (2 + eps) / 9.
+    q = [(6 + 1 / BINS) / 9, (2 + 1 / BINS) / 9]
+    expected = 0.5 * math.log(0.5 / q[0]) + 0.5 * math.log(0.5 / q[1])
+    bins, own = bins_of("a b")
+    assert corpus.divergence(bins, own, inside=False) == pytest.approx(expected)
+    # Left out of the corpus it leaves 5 and 1 of 6 words.
+    q = [(5 + 1 / BINS) / 7, (1 + 1 / BINS) / 7]
+    expected = 0.5 * math.log(0.5 / q[0]) + 0.5 * math.log(0.5 / q[1])
+    assert corpus.divergence(bins, own) == pytest.approx(expected)
+    assert corpus.divergence(*bins_of("")) == 0
+
+
+def test_expected_divergence_falls_with_length():
+    counts = np.zeros(BINS, np.int64)
+    counts[np.arange(5000) * 13] = 50_000 // np.arange(1, 5001)
+    expected = Corpus.of(counts).expected(np.random.default_rng(0))
+    assert (np.diff(expected) < 0).all()
+    assert expected_at(10**9, expected) == expected[-1]
+
+
+def test_tally_adds_and_merges():
+    tally = Tally()
+    tally.LIMIT = 3
+    for _ in range(5):
+        tally.add(np.array([1, 7], np.uint32), np.array([2, 3]))
+    assert tally.words == 25
+    assert tally.dense()[[1, 7]].tolist() == [10, 15]
+
+
+PROSE = "The council of the town said that the bridge has to be repaired and that work will begin with the first days of spring."
+
+
+def vocabulary(first, count):
+    """Words without digits, because numbers count as one word."""
+    return [first + "".join("abcdefghij"[int(d)] for d in str(n)) for n in range(count)]
+
+
+def corpus_rows():
+    generator = np.random.default_rng(0)
+    words = [*PROSE.lower().split(), *vocabulary("word", 200)]
+    rows = [(f"{n:03d}", "web", " ".join(generator.choice(words, 200))) for n in range(60)]
+    rows.append(("gibberish", "web", " ".join("".join(generator.choice(list("qxzjkvw"), 7)) for _ in range(200))))
+    log = "\n".join(f"2024-01-{n:02d} error {n} while opening the file of the server, trying again in {n} seconds" for n in range(1, 9))
+    rows.append(("log", "web", log))
+    return [*rows, ("empty", "web", "")]
+
+
+def test_the_stage_finds_outliers_and_repeated_lines(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    made = execute(heuristics, HeuristicsConfig(min_language_words=1), {"documents": make_documents(store, corpus_rows())}, store)
+    rows = {row["id"]: row for row in made.read().to_pylist()}
+    ordinary = [rows[f"{n:03d}"]["token_kl_excess"] for n in range(60)]
+    assert rows["gibberish"]["token_kl_excess"] > max(ordinary) + 5
+    assert rows["empty"]["words"] == 0
+    assert rows["empty"]["token_kl"] == 0
+    lines = made.read("line_signals").to_pylist()
+    # The first line of the log is new, the seven others say the same with other numbers.
+    assert [(r["id"], r["line"]) for r in lines if r["ngram_coverage"] > 0.7] == [("log", n) for n in range(1, 8)]
+    assert made.manifest.metrics["corpus_words"] > 10_000
+
+
+def test_languages_are_compared_with_themselves(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    rows = [(f"{n:03d}", "web", " ".join(np.random.default_rng(n).choice(vocabulary("w", 300), 100))) for n in range(40)]
+    rows += [(f"m{n:02d}", "web", " ".join(np.random.default_rng(n).choice(vocabulary("v", 300), 100))) for n in range(10)]
+    table = pa.table({"id": [r[0] for r in rows], "language": ["en"] * 40 + ["fr"] * 10})
+    made = {}
+    for name, given_ in (("alone", {}), ("by language", {"language": store.import_table("signals", table)})):
+        config = HeuristicsConfig(min_language_words=500)
+        made[name] = (
+            execute(heuristics, config, {"documents": make_documents(store, rows), **given_}, store).read()["token_kl_excess"].to_pylist()
+        )
+    # 10 of 50 texts of another language are outliers among all and ordinary among their own.
+    assert min(made["alone"][-10:]) > max(made["alone"][:40])
+    assert max(made["by language"][-10:]) < min(made["alone"][-10:])
+    few = execute(
+        heuristics,
+        HeuristicsConfig(min_language_words=2000),
+        {"documents": make_documents(store, rows), "language": store.import_table("signals", table)},
+        store,
+    )
+    assert few.read()["token_kl"].to_pylist()[-10:] == [None] * 10
+
+
+def test_no_documents(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    assert execute(heuristics, HeuristicsConfig(), {"documents": make_documents(store, [])}, store).rows() == 0

@@ -1,0 +1,119 @@
+"""The quality classifier: metrics by brute force, out-of-fold scores, one model for one input."""
+
+from __future__ import annotations
+
+import fasttext
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from puna.stages.contract import execute
+from puna.stages.curate.classifier import _balanced, auc, calibration
+from puna.stages.curate.draws import folds, uniform
+from puna.stages.curate.quality import QualityConfig, quality, ranks_within
+from puna.storage import PunaError, Store
+
+SMALL = {"dimension": 8, "buckets": 10_000, "epochs": 20, "learning_rate": 0.5}
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=2, max_size=30).filter(lambda x: len({p for _, p in x}) == 2))
+def test_auc_is_the_share_of_pairs_in_order(pairs):
+    scores, positive = np.array([s / 5 for s, _ in pairs]), np.array([p for _, p in pairs])
+    wins = [(a > b) + 0.5 * (a == b) for a in scores[positive] for b in scores[~positive]]
+    assert auc(scores, positive) == pytest.approx(np.mean(wins))
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from("ab")), max_size=20))
+def test_ranks_by_definition(rows):
+    values, groups = np.array([v for v, _ in rows], float), np.array([g for _, g in rows], dtype="U1")
+    for rank, (value, group) in zip(ranks_within(values, groups), rows, strict=True):
+        peers = [v for v, g in rows if g == group]
+        assert rank == sum(v < value for v in peers) / len(peers)
+
+
+def test_calibration_by_hand():
+    points = calibration(np.array([0.05, 0.07, 0.95, 1.0]), np.array([False, True, True, True]))
+    assert points == [(pytest.approx(0.06), 0.5), (pytest.approx(0.975), 1.0)]
+
+
+def test_draws_belong_to_ids():
+    ids = [f"{n:x}" for n in range(4000)]
+    draw = uniform(ids, 0, "a")
+    assert draw[17] == uniform([ids[17]], 0, "a")[0]
+    assert abs(draw.mean() - 0.5) < 0.02
+    assert abs(np.corrcoef(draw, uniform(ids, 0, "b"))[0, 1]) < 0.05
+    counts = np.bincount(folds(ids, 0, 4))
+    assert counts.min() > 900
+
+
+def test_large_classes_are_cut_and_small_ones_repeated():
+    names = np.array(["a"] * 90 + ["b"] * 30 + ["c"] * 2)
+    chosen = _balanced([str(n) for n in range(122)], names, np.ones(122, bool), QualityConfig(class_ratio=2))
+    # The median class has 30: at most 60 of a class, at least 15, and nothing more than ten times.
+    assert {c: int((names[chosen] == c).sum()) for c in "abc"} == {"a": 60, "b": 30, "c": 16}
+    assert len({str(n) for n in chosen if names[n] == "a"}) == 60
+
+
+def test_scores_tell_the_sources_apart(tmp_path, make_documents, themed):
+    store = Store.open(tmp_path)
+    docs = make_documents(store, themed(240))
+    made = execute(quality, QualityConfig(**SMALL), {"documents": docs}, store)
+    rows = {r["id"]: r for r in made.read().to_pylist()}
+    sources = {r["id"]: r["source"] for r in docs.read().to_pylist()}
+    assert made.manifest.metrics["auc"] > 0.99
+    assert all((rows[i]["quality"] is None) == (s == "code") for i, s in sources.items())
+    good = [rows[i]["quality"] for i, s in sources.items() if s == "wikipedia"]
+    assert min(good) > max(rows[i]["quality"] for i, s in sources.items() if s == "web")
+    # The kept model agrees with the out-of-fold ones, and loads.
+    model = fasttext.load_model(str(made.path("quality.bin")))
+    assert model.predict(["click here buy now ! ! !"])[0][0] == ["__label__other"]
+
+
+def test_scores_are_out_of_fold(tmp_path, make_documents):
+    # Noise: every document has a word of its own, so a model that saw it would know its source.
+    store = Store.open(tmp_path)
+    generator = np.random.default_rng(0)
+    rows = [
+        (f"{n:04d}", str(generator.choice(["wikipedia", "web"])), " ".join(["own" + "abcdefghij"[n % 10] * (n + 3)] * 20))
+        for n in range(200)
+    ]
+    made = execute(quality, QualityConfig(**SMALL), {"documents": make_documents(store, rows)}, store)
+    assert 0.3 < made.manifest.metrics["auc"] < 0.7
+
+
+def test_one_input_one_result(tmp_path, make_documents, themed):
+    digests, models = set(), set()
+    for name in ("a", "b", "c"):
+        store = Store.open(tmp_path / name)
+        junk = [np.full(1 << 18, np.nan, np.float32) for _ in range(8)]  # freed memory that an allocation may find again
+        del junk
+        made = execute(
+            quality, QualityConfig(**SMALL), {"documents": make_documents(store, themed(120))}, store, part_rows=7 if name == "b" else 1024
+        )
+        digests.add(made.data_digest)
+        models.add(made.path("quality.bin").read_bytes())
+    assert len(digests) == 1
+    assert len(models) == 1
+
+
+def test_ranks_are_within_the_language(tmp_path, make_documents, themed):
+    store = Store.open(tmp_path)
+    docs = make_documents(store, themed(120))
+    ids = docs.read()["id"].to_pylist()
+    table = pa.table({"id": ids, "language": ["en" if n % 2 else "fr" for n in range(len(ids))]})
+    made = execute(quality, QualityConfig(**SMALL), {"documents": docs, "language": store.import_table("signals", table)}, store)
+    scored = [r for r, n in zip(made.read().to_pylist(), range(len(ids)), strict=True) if r["quality"] is not None and n % 2]
+    for r in scored:
+        assert r["quality_rank"] == pytest.approx(sum(p["quality"] < r["quality"] for p in scored) / len(scored))
+
+
+def test_without_examples_it_says_so(tmp_path, make_documents, themed):
+    store = Store.open(tmp_path)
+    docs = make_documents(store, [row for row in themed(40) if row[1] != "wikipedia"])
+    with pytest.raises(PunaError, match=r"quality\.positive_sources=\['wikipedia'\].*code, web"):
+        execute(quality, QualityConfig(**SMALL), {"documents": docs}, store)
+    few = make_documents(store, themed(3))
+    with pytest.raises(PunaError, match="needs two classes with labelled documents in every fold; it has good: 1, other: 2"):
+        execute(quality, QualityConfig(**SMALL), {"documents": few}, store)

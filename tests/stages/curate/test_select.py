@@ -1,0 +1,171 @@
+"""Rules and selection: by hand, against DuckDB, and on real stages."""
+
+from __future__ import annotations
+
+import math
+
+import duckdb
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puna.stages.contract import execute
+from puna.stages.contract.config import parse
+from puna.stages.curate.rules import active_rules, decide, rules_sql
+from puna.stages.curate.select import SelectConfig, select
+from puna.storage import PunaError, Store
+from puna.storage.schemas import table_schema
+from puna.storage.signals import SIGNALS
+
+OFF = dict.fromkeys(SelectConfig.model_fields)
+
+
+def config(**groups):
+    return parse(SelectConfig, {**OFF, **groups}, "select")
+
+
+def signals(store, **columns):
+    return store.import_table("signals", pa.table(columns))
+
+
+def test_the_first_rule_in_declared_order_is_recorded(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    given_ = {
+        "documents": make_documents(store, [("a", "web", "x"), ("b", "web", "y"), ("c", "web", "z")]),
+        "signals": [
+            signals(store, id=["a", "b", "c"], words=[49, 10, 50], mean_word_length=[3.0, 2.0, 10.0], hash_ratio=[0.0, 0.0, 0.1]),
+            signals(store, id=["a", "b", "c"], language_score=[0.9, 0.2, 0.65]),
+        ],
+    }
+    rules = dict.fromkeys(
+        ("max_words", "max_ellipsis_ratio", "max_bullet_lines", "max_ellipsis_lines", "min_alphabetic_words", "min_stop_words")
+    )
+    made = execute(select, config(language={}, gopher_quality=rules), given_, store)
+    # Thresholds themselves are kept: 50 words, length 10, ratio 0.1, score 0.65.
+    assert made.read()["id"].to_pylist() == ["c"]
+    assert made.read("dropped").to_pylist() == [
+        {"id": "a", "rule": "gopher_quality.min_words", "value": 49.0, "threshold": 50.0, "detail": None},
+        {"id": "b", "rule": "language.min_score", "value": 0.2, "threshold": 0.65, "detail": None},
+    ]
+
+
+@pytest.mark.parametrize("rule", active_rules(SelectConfig(language={}, quality={})), ids=lambda rule: rule.name)
+def test_every_default_rule_fires_beyond_its_threshold_and_not_on_it(rule):
+    step = 1e-6 if rule.drop.when == ">" else -1e-6
+    values = pa.array([rule.number, rule.number + step], pa.float64())
+    source = rule.sources[0] if rule.sources else "web"
+    found = decide(pa.table({"id": ["on", "beyond"], "source": [source] * 2, rule.drop.signal: values}), [rule])
+    assert found["id"].to_pylist() == ["beyond"]
+    assert found["rule"].to_pylist() == [rule.name]
+    assert rule.drop.signal in SIGNALS
+
+
+def test_one_threshold_can_be_set_and_one_rule_turned_off():
+    names = [r.name for r in active_rules(SelectConfig())]
+    changed = {
+        r.name: r.number for r in active_rules(parse(SelectConfig, {"gopher_quality": {"min_words": 60, "max_words": None}}, "select"))
+    }
+    assert changed["gopher_quality.min_words"] == 60
+    assert [n for n in names if n != "gopher_quality.max_words"] == list(changed)
+    assert not list(active_rules(config()))
+    with pytest.raises(PunaError, match=r"select\.gopher_quality\.min_word: no such field"):
+        parse(SelectConfig, {"gopher_quality": {"min_word": 60}}, "select")
+    with pytest.raises(PunaError, match=r"select\.fineweb\.max_short_lines"):
+        parse(SelectConfig, {"fineweb": {"max_short_lines": 1.5}}, "select")
+
+
+def test_sources_have_their_own_rules(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    docs = make_documents(store, [("a", "web", "x"), ("b", "code", "y"), ("c", "wikipedia", "z"), ("d", "code", "w")])
+    found = signals(store, id=["a", "b", "c", "d"], words=[30, 30, 30, 30], max_line_length=[9999, 80, 9999, 9999])
+    only = {
+        "gopher_quality": {f: None for f in type(SelectConfig().gopher_quality).model_fields if f[:3] in ("min", "max")} | {"min_words": 50}
+    }
+    off = {f: None for f in type(SelectConfig().code).model_fields if f[:3] in ("min", "max")}
+    made = execute(
+        select,
+        config(**only, code={**off, "max_line_length": 1000}, curated={"min_words": 20}),
+        {"documents": docs, "signals": [found]},
+        store,
+    )
+    assert {r["id"]: r["rule"] for r in made.read("dropped").to_pylist()} == {"a": "gopher_quality.min_words", "d": "code.max_line_length"}
+
+
+def test_what_is_not_measured(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    docs = make_documents(store, [("a", "web", "x"), ("b", "web", "y")])
+    found = signals(store, id=["a", "b"], token_kl_excess=[None, 9.0], language=[None, "en"], language_score=[0.9, 0.9])
+    rules = {"divergence": {}, "language": {"languages": ["en", "fr"]}}
+    made = execute(select, config(**rules), {"documents": docs, "signals": [found]}, store)
+    # No divergence is no reason; no language is.
+    assert [(r["rule"], r["value"], r["detail"]) for r in made.read("dropped").to_pylist()] == [
+        ("language.languages", None, "not measured"), ("divergence.max_excess", 9.0, None)
+    ]  # fmt: skip
+
+
+def test_errors_name_what_is_missing(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    docs = make_documents(store, [("a", "web", "x"), ("b", "web", "y")])
+    one = signals(store, id=["a"], quality=[0.5], quality_rank=[0.5])
+    with pytest.raises(
+        PunaError, match=r"rule divergence\.max_excess reads the signal 'token_kl_excess', which no input carries .*quality"
+    ):
+        execute(select, config(divergence={}), {"documents": docs, "signals": [one]}, store)
+    with pytest.raises(PunaError, match="document b has no signals in"):
+        execute(select, config(quality={}), {"documents": docs, "signals": [one]}, store)
+    other = signals(store, id=["a", "b"], quality_rank=[0.1, 0.2])
+    with pytest.raises(PunaError, match="signal 'quality_rank' is in both"):
+        execute(select, config(quality={}), {"documents": docs, "signals": [one, other]}, store)
+    with pytest.raises(PunaError, match="'line_signals', which 0 inputs carry"):
+        execute(select, config(lines={}), {"documents": docs, "signals": [other]}, store)
+
+
+def test_repeated_lines_of_kept_documents_go(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    docs = make_documents(store, [("a", "web", "one\ntwo\nthree\nfour"), ("b", "code", "one\ntwo"), ("c", "web", "")])
+    lines = pa.table({
+        "id": ["a", "a", "a", "b"], "line": pa.array([1, 2, 3, 1], pa.int32()), "words": pa.array([12, 12, 4, 12], pa.int32()),
+        "ngram_coverage": [1.0, 0.9, 1.0, 1.0],
+    })  # fmt: skip
+    found = store.import_table("signals", pa.table({"id": ["a", "b", "c"], "words": [9, 9, 0]}), line_signals=lines)
+    made = execute(select, config(lines={}), {"documents": docs, "signals": [found]}, store)
+    # 0.9 is not more than 0.9; a line of four words is too short to judge; code keeps its lines.
+    assert made.read()["text"].to_pylist() == ["one\nthree\nfour", "one\ntwo", ""]
+    assert made.read("removed_lines").to_pylist() == [
+        {"id": "a", "line": 1, "text": "two", "rule": "lines.max_ngram_coverage", "value": 1.0}
+    ]
+    assert made.read("dropped").num_rows == 0
+
+
+NUMBERS = st.one_of(st.none(), st.sampled_from([0.0, 0.1, 0.3, 0.65, 3.0, 10.0, 50.0, 1e6, math.nan]))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_sql_replays_the_decision(data):
+    groups = {
+        "language": {"languages": ["en", "it's"]},
+        "quality": {"min_quality": 0.3},
+        "domains": {"excluded": ["sports"], "min_score": 0.1},
+    }
+    chosen = SelectConfig(**groups)
+    rules = list(active_rules(chosen))
+    count = data.draw(st.integers(1, 8))
+    columns = {"id": [f"{n}" for n in range(count)]}
+    for name in dict.fromkeys(rule.drop.signal for rule in rules):
+        kind = SIGNALS[name].type
+        values = st.sampled_from([None, "en", "de", "it's", "sports"]) if pa.types.is_string(kind) else NUMBERS
+        drawn = data.draw(st.lists(values, min_size=count, max_size=count))
+        if pa.types.is_integer(kind):
+            drawn = [None if v is None or v != v else int(v) for v in drawn]
+        columns[name] = pa.array(drawn, kind)
+    sources = data.draw(st.lists(st.sampled_from(["web", "code", "wikipedia"]), min_size=count, max_size=count))
+    signals_table = table_schema("signals").conform(pa.table(columns))
+    documents_table = pa.table({"id": columns["id"], "source": sources})
+    expected = decide(signals_table.append_column("source", pa.array(sources)), rules)
+    with duckdb.connect() as connection:
+        connection.register("documents", documents_table)
+        connection.register("signals", signals_table)
+        assert connection.sql(rules_sql(chosen)).to_arrow_table().to_pylist() == expected.to_pylist()
+        assert connection.sql(rules_sql(config())).fetchall() == []

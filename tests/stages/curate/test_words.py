@@ -1,0 +1,66 @@
+"""The word splitter, by hand and against properties that hold for every text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puna.stages.curate.characters import TERMINAL, code_points, tables
+from puna.stages.curate.words import BASE, HAS_LETTER, IS_SYMBOL, split, split_codes
+
+CASES = {
+    "Hello,  world!\n": ["Hello", ",", "world", "!"],
+    "don't, l’homme": ["don", "'t", ",", "l", "’homme"],
+    "well-known and covid-19": ["well", "-", "known", "and", "covid-19"],
+    "pi is 3.14, or 1,000,000.": ["pi", "is", "3.14", ",", "or", "1,000,000", "."],
+    "the end.Next one": ["the", "end", ".", "Next", "one"],
+    "U.S. and J. Smith": ["U.S.", "and", "J.", "Smith"],
+    "so... and ---- so": ["so", "...", "and", "----", "so"],
+    "see example.org/a?b": ["see", "example.org", "/", "a?b"],
+    "foo_bar(x) __init__": ["foo_bar(x", ")", "_", "_", "init", "_", "_"],
+    "日本 ก็": ["日", "本", "ก็"],
+    " \t\n": [],
+}
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_by_hand(text):
+    assert split(text) == CASES[text]
+
+
+TEXTS = st.text(st.one_of(st.sampled_from("ab AB.,'-…!1 \n\t(日"), st.characters()), max_size=80)
+
+
+@settings(deadline=None)  # the first call compiles
+@given(TEXTS)
+def test_words_are_the_text_without_white_space(text):
+    assert "".join(split(text)) == "".join(c for c in text if not c.isspace())
+    assert all(word and not any(c.isspace() for c in word) for word in split(text))
+
+
+@settings(deadline=None)  # the first call compiles
+@given(TEXTS)
+def test_hashes_are_polynomials_of_the_words(text):
+    words = split_codes(code_points(text))
+    for word, value, power, flags in zip(split(text), words.hash.tolist(), words.power.tolist(), words.flags.tolist(), strict=True):
+        expected = 0
+        for c in word:
+            expected = (expected * int(BASE) + ord(c) + 1) % 2**64
+        assert value == expected
+        assert power == pow(int(BASE), len(word), 2**64)
+        assert bool(flags & HAS_LETTER) == any(c.isalpha() for c in word)
+        assert not (flags & IS_SYMBOL and flags & HAS_LETTER)
+
+
+def test_folding_ignores_case_and_digits():
+    a, b, c = (split_codes(code_points(text)).folded.tolist() for text in ("Error 17 AT 2024", "error 99999 at 1", "error x at 1"))
+    assert a == b
+    assert a[0] == c[0]
+    assert a[1] != c[1]
+
+
+def test_sentence_terminators():
+    flags, _ = tables()
+    assert all(flags[ord(c)] & TERMINAL for c in ".?!。？！؟।")
+    assert not any(flags[ord(c)] & TERMINAL for c in ",;:…\"'”)a ")
