@@ -197,7 +197,7 @@ def fate(store: Store, document: str) -> list[dict[str, Any]]:
     """What happened to a document, in the order of the stages."""
     with catalog.connect(store) as connection:
         ids = connection.execute(
-            "select distinct id from pages where starts_with(id, ?) or url = ? union select distinct id from documents where starts_with(id, ?) or url = ?",
+            "select id from pages where starts_with(id, ?) or url = ? union select id from documents where starts_with(id, ?) or url = ?",
             [document] * 4,
         ).fetchall()
         if len(ids) != 1:

@@ -64,12 +64,13 @@ def curate(r: Recipe, inputs: list[External]) -> Curated:
     tasks = step(prompts, r.prompts)
     documents = step(extract, r.extract, pages=step(ingest, r.ingest, inputs=inputs))
     documents = step(url_dedup, r.url_dedup, documents=step(url_filter, r.url_filter, documents=documents))
-    signals = [step(language, r.language, documents=documents), step(heuristics, r.heuristics, documents=documents)]
+    languages = step(language, r.language, documents=documents)
+    signals = [languages, step(heuristics, r.heuristics, documents=documents, language=languages)]
     documents = step(select, r.select, documents=documents, signals=signals)
     documents = step(pii, r.pii, documents=documents)
     documents = step(minhash_dedup, r.minhash_dedup, documents=documents)
     documents = step(line_dedup, r.line_dedup, documents=documents)
-    scores = step(quality, r.quality, documents=documents, language=signals[0])
+    scores = step(quality, r.quality, documents=documents, language=languages)
     types = step(domains, r.domains, documents=documents)
     documents = step(select, r.select_model, label="select_model", documents=documents, signals=[scores, types])
     documents = step(decontaminate, r.decontaminate, documents=documents, prompts=[tasks])

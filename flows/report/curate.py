@@ -50,7 +50,13 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
         done = "cut from" if edited > 0 else "added to"
         said.append(tag("p", f"{short(abs(edited))} characters {done} documents that were kept", class_="edited"))
     if level.lost:
-        said.append(tag("p", f"{level.lost:,} rows are neither kept nor dropped: this artifact is unsound.", class_="alarm"))
+        said.append(
+            tag(
+                "p",
+                f"Rows do not add up: {level.came:,} in, {level.kept:,} kept, {level.dropped:,} dropped. This artifact is unsound.",
+                class_="alarm",
+            )
+        )
     rules, at = [], level.kept
     for rule in level.rules:
         rules.append(_rule(rule, level, at, most, per_token))
@@ -107,10 +113,15 @@ def example_view(example: Example) -> Html:
     return card(example.row, decided)
 
 
+def heading(row: Mapping[str, Any]) -> str:
+    """What a document is called: its title, or the last part of its address."""
+    file = str(row.get("url") or "").rstrip("/").rpartition("/")[2]
+    return str(row.get("title") or row.get("task") or file or row.get("source") or "untitled")
+
+
 def card(row: Mapping[str, Any], about: Content, characters: int = 420) -> Html:
     """A document: title, address, what is said about it, the beginning of its text."""
-    file = str(row.get("url") or "").rstrip("/").rpartition("/")[2]
-    title = row.get("title") or row.get("task") or file or row.get("source") or "untitled"
+    title = heading(row)
     url = tag("p", row["url"], class_="url") if row.get("url") else None
     prompt = tag("p", excerpt(str(row["prompt"]), 200), class_="prompt", dir="auto") if row.get("prompt") else None
     body = tag("blockquote", excerpt(row["text"], characters), dir="auto")
@@ -147,7 +158,7 @@ def _pair(row: Mapping[str, Any], gone: Mapping[str, Any], kept: Mapping[str, An
     for side, doc, words in (("removed", gone, left), ("kept", kept, right)):
         where = tag("p", doc.get("url") or doc.get("title") or doc["id"], class_="url")
         sides.append(tag("div", tag("h4", side), where, tag("blockquote", words, dir="auto")))
-    name = tag("b", gone.get("title") or gone.get("url") or row["id"], dir="auto")
+    name = tag("b", heading(gone), dir="auto")
     about = tag("span", f"similarity {row['similarity']:.3f}", class_="tag")
     return details([name, about], tag("div", sides, class_="sides"), open_=opened)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,31 +96,29 @@ class Updater:
     def _accumulate(self, micro: Sequence[Any], seed: int) -> tuple[Tensor, dict[str, Tensor]]:
         if not micro:
             raise ValueError("a step needs at least one batch")
-        count = getattr(self.objective, "totals", None)
-        if count is None and len(micro) > 1:
+        options: dict[str, Any] = {}
+        if hasattr(self.objective, "totals"):
+            totals: dict[str, float] = {}
+            for part in micro:
+                for name, value in self.objective.totals(part).items():
+                    totals[name] = totals.get(name, 0.0) + value
+            options["totals"] = totals
+        elif len(micro) > 1:
             raise TypeError("only an objective with totals() can split a step into micro-batches")
-        totals: dict[str, float] = {}
-        for part in micro if count is not None else ():
-            for name, value in count(part).items():
-                totals[name] = totals.get(name, 0.0) + value
         loss = torch.zeros((), device=self.device)
         metrics: dict[str, Tensor] = {}
         with _seeded(seed, self.device):
             for part in micro:
                 moved = part.to(self.device) if hasattr(part, "to") else part
-                share, values = (
-                    self.objective(self.model, moved)
-                    if count is None
-                    else self.objective(self.model, moved, totals)
-                )
+                share, values = self.objective(self.model, moved, **options)
                 share.backward()
                 self._collect()
                 loss = loss + share.detach().float()
-                for name, value in values.items():
+                for name, share_of in values.items():
                     if name in RESERVED:
                         raise ValueError(f"metric {name!r} would hide a column of the training log")
-                    value = torch.as_tensor(value, dtype=torch.float32, device=self.device).detach()
-                    metrics[name] = metrics[name] + value if name in metrics else value
+                    number = torch.as_tensor(share_of, dtype=torch.float32, device=self.device).detach()
+                    metrics[name] = metrics[name] + number if name in metrics else number
         return loss, metrics
 
     def _collect(self) -> None:
@@ -185,17 +184,9 @@ def _step_seed(seed: int, step: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:8], "little") >> 1
 
 
-class _seeded:
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """The default torch generators seeded inside, as they were outside (dropout of adapters uses them)."""
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self.seed = seed
-        devices = [device] if device.type == "cuda" else []
-        self.fork = torch.random.fork_rng(devices=devices)
-
-    def __enter__(self) -> None:
-        self.fork.__enter__()
-        torch.manual_seed(self.seed)
-
-    def __exit__(self, *error: object) -> None:
-        self.fork.__exit__(*error)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

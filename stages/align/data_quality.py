@@ -174,7 +174,7 @@ def _semantic_rule(
     worth = _worth(rows, agreement)
     found: dict[str, Verdict] = {}
     for name in range(int(cluster.max()) + 1):
-        members = [i for i in np.flatnonzero(cluster == name)]
+        members: list[int] = np.flatnonzero(cluster == name).tolist()
         order = sorted(members, key=lambda i: (-worth[i], rows[i]["id"]))
         for i, kept, cosine in greedy(vectors[order], config.semantic.max_similarity):
             row, better = rows[order[i]], rows[order[kept]]
@@ -213,7 +213,8 @@ def embed(rows: Sequence[dict[str, Any]], artifact: Artifact, row_tokens: int) -
                 vectors[i] = part.mean(0).numpy()
     vectors -= vectors.mean(0)
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
+    unit: np.ndarray[Any, np.dtype[np.float32]] = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
+    return unit
 
 
 def k_means(

@@ -139,7 +139,7 @@ def fit(
         on_step=lambda row: run.progress(row["step"], steps, f"loss {row['loss']:.3f}"),
     )
     write_log(log, run)
-    return log
+    return list(log)
 
 
 def write_log(log: Sequence[dict[str, float]], run: StageRun) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from puna.stages.align.prompts import identifier
-from puna.stages.contract import Instructions, Prompts, StageConfig, StageRun, stage
+from puna.stages.contract import Prompts, StageConfig, StageRun, stage
 
 
 class InstructionsConfig(StageConfig):

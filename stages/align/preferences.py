@@ -179,7 +179,7 @@ def judge(
 
 def quality(answer: dict[str, Any], reference: str, gold_weight: float) -> float:
     """0 to 1: the scorer's mark and the closeness to the reference, weighted."""
-    return gold_weight * answer["gold"] + (1 - gold_weight) * closeness(answer["text"].strip(), reference.strip())
+    return float(gold_weight * answer["gold"]) + (1 - gold_weight) * closeness(answer["text"].strip(), reference.strip())
 
 
 def closeness(text: str, reference: str) -> float:

@@ -12,6 +12,7 @@ from puna.stages.align.scoring import generator
 from puna.stages.contract import SeededConfig, StageConfig, StageRun, stage
 from puna.storage import PunaError
 
+
 class Task(StageConfig):
     """One generator of reasoning-gym."""
 
@@ -69,7 +70,8 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
     pool: dict[str, dict[str, Any]] = {}
     for draw in range(config.draws):
         entry = _draw(dataset, draw, task, parameters)
-        pool.setdefault(str(entry["question"]), entry)
+        if entry is not None:
+            pool.setdefault(str(entry["question"]), entry)
     fresh = sorted(set(pool) - taken, key=lambda question: _hash(config.seed, question))
     taken.update(fresh)
     border = config.heldout_fraction * 2**64
@@ -99,9 +101,12 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
     ]
 
 
-def _draw(dataset: Any, index: int, task: Task, parameters: str) -> dict[str, Any]:
+def _draw(dataset: Any, index: int, task: Task, parameters: str) -> dict[str, Any] | None:
+    """One entry; None where the generator divides by zero, as basic_arithmetic does in a few of its draws."""
     try:
         entry: dict[str, Any] = dataset[index]
+    except ZeroDivisionError:
+        return None
     except (AssertionError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         # Some generators check their parameters only when they draw.
         raise PunaError(f"task {task.task}: drawing with the parameters {parameters} failed: {error!r}") from error

@@ -93,4 +93,4 @@ def answer_row(
 
 def answer_text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
     """The answer without special tokens."""
-    return tokenizer.decode(tokens, skip_special_tokens=True)
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))

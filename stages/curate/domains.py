@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -127,8 +128,8 @@ def domains(documents: Documents, config: DomainsConfig, run: StageRun) -> None:
 def _usable(seeds: dict[str, str | None], least: int) -> tuple[list[str], dict[str, str]]:
     """Types with enough labels, and the labels of those types."""
     labelled = {identity: name for identity, name in seeds.items() if name is not None}
-    names, counts = np.unique(np.array(list(labelled.values()), dtype="U"), return_counts=True) if labelled else ([], [])
-    kept = [str(name) for name, count in zip(names, counts, strict=True) if count >= least]
+    counts = Counter(labelled.values())
+    kept = sorted(name for name, count in counts.items() if count >= least)
     return kept, {identity: name for identity, name in labelled.items() if name in kept}
 
 

@@ -16,6 +16,7 @@ from puna.stages.contract import Documents, Figure, SeededConfig, Signals, Stage
 from puna.stages.curate.divergence import BINS, LENGTHS, Corpus, expected_at
 from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, Part
+from puna.storage.signals import SIGNALS
 
 CALIBRATED = ("token_kl_excess", "ngram_coverage", "dirty_word_ratio", "words", "top_2gram_character_fraction")
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
@@ -163,10 +164,8 @@ def _table(rows: list[dict[str, Any]]) -> pa.Table:
     columns: dict[str, pa.Array] = {}
     for name in rows[0]:
         values = [row[name] for row in rows]
-        columns[name] = pa.array(values, pa.list_(lists[name])) if name in lists else pa.array(values)
-    # A column without any value has no type of its own.
-    if pa.types.is_null(columns["mean_word_length"].type):
-        columns["mean_word_length"] = columns["mean_word_length"].cast(pa.float64())
+        kind = pa.list_(lists[name]) if name in lists else SIGNALS[name].type if name in SIGNALS else pa.string()
+        columns[name] = pa.array(values, kind)
     return pa.table(columns)
 
 

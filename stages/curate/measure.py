@@ -114,7 +114,7 @@ def measure(text: str, coverage_n: int) -> Measurement:
     line_words, line_covered = ngram_coverage(codes, words.start, words.folded, words.flags, coverage_n)
     bins, counts = count_bins(plain)
     dirty = _count_members(plain, dirty_words())
-    numbers = {
+    numbers: dict[str, Any] = {
         "characters": len(codes),
         **_gopher_quality(codes, words),
         **_gopher_repetition(codes, words),
@@ -123,6 +123,9 @@ def measure(text: str, coverage_n: int) -> Measurement:
         "dirty_words": dirty,
         "dirty_word_ratio": dirty / max(len(plain), 1),
     }
+    if numbers["mean_word_length"] is None:
+        # C4 counts words between white space: a line of a script without spaces has one, and none would be kept.
+        numbers |= {"c4_sentences": None, "c4_open_sentences": None}
     return Measurement(numbers, bins, counts, line_words, line_covered)
 
 

@@ -155,10 +155,11 @@ class GopherQualityRules(WebRules):
 class C4Rules(WebRules):
     """C4's rules (Raffel et al. 2020) without its terminal punctuation rule, as FineWeb uses them."""
 
-    min_sentences: Annotated[int | None, Drop("c4_open_sentences", "<")] = Field(
+    # Not measured for scripts written without spaces.
+    min_sentences: Annotated[int | None, Drop("c4_open_sentences", "<", "keep")] = Field(
         5, ge=0, description="Least number of sentences in the lines that C4 keeps"
     )
-    min_terminated_sentences: Annotated[int | None, Drop("c4_sentences", "<")] = Field(
+    min_terminated_sentences: Annotated[int | None, Drop("c4_sentences", "<", "keep")] = Field(
         None, ge=0, description="The same with only lines that end in terminal punctuation; C4: 5"
     )
     max_lorem_ipsum_lines: Annotated[int | None, Drop("c4_open_lorem_ipsum_lines", ">")] = Field(

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, Signals, StageConfig, StageRun, Tokenizer, stage
 from puna.stages.experiments import laws
-from puna.stages.experiments.pools import Group, Pools, build_pools, grouped
+from puna.stages.experiments.pools import Group, Pools, Sizes, build_pools, grouped
 from puna.stages.experiments.proxy import one_thread, remembered, trained
 from puna.stages.pretrain.corpus import check_mixture
 from puna.stages.pretrain.packed import mean_loss
@@ -94,7 +94,8 @@ def mix_experiment(
     if len(groups) == 1:
         _one_category(groups[0], run)
         return
-    pools = build_pools(documents, groups, tokenizer, config, run)
+    wanted = config.phase.steps * config.phase.rows_per_step * config.sequence_length
+    pools = build_pools(documents, groups, tokenizer, Sizes(wanted, config.heldout_tokens, config.sequence_length), run)
     natural = np.array([group.bytes for group in groups], dtype=np.float64)
     natural /= natural.sum()
     design = laws.simplex_design(len(groups), config.trials - 1, config.least, run.generator("design"))

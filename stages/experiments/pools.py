@@ -23,7 +23,6 @@ from puna.storage import Artifact, Part, PunaError
 
 if TYPE_CHECKING:
     from puna.models.training.objectives.base import Targets
-    from puna.stages.experiments.mix_experiment import MixExperimentConfig
 
 OTHER = "other"
 UNKNOWN = "unknown"
@@ -86,22 +85,42 @@ def grouped(documents: Artifact, mixture: Artifact | None, signals: Artifact, co
     ]
 
 
-def _rows(part: Part, mixture: str | None, signals: str, column: str, seed: int) -> list[Row]:
+def _rows(part: Part, mixture: str | None, signals: str | None, column: str, seed: int) -> list[Row]:
+    """A part's training documents; their category is the signal `column`, or `column` itself without signals."""
     documents = [row for row in chosen_of(part, mixture, "train") if row.text]
     if not documents:
         return []
-    wanted = (pc.field("id") >= documents[0].id) & (pc.field("id") <= documents[-1].id)
-    found = pq.read_table(signals, columns=["id", column], filters=wanted)
-    category = dict(zip(found["id"].to_pylist(), found[column].to_pylist(), strict=True))
+    category = dict.fromkeys((row.id for row in documents), column)
+    if signals is not None:
+        wanted = (pc.field("id") >= documents[0].id) & (pc.field("id") <= documents[-1].id)
+        found = pq.read_table(signals, columns=["id", column], filters=wanted)
+        category = dict(zip(found["id"].to_pylist(), found[column].to_pylist(), strict=True))
     return [Row(rank(seed, row.id), row.id, category.get(row.id) or UNKNOWN, len(row.text.encode())) for row in documents]
 
 
-def build_pools(documents: Artifact, groups: Sequence[Group], tokenizer: Artifact, config: MixExperimentConfig, run: StageRun) -> str:
+def one_group(documents: Artifact, name: str, run: StageRun) -> Group:
+    """All documents as one group, in hashed order."""
+    parts = run.parts(documents, columns=["id", "text"])
+    rows = sorted(row for found in run.map(_rows, parts, None, None, name, run.seed("order")) for row in found)
+    if not rows:
+        raise PunaError(f"{documents.id} has no documents with text")
+    return Group(name, {name: sum(row.bytes for row in rows)}, tuple(rows))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much text of each group small runs need: `training` and `heldout` tokens, in rows of `row` tokens."""
+
+    training: int
+    heldout: int
+    row: int
+
+
+def build_pools(documents: Artifact, groups: Sequence[Group], tokenizer: Artifact, sizes: Sizes, run: StageRun) -> str:
     """Encode what the trials need, into a folder of the run's scratch; returns the folder."""
-    wanted_tokens = config.phase.steps * config.phase.rows_per_step * config.sequence_length
     uses: dict[str, tuple[int, int]] = {}
     for number, group in enumerate(groups):
-        held, pool = _divide(group, config.heldout_tokens * TEXT_PER_TOKEN, wanted_tokens * TEXT_PER_TOKEN)
+        held, pool = _divide(group, sizes.heldout * TEXT_PER_TOKEN, sizes.training * TEXT_PER_TOKEN)
         uses |= {row.id: (number, 1) for row in held} | {row.id: (number, 0) for row in pool}
     target = Path(run.scratch) / "pools"
     target.mkdir(exist_ok=True)
@@ -117,8 +136,8 @@ def build_pools(documents: Artifact, groups: Sequence[Group], tokenizer: Artifac
     for number in range(len(groups)):
         for held_out, name in ((0, "pool"), (1, "heldout")):
             rows = sorted(found[2 * number + held_out])
-            _write(target / f"{name}-{number}.parquet", rows, config.sequence_length)
-    (target / "limit").write_text(str(config.heldout_tokens))
+            _write(target / f"{name}-{number}.parquet", rows, sizes.row)
+    (target / "limit").write_text(str(sizes.heldout))
     (target / "complete").touch()
     return str(target)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from puna.stages.pretrain.corpus import rank
@@ -41,19 +42,26 @@ class Packed:
     @staticmethod
     def read(file: Path | str) -> Packed:
         """The table `tokens` in a Parquet file."""
-        table = pq.read_table(file, columns=["tokens", "lengths", "documents"]).combine_chunks()
-        if not table.num_rows:
+        flat: dict[str, list[Any]] = {"tokens": [], "sizes": [], "per_row": [], "owners": []}
+        numbers: dict[str, int] = {}
+        # Batch by batch: one Arrow array of lists cannot hold more than 2^31 elements.
+        for batch in pq.ParquetFile(file).iter_batches(batch_size=4096, columns=["tokens", "lengths", "documents"]):
+            lengths = batch["lengths"]
+            flat["tokens"].append(batch["tokens"].flatten().to_numpy().astype(np.int32))
+            flat["sizes"].append(lengths.flatten().to_numpy().astype(np.int64))
+            flat["per_row"].append(pc.list_value_length(lengths).to_numpy().astype(np.int64))
+            documents = batch["documents"].flatten().dictionary_encode()
+            known = np.array([numbers.setdefault(id_, len(numbers)) for id_ in documents.dictionary.to_pylist()], dtype=np.int64)
+            flat["owners"].append(known[documents.indices.to_numpy()])
+        if not flat["tokens"]:
             raise PunaError(f"{file} has no rows: there is nothing to train on")
-        lengths = table["lengths"].combine_chunks()
-        sizes = lengths.flatten().to_numpy().astype(np.int64)
-        per_row = np.diff(lengths.offsets.to_numpy().astype(np.int64))
-        owners = table["documents"].combine_chunks().flatten().dictionary_encode()
+        joined = {name: np.concatenate(arrays) for name, arrays in flat.items()}
         return Packed(
-            tokens=table["tokens"].combine_chunks().flatten().to_numpy().astype(np.int32),
-            starts=np.concatenate([[0], np.cumsum(sizes)]),
-            rows=np.concatenate([[0], np.cumsum(per_row)]),
-            owners=owners.indices.to_numpy().astype(np.int64),
-            ids=tuple(owners.dictionary.to_pylist()),
+            tokens=joined["tokens"],
+            starts=np.concatenate([[0], np.cumsum(joined["sizes"])]),
+            rows=np.concatenate([[0], np.cumsum(joined["per_row"])]),
+            owners=joined["owners"],
+            ids=tuple(numbers),
         )
 
     @property

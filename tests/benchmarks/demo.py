@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def main() -> None:
     results = [run(seed, arguments.store, arguments.recipe) for seed in arguments.seeds]
     if arguments.json:
         steps = [list(r["accuracy"].values()) for r in results]
-        rises = [b - a for values in steps for a, b in zip(values, values[1:], strict=False)]
+        rises = [b - a for values in steps for a, b in pairwise(values)]
         print(json.dumps({
             "bits_per_byte": max(r["bits_per_byte"] for r in results), "gzip_bits_per_byte": min(r["gzip_bits_per_byte"] for r in results),
             "smallest_rise": min(rises), "final_accuracy": min(values[-1] for values in steps),

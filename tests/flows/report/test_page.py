@@ -252,8 +252,9 @@ def test_a_record_of_another_tool_does_not_break_the_page(built: Any, tmp_path: 
 
 def test_a_reused_artifact_hangs_on_the_artifact_of_the_same_content(built: Any, tmp_path: Path) -> None:
     first = type(built)(tmp_path, "first")
-    first.add("ingest", pages=[])
-    table = [{"id": "a", "url": "u", "fetched_at": 0, "source": "web", "title": None, "text": "llama"}]
+    row = {"id": "a", "url": "u", "fetched_at": 0, "source": "web"}
+    first.add("ingest", pages=[row | {"content_type": "text/html", "charset": None, "body": b"llama"}])
+    table = [row | {"title": None, "text": "llama"}]
     for step in ("extract", "url_filter", "pii"):
         # Two steps that change nothing: the same content under other keys.
         first.documents(step, table, given={"documents": first.at["documents"]} if step != "extract" else {"pages": first.at["ingest"]})
@@ -270,3 +271,12 @@ def test_a_reused_artifact_hangs_on_the_artifact_of_the_same_content(built: Any,
     assert [level.lost for level in funnel(run)] == [0, 0, 0]
     text = Page(write(second.store, "second", None).read_text(encoding="utf-8")).text
     assert "pages of before" in text and "documents of before" not in text
+
+
+def test_rows_that_are_lost_are_shown(built: Any, tmp_path: Path) -> None:
+    b = type(built)(tmp_path)
+    row = {"url": "u", "fetched_at": 0, "source": "web", "title": None, "text": "llama"}
+    b.documents("extract", [{"id": str(i)} | row for i in range(5)], given={"inputs": "a.warc"})
+    b.documents("select", [{"id": "1"} | row], dropped=[{"id": "2", "rule": "r", "value": None, "threshold": None, "detail": None}])
+    text = Page(write(b.store, "latest", None).read_text(encoding="utf-8")).text
+    assert "Rows do not add up: 5 in, 1 kept, 1 dropped." in text

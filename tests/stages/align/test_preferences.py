@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from puna.stages.align.preferences import (
     LEVELS,
     PreferencesConfig,
@@ -38,7 +39,7 @@ def answer(text: str, gold: float, model: str = "A", finished: bool = True, samp
 def slow_distance(a: str, b: str) -> int:
     """The definition of Levenshtein's distance, as a recursion."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def distance(i: int, j: int) -> int:
         if not i or not j:
             return i + j

@@ -14,8 +14,8 @@ from puna.models.checkpoint import load
 from puna.models.tokenizer import Tokenizer
 from puna.stages.align.ppo import PpoConfig, ppo
 from puna.stages.align.prompts import PromptsConfig, prompts
-from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
+from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sample import SampleConfig, sample
 from puna.stages.align.scoring import score
 from puna.stages.contract import execute, parse

@@ -20,8 +20,8 @@ from puna.stages.curate.measure import measure
 from puna.stages.curate.words import split, split_codes
 from puna.storage import Store
 
-PIECES = ("the", "and", "of", "de", "la", "alpha", "beta.", "Gamma", "#", "...", "…", "- x", "• y", "\n", "\n\n", "\r\n", "12", "{", "[3]", "javascript",
-          "cookie policy", "lorem ipsum", "end.", "What?", "\u2028", "the cat sat on the mat.", " ", "日本。")  # fmt: skip
+PIECES = ("the", "and", "of", "de", "la", "alpha", "beta.", "Gamma", "#", "...", "…", "- x", "• y", "\n", "\n\n", "\r\n", "12",
+          "{", "[3]", "javascript", "cookie policy", "lorem ipsum", "end.", "What?", "\u2028", "the cat sat on the mat.", " ", "日本。")  # fmt: skip
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=60).map(" ".join) | st.lists(st.sampled_from(PIECES), max_size=60).map("".join)
 
 
@@ -120,11 +120,23 @@ def test_c4(text):
         kept, lorem, curly = c4(text, need_end)
         assert found[f"{prefix}lorem_ipsum_lines"] == lorem
         assert found[f"{prefix}curly_bracket_lines"] == curly
-        assert (found[f"{prefix}sentences"] == 0) == (not any(split(line) for line in kept))
+        if found["mean_word_length"] is None:
+            assert found[f"{prefix}sentences"] is None
+        else:
+            assert (found[f"{prefix}sentences"] == 0) == (not any(split(line) for line in kept))
+
+
+def test_scripts_without_spaces_have_no_word_length():
+    found = measure("多名外国专家告诉记者，合作共赢符合国际社会的利益，这是今天的消息。\n" * 3, 5).numbers
+    assert found["mean_word_length"] is None
+    assert found["c4_sentences"] is None
+    assert found["stop_words"] >= 3
+    assert found["terminated_line_fraction"] == 1
 
 
 def test_c4_sentences_by_hand():
-    text = "One two three. Four five six! Seven?\nEight nine ten\nUse of cookies is good here.\nA fact.[1] B stays so.[citation needed]\nshort line"
+    lines = ["One two three. Four five six! Seven?", "Eight nine ten", "Use of cookies is good here."]
+    text = "\n".join([*lines, "A fact.[1] B stays so.[citation needed]", "short line"])
     found = measure(text, 5).numbers
     # Lines 1 (three sentences) and 4 (two) end in punctuation; line 2 does not; line 3 is policy; line 5 has two words.
     assert found["c4_sentences"] == 5

@@ -45,13 +45,13 @@ def test_interval_covers_the_truth() -> None:
     """Drawn again and again, the interval must hold a further run about 19 times in 20: few points, so 0.8 at least."""
     x, target = np.geomspace(1.0, 30.0, 6), 300.0
     held = 0
-    for seed in range(60):
+    for seed in range(40):
         generator = np.random.default_rng(seed)
         y = 2.0 + 2.0 * x**-0.3 + generator.normal(0, 0.01, len(x))
-        value, low, high = laws.predict(x, y, target, 200, generator)
+        value, low, high = laws.predict(x, y, target, 100, generator)
         assert low <= high and np.isfinite(value)
         held += low <= 2.0 + 2.0 * target**-0.3 + generator.normal(0, 0.01) <= high
-    assert held >= 48, held
+    assert held >= 32, held
 
 
 def test_interval_is_seeded() -> None:

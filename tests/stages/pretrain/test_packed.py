@@ -108,6 +108,13 @@ def test_copies_are_watched_once(tmp_path: Path) -> None:
     assert sum(len(p) for p in data.validation_pieces(held)) == 20
 
 
+def test_no_rows_are_an_error(tmp_path: Path) -> None:
+    empty = pack(pa.array([], pa.list_(pa.int32())), [], 8)
+    pq.write_table(pa.table({"row": pa.array([], pa.int64()), **empty}), tmp_path / "tokens.parquet")
+    with pytest.raises(PunaError, match="nothing to train on"):
+        Packed.read(tmp_path / "tokens.parquet")
+
+
 def test_one_document_cannot_be_both(tmp_path: Path) -> None:
     data = packed(tmp_path, [20], 8)
     with pytest.raises(PunaError, match="one document"):

@@ -1,0 +1,182 @@
+"""Judging a small data set by annealing a half-trained model on it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from puna.stages.contract import Documents, Figure, Model, Prompts, SeededConfig, StageRun, Tokens, stage
+from puna.stages.experiments.pools import Mixed, Pools, Sizes, build_pools, one_group
+from puna.stages.experiments.proxy import one_thread, remembered
+from puna.stages.pretrain import bits_per_byte, intervals
+from puna.stages.pretrain.packed import Packed, Reader, mean_loss
+from puna.stages.pretrain.pretrain import AdamW, Phase
+from puna.storage import Artifact, PunaError
+
+ARMS = ("default", "candidate")
+
+
+class AnnealExperimentConfig(SeededConfig):
+    """How the model is annealed, with and without the candidate documents."""
+
+    share: float = Field(0.3, gt=0, le=1, description="Share of the candidate documents in the annealing mixture, fraction")
+    phase: Phase = Field(
+        Phase(name="anneal", steps=100, rows_per_step=2, learning_rate=1e-3, warmup_steps=5, schedule="linear"),
+        description="The annealing: from learning_rate in a line to 0",
+    )
+    adamw: AdamW = Field(AdamW(), description="The optimiser")
+    repeats: int = Field(3, ge=2, le=100, description="Runs of each kind, over other rows each: what the interval is made of")
+    heldout_tokens: int = Field(
+        8_000, ge=100, description="Held-out tokens of candidates and of the default mixture, each; at most pretrain's validation_tokens"
+    )
+    validation_share: float = Field(
+        0.01, gt=0, lt=0.5, description="Share of the default documents set aside, as pretrain has it, fraction"
+    )
+    prompts_per_task: int = Field(100, ge=1, description="Held-out prompts of each task whose gold answers are scored")
+
+
+class Job(NamedTuple):
+    """One annealing, as workers get it."""
+
+    number: int
+    arm: str
+    repeat: int
+    seed: int
+
+
+@stage(kind="evaluation")
+def anneal_experiment(
+    model: Model, tokens: Tokens, documents: Documents, prompts: Prompts | None, config: AnnealExperimentConfig, run: StageRun
+) -> None:
+    """Is this small data set worth having? (Llama 3, section 3.1.3; Blakeney et al. 2024)
+
+    The model, best a half-trained one, is annealed twice over: on the default tokens alone, and with a share of
+    the candidate documents among them; both from the same weights and for as many tokens. The gain is what the
+    candidates take off the held-out loss: of candidates it has not read, of default documents that pretraining
+    set aside, and of the gold answers to held-out prompts. Pairs of runs over other rows give its interval.
+    """
+    packed = Packed.read(tokens.path("tokens.parquet"))
+    row = int(np.diff(packed.starts[packed.rows]).max())
+    wanted = math.ceil(config.phase.steps * config.phase.rows_per_step * row * config.share)
+    pools = build_pools(documents, [one_group(documents, "candidate", run)], model, Sizes(wanted, config.heldout_tokens, row), run)
+    jobs = [
+        Job(config.repeats * a + repeat, arm, repeat, run.seed("repeat", repeat))
+        for a, arm in enumerate(ARMS)
+        for repeat in range(config.repeats)
+    ]
+    answers = _answers(prompts, model, config.prompts_per_task)
+    arguments = (config.model_dump_json(), str(tokens.path("tokens.parquet")), str(model.path()), pools, answers, str(run.scratch))
+    trials = list(run.map(_trial, jobs, *arguments, rows=len(jobs)))
+    run.write_rows([{k: v for k, v in trial.items() if k != "losses"} for trial in trials], "trials")
+    _report([trial["losses"] for trial in trials], config, run)
+
+
+def _answers(prompts: Artifact | None, model: Artifact, per_task: int) -> dict[str, list[tuple[list[int], list[int]]]]:
+    """(prompt ids, gold answer ids) of held-out prompts by task."""
+    from puna.models.tokenizer import Tokenizer
+
+    tasks: dict[str, list[tuple[list[int], list[int]]]] = {}
+    if prompts is None:
+        return tasks
+    vocabulary = Tokenizer.load(model.path())
+    for row in prompts.read().to_pylist():
+        found = tasks.setdefault(row["task"], []) if row["split"] == "heldout" else None
+        if found is not None and len(found) < per_task:
+            asked, answer, _ = vocabulary.render_pair(row["prompt"], row["reference"])
+            found.append((list(asked), list(answer)))
+    if not tasks:
+        raise PunaError(f"{prompts.id} has no held-out prompts")
+    return tasks
+
+
+@lru_cache(maxsize=1)
+def _default(file: str, share: float, tokens: int) -> tuple[Packed, Any]:
+    packed = Packed.read(file)
+    return packed, packed.validation(share, tokens)
+
+
+def _trial(
+    job: Job, settings: str, tokens: str, model: str, pools: str, answers: dict[str, list[tuple[list[int], list[int]]]], scratch: str
+) -> dict[str, Any]:
+    config = AnnealExperimentConfig.model_validate_json(settings)
+    return remembered(Path(scratch) / f"trial-{job.number}.json", lambda: _anneal(job, config, tokens, model, pools, answers))
+
+
+def _anneal(
+    job: Job, config: AnnealExperimentConfig, tokens: str, model: str, pools: str, answers: dict[str, list[tuple[list[int], list[int]]]]
+) -> dict[str, Any]:
+    from puna.models import accounting
+    from puna.models.checkpoint import load
+    from puna.models.tokenizer import Tokenizer
+    from puna.models.training.loop import train
+    from puna.models.training.objectives import LanguageModeling
+
+    begin = Tokenizer.load(model).bos
+    packed, held = _default(tokens, config.validation_share, config.heldout_tokens)
+    candidates = Pools.read(pools)
+    share = config.share if job.arm == "candidate" else 0.0
+    new = candidates.training[0]
+    readers = [Reader(packed, held, 1, job.seed, begin), Reader(new, np.zeros(len(new.owners), dtype=bool), 1, job.seed, begin)]
+    mixed = Mixed(readers, np.array([1.0 - share, share]), config.phase.rows_per_step)
+    with one_thread():
+        network = load(Path(model))
+        log = train(network, LanguageModeling(), mixed.batch, config.phase.train_config(config.adamw), job.seed)
+        losses = {
+            "candidate": mean_loss(network, candidates.heldout[0]),
+            "default": mean_loss(network, packed.validation_pieces(held)),
+            **{task: _answer_loss(network, pairs) for task, pairs in answers.items()},
+        }
+    steps = range(1, config.phase.steps + 1)
+    return {
+        "trial": job.number,
+        "name": job.arm,
+        "parameters": json.dumps({"share": share, "repeat": job.repeat, "losses": losses}),
+        "loss": losses["default"],
+        "tokens": int(sum(row["tokens"] for row in log)),
+        "flops": float(sum(accounting.training_flops(network.config, mixed.lengths(step)) for step in steps)),
+        "seconds": float(sum(row["seconds"] for row in log)),
+        "losses": losses,
+    }
+
+
+def _answer_loss(network: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> float:
+    """Mean loss over the tokens of gold answers, each after its prompt, in nats per token."""
+    import torch
+
+    from puna.models.training.objectives.base import Targets, target_logprobs
+
+    total, count = 0.0, 0
+    for batch in bits_per_byte.batched(pairs, lambda pair: len(pair[0]) + len(pair[1]), 8192):
+        targets = Targets.from_answers([prompt for prompt, _ in batch], [[answer] for _, answer in batch])
+        with torch.no_grad():
+            total -= float(target_logprobs(network, targets).double().sum())
+        count += len(targets.tokens)
+    return total / count
+
+
+def _report(losses: Sequence[dict[str, float]], config: AnnealExperimentConfig, run: StageRun) -> None:
+    rows, bars = [], []
+    without, with_ = losses[: config.repeats], losses[config.repeats :]
+    for task in losses[0]:
+        before, after = [found[task] for found in without], [found[task] for found in with_]
+        gain = intervals.mean([b - a for b, a in zip(before, after, strict=True)])
+        for metric, found in (("default_loss", intervals.mean(before)), ("candidate_loss", intervals.mean(after)), ("gain", gain)):
+            rows.append({"task": task, "metric": metric, "value": found.value, "low": found.low, "high": found.high, "n": config.repeats})
+        run.metric(f"gain_{task}", gain.value)
+        bars.append((task, gain.value))
+    run.write_rows(rows)
+    figure = Figure(
+        title="What the candidate documents are worth",
+        x="held-out text",
+        y="loss taken off, nats per token",
+        kind="bar",
+        series={"gain": [(name, value) for name, value in bars]},
+    )
+    run.figure("gain", figure)
