@@ -99,7 +99,7 @@ def serve(store: StoreOption = ".puna") -> None:
 @app.command()
 def report(
     run_name: Annotated[str, typer.Argument(metavar="RUN", help="A run; `puna list --runs` shows them, `latest` is the newest")] = "latest",
-    output: Annotated[Path | None, typer.Option(help="HTML file to write (default: report-RUN.html in the store)")] = None,
+    output: Annotated[Path | None, typer.Option(help="HTML file to write (default: runs/RUN.html in the store)")] = None,
     store: StoreOption = ".puna",
 ) -> None:
     """Write one self-contained HTML page about a run."""

@@ -65,7 +65,7 @@ class AdamW(StageConfig):
     beta2: float = Field(0.98, ge=0, lt=1, description="Decay of the second moment")
     epsilon: float = Field(1e-8, gt=0, lt=1, description="Added to the root of the second moment")
     clip: float = Field(1.0, gt=0, description="Largest global norm of the gradient")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="fp32, or the model computes in bf16 and AdamW works on fp32 weights (GPU)")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="fp32, or computing in bf16 over fp32 weights (GPU)")
 
 
 class Phase(StageConfig):
