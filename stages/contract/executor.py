@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
@@ -15,16 +17,25 @@ def local(workers: int | None = None) -> Executor | None:
     count = workers or os.cpu_count() or 1
     if count == 1:
         return None
-    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), initializer=_single_threaded)
+    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), initializer=_start, initargs=(os.getpid(),))
 
 
-def _single_threaded() -> None:
+def _start(parent: int) -> None:
+    """Prepare a worker."""
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
     # One process per core: libraries that start threads of their own would fight over the cores.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "ARROW_NUM_THREADS"):
         os.environ[name] = "1"
     import pyarrow as pa
 
     pa.set_cpu_count(1)
+
+
+def _follow(parent: int) -> None:
+    """End this worker when the process that started it is gone: a killed driver cannot tell its workers."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def ordered(

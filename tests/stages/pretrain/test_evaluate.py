@@ -92,7 +92,7 @@ def found_pages(artifact) -> int:
 
 def test_answers_are_judged_by_the_scorer(store, model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is replaced by one that knows two answers in three."""
-    tasks = (Task(task="basic_arithmetic", parameters={"min_digits": 1, "max_digits": 1}), Task(task="gcd"))
+    tasks = (Task(task="chain_sum", parameters={"min_digits": 1, "max_digits": 1}), Task(task="gcd"))
     asked = execute(prompts, PromptsConfig(tasks=tasks, train=4, heldout=9), {}, store)
     rows = {row["prompt"]: row for row in asked.read().to_pylist()}
     tokenizer = Tokenizer.load(model.path())
@@ -118,7 +118,7 @@ def test_answers_are_judged_by_the_scorer(store, model, monkeypatch: pytest.Monk
     made = execute(evaluate, SETTINGS, {"model": model, "prompts": asked}, store)
     found = table(made)
     # 5 per task, number 3 wrong: 4 of 5, twice.
-    for task, n in (("basic_arithmetic", 5), ("gcd", 5), ("all", 10)):
+    for task, n in (("chain_sum", 5), ("gcd", 5), ("all", 10)):
         assert found[task, "accuracy"]["n"] == n
         assert found[task, "accuracy"]["value"] == found[task, "finished"]["value"] == pytest.approx(0.8)
         assert found[task, "accuracy"]["low"] == pytest.approx(intervals.wilson(4 * n // 5, n).low)
