@@ -17,6 +17,7 @@ class Task(StageConfig):
     """One generator of reasoning-gym."""
 
     task: str = Field(description="Name of the reasoning-gym generator", min_length=1)
+    name: str = Field("", description="What the task is called in tables and reports; empty: as its generator")
     parameters: dict[str, JsonValue] = Field(
         default_factory=dict, description="The generator's own parameters; those left out keep its defaults"
     )
@@ -90,7 +91,7 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
     return [
         {
             "id": identifier(question),
-            "task": task.task,
+            "task": task.name or task.task,
             "split": split,
             "prompt": question,
             "reference": str(pool[question]["answer"]),
@@ -128,6 +129,6 @@ def identifier(*parts: Any) -> str:
 def _entry(task: Task, entry: dict[str, Any]) -> str:
     """The entry as JSON; its tuples come back as lists, which the scorers take."""
     try:
-        return json.dumps({"parameters": task.parameters, "entry": entry}, sort_keys=True)
+        return json.dumps({"generator": task.task, "parameters": task.parameters, "entry": entry}, sort_keys=True)
     except TypeError as error:
         raise PunaError(f"task {task.task}: its entries hold what JSON cannot ({error}); choose another task") from error

@@ -18,15 +18,15 @@ CORRECT = 1.0 - 1e-6
 def score(task: str, answer: str, entry: str) -> float:
     """Gold score of an answer, 0 to 1.
 
-    `task` is a reasoning-gym generator and `entry` the JSON that `prompts` wrote for the question. Blanks
-    around the answer do not count. PunaError when the task is unknown or the entry is not of its making.
+    `task` is the prompt's task, for messages, and `entry` the JSON that `prompts` wrote for the question. Blanks
+    around the answer do not count. PunaError when the entry is not of its making.
     """
     try:
         record: dict[str, Any] = json.loads(entry)
-        parameters, question = record["parameters"], record["entry"]
+        name, parameters, question = record["generator"], record["parameters"], record["entry"]
     except (ValueError, KeyError, TypeError) as error:
         raise PunaError(f"task {task}: the scorer's entry is not what `prompts` writes: {entry[:80]!r}") from error
-    dataset = generator(task, json.dumps(parameters, sort_keys=True))
+    dataset = generator(name, json.dumps(parameters, sort_keys=True))
     return float(dataset.score_answer(answer.strip(), question))
 
 

@@ -55,7 +55,8 @@ def shrunk(shape: Shape, width: int) -> Shape:
         update={
             "hidden_size": width,
             "intermediate_size": max(8, 8 * round(shape.intermediate_size * share / 8)),
-            "num_hidden_layers": max(1, round(shape.num_hidden_layers * share)),
+            # One layer alone cannot copy (it has no induction heads): its loss would lie on another line.
+            "num_hidden_layers": max(min(2, shape.num_hidden_layers), round(shape.num_hidden_layers * share)),
             "num_attention_heads": heads,
             "num_key_value_heads": groups if groups and heads % groups == 0 else 1,
             "head_dim": width // heads,

@@ -15,7 +15,7 @@ from puna.stages.contract import execute, parse
 from puna.storage import PunaError, Store
 
 SUMS = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
-TASKS = [{"task": "chain_sum", "parameters": SUMS}, {"task": "spell_backward", "parameters": {"max_word_len": 4}}]
+TASKS = [{"task": "chain_sum", "name": "sums", "parameters": SUMS}, {"task": "spell_backward", "parameters": {"max_word_len": 4}}]
 
 
 def made(store: Store, **values: Any) -> list[dict[str, Any]]:
@@ -27,7 +27,7 @@ def test_no_question_twice_and_splits_share_none(tmp_path: Path) -> None:
     rows = made(Store.open(tmp_path), train=300, heldout=100, seed=3)
     questions = [row["prompt"] for row in rows]
     assert len(set(questions)) == len(questions) == 2 * 400
-    for task in ("chain_sum", "spell_backward"):
+    for task in ("sums", "spell_backward"):
         assert sum(r["task"] == task and r["split"] == "train" for r in rows) == 300
         assert sum(r["task"] == task and r["split"] == "heldout" for r in rows) == 100
 
@@ -109,7 +109,7 @@ def test_an_entry_that_is_not_ours_is_refused() -> None:
 def test_configuration_is_checked() -> None:
     with pytest.raises(PunaError, match="nothing to generate"):
         parse(PromptsConfig, {"tasks": TASKS, "train": 0, "heldout": 0}, "prompts")
-    assert parse(PromptsConfig, {"tasks": TASKS}, "p").tasks[0] == Task(task="chain_sum", parameters=SUMS)
+    assert parse(PromptsConfig, {"tasks": TASKS}, "p").tasks[0] == Task(task="chain_sum", name="sums", parameters=SUMS)
 
 
 def test_instructions_are_the_references_of_the_training_prompts(tmp_path: Path) -> None:
