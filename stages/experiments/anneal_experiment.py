@@ -33,6 +33,9 @@ class AnnealExperimentConfig(SeededConfig):
     )
     adamw: AdamW = Field(AdamW(), description="The optimiser")
     repeats: int = Field(3, ge=2, le=100, description="Runs of each kind, over other rows each: what the interval is made of")
+    document_tokens: int = Field(
+        8192, ge=8, description="Tokens of a candidate document that are read, from its beginning: few tokens then hold many documents"
+    )
     heldout_tokens: int = Field(
         8_000, ge=100, description="Held-out tokens of candidates and of the default mixture, each; at most pretrain's validation_tokens"
     )
@@ -65,7 +68,8 @@ def anneal_experiment(
     packed = Packed.read(tokens.path("tokens.parquet"))
     row = int(np.diff(packed.starts[packed.rows]).max())
     wanted = math.ceil(config.phase.steps * config.phase.rows_per_step * row * config.share)
-    pools = build_pools(documents, [one_group(documents, "candidate", run)], model, Sizes(wanted, config.heldout_tokens, row), run)
+    sizes = Sizes(wanted, config.heldout_tokens, row, config.document_tokens)
+    pools = build_pools(documents, [one_group(documents, "candidate", run)], model, sizes, run)
     jobs = [
         Job(config.repeats * a + repeat, arm, repeat, run.seed("repeat", repeat))
         for a, arm in enumerate(ARMS)

@@ -59,6 +59,9 @@ class MixExperimentConfig(SeededConfig):
     )
     adamw: AdamW = Field(AdamW(), description="The optimiser")
     sequence_length: int = Field(256, ge=8, description="Tokens of a row")
+    document_tokens: int = Field(
+        1024, ge=8, description="Tokens of a document that are read, from its beginning: few tokens then hold many documents"
+    )
     heldout_tokens: int = Field(8_000, ge=100, description="Held-out tokens of each category to measure the loss on")
 
     @model_validator(mode="after")
@@ -95,7 +98,8 @@ def mix_experiment(
         _one_category(groups[0], run)
         return
     wanted = config.phase.steps * config.phase.rows_per_step * config.sequence_length
-    pools = build_pools(documents, groups, tokenizer, Sizes(wanted, config.heldout_tokens, config.sequence_length), run)
+    sizes = Sizes(wanted, config.heldout_tokens, config.sequence_length, config.document_tokens)
+    pools = build_pools(documents, groups, tokenizer, sizes, run)
     natural = np.array([group.bytes for group in groups], dtype=np.float64)
     natural /= natural.sum()
     design = laws.simplex_design(len(groups), config.trials - 1, config.least, run.generator("design"))

@@ -28,6 +28,8 @@ OTHER = "other"
 UNKNOWN = "unknown"
 TEXT_PER_TOKEN = 6
 """Bytes of text taken for each token wanted: more than a token holds, so that a pool is seldom short."""
+MOST_PER_TOKEN = 64
+"""Characters that no long text exceeds per token."""
 
 
 class Row(NamedTuple):
@@ -109,18 +111,23 @@ def one_group(documents: Artifact, name: str, run: StageRun) -> Group:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much text of each group small runs need: `training` and `heldout` tokens, in rows of `row` tokens."""
+    """How much text of each group small runs need, in tokens.
+
+    `row`: length of a packed row. `document`: only this much of a document's beginning is read, so that few
+    tokens still come from many documents.
+    """
 
     training: int
     heldout: int
     row: int
+    document: int
 
 
 def build_pools(documents: Artifact, groups: Sequence[Group], tokenizer: Artifact, sizes: Sizes, run: StageRun) -> str:
     """Encode what the trials need, into a folder of the run's scratch; returns the folder."""
     uses: dict[str, tuple[int, int]] = {}
     for number, group in enumerate(groups):
-        held, pool = _divide(group, sizes.heldout * TEXT_PER_TOKEN, sizes.training * TEXT_PER_TOKEN)
+        held, pool = _divide(group, sizes)
         uses |= {row.id: (number, 1) for row in held} | {row.id: (number, 0) for row in pool}
     target = Path(run.scratch) / "pools"
     target.mkdir(exist_ok=True)
@@ -129,7 +136,7 @@ def build_pools(documents: Artifact, groups: Sequence[Group], tokenizer: Artifac
     parts = run.parts(documents, columns=["id", "text"])
     order = {row.id: index for group in groups for index, row in enumerate(group.rows)}
     found: list[list[tuple[int, str, list[int]]]] = [[] for _ in range(2 * len(groups))]
-    for encoded in run.map(_encode, parts, uses, folder(tokenizer)):
+    for encoded in run.map(_encode, parts, uses, folder(tokenizer), sizes.document):
         for id_, ids in encoded:
             number, held_out = uses[id_]
             found[2 * number + held_out].append((order[id_], id_, ids))
@@ -142,13 +149,13 @@ def build_pools(documents: Artifact, groups: Sequence[Group], tokenizer: Artifac
     return str(target)
 
 
-def _divide(group: Group, heldout_bytes: int, pool_bytes: int) -> tuple[list[Row], list[Row]]:
+def _divide(group: Group, sizes: Sizes) -> tuple[list[Row], list[Row]]:
     """The first documents of a group as held out (at most a third of its text), the next ones as its pool."""
-    limit = min(heldout_bytes, group.bytes // 3)
-    reached = np.cumsum([row.bytes for row in group.rows])
+    reached = np.cumsum([min(row.bytes, sizes.document * TEXT_PER_TOKEN) for row in group.rows])
+    limit = min(sizes.heldout * TEXT_PER_TOKEN, int(reached[-1]) // 3)
     held = max(1, int(np.searchsorted(reached, limit, side="right")))
     before = int(reached[held - 1])
-    pool = int(np.searchsorted(reached, before + pool_bytes)) + 1
+    pool = int(np.searchsorted(reached, before + sizes.training * TEXT_PER_TOKEN)) + 1
     if held == len(group.rows):
         raise PunaError(
             f"category {group.name!r} has one document: one is needed to train on and one to measure the loss on; "
@@ -157,12 +164,14 @@ def _divide(group: Group, heldout_bytes: int, pool_bytes: int) -> tuple[list[Row
     return list(group.rows[:held]), list(group.rows[held:pool])
 
 
-def _encode(part: Part, uses: dict[str, tuple[int, int]], tokenizer: str) -> list[tuple[str, list[int]]]:
+def _encode(part: Part, uses: dict[str, tuple[int, int]], tokenizer: str, most: int) -> list[tuple[str, list[int]]]:
+    """(id, tokens) of the part's documents that are used: the first `most` tokens, the end token only if it is among them."""
     table = part.read()
     chosen = [(id_, text) for id_, text in zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True) if id_ in uses]
     vocabulary = loaded(tokenizer)
-    encodings = vocabulary.encode_batch([text for _, text in chosen])
-    return [(id_, [vocabulary.bos, *ids, vocabulary.eos]) for (id_, _), ids in zip(chosen, encodings, strict=True)]
+    # A book need not be encoded for its first page.
+    encodings = vocabulary.encode_batch([text[: MOST_PER_TOKEN * most] for _, text in chosen])
+    return [(id_, [vocabulary.bos, *ids, vocabulary.eos][:most]) for (id_, _), ids in zip(chosen, encodings, strict=True)]
 
 
 def _write(file: Path, rows: list[tuple[int, str, list[int]]], sequence_length: int) -> None:
