@@ -7,7 +7,6 @@ write is read back, sharded or not, in fp32, fp16 or bf16. Nothing is ever unpic
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -62,14 +61,12 @@ def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = N
         _write_json(folder / "generation_config.json", {**stops, "pad_token_id": tokenizer.pad})
 
 
-def load(
-    folder: Path | str, head: Head | None = None, generator: torch.Generator | None = None
-) -> Transformer:
+def load(folder: Path | str, head: Head | None = None) -> Transformer:
     """Read a Llama-layout checkpoint; the model is fp32 on CPU.
 
-    `head=None` takes the head that the checkpoint holds. A scalar head that it lacks is drawn from
-    `generator`, small, so that first rewards are near zero. Raises CheckpointError, naming the file and
-    the field, for what is missing, damaged or not computed here.
+    `head=None` takes the head that the checkpoint holds. A scalar head that it lacks is zero: all first
+    rewards are equal, and training shapes the hidden states before it trusts any of their directions.
+    Raises CheckpointError, naming the file and the field, for what is missing, damaged or not computed here.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -79,10 +76,7 @@ def load(
     if model.head == "scalar":
         state.pop("lm_head.weight", None)
         if "score.weight" not in state:
-            if generator is None:
-                raise CheckpointError(f"{folder} has no scalar head: pass a generator to draw one")
-            std = 1.0 / math.sqrt(config.hidden_size + 1)  # Ziegler et al. 2019
-            state["score.weight"] = torch.empty(1, config.hidden_size).normal_(0.0, std, generator=generator)
+            state["score.weight"] = torch.zeros(1, config.hidden_size)
     else:
         state.pop("score.weight", None)
         if config.tie_word_embeddings and "model.embed_tokens.weight" in state:
