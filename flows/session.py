@@ -33,7 +33,7 @@ class Session:
         """Run one stage, tell the terminal and the run's log."""
 
         def started(identity: Identity) -> None:
-            self.console.started(step, against(self.store, identity))
+            self.console.started(step, against(self.store, identity, step))
 
         self.console.step = step
         outcome = perform(stage, config, given, self.store, executor=self.executor, listener=self.console, run=self.run, on_start=started)
