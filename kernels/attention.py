@@ -40,10 +40,14 @@ class Tile:
 
 @dataclass(frozen=True, eq=False)
 class ForestMask:
-    """`end` [T] int32 and its segments (start, stop, end): maximal runs of tokens with one `end`."""
+    """`end` [T] int32 and its segments (start, stop, end): maximal runs of tokens with one `end`.
+
+    With a `window`, a query sees only the last `window` tokens of its path, itself included.
+    """
 
     end: Tensor
     segments: tuple[tuple[int, int, int], ...]
+    window: int | None = None
 
     @staticmethod
     def from_end(end: Tensor) -> ForestMask:
@@ -63,17 +67,46 @@ class ForestMask:
             path.append(last)
         return ForestMask(end, segments)
 
+    def within(self, window: int | None) -> ForestMask:
+        """The same forest under a sliding window of that many tokens of a path (None: the whole path)."""
+        if window == self.window:
+            return self
+        if window not in self._windowed:
+            self._windowed[window] = ForestMask(self.end, self.segments, window)
+        return self._windowed[window]
+
+    @cached_property
+    def _windowed(self) -> dict[int | None, ForestMask]:
+        return {}
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """[T] int64 on CPU: how many tokens stand before each one on its path."""
+        depths = torch.arange(len(self.end))
+        path: list[tuple[int, int, int]] = []  # (stop, end, depth of the next token) of the segments above
+        for start, stop, end in self.segments:
+            while path and path[-1][1] <= start:
+                path.pop()
+            depth = path[-1][2] if path else 0
+            depths[start:stop] += depth - start
+            path.append((stop, end, depth + stop - start))
+        return depths
+
     def dense(self) -> Tensor:
         """[T, T] bool, True where the row's query sees the column's key. For the reference."""
         index = torch.arange(len(self.end), device=self.end.device)
-        return (index[None, :] <= index[:, None]) & (index[:, None] < self.end[None, :])
+        seen = (index[None, :] <= index[:, None]) & (index[:, None] < self.end[None, :])
+        if self.window is not None:
+            depths = self.depths.to(self.end.device)
+            seen &= depths[:, None] - depths[None, :] < self.window
+        return seen
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
         """The tiles of all queries, in order; a layout's tiles are made once and serve every layer."""
         end, index = self.end.cpu(), torch.arange(len(self.end))
         return tuple(
-            _tile(end, index, start, stop, self.end.device) for start, stop in _row_cuts(self.segments)
+            _tile(self, end, index, start, stop, self.end.device) for start, stop in _row_cuts(self.segments)
         )
 
 
@@ -93,12 +126,20 @@ def _row_cuts(segments: tuple[tuple[int, int, int], ...]) -> Iterator[tuple[int,
         yield first, segments[-1][1]
 
 
-def _tile(end: Tensor, index: Tensor, start: int, stop: int, device: torch.device) -> Tile:
-    before = torch.nonzero(end[:start] > start)[:, 0]
-    whole = end[before] >= stop
+def _tile(
+    mask: ForestMask, end: Tensor, index: Tensor, start: int, stop: int, device: torch.device
+) -> Tile:
+    seen = end[:start] > start
+    if mask.window is not None:
+        seen &= mask.depths[:start] > mask.depths[start:stop].min() - mask.window
+    before = torch.nonzero(seen)[:, 0]
+    # Under a window the oldest keys are those that only some rows see: all are masked, and stay in order.
+    whole = (end[before] >= stop) & (mask.window is None)
     some = torch.cat([before[~whole], index[start:stop]])
     rows = index[start:stop, None]
     hidden = (some[None, :] > rows) | (rows >= end[some][None, :])
+    if mask.window is not None:
+        hidden |= mask.depths[rows] - mask.depths[some][None, :] >= mask.window
     keys = torch.cat([before[whole], some])
     contiguous = int(keys[-1]) - int(keys[0]) + 1 == len(keys) and bool((keys[1:] > keys[:-1]).all())
     where = slice(int(keys[0]), stop) if contiguous else keys.to(device)
