@@ -118,7 +118,8 @@ class ModelConfig:
     """Sizes of the decoder and which of the family's variations it has. Widths and lengths are in elements
     and tokens.
 
-    head_dim           width of one attention head; left out, it is hidden_size // num_attention_heads
+    head_dim           width of a query or key head; left out, it is hidden_size // num_attention_heads, and
+                       with mla the sum of that's two parts
     num_key_value_heads  shared evenly by the query heads: as many as those is multi-head, one multi-query,
                        between them grouped-query attention (Ainslie et al. 2023)
     sliding_window     tokens a query sees, itself included, in `sliding_layers` (None: in all layers)
@@ -157,7 +158,8 @@ class ModelConfig:
             if isinstance(value := getattr(self, name), dict):
                 object.__setattr__(self, name, kind(**value))
         if self.head_dim == 0 and self.num_attention_heads > 0:
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+            width = self.hidden_size // self.num_attention_heads if self.mla is None else self.mla.qk_head_dim
+            object.__setattr__(self, "head_dim", width)
         if self.sliding_layers is not None:
             object.__setattr__(self, "sliding_layers", tuple(sorted(set(self.sliding_layers))))
         self._check()
@@ -173,7 +175,7 @@ class ModelConfig:
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
-        if self.head_dim % 2:
+        if self.head_dim % 2 and self.mla is None:
             raise ValueError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
         layers = self.sliding_layers or ()
         if layers and (self.sliding_window is None or not 0 <= layers[0] <= layers[-1] < self.num_hidden_layers):
@@ -182,6 +184,8 @@ class ModelConfig:
             )
         if self.mla and (self.num_key_value_heads != self.num_attention_heads or self.qkv_bias != self.o_bias):
             raise ValueError("latent attention (mla) has as many key-value as query heads, and all biases or none")
+        if self.mla and self.head_dim != self.mla.qk_head_dim:
+            raise ValueError(f"head_dim must be left out or {self.mla.qk_head_dim} with mla, not {self.head_dim}")
         if self.mla and (self.qk_norm or self.sliding_window):
             raise ValueError("latent attention (mla) has neither qk_norm nor sliding_window here")
 
@@ -227,16 +231,6 @@ class ModelConfig:
         """Each layer's sliding window in tokens; None where a query sees all of its path."""
         sliding = range(self.num_hidden_layers) if self.sliding_layers is None else self.sliding_layers
         return tuple(self.sliding_window if i in sliding else None for i in range(self.num_hidden_layers))
-
-    @property
-    def cache_heads(self) -> int:
-        """Heads of the keys and values that attention sees."""
-        return self.num_key_value_heads
-
-    @property
-    def cache_width(self) -> int:
-        """Width of a head of those keys and values."""
-        return self.head_dim if self.mla is None else self.mla.qk_head_dim
 
     def rotary_frequencies(self) -> list[float]:
         """Angle of each rotated pair of elements from one token to the next, in radians."""

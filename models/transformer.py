@@ -117,10 +117,8 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         T, mla = x_TD.shape[0], self.mla
-        if mla.q_lora_rank:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD)))
-        else:
-            q = self.q_proj(x_TD)
+        low = mla.q_lora_rank > 0
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD))) if low else self.q_proj(x_TD)
         q_THN, q_THR = q.view(T, -1, mla.qk_head_dim).split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1)
         latent, shared = self.kv_a_proj_with_mqa(x_TD).split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
         kv = self.kv_b_proj(self.kv_a_layernorm(latent.contiguous()))
@@ -193,7 +191,7 @@ class MoeMLP(nn.Module):
         counts = torch.bincount(chosen_Tk.flatten(), minlength=E)
         self.balance = None
         if torch.is_grad_enabled():
-            self.balance = E * (counts / len(x_TD) * p_TE.mean(0)).sum()
+            self.balance = E * (counts.to(p_TE.dtype) / len(x_TD) * p_TE.mean(0)).sum()
         order = chosen_Tk.flatten().argsort(stable=True)
         token = order // k
         y_ND = self.experts(x_TD[token], counts.tolist()) * weight_Tk.flatten()[order, None].to(x_TD.dtype)
