@@ -15,7 +15,14 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    DynamicCache,
+    GenerationMixin,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -61,7 +68,10 @@ for _kind in EXPERTS:  # transformers applies a family's conversion to classes o
 
 def shape_of(config: PreTrainedConfig) -> ModelConfig:
     """The decoder's own configuration. Raises ValueError for what it does not compute."""
-    return parse_config(config.to_dict())
+    raw = config.to_dict()
+    if isinstance(getattr(config, "quantization_config", None), GgufConfig):
+        del raw["quantization_config"]  # `from_pretrained` unpacks what such a file holds
+    return parse_config(raw)
 
 
 class PunaBlock(GradientCheckpointingLayer, Block):
@@ -80,6 +90,29 @@ class PunaPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["PunaBlock"]
     _supports_sdpa = True
     head: Head | None = None
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, gguf_file: str | None = None, **kwargs: Any) -> Self:
+        """As transformers. The weights of a GGUF file are unpacked to `dtype`; ValueError where it stretches
+        rotary frequencies by a tensor of its own (Llama 3.1), unless `config` says how in `rope_parameters`.
+        """
+        if gguf_file is None:
+            return super().from_pretrained(*args, **kwargs)
+        model = super().from_pretrained(
+            *args, gguf_file=gguf_file, quantization_config=GgufConfig(dequantize=True), **kwargs
+        )
+        model.config.__dict__.pop("quantization_config", None)
+        model.hf_quantizer, model.is_quantized = None, False
+        file = Path(args[0] if args else kwargs["pretrained_model_name_or_path"]) / gguf_file
+        if file.is_file() and shape_of(model.config).rope_scaling is None:
+            from gguf import GGUFReader
+
+            if any(tensor.name.startswith("rope_freqs") for tensor in GGUFReader(file).tensors):
+                raise ValueError(
+                    f"{file} scales rotary frequencies by its tensor rope_freqs, which is not read: pass a "
+                    f"config whose rope_parameters say how (rope_type llama3)"
+                )
+        return model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As transformers, under the family's architecture name, so that any reader of it loads the folder."""

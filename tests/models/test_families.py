@@ -273,3 +273,66 @@ def test_layouts_that_cannot_hold_a_model_are_refused():
         Moe(4, 5, 80)
     with pytest.raises(ValueError, match=r"sliding_layers \(3,\) must be layers of 0..2"):
         ModelConfig(**SHAPE, sliding_window=4, sliding_layers=(3,))
+
+
+def write_gguf(model, path, extra=()):
+    """The model as llama.cpp's converter lays it out: projections Q8_0, query and key rows interleaved."""
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    short = {"embed_tokens": "token_embd", "lm_head": "output", "norm": "output_norm"}
+    short |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    short |= {f"{x}_proj": f"attn_{x}" for x in "qkv"} | {"o_proj": "attn_output"}
+    short |= {f"{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")}
+    for name, tensor in model.state_dict().items():
+        parts = name.split(".")
+        prefix = f"blk.{parts[2]}." if parts[1] == "layers" else ""
+        value = tensor.numpy()
+        if parts[-2] in ("q_proj", "k_proj"):
+            value = value.reshape(-1, 2, config.head_dim // 2, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
+        kind = gguf.GGMLQuantizationType.Q8_0 if prefix and value.ndim == 2 else gguf.GGMLQuantizationType.F32
+        packed = gguf.quantize(value, kind) if kind == gguf.GGMLQuantizationType.Q8_0 else value
+        writer.add_tensor(f"{prefix}{short[parts[-2]]}.weight", packed, raw_dtype=kind)
+    for name, tensor in extra:
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_files_load_and_save_as_safetensors(tmp_path):
+    pytest.importorskip("gguf")
+    from transformers import AutoModelForCausalLM
+
+    from puna.models.hub import PunaForCausalLM
+
+    config = ModelConfig(64, 64, 96, 2, 4, 2, head_dim=16, rope_theta=500_000.0, initializer_range=0.1)
+    model = Transformer(config, generator=torch.Generator().manual_seed(0))
+    write_gguf(model, tmp_path / "tiny.gguf")
+    hub = PunaForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
+    twin = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
+    tokens = torch.randint(0, 64, (2, 15), generator=torch.Generator().manual_seed(1))
+    close(hub(input_ids=tokens).logits, twin(input_ids=tokens).logits, 2e-5)
+    for name, tensor in model.state_dict().items():
+        # Q8_0 keeps each block of 32 within half a step of its largest value / 127.
+        error = (hub.state_dict()[name] - tensor).abs().max()
+        assert error <= (0 if tensor.ndim == 1 or "layers" not in name else 0.51 * tensor.abs().max() / 127)
+    hub.save_pretrained(tmp_path / "plain")
+    again = load(tmp_path / "plain")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), hub.parameters(), strict=True))
+    write_gguf(model, tmp_path / "scaled.gguf", [("rope_freqs.weight", torch.ones(8))])
+    with pytest.raises(ValueError, match="rope_freqs, which is not read"):
+        PunaForCausalLM.from_pretrained(tmp_path, gguf_file="scaled.gguf")
