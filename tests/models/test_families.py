@@ -13,18 +13,18 @@ from puna.models.families import parse_config
 from puna.models.forest import Forest
 from puna.models.transformer import Transformer
 
-SHAPE = dict(
-    vocab_size=97,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=12,
-    max_position_embeddings=256,
-    initializer_range=0.15,
-    rms_norm_eps=1e-6,
-)
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "rms_norm_eps": 1e-6,
+}
 LONG = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 FAMILIES = {
     "llama": {},
@@ -161,7 +161,7 @@ def test_hub_model_generates_as_transformers_does(tmp_path, name):
     save(build(name), tmp_path)
     tokens, mask = ids(3, 12), torch.ones(3, 12, dtype=torch.long)
     mask[0, :5] = 0
-    options = dict(attention_mask=mask, max_new_tokens=14, do_sample=False, pad_token_id=0, eos_token_id=None)
+    options = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     ours, expected = (m.generate(tokens, **options) for m in (PunaForCausalLM.from_pretrained(tmp_path), theirs(tmp_path)))
     assert torch.equal(ours, expected)
 
