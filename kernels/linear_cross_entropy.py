@@ -31,9 +31,7 @@ def linear_cross_entropy_reference(x_ND: Tensor, w_VD: Tensor, targets: Tensor, 
     return -(logp.gather(1, targets[:, None])[:, 0] * weights).sum()
 
 
-def linear_token_logprobs_reference(
-    x_ND: Tensor, w_VD: Tensor, targets: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def linear_token_logprobs_reference(x_ND: Tensor, w_VD: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """([N] log-probabilities of the targets, [N] entropies in nats) of softmax(x w^T / temperature)."""
     logp = torch.log_softmax(x_ND @ w_VD.T / temperature, -1)
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
@@ -140,9 +138,7 @@ def linear_cross_entropy(x_ND: Tensor, w_VD: Tensor, targets: Tensor, weights: T
     return _LinearCrossEntropy.apply(x_ND, w_VD, targets, weights, torch.is_grad_enabled())
 
 
-def linear_token_logprobs(
-    x_ND: Tensor, w_VD: Tensor, targets: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def linear_token_logprobs(x_ND: Tensor, w_VD: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """([N] log-probabilities of the targets, [N] entropies in nats) of softmax(x w^T / temperature).
 
     Both are differentiable, in fp32 at least. `targets` [N] int64 in [0, V).
