@@ -124,3 +124,22 @@ def test_temperature_must_be_positive():
     x, w, targets, _ = inputs()
     with pytest.raises(ValueError, match="temperature must be positive"):
         linear_token_logprobs(x, w, targets, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_operators_are_registered_as_torch_expects(dtype):
+    x, w, targets, weights = (t.detach().to(dtype) if t.is_floating_point() else t for t in inputs())
+    x.requires_grad_()
+    w.requires_grad_()
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(module._cross_entropy, (x, w, targets, weights, True, True), test_utils=checks)
+    torch.library.opcheck(module._logprobs, (x, w, targets, 0.7), test_utils=checks)
+
+
+def test_fp32_on_cpu_equals_the_reference(within_budget):
+    """The fused loop over a chunk's rows."""
+    x, w, targets, weights = inputs(50, 8, 40)
+    within_budget(
+        lambda x, w, c: linear_cross_entropy(x, w, targets, c),
+        lambda x, w, c: linear_cross_entropy_reference(x, w, targets, c), (x, w, weights), torch.float32,
+    )  # fmt: skip
