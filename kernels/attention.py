@@ -105,9 +105,7 @@ class ForestMask:
     def tiles(self) -> tuple[Tile, ...]:
         """The tiles of all queries, in order; a layout's tiles are made once and serve every layer."""
         end, index = self.end.cpu(), torch.arange(len(self.end))
-        return tuple(
-            _tile(self, end, index, start, stop, self.end.device) for start, stop in _row_cuts(self.segments)
-        )
+        return tuple(_tile(self, end, index, start, stop, self.end.device) for start, stop in _row_cuts(self.segments))
 
 
 def _row_cuts(segments: tuple[tuple[int, int, int], ...]) -> Iterator[tuple[int, int]]:
@@ -143,9 +141,7 @@ def _tile(
     keys = torch.cat([before[whole], some])
     contiguous = int(keys[-1]) - int(keys[0]) + 1 == len(keys) and bool((keys[1:] > keys[:-1]).all())
     where = slice(int(keys[0]), stop) if contiguous else keys.to(device)
-    bias = (
-        torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf).to(device) if bool(hidden.any()) else None
-    )
+    bias = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf).to(device) if bool(hidden.any()) else None
     return Tile(slice(start, stop), where, bias)
 
 

@@ -41,9 +41,7 @@ def lay_out(forest):
 
 def tensors(T, H=4, G=2, K=6, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(T, heads, K, dtype=dtype, generator=generator, requires_grad=True) for heads in (H, G, G)
-    ]
+    return [torch.randn(T, heads, K, dtype=dtype, generator=generator, requires_grad=True) for heads in (H, G, G)]
 
 
 @given(forests)
@@ -71,9 +69,7 @@ def test_tiles_hold_each_visible_pair_once_and_no_unseen_key(forest, rows):
             visible = set(keys)
             if tile.bias is not None:
                 partial = keys[len(keys) - tile.bias.shape[1] :]
-                visible -= {
-                    key for key, bias in zip(partial, tile.bias[offset].tolist(), strict=True) if bias < 0
-                }
+                visible -= {key for key, bias in zip(partial, tile.bias[offset].tolist(), strict=True) if bias < 0}
             assert visible == seen[query]
 
 
@@ -97,9 +93,7 @@ def test_values_and_gradients_equal_the_dense_reference(forest, rows, heads):
 def test_reference_is_torch_attention_on_one_document():
     q, k, v = tensors(7)
     mask = ForestMask.from_end(torch.full((7,), 7, dtype=torch.int32))
-    theirs = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, enable_gqa=True
-    )
+    theirs = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, enable_gqa=True)
     torch.testing.assert_close(attention_reference(q, k, v, mask).transpose(0, 1), theirs)
 
 
