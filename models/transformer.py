@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from puna.kernels.attention import ForestMask, attention
 from puna.kernels.linear import linear
 from puna.kernels.linear_cross_entropy import linear_cross_entropy, linear_token_logprobs
-from puna.kernels.rms_norm import rms_norm
+from puna.kernels.rms_norm import add_rms_norm, rms_norm
 from puna.kernels.rope import rope
 from puna.kernels.swiglu import swiglu
 from puna.models.config import ModelConfig
@@ -64,6 +64,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return rms_norm(x_TD, self.weight, self.eps)
+
+    def add(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, sum), in one pass."""
+        return add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -212,8 +216,11 @@ class Block(nn.Module):
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         normed_TD = self.input_layernorm(x_TD)
-        x_TD = x_TD + self.self_attn(normed_TD, cos, sin, attend)
-        return x_TD + self.mlp(normed_TD if self.parallel else self.post_attention_layernorm(x_TD))
+        seen_TD = self.self_attn(normed_TD, cos, sin, attend)
+        if self.parallel:
+            return x_TD + seen_TD + self.mlp(normed_TD)
+        normed_TD, x_TD = self.post_attention_layernorm.add(x_TD, seen_TD)
+        return x_TD + self.mlp(normed_TD)
 
 
 class Decoder(nn.Module):
