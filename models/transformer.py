@@ -172,9 +172,9 @@ class Experts(nn.Module):
 class MoeMLP(nn.Module):
     """Each token through its top-k experts, no token dropped.
 
-    `balance` is, after a forward pass with gradients, the load-balancing loss of its tokens: E times the sum
-    over experts of (share of tokens that chose it) x (mean router probability), k when all are even (Fedus et
-    al. 2022, equation 4; with top-k choices it counts each).
+    `balance` is the load-balancing loss of the last forward pass with gradients: E times the sum over experts
+    of (share of tokens that chose it) x (mean router probability), k when all are even (Fedus et al. 2022,
+    equation 4; with top-k choices it counts each).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -193,7 +193,6 @@ class MoeMLP(nn.Module):
         if self.moe.norm_topk_prob:
             weight_Tk = weight_Tk / weight_Tk.sum(-1, keepdim=True)
         counts = torch.bincount(chosen_Tk.flatten(), minlength=E)
-        self.balance = None
         if torch.is_grad_enabled():
             self.balance = E * (counts.to(p_TE.dtype) / len(x_TD) * p_TE.mean(0)).sum()
         order = chosen_Tk.flatten().argsort(stable=True)
@@ -278,6 +277,17 @@ def forest_attend(config: ModelConfig, mask: ForestMask) -> Attend:
     return attend
 
 
+def take_balance_loss(model: nn.Module, config: ModelConfig) -> Tensor | None:
+    """See `Transformer.take_balance_loss`."""
+    blocks = [m for m in model.modules() if isinstance(m, MoeMLP)] if config.moe is not None else []
+    losses = [block.balance for block in blocks if block.balance is not None]
+    for block in blocks:
+        block.balance = None
+    if config.moe is None or not losses:
+        return None
+    return config.moe.router_aux_loss_coef * torch.stack(losses).mean()
+
+
 class Transformer(nn.Module):
     """A decoder with a language-model head (`lm`) or one number per token (`scalar`: reward, value).
 
@@ -316,13 +326,10 @@ class Transformer(nn.Module):
         attend = forest_attend(self.config, forest.mask)
         return self.model(self.model.embed_tokens(forest.tokens), forest.positions, attend)
 
-    def balance_loss(self) -> Tensor | None:
-        """`router_aux_loss_coef` times the mean over layers of the last forward pass's load-balancing loss;
-        None without experts or without gradients."""
-        losses = [m.balance for m in self.modules() if isinstance(m, MoeMLP) and m.balance is not None]
-        if self.config.moe is None or not losses:
-            return None
-        return self.config.moe.router_aux_loss_coef * torch.stack(losses).mean()
+    def take_balance_loss(self) -> Tensor | None:
+        """`router_aux_loss_coef` times the mean over layers of the load-balancing loss of the last forward pass
+        with gradients, once; None without such a pass or without experts."""
+        return take_balance_loss(self, self.config)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Next-token logits [N, V]."""
