@@ -36,12 +36,17 @@ def _guarded(portable: Function, triton: Function) -> Function:
     def launch(*args: Any) -> Any:
         first = next(arg for arg in args if isinstance(arg, Tensor) or (isinstance(arg, list) and arg and isinstance(arg[0], Tensor)))
         tensor = first if isinstance(first, Tensor) else first[0]
-        if tensor.dtype == torch.float64:
+        if not uses_triton(tensor):
             return portable(*args)
         with torch.cuda.device_of(tensor):
             return triton(*args)
 
     return launch
+
+
+def uses_triton(tensor: Tensor) -> bool:
+    """Whether operators on this tensor run their Triton version."""
+    return tensor.dtype != torch.float64 and (tensor.is_cuda or (INTERPRETED and tensor.device.type == "cpu"))
 
 
 def differentiable(name: str, backward: Function, setup: Function) -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
-from puna.models.machine import matrix_rate, peak_flops
+from puna.models.machine import Machine, matrix_rate, peak_flops
 
 __all__ = ["matrix_rate", "peak_flops"]
 
@@ -217,3 +217,61 @@ def cache_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32")
     """Keys and values of `tokens` tokens during generation, in bytes."""
     width = config.num_key_value_heads * config.head_dim
     return ELEMENT_BYTES[precision] * 2 * config.num_hidden_layers * width * tokens
+
+
+def elementwise_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32") -> int:
+    """Bytes that norms, rotations, SwiGLU, residual sums and the loss read and write, forward and backward.
+
+    Elements per layer and token: 28 D for two norms with the residual sums and the sums of their gradients,
+    4 (H + G) K for the rotations, 8 F for SwiGLU; 3 V for the softmax of the output layer.
+    """
+    heads = config.num_attention_heads + config.num_key_value_heads
+    inner = config.intermediate_size
+    if config.moe is not None:  # tokens are gathered and scattered for each of their experts
+        inner = config.moe.num_experts_per_tok * (config.moe.moe_intermediate_size + config.hidden_size)
+    layer = 28 * config.hidden_size + 4 * heads * config.head_dim + 8 * inner
+    return ELEMENT_BYTES[precision] * tokens * (config.num_hidden_layers * layer + 3 * config.vocab_size)
+
+
+def optimizer_bytes(config: ModelConfig) -> int:
+    """Bytes that clipping and AdamW read and write: the norm (4 per parameter), clipping (8), the update (28)."""
+    return 40 * parameters(config).total
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one training step by what they are spent on."""
+
+    matrices: float
+    attention: float
+    memory: float
+
+    @property
+    def total(self) -> float:
+        """All of it: these parts do not overlap."""
+        return self.matrices + self.attention + self.memory
+
+
+def step_time(
+    config: ModelConfig, lengths: Iterable[int], machine: Machine, precision: Precision = "fp32"
+) -> StepTime:
+    """Time of a training step on documents of these lengths (tokens), forward, backward and update."""
+    lengths = list(lengths)
+    tokens = sum(lengths)
+    matrices = 6 * matrix_parameters(config) * tokens
+    moved = elementwise_bytes(config, tokens, precision) + optimizer_bytes(config)
+    return StepTime(
+        matrices / machine.matrix_flops,
+        (training_flops(config, lengths) - matrices) / machine.attention_flops,
+        moved / machine.bandwidth,
+    )
+
+
+def intensity(config: ModelConfig, lengths: Iterable[int], precision: Precision = "fp32") -> float:
+    """Operations of a training step per byte that it must move: elementwise work, the update, and each matrix
+    read for the forward and the backward pass and its gradient written. Below a machine's `ops_per_byte` memory
+    sets the pace."""
+    lengths = list(lengths)
+    matrices = 3 * ELEMENT_BYTES[precision] * (parameters(config).layers + config.vocab_size * config.hidden_size)
+    moved = elementwise_bytes(config, sum(lengths), precision) + optimizer_bytes(config) + matrices
+    return training_flops(config, lengths) / moved

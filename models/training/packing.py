@@ -101,8 +101,8 @@ def pack_documents(
 class Sampler(Generic[ExampleT, BatchT]):
     """Batches of a list of examples as the training loop wants them: step -> micro-batches.
 
-    A step takes `batch_size` examples (a `Ramp`: more as training goes on), packs them into rows of at most `capacity` tokens by `length` of
-    an example, and calls `collate` on the examples of each row.
+    A step takes `batch_size` examples (a `Ramp`: more as training goes on), packs them into rows of at most
+    `capacity` tokens by `length` of an example, and calls `collate` on the examples of each row.
     """
 
     def __init__(

@@ -14,7 +14,8 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from puna.kernels import linear_cross_entropy, rms_norm, rope, swiglu  # noqa: E402
+from puna.kernels import attention, linear_cross_entropy, rms_norm, rope, swiglu  # noqa: E402
+from puna.kernels.configurations import configuration  # noqa: E402
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # what one block may have
 TENSOR_CORES = {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma|mma\.sync"}
@@ -106,3 +107,26 @@ def test_compiles_without_spills(name, capability, tmp_path):
     assert usage.shared <= SHARED_BYTES[capability], usage
     if case.product:
         assert re.search(TENSOR_CORES[capability], usage.ptx), f"{name}: no tensor-core instruction on sm_{capability}"
+
+
+ATTENTION = {
+    "attention_forward": (attention._forward_kernel, "pppiiiipf" + "nxnn" + "nnnnnnn"),
+    "attention_query_gradient": (attention._query_gradient_kernel, "ppppiiiiffp" + "nxxnn" + "nnnnnnnnn"),
+    "attention_key_gradient": (attention._key_gradient_kernel, "ppppiiiiffpp" + "nxxnn" + "nnnnnnnnnn"),
+}
+
+
+@pytest.mark.parametrize(("capability", "window"), [(80, False), (90, False), (90, True), (100, False)])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name, window, capability, tmp_path):
+    kernel, arguments = ATTENTION[name]
+    width = 128
+    tuned = configuration(name, capability, width, window)
+    constants = {
+        "R": 4, "K": width, "V": width, "BLOCK_K": width, "BLOCK_V": width, "M": tuned.rows, "N": tuned.columns,
+        "WINDOW": window, "PRECISION": "tf32",
+    }  # fmt: skip
+    usage = compiled(Case(kernel, arguments, constants, tuned.warps, tuned.stages, True), capability, tmp_path)
+    assert usage.stack == 0 and usage.local == 0, usage
+    assert usage.shared <= SHARED_BYTES[capability], usage
+    assert re.search(TENSOR_CORES[capability], usage.ptx)
