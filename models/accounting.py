@@ -113,8 +113,7 @@ def seen_keys(lengths: Iterable[int], window: int | None = None) -> int:
 
 def _pair_flops(config: ModelConfig) -> int:
     """Operations of one query-key pair in all heads of a layer: a score and a value's share."""
-    value = config.head_dim if config.mla is None else config.mla.v_head_dim
-    return 2 * config.num_attention_heads * (config.head_dim + value)
+    return 2 * config.num_attention_heads * (config.head_dim + config.value_dim)
 
 
 def forward_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
@@ -215,8 +214,8 @@ def peak_bytes(
 
 def cache_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32") -> int:
     """Keys and values of `tokens` tokens during generation, in bytes."""
-    width = config.num_key_value_heads * config.head_dim
-    return ELEMENT_BYTES[precision] * 2 * config.num_hidden_layers * width * tokens
+    width = config.num_key_value_heads * (config.head_dim + config.value_dim)
+    return ELEMENT_BYTES[precision] * config.num_hidden_layers * width * tokens
 
 
 def elementwise_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32") -> int:

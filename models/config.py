@@ -85,11 +85,8 @@ class Mla:
         for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        if self.q_lora_rank < 0 or self.qk_rope_head_dim % 2 or self.v_head_dim > self.qk_head_dim:
-            raise ValueError(
-                "q_lora_rank must not be negative, qk_rope_head_dim must be even, and v_head_dim at most "
-                "qk_nope_head_dim + qk_rope_head_dim"
-            )
+        if self.q_lora_rank < 0 or self.qk_rope_head_dim % 2:
+            raise ValueError("q_lora_rank must not be negative and qk_rope_head_dim must be even")
 
     @property
     def qk_head_dim(self) -> int:
@@ -231,6 +228,11 @@ class ModelConfig:
         """Each layer's sliding window in tokens; None where a query sees all of its path."""
         sliding = range(self.num_hidden_layers) if self.sliding_layers is None else self.sliding_layers
         return tuple(self.sliding_window if i in sliding else None for i in range(self.num_hidden_layers))
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head."""
+        return self.head_dim if self.mla is None else self.mla.v_head_dim
 
     def rotary_frequencies(self) -> list[float]:
         """Angle of each rotated pair of elements from one token to the next, in radians."""

@@ -162,8 +162,11 @@ class _Batch:
         self.device, self.dtype = weight.device, weight.dtype
         self.longest = max(len(prompt) for prompt in prompts)
         columns = self.longest + sampling.max_tokens * (2 if refills else 1)
-        shape = (config.num_hidden_layers, slots, config.num_key_value_heads, columns, config.head_dim)
-        self.keys, self.values = (torch.zeros(shape, device=self.device, dtype=self.dtype) for _ in range(2))
+        shape = (config.num_hidden_layers, slots, config.num_key_value_heads, columns)
+        self.keys, self.values = (
+            torch.zeros(*shape, width, device=self.device, dtype=self.dtype)
+            for width in (config.head_dim, config.value_dim)
+        )
         self.bias = torch.zeros(slots, columns, device=self.device, dtype=self.dtype)
         self.hidden = torch.zeros(slots, config.hidden_size, device=self.device, dtype=self.dtype)
         self.starts = [self.longest] * slots  # each row's first column

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -97,8 +96,7 @@ class Attention(nn.Module):
 class LatentAttention(nn.Module):
     """Multi-head latent attention: a token's keys and values grow out of one narrow vector (DeepSeek-V2).
 
-    Only the part of a key that all heads share is rotated. Keys and values are spelled out per head before
-    `attend`, values padded to the keys' width.
+    Only the part of a key that all heads share is rotated. `attend` sees keys and values spelled out per head.
     """
 
     LATENT_EPS = 1e-6  # of the latent vectors' norms, whatever the model's own
@@ -132,9 +130,7 @@ class LatentAttention(nn.Module):
         k_THR = rope(shared[:, None], cos, sin).expand(-1, k_THN.shape[1], -1)
         q_THK = torch.cat([q_THN, rope(q_THR, cos, sin)], -1)
         k_THK = torch.cat([k_THN, k_THR], -1)
-        v_THK = F.pad(v_THV, (0, mla.qk_head_dim - mla.v_head_dim))
-        out_THK = attend(self.layer, q_THK, k_THK, v_THK)
-        return self.o_proj(out_THK[..., : mla.v_head_dim].flatten(1))
+        return self.o_proj(attend(self.layer, q_THK, k_THK, v_THV).flatten(1))
 
 
 class MLP(nn.Module):
@@ -142,10 +138,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        D, F_ = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(D, F_)
-        self.up_proj = Linear(D, F_)
-        self.down_proj = Linear(F_, D)
+        D, F = config.hidden_size, config.intermediate_size
+        self.gate_proj = Linear(D, F)
+        self.up_proj = Linear(D, F)
+        self.down_proj = Linear(F, D)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_proj(x_TD), self.up_proj(x_TD)))
