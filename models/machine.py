@@ -12,6 +12,7 @@ import torch
 
 from puna.kernels.attention import ForestMask, attention
 from puna.kernels.linear import product
+from puna.kernels.swiglu import swiglu
 
 Clock = Callable[[], float]
 Precision = Literal["fp32", "bf16"]
@@ -33,7 +34,7 @@ class Machine:
 
     matrix_flops     operations per second of the matrix products of a training step
     attention_flops  the same of attention, forward and backward, by the model's own count of its operations
-    bandwidth        bytes per second that elementwise work reads and writes
+    bandwidth        bytes per second that elementwise work reads and writes, SwiGLU standing for all of it
     """
 
     matrix_flops: float
@@ -63,13 +64,7 @@ def measure(
     all. `clock` may be `time.process_time` on one thread, which other work on the machine disturbs less."""
     rows = 1024
     generator = torch.Generator().manual_seed(0)
-    x, w, g = (torch.randn(*shape, generator=generator) for shape in ((rows, width), (inner, width), (rows, inner)))
-    out = torch.empty(inner, width)
-    matrix = (
-        _best(lambda: product(x, w), clock)
-        + _best(lambda: product(g, w.T), clock)
-        + _best(lambda: torch.mm(g.T, x, out=out), clock)
-    )
+    matrix = sum(_matrix_seconds(rows, *shape, generator, clock) for shape in ((width, inner), (inner, width)))
     context = min(context, 2048)
     q, k, v = (
         torch.randn(context, n, head_dim, generator=generator, requires_grad=True) for n in (heads, groups, groups)
@@ -82,12 +77,26 @@ def measure(
             attention(q, k, v, mask).backward(upstream)
 
     attended = 3 * 4 * heads * head_dim * (context * (context + 1) // 2)
-    large = torch.ones(1 << 24)
+    gate, up = (torch.randn(rows, inner, generator=generator, requires_grad=True) for _ in range(2))
+
+    def activate() -> None:
+        with torch.enable_grad():
+            swiglu(gate, up).backward(gate.detach())
+
     return Machine(
-        3 * 2 * rows * width * inner / matrix,
+        2 * 3 * 2 * rows * width * inner / matrix,
         attended / _best(attend, clock),
-        3 * 4 * len(large) / _best(lambda: torch.add(large, large, out=large), clock),
+        8 * gate.nbytes / _best(activate, clock),
     )
+
+
+def _matrix_seconds(rows: int, width: int, outputs: int, generator: torch.Generator, clock: Clock) -> float:
+    """A linear layer's three matrix products: forward, the inputs' gradient, the weights' gradient."""
+    shapes = ((rows, width), (outputs, width), (rows, outputs))
+    x, w, g = (torch.randn(*shape, generator=generator) for shape in shapes)
+    out = torch.empty(outputs, width)
+    products = (lambda: product(x, w), lambda: product(g, w.T), lambda: torch.mm(g.T, x, out=out))
+    return sum(_best(function, clock) for function in products)
 
 
 def _best(function: Callable[[], object], clock: Clock, tries: int = 5, seconds: float = 0.15) -> float:

@@ -52,16 +52,17 @@ def peak_of(config: ModelConfig, lengths: list[int], checkpointing: bool = False
     """Largest sum of tensor bytes alive in a step after the first, weights and moments included."""
     from torch.profiler import ProfilerActivity, profile
 
-    with tempfile.TemporaryDirectory() as folder, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         step = trainer(config, lengths, checkpointing)
         step(1)
         step(2)
-        file = Path(folder) / "trace.json"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         trace.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
-    return max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]")
+    totals = [(e["ts"], e["args"]["Total Allocated"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"]
+    before = min((ts, total - size) for ts, total, size in totals)[1]  # of earlier work in this process
+    return max(total for _, total, _ in totals) - before
 
 
 def seconds_of(config: ModelConfig, lengths: list[int], rounds: int) -> float:
@@ -91,6 +92,8 @@ def main() -> None:
         figures[f"step time, predicted / measured, {name}"] = predicted.total / seconds
         peak = peak_of(config, lengths)
         figures[f"memory, predicted / measured, {name}"] = accounting.peak_bytes(config, sum(lengths)) / peak
+        less = accounting.peak_bytes(config, sum(lengths), checkpointing=True) / peak_of(config, lengths, True)
+        figures[f"memory, predicted / measured, {name}, checkpointing"] = less
         if not options.json:
             parts = f"{predicted.matrices:.3f} + {predicted.attention:.3f} + {predicted.memory:.3f}"
             print(f"{name}: {parts} s, measured {seconds:.3f}; {peak / 1e6:.0f} MB", flush=True)
