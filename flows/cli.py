@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from puna.flows import look
+from puna.flows import look, plan
 from puna.flows.console import fail
 from puna.storage import PunaError, Store
 
@@ -17,6 +17,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Raw web pages to an aligned language model."
 )
 app.add_typer(look.app)
+app.add_typer(plan.app)
 
 StoreOption = Annotated[str, typer.Option("--store", envvar="PUNA_STORE", help="Folder of the artifacts")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object per artifact on standard output")]

@@ -22,8 +22,23 @@ ROOT = Path(__file__).parents[2]
 
 def run(seed: int, store: Path, recipe: str) -> dict[str, Any]:
     """One demo run: accuracy after each evaluation, bits per byte, reward accuracy, seconds per step."""
-    command = [sys.executable, "-m", "puna.flows.cli", "run", "pipeline", "--recipe", recipe, "--store", str(store), "--json", "--set", f"seed={seed}"]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT / ".pkg")}, stdout=subprocess.PIPE, text=True, check=True)
+    command = [
+        sys.executable,
+        "-m",
+        "puna.flows.cli",
+        "run",
+        "pipeline",
+        "--recipe",
+        recipe,
+        "--store",
+        str(store),
+        "--json",
+        "--set",
+        f"seed={seed}",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT / ".pkg")}, stdout=subprocess.PIPE, text=True, check=True
+    )
     from puna.storage import Store
 
     opened = Store.open(store)

@@ -128,13 +128,15 @@ def test_the_tokenizer_travels_along(tmp_path):
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "model_type = 'gpt2' is not supported"),
-        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        ({"attention_bias": True}, r"self_attn.q_proj.bias is missing"),
+        ({"mlp_bias": True}, "mlp_bias = True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
-            "rope_type = 'llama3' is not supported",
+            "type 'llama3' lacks factor, low_freq_factor",
         ),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling = .* is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type = 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters and rope_scaling disagree"),
         ({"vocab_size": None}, "missing vocab_size"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         (
