@@ -14,7 +14,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from puna.kernels import attention, linear_cross_entropy, rms_norm, rope, swiglu  # noqa: E402
+from puna.kernels import adamw, attention, linear_cross_entropy, rms_norm, rope, swiglu  # noqa: E402
 from puna.kernels.configurations import configuration  # noqa: E402
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # what one block may have
@@ -47,7 +47,15 @@ TYPES = {
     "u": "*u8",
 }
 
+CHUNKS = {"CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK}
 CASES = {
+    "adamw_norm": Case(adamw._norm_kernel, "lllf", {**CHUNKS, "GRADIENT": triton.language.bfloat16}, 8),
+    "adamw_update": Case(
+        adamw._update_kernel,
+        "lllf" + "x" * 7,
+        {**CHUNKS, "PARAMETER": triton.language.float32, "GRADIENT": triton.language.bfloat16, "CLIP": True},
+        8,
+    ),
     "rms_norm_forward": Case(rms_norm._forward_kernel, "pppppfnx", {"ADD": True, "BLOCK": 4096}, 8),
     "rms_norm_backward": Case(rms_norm._backward_kernel, "ppppfpfnn", {"ADD": True, "BLOCK": 4096}, 8),
     "swiglu_forward": Case(swiglu._forward_kernel, "pppnnn", {"BLOCK": swiglu.BLOCK}, 8),
