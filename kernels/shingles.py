@@ -62,8 +62,7 @@ def normal_words(data: NDArray[np.uint8], offsets_D1: NDArray[Any], table: Table
     `data[offsets_D1[d] : offsets_D1[d + 1]]` is document d; the offsets need not begin at 0.
     """
     offsets_D1 = np.ascontiguousarray(offsets_D1, dtype=np.int64)
-    out, out_D1, begins, words_D1 = _normal_words(np.ascontiguousarray(data), offsets_D1, table.ascii, table.where, table.pool, table.growth)
-    return Words(out, out_D1, begins, words_D1)
+    return Words(*_normal_words(np.ascontiguousarray(data), offsets_D1, *table))
 
 
 @njit(cache=True, nogil=True)

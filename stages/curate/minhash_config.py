@@ -31,7 +31,7 @@ class MinhashDedupConfig(StageConfig):
     rows: int = Field(6, ge=1, le=64, description="Signature values per band")
     seed: int = Field(1, ge=0, le=2**32 - 1, description="Seed of the permutations, as in datasketch")
     scheme: Literal["affine32", "affine64", "legacy", "mersenne"] = Field(
-        "affine32", description="Permutations: affine32 and affine64 as in datasketch 2, legacy as in datasketch 1, mersenne as in datatrove"
+        "affine32", description="Permutations: affine32 and affine64 of datasketch 2, legacy of datasketch 1, mersenne of datatrove"
     )
     hash: Literal["xxh64", "sha1"] = Field(
         "xxh64", description="Hash of a shingle before permutation; sha1 is datasketch's default and much slower"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -13,9 +14,12 @@ from numpy.typing import NDArray
 
 from puna.stages.contract import Documents, Signals, StageRun, stage
 from puna.stages.curate.minhash_config import MinhashDedupConfig
+from puna.stages.curate.minhash_decide import Found, Job, resolve
 from puna.stages.curate.minhash_sketch import Place, Sketches, band_edges, sketch, store_shingles
 from puna.stages.curate.removal import without, write_removed
 from puna.storage import Artifact, Part, PunaError
+
+__all__ = ["MinhashDedupConfig", "minhash_dedup"]
 
 JOB_DOCUMENTS = 2000
 EVIDENCE_ROWS = 65_536
@@ -44,7 +48,7 @@ def minhash_dedup(documents: Documents, signals: Signals | None, config: Minhash
     run.metric("candidates", len(members))
     run.metric("removed", len(found.removed))
     run.metric("clusters", len(np.unique(found.kept)))
-    run.metric("kept_for_a_passage", int(found.saved))
+    run.metric("kept_for_a_passage", found.saved)
 
 
 class Rows(NamedTuple):
@@ -65,10 +69,17 @@ class Rows(NamedTuple):
     def of(cls, sketches: list[Sketches], score: NDArray[np.float64] | None) -> Rows:
         """The rows of all parts."""
         starts = np.cumsum([0, *(s.documents for s in sketches)])
-        columns = (np.concatenate([getattr(s, name) for s in sketches]) for name in ("fetched", "preferred", "words", "shingles"))
-        return cls(starts, *columns, score, sketches)
+        return cls(
+            starts,
+            np.concatenate([s.fetched for s in sketches]),
+            np.concatenate([s.preferred for s in sketches]),
+            np.concatenate([s.words for s in sketches]),
+            np.concatenate([s.shingles for s in sketches]),
+            score,
+            sketches,
+        )
 
-    def preference(self, rows: NDArray[np.int64], config: MinhashDedupConfig) -> tuple[NDArray[np.int64] | NDArray[np.float64], ...]:
+    def preference(self, rows: NDArray[np.int64], config: MinhashDedupConfig) -> tuple[NDArray[Any], ...]:
         """Sort keys for lexsort, the last one first. Rows follow ids, so documents that are alike in all else go by id."""
         words, fetched, preferred = -self.words[rows], -self.fetched[rows], ~self.preferred[rows]
         if config.survivor == "latest":
@@ -90,7 +101,7 @@ def _scores(documents: Artifact, signals: Artifact | None, config: MinhashDedupC
         raise PunaError(f"minhash_dedup.score: {signals.id} has no signal {config.score!r}; it has {names}")
     place = pc.index_in(documents.read(columns=["id"])["id"], value_set=known["id"])
     values = known[config.score].cast(pa.float64()).take(place).fill_null(-np.inf)
-    return np.nan_to_num(np.asarray(values), nan=-np.inf)
+    return np.nan_to_num(np.asarray(values, dtype=np.float64), nan=-np.inf)
 
 
 def _candidates(run: StageRun, rows: Rows, config: MinhashDedupConfig) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -110,56 +121,29 @@ def _candidates(run: StageRun, rows: Rows, config: MinhashDedupConfig) -> tuple[
     return members, np.append(np.flatnonzero(np.diff(root[members], prepend=-1)), len(members))
 
 
-class Found(NamedTuple):
-    """Removed documents: rows of them and of their survivors, similarity, longest passage of their own; and how many documents
-    nothing but such a passage saved."""
-
-    removed: NDArray[np.int64]
-    kept: NDArray[np.int64]
-    similarity: NDArray[np.float64]
-    new_words: NDArray[np.int64]
-    saved: int
-
-
-class Job(NamedTuple):
-    """Some whole components: rows of the members in order, the bounds of the components, and where the members' shingles lie."""
-
-    rows: NDArray[np.int64]
-    bounds: NDArray[np.int64]
-    words: NDArray[np.int64]
-    start: NDArray[np.int64]
-    count: NDArray[np.int64]
-    distinct: NDArray[np.int64]
-
-
 def _resolved(
     run: StageRun, rows: Rows, members: NDArray[np.int64], bounds: NDArray[np.int64], parts: list[Part], config: MinhashDedupConfig
 ) -> Found:
     """Decide all components."""
-    count = rows.shingles[members]
-    start = np.cumsum(count) - count
+    counts = rows.shingles[members]
+    start = np.cumsum(counts) - counts
     distinct = np.zeros(len(members), np.int64)
     files = (str(Path(run.scratch) / "sequence.npy"), str(Path(run.scratch) / "sets.npy"))
     if config.verify and len(members):
         for file in files:
-            np.lib.format.open_memmap(file, "w+", np.uint64, (int(count.sum()),))
+            np.lib.format.open_memmap(file, "w+", np.uint64, (int(counts.sum()),))
         by_row = np.argsort(members)
         cuts = np.searchsorted(members[by_row], rows.starts)
-        chosen = [by_row[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
-        places = [Place(p, members[at] - first, start[at]) for p, at, first in zip(parts, chosen, rows.starts, strict=False) if len(at)]
+        chosen = [by_row[a:b] for a, b in pairwise(cuts)]
+        places = [Place(p, members[at] - first, start[at]) for p, at, first in zip(parts, chosen, rows.starts[:-1], strict=True) if len(at)]
         filled = [at for at in chosen if len(at)]
         for at, sizes in zip(filled, run.map(store_shingles, places, config, files), strict=True):
             distinct[at] = sizes
     jobs = (
-        Job(members[a:b], bounds[i : j + 1] - a, rows.words[members[a:b]], start[a:b], count[a:b], distinct[a:b])
+        Job(members[a:b], bounds[i : j + 1] - a, rows.words[members[a:b]], start[a:b], counts[a:b], distinct[a:b])
         for i, j, a, b in _cut(bounds)
     )
-    made = list(run.map(_resolve, jobs, config, files, rows.starts, [s.signatures for s in rows.sketches]))
-    if not made:
-        return Found(*(np.zeros(0, kind) for kind in (np.int64, np.int64, np.float64, np.int64)), 0)
-    columns = [np.concatenate([getattr(f, name) for f in made]) for name in Found._fields[:-1]]
-    order = np.argsort(columns[0])
-    return Found(*(column[order] for column in columns), sum(f.saved for f in made))
+    return Found.of(list(run.map(resolve, jobs, config, files, rows.starts, [s.signatures for s in rows.sketches])))
 
 
 def _cut(bounds: NDArray[np.int64]) -> Iterator[tuple[int, int, int, int]]:
@@ -169,47 +153,6 @@ def _cut(bounds: NDArray[np.int64]) -> Iterator[tuple[int, int, int, int]]:
         last = max(first + 1, int(np.searchsorted(bounds, bounds[first] + JOB_DOCUMENTS, side="right")) - 1)
         yield first, last, int(bounds[first]), int(bounds[last])
         first = last
-
-
-def _resolve(job: Job, config: MinhashDedupConfig, files: tuple[str, str], starts: NDArray[np.int64], sketches: list[str]) -> Found:
-    """In a worker: decide the components of a job."""
-    from puna.kernels import near_duplicates
-
-    signatures = _signatures(job.rows, starts, sketches)
-    if not config.verify:
-        first = np.repeat(job.bounds[:-1], np.diff(job.bounds))
-        gone = np.flatnonzero(np.arange(len(first)) != first)
-        estimate = (signatures[gone] == signatures[first[gone]]).mean(axis=1)
-        return Found(job.rows[gone], job.rows[first[gone]], estimate, np.zeros(len(gone), np.int64), 0)
-    keys = near_duplicates.band_keys(signatures, config.bands, config.rows)
-    groups = np.empty(keys.shape, np.int64)
-    for band in range(config.bands):
-        groups[:, band] = np.unique(keys[:, band], return_inverse=True)[1]
-    groups += np.cumsum(groups.max(axis=0) + 1) - (groups.max(axis=0) + 1)
-    # Members of a job lie one after another in the files.
-    low, high = int(job.start[0]), int(job.start[-1] + job.count[-1])
-    sequence, sets = (np.load(file, mmap_mode="r")[low:high] for file in files)
-    found = near_duplicates.resolve(
-        signatures, groups, job.words, job.start - low, job.count, job.distinct, np.asarray(sequence), np.asarray(sets), config.criteria()
-    )
-    gone = np.flatnonzero(found.survivor >= 0)
-    return Found(
-        job.rows[gone], job.rows[found.survivor[gone]], found.similarity[gone], found.new_words[gone], int(found.saved.sum())
-    )
-
-
-def _signatures(rows: NDArray[np.int64], starts: NDArray[np.int64], files: list[str]) -> NDArray[np.uint64]:
-    """The signatures of some rows, from the files of the parts that hold them."""
-    part = np.searchsorted(starts, rows, side="right") - 1
-    out = None
-    for number in np.unique(part).tolist():
-        stored = np.load(files[number], mmap_mode="r")
-        here = part == number
-        if out is None:
-            out = np.empty((len(rows), stored.shape[1]), stored.dtype)
-        out[here] = stored[rows[here] - starts[number]]
-    assert out is not None
-    return out
 
 
 def _write(run: StageRun, documents: Artifact, found: Found, config: MinhashDedupConfig) -> list[str]:
