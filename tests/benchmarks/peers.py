@@ -20,9 +20,7 @@ HERE = Path(__file__).parent
 PEERS: dict[str, tuple[str, ...]] = {
     "datatrove": ("datatrove==0.10.1", "spacy==3.8.18", "xxhash<4", "regex", "nltk", "ftfy"),
 }
-ONE_THREAD = {
-    name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
-}
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
 
 
 def python(name: str) -> Path:
