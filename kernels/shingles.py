@@ -94,7 +94,7 @@ def _normal_words(data: Any, offsets_D1: Any, ascii_table: Any, where: Any, pool
                 before = space
                 i += one
             while i < stop and data[i] >= 128:
-                c, length = _code_point(data, i)
+                c, length = code_point(data, i)
                 i += length
                 c = min(c, last)
                 for k in range(where[c], where[c + 1]):
@@ -114,7 +114,7 @@ def _normal_words(data: Any, offsets_D1: Any, ascii_table: Any, where: Any, pool
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _code_point(data: Any, i: Any) -> Any:
+def code_point(data: Any, i: Any) -> Any:
     """The code point that begins at `i` with a byte that is not ASCII, and how many bytes it has."""
     one, two, three = np.uint64(1), np.uint64(2), np.uint64(3)
     b, second = np.uint64(data[i]), np.uint64(data[i + one]) & np.uint64(0x3F)
