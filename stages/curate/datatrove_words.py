@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import unicodedata
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -139,24 +139,36 @@ def _character(data: NDArray[np.uint8], i: int) -> tuple[int, int]:
 # --- runs that the tokeniser cuts ------------------------------------------------------------------------
 
 
+class Known(NamedTuple):
+    """Open-addressing tables of runs by hash: WHOLE, or a number of pieces' lengths. Exceptions of letters alone have a table
+    of their own, which stays in the cache; `longest` is the length of the longest one, bytes."""
+
+    exceptions: U64
+    exception_values: NDArray[np.int32]
+    longest: int
+    keys: U64
+    values: NDArray[np.int32]
+
+
 class _Memo:
-    """What the tokeniser does to runs without spaces: by hash of the run, WHOLE or a number of `lengths` of its pieces."""
+    """What the tokeniser does to runs without spaces."""
 
     def __init__(self) -> None:
-        self.keys: U64 = np.zeros(2 * size_for(MEMO_RUNS), np.uint64)
-        self.values: NDArray[np.int32] = np.zeros(len(self.keys), np.int32)
-        self.known = 0
+        self.count = 0
         self.lengths: list[list[int]] = []
         specials = [text.split(" ") for text in english_data()["specials"]]
-        runs = ["".join(pieces) for pieces in specials]
-        self.learn([run for run in runs if run.isascii() and run.isalpha() and run.islower()])
+        runs = [run for run in map("".join, specials) if run.isascii() and run.isalpha() and run.islower()]
+        small, large = size_for(len(runs)), size_for(MEMO_RUNS)
+        tables = [np.zeros(small, np.uint64), np.zeros(small, np.int32), np.zeros(large, np.uint64), np.zeros(large, np.int32)]
+        self.known = Known(tables[0], tables[1], max(map(len, runs)), tables[2], tables[3])
+        self.learn(runs, self.known.exceptions, self.known.exception_values)
 
-    def learn(self, runs: list[str]) -> None:
-        """Ask the tokeniser for some runs."""
+    def learn(self, runs: list[str], keys: U64, values: NDArray[np.int32]) -> None:
+        """Ask the tokeniser for some runs, and put what it says into a table."""
         pieces = iter(english_words(" ".join(runs)))
         encoded = [run.encode() for run in runs]
         hashes = slice_hashes(np.frombuffer(b"".join(encoded), np.uint8), np.cumsum([0, *map(len, encoded)]).astype(np.int64))
-        values = []
+        found = []
         for run in runs:
             lengths: list[int] = []
             left = len(run)
@@ -164,20 +176,20 @@ class _Memo:
                 piece = next(pieces)
                 lengths.append(len(piece.encode()))
                 left -= len(piece)
-            values.append(WHOLE if len(lengths) == 1 else len(self.lengths))
+            found.append(WHOLE if len(lengths) == 1 else len(self.lengths))
             if len(lengths) > 1:
                 self.lengths.append(lengths)
-        _insert(self.keys, self.values, hashes, np.array(values, np.int32))
-        self.known += len(runs)
+        _insert(keys, values, hashes, np.array(found, np.int32))
+        self.count += len(runs)
 
     def cut(self, words: Words) -> Words:
         """The words after the tokeniser has cut them."""
-        hashes, found = _look_up(words.data, words.offsets_D1, words.begins, words.words_D1, self.keys, self.values)
+        hashes, found = _look_up(words.data, words.offsets_D1, words.begins, words.words_D1, self.known)
         unknown = np.flatnonzero(found == UNKNOWN)
         if len(unknown):
             _, first = np.unique(hashes[unknown], return_index=True)
-            self.learn([_run(words, int(at)) for at in unknown[np.sort(first)]])
-            _, found = _look_up(words.data, words.offsets_D1, words.begins, words.words_D1, self.keys, self.values)
+            self.learn([_run(words, int(at)) for at in unknown[np.sort(first)]], self.known.keys, self.known.values)
+            _fill(hashes, found, self.known)
         if not (found >= 0).any():
             return words
         ends = np.cumsum([0, *map(len, self.lengths)]).astype(np.int64)
@@ -193,7 +205,7 @@ def _first_memo() -> list[_Memo]:
 def _memo() -> _Memo:
     """This process's memo; a new one where it has grown too large."""
     held = _first_memo()
-    if held[0].known > MEMO_RUNS // 2:
+    if held[0].count > MEMO_RUNS:
         held[0] = _Memo()
     return held[0]
 
@@ -216,8 +228,8 @@ def _insert(keys: U64, values: NDArray[np.int32], hashes: U64, given: NDArray[np
 
 
 @njit(cache=True, nogil=True)
-def _look_up(data: Any, offsets_D1: I64, begins: Any, words_D1: I64, keys: U64, values: NDArray[np.int32]) -> Any:
-    """Hash of each word, and its value in the memo; letters a to z that are not in it are whole."""
+def _look_up(data: Any, offsets_D1: I64, begins: Any, words_D1: I64, known: Known) -> Any:
+    """Hash of each word that is not whole for sure, and its value; letters a to z that are no exception are whole."""
     hashes = np.zeros(len(begins), np.uint64)
     found = np.full(len(begins), WHOLE, np.int32)
     for d in range(len(offsets_D1) - 1):
@@ -226,16 +238,27 @@ def _look_up(data: Any, offsets_D1: I64, begins: Any, words_D1: I64, keys: U64, 
             stop = offsets_D1[d] + begins[w + 1] - 1 if w + 1 < words_D1[d + 1] else offsets_D1[d + 1]
             letters = True
             for i in range(start, stop):
-                letters &= data[i] - np.uint8(97) < 26
-            if letters and stop - start > 16:
-                continue  # longer than any exception
-            hashes[w] = xxh64(data, np.uint64(start), np.uint64(stop))
-            where = place(keys, hashes[w])
-            if keys[where] == hashes[w]:
-                found[w] = values[where]
-            elif not letters:
-                found[w] = UNKNOWN
+                letters &= 97 <= data[i] <= 122
+            if letters and stop - start > known.longest:
+                continue
+            key = xxh64(data, np.uint64(start), np.uint64(stop))
+            if letters:
+                where = place(known.exceptions, key)
+                if known.exceptions[where] == key:
+                    found[w] = known.exception_values[where]
+                continue
+            hashes[w] = key
+            where = place(known.keys, key)
+            found[w] = known.values[where] if known.keys[where] == key else UNKNOWN
     return hashes, found
+
+
+@njit(cache=True, nogil=True)
+def _fill(hashes: U64, found: NDArray[np.int32], known: Known) -> None:
+    """The values of words that were unknown before."""
+    for w in range(len(found)):
+        if found[w] == UNKNOWN:
+            found[w] = known.values[place(known.keys, hashes[w])]
 
 
 @njit(cache=True, nogil=True)
