@@ -1,8 +1,7 @@
 """Candidate pairs among MinHash signatures (locality-sensitive hashing) and their exact verification.
 
-Shapes: D documents, P signature values, B bands, E edges, M members of some components. Shingles lie in flat arrays:
-`sequence[start[m] : start[m] + count[m]]` are those of member m in text order, `sets[start[m] : start[m] + distinct[m]]` the
-same ones sorted and without repetitions.
+Shapes: D documents, P signature values, B bands, E edges, M members of some components. Shingles lie in one flat array:
+`sequence_S[start_M[m] : start_M[m] + count_M[m]]` are those of member m in text order.
 """
 
 from __future__ import annotations
@@ -30,10 +29,15 @@ def band_keys(signatures_DP: NDArray[Any], bands: int, rows: int) -> U64:
 
 def edges(keys_D: U64) -> I64:
     """Neighbours among the rows that share a band's key, int64[E, 2]: each row with the next larger one of its key."""
-    order = np.argsort(keys_D, kind="stable")
+    order = np.argsort(keys_D)
     ranked = keys_D[order]
+    equal = ranked[1:] == ranked[:-1]
+    shared = np.flatnonzero(np.append(equal, False) | np.append(False, equal))
+    # Only the few rows with company are put in order: a stable sort of all takes several times as long.
+    rows, ranked = order[shared], ranked[shared]
+    rows = rows[np.lexsort((rows, ranked))]
     same = np.flatnonzero(ranked[1:] == ranked[:-1])
-    return np.stack([order[same], order[same + 1]], axis=1).astype(np.int64)
+    return np.stack([rows[same], rows[same + 1]], axis=1).astype(np.int64)
 
 
 def unite(parent_D: I64, edges_E2: I64) -> None:
@@ -124,17 +128,6 @@ def longest_absent_run(sequence_S: Any, known_K: Any) -> Any:
     return longest
 
 
-@njit(cache=True, nogil=True)
-def fill_sets(sequence_S: Any, start_M: Any, count_M: Any, sets_S: Any) -> Any:
-    """Write each member's distinct shingles to `sets_S` at its start; returns how many there are, int64[M]."""
-    out = np.zeros(len(start_M), dtype=np.int64)
-    for m in range(len(start_M)):
-        values = distinct(sequence_S[start_M[m] : start_M[m] + count_M[m]])
-        sets_S[start_M[m] : start_M[m] + len(values)] = values
-        out[m] = len(values)
-    return out
-
-
 # --- verification ----------------------------------------------------------------------------------------
 
 
@@ -166,54 +159,89 @@ class Verdicts(NamedTuple):
     saved: NDArray[np.bool_]
 
 
+def near(signatures_MP: NDArray[Any], groups_MB: I64, estimate: float) -> NDArray[np.bool_]:
+    """Whether a member's signature agrees in a share of at least `estimate` with that of another one which shares one of its
+    groups (bands with equal keys, numbered from 0 over all bands), [M]. Only these need their shingles."""
+    return _near(signatures_MP, groups_MB, estimate * signatures_MP.shape[1])  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True)
+def _near(signatures_MP: Any, groups_MB: Any, needed: Any) -> Any:
+    members, bands = groups_MB.shape
+    out = np.zeros(members, dtype=np.bool_)
+    newest, before, seen = _lists(groups_MB)
+    for m in range(members):
+        for b in range(bands):
+            k = newest[groups_MB[m, b]]
+            while k >= 0:
+                if seen[k] != m and not (out[k] and out[m]):
+                    seen[k] = m
+                    if _agreeing(signatures_MP, m, k) >= needed:
+                        out[m] = out[k] = True
+                k = before[k, b]
+            before[m, b] = newest[groups_MB[m, b]]
+            newest[groups_MB[m, b]] = m
+    return out
+
+
+@njit(cache=True, nogil=True)
+def _lists(groups_MB: Any) -> Any:
+    """Members of a group as a linked list: the newest one of each group, the one before each member, and who saw a member."""
+    members, bands = groups_MB.shape
+    newest = np.full(groups_MB.max() + 1 if members else 0, -1, dtype=np.int64)
+    return newest, np.full((members, bands), -1, dtype=np.int64), np.full(members, -1, dtype=np.int64)
+
+
+@njit(cache=True, nogil=True)
+def _agreeing(signatures_MP: Any, m: Any, k: Any) -> Any:
+    equal = 0
+    for p in range(signatures_MP.shape[1]):
+        equal += signatures_MP[m, p] == signatures_MP[k, p]
+    return equal
+
+
 def resolve(
-    signatures_MP: NDArray[Any], groups_MB: I64, words_M: I64, start_M: I64, count_M: I64, distinct_M: I64,
-    sequence_S: U64, sets_S: U64, criteria: Criteria,
-) -> Verdicts:  # fmt: skip
+    signatures_MP: NDArray[Any], groups_MB: I64, words_M: I64, start_M: I64, count_M: I64, sequence_S: U64, criteria: Criteria
+) -> Verdicts:
     """Decide member after member, in order of preference: one goes when a member kept before it, which shares one of its
-    groups (bands with equal keys, numbered from 0 over all bands), is verified to hold the same text. Of several the most
-    similar one is the survivor, of equally similar ones the first.
+    groups (see `near`), is verified to hold the same text. Of several the most similar one is the survivor, of equally
+    similar ones the first.
     """
-    return Verdicts(*_resolve(signatures_MP, groups_MB, words_M, start_M, count_M, distinct_M, sequence_S, sets_S, *criteria))
+    return Verdicts(*_resolve(signatures_MP, groups_MB, words_M, start_M, count_M, sequence_S, *criteria))
 
 
 @njit(cache=True, nogil=True)
 def _resolve(
-    signatures_MP: Any, groups_MB: Any, words_M: Any, start_M: Any, count_M: Any, distinct_M: Any, sequence_S: Any, sets_S: Any,
+    signatures_MP: Any, groups_MB: Any, words_M: Any, start_M: Any, count_M: Any, sequence_S: Any,
     width: Any, containment: Any, least: Any, shares: Any, estimate: Any, new_words: Any, new_share: Any,
 ) -> Any:  # fmt: skip
     members, bands = groups_MB.shape
     survivor, similarity = np.full(members, -1, dtype=np.int64), np.zeros(members)
     passage, saved = np.zeros(members, dtype=np.int64), np.zeros(members, dtype=np.bool_)
-    # Kept members of a group are a linked list from its newest one.
-    newest = np.full(groups_MB.max() + 1 if members else 0, -1, dtype=np.int64)
-    before = np.full((members, bands), -1, dtype=np.int64)
-    seen = np.full(members, -1, dtype=np.int64)
+    newest, before, seen = _lists(groups_MB)
     needed = estimate * signatures_MP.shape[1]
+    # Sets are made when they are needed first: `sizes` 0 means not yet.
+    sets, sizes = np.empty_like(sequence_S), np.zeros(members, dtype=np.int64)
     for m in range(members):
         sequence = sequence_S[start_M[m] : start_M[m] + count_M[m]]
-        own = sets_S[start_M[m] : start_M[m] + distinct_M[m]]
         bound = max(float(new_words), new_share * words_M[m])
         for b in range(bands):
             k = newest[groups_MB[m, b]]
             while k >= 0:
                 if seen[k] != m:
                     seen[k] = m
-                    equal = 0
-                    for p in range(signatures_MP.shape[1]):
-                        equal += signatures_MP[m, p] == signatures_MP[k, p]
-                    if equal >= needed:
-                        other = sets_S[start_M[k] : start_M[k] + distinct_M[k]]
+                    if _agreeing(signatures_MP, m, k) >= needed:
+                        rest = sequence_S[start_M[k] : start_M[k] + count_M[k]]
+                        own, other = _set(sequence, start_M, m, sets, sizes), _set(rest, start_M, k, sets, sizes)
                         found = _similarity(own, other, containment)
                         better = found > similarity[m] or (found == similarity[m] and k < survivor[m])
-                        if found >= least[0] and (survivor[m] < 0 or better):
-                            rest = sequence_S[start_M[k] : start_M[k] + count_M[k]]
-                            if _same_order(sequence, own, rest, other, width, containment, least, shares):
-                                run = max(0, longest_absent_run(sequence, other) - width + 1)
-                                if run <= bound:
-                                    survivor[m], similarity[m], passage[m] = k, found, run
-                                else:
-                                    saved[m] = True
+                        wanted = found >= least[0] and (survivor[m] < 0 or better)
+                        if wanted and _same_order(sequence, own, rest, other, width, containment, least, shares):
+                            run = max(0, longest_absent_run(sequence, other) - width + 1)
+                            if run <= bound:
+                                survivor[m], similarity[m], passage[m] = k, found, run
+                            else:
+                                saved[m] = True
                 k = before[k, b]
         if survivor[m] >= 0:
             saved[m] = False
@@ -222,6 +250,16 @@ def _resolve(
             before[m, b] = newest[groups_MB[m, b]]
             newest[groups_MB[m, b]] = m
     return survivor, similarity, passage, saved
+
+
+@njit(cache=True, nogil=True)
+def _set(sequence: Any, start_M: Any, m: Any, sets: Any, sizes: Any) -> Any:
+    """The set of member m's shingles, made on first use."""
+    if sizes[m] == 0:
+        values = distinct(sequence)
+        sizes[m] = len(values)
+        sets[start_M[m] : start_M[m] + len(values)] = values
+    return sets[start_M[m] : start_M[m] + sizes[m]]
 
 
 @njit(cache=True, nogil=True)

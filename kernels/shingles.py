@@ -110,7 +110,7 @@ def _normal_words(data: Any, offsets_D1: Any, ascii_table: Any, where: Any, pool
         first += j
         out_D1[d + 1] = first
         words_D1[d + 1] = w
-    return out[:first].copy(), out_D1, begins[:w].copy(), words_D1
+    return out[:first], out_D1, begins[:w], words_D1
 
 
 @njit(cache=True, nogil=True, inline="always")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import unicodedata
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,8 +61,7 @@ def _sigma_lowered(data: NDArray[np.uint8], offsets_D1: NDArray[np.int64]) -> tu
     whole = data.tobytes()
     if CAPITAL_SIGMA not in whole:
         return data, offsets_D1
-    bounds = offsets_D1.tolist()
-    texts = [whole[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    texts = [whole[a:b] for a, b in pairwise(offsets_D1.tolist())]
     texts = [text.decode().lower().encode() if CAPITAL_SIGMA in text else text for text in texts]
     return np.frombuffer(b"".join(texts), np.uint8), np.cumsum([0, *map(len, texts)]).astype(np.int64)
 
@@ -118,7 +118,7 @@ def _numbers(data: NDArray[np.uint8], offsets_D1: NDArray[np.int64], digit: NDAr
 
 
 @njit(cache=True, nogil=True)
-def _digits(data: NDArray[np.uint8], i: int, stop: int, digit: NDArray[np.bool_]) -> int:
+def _digits(data: NDArray[np.uint8], i: Any, stop: Any, digit: NDArray[np.bool_]) -> Any:
     """End of the run of digits that begins at `i`."""
     while i < stop:
         c, size = _character(data, i)
@@ -129,7 +129,7 @@ def _digits(data: NDArray[np.uint8], i: int, stop: int, digit: NDArray[np.bool_]
 
 
 @njit(cache=True, nogil=True)
-def _character(data: NDArray[np.uint8], i: int) -> tuple[int, int]:
+def _character(data: NDArray[np.uint8], i: Any) -> Any:
     if data[i] < 128:
         return np.int64(data[i]), 1
     c, size = code_point(data, np.uint64(i))
@@ -216,7 +216,7 @@ def _run(words: Words, at: int) -> str:
     start = int(words.offsets_D1[document])
     last = at + 1 == words.words_D1[document + 1]
     end = int(words.offsets_D1[document + 1]) if last else start + int(words.begins[at + 1]) - 1
-    return words.data[start + int(words.begins[at]) : end].tobytes().decode()
+    return words.data[start + int(words.begins[at]) : end].tobytes().decode()  # type: ignore[no-any-return]
 
 
 @njit(cache=True, nogil=True)

@@ -9,9 +9,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.stages.curate.minhash_config import MinhashDedupConfig
-from puna.stages.curate.minhash_sketch import shingled, signed
+from puna.stages.curate.minhash_sketch import Shingles, shingled, signed
 
-BLOCK_DOCUMENTS = 2048
+BLOCK_DOCUMENTS = 512
 
 
 class Found(NamedTuple):
@@ -42,27 +42,33 @@ class Found(NamedTuple):
 
 class Job(NamedTuple):
     """Some whole components of candidates. `rows` int64[M]: the members, by component and then by preference; `bounds` of the
-    components in them. `start`, `counts`, `distinct` int64[M]: where the members' shingles lie, see `near_duplicates`."""
+    components in them; `start`, `counts` int64[M]: where the members' shingles lie."""
 
     rows: NDArray[np.int64]
     bounds: NDArray[np.int64]
     words: NDArray[np.int64]
     start: NDArray[np.int64]
     counts: NDArray[np.int64]
-    distinct: NDArray[np.int64]
 
 
-def decide(job: Job, signatures: NDArray[Any], sequence: NDArray[np.uint64], sets: NDArray[np.uint64], config: MinhashDedupConfig) -> Found:
-    """The documents of a job that go; `signatures` [M, P] are the members'."""
-    from puna.kernels import near_duplicates
+def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> NDArray[np.int64]:
+    """Bands with equal keys as numbers, counted from 0 over all bands, int64[M, B]."""
+    from puna.kernels.near_duplicates import band_keys
 
-    keys = near_duplicates.band_keys(signatures, config.bands, config.rows)
+    keys = band_keys(signatures, config.bands, config.rows)
     groups = np.empty(keys.shape, np.int64)
     for band in range(config.bands):
         groups[:, band] = np.unique(keys[:, band], return_inverse=True)[1]
     numbers = groups.max(axis=0) + 1
-    groups += np.cumsum(numbers) - numbers
-    found = near_duplicates.resolve(signatures, groups, job.words, job.start, job.counts, job.distinct, sequence, sets, config.criteria())
+    return groups + np.cumsum(numbers) - numbers  # type: ignore[no-any-return]
+
+
+def decide(job: Job, signatures: NDArray[Any], sequence: NDArray[np.uint64], config: MinhashDedupConfig) -> Found:
+    """The documents of a job that go; `signatures` [M, P] are the members'."""
+    from puna.kernels.near_duplicates import resolve
+
+    groups = groups_of(signatures, config)
+    found = resolve(signatures, groups, job.words, job.start, job.counts, sequence, config.criteria())
     gone = np.flatnonzero(found.survivor >= 0)
     kept = job.rows[found.survivor[gone]]
     return Found(job.rows[gone], kept, found.similarity[gone], found.new_words[gone], int(found.saved.sum()))
@@ -76,15 +82,23 @@ def collapse(job: Job, signatures: NDArray[Any]) -> Found:
     return Found(job.rows[gone], job.rows[first[gone]], estimate, np.zeros(len(gone), np.int64), 0)
 
 
-def resolve(job: Job, config: MinhashDedupConfig, files: tuple[str, str], starts: NDArray[np.int64], signatures: list[str]) -> Found:
+def company(rows: NDArray[np.int64], config: MinhashDedupConfig, starts: NDArray[np.int64], signatures: list[str]) -> NDArray[np.bool_]:
+    """In a worker: which members of some components may be near-duplicates, by their signatures."""
+    from puna.kernels.near_duplicates import near
+
+    own = _signatures(rows, starts, signatures)
+    return near(own, groups_of(own, config), config.criteria().estimate)  # type: ignore[no-any-return]
+
+
+def resolved(job: Job, config: MinhashDedupConfig, file: str, starts: NDArray[np.int64], signatures: list[str]) -> Found:
     """In a worker: `decide` or `collapse` a job whose shingles and signatures lie in files."""
     own = _signatures(job.rows, starts, signatures)
     if not config.verify:
         return collapse(job, own)
-    # Members of a job lie one after another in the files.
+    # Members of a job lie one after another in the file.
     low, high = int(job.start[0]), int(job.start[-1] + job.counts[-1])
-    sequence, sets = (np.asarray(np.load(file, mmap_mode="r")[low:high]) for file in files)
-    return decide(job._replace(start=job.start - low), own, sequence, sets, config)
+    sequence = np.asarray(np.load(file, mmap_mode="r")[low:high])
+    return decide(job._replace(start=job.start - low), own, sequence, config)
 
 
 def _signatures(rows: NDArray[np.int64], starts: NDArray[np.int64], files: list[str]) -> NDArray[Any]:
@@ -115,17 +129,25 @@ def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: Minha
     signatures, keys = (np.concatenate(columns) for columns in zip(*pairs, strict=True))
     words = np.concatenate([block.words for block in blocks])
     counts = np.concatenate([np.diff(block.offsets) for block in blocks])
-    start = np.cumsum(counts) - counts
     filled = np.flatnonzero(counts)
     root = np.arange(len(column))
     root[filled] = filled[kernel.components(keys[filled])]
     members = np.flatnonzero(np.bincount(root, minlength=len(root))[root] > 1)
     members = members[np.lexsort((members, -words[members], root[members]))]
     bounds = np.append(np.flatnonzero(np.diff(root[members], prepend=-1)), len(members))
-    job = Job(members, bounds, words[members], start[members], counts[members], np.zeros(len(members), np.int64))
     if not config.verify:
-        return Found.of([collapse(job, signatures[members])])
-    sequence = np.concatenate([block.hashes for block in blocks])
-    sets = np.empty_like(sequence)
-    job = job._replace(distinct=kernel.fill_sets(sequence, job.start, job.counts, sets))
-    return Found.of([decide(job, signatures[members], sequence, sets, config)] if len(members) else [])
+        return Found.of([collapse(Job(members, bounds, *(np.zeros(0, np.int64),) * 3), signatures[members])])
+    if not len(members):
+        return Found.of([])
+    near = kernel.near(signatures[members], groups_of(signatures[members], config), config.criteria().estimate)
+    members = members[near]
+    lengths = counts[members]
+    sequence = np.concatenate([np.zeros(0, np.uint64), *(_slice(blocks, int(row)) for row in members)])
+    job = Job(members, np.zeros(0, np.int64), words[members], np.cumsum(lengths) - lengths, lengths)
+    return Found.of([decide(job, signatures[members], sequence, config)] if len(members) else [])
+
+
+def _slice(blocks: list[Shingles], row: int) -> NDArray[np.uint64]:
+    """The shingles of a document, from the block that holds it."""
+    block, place = blocks[row // BLOCK_DOCUMENTS], row % BLOCK_DOCUMENTS
+    return block.hashes[block.offsets[place] : block.offsets[place + 1]]

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from puna.stages.contract import Documents, Signals, StageRun, stage
 from puna.stages.curate.minhash_config import MinhashDedupConfig
-from puna.stages.curate.minhash_decide import Found, Job, resolve
+from puna.stages.curate.minhash_decide import Found, Job, company, resolved
 from puna.stages.curate.minhash_sketch import Place, Sketches, band_edges, sketch, store_shingles
 from puna.stages.curate.removal import without, write_removed
-from puna.storage import Artifact, Part, PunaError
+from puna.storage import Artifact, PunaError
 
 __all__ = ["MinhashDedupConfig", "minhash_dedup"]
 
@@ -42,7 +42,7 @@ def minhash_dedup(documents: Documents, signals: Signals | None, config: Minhash
         return
     rows = Rows.of(sketches, _scores(documents, signals, config))
     members, bounds = _candidates(run, rows, config)
-    found = _resolved(run, rows, members, bounds, parts, config)
+    found = _found(run, rows, members, bounds, documents, config)
     removed = _write(run, documents, found, config)
     run.transform(without, documents, write_removed(run.scratch, removed))
     run.metric("candidates", len(members))
@@ -121,37 +121,42 @@ def _candidates(run: StageRun, rows: Rows, config: MinhashDedupConfig) -> tuple[
     return members, np.append(np.flatnonzero(np.diff(root[members], prepend=-1)), len(members))
 
 
-def _resolved(
-    run: StageRun, rows: Rows, members: NDArray[np.int64], bounds: NDArray[np.int64], parts: list[Part], config: MinhashDedupConfig
+def _found(
+    run: StageRun, rows: Rows, members: NDArray[np.int64], bounds: NDArray[np.int64], documents: Artifact, config: MinhashDedupConfig
 ) -> Found:
     """Decide all components."""
+    signatures = [s.signatures for s in rows.sketches]
+    file = str(Path(run.scratch) / "sequence.npy")
+    if config.verify and len(members):
+        pieces = (members[bounds[i] : bounds[j]] for i, j in _cut(bounds))
+        near = np.concatenate(list(run.map(company, pieces, config, rows.starts, signatures)))
+        component = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))[near]
+        members, bounds = members[near], np.append(np.flatnonzero(np.diff(component, prepend=-1)), near.sum())
     counts = rows.shingles[members]
     start = np.cumsum(counts) - counts
-    distinct = np.zeros(len(members), np.int64)
-    files = (str(Path(run.scratch) / "sequence.npy"), str(Path(run.scratch) / "sets.npy"))
     if config.verify and len(members):
-        for file in files:
-            np.lib.format.open_memmap(file, "w+", np.uint64, (int(counts.sum()),))
+        np.lib.format.open_memmap(file, "w+", np.uint64, (int(counts.sum()),))
         by_row = np.argsort(members)
-        cuts = np.searchsorted(members[by_row], rows.starts)
-        chosen = [by_row[a:b] for a, b in pairwise(cuts)]
-        places = [Place(p, members[at] - first, start[at]) for p, at, first in zip(parts, chosen, rows.starts[:-1], strict=True) if len(at)]
-        filled = [at for at in chosen if len(at)]
-        for at, sizes in zip(filled, run.map(store_shingles, places, config, files), strict=True):
-            distinct[at] = sizes
+        cuts = pairwise(np.searchsorted(members[by_row], rows.starts))
+        chosen = [(part, by_row[a:b]) for part, (a, b) in enumerate(cuts) if b > a]
+        parts = run.parts(documents, columns=["text"])
+        places = [Place(parts[part], members[at] - rows.starts[part], start[at]) for part, at in chosen]
+        for _ in run.map(store_shingles, places, config, file):
+            pass
     jobs = (
-        Job(members[a:b], bounds[i : j + 1] - a, rows.words[members[a:b]], start[a:b], counts[a:b], distinct[a:b])
-        for i, j, a, b in _cut(bounds)
+        Job(members[a:b], bounds[i : j + 1] - a, rows.words[members[a:b]], start[a:b], counts[a:b])
+        for i, j in _cut(bounds)
+        for a, b in [(int(bounds[i]), int(bounds[j]))]
     )
-    return Found.of(list(run.map(resolve, jobs, config, files, rows.starts, [s.signatures for s in rows.sketches])))
+    return Found.of(list(run.map(resolved, jobs, config, file, rows.starts, signatures)))
 
 
-def _cut(bounds: NDArray[np.int64]) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of components of about JOB_DOCUMENTS documents: first and last component, first and last member."""
+def _cut(bounds: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Runs of components of about JOB_DOCUMENTS documents: the first component, and the first of the next run."""
     first = 0
     while first < len(bounds) - 1:
         last = max(first + 1, int(np.searchsorted(bounds, bounds[first] + JOB_DOCUMENTS, side="right")) - 1)
-        yield first, last, int(bounds[first]), int(bounds[last])
+        yield first, last
         first = last
 
 

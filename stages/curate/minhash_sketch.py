@@ -108,21 +108,13 @@ class Place(NamedTuple):
     start: NDArray[np.int64]
 
 
-def store_shingles(place: Place, config: MinhashDedupConfig, files: tuple[str, str]) -> NDArray[np.int64]:
-    """Write the candidates' shingles, in text order and as sets, where they belong; returns the sizes of the sets.
+def store_shingles(place: Place, config: MinhashDedupConfig, file: str) -> None:
+    """Write the candidates' shingles where they belong.
 
     Texts are read a second time, because few documents are candidates and the shingles of all need more room than the texts.
     """
-    from puna.kernels.near_duplicates import fill_sets
-
-    texts = place.part.read().column("text").take(pa.array(place.rows))
-    found = shingled(texts, config)
-    count = np.diff(found.offsets)
-    sets = np.zeros_like(found.hashes)
-    sizes = fill_sets(found.hashes, found.offsets[:-1], count, sets)
-    sequence, all_sets = (np.load(file, mmap_mode="r+") for file in files)
+    found = shingled(place.part.read().column("text").take(pa.array(place.rows)), config)
+    sequence = np.load(file, mmap_mode="r+")
     for k, start in enumerate(place.start.tolist()):
-        here = slice(int(found.offsets[k]), int(found.offsets[k + 1]))
-        sequence[start : start + count[k]] = found.hashes[here]
-        all_sets[start : start + sizes[k]] = sets[here][: sizes[k]]
-    return sizes  # type: ignore[no-any-return]
+        own = found.hashes[found.offsets[k] : found.offsets[k + 1]]
+        sequence[start : start + len(own)] = own

@@ -10,13 +10,9 @@ that there is something to find.
 
 from __future__ import annotations
 
-import os
-
-for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-    os.environ.setdefault(variable, "1")
-
 import argparse
 import json
+import os
 import random
 import sys
 import tempfile
@@ -184,6 +180,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one object of named figures")
     arguments = parser.parse_args()
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")  # before numpy is imported
     sys.path[:0] = [str(HERE.parents[1] / ".pkg"), str(HERE)]
     found = figures()
     if arguments.json:

@@ -78,12 +78,13 @@ def test_resolve_equals_brute_force(seed, containment, estimate, new_words):
     count = np.array([len(d) for d in documents])
     start = np.cumsum(count) - count
     sequence = np.concatenate(documents)
-    sets = np.zeros_like(sequence)
-    distinct = near_duplicates.fill_sets(sequence, start, count, sets)
     signatures = generator.integers(0, 2, (14, 8)).astype(np.uint32)
     groups = generator.integers(0, 5, (14, 2)) + np.array([0, 5])
     levels = np.zeros(20)
     criteria = near_duplicates.Criteria(5, containment, levels + 0.6, levels, estimate, new_words, 0.05)
-    found = near_duplicates.resolve(signatures, groups, count + 4, start, count, distinct, sequence, sets, criteria)
+    found = near_duplicates.resolve(signatures, groups, count + 4, start, count, sequence, criteria)
+    pairs = itertools.permutations(range(14), 2)
+    company = {i for i, j in pairs if (groups[i] == groups[j]).any() and (signatures[i] == signatures[j]).mean() >= estimate}
+    assert np.flatnonzero(near_duplicates.near(signatures, groups, estimate)).tolist() == sorted(company)
     expected = brute_force([d.tolist() for d in documents], groups, signatures, criteria)
     assert list(zip(found.survivor.tolist(), found.similarity.tolist(), found.new_words.tolist(), strict=True)) == expected
