@@ -59,12 +59,21 @@ class MinhashDedupConfig(StageConfig):
         ("code",), description="Sources whose documents survive those of others: a source file rather than a page that shows it"
     )
 
+    keep_index: bool = Field(
+        False,
+        description="Store signatures and normal texts (about as large as the documents) for `minhash_update`, which adds documents",
+    )
+
     @property
     def method(self) -> str:
         """How a pair was found and judged, for the evidence."""
         if not self.verify:
             return f"minhash, signatures of {self.words}-word runs, not verified"
         return f"minhash, {self.similarity} of {self.words}-word runs"
+
+    def detail(self, survivor: str, new_words: int) -> str:
+        """A removal in words."""
+        return f"of {survivor}, longest passage of its own: {new_words} words" if self.verify else f"of {survivor}, not verified"
 
     def criteria(self) -> Criteria:
         """What the kernel needs to verify a pair."""

@@ -51,6 +51,23 @@ class Job(NamedTuple):
     counts: NDArray[np.int64]
 
 
+def preference(
+    config: MinhashDedupConfig,
+    rank: NDArray[np.int64],
+    words: NDArray[np.int64],
+    fetched: NDArray[np.int64],
+    preferred: NDArray[np.bool_],
+    score: NDArray[np.float64] | None,
+) -> tuple[NDArray[Any], ...]:
+    """Sort keys of documents for lexsort, the last one first: which of several near-duplicates survives. `rank` by id decides
+    between documents that are alike in all else."""
+    if config.survivor == "latest":
+        return rank, -words, -fetched, ~preferred
+    if score is not None:
+        return rank, -fetched, -words, -score, ~preferred
+    return rank, -fetched, -words, ~preferred
+
+
 def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> NDArray[np.int64]:
     """Bands with equal keys as numbers, counted from 0 over all bands, int64[M, B]."""
     from puna.kernels.near_duplicates import band_keys

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from puna.stages.contract import Documents, Signals, StageRun, stage
 from puna.stages.curate.minhash_config import MinhashDedupConfig
-from puna.stages.curate.minhash_decide import Found, Job, company, resolved
+from puna.stages.curate.minhash_decide import Found, Job, company, preference, resolved
+from puna.stages.curate.minhash_index import INDEX, write_index
 from puna.stages.curate.minhash_sketch import Place, Sketches, band_edges, sketch, store_shingles
 from puna.stages.curate.removal import without, write_removed
 from puna.storage import Artifact, PunaError
@@ -40,11 +41,13 @@ def minhash_dedup(documents: Documents, signals: Signals | None, config: Minhash
     sketches = list(run.map(sketch, list(enumerate(parts)), config, str(run.scratch), rows=len(parts)))
     if not sketches:
         return
-    rows = Rows.of(sketches, _scores(documents, signals, config))
+    rows = Rows.of(sketches, scores(documents, signals, config))
     members, bounds = _candidates(run, rows, config)
     found = _found(run, rows, members, bounds, documents, config)
     removed = _write(run, documents, found, config)
     run.transform(without, documents, write_removed(run.scratch, removed))
+    if config.keep_index:
+        write_index(run.folder / INDEX, documents, sketches, rows.score, config)
     run.metric("candidates", len(members))
     run.metric("removed", len(found.removed))
     run.metric("clusters", len(np.unique(found.kept)))
@@ -80,16 +83,12 @@ class Rows(NamedTuple):
         )
 
     def preference(self, rows: NDArray[np.int64], config: MinhashDedupConfig) -> tuple[NDArray[Any], ...]:
-        """Sort keys for lexsort, the last one first. Rows follow ids, so documents that are alike in all else go by id."""
-        words, fetched, preferred = -self.words[rows], -self.fetched[rows], ~self.preferred[rows]
-        if config.survivor == "latest":
-            return rows, words, fetched, preferred
-        if self.score is not None:
-            return rows, fetched, words, -self.score[rows], preferred
-        return rows, fetched, words, preferred
+        """Sort keys for lexsort, the last one first; rows follow ids, which break ties."""
+        score = None if self.score is None else self.score[rows]
+        return preference(config, rows, self.words[rows], self.fetched[rows], self.preferred[rows], score)
 
 
-def _scores(documents: Artifact, signals: Artifact | None, config: MinhashDedupConfig) -> NDArray[np.float64] | None:
+def scores(documents: Artifact, signals: Artifact | None, config: MinhashDedupConfig) -> NDArray[np.float64] | None:
     """The score of each document, in the order of ids; the missing ones are worst."""
     if config.survivor != "best_score":
         return None
@@ -171,10 +170,7 @@ def _write(run: StageRun, documents: Artifact, found: Found, config: MinhashDedu
         method, rule = pa.repeat(config.method, len(ids)), pa.repeat("near_duplicate", len(ids))
         duplicates = {"id": ids, "kept_id": survivors, "method": method, "similarity": similarity, "cluster": survivors}
         run.write(pa.table(duplicates), "duplicates")
-        detail = [
-            f"of {survivor}, longest passage of its own: {words} words" if config.verify else f"of {survivor}, not verified"
-            for survivor, words in zip(survivors.to_pylist(), found.new_words[rows].tolist(), strict=True)
-        ]
+        detail = [config.detail(*pair) for pair in zip(survivors.to_pylist(), found.new_words[rows].tolist(), strict=True)]
         threshold = pa.array(np.full(len(ids), config.threshold) if config.verify else [None] * len(ids), pa.float64())
         run.write(pa.table({"id": ids, "rule": rule, "value": similarity, "threshold": threshold, "detail": detail}), "dropped")
     return gone.to_pylist()  # type: ignore[no-any-return]

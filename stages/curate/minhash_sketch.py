@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,16 +20,18 @@ if TYPE_CHECKING:
 
 class Shingles(NamedTuple):
     """Shingles of some documents: their XXH64 in text order uint64[S], `offsets` int64[D + 1] in them, `words` int64[D],
-    and the values that are permuted uint64[S]."""
+    the values that are permuted uint64[S], and the normal texts they are of."""
 
     hashes: NDArray[np.uint64]
     offsets: NDArray[np.int64]
     words: NDArray[np.int64]
     values: NDArray[np.uint64]
+    normal: Words
 
 
 class Sketches(NamedTuple):
-    """What one part of the documents was reduced to; signatures [D, P] and band keys [B, D] lie in files."""
+    """What one part of the documents was reduced to; signatures [D, P] and band keys [B, D] lie in files, and for an index the
+    compressed normal texts, of `stored` bytes each, `raw` before compression."""
 
     documents: int
     fetched: NDArray[np.int64]
@@ -37,20 +40,30 @@ class Sketches(NamedTuple):
     shingles: NDArray[np.int64]
     signatures: str
     keys: str
+    texts: str
+    stored: NDArray[np.int64]
+    raw: NDArray[np.int64]
 
 
 def shingled(texts: pa.ChunkedArray, config: MinhashDedupConfig) -> Shingles:
     """The shingles of a column of texts."""
-    from puna.kernels.shingles import normal_words, shingle_hashes
+    from puna.kernels.shingles import normal_words
     from puna.stages.curate.datatrove_words import datatrove_words
     from puna.stages.curate.shingles import bytes_of, table
 
     data, offsets = bytes_of(texts)
     own = config.normal_form == "puna"
     words = normal_words(data, offsets, table()) if own else datatrove_words(data, offsets)
-    hashes, where = shingle_hashes(words, config.words, short=own)
+    return of_words(words, config)
+
+
+def of_words(words: Words, config: MinhashDedupConfig) -> Shingles:
+    """The shingles of normal texts."""
+    from puna.kernels.shingles import shingle_hashes
+
+    hashes, where = shingle_hashes(words, config.words, short=config.normal_form == "puna")
     values = hashes if config.hash == "xxh64" else _sha1(words, where, config)
-    return Shingles(hashes, where, np.diff(words.words_D1), values)
+    return Shingles(hashes, where, np.diff(words.words_D1), values, words)
 
 
 def _sha1(words: Words, where: NDArray[np.int64], config: MinhashDedupConfig) -> NDArray[np.uint64]:
@@ -84,7 +97,16 @@ def sketch(job: tuple[int, Part], config: MinhashDedupConfig, scratch: str) -> S
     np.save(files[1], np.ascontiguousarray(keys.T))
     fetched = np.asarray(read.column("fetched_at").cast(pa.int64()))
     preferred = np.array([source in config.prefer_sources for source in read.column("source").to_pylist()], dtype=bool)
-    return Sketches(part.rows, fetched, preferred, found.words, np.diff(found.offsets), *files)
+    texts = Path(scratch) / f"texts-{number:06d}.bin"
+    stored = np.zeros(0, np.int64)
+    if config.keep_index:
+        codec = pa.Codec("zstd", 1)
+        bounds, whole = found.normal.offsets_D1.tolist(), memoryview(found.normal.data)
+        pieces = [codec.compress(whole[a:b], asbytes=True) for a, b in pairwise(bounds)]
+        texts.write_bytes(b"".join(pieces))
+        stored = np.array([len(piece) for piece in pieces], np.int64)
+    shingles, raw = np.diff(found.offsets), np.diff(found.normal.offsets_D1)
+    return Sketches(part.rows, fetched, preferred, found.words, shingles, files[0], files[1], str(texts), stored, raw)
 
 
 def band_edges(band: int, files: list[str], documents: int) -> NDArray[np.int64]:

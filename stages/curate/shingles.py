@@ -47,6 +47,12 @@ def table() -> Table:
     return Table.of([character(chr(point)).encode("utf-8", "surrogatepass") for point in range(LIMIT)])
 
 
+@lru_cache(maxsize=1)
+def unchanged() -> Table:
+    """A table that leaves normal texts as they are."""
+    return Table.of([chr(point).encode("utf-8", "surrogatepass") for point in range(LIMIT)])
+
+
 def bytes_of(texts: pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """The UTF-8 bytes of a column of texts one after another, and where each begins (and the last ends)."""
     column = texts.cast(pa.large_string()).combine_chunks()
