@@ -33,9 +33,9 @@ def write_index(
     folder: Path, documents: Artifact, sketches: list[Sketches], score: NDArray[np.float64] | None, config: MinhashDedupConfig
 ) -> None:
     """Write the index of the documents of which the sketches are, part by part, within bounded memory but for the keys."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     total = sum(s.documents for s in sketches)
-    ids = [np.array(batch.column(0).to_pylist(), "S") for batch in documents.batches(columns=["id"])]
+    ids = [np.array([i.encode() for i in batch.column(0).to_pylist()]) for batch in documents.batches(columns=["id"])]
     np.save(folder / "ids.npy", np.concatenate(ids))
     facts = np.zeros(total, FACTS)
     for name in ("fetched", "preferred", "words", "shingles"):

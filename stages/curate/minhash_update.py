@@ -34,13 +34,13 @@ def minhash_update(
     changes, because an added one is preferred to them or to their survivor. All together is what `minhash_dedup` gives for all
     documents at once (`verdicts` puts it together): only the components that added documents touch are decided again.
     """
-    chosen = _configuration(previous)
+    chosen, indices = _configuration(previous), [Index.of(artifact) for artifact in previous]
     parts = run.parts(documents, columns=["fetched_at", "source", "text"])
     sketches = list(run.map(sketch, list(enumerate(parts)), chosen, str(run.scratch), rows=len(parts)))
     if not sketches:
         return
     write_index(run.folder / INDEX, documents, sketches, scores(documents, signals, chosen), chosen)
-    indices = [*map(Index.of, previous), Index.open(run.folder / INDEX)]
+    indices.append(Index.open(run.folder / INDEX))
     members = _affected(indices, chosen)
     ids, found = _decided(indices, members, chosen)
     own = members.segment == len(previous)
