@@ -125,6 +125,11 @@ TABLES: dict[str, TableSchema] = {
             column("cluster", pa.string(), "id of the cluster's survivor"),
         ),
         _table(
+            "revisions", ID,
+            column("kept_id", pa.string(), "the document that is now kept instead; null: this one is kept again", nullable=True),
+            column("similarity", NUMBER, "verified similarity of the pair", "fraction", nullable=True),
+        ),
+        _table(
             "removed_lines", ID,
             column("line", pa.int32(), "number of the line in the input document", "from 0"),
             column("text", pa.string(), "the line"),

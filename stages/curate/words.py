@@ -65,6 +65,29 @@ def mix(value: np.uint64) -> np.uint64:
 
 
 @njit(cache=True)
+def prefix_hashes(codes: NDArray[np.uint32]) -> NDArray[np.uint64]:
+    """Polynomial hash of every beginning, uint64[n + 1]: that of a..b is `out[b] - out[a] * BASE ** (b - a)`."""
+    out = np.empty(len(codes) + 1, np.uint64)
+    value = np.uint64(0)
+    for at in range(len(codes)):
+        out[at] = value
+        value = value * BASE + np.uint64(codes[at]) + ONE
+    out[len(codes)] = value
+    return out
+
+
+@njit(cache=True)
+def powers(count: int) -> NDArray[np.uint64]:
+    """BASE ** 0 .. BASE ** count modulo 2^64, uint64[count + 1]."""
+    out = np.empty(count + 1, np.uint64)
+    value = ONE
+    for n in range(count + 1):
+        out[n] = value
+        value = value * BASE
+    return out
+
+
+@njit(cache=True)
 def _joins(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, stop: int) -> bool:
     """Whether the ASCII symbol at `at`, inside a run without white space, holds its neighbours together."""
     code = codes[at]

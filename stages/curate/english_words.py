@@ -1,0 +1,561 @@
+"""Words of a text exactly as datatrove 0.10 sees them: spaCy 3.8's blank English tokeniser, compiled.
+
+The tokeniser looks at one run of characters without white space at a time. It peels prefixes and suffixes
+(punctuation, quotes, currencies, units after digits) until a listed exception or nothing more is found; what is left is
+an exception, an address, or is cut at infixes (hyphens between letters, full stops before capitals, …). In the end,
+neighbouring tokens that spell an exception ("ex" "." "g" …, ":" ")") become that exception's pieces.
+`data/english_words.json` holds the character classes and exceptions; tests compare both with the live tokeniser.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from puna.stages.curate.characters import ALPHANUMERIC, DECIMAL, POINTS, SPACE, code_points, tables
+from puna.stages.curate.hash_table import place, size_for
+from puna.stages.curate.words import BASE, mix, powers, prefix_hashes
+
+DATA = Path(__file__).parent / "data" / "english_words.json"
+
+ALPHA, LOWER, UPPER, PREFIX, SUFFIX, ICON, QUOTE, BEFORE_DOT, CURRENCY, DIGIT, PLAIN = (1 << k for k in range(11))
+CLASSES = {
+    "alpha": ALPHA, "lower": LOWER, "upper": UPPER, "prefix": PREFIX, "suffix": SUFFIX, "icon": ICON, "quote": QUOTE,
+    "before_dot": BEFORE_DOT, "currency": CURRENCY,
+}  # fmt: skip
+# Characters without a class of their own that nevertheless split: a run without any of these is one word.
+SPLITTERS = ".+-*^,:<>=/–—~…$'’@"
+
+DOT, COMMA, PLUS, MINUS, STAR, CARET, COLON, LESS, EQUALS, MORE, SLASH, TILDE = (ord(c) for c in ".,+-*^:<=>/~")
+DOLLAR, DEGREE, QUOTE_1, QUOTE_2, EN_DASH, EM_DASH, ELLIPSIS, AT, QUESTION, NUMBER_SIGN = (ord(c) for c in "$°'’–—…@?#")
+CAPITAL_A, CAPITAL_C, CAPITAL_S, CAPITAL_U, SMALL_S, UNDERSCORE, ZERO, NINE = (ord(c) for c in "ACSUs_09")
+MAX_LABEL, MAX_TOP_LABEL = 64, 63
+
+
+class EnglishTables(NamedTuple):
+    """`classes` uint16[0x110000]. `units`, `special_keys`, `first_keys`: open-addressing tables of word hashes, mixed.
+
+    Exception number `special_at[place]` has pieces of lengths `pieces[special_range[n] : special_range[n + 1]]`.
+    Sequences of tokens that spell an exception: those that begin with the token at `first_keys[place]` are numbers
+    `first_range[place, 0] .. first_range[place, 1]`; sequence s is of the token hashes
+    `sequence[sequence_range[s] : sequence_range[s + 1]]` and spells exception `sequence_special[s]`.
+    """
+
+    classes: NDArray[np.uint16]
+    units: NDArray[np.uint64]
+    unit_length: int
+    special_keys: NDArray[np.uint64]
+    special_at: NDArray[np.int32]
+    special_range: NDArray[np.int32]
+    special_length: int
+    pieces: NDArray[np.int32]
+    first_keys: NDArray[np.uint64]
+    first_range: NDArray[np.int32]
+    sequence: NDArray[np.uint64]
+    sequence_range: NDArray[np.int32]
+    sequence_special: NDArray[np.int32]
+    longest_sequence: int
+
+
+def ranges(text: str) -> list[tuple[int, int]]:
+    """"41-5a b5" as [(0x41, 0x5A), (0xB5, 0xB5)]."""
+    pairs = [part.split("-") for part in text.split()]
+    return [(int(pair[0], 16), int(pair[-1], 16)) for pair in pairs]
+
+
+@lru_cache(maxsize=1)
+def data() -> dict[str, Any]:
+    """The file of character classes, units and exceptions."""
+    found: dict[str, Any] = json.loads(DATA.read_text(encoding="utf-8"))
+    return found
+
+
+def _hash(word: str) -> int:
+    value = 0
+    for c in word:
+        value = (value * int(BASE) + ord(c) + 1) % 2**64
+    return value
+
+
+def _table(keys: list[int], values: list[int] | None = None) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+    """An open-addressing table of mixed hashes, and the value of each place."""
+    table = np.zeros(2 * size_for(len(keys)), np.uint64)
+    held = np.zeros(len(table), np.int32)
+    for n, key in enumerate(keys):
+        mixed = np.uint64(mix(np.uint64(key)))
+        where = place(table, mixed)
+        table[where] = mixed
+        held[where] = n if values is None else values[n]
+    return table, held
+
+
+@lru_cache(maxsize=1)
+def english_tables() -> EnglishTables:
+    """The tables, made once per process."""
+    found = data()
+    classes = np.zeros(POINTS, np.uint16)
+    for name, bit in CLASSES.items():
+        for low, high in ranges(found["classes"][name]):
+            classes[low : high + 1] |= np.uint16(bit)
+    classes[ZERO : NINE + 1] |= np.uint16(DIGIT)
+    splits = np.uint16(PREFIX | SUFFIX | ICON | QUOTE | CURRENCY | DIGIT)
+    plain = classes & splits == 0
+    plain[[ord(c) for c in SPLITTERS]] = False
+    classes[plain] |= np.uint16(PLAIN)
+
+    units, _ = _table([_hash(unit) for unit in found["units"]])
+    specials = [text.split(" ") for text in found["specials"]]
+    words = ["".join(pieces) for pieces in specials]
+    special_keys, special_at = _table([_hash(word) for word in words])
+    lengths = [len(piece) for pieces in specials for piece in pieces]
+    special_range = np.cumsum([0, *map(len, specials)]).astype(np.int32)
+    none = np.zeros(8, np.uint64)
+    bare = EnglishTables(
+        classes, units, max(map(len, found["units"])), none, np.zeros(8, np.int32), np.zeros(1, np.int32), 0, np.zeros(0, np.int32),
+        none, np.zeros((8, 2), np.int32), np.zeros(0, np.uint64), np.zeros(1, np.int32), np.zeros(0, np.int32), 0,
+    )  # fmt: skip
+    # What each exception would be cut into if it were none: where tokens spell it by chance, they are put together.
+    spelled = sorted((tokens[0], n, tokens) for n, word in enumerate(words) if len(tokens := _tokens(word, bare)) > 1)
+    firsts = sorted({first for first, _, _ in spelled})
+    bounds = {first: [n for n, item in enumerate(spelled) if item[0] == first] for first in firsts}
+    first_keys, first_at = _table([_hash(first) for first in firsts])
+    first_range = np.zeros((len(first_keys), 2), np.int32)
+    for where in np.flatnonzero(first_keys):
+        members = bounds[firsts[first_at[where]]]
+        first_range[where] = members[0], members[-1] + 1
+    return bare._replace(
+        special_keys=special_keys, special_at=special_at, special_range=special_range, special_length=max(map(len, words)),
+        pieces=np.array(lengths, np.int32), first_keys=first_keys, first_range=first_range,
+        sequence=np.array([_hash(token) for _, _, tokens in spelled for token in tokens], np.uint64),
+        sequence_range=np.cumsum([0, *(len(tokens) for _, _, tokens in spelled)]).astype(np.int32),
+        sequence_special=np.array([n for _, n, _ in spelled], np.int32),
+        longest_sequence=max(len(tokens) for _, _, tokens in spelled),
+    )  # fmt: skip
+
+
+def _tokens(text: str, english: EnglishTables) -> list[str]:
+    codes = code_points(text)
+    flags, _ = tables()
+    start, stop = np.empty(len(codes) + 1, np.int32), np.empty(len(codes) + 1, np.int32)
+    count = split_english(codes, flags, english, prefix_hashes(codes), powers(len(codes)), start, stop)
+    return [text[a:b] for a, b in zip(start[:count].tolist(), stop[:count].tolist(), strict=True)]
+
+
+def english_words(text: str) -> list[str]:
+    """The words of `text` as strings, for people and tests."""
+    return _tokens(text, english_tables())
+
+
+@njit(cache=True, inline="always")
+def _span(hashes: NDArray[np.uint64], power: NDArray[np.uint64], a: int, b: int) -> np.uint64:
+    """Polynomial hash of the characters a..b."""
+    return hashes[b] - hashes[a] * power[b - a]
+
+
+@njit(cache=True)
+def _special(english: EnglishTables, hashes: NDArray[np.uint64], power: NDArray[np.uint64], a: int, b: int) -> int:
+    """Number of the exception that the characters a..b are, or -1."""
+    if b - a > english.special_length:
+        return -1
+    key = mix(_span(hashes, power, a, b))
+    where = place(english.special_keys, key)
+    return int(english.special_at[where]) if english.special_keys[where] == key else -1
+
+
+@njit(cache=True)
+def _prefix(codes: NDArray[np.uint32], classes: NDArray[np.uint16], a: int, b: int) -> int:
+    """Length of the prefix to split off a..b, 0 for none."""
+    code = codes[a]
+    if classes[code] & (PREFIX | CURRENCY):
+        return 1
+    if code == DOT:
+        at = a
+        while at < b and codes[at] == DOT:
+            at += 1
+        return at - a if at - a > 1 else 0
+    if code == PLUS:
+        return 1 if a + 1 == b or not classes[codes[a + 1]] & DIGIT else 0
+    if (code == CAPITAL_C or code == CAPITAL_A) and a + 1 < b and codes[a + 1] == DOLLAR:
+        return 2
+    if code == CAPITAL_U and a + 2 < b and codes[a + 1] == CAPITAL_S and codes[a + 2] == DOLLAR:
+        return 3
+    return 0
+
+
+@njit(cache=True)
+def _suffix(
+    codes: NDArray[np.uint32], english: EnglishTables, hashes: NDArray[np.uint64], power: NDArray[np.uint64], a: int, b: int
+) -> int:
+    """Length of the suffix to split off a..b, 0 for none: the longest that fits."""
+    if a >= b:
+        return 0
+    classes = english.classes
+    code = codes[b - 1]
+    here = classes[code]
+    if code == DOT:
+        at = b
+        while at > a and codes[at - 1] == DOT:
+            at -= 1
+        if b - at > 1:
+            return b - at
+        if b - a > 1:
+            before = classes[codes[b - 2]]
+            if before & BEFORE_DOT:
+                return 1
+            if b - a > 2 and before & UPPER and classes[codes[b - 3]] & UPPER:
+                return 1
+            if b - a > 2 and codes[b - 3] == DEGREE and codes[b - 2] in (0x46, 0x66, 0x43, 0x63, 0x4B, 0x6B):
+                return 1
+        return 0
+    if code == ELLIPSIS:
+        return 2 if b - a > 1 and codes[b - 2] == ELLIPSIS else 1
+    if (code == SMALL_S or code == CAPITAL_S) and b - a > 1 and (codes[b - 2] == QUOTE_1 or codes[b - 2] == QUOTE_2):
+        return 2
+    # After a digit: currencies, units, a plus sign. The suffix that begins earliest wins.
+    for length in range(min(english.unit_length, b - a - 1), 0, -1):
+        if not classes[codes[b - length - 1]] & DIGIT:
+            continue
+        if length == 1 and (here & CURRENCY or code == PLUS):
+            return 1
+        if code == DOLLAR:
+            first = codes[b - length]
+            if length == 2 and (first == CAPITAL_C or first == CAPITAL_A):
+                return 2
+            if length == 3 and first == CAPITAL_U and codes[b - 2] == CAPITAL_S:
+                return 3
+        key = mix(_span(hashes, power, b - length, b))
+        if english.units[place(english.units, key)] == key:
+            return length
+    return 1 if here & SUFFIX else 0
+
+
+@njit(cache=True)
+def _infix(codes: NDArray[np.uint32], classes: NDArray[np.uint16], a: int, b: int, at: int) -> int:
+    """Length of the infix at `at` in a..b, 0 for none."""
+    code = codes[at]
+    here = classes[code]
+    if here & PLAIN:
+        return 0
+    if here & ICON:
+        return 1
+    before = classes[codes[at - 1]] if at > a else 0
+    after = classes[codes[at + 1]] if at + 1 < b else 0
+    if code == DOT:
+        end = at
+        while end < b and codes[end] == DOT:
+            end += 1
+        if end - at > 1:
+            return end - at
+        return 1 if before & (LOWER | QUOTE) and after & (UPPER | QUOTE) else 0
+    if code == COMMA:
+        return 1 if before & ALPHA and after & ALPHA else 0
+    sign = code == PLUS or code == MINUS or code == STAR or code == CARET
+    if sign and before & DIGIT and (after & DIGIT or (at + 1 < b and codes[at + 1] == MINUS)):
+        return 1
+    if code == MINUS or code == EM_DASH:
+        if not before & (ALPHA | DIGIT):
+            return 0
+        for length in range(1, 4 if code == MINUS else 3):
+            if at + length >= b:
+                return 0
+            if classes[codes[at + length]] & ALPHA:
+                return length
+            if codes[at + length] != code:
+                return 0
+        return 0
+    if code == EN_DASH or code == TILDE or code == COLON or code == LESS or code == MORE or code == EQUALS or code == SLASH:
+        return 1 if before & (ALPHA | DIGIT) and after & ALPHA else 0
+    return 0
+
+
+@njit(cache=True)
+def _host_character(code: int) -> bool:
+    return 0x30 <= code <= 0x39 or 0x41 <= code <= 0x5A or 0x61 <= code <= 0x7A or 0xA1 <= code <= 0xFFFF
+
+
+@njit(cache=True)
+def _tail(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, b: int) -> bool:
+    """Whether at..b is the end of an address: a port of 2 to 5 digits, then a path, both optional."""
+    if at < b and codes[at] == COLON:
+        digits = 0
+        while at + 1 + digits < b and digits < 6 and flags[codes[at + 1 + digits]] & DECIMAL:
+            digits += 1
+        if digits < 2 or digits > 5:
+            return False
+        at += 1 + digits
+    return at == b or codes[at] == SLASH or codes[at] == QUESTION or codes[at] == NUMBER_SIGN
+
+
+@njit(cache=True)
+def _name(codes: NDArray[np.uint32], flags: NDArray[np.uint16], classes: NDArray[np.uint16], a: int, b: int) -> bool:
+    """Whether a..b is a host name with a top label of letters, and an address's end."""
+    at, labels = a, 0
+    while True:
+        start = at
+        while at < b and (_host_character(codes[at]) or codes[at] == UNDERSCORE or codes[at] == MINUS):
+            at += 1
+        if at >= b or codes[at] != DOT:
+            break
+        inner = _host_character(codes[start]) and _host_character(codes[at - 1])
+        if at == start or at - start > MAX_LABEL or not inner:
+            return False
+        labels += 1
+        at += 1
+    end = start
+    while end < b and classes[codes[end]] & LOWER:
+        end += 1
+    return labels > 0 and 2 <= end - start <= MAX_TOP_LABEL and _tail(codes, flags, end, b)
+
+
+@njit(cache=True)
+def _number(codes: NDArray[np.uint32], flags: NDArray[np.uint16], a: int, b: int) -> bool:
+    """Whether a..b is a public IPv4 address and an address's end."""
+    value = np.zeros(4, np.int64)
+    at = a
+    for octet in range(4):
+        start = at
+        while at < b and at - start < 4 and 0x30 <= codes[at] <= 0x39:
+            value[octet] = value[octet] * 10 + codes[at] - 0x30
+            at += 1
+        size = at - start
+        if size == 0 or size > 3 or (octet in (0, 3) and codes[start] == 0x30) or value[octet] > 255:
+            return False
+        if size == 3 and codes[start] == 0x30:
+            return False
+        if octet < 3:
+            if at >= b or codes[at] != DOT:
+                return False
+            at += 1
+    private = value[0] == 10 or value[0] == 127 or (value[0] == 169 and value[1] == 254) or (value[0] == 192 and value[1] == 168)
+    private = private or (value[0] == 172 and 16 <= value[1] <= 31)
+    return not private and value[0] <= 223 and value[3] <= 254 and _tail(codes, flags, at, b)
+
+
+@njit(cache=True)
+def _address(codes: NDArray[np.uint32], flags: NDArray[np.uint16], classes: NDArray[np.uint16], a: int, b: int) -> bool:
+    """Whether a..b is a web or mail address: scheme, user, host, port, path; all but the host optional."""
+    dots = False
+    for at in range(a + 1, b - 1):
+        dots = dots or codes[at] == DOT
+    if not dots:
+        return False
+    if _name(codes, flags, classes, a, b) or _number(codes, flags, a, b):
+        return True
+    scheme = a
+    while scheme < b and (flags[codes[scheme]] & ALPHANUMERIC or codes[scheme] in (UNDERSCORE, PLUS, MINUS, DOT)):
+        scheme += 1
+    if scheme - a >= 2 and scheme + 3 < b and codes[scheme] == COLON and codes[scheme + 1] == SLASH and codes[scheme + 2] == SLASH:
+        if _name(codes, flags, classes, scheme + 3, b) or _number(codes, flags, scheme + 3, b):
+            return True
+    for at in range(a + 1, b):
+        if codes[at] == AT and (_name(codes, flags, classes, at + 1, b) or _number(codes, flags, at + 1, b)):
+            return True
+    return False
+
+
+@njit(cache=True)
+def _middle(
+    codes: NDArray[np.uint32], flags: NDArray[np.uint16], english: EnglishTables, a: int, b: int,
+    special: int, start: NDArray[np.int32], stop: NDArray[np.int32], count: int,
+) -> int:  # fmt: skip
+    """Write the words of what is left between prefixes and suffixes; returns how many words there are now."""
+    at = a
+    if special >= 0:
+        for piece in range(english.special_range[special], english.special_range[special + 1]):
+            start[count], stop[count] = at, at + english.pieces[piece]
+            at = stop[count]
+            count += 1
+        return count
+    if not _address(codes, flags, english.classes, a, b):
+        from_ = a
+        while at < b:
+            length = _infix(codes, english.classes, a, b, at)
+            # One at the very beginning stays with what follows.
+            if length and at > a:
+                if at > from_:
+                    start[count], stop[count] = from_, at
+                    count += 1
+                start[count], stop[count] = at, at + length
+                count += 1
+                from_ = at + length
+            at += max(length, 1)
+        a = from_
+    if a < b:
+        start[count], stop[count] = a, b
+        count += 1
+    return count
+
+
+@njit(cache=True)
+def _run(
+    codes: NDArray[np.uint32], flags: NDArray[np.uint16], english: EnglishTables, hashes: NDArray[np.uint64], power: NDArray[np.uint64],
+    a: int, b: int, start: NDArray[np.int32], stop: NDArray[np.int32], count: int,
+) -> int:  # fmt: skip
+    """Write the words of a..b, a run without white space; returns how many words there are now."""
+    last, special = 0, -1
+    # Suffixes come off from the right: their ends wait at the far end of the arrays.
+    waiting = len(stop)
+    while a < b and b - a != last:
+        special = _special(english, hashes, power, a, b)
+        if special >= 0:
+            break
+        last = b - a
+        prefix = _prefix(codes, english.classes, a, b)
+        if prefix and prefix < b - a:
+            special = _special(english, hashes, power, a + prefix, b)
+            if special >= 0:
+                start[count], stop[count] = a, a + prefix
+                count += 1
+                a += prefix
+                break
+        suffix = _suffix(codes, english, hashes, power, a + prefix, b)
+        if suffix and suffix < b - a:
+            special = _special(english, hashes, power, a, b - suffix)
+            if special >= 0:
+                waiting -= 1
+                stop[waiting] = b
+                b -= suffix
+                break
+        if prefix:
+            start[count], stop[count] = a, a + prefix
+            count += 1
+            a += prefix
+        if suffix and (not prefix or b - a >= suffix):
+            waiting -= 1
+            stop[waiting] = b
+            b -= suffix
+    if a < b:
+        count = _middle(codes, flags, english, a, b, special, start, stop, count)
+    while waiting < len(stop):
+        start[count], stop[count] = b, stop[waiting]
+        b = stop[waiting]
+        count += 1
+        waiting += 1
+    return count
+
+
+@njit(cache=True)
+def _spelled(
+    codes: NDArray[np.uint32], english: EnglishTables, hashes: NDArray[np.uint64], power: NDArray[np.uint64],
+    start: NDArray[np.int32], stop: NDArray[np.int32], count: int, first: NDArray[np.int32], which: NDArray[np.int32],
+) -> int:  # fmt: skip
+    """Find the sequences of words that spell an exception: first word and number of the sequence; returns how many.
+
+    At most `len(first)` are written; the number returned may be greater.
+    """
+    found = 0
+    for word in range(count - 1):
+        if stop[word] - start[word] > english.special_length:
+            continue
+        key = mix(_span(hashes, power, start[word], stop[word]))
+        where = place(english.first_keys, key)
+        if english.first_keys[where] != key:
+            continue
+        for sequence in range(english.first_range[where, 0], english.first_range[where, 1]):
+            low, high = english.sequence_range[sequence], english.sequence_range[sequence + 1]
+            size = 1
+            while low + size < high and word + size < count:
+                at = word + size
+                gap = start[at] - stop[at - 1]
+                if gap > 1 or (gap == 1 and codes[stop[at - 1]] != 0x20):
+                    break  # other white space is a word of its own
+                if _span(hashes, power, start[at], stop[at]) != english.sequence[low + size]:
+                    break
+                size += 1
+            if low + size == high:
+                if found < len(first):
+                    first[found], which[found] = word, sequence
+                found += 1
+    return found
+
+
+@njit(cache=True)
+def _rejoin(
+    codes: NDArray[np.uint32], english: EnglishTables, hashes: NDArray[np.uint64], power: NDArray[np.uint64],
+    start: NDArray[np.int32], stop: NDArray[np.int32], count: int,
+) -> int:  # fmt: skip
+    """Replace sequences of words that spell an exception by its pieces; returns how many words there are now."""
+    first, which = np.empty(64, np.int32), np.empty(64, np.int32)
+    found = _spelled(codes, english, hashes, power, start, stop, count, first, which)
+    if found > 64:
+        first, which = np.empty(found, np.int32), np.empty(found, np.int32)
+        _spelled(codes, english, hashes, power, start, stop, count, first, which)
+    if found == 0:
+        return count
+    # The longest first, then the leftmost; one that touches another already looked at with its ends is left out.
+    taken = np.zeros(count, np.bool_)
+    chosen = np.full(count, -1, np.int32)
+    changes = False
+    for length in range(english.longest_sequence, 1, -1):
+        for k in range(found):
+            a, sequence = first[k], which[k]
+            if english.sequence_range[sequence + 1] - english.sequence_range[sequence] != length:
+                continue
+            free = not taken[a] and not taken[a + length - 1]
+            joined = True
+            for word in range(a, a + length):
+                taken[word] = True
+                joined = joined and (word == a or start[word] == stop[word - 1])
+            if free and joined:
+                chosen[a] = sequence
+                changes = True
+    if not changes:
+        return count
+    old_start, old_stop = start[:count].copy(), stop[:count].copy()
+    word, size = 0, 0
+    while word < count:
+        sequence = chosen[word]
+        if sequence < 0:
+            start[size], stop[size] = old_start[word], old_stop[word]
+            size += 1
+            word += 1
+            continue
+        special, at = english.sequence_special[sequence], old_start[word]
+        for piece in range(english.special_range[special], english.special_range[special + 1]):
+            start[size], stop[size] = at, at + english.pieces[piece]
+            at = stop[size]
+            size += 1
+        word += english.sequence_range[sequence + 1] - english.sequence_range[sequence]
+    return size
+
+
+@njit(cache=True)
+def split_english(
+    codes: NDArray[np.uint32], flags: NDArray[np.uint16], english: EnglishTables, hashes: NDArray[np.uint64], power: NDArray[np.uint64],
+    start: NDArray[np.int32], stop: NDArray[np.int32],
+) -> int:  # fmt: skip
+    """Fill the ranges of all words, white space left out; returns how many.
+
+    `hashes`, `power`: as `prefix_hashes` and `powers` give them. `start`, `stop`: one element more than characters.
+    """
+    count, at, total = 0, 0, len(codes)
+    while at < total:
+        if flags[codes[at]] & SPACE:
+            at += 1
+            continue
+        end, plain = at, True
+        while end < total and not flags[codes[end]] & SPACE:
+            plain = plain and english.classes[codes[end]] & PLAIN != 0
+            end += 1
+        if plain and end - at > english.special_length:
+            start[count], stop[count] = at, end
+            count += 1
+        elif plain:
+            special = _special(english, hashes, power, at, end)
+            if special < 0:
+                start[count], stop[count] = at, end
+                count += 1
+            else:
+                count = _middle(codes, flags, english, at, end, special, start, stop, count)
+        else:
+            count = _run(codes, flags, english, hashes, power, at, end, start, stop, count)
+        at = end
+    if english.longest_sequence:
+        count = _rejoin(codes, english, hashes, power, start, stop, count)
+    return count
