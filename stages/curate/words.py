@@ -27,11 +27,9 @@ from puna.stages.curate.characters import (
     code_points,
     tables,
 )
+from puna.stages.curate.hash_table import ONE, mix
 
 BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying by it loses nothing
-MIX = np.uint64(0xBF58476D1CE4E5B9)
-MIX_2 = np.uint64(0x94D049BB133111EB)
-ONE = np.uint64(1)
 DOT, HYPHEN, COMMA, APOSTROPHE, QUOTE, DOUBLE_QUOTE, ZERO = 0x2E, 0x2D, 0x2C, 0x27, 0x2019, 0x22, 0x30
 TILDE, COLON, LESS, EQUALS, GREATER, SLASH, PLUS, STAR, CARET = 0x7E, 0x3A, 0x3C, 0x3D, 0x3E, 0x2F, 0x2B, 0x2A, 0x5E
 
@@ -53,15 +51,6 @@ class Words(NamedTuple):
     power: NDArray[np.uint64]
     folded: NDArray[np.uint64]
     flags: NDArray[np.uint8]
-
-
-@njit(cache=True)
-def mix(value: np.uint64) -> np.uint64:
-    """Spread a hash over all 64 bits; never 0, which marks an empty place in a hash table."""
-    value = (value ^ (value >> np.uint64(30))) * MIX
-    value = (value ^ (value >> np.uint64(27))) * MIX_2
-    value = value ^ (value >> np.uint64(31))
-    return value if value != 0 else ONE
 
 
 @njit(cache=True)
@@ -142,7 +131,7 @@ def _word_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: int, 
 
 
 @njit(cache=True)
-def _split(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start_of: NDArray[np.int32], stop_of: NDArray[np.int32]) -> int:
+def split_ranges(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start_of: NDArray[np.int32], stop_of: NDArray[np.int32]) -> int:
     """Fill the ranges of all words; returns how many."""
     count, at, stop = 0, 0, len(codes)
     while at < stop:
@@ -179,7 +168,7 @@ def _split(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start_of: NDArr
 
 
 @njit(cache=True)
-def _describe(
+def describe(
     codes: NDArray[np.uint32],
     flags: NDArray[np.uint16],
     lower: NDArray[np.uint32],
@@ -190,14 +179,17 @@ def _describe(
     out_folded: NDArray[np.uint64],
     out_flags: NDArray[np.uint8],
 ) -> None:
+    """Fill `hash`, `power`, `folded` and `flags` of the words (see `Words`) whose ranges are given."""
     for word in range(len(start_of)):
         value, power, folded = np.uint64(0), ONE, np.uint64(0)
-        symbol, letter, digit = True, False, False
+        every, some, digit = 0xFFFF, 0, False
         for at in range(start_of[word], stop_of[word]):
             code = codes[at]
             here = flags[code]
             value = value * BASE + np.uint64(code) + ONE
             power = power * BASE
+            every &= here
+            some |= here
             if here & DECIMAL:
                 if not digit:
                     folded = folded * BASE + np.uint64(ZERO) + ONE
@@ -205,19 +197,17 @@ def _describe(
             else:
                 folded = folded * BASE + np.uint64(lower[code]) + ONE
                 digit = False
-            symbol = symbol and here & SYMBOL != 0
-            letter = letter or here & ALPHABETIC != 0
         out_hash[word] = value
         out_power[word] = power
         out_folded[word] = mix(folded)
-        out_flags[word] = (IS_SYMBOL if symbol else 0) | (HAS_LETTER if letter else 0)
+        out_flags[word] = (IS_SYMBOL if every & SYMBOL else 0) | (HAS_LETTER if some & ALPHABETIC else 0)
 
 
 def split_codes(codes: NDArray[np.uint32]) -> Words:
     """The words of a text given as code points."""
     flags, lower = tables()
     start, stop = np.empty(len(codes), np.int32), np.empty(len(codes), np.int32)
-    count = _split(codes, flags, start, stop)
+    count = split_ranges(codes, flags, start, stop)
     # Copies, so that the long buffers can go.
     words = Words(
         start[:count].copy(),
@@ -227,7 +217,7 @@ def split_codes(codes: NDArray[np.uint32]) -> Words:
         np.empty(count, np.uint64),
         np.empty(count, np.uint8),
     )
-    _describe(codes, flags, lower, words.start, words.stop, words.hash, words.power, words.folded, words.flags)
+    describe(codes, flags, lower, words.start, words.stop, words.hash, words.power, words.folded, words.flags)
     return words
 
 
