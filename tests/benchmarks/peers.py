@@ -18,7 +18,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 PEERS: dict[str, tuple[str, ...]] = {
-    "datatrove": ("datatrove==0.10.1", "spacy==3.8.18", "xxhash<4", "regex", "nltk", "ftfy"),
+    "datatrove": ("datatrove==0.10.1", "spacy==3.8.18", "xxhash<4", "regex", "nltk", "ftfy", "tokenizers", "orjson"),
+    "rensa": ("rensa==0.5.0",),
 }
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
 
