@@ -23,6 +23,7 @@ PUNCTUATION = 512  # category P
 ALPHANUMERIC = 1024  # str.isalnum
 SENTENCE_END = 2048  # ends a sentence inside a line; TERMINAL, where nothing else is said
 DIGIT = 4096  # str.isdigit
+CASED = 8192  # `Tables.lower` is another character
 
 POINTS = 0x110000
 LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
@@ -78,6 +79,7 @@ def tables() -> Tables:
         folded = characters[point].lower()
         if len(folded) == 1:
             lower[point] = ord(folded)
+            flags[point] |= np.uint16(CASED)
     return Tables(flags, lower)
 
 

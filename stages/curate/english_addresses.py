@@ -79,11 +79,6 @@ def _number(codes: NDArray[np.uint32], flags: NDArray[np.uint16], a: int, b: int
 @njit(cache=True)
 def is_address(codes: NDArray[np.uint32], flags: NDArray[np.uint16], classes: NDArray[np.uint16], a: int, b: int) -> bool:
     """Whether a..b is a web or mail address: scheme, user, host, port, path; all but the host optional."""
-    dots = False
-    for at in range(a + 1, b - 1):
-        dots = dots or codes[at] == DOT
-    if not dots:
-        return False
     if _name(codes, flags, classes, a, b) or _number(codes, flags, a, b):
         return True
     scheme = a

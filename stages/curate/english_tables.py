@@ -24,9 +24,13 @@ CLASSES = {
 # Characters without a class of their own that nevertheless split: a run without any of these is one word.
 SPLITTERS = ".+-*^,:<>=/–—~…$'’@"
 
+MAY_BE_SPECIAL, MAY_BE_FIRST, FILTER_BITS = 1, 2, 14
+
 
 class EnglishTables(NamedTuple):
-    """`classes` uint16[0x110000]. `units`, `special_keys`, `first_keys`: open-addressing tables of word hashes, mixed.
+    """`classes` uint16[0x110000]. `filter` uint8[2^14]: at the first bits of a word's mixed hash, MAY_BE_SPECIAL where it
+    may be an exception and MAY_BE_FIRST where it may begin a sequence that spells one. `units`, `special_keys`,
+    `first_keys`: open-addressing tables of word hashes, mixed.
 
     Exception number `special_at[place]` has pieces of lengths `pieces[special_range[n] : special_range[n + 1]]`.
     Sequences of tokens that spell an exception: those that begin with the token at `first_keys[place]` are numbers
@@ -35,6 +39,7 @@ class EnglishTables(NamedTuple):
     """
 
     classes: NDArray[np.uint16]
+    filter: NDArray[np.uint8]
     units: NDArray[np.uint64]
     unit_length: int
     special_keys: NDArray[np.uint64]
@@ -101,7 +106,7 @@ def bare_tables() -> EnglishTables:
     """Tables without any class or exception."""
     none, number = np.zeros(8, np.uint64), np.zeros(8, np.int32)
     return EnglishTables(
-        np.zeros(POINTS, np.uint16), none, 0, none, number, number[:1], 0, number[:0],
+        np.zeros(POINTS, np.uint16), np.zeros(1 << FILTER_BITS, np.uint8), none, 0, none, number, number[:1], 0, number[:0],
         none, np.zeros((8, 2), np.int32), none[:0], number[:1], number[:0], 0,
     )  # fmt: skip
 

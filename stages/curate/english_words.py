@@ -22,8 +22,11 @@ from puna.stages.curate.english_tables import (
     BEFORE_DOT,
     CURRENCY,
     DIGIT,
+    FILTER_BITS,
     ICON,
     LOWER,
+    MAY_BE_FIRST,
+    MAY_BE_SPECIAL,
     PLAIN,
     PREFIX,
     QUOTE,
@@ -64,7 +67,11 @@ def english_tables() -> EnglishTables:
     for where in np.flatnonzero(first_keys):
         members = bounds[firsts[first_at[where]]]
         first_range[where] = members[0], members[-1] + 1
+    filter_ = np.zeros(len(bare.filter), np.uint8)
+    for keys, bit in ((special_keys, MAY_BE_SPECIAL), (first_keys, MAY_BE_FIRST)):
+        filter_[keys[keys != 0] >> np.uint64(64 - FILTER_BITS)] |= np.uint8(bit)
     return bare._replace(
+        filter=filter_,
         special_keys=special_keys, special_at=special_at, special_range=special_range, special_length=max(map(len, words)),
         pieces=np.array(lengths, np.int32), first_keys=first_keys, first_range=first_range,
         sequence=np.array([hash_of(token) for _, _, tokens in spelled for token in tokens], np.uint64),
@@ -93,17 +100,26 @@ def _span(hashes: NDArray[np.uint64], power: NDArray[np.uint64], a: int, b: int)
     return hashes[b] - hashes[a] * power[b - a]  # type: ignore[no-any-return]
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
+def _may_be_special(english: EnglishTables, hashes: NDArray[np.uint64], power: NDArray[np.uint64], a: int, b: int) -> bool:
+    """False where the characters a..b are certainly no exception."""
+    if b - a > english.special_length:
+        return False
+    key = mix(_span(hashes, power, a, b))
+    return bool(english.filter[key >> np.uint64(64 - FILTER_BITS)] & MAY_BE_SPECIAL)
+
+
+@njit(cache=True, inline="always")
 def _special(english: EnglishTables, hashes: NDArray[np.uint64], power: NDArray[np.uint64], a: int, b: int) -> int:
     """Number of the exception that the characters a..b are, or -1."""
-    if b - a > english.special_length:
+    if not _may_be_special(english, hashes, power, a, b):
         return -1
     key = mix(_span(hashes, power, a, b))
     where = place(english.special_keys, key)
     return int(english.special_at[where]) if english.special_keys[where] == key else -1
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _prefix(codes: NDArray[np.uint32], classes: NDArray[np.uint16], a: int, b: int) -> int:
     """Length of the prefix to split off a..b, 0 for none."""
     code = codes[a]
@@ -123,7 +139,7 @@ def _prefix(codes: NDArray[np.uint32], classes: NDArray[np.uint16], a: int, b: i
     return 0
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _suffix(
     codes: NDArray[np.uint32], english: EnglishTables, hashes: NDArray[np.uint64], power: NDArray[np.uint64], a: int, b: int
 ) -> int:
@@ -170,7 +186,7 @@ def _suffix(
     return 1 if here & SUFFIX else 0
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _infix(codes: NDArray[np.uint32], classes: NDArray[np.uint16], a: int, b: int, at: int) -> int:
     """Length of the infix at `at` in a..b, 0 for none."""
     code = codes[at]
@@ -209,7 +225,7 @@ def _infix(codes: NDArray[np.uint32], classes: NDArray[np.uint16], a: int, b: in
     return 0
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _middle(
     codes: NDArray[np.uint32], flags: NDArray[np.uint16], english: EnglishTables, a: int, b: int,
     special: int, start: NDArray[np.int32], stop: NDArray[np.int32], count: int,
@@ -222,7 +238,10 @@ def _middle(
             at = stop[count]
             count += 1
         return count
-    if not is_address(codes, flags, english.classes, a, b):
+    dotted = False
+    for inside in range(a + 1, b - 1):
+        dotted = dotted or codes[inside] == DOT
+    if not dotted or not is_address(codes, flags, english.classes, a, b):
         from_ = a
         while at < b:
             length = _infix(codes, english.classes, a, b, at)
@@ -242,7 +261,7 @@ def _middle(
     return count
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _run(
     codes: NDArray[np.uint32], flags: NDArray[np.uint16], english: EnglishTables, hashes: NDArray[np.uint64], power: NDArray[np.uint64],
     a: int, b: int, start: NDArray[np.int32], stop: NDArray[np.int32], count: int,
@@ -304,6 +323,8 @@ def _spelled(
         if stop[word] - start[word] > english.special_length:
             continue
         key = mix(_span(hashes, power, start[word], stop[word]))
+        if not english.filter[key >> np.uint64(64 - FILTER_BITS)] & MAY_BE_FIRST:
+            continue
         where = place(english.first_keys, key)
         if english.first_keys[where] != key:
             continue
@@ -389,20 +410,24 @@ def split_english(
         if flags[codes[at]] & SPACE:
             at += 1
             continue
-        end, plain = at, True
+        end, odd = at, -1  # the first character that may split
         while end < total and not flags[codes[end]] & SPACE:
-            plain = plain and english.classes[codes[end]] & PLAIN != 0
+            if odd < 0 and not english.classes[codes[end]] & PLAIN:
+                odd = end
             end += 1
-        if plain and end - at > english.special_length:
-            start[count], stop[count] = at, end
+        # Most runs are letters alone, or letters and one sign at the end; neither is an exception most of the time.
+        inner = end if odd < 0 else end - 1
+        quick = not _may_be_special(english, hashes, power, at, end)
+        if odd >= 0:
+            before = english.classes[codes[inner - 1]] if inner > at else 0
+            splits = before & BEFORE_DOT if codes[inner] == DOT else english.classes[codes[inner]] & SUFFIX
+            quick = quick and odd == inner and inner > at and splits != 0 and not _may_be_special(english, hashes, power, at, inner)
+        if quick:
+            start[count], stop[count] = at, inner
             count += 1
-        elif plain:
-            special = _special(english, hashes, power, at, end)
-            if special < 0:
-                start[count], stop[count] = at, end
+            if odd >= 0:
+                start[count], stop[count] = inner, end
                 count += 1
-            else:
-                count = _middle(codes, flags, english, at, end, special, start, stop, count)
         else:
             count = _run(codes, flags, english, hashes, power, at, end, start, stop, count)
         at = end

@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from puna.stages.curate.characters import BREAK, SINGLE, SPACE
+from puna.stages.curate.characters import ALPHANUMERIC, BREAK, SINGLE, SPACE
 from puna.stages.curate.hash_table import ONE, cleared, mix, place
 from puna.stages.curate.words import BASE, DOT, HAS_LETTER, HYPHEN, IS_SYMBOL
 
@@ -18,6 +18,33 @@ DUPLICATE_N = (5, 6, 7, 8, 9, 10)
 
 
 @njit(cache=True)
+def character_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[int, int, int, int, int]:
+    """Numbers of `#`, of ellipses, of newlines, of letters and digits, and the longest line's length."""
+    hashes, ellipses, newlines, alphanumeric, longest, start, run = 0, 0, 0, 0, 0, 0, 0
+    for at in range(len(codes)):
+        code = codes[at]
+        if flags[code] & ALPHANUMERIC:
+            alphanumeric += 1
+            run = 0
+        elif code == DOT:
+            run += 1
+            if run == 3:
+                ellipses += 1
+                run = 0
+        else:
+            run = 0
+            if code == NEWLINE:
+                newlines += 1
+                longest = max(longest, at - start)
+                start = at + 1
+            elif code == HASH_SIGN:
+                hashes += 1
+            elif code == ELLIPSIS:
+                ellipses += 1
+    return hashes, ellipses, newlines, alphanumeric, max(longest, len(codes) - start)
+
+
+@njit(cache=True)
 def word_numbers(
     codes: NDArray[np.uint32],
     flags: NDArray[np.uint16],
@@ -25,12 +52,11 @@ def word_numbers(
     stop: NDArray[np.int32],
     word_flags: NDArray[np.uint8],
     universal: bool,
-) -> tuple[int, float, float, float, float]:
-    """Non-symbol words, their mean length, `#` per word, ellipses per word, share of words with a letter.
+) -> tuple[int, float, float]:
+    """Non-symbol words, their mean length, share of words with a letter (0 for a text without words).
 
     With the universal splitter the mean length is NaN where most words are of a script written without spaces: a word
     is one character there.
-    Ratios of a text without words are 0.
     """
     count, characters, letters, single = 0, 0, 0, 0
     for word in range(len(start)):
@@ -41,19 +67,8 @@ def word_numbers(
                 single += 1
         if word_flags[word] & HAS_LETTER:
             letters += 1
-    hashes, ellipses, run = 0, 0, 0
-    for code in codes:
-        if code == HASH_SIGN:
-            hashes += 1
-        elif code == ELLIPSIS:
-            ellipses += 1
-        run = run + 1 if code == DOT else 0
-        if run == 3:
-            ellipses += 1
-            run = 0
-    words = max(len(start), 1)
     mean = np.nan if universal and 2 * single > count else characters / max(count, 1)
-    return count, mean, hashes / words, ellipses / words, letters / words
+    return count, mean, letters / max(len(start), 1)
 
 
 @njit(cache=True)

@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from puna.stages.curate.characters import ALPHANUMERIC, BREAK, DECIMAL, PUNCTUATION, SENTENCE_END, SPACE, TERMINAL
+from puna.stages.curate.characters import BREAK, DECIMAL, PUNCTUATION, SENTENCE_END, SPACE, TERMINAL
 from puna.stages.curate.english_tables import EnglishTables
 from puna.stages.curate.english_words import split_english
 from puna.stages.curate.gopher import stripped
@@ -36,8 +36,11 @@ def packed_phrases(phrases: tuple[str, ...]) -> NDArray[np.uint32]:
 MARKS = packed_phrases(("edit", "citation needed"))
 PHRASE_CODES = packed_phrases(tuple(PHRASES))
 PHRASE_KINDS = np.array(list(PHRASES.values()), np.int64)
-BEGINS = np.zeros(128, np.bool_)
-BEGINS[[ord(phrase[0]) for phrase in PHRASES]] = True
+PHRASE_STARTS = np.cumsum([0, *(len(phrase) + 1 for phrase in PHRASES)])[:-1]
+# Where the first two letters of a phrase meet, it is looked for.
+BEGINS = np.zeros((128, 128), np.bool_)
+for _phrase in PHRASES:
+    BEGINS[ord(_phrase[0]), ord(_phrase[1])] = True
 
 
 @njit(cache=True)
@@ -55,18 +58,14 @@ def starts_with(codes: NDArray[np.uint32], lower: NDArray[np.uint32], at: int, s
 def _phrases(codes: NDArray[np.uint32], lower: NDArray[np.uint32], a: int, b: int) -> int:
     """Which kinds of C4's phrases a..b contains, as bits."""
     found = 0
-    for at in range(a, b):
-        code = lower[codes[at]]
-        if code >= 128 or not BEGINS[code]:
-            continue
-        first, number = 0, 0
-        while first < len(PHRASE_CODES):
-            if starts_with(codes, lower, at, b, PHRASE_CODES, first):
-                found |= PHRASE_KINDS[number]
-            while PHRASE_CODES[first] != 0:
-                first += 1
-            first += 1
-            number += 1
+    code = lower[codes[a]] if a < b else 0
+    for at in range(a, b - 1):
+        following = lower[codes[at + 1]]
+        if code < 128 and following < 128 and BEGINS[code, following]:
+            for number in range(len(PHRASE_STARTS)):
+                if starts_with(codes, lower, at, b, PHRASE_CODES, PHRASE_STARTS[number]):
+                    found |= PHRASE_KINDS[number]
+        code = following
     return found
 
 
@@ -242,15 +241,13 @@ def _sentences_anew(text: NDArray[np.uint32], flags: NDArray[np.uint16], english
 
 
 @njit(cache=True)
-def fineweb_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16], words: int) -> tuple[float, float, float, int, int]:
-    """Of the non-blank lines the share that end a sentence and the share of at most 30 characters; newlines per
-    word; characters other than newlines; number of non-blank lines."""
-    lines, terminated, short, newlines = 0, 0, 0, 0
+def fineweb_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[int, float, float]:
+    """Number of non-blank lines, the share of them that end a sentence, and the share of at most 30 characters."""
+    lines, terminated, short = 0, 0, 0
     start, at, total = 0, 0, len(codes)
     while at <= total:
         while at < total and codes[at] != NEWLINE:
             at += 1
-        newlines += at < total
         inked = start
         while inked < at and flags[codes[inked]] & SPACE:
             inked += 1
@@ -260,30 +257,7 @@ def fineweb_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16], words:
             short += at - start <= SHORT_LINE_CHARACTERS
         start = at + 1
         at = start
-    return terminated / max(lines, 1), short / max(lines, 1), newlines / max(words, 1), total - newlines, lines
-
-
-@njit(cache=True)
-def length_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[float, int, float]:
-    """Mean and greatest length of the lines (split at newlines), share of letters and digits among the characters."""
-    lines, longest, start, alphanumeric = 0, 0, 0, 0
-    for at in range(len(codes) + 1):
-        if at < len(codes) and codes[at] != NEWLINE:
-            alphanumeric += flags[codes[at]] & ALPHANUMERIC != 0
-            continue
-        lines += 1
-        longest = max(longest, at - start)
-        start = at + 1
-    return (len(codes) - lines + 1) / lines, longest, alphanumeric / max(len(codes), 1)
-
-
-@njit(cache=True)
-def line_count(codes: NDArray[np.uint32]) -> int:
-    """Number of lines between newlines."""
-    lines = 1
-    for code in codes:
-        lines += code == NEWLINE
-    return lines
+    return lines, terminated / max(lines, 1), short / max(lines, 1)
 
 
 @njit(cache=True)

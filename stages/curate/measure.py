@@ -19,6 +19,7 @@ from puna.stages.curate.gopher import (
     DUPLICATE_N,
     TOP_N,
     chain,
+    character_numbers,
     duplicate_gram_characters,
     duplicate_pieces,
     line_numbers,
@@ -27,14 +28,14 @@ from puna.stages.curate.gopher import (
     word_numbers,
 )
 from puna.stages.curate.hash_table import cleared, contains, mix, place, size_for, table_of
-from puna.stages.curate.line_rules import c4_numbers, fineweb_numbers, length_numbers, line_count, ngram_coverage
+from puna.stages.curate.line_rules import c4_numbers, fineweb_numbers, ngram_coverage
 from puna.stages.curate.words import IS_SYMBOL, describe, exact_hashes, folded_hashes, powers, prefix_hashes, split_ranges
 
 DATA = Path(__file__).parent / "data"
 Splitter = Literal["universal", "datatrove"]
 
 QUALITY = (
-    "words", "mean_word_length", "hash_ratio", "ellipsis_ratio", "alphabetic_word_fraction", "bullet_line_fraction",
+    "words", "mean_word_length", "alphabetic_word_fraction", "hash_ratio", "ellipsis_ratio", "bullet_line_fraction",
     "ellipsis_line_fraction", "english_stop_words", "stop_words",
 )  # fmt: skip
 REPETITION = (
@@ -46,10 +47,10 @@ C4 = (
     "c4_sentences", "c4_lorem_ipsum_lines", "c4_curly_bracket_lines",
     "c4_open_sentences", "c4_open_lorem_ipsum_lines", "c4_open_curly_bracket_lines",
 )  # fmt: skip
-FINEWEB = ("terminated_line_fraction", "short_line_fraction", "newline_ratio", "repeated_line_character_fraction")
+FINEWEB = ("lines", "terminated_line_fraction", "short_line_fraction", "newline_ratio", "repeated_line_character_fraction")
 OTHER = (
     "characters", "mean_line_length", "max_line_length", "alphanumeric_fraction", "ngram_coverage", "dirty_words",
-    "dirty_word_ratio", "lines",
+    "dirty_word_ratio",
 )  # fmt: skip
 NAMES = (*QUALITY, *REPETITION, *C4, *FINEWEB, *OTHER)
 AT_REPETITION = len(QUALITY)
@@ -199,29 +200,35 @@ def _measure(
         else:
             words = split_ranges(codes, about.flags, room.start, room.stop)
         one = values[d]
-        _quality(codes, about, room, words, universal, one)
-        _repetition(codes, about, room, hashes, words, one)
-        c4_numbers(codes, about.flags, about.lower, about.english, room.start[:words], room.stop[:words], room.line, one[AT_C4:])
+        signs, ellipses, newlines, alphanumeric, longest = character_numbers(codes, about.flags)
+        start, stop = room.start[:words], room.stop[:words]
+        power = room.powers
+        describe(codes, about.flags, about.lower, hashes, power, start, stop, room.hash, room.power, room.folded, room.flags)
+        one[0], one[1], one[2] = word_numbers(codes, about.flags, start, stop, room.flags, universal)
+        one[3], one[4] = signs / max(words, 1), ellipses / max(words, 1)
+        one[5], one[6] = line_numbers(codes, about.flags)
+        one[7], one[8] = _stop_words(about, room.hash[:words])
+        _repetition(codes, about.flags, room, hashes, words, newlines + 1, one[AT_REPETITION:])
+        c4_numbers(codes, about.flags, about.lower, about.english, start, stop, room.line, one[AT_C4:])
         if universal and one[1] != one[1]:
             # C4 counts words between white space: a line of a script without spaces has one, and none would be kept.
             one[AT_C4] = one[AT_C4 + 3] = np.nan
-        terminated, short, newlines, inked, lines = fineweb_numbers(codes, about.flags, words)
-        one[AT_FINEWEB], one[AT_FINEWEB + 1], one[AT_FINEWEB + 2] = terminated, short, newlines
-        breaks = line_count(codes)
-        keys = cleared(room.keys, breaks)
-        repeated = duplicate_pieces(codes, about.flags, hashes, room.powers, 0, characters, 1, True, keys)[2]
-        one[AT_FINEWEB + 3] = repeated / max(inked, 1)
-        one[AT_OTHER], one[AT_OTHER + 7] = characters, lines
-        one[AT_OTHER + 1], one[AT_OTHER + 2], one[AT_OTHER + 3] = length_numbers(codes, about.flags)
-        of_line, covered = np.empty(breaks, np.int32), np.empty(breaks, np.int32)
-        ngram_coverage(codes, room.start[:words], room.folded[:words], room.flags[:words], coverage_n, room.keys, of_line, covered)
+        one[AT_FINEWEB], one[AT_FINEWEB + 1], one[AT_FINEWEB + 2] = fineweb_numbers(codes, about.flags)
+        one[AT_FINEWEB + 3] = newlines / max(words, 1)
+        keys = cleared(room.keys, newlines + 1)
+        repeated = duplicate_pieces(codes, about.flags, hashes, power, 0, characters, 1, True, keys)[2]
+        one[AT_FINEWEB + 4] = repeated / max(characters - newlines, 1)
+        one[AT_OTHER], one[AT_OTHER + 1] = characters, (characters - newlines) / (newlines + 1)
+        one[AT_OTHER + 2], one[AT_OTHER + 3] = longest, alphanumeric / max(characters, 1)
+        of_line, covered = np.empty(newlines + 1, np.int32), np.empty(newlines + 1, np.int32)
+        ngram_coverage(codes, start, room.folded, room.flags, coverage_n, room.keys, of_line, covered)
         plain = of_line.sum()
         one[AT_OTHER + 4] = covered.sum() / max(plain, 1)
         found, dirty = _count_bins(room, words, about.dirty, bins[bin_offsets[d] :], counts[bin_offsets[d] :])
         one[AT_OTHER + 5], one[AT_OTHER + 6] = dirty, dirty / max(plain, 1)
         bin_offsets[d + 1] = bin_offsets[d] + found
         at = line_offsets[d]
-        for number in range(breaks):
+        for number in range(newlines + 1):
             if of_line[number] and covered[number] / of_line[number] >= line_coverage:
                 line[at], line_words[at], line_covered[at] = number, of_line[number], covered[number]
                 at += 1
@@ -234,16 +241,12 @@ def _measure(
 
 
 @njit(cache=True)
-def _quality(codes: NDArray[np.uint32], about: Vocabulary, room: Space, words: int, universal: bool, out: NDArray[np.float64]) -> None:
-    """Describe the words and write Gopher's quality numbers to out[: len(QUALITY)]."""
-    start, stop, flags = room.start[:words], room.stop[:words], room.flags[:words]
-    describe(codes, about.flags, about.lower, start, stop, room.hash, room.power, room.folded, room.flags)
-    out[0], out[1], out[2], out[3], out[4] = word_numbers(codes, about.flags, start, stop, flags, universal)
-    out[5], out[6] = line_numbers(codes, about.flags)
+def _stop_words(about: Vocabulary, hashes: NDArray[np.uint64]) -> tuple[int, int]:
+    """Distinct stop words of English, and of the language with most."""
     seen = np.zeros(len(about.stop_keys), np.bool_)
     languages = np.zeros(64, np.int64)
-    for word in range(words):
-        key = mix(room.hash[word])
+    for value in hashes:
+        key = mix(value)
         where = place(about.stop_keys, key)
         if about.stop_keys[where] == key and not seen[where]:
             seen[where] = True
@@ -252,22 +255,27 @@ def _quality(codes: NDArray[np.uint32], about: Vocabulary, room: Space, words: i
                 languages[language] += bits & np.uint64(1)
                 bits >>= np.uint64(1)
                 language += 1
-    out[7], out[8] = languages[0], languages.max()
+    return languages[0], languages.max()
 
 
 @njit(cache=True)
 def _repetition(
-    codes: NDArray[np.uint32], about: Vocabulary, room: Space, hashes: NDArray[np.uint64], words: int, one: NDArray[np.float64]
+    codes: NDArray[np.uint32],
+    flags: NDArray[np.uint16],
+    room: Space,
+    hashes: NDArray[np.uint64],
+    words: int,
+    lines: int,
+    out: NDArray[np.float64],
 ) -> None:
-    """Write Gopher's repetition numbers."""
-    out = one[AT_REPETITION:]
+    """Write Gopher's repetition numbers to out[: len(REPETITION)]."""
     size = max(len(codes), 1)
-    keys = cleared(room.keys, line_count(codes))
-    pieces, repeated, characters = duplicate_pieces(codes, about.flags, hashes, room.powers, 0, len(codes), 1, False, keys)
+    keys = cleared(room.keys, lines)
+    pieces, repeated, characters = duplicate_pieces(codes, flags, hashes, room.powers, 0, len(codes), 1, False, keys)
     out[0], out[1] = repeated / pieces, characters / size
-    first, last = stripped(codes, about.flags, 0, len(codes))
+    first, last = stripped(codes, flags, 0, len(codes))
     keys[:] = 0
-    pieces, repeated, characters = duplicate_pieces(codes, about.flags, hashes, room.powers, first, last, 2, False, keys)
+    pieces, repeated, characters = duplicate_pieces(codes, flags, hashes, room.powers, first, last, 2, False, keys)
     out[2], out[3] = repeated / pieces, characters / size
     chain(room.hash, room.power, room.start[:words], room.stop[:words], room.joined, room.spaced, room.length)
     joined, spaced, length = room.joined[: words + 1], room.spaced[: words + 1], room.length[: words + 1]

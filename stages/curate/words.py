@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from puna.stages.curate.characters import (
     ALPHABETIC,
+    CASED,
     DECIMAL,
     SINGLE,
     SPACE,
@@ -172,6 +173,8 @@ def describe(
     codes: NDArray[np.uint32],
     flags: NDArray[np.uint16],
     lower: NDArray[np.uint32],
+    hashes: NDArray[np.uint64],
+    power: NDArray[np.uint64],
     start_of: NDArray[np.int32],
     stop_of: NDArray[np.int32],
     out_hash: NDArray[np.uint64],
@@ -179,26 +182,32 @@ def describe(
     out_folded: NDArray[np.uint64],
     out_flags: NDArray[np.uint8],
 ) -> None:
-    """Fill `hash`, `power`, `folded` and `flags` of the words (see `Words`) whose ranges are given."""
+    """Fill `hash`, `power`, `folded` and `flags` of the words (see `Words`) whose ranges are given.
+
+    `hashes`, `power`: as `prefix_hashes` and `powers` give them.
+    """
     for word in range(len(start_of)):
-        value, power, folded = np.uint64(0), ONE, np.uint64(0)
-        every, some, digit = 0xFFFF, 0, False
-        for at in range(start_of[word], stop_of[word]):
-            code = codes[at]
-            here = flags[code]
-            value = value * BASE + np.uint64(code) + ONE
-            power = power * BASE
+        first, last = start_of[word], stop_of[word]
+        every, some = 0xFFFF, 0
+        for at in range(first, last):
+            here = flags[codes[at]]
             every &= here
             some |= here
-            if here & DECIMAL:
-                if not digit:
-                    folded = folded * BASE + np.uint64(ZERO) + ONE
-                digit = True
-            else:
-                folded = folded * BASE + np.uint64(lower[code]) + ONE
-                digit = False
+        value = hashes[last] - hashes[first] * power[last - first]
+        folded = value
+        if some & (CASED | DECIMAL):
+            folded, digit = np.uint64(0), False
+            for at in range(first, last):
+                code = codes[at]
+                if flags[code] & DECIMAL:
+                    if not digit:
+                        folded = folded * BASE + np.uint64(ZERO) + ONE
+                    digit = True
+                else:
+                    folded = folded * BASE + np.uint64(lower[code]) + ONE
+                    digit = False
         out_hash[word] = value
-        out_power[word] = power
+        out_power[word] = power[last - first]
         out_folded[word] = mix(folded)
         out_flags[word] = (IS_SYMBOL if every & SYMBOL else 0) | (HAS_LETTER if some & ALPHABETIC else 0)
 
@@ -217,7 +226,8 @@ def split_codes(codes: NDArray[np.uint32]) -> Words:
         np.empty(count, np.uint64),
         np.empty(count, np.uint8),
     )
-    describe(codes, flags, lower, words.start, words.stop, words.hash, words.power, words.folded, words.flags)
+    longest = int((words.stop - words.start).max(initial=0))
+    describe(codes, flags, lower, prefix_hashes(codes), powers(longest), *words)
     return words
 
 
