@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from puna.kernels.hashing import I64, U64, slice_hashes, xxh64
 from puna.kernels.shingles import Table, Words, code_point, normal_words
-from puna.stages.curate.english_words import data as english_data
+from puna.stages.curate.english_tables import data as english_data
 from puna.stages.curate.english_words import english_words
 from puna.stages.curate.hash_table import place, size_for
 

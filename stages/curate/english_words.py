@@ -9,130 +9,72 @@ neighbouring tokens that spell an exception ("ex" "." "g" …, ":" ")") become t
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from puna.stages.curate.characters import ALPHANUMERIC, DECIMAL, POINTS, SPACE, code_points, tables
-from puna.stages.curate.hash_table import place, size_for
-from puna.stages.curate.words import BASE, mix, powers, prefix_hashes
-
-DATA = Path(__file__).parent / "data" / "english_words.json"
-
-ALPHA, LOWER, UPPER, PREFIX, SUFFIX, ICON, QUOTE, BEFORE_DOT, CURRENCY, DIGIT, PLAIN = (1 << k for k in range(11))
-CLASSES = {
-    "alpha": ALPHA, "lower": LOWER, "upper": UPPER, "prefix": PREFIX, "suffix": SUFFIX, "icon": ICON, "quote": QUOTE,
-    "before_dot": BEFORE_DOT, "currency": CURRENCY,
-}  # fmt: skip
-# Characters without a class of their own that nevertheless split: a run without any of these is one word.
-SPLITTERS = ".+-*^,:<>=/–—~…$'’@"
+from puna.stages.curate.characters import SPACE, code_points, tables
+from puna.stages.curate.english_addresses import is_address
+from puna.stages.curate.english_tables import (
+    ALPHA,
+    BEFORE_DOT,
+    CURRENCY,
+    DIGIT,
+    FILTER_BITS,
+    ICON,
+    LOWER,
+    MAY_BE_FIRST,
+    MAY_BE_SPECIAL,
+    PLAIN,
+    PREFIX,
+    QUOTE,
+    SUFFIX,
+    UPPER,
+    EnglishTables,
+    bare_tables,
+    character_classes,
+    data,
+    hash_of,
+    table_with_values,
+)
+from puna.stages.curate.hash_table import mix, place
+from puna.stages.curate.words import powers, prefix_hashes
 
 DOT, COMMA, PLUS, MINUS, STAR, CARET, COLON, LESS, EQUALS, MORE, SLASH, TILDE = (ord(c) for c in ".,+-*^:<=>/~")
-DOLLAR, DEGREE, QUOTE_1, QUOTE_2, EN_DASH, EM_DASH, ELLIPSIS, AT, QUESTION, NUMBER_SIGN = (ord(c) for c in "$°'’–—…@?#")
-CAPITAL_A, CAPITAL_C, CAPITAL_S, CAPITAL_U, SMALL_S, UNDERSCORE, ZERO, NINE = (ord(c) for c in "ACSUs_09")
-MAX_LABEL, MAX_TOP_LABEL = 64, 63
-
-
-class EnglishTables(NamedTuple):
-    """`classes` uint16[0x110000]. `units`, `special_keys`, `first_keys`: open-addressing tables of word hashes, mixed.
-
-    Exception number `special_at[place]` has pieces of lengths `pieces[special_range[n] : special_range[n + 1]]`.
-    Sequences of tokens that spell an exception: those that begin with the token at `first_keys[place]` are numbers
-    `first_range[place, 0] .. first_range[place, 1]`; sequence s is of the token hashes
-    `sequence[sequence_range[s] : sequence_range[s + 1]]` and spells exception `sequence_special[s]`.
-    """
-
-    classes: NDArray[np.uint16]
-    units: NDArray[np.uint64]
-    unit_length: int
-    special_keys: NDArray[np.uint64]
-    special_at: NDArray[np.int32]
-    special_range: NDArray[np.int32]
-    special_length: int
-    pieces: NDArray[np.int32]
-    first_keys: NDArray[np.uint64]
-    first_range: NDArray[np.int32]
-    sequence: NDArray[np.uint64]
-    sequence_range: NDArray[np.int32]
-    sequence_special: NDArray[np.int32]
-    longest_sequence: int
-
-
-def ranges(text: str) -> list[tuple[int, int]]:
-    """"41-5a b5" as [(0x41, 0x5A), (0xB5, 0xB5)]."""
-    pairs = [part.split("-") for part in text.split()]
-    return [(int(pair[0], 16), int(pair[-1], 16)) for pair in pairs]
-
-
-@lru_cache(maxsize=1)
-def data() -> dict[str, Any]:
-    """The file of character classes, units and exceptions."""
-    found: dict[str, Any] = json.loads(DATA.read_text(encoding="utf-8"))
-    return found
-
-
-def _hash(word: str) -> int:
-    value = 0
-    for c in word:
-        value = (value * int(BASE) + ord(c) + 1) % 2**64
-    return value
-
-
-def _table(keys: list[int], values: list[int] | None = None) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
-    """An open-addressing table of mixed hashes, and the value of each place."""
-    table = np.zeros(2 * size_for(len(keys)), np.uint64)
-    held = np.zeros(len(table), np.int32)
-    for n, key in enumerate(keys):
-        mixed = np.uint64(mix(np.uint64(key)))
-        where = place(table, mixed)
-        table[where] = mixed
-        held[where] = n if values is None else values[n]
-    return table, held
+DOLLAR, DEGREE, QUOTE_1, QUOTE_2, EN_DASH, EM_DASH, ELLIPSIS = (ord(c) for c in "$°'’–—…")
+CAPITAL_A, CAPITAL_C, CAPITAL_S, CAPITAL_U, SMALL_S = (ord(c) for c in "ACSUs")
 
 
 @lru_cache(maxsize=1)
 def english_tables() -> EnglishTables:
     """The tables, made once per process."""
     found = data()
-    classes = np.zeros(POINTS, np.uint16)
-    for name, bit in CLASSES.items():
-        for low, high in ranges(found["classes"][name]):
-            classes[low : high + 1] |= np.uint16(bit)
-    classes[ZERO : NINE + 1] |= np.uint16(DIGIT)
-    splits = np.uint16(PREFIX | SUFFIX | ICON | QUOTE | CURRENCY | DIGIT)
-    plain = classes & splits == 0
-    plain[[ord(c) for c in SPLITTERS]] = False
-    classes[plain] |= np.uint16(PLAIN)
-
-    units, _ = _table([_hash(unit) for unit in found["units"]])
+    units, _ = table_with_values([hash_of(unit) for unit in found["units"]])
     specials = [text.split(" ") for text in found["specials"]]
     words = ["".join(pieces) for pieces in specials]
-    special_keys, special_at = _table([_hash(word) for word in words])
+    special_keys, special_at = table_with_values([hash_of(word) for word in words])
     lengths = [len(piece) for pieces in specials for piece in pieces]
     special_range = np.cumsum([0, *map(len, specials)]).astype(np.int32)
-    none = np.zeros(8, np.uint64)
-    bare = EnglishTables(
-        classes, units, max(map(len, found["units"])), none, np.zeros(8, np.int32), np.zeros(1, np.int32), 0, np.zeros(0, np.int32),
-        none, np.zeros((8, 2), np.int32), np.zeros(0, np.uint64), np.zeros(1, np.int32), np.zeros(0, np.int32), 0,
-    )  # fmt: skip
+    bare = bare_tables()._replace(classes=character_classes(), units=units, unit_length=max(map(len, found["units"])))
     # What each exception would be cut into if it were none: where tokens spell it by chance, they are put together.
     spelled = sorted((tokens[0], n, tokens) for n, word in enumerate(words) if len(tokens := _tokens(word, bare)) > 1)
     firsts = sorted({first for first, _, _ in spelled})
     bounds = {first: [n for n, item in enumerate(spelled) if item[0] == first] for first in firsts}
-    first_keys, first_at = _table([_hash(first) for first in firsts])
+    first_keys, first_at = table_with_values([hash_of(first) for first in firsts])
     first_range = np.zeros((len(first_keys), 2), np.int32)
     for where in np.flatnonzero(first_keys):
         members = bounds[firsts[first_at[where]]]
         first_range[where] = members[0], members[-1] + 1
+    filter_ = np.zeros(len(bare.filter), np.uint8)
+    for keys, bit in ((special_keys, MAY_BE_SPECIAL), (first_keys, MAY_BE_FIRST)):
+        filter_[keys[keys != 0] >> np.uint64(64 - FILTER_BITS)] |= np.uint8(bit)
     return bare._replace(
+        filter=filter_,
         special_keys=special_keys, special_at=special_at, special_range=special_range, special_length=max(map(len, words)),
         pieces=np.array(lengths, np.int32), first_keys=first_keys, first_range=first_range,
-        sequence=np.array([_hash(token) for _, _, tokens in spelled for token in tokens], np.uint64),
+        sequence=np.array([hash_of(token) for _, _, tokens in spelled for token in tokens], np.uint64),
         sequence_range=np.cumsum([0, *(len(tokens) for _, _, tokens in spelled)]).astype(np.int32),
         sequence_special=np.array([n for _, n, _ in spelled], np.int32),
         longest_sequence=max(len(tokens) for _, _, tokens in spelled),
@@ -155,20 +97,29 @@ def english_words(text: str) -> list[str]:
 @njit(cache=True, inline="always")
 def _span(hashes: NDArray[np.uint64], power: NDArray[np.uint64], a: int, b: int) -> np.uint64:
     """Polynomial hash of the characters a..b."""
-    return hashes[b] - hashes[a] * power[b - a]
+    return hashes[b] - hashes[a] * power[b - a]  # type: ignore[no-any-return]
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
+def _may_be_special(english: EnglishTables, hashes: NDArray[np.uint64], power: NDArray[np.uint64], a: int, b: int) -> bool:
+    """False where the characters a..b are certainly no exception."""
+    if b - a > english.special_length:
+        return False
+    key = mix(_span(hashes, power, a, b))
+    return bool(english.filter[key >> np.uint64(64 - FILTER_BITS)] & MAY_BE_SPECIAL)
+
+
+@njit(cache=True, inline="always")
 def _special(english: EnglishTables, hashes: NDArray[np.uint64], power: NDArray[np.uint64], a: int, b: int) -> int:
     """Number of the exception that the characters a..b are, or -1."""
-    if b - a > english.special_length:
+    if not _may_be_special(english, hashes, power, a, b):
         return -1
     key = mix(_span(hashes, power, a, b))
     where = place(english.special_keys, key)
     return int(english.special_at[where]) if english.special_keys[where] == key else -1
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _prefix(codes: NDArray[np.uint32], classes: NDArray[np.uint16], a: int, b: int) -> int:
     """Length of the prefix to split off a..b, 0 for none."""
     code = codes[a]
@@ -181,14 +132,14 @@ def _prefix(codes: NDArray[np.uint32], classes: NDArray[np.uint16], a: int, b: i
         return at - a if at - a > 1 else 0
     if code == PLUS:
         return 1 if a + 1 == b or not classes[codes[a + 1]] & DIGIT else 0
-    if (code == CAPITAL_C or code == CAPITAL_A) and a + 1 < b and codes[a + 1] == DOLLAR:
+    if code in (CAPITAL_C, CAPITAL_A) and a + 1 < b and codes[a + 1] == DOLLAR:
         return 2
     if code == CAPITAL_U and a + 2 < b and codes[a + 1] == CAPITAL_S and codes[a + 2] == DOLLAR:
         return 3
     return 0
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _suffix(
     codes: NDArray[np.uint32], english: EnglishTables, hashes: NDArray[np.uint64], power: NDArray[np.uint64], a: int, b: int
 ) -> int:
@@ -215,7 +166,7 @@ def _suffix(
         return 0
     if code == ELLIPSIS:
         return 2 if b - a > 1 and codes[b - 2] == ELLIPSIS else 1
-    if (code == SMALL_S or code == CAPITAL_S) and b - a > 1 and (codes[b - 2] == QUOTE_1 or codes[b - 2] == QUOTE_2):
+    if code in (SMALL_S, CAPITAL_S) and b - a > 1 and codes[b - 2] in (QUOTE_1, QUOTE_2):
         return 2
     # After a digit: currencies, units, a plus sign. The suffix that begins earliest wins.
     for length in range(min(english.unit_length, b - a - 1), 0, -1):
@@ -225,7 +176,7 @@ def _suffix(
             return 1
         if code == DOLLAR:
             first = codes[b - length]
-            if length == 2 and (first == CAPITAL_C or first == CAPITAL_A):
+            if length == 2 and first in (CAPITAL_C, CAPITAL_A):
                 return 2
             if length == 3 and first == CAPITAL_U and codes[b - 2] == CAPITAL_S:
                 return 3
@@ -235,7 +186,7 @@ def _suffix(
     return 1 if here & SUFFIX else 0
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _infix(codes: NDArray[np.uint32], classes: NDArray[np.uint16], a: int, b: int, at: int) -> int:
     """Length of the infix at `at` in a..b, 0 for none."""
     code = codes[at]
@@ -255,10 +206,10 @@ def _infix(codes: NDArray[np.uint32], classes: NDArray[np.uint16], a: int, b: in
         return 1 if before & (LOWER | QUOTE) and after & (UPPER | QUOTE) else 0
     if code == COMMA:
         return 1 if before & ALPHA and after & ALPHA else 0
-    sign = code == PLUS or code == MINUS or code == STAR or code == CARET
+    sign = code in (PLUS, MINUS, STAR, CARET)
     if sign and before & DIGIT and (after & DIGIT or (at + 1 < b and codes[at + 1] == MINUS)):
         return 1
-    if code == MINUS or code == EM_DASH:
+    if code in (MINUS, EM_DASH):
         if not before & (ALPHA | DIGIT):
             return 0
         for length in range(1, 4 if code == MINUS else 3):
@@ -269,97 +220,12 @@ def _infix(codes: NDArray[np.uint32], classes: NDArray[np.uint16], a: int, b: in
             if codes[at + length] != code:
                 return 0
         return 0
-    if code == EN_DASH or code == TILDE or code == COLON or code == LESS or code == MORE or code == EQUALS or code == SLASH:
+    if code in (EN_DASH, TILDE, COLON, LESS, MORE, EQUALS, SLASH):
         return 1 if before & (ALPHA | DIGIT) and after & ALPHA else 0
     return 0
 
 
-@njit(cache=True)
-def _host_character(code: int) -> bool:
-    return 0x30 <= code <= 0x39 or 0x41 <= code <= 0x5A or 0x61 <= code <= 0x7A or 0xA1 <= code <= 0xFFFF
-
-
-@njit(cache=True)
-def _tail(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, b: int) -> bool:
-    """Whether at..b is the end of an address: a port of 2 to 5 digits, then a path, both optional."""
-    if at < b and codes[at] == COLON:
-        digits = 0
-        while at + 1 + digits < b and digits < 6 and flags[codes[at + 1 + digits]] & DECIMAL:
-            digits += 1
-        if digits < 2 or digits > 5:
-            return False
-        at += 1 + digits
-    return at == b or codes[at] == SLASH or codes[at] == QUESTION or codes[at] == NUMBER_SIGN
-
-
-@njit(cache=True)
-def _name(codes: NDArray[np.uint32], flags: NDArray[np.uint16], classes: NDArray[np.uint16], a: int, b: int) -> bool:
-    """Whether a..b is a host name with a top label of letters, and an address's end."""
-    at, labels = a, 0
-    while True:
-        start = at
-        while at < b and (_host_character(codes[at]) or codes[at] == UNDERSCORE or codes[at] == MINUS):
-            at += 1
-        if at >= b or codes[at] != DOT:
-            break
-        inner = _host_character(codes[start]) and _host_character(codes[at - 1])
-        if at == start or at - start > MAX_LABEL or not inner:
-            return False
-        labels += 1
-        at += 1
-    end = start
-    while end < b and classes[codes[end]] & LOWER:
-        end += 1
-    return labels > 0 and 2 <= end - start <= MAX_TOP_LABEL and _tail(codes, flags, end, b)
-
-
-@njit(cache=True)
-def _number(codes: NDArray[np.uint32], flags: NDArray[np.uint16], a: int, b: int) -> bool:
-    """Whether a..b is a public IPv4 address and an address's end."""
-    value = np.zeros(4, np.int64)
-    at = a
-    for octet in range(4):
-        start = at
-        while at < b and at - start < 4 and 0x30 <= codes[at] <= 0x39:
-            value[octet] = value[octet] * 10 + codes[at] - 0x30
-            at += 1
-        size = at - start
-        if size == 0 or size > 3 or (octet in (0, 3) and codes[start] == 0x30) or value[octet] > 255:
-            return False
-        if size == 3 and codes[start] == 0x30:
-            return False
-        if octet < 3:
-            if at >= b or codes[at] != DOT:
-                return False
-            at += 1
-    private = value[0] == 10 or value[0] == 127 or (value[0] == 169 and value[1] == 254) or (value[0] == 192 and value[1] == 168)
-    private = private or (value[0] == 172 and 16 <= value[1] <= 31)
-    return not private and value[0] <= 223 and value[3] <= 254 and _tail(codes, flags, at, b)
-
-
-@njit(cache=True)
-def _address(codes: NDArray[np.uint32], flags: NDArray[np.uint16], classes: NDArray[np.uint16], a: int, b: int) -> bool:
-    """Whether a..b is a web or mail address: scheme, user, host, port, path; all but the host optional."""
-    dots = False
-    for at in range(a + 1, b - 1):
-        dots = dots or codes[at] == DOT
-    if not dots:
-        return False
-    if _name(codes, flags, classes, a, b) or _number(codes, flags, a, b):
-        return True
-    scheme = a
-    while scheme < b and (flags[codes[scheme]] & ALPHANUMERIC or codes[scheme] in (UNDERSCORE, PLUS, MINUS, DOT)):
-        scheme += 1
-    if scheme - a >= 2 and scheme + 3 < b and codes[scheme] == COLON and codes[scheme + 1] == SLASH and codes[scheme + 2] == SLASH:
-        if _name(codes, flags, classes, scheme + 3, b) or _number(codes, flags, scheme + 3, b):
-            return True
-    for at in range(a + 1, b):
-        if codes[at] == AT and (_name(codes, flags, classes, at + 1, b) or _number(codes, flags, at + 1, b)):
-            return True
-    return False
-
-
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _middle(
     codes: NDArray[np.uint32], flags: NDArray[np.uint16], english: EnglishTables, a: int, b: int,
     special: int, start: NDArray[np.int32], stop: NDArray[np.int32], count: int,
@@ -372,7 +238,10 @@ def _middle(
             at = stop[count]
             count += 1
         return count
-    if not _address(codes, flags, english.classes, a, b):
+    dotted = False
+    for inside in range(a + 1, b - 1):
+        dotted = dotted or codes[inside] == DOT
+    if not dotted or not is_address(codes, flags, english.classes, a, b):
         from_ = a
         while at < b:
             length = _infix(codes, english.classes, a, b, at)
@@ -392,7 +261,7 @@ def _middle(
     return count
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _run(
     codes: NDArray[np.uint32], flags: NDArray[np.uint16], english: EnglishTables, hashes: NDArray[np.uint64], power: NDArray[np.uint64],
     a: int, b: int, start: NDArray[np.int32], stop: NDArray[np.int32], count: int,
@@ -454,6 +323,8 @@ def _spelled(
         if stop[word] - start[word] > english.special_length:
             continue
         key = mix(_span(hashes, power, start[word], stop[word]))
+        if not english.filter[key >> np.uint64(64 - FILTER_BITS)] & MAY_BE_FIRST:
+            continue
         where = place(english.first_keys, key)
         if english.first_keys[where] != key:
             continue
@@ -539,20 +410,24 @@ def split_english(
         if flags[codes[at]] & SPACE:
             at += 1
             continue
-        end, plain = at, True
+        end, odd = at, -1  # the first character that may split
         while end < total and not flags[codes[end]] & SPACE:
-            plain = plain and english.classes[codes[end]] & PLAIN != 0
+            if odd < 0 and not english.classes[codes[end]] & PLAIN:
+                odd = end
             end += 1
-        if plain and end - at > english.special_length:
-            start[count], stop[count] = at, end
+        # Most runs are letters alone, or letters and one sign at the end; neither is an exception most of the time.
+        inner = end if odd < 0 else end - 1
+        quick = not _may_be_special(english, hashes, power, at, end)
+        if odd >= 0:
+            before = english.classes[codes[inner - 1]] if inner > at else 0
+            splits = before & BEFORE_DOT if codes[inner] == DOT else english.classes[codes[inner]] & SUFFIX
+            quick = quick and odd == inner and inner > at and splits != 0 and not _may_be_special(english, hashes, power, at, inner)
+        if quick:
+            start[count], stop[count] = at, inner
             count += 1
-        elif plain:
-            special = _special(english, hashes, power, at, end)
-            if special < 0:
-                start[count], stop[count] = at, end
+            if odd >= 0:
+                start[count], stop[count] = inner, end
                 count += 1
-            else:
-                count = _middle(codes, flags, english, at, end, special, start, stop, count)
         else:
             count = _run(codes, flags, english, hashes, power, at, end, start, stop, count)
         at = end

@@ -36,8 +36,10 @@ def of_class(pattern: str) -> set[str]:
 
 
 def single(pieces: list[str]) -> set[str]:
-    """The characters that one of the patterns matches all of."""
-    return {c for piece in pieces if piece.strip() for c in re.findall(piece, "".join(POINTS)) if len(c) == 1 and re.fullmatch(piece, c)}
+    """The characters that one of the patterns, a character or a class, matches all of."""
+    letters = {piece.replace("\\", "") for piece in pieces}
+    classes = [piece[1:-1] for piece in pieces if len(piece) > 2 and piece[0] == "["]
+    return {letter for letter in letters if len(letter) == 1}.union(*map(of_class, classes))
 
 
 def main() -> None:
