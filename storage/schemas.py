@@ -17,7 +17,7 @@ from puna.storage.signals import SIGNALS
 
 KINDS = (
     "pages", "documents", "signals", "mixture", "tokenizer", "tokens", "model",
-    "prompts", "answers", "preferences", "instructions", "evaluation", "report",
+    "prompts", "answers", "preferences", "instructions", "evaluation",
 )  # fmt: skip
 
 TIME = pa.timestamp("us", tz="UTC")

@@ -314,7 +314,7 @@ class Work:
 
     @staticmethod
     def _has_table(kind: str) -> bool:
-        return kind not in ("tokenizer", "model", "report")
+        return kind not in ("tokenizer", "model")
 
 
 def _batches(file: Path) -> Iterator[pa.RecordBatch]:
