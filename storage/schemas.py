@@ -138,6 +138,13 @@ TABLES: dict[str, TableSchema] = {
             key=("id", "line"),
         ),
         _table(
+            "removed_spans", ID,
+            column("start", pa.int64(), "first character of the span in the input document", "from 0"),
+            column("text", pa.string(), "the span"),
+            column("kept_id", pa.string(), "document in which the span's beginning occurs first"),
+            key=("id", "start"),
+        ),
+        _table(
             "line_signals", ID,
             column("line", pa.int32(), "number of the line in the document", "from 0"),
             column("words", pa.int32(), "words of the line", "words"),

@@ -47,14 +47,17 @@ class Sketches(NamedTuple):
 
 def shingled(texts: pa.ChunkedArray, config: MinhashDedupConfig) -> Shingles:
     """The shingles of a column of texts."""
-    from puna.kernels.shingles import normal_words
-    from puna.stages.curate.datatrove_words import datatrove_words
-    from puna.stages.curate.shingles import bytes_of, table
+    from puna.stages.curate.shingles import bytes_of
 
     data, offsets = bytes_of(texts)
-    own = config.normal_form == "puna"
-    words = normal_words(data, offsets, table()) if own else datatrove_words(data, offsets)
-    return of_words(words, config)
+    if config.normal_form == "datatrove":
+        from puna.stages.curate.datatrove_words import datatrove_words
+
+        return of_words(datatrove_words(data, offsets), config)
+    from puna.kernels.shingles import normal_words
+    from puna.stages.curate.shingles import table
+
+    return of_words(normal_words(data, offsets, table()), config)
 
 
 def of_words(words: Words, config: MinhashDedupConfig) -> Shingles:
