@@ -78,8 +78,7 @@ def _machine(config: ModelConfig, context: int, gpu: str | None) -> Machine:
             return Machine.gpu(gpu)
         except ValueError as error:
             raise PunaError(f"--gpu {gpu}: {error}") from error
-    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    return measure(config.hidden_size, config.intermediate_size, *heads, context)
+    return measure(config, context)
 
 
 def _phase(recipe: Recipe, number: int, machine: Machine, gpu: str | None, gpus: int) -> dict[str, Any]:

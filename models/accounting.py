@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from puna.kernels.linear_cross_entropy import CHUNK_BYTES, CHUNK_BYTES_GPU
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.machine import Machine, matrix_rate, peak_flops
@@ -194,8 +195,8 @@ def peak_bytes(
 ) -> int:
     """Largest memory of a training step on `tokens` tokens at once, in bytes: tensors, not the process itself.
 
-    The largest of three moments. The output layer's backward pass: weights and moments, all activations, the
-    layer's inputs and their gradient, and its weights' gradient twice (as made, and scaled). The last layer's
+    The largest of three moments. The output layer: weights and moments, all activations, the layer's inputs and
+    their gradient, its weights' gradient, and either two chunks of logits or that gradient scaled. The last layer's
     backward pass: the output layer's gradient, and the layer's own gradients of activations. The end: all
     gradients, and the embedding's inputs.
     """
@@ -203,13 +204,17 @@ def peak_bytes(
     width, vocabulary = config.hidden_size, config.vocab_size * config.hidden_size
     resting = state_bytes(config, precision) - (4 if precision == "fp32" else 8) * total
     kept = activation_bytes(config, tokens, precision, checkpointing)
-    head = 4 * 2 * vocabulary + element * tokens * 3 * width
+    limit = CHUNK_BYTES if precision == "fp32" else CHUNK_BYTES_GPU
+    chunks = 2 * min(limit, element * tokens * config.vocab_size)
+    head = 4 * vocabulary + element * tokens * 3 * width + max(4 * vocabulary, chunks)
     inner = config.intermediate_size if config.moe is None else (
         config.moe.num_experts_per_tok * config.moe.moe_intermediate_size
     )
     layer = 4 * vocabulary + element * tokens * (2 * width + 3 * inner)
     end = state_bytes(config, precision) - resting + element * tokens * 2 * width
-    return resting + max(kept + head, kept + layer, end)
+    # At the output layer no layer is being computed again yet.
+    again = element * tokens * _layer_elements(config) if checkpointing else 0
+    return resting + max(kept - again + head, kept + layer, end)
 
 
 def cache_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32") -> int:
@@ -252,13 +257,18 @@ class StepTime:
 
 
 def step_time(
-    config: ModelConfig, lengths: Iterable[int], machine: Machine, precision: Precision = "fp32"
+    config: ModelConfig,
+    lengths: Iterable[int],
+    machine: Machine,
+    precision: Precision = "fp32",
+    update: bool = True,
 ) -> StepTime:
-    """Time of a training step on documents of these lengths (tokens), forward, backward and update."""
+    """Time of a training step on documents of these lengths (tokens): forward, backward and, where `update`, the
+    optimiser's work."""
     lengths = list(lengths)
     tokens = sum(lengths)
     matrices = 6 * matrix_parameters(config) * tokens
-    moved = elementwise_bytes(config, tokens, precision) + optimizer_bytes(config)
+    moved = elementwise_bytes(config, tokens, precision) + (optimizer_bytes(config) if update else 0)
     return StepTime(
         matrices / machine.matrix_flops,
         (training_flops(config, lengths) - matrices) / machine.attention_flops,

@@ -85,8 +85,7 @@ def main() -> None:
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
     for name, (config, lengths) in SHAPES.items():
-        shape = (config.hidden_size, config.intermediate_size, config.num_attention_heads)
-        machine = measure(*shape, config.num_key_value_heads, config.head_dim, max(lengths), time.process_time)
+        machine = measure(config, max(lengths), time.process_time)
         predicted = accounting.step_time(config, lengths, machine)
         seconds = seconds_of(config, lengths, options.rounds)
         figures[f"step time, predicted / measured, {name}"] = predicted.total / seconds
