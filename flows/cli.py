@@ -32,7 +32,9 @@ InputOption = Annotated[
 @app.command()
 def run(
     what: Annotated[str, typer.Argument(help="A flow (pipeline, curate, pretrain, align) or a stage; `puna stages` lists them")],
-    recipe: Annotated[str, typer.Option(help="Name of a recipe, or a YAML file")] = "demo",
+    recipe: Annotated[
+        str | None, typer.Option(help="Name of a recipe, or a YAML file (default: demo for a flow; a stage alone keeps its defaults)")
+    ] = None,
     changes: SetOption = None,
     inputs: InputOption = None,
     store: StoreOption = ".puna",
@@ -91,10 +93,11 @@ def serve(store: StoreOption = ".puna") -> None:
     """Offer every flow and stage to the Prefect server at PREFECT_API_URL, and run what is asked for."""
     from puna.flows.settings import prepare
 
-    prepare(Store.open(store).root)
+    opened = Store.open(store)
+    prepare(opened.root)
     from puna.flows.deployments import serve_all
 
-    serve_all()
+    serve_all(str(opened.root))
 
 
 @app.command()

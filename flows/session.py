@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -63,6 +63,12 @@ class Session:
                 self.externals[name] = item
                 found.append(name)
         return found
+
+    def named(self, text: str, kind: str) -> Sequence[Artifact | External]:
+        """What a person or a form means by the text of an input of that kind: an artifact, or files at a URI."""
+        if kind == "external" and text not in self.externals:
+            return External.resolve(text)
+        return [self.fetch(text)]
 
     def fetch(self, reference: str) -> Artifact | External:
         """The input that a reference means."""
