@@ -77,7 +77,9 @@ class Index(NamedTuple):
     @classmethod
     def open(cls, folder: Path) -> Index:
         """The index in a folder."""
-        facts, signatures, keys, rows = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("facts", "signatures", "keys", "rows"))
+        # As plain arrays over the mapped files: numpy's own class for them makes each small slice dear.
+        names = ("facts", "signatures", "keys", "rows")
+        facts, signatures, keys, rows = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names)
         return cls(facts, signatures, keys, rows, folder)
 
     @classmethod
@@ -94,11 +96,10 @@ class Index(NamedTuple):
     def sharing(self, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Rows of the documents that share a band with one of the given documents [M, B]."""
         found = [np.zeros(0, np.int64)]
-        for band in range(len(self.keys)):
-            wanted = np.unique(keys[:, band])
-            low = np.searchsorted(self.keys[band], wanted, side="left")
-            high = np.searchsorted(self.keys[band], wanted, side="right")
-            found += [self.rows[band, a:b] for a, b in zip(low[high > low].tolist(), high[high > low].tolist(), strict=True)]
+        for own, rows, wanted in zip(self.keys, self.rows, keys.T, strict=True):
+            low, high = np.searchsorted(own, wanted, side="left"), np.searchsorted(own, wanted, side="right")
+            low, counts = low[high > low], (high - low)[high > low]
+            found.append(rows[np.repeat(low - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())])
         return np.unique(np.concatenate(found))
 
     def shingles(self, rows: NDArray[np.int64], config: MinhashDedupConfig) -> Shingles:
