@@ -65,7 +65,7 @@ def perplexity(model: Any, loss: Callable[[Any, Tensor], Tensor], rows: tuple[Te
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, default=Path("../shared/data/text_misc/wikitext2_valid.txt"))
+    parser.add_argument("--text", type=Path, required=True, help="WikiText-2, the validation part as one text file")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; default: SmolLM2-135M's GGUF file")
     parser.add_argument("--tokens", type=int, default=24_576, help="tokens of the text at most; 0: all")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
