@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from puna.kernels.lazy import triton_jit
-from puna.kernels.operators import differentiable, operator
+from puna.kernels.lazy import numba_jit, triton_jit
+from puna.kernels.loops import by_rows
+from puna.kernels.operators import differentiable, fused_on_cpu, operator
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -34,10 +35,29 @@ def rope_reference(x_TNK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * c - second * s, second * c + first * s], dim=-1)
 
 
-# --- portable --------------------------------------------------------------------------------------------
+# --- CPU -------------------------------------------------------------------------------------------------
+
+
+@numba_jit
+def _rotate_loop(part: Any, start: Any, stop: Any, x: Any, cos: Any, sin: Any, sign: Any, out: Any) -> None:
+    half = cos.shape[1]
+    for t in range(start, stop):
+        c, s = cos[t], sin[t]
+        for n in range(x.shape[1] // (2 * half)):
+            first, second = x[t, 2 * half * n : 2 * half * n + half], x[t, 2 * half * n + half : 2 * half * (n + 1)]
+            to_first, to_second = out[t, 2 * half * n : 2 * half * n + half], out[t, 2 * half * n + half : 2 * half * (n + 1)]
+            for i in range(half):
+                turn = sign[0] * s[i]
+                to_first[i] = first[i] * c[i] - second[i] * turn
+                to_second[i] = second[i] * c[i] + first[i] * turn
 
 
 def _rotate(x_TNK: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    if fused_on_cpu(x_TNK, cos, sin):
+        out = torch.empty_like(x_TNK)
+        direction = torch.tensor([-1.0 if back else 1.0])
+        by_rows(_rotate_loop, len(out), out[0].numel() if len(out) else 1, x_TNK.flatten(1), cos, sin, direction, out.flatten(1))
+        return out
     half, sign = x_TNK.shape[-1] // 2, -1.0 if back else 1.0
     c, s = cos[:, None], sin[:, None]
     out = torch.empty(x_TNK.shape, dtype=x_TNK.dtype, device=x_TNK.device)

@@ -31,35 +31,57 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
 # --- CPU -------------------------------------------------------------------------------------------------
 
 
-@numba_jit
-def _forward_loop(part: Any, start: Any, stop: Any, gate: Any, up: Any, y: Any) -> None:
-    gate, up, y = gate[start:stop], up[start:stop], y[start:stop]  # indices from 0 need no check, and so vectorise
-    for i in range(len(y)):
-        y[i] = gate[i] / (np.float32(1) + exp32(-gate[i])) * up[i]
+# Arrays are flat, rows `strides` apart: a row that begins at 0 of a slice of its own needs no check of its
+# indices, and so vectorises.
 
 
 @numba_jit
-def _backward_loop(part: Any, start: Any, stop: Any, dy: Any, gate: Any, up: Any, dgate: Any, dup: Any) -> None:
-    dy, gate, up, dgate, dup = dy[start:stop], gate[start:stop], up[start:stop], dgate[start:stop], dup[start:stop]
-    for i in range(len(dy)):
-        s = np.float32(1) / (np.float32(1) + exp32(-gate[i]))
-        dup[i] = dy[i] * gate[i] * s
-        dgate[i] = dy[i] * up[i] * s * (np.float32(1) + gate[i] * (np.float32(1) - s))
+def _forward_loop(part: Any, start: Any, stop: Any, gate: Any, up: Any, strides: Any, y: Any) -> None:
+    width = y.shape[1]
+    for t in range(start, stop):
+        g, u = gate[t * strides[0] : t * strides[0] + width], up[t * strides[1] : t * strides[1] + width]
+        row = y[t]
+        for i in range(width):
+            row[i] = g[i] / (np.float32(1) + exp32(-g[i])) * u[i]
+
+
+@numba_jit
+def _backward_loop(part: Any, start: Any, stop: Any, dy: Any, gate: Any, up: Any, strides: Any, dgate: Any, dup: Any) -> None:
+    width = dy.shape[1]
+    for t in range(start, stop):
+        d, to_gate, to_up = dy[t], dgate[t], dup[t]
+        g, u = gate[t * strides[0] : t * strides[0] + width], up[t * strides[1] : t * strides[1] + width]
+        for i in range(width):
+            s = np.float32(1) / (np.float32(1) + exp32(-g[i]))
+            to_up[i] = d[i] * g[i] * s
+            to_gate[i] = d[i] * u[i] * s * (np.float32(1) + g[i] * (np.float32(1) - s))
+
+
+def _flat(x_TF: Tensor) -> Tensor:
+    """From the first row's first to the last row's last element, what lies between rows included."""
+    T, width = x_TF.shape
+    return x_TF.as_strided(((T - 1) * x_TF.stride(0) + width,), (1,))
+
+
+def _fused(*tensors: Tensor) -> bool:
+    return all(x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.numel() for x in tensors) and fused_on_cpu(*map(_flat, tensors))
 
 
 def _forward(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    if fused_on_cpu(gate_TF, up_TF):
-        y_TF = torch.empty_like(gate_TF)
-        by_rows(_forward_loop, y_TF.numel(), 1, gate_TF.view(-1), up_TF.view(-1), y_TF.view(-1))
+    if _fused(gate_TF, up_TF):
+        y_TF = torch.empty(gate_TF.shape, dtype=gate_TF.dtype)
+        strides = torch.tensor([gate_TF.stride(0), up_TF.stride(0)])
+        by_rows(_forward_loop, *y_TF.shape, _flat(gate_TF), _flat(up_TF), strides, y_TF)
         return y_TF
     return (F.silu(gate_TF.to(wide(gate_TF.dtype))) * up_TF).to(gate_TF.dtype)
 
 
 def _backward(dy_TF: Tensor, gate_TF: Tensor, up_TF: Tensor) -> tuple[Tensor, Tensor]:
     dy_TF = dy_TF.contiguous()
-    if fused_on_cpu(dy_TF, gate_TF, up_TF):
+    if _fused(dy_TF, gate_TF, up_TF):
         dgate_TF, dup_TF = torch.empty_like(dy_TF), torch.empty_like(dy_TF)
-        by_rows(_backward_loop, dy_TF.numel(), 1, *(x.view(-1) for x in (dy_TF, gate_TF, up_TF, dgate_TF, dup_TF)))
+        strides = torch.tensor([gate_TF.stride(0), up_TF.stride(0)])
+        by_rows(_backward_loop, *dy_TF.shape, dy_TF, _flat(gate_TF), _flat(up_TF), strides, dgate_TF, dup_TF)
         return dgate_TF, dup_TF
     dy, gate = dy_TF.to(wide(dy_TF.dtype)), gate_TF.to(wide(dy_TF.dtype))
     s = torch.sigmoid(gate)

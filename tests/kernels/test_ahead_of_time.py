@@ -14,11 +14,15 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from puna.kernels import attention, linear_cross_entropy, rms_norm, rope, swiglu  # noqa: E402
+from puna.kernels import adamw, attention, linear_cross_entropy, paged_attention, rms_norm, rope, swiglu  # noqa: E402
 from puna.kernels.configurations import configuration  # noqa: E402
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # what one block may have
-TENSOR_CORES = {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma|mma\.sync"}
+# What multiplies matrices: with 16 rows, as in decoding, warps on their own; with 64 and more the newer units.
+TENSOR_CORES = {
+    "narrow": dict.fromkeys((80, 90, 100), r"mma\.sync"),
+    "wide": {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"},
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Case:
     constants: dict[str, object]
     warps: int = 4
     stages: int = 3
-    product: bool = False
+    product: str = ""  # "narrow" or "wide", of TENSOR_CORES
 
 
 TYPES = {
@@ -47,7 +51,15 @@ TYPES = {
     "u": "*u8",
 }
 
+CHUNKS = {"CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK}
 CASES = {
+    "adamw_norm": Case(adamw._norm_kernel, "lllf", {**CHUNKS, "GRADIENT": triton.language.bfloat16}, 8),
+    "adamw_update": Case(
+        adamw._update_kernel,
+        "lllf" + "x" * 7,
+        {**CHUNKS, "PARAMETER": triton.language.float32, "GRADIENT": triton.language.bfloat16, "CLIP": True},
+        8,
+    ),
     "rms_norm_forward": Case(rms_norm._forward_kernel, "pppppfnx", {"ADD": True, "BLOCK": 4096}, 8),
     "rms_norm_backward": Case(rms_norm._backward_kernel, "ppppfpfnn", {"ADD": True, "BLOCK": 4096}, 8),
     "swiglu_forward": Case(swiglu._forward_kernel, "pppnnn", {"BLOCK": swiglu.BLOCK}, 8),
@@ -59,6 +71,13 @@ CASES = {
     "logprobs_gradient": Case(
         linear_cross_entropy._logprob_gradient_kernel, "plffffnx", {"ENTROPY": True, "BLOCK": linear_cross_entropy.BLOCK}, 16
     ),
+    "paged_pieces": Case(
+        paged_attention._piece_kernel,
+        "pppiiffx" + "nnnnn",
+        {"S": 16, "H": 32, "R": 4, "K": 128, "BLOCK": 128, "M": paged_attention.ROWS, "N": paged_attention.TOKENS, "PRECISION": "tf32"},
+        product="narrow",
+    ),
+    "paged_merge": Case(paged_attention._merge_kernel, "ffipn", {"H": 32, "K": 128, "BLOCK": 128}, 1),
     "rope": Case(rope._rotate_kernel, "pppp" + "nnn", {"BACK": False, "HALF": 64, "HEADS": rope.HEADS, "BLOCK": 64}, 2),
 }
 
@@ -106,7 +125,7 @@ def test_compiles_without_spills(name, capability, tmp_path):
     assert usage.stack == 0 and usage.local == 0, usage
     assert usage.shared <= SHARED_BYTES[capability], usage
     if case.product:
-        assert re.search(TENSOR_CORES[capability], usage.ptx), f"{name}: no tensor-core instruction on sm_{capability}"
+        assert re.search(TENSOR_CORES[case.product][capability], usage.ptx), f"{name}: no tensor-core instruction on sm_{capability}"
 
 
 ATTENTION = {
@@ -126,7 +145,7 @@ def test_attention(name, window, capability, tmp_path):
         "R": 4, "K": width, "V": width, "BLOCK_K": width, "BLOCK_V": width, "M": tuned.rows, "N": tuned.columns,
         "WINDOW": window, "PRECISION": "tf32",
     }  # fmt: skip
-    usage = compiled(Case(kernel, arguments, constants, tuned.warps, tuned.stages, True), capability, tmp_path)
+    usage = compiled(Case(kernel, arguments, constants, tuned.warps, tuned.stages), capability, tmp_path)
     assert usage.stack == 0 and usage.local == 0, usage
     assert usage.shared <= SHARED_BYTES[capability], usage
-    assert re.search(TENSOR_CORES[capability], usage.ptx)
+    assert re.search(TENSOR_CORES["wide"][capability], usage.ptx)

@@ -93,6 +93,22 @@ def test_the_cpu_loops_give_the_same_on_two_threads(monkeypatch):
         torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-6)
 
 
+def test_swiglu_of_the_halves_of_one_product(within_budget):
+    x = normal(5, 24)
+    within_budget(lambda x: swiglu(*x.chunk(2, -1)), lambda x: swiglu_reference(*x.chunk(2, -1)), (x,), torch.float32)
+    assert swiglu(torch.empty(0, 8), torch.empty(0, 8)).shape == (0, 8)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_rope_in_fp32(within_budget, heads):
+    tables = rope_table(torch.arange(9), 8, 10_000.0, torch.float64)
+    within_budget(rope, rope_reference, (normal(9, heads, 8), *tables), torch.float32)
+    within_budget(
+        lambda x, c, s: rope(x.view(9, heads + 1, 8)[:, 1:], c, s),
+        lambda x, c, s: rope_reference(x.view(9, heads + 1, 8)[:, 1:], c, s), (normal(9, (heads + 1) * 8), *tables), torch.float32,
+    )  # fmt: skip
+
+
 def test_swiglu_keeps_nan_and_saturates():
     x = torch.tensor([float("nan"), float("inf"), -100.0, -30.0, 0.0, 90.0])
     ours, exact = swiglu(x, torch.ones(6)), swiglu_reference(x.double(), torch.ones(6).double())
