@@ -354,12 +354,15 @@ _logprobs_backward = operator(
 
 
 def _setup_cross_entropy(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.set_materialize_grads(False)  # or the backward gets zeros as large as dX and dW
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[1:])
     ctx.dtype = inputs[1].dtype
 
 
 def _backward_cross_entropy(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 6
     nll, dx_ND, dw_VD, scale = ctx.saved_tensors
     need_x, need_w, _, need_weights = ctx.needs_input_grad[:4]
     factor = grad * scale
