@@ -1,30 +1,24 @@
-"""The mixture: which documents are held out, and how often each of the others is read in training."""
+"""The mixture: how often each training document is read."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
-from puna.stages.contract import Documents, Evaluation, Figure, SeededConfig, Signals, StageRun, stage
+from puna.stages.contract import Documents, Evaluation, Figure, Mixture, SeededConfig, StageRun, stage
 from puna.stages.curate.draws import uniform
-from puna.storage import PunaError
-
-UNKNOWN = "unknown"
+from puna.stages.pretrain.corpus import check_mixture
+from puna.storage import Part, PunaError
 
 
 class MixConfig(SeededConfig):
-    """Held-out split and weights of the knowledge types."""
+    """Weights of the knowledge types."""
 
-    category: str = Field("domain", min_length=1, description="Signal that holds a document's category")
-    heldout_fraction: float = Field(0.02, ge=0, lt=1, description="Share of each category's documents that training never sees, fraction")
-    heldout_least: int = Field(4, ge=0, description="Held-out documents of each category, at least; a third of a smaller category")
     weights: dict[str, float] = Field(
         default_factory=dict, description="Share of training text of single categories; they replace those of the experiment, fraction"
     )
@@ -53,21 +47,25 @@ class Share(NamedTuple):
 
 
 @stage(kind="mixture")
-def mix(documents: Documents, signals: Signals, weights: Evaluation | None, config: MixConfig, run: StageRun) -> None:
-    """Set how often each document is read (Llama 3, section 3.1.2).
+def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config: MixConfig, run: StageRun) -> None:
+    """Set how often each training document of a split is read (Llama 3, section 3.1.2).
 
     A category's weight comes from the configuration, else from a mixture experiment, else it is the category's
     share of the text, but at most `max_share`: the web has too much of some subjects. The amount of training text
     stays that of one pass over all documents; a category of weight w is read w x all / own times, at most
     `max_repeats` (four passes cost little: Muennighoff et al. 2023). A fractional number of epochs becomes an
-    integer per document by a hash of its id.
+    integer per document by a hash of its id. What is held out stays so.
     """
-    ids, sizes = _sizes(documents)
-    categories = _categories(ids, signals, config.category)
-    heldout = held_out(ids, categories, config)
-    training: dict[str, int] = {}
-    for category, size, out in zip(categories, sizes, heldout, strict=True):
-        training[category] = training.get(category, 0) + (0 if out else size)
+    check_mixture(documents, split)
+    table = split.read(columns=["id", "category", "split"])
+    ids, categories = table["id"].to_pylist(), table["category"].to_pylist()
+    heldout = np.array(table["split"].to_pylist()) == "heldout"
+    parts = run.parts(documents, columns=["id", "text"])
+    size_of = {id_: size for found in run.map(_sizes, parts, rows=len(parts)) for id_, size in found}
+    sizes = np.array([size_of[id_] for id_ in ids])
+    training = dict.fromkeys(sorted(set(categories)), 0)
+    for category, size, out in zip(categories, sizes.tolist(), heldout.tolist(), strict=True):
+        training[category] += 0 if out else size
     if unknown := sorted(set(config.weights) - set(categories)):
         names = ", ".join(sorted(set(categories))) or "none"
         raise PunaError(f"mix.weights.{unknown[0]}: no document has this category; they have {names}")
@@ -76,23 +74,14 @@ def mix(documents: Documents, signals: Signals, weights: Evaluation | None, conf
     chance = uniform(ids, config.seed, "repeats")
     epochs = np.array([shares[c].epochs for c in categories])
     repeats = np.where(heldout, 0, np.floor(epochs) + (chance < epochs - np.floor(epochs))).astype(np.int32)
-    run.write(
-        pa.table(
-            {
-                "id": ids,
-                "category": categories,
-                "split": np.where(heldout, "heldout", "train").tolist(),
-                "repeats": np.where(heldout, 1, repeats).astype(np.int32),
-                "weight": [shares[c].weight for c in categories],
-            }
-        )
-    )
+    columns = {"id": ids, "category": categories, "split": table["split"], "repeats": np.where(heldout, 1, repeats).astype(np.int32)}
+    run.write(pa.table({**columns, "weight": [shares[c].weight for c in categories]}))
     total = sum(training.values())
     bars = {"text": [(c, s.bytes / max(total, 1)) for c, s in shares.items()], "training": [(c, s.weight) for c, s in shares.items()]}
     run.figure("mixture", Figure("Knowledge types in the text and in training", "knowledge type", "share", bars, "bar"))
     run.metric("documents", len(ids))
     run.metric("heldout_documents", int(heldout.sum()))
-    run.metric("train_bytes", int((np.array(sizes) * repeats).sum()))
+    run.metric("train_bytes", int((sizes * repeats).sum()))
     for category, share in shares.items():
         run.metric(f"epochs_{category}", round(share.epochs, 4))
 
@@ -125,37 +114,10 @@ def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: flo
     return {c: Share(sizes[c], weight[c], weight[c] * total / sizes[c] if sizes[c] else 0.0) for c in sorted(sizes)}
 
 
-def held_out(ids: Sequence[str], categories: Sequence[str], config: MixConfig) -> NDArray[np.bool_]:
-    """Which documents are held out: of each category those with the smallest hash of their id."""
-    chance = uniform(ids, config.seed, "heldout")
-    found = np.zeros(len(ids), dtype=bool)
-    if config.heldout_fraction == 0:
-        return found
-    for category in sorted(set(categories)):
-        members = np.array([i for i, c in enumerate(categories) if c == category])
-        least = min(config.heldout_least, len(members) // 3)
-        count = max(math.ceil(config.heldout_fraction * len(members)) if len(members) > 1 else 0, least)
-        found[members[np.argsort(chance[members], kind="stable")[:count]]] = True
-    return found
-
-
-def _sizes(documents: Documents) -> tuple[list[str], list[int]]:
-    ids: list[str] = []
-    sizes: list[int] = []
-    for batch in documents.batches(columns=["id", "text"], rows=1024):
-        ids += batch.column("id").to_pylist()
-        sizes += pc.binary_length(batch.column("text")).to_pylist()
-    return ids, sizes
-
-
-def _categories(ids: list[str], signals: Signals, column: str) -> list[str]:
-    table = signals.read()
-    if column not in table.schema.names:
-        raise PunaError(f"{signals.id} has no signal {column!r}; set mix.category to one of {', '.join(table.schema.names)}")
-    found = dict(zip(table["id"].to_pylist(), table[column].to_pylist(), strict=True))
-    if missing := [i for i in ids if i not in found]:
-        raise PunaError(f"{signals.id} has no row for {len(missing)} documents, for example {missing[0]}; score these documents first")
-    return [found[i] or UNKNOWN for i in ids]
+def _sizes(part: Part) -> list[tuple[str, int]]:
+    """(id, bytes) of a part's documents."""
+    table = part.read()
+    return list(zip(table["id"].to_pylist(), pc.binary_length(table["text"]).to_pylist(), strict=True))
 
 
 def _experiment(weights: Evaluation | None) -> dict[str, float]:

@@ -21,7 +21,7 @@ POOL = ["grass", "llama", "wind", "stone", "the", "of", "and", "river", "model",
 NAV = "Share this page\n"
 KINDS = {
     "prompts": "prompts", "ingest": "pages", "language": "signals", "heuristics": "signals", "quality": "signals", "domains": "signals",
-    "tokenizer": "tokenizer", "mix": "mixture", "tokenize": "tokens", "mix_experiment": "evaluation", "scaling_law": "evaluation",
+    "tokenizer": "tokenizer", "split": "mixture", "mix": "mixture", "tokenize": "tokens", "mix_experiment": "evaluation", "scaling_law": "evaluation",
     "evaluate": "evaluation", "instructions": "instructions", "rejection_sample": "instructions", "data_quality": "instructions",
     "sample": "answers", "preferences": "preferences", "pretrain": "model", "sft": "model", "dpo": "model", "ppo": "model",
     "reward_model": "model", "average": "model",
@@ -164,15 +164,17 @@ def pretrained(b: Built) -> None:
     documents, domains = b.at["documents"], b.at["domains"]
     texts = documents.read(columns=["id", "text"]).to_pylist()
     types = ("science", "code", "news")
-    vocabulary = b.add("tokenizer", {"documents": documents}, seconds=3, metrics={"vocab_size": 4096})
-    given = {"documents": documents, "signals": domains, "tokenizer": vocabulary}
+    sides = [(d["id"], types[n % 3], "train" if n % 10 else "heldout", 1, 1 / 3) for n, d in enumerate(texts)]
+    split = b.add("split", {"documents": documents, "signals": domains}, mixture=rows("id category split repeats weight", sides))
+    vocabulary = b.add("tokenizer", {"documents": documents, "mixture": split}, seconds=3, metrics={"vocab_size": 4096})
+    given = {"documents": documents, "split": split, "tokenizer": vocabulary}
     bars = figure(
         "Weights", "type", "weight", "bar", natural=[(t, 0.3) for t in types], fitted=[(t, 0.2 + 0.1 * n) for n, t in enumerate(types)]
     )
     shares = rows("category weight", [(t, 0.3) for t in types])
     weights = b.add("mix_experiment", given, seconds=40, figures={"weights": bars}, weights=shares)
     mixed = [(d["id"], types[n % 3], "train" if n % 10 else "heldout", 1 + n % 2, (0.5, 0.3, 0.2)[n % 3]) for n, d in enumerate(texts)]
-    given = {"documents": documents, "signals": domains, "weights": weights}
+    given = {"documents": documents, "split": split, "weights": weights}
     mixture = b.add("mix", given, mixture=rows("id category split repeats weight", mixed))
     packed = [(2 * n + k, [1] * 8, [len(d["text"]) // 4], [d["id"]]) for n, d in enumerate(texts) if n % 10 for k in range(1 + n % 2)]
     given = {"documents": documents, "mixture": mixture, "tokenizer": vocabulary}

@@ -152,7 +152,7 @@ def test_key_figures(page: Page) -> None:
     assert "Reward model 84.0 % of 200 held-out pairs in the right order" in text
     chain = r"Held-out task accuracy 2.0 % 0–6 Base 34.0 % 30–38 SFT 54.0 % 50–58 Round 1 74.0 % 70–78 Round 2"
     assert chain in text and "over 300 held-out questions" in text
-    assert "47 artifacts, 1 of them reused" in text
+    assert "48 artifacts, 1 of them reused" in text
 
 
 def test_every_part_of_the_run_has_its_place(page: Page, built: Any) -> None:
@@ -247,7 +247,7 @@ def test_a_record_of_another_tool_does_not_break_the_page(built: Any, tmp_path: 
     store = cut(built, tmp_path, 100)
     with (store.root / "runs" / "partial.jsonl").open("a") as file:
         file.write(json.dumps({"note": "unknown"}) + '\n{"step": "cut sho')
-    assert "47 artifacts" in Page(write(store, "partial", None).read_text(encoding="utf-8")).text
+    assert "48 artifacts" in Page(write(store, "partial", None).read_text(encoding="utf-8")).text
 
 
 def test_a_reused_artifact_hangs_on_the_artifact_of_the_same_content(built: Any, tmp_path: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -16,14 +16,19 @@ from puna.stages.curate.mix import MixConfig, mix, plan
 from puna.storage import Artifact, PunaError, Store
 
 
-def corpus(store: Store, sizes: dict[str, list[int]]) -> dict[str, Artifact]:
-    rows = [(f"{c}{i:04d}", c, n) for c, all_sizes in sizes.items() for i, n in enumerate(all_sizes)]
+def corpus(store: Store, sizes: dict[str, list[int]], heldout: int = 0) -> dict[str, Artifact]:
+    """Documents of these sizes by category, and a split in which the first `heldout` of each category are held out."""
+    rows = [(f"{c}{i:04d}", c, n, "heldout" if i < heldout else "train") for c, own in sizes.items() for i, n in enumerate(own)]
+    count = len(rows)
     documents = store.import_table("documents", pa.table({
-        "id": [r[0] for r in rows], "url": ["u"] * len(rows), "fetched_at": [datetime(2024, 1, 1, tzinfo=UTC)] * len(rows),
-        "source": ["web"] * len(rows), "title": pa.array([None] * len(rows), pa.string()), "text": ["x" * r[2] for r in rows],
+        "id": [r[0] for r in rows], "url": [f"https://x.org/{r[0]}" for r in rows], "fetched_at": [datetime(2024, 1, 1, tzinfo=UTC)] * count,
+        "source": ["web"] * count, "title": pa.array([None] * count, pa.string()), "text": ["x" * r[2] for r in rows],
     }))  # fmt: skip
-    signals = store.import_table("signals", pa.table({"id": [r[0] for r in rows], "domain": [r[1] for r in rows]}))
-    return {"documents": documents, "signals": signals}
+    split = store.import_table("mixture", pa.table({
+        "id": [r[0] for r in rows], "category": [r[1] for r in rows], "split": [r[3] for r in rows],
+        "repeats": np.ones(count, np.int32), "weight": [0.0] * count,
+    }))  # fmt: skip
+    return {"documents": documents, "split": split}
 
 
 def test_plan_by_hand() -> None:
@@ -51,23 +56,27 @@ def test_plan_keeps_the_amount_and_the_ceiling(sizes: dict[str, int], wanted: di
     assert sum(s.epochs * s.bytes for s in found.values()) == pytest.approx(sum(sizes.values()))
 
 
-def test_split_and_repeats(tmp_path: Path) -> None:
+def test_repeats_follow_from_the_weights(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    given_ = corpus(store, {"a": [10] * 1000, "b": [10] * 500, "c": [10] * 5})
-    made = execute(mix, MixConfig(weights={"b": 0.6}, heldout_fraction=0.1), given_, store)
+    given_ = corpus(store, {"a": [10] * 1000, "b": [10] * 500, "c": [10] * 5}, heldout=1)
+    made = execute(mix, MixConfig(weights={"b": 0.6}), given_, store)
     rows = made.read().to_pylist()
-    assert Counter(r["category"] for r in rows if r["split"] == "heldout") == {"a": 100, "b": 50, "c": 1}
-    # Training text: 900 + 450 + 4 documents; b is read 0.6 * 1354 / 450 = 1.805 times.
-    mean = sum(r["repeats"] for r in rows if r["category"] == "b" and r["split"] == "train") / 450
-    assert mean == pytest.approx(1.805, abs=0.08)
-    assert {r["repeats"] for r in rows if r["category"] == "b" and r["split"] == "train"} == {1, 2}
+    # Training text: 999 + 499 + 4 documents; b is read 0.6 * 1502 / 499 = 1.806 times.
+    repeats = [r["repeats"] for r in rows if r["category"] == "b" and r["split"] == "train"]
+    assert sum(repeats) / 499 == pytest.approx(1.806, abs=0.08) and set(repeats) == {1, 2}
 
 
-def test_the_split_of_a_document_does_not_depend_on_the_weights(tmp_path: Path) -> None:
+def test_the_split_and_the_categories_are_those_that_came_in(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    given_ = corpus(store, {"a": [10] * 50, "b": [30] * 50})
-    splits = [execute(mix, MixConfig(weights=w), given_, store).read()["split"].to_pylist() for w in ({}, {"a": 0.9})]
-    assert splits[0] == splits[1]
+    given_ = corpus(store, {"a": [10] * 50, "b": [30] * 50}, heldout=7)
+    came = given_["split"].read(columns=["id", "category", "split"])
+    for weights in ({}, {"a": 0.9}):
+        made = execute(mix, MixConfig(weights=weights), given_, store)
+        assert made.read(columns=["id", "category", "split"]).equals(came)
+        assert {r["repeats"] for r in made.read().to_pylist() if r["split"] == "heldout"} == {1}
+    other = corpus(store, {"a": [10] * 51})
+    with pytest.raises(PunaError, match="give the documents that the mixture was made of"):
+        execute(mix, MixConfig(), {**given_, "documents": other["documents"]}, store)
 
 
 def test_weights_come_from_the_experiment_unless_set(tmp_path: Path) -> None:
@@ -90,8 +99,6 @@ def test_weights_come_from_the_experiment_unless_set(tmp_path: Path) -> None:
         execute(mix, MixConfig(), {**given_, "weights": store.import_table("evaluation", table)}, store)
     with pytest.raises(PunaError, match=r"mix\.weights\.c: no document has this category; they have a, b"):
         execute(mix, MixConfig(weights={"c": 0.5}), given_, store)
-    with pytest.raises(PunaError, match="no signal 'topic'"):
-        execute(mix, MixConfig(category="topic"), given_, store)
 
 
 def test_natural_shares_are_capped(tmp_path: Path) -> None:
