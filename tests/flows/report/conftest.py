@@ -65,6 +65,9 @@ class Built:
                 loose = pa.schema([f.with_nullable(True) for f in schema])
                 if table:
                     work.add(name, pa.Table.from_pylist(table, schema=loose), "part")
+            if kind == "model":
+                # Content of its own: answers name their model by it.
+                (work.output / "config.json").write_text(json.dumps({"step": step}))
             about |= {"run": self.run, "timings": {"seconds": seconds}, "peak_memory_bytes": int(4e8 + 1e8 * seconds)}
             artifact = work.commit(kind, identity.key, identity, **about)
         event = {"step": step, "stage": stage, "kind": kind, "key": artifact.key, "reused": reused}
@@ -229,13 +232,13 @@ def aligned(b: Built, rounds: int = 2) -> None:
     for r in range(1, rounds + 1):
         tasks = b.add(f"prompts_{r}", prompts=[])
         drawn = [
-            (f"a{m.key[:4]}{i}", f"p{i % 9}", i, m.key, EVIL, [1], [-0.1], True, None, float(b.random.random() < 0.3 + 0.1 * r))
+            (f"a{m.data_digest[:4]}{i}", f"p{i % 9}", i, m.data_digest, EVIL, [1], [-0.1], True, None, float(b.random.random() < 0.3 + 0.1 * r))
             for m in (policy, other) for i in range(80)
         ]  # fmt: skip
         answers = rows("id prompt_id sample model text tokens logprobs finished score gold", drawn)
         drawn_by = b.add(f"sample_{r}", {"models": [policy, other], "prompts": tasks}, seconds=22, answers=answers)
         gone = rows("id rule value threshold detail", [(f"x{i}", "similar", 0.01 * i, 0.05, EVIL) for i in range(5)])
-        kept = [(f"q{i}", "p1", "sum", "train", EVIL, "4", "5", None, "better", 0.5, policy.key, other.key) for i in range(11)]
+        kept = [(f"q{i}", "p1", "sum", "train", EVIL, "4", "5", None, "better", 0.5, policy.data_digest, other.data_digest) for i in range(11)]
         columns = "id prompt_id task split prompt chosen rejected edited level margin chosen_model rejected_model"
         pairs.append(b.add(f"preferences_{r}", {"answers": drawn_by, "prompts": tasks}, preferences=rows(columns, kept), dropped=gone))
         metrics = {"heldout_accuracy": 0.78 + 0.03 * r, "train_accuracy": 0.88, "heldout_pairs": 200}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from puna.flows.report import write
-from puna.flows.report.alignment import measurements, overall_accuracy
+from puna.flows.report.alignment import _answers_plot, measurements, overall_accuracy
 from puna.flows.report.funnel import characters_per_token, funnel
 from puna.flows.report.run import Run
 from puna.storage import PunaError, Store
@@ -169,6 +169,12 @@ def test_every_part_of_the_run_has_its_place(page: Page, built: Any) -> None:
         assert key[:12] in text
     reused = [words for words in page.words if "model · reused" in words]
     assert len(reused) == 1
+
+
+def test_answers_are_told_apart_by_their_model(built: Any) -> None:
+    plot = _answers_plot(Run.open(built.store, built.run), "gold", "Verified score")
+    steps = [f"Sample {r}" for r in (1, 2)]
+    assert {name: [x for x, _ in points] for name, points in plot.series.items()} == {"policy": steps, "other model": steps}
 
 
 def test_a_run_without_an_overall_accuracy_is_pooled_over_its_tasks(built: Any) -> None:
