@@ -15,12 +15,16 @@ from puna.stages.curate.draws import uniform
 from puna.stages.pretrain.corpus import check_mixture
 from puna.storage import Part, PunaError
 
+TOLERANCE = 1e-6
+"""How far weights may be from adding up to 1: what rounding to seven digits leaves."""
+
 
 class MixConfig(SeededConfig):
     """Weights of the knowledge types."""
 
     weights: dict[str, float] = Field(
-        default_factory=dict, description="Share of training text of single categories; they replace those of the experiment, fraction"
+        default_factory=dict,
+        description="Share of training text of every category, adding up to 1, in place of the experiment's; none: as there, fraction",
     )
     max_share: float = Field(
         0.5, gt=0, le=1, description="Greatest share of one category where neither configuration nor experiment gives weights, fraction"
@@ -33,8 +37,8 @@ class MixConfig(SeededConfig):
         wrong = [name for name, weight in weights.items() if not 0 <= weight <= 1]
         if wrong:
             raise ValueError(f"weight of {wrong[0]!r} must lie in 0..1")
-        if sum(weights.values()) > 1 + 1e-9:
-            raise ValueError(f"the weights add up to {sum(weights.values()):.3f}; at most 1")
+        if weights and abs(sum(weights.values()) - 1) > TOLERANCE:
+            raise ValueError(f"the weights add up to {sum(weights.values()):.6g}, not to 1: give every category its share")
         return weights
 
 
@@ -66,10 +70,11 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
     training = dict.fromkeys(sorted(set(categories)), 0)
     for category, size, out in zip(categories, sizes.tolist(), heldout.tolist(), strict=True):
         training[category] += 0 if out else size
-    if unknown := sorted(set(config.weights) - set(categories)):
-        names = ", ".join(sorted(set(categories))) or "none"
-        raise PunaError(f"mix.weights.{unknown[0]}: no document has this category; they have {names}")
-    wanted = _experiment(weights) | config.weights
+    wanted = dict(config.weights)
+    if weights is not None and not wanted:
+        wanted = _experiment(weights)
+    if wanted:
+        _check_weights(wanted, training, "mix.weights" if config.weights or weights is None else weights.id)
     shares = plan(training, wanted, config.max_repeats, 1.0 if wanted else config.max_share)
     chance = uniform(ids, config.seed, "repeats")
     epochs = np.array([shares[c].epochs for c in categories])
@@ -87,19 +92,14 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
 
 
 def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: float, max_share: float = 1.0) -> dict[str, Share]:
-    """Weight and epochs of each category. Categories without a wanted weight divide what is left by size.
+    """Weight and epochs of each category: `wanted`, or without any its share of the text (`sizes`, bytes).
 
     What a category at `max_repeats` or `max_share` cannot take goes to the others, in proportion to their weights.
     """
     total = sum(sizes.values())
-    known = {c: float(w) for c, w in wanted.items() if sizes.get(c)}
-    left = max(1.0 - sum(known.values()), 0.0)
-    rest = sum(size for c, size in sizes.items() if c not in known)
-    raw = {c: known[c] if c in known else left * size / rest if rest else 0.0 for c, size in sorted(sizes.items())}
-    scale = sum(raw.values())
-    if not total or not scale:
-        raise PunaError("no category has both text and weight: nothing to mix; check mix.weights")
-    weight = {c: w / scale for c, w in raw.items()}
+    if not total:
+        raise PunaError("mix: the split has no training document with text: there is nothing to mix")
+    weight = {c: float(wanted[c]) if c in wanted else 0.0 if wanted else size / total for c, size in sorted(sizes.items())}
     most = max(max_share, 1.0 / sum(size > 0 for size in sizes.values()))
     ceiling = {c: min(max_repeats * size / total, most) for c, size in sizes.items()}
     capped: dict[str, float] = {}
@@ -114,15 +114,28 @@ def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: flo
     return {c: Share(sizes[c], weight[c], weight[c] * total / sizes[c] if sizes[c] else 0.0) for c in sorted(sizes)}
 
 
+def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], where: str) -> None:
+    """PunaError unless the weights are those of all categories that have training text, and add up to 1."""
+    found = {
+        "no document is of": sorted(set(wanted) - set(training)),
+        "there is no weight for": sorted(c for c, size in training.items() if size and c not in wanted),
+        "there is no training text of": sorted(c for c, weight in wanted.items() if weight > 0 and training.get(c) == 0),
+    }
+    problems = [f"{what} {', '.join(map(repr, names))}" for what, names in found.items() if names]
+    if abs(sum(wanted.values()) - 1) > TOLERANCE:
+        problems.append(f"the weights add up to {sum(wanted.values()):.6g}, not to 1")
+    if problems:
+        known = ", ".join(c for c, size in training.items() if size) or "none"
+        raise PunaError(f"{where}: {'; '.join(problems)}; the categories with training text are {known}")
+
+
 def _sizes(part: Part) -> list[tuple[str, int]]:
     """(id, bytes) of a part's documents."""
     table = part.read()
     return list(zip(table["id"].to_pylist(), pc.binary_length(table["text"]).to_pylist(), strict=True))
 
 
-def _experiment(weights: Evaluation | None) -> dict[str, float]:
-    if weights is None:
-        return {}
+def _experiment(weights: Evaluation) -> dict[str, float]:
     if "weights" not in weights.tables:
         raise PunaError(f"{weights.id} has no table `weights`; give the artifact of mix_experiment")
     table = weights.read("weights")
