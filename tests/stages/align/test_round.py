@@ -167,6 +167,21 @@ def test_only_the_best_models_answers(tmp_path: Path, tiny_model: Tiny) -> None:
     assert made.rows("scores") == 6 * (2 + 2)
 
 
+def test_a_dropped_prompt_has_its_own_reason(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model, questions = tiny_model(store), asked(store)
+    first, second, third = sorted(r["id"] for r in questions.read().to_pylist() if r["split"] == "train")[:3]
+    table = answers(store, questions, {"A": [("no no", True)] * 2, "B": [("1", True)] * 2}).read()
+    # To the first prompt nobody finished, to the second only A did; B's answers are the better ones.
+    done = [not (r["prompt_id"] == first or (r["prompt_id"] == second and r["model"] == "B")) for r in table.to_pylist()]
+    table = table.set_column(table.schema.get_field_index("finished"), "finished", pa.array(done))
+    inputs = {"answers": store.import_table("answers", table), "reward_model": scorer(store, model), "prompts": questions}
+    made = execute(rejection_sample, RejectionSampleConfig(models=1), inputs, store)
+    dropped = {r["id"]: (r["rule"], r["value"]) for r in made.read("dropped").to_pylist()}
+    assert dropped == {first: ("unfinished", 4.0), second: ("unselected_models", 2.0)}
+    assert third in made.read()["prompt_id"].to_pylist()
+
+
 def test_ppo_raises_the_reward_and_resumes(tmp_path: Path, tiny_model: Tiny) -> None:
     stores = [Store.open(tmp_path / name) for name in ("whole", "killed")]
     model, questions = tiny_model(stores[0]), asked(stores[0])
