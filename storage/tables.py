@@ -48,11 +48,16 @@ class Part:
 
 
 def write_part(table: pa.Table, file: Path) -> None:
-    """Write rows to `file` so that it exists whole or not at all."""
+    """Write rows to `file` so that it exists whole or not at all, a loss of power included."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    pq.write_table(table, temporary, compression="zstd")
-    os.replace(temporary, file)
+    try:
+        pq.write_table(table, temporary, compression="zstd")
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def merge(name: str, parts: Sequence[Path], target: Path, memory_limit: str = "2GB") -> tuple[int, pa.Schema]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
@@ -17,6 +18,7 @@ from puna.storage import Artifact, Part, PunaError, Work
 from puna.storage.artifact import PART_ROWS
 from puna.storage.schemas import table_schema
 from puna.storage.tables import write_part
+from puna.storage.work import write_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,8 +56,6 @@ class StageRun:
         self._part_rows = part_rows
         self._written = 0
         self._transforms = 0
-        # The driver writes its rows anew on every try; only workers' parts outlive a crash.
-        work.forget("driver-")
 
     # --- computing -----------------------------------------------------------------------------------
 
@@ -87,12 +87,15 @@ class StageRun:
         and is not made again after a crash.
         """
         parts = self.parts(artifact, table, columns)
-        name = f"transform{self._transforms}-{self._part_rows}"
+        # The rows decide the name: an attempt that cuts them otherwise makes its own parts.
+        names = [f"transform{self._transforms}-{part.start:012d}-{part.stop:012d}" for part in parts]
         self._transforms += 1
         folder = self._work.parts
-        jobs = [(function, part, f"{name}-{index:06d}", self.kind, str(folder)) for index, part in enumerate(parts)]
+        jobs = [(function, part, name, self.kind, str(folder)) for part, name in zip(parts, names, strict=True)]
         done, total = 0, sum(part.rows for part in parts)
-        for part, _ in zip(parts, ordered(self._executor, _transform_part, jobs, args), strict=True):
+        for part, name, made in zip(parts, names, ordered(self._executor, _transform_part, jobs, args), strict=True):
+            for table_name in made:
+                self._work.claim(table_name, name)
             done += part.rows
             self.progress(done, total)
 
@@ -169,14 +172,16 @@ class StageRun:
         return np.random.default_rng(self.seed(*names))
 
 
-def _transform_part(job: tuple[Any, Part, str, str, str], *args: Any) -> None:
-    """In a worker: compute one part and write its tables; the marker is written last."""
+def _transform_part(job: tuple[Any, Part, str, str, str], *args: Any) -> list[str]:
+    """In a worker: compute one part and write its tables; the marker, with their names, is written last."""
     function, part, name, kind, folder = job
-    marker = Path(folder) / f".{name}.done"
+    marker = Path(folder) / f".{name}.json"
     if marker.exists():
-        return
+        names: list[str] = json.loads(marker.read_text())
+        return names
     result = function(part.read(), *args)
     made = result if isinstance(result, dict) else {kind: result}
     for table, rows in made.items():
         write_part(table_schema(table).conform(rows), Path(folder) / table / f"{name}.parquet")
-    marker.touch()
+    write_text(marker, json.dumps(list(made)))
+    return list(made)

@@ -95,9 +95,9 @@ def test_resumes_after_a_crash_without_repeating_parts(tmp_path: Path, monkeypat
     original = run_module._transform_part
 
     def failing(job, *args):
-        if "000003" in job[2]:
+        if job[1].start >= 6:
             raise KeyboardInterrupt
-        original(job, *args)
+        return original(job, *args)
 
     CALLS.clear()
     monkeypatch.setattr(run_module, "_transform_part", failing)
@@ -107,6 +107,30 @@ def test_resumes_after_a_crash_without_repeating_parts(tmp_path: Path, monkeypat
     monkeypatch.setattr(run_module, "_transform_part", original)
     made = execute(shortening, ShorteningConfig(), given, store, part_rows=2)
     assert len(CALLS) == 5 and made.rows() == 10
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 100])
+def test_resumes_with_another_part_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    store = Store.open(tmp_path)
+    given = {"documents": documents(store, ["a", "bbbb"] * 5)}
+    from puna.stages.contract import run as run_module
+
+    original = run_module._transform_part
+
+    def failing(job, *args):
+        if job[1].start >= 6:
+            raise KeyboardInterrupt
+        return original(job, *args)
+
+    monkeypatch.setattr(run_module, "_transform_part", failing)
+    with pytest.raises(KeyboardInterrupt):
+        execute(shortening, ShorteningConfig(), given, store, part_rows=2)
+    monkeypatch.setattr(run_module, "_transform_part", original)
+    made = execute(shortening, ShorteningConfig(), given, store, part_rows=rows)
+    other = Store.open(tmp_path / "other")
+    untouched = execute(shortening, ShorteningConfig(), {"documents": documents(other, ["a", "bbbb"] * 5)}, other)
+    assert made.path("documents.parquet").read_bytes() == untouched.path("documents.parquet").read_bytes()
+    assert made.data_digest == untouched.data_digest
 
 
 def test_wrong_inputs_are_refused_by_name(tmp_path: Path) -> None:

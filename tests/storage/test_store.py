@@ -108,7 +108,25 @@ def test_work_without_a_manifest_is_no_artifact(tmp_path: Path) -> None:
         raise RuntimeError
     assert store.artifacts() == []
     with store.work("ab" * 32) as work:
-        assert work.rows("signals") == 1
+        assert work.part("signals", "part").is_file()
+
+
+def test_what_an_attempt_did_not_write_is_not_committed(tmp_path: Path) -> None:
+    store, identity = Store.open(tmp_path), Identity("stage")
+    with pytest.raises(RuntimeError), store.work(identity.key) as work:
+        work.add("signals", signals(["a"], [1]), "part")
+        work.add("dropped", pa.table({"id": ["b"], "rule": ["r"], "value": [1.0], "threshold": [1.0], "detail": ["d"]}), "part")
+        (work.output / "model").mkdir()
+        (work.output / "model" / "weights.bin").write_bytes(b"half")
+        (work.output / "dropped.parquet").write_bytes(b"half")
+        raise RuntimeError
+    with store.work(identity.key) as work:
+        assert work.rows("signals") == 0
+        work.add("signals", signals(["a"], [2]), "other")
+        made = work.commit("signals", identity.key, identity)
+    assert made.read()["words"].to_pylist() == [2]
+    assert made.tables == ("signals",) and set(made.manifest.files) == {"signals.parquet"}
+    assert sorted(f.name for f in made.folder.iterdir()) == ["manifest.json", "signals.parquet"]
 
 
 def test_resolving_names(tmp_path: Path) -> None:
