@@ -284,7 +284,8 @@ def verify(
     if quarantine:
         for finding in damaged:
             where = opened.quarantine(finding.artifact)
-            typer.echo(f"{finding.artifact.id} is now in {where}", err=True)
+            said = f"is now in {where}" if where else "was made again meanwhile"
+            typer.echo(f"{finding.artifact.id} {said}", err=True)
     if damaged:
         raise typer.Exit(1)
 

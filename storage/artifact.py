@@ -84,9 +84,13 @@ class Artifact:
         return [Part(file, start, min(start + rows, total), chosen) for start in range(0, total, rows)]
 
     def damage(self) -> list[str]:
-        """What is wrong with its files: missing, of another size or with another checksum; empty when whole."""
+        """What is wrong with it: a manifest that cannot be read, a file missing, of another size or with another checksum."""
         found = []
-        for name, record in self.manifest.files.items():
+        try:
+            files = self.manifest.files
+        except PunaError as error:
+            return [str(error)]
+        for name, record in files.items():
             file = self.folder / name
             if not file.is_file():
                 found.append(f"{name} is missing")

@@ -97,9 +97,11 @@ class Store:
             )
         return artifact
 
-    def quarantine(self, artifact: Artifact) -> Path:
-        """Move a damaged artifact out of the way; returns where it is now."""
-        return self.set_aside(artifact.kind, artifact.key)
+    def quarantine(self, artifact: Artifact) -> Path | None:
+        """Move a damaged artifact out of the way; returns where it is now, None when it was mended or moved meanwhile."""
+        with self.lock(artifact.key):
+            found = self.find(artifact.kind, artifact.key)
+            return self.set_aside(artifact.kind, artifact.key) if found is not None and found.damage() else None
 
     def set_aside(self, kind: str, key: str) -> Path:
         """Move the folder of a key out of the way, whatever is left in it; returns where it is now."""
@@ -110,16 +112,26 @@ class Store:
     # --- making ------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def work(self, key: str) -> Iterator[Work]:
-        """The work folder of `key`, held against other processes; it survives a crash until the commit."""
+    def lock(self, key: str, *, wait: bool = True) -> Iterator[bool]:
+        """Hold `key` against other processes; without `wait`, give False when another one holds it."""
         file = self.root / "locks" / key
         while True:
             with file.open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                except BlockingIOError:
+                    yield False
+                    return
                 # `gc` removes old lock files; one that was removed while we waited holds nobody off.
                 if file.exists() and os.path.samestat(os.fstat(lock.fileno()), os.stat(file)):
-                    yield Work(self, self.root / "work" / key)
+                    yield True
                     return
+
+    @contextlib.contextmanager
+    def work(self, key: str) -> Iterator[Work]:
+        """The work folder of `key`, held against other processes; it survives a crash until the commit."""
+        with self.lock(key):
+            yield Work(self, self.root / "work" / key)
 
     def import_table(self, kind: str, table: pa.Table, **side: pa.Table) -> Artifact:
         """Commit a table (and side tables) made outside any stage, for scripts and tests."""
@@ -141,6 +153,11 @@ class Store:
         file = self.root / "refs" / ".accepted" / f"{new_key}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, json.dumps({"stands_for": old.key}) + "\n")
+
+    def acceptances(self) -> dict[str, str]:
+        """Every key that an older artifact stands for, and the older one's key."""
+        files = sorted((self.root / "refs" / ".accepted").glob("[!.]*.json"))
+        return {f.stem: str(json.loads(f.read_text())["stands_for"]) for f in files}
 
     # --- aliases -----------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from puna.storage.schemas import table_schema
 
 if TYPE_CHECKING:
     from puna.storage.store import Store
+
+INPUTS = "inputs.json"
 
 
 class Identity:
@@ -69,6 +72,10 @@ class Work:
             shutil.rmtree(self.output)
         for path in (self.output, self.scratch, self.parts):
             path.mkdir(parents=True, exist_ok=True)
+
+    def uses(self, inputs: list[InputRecord]) -> None:
+        """Say what the work reads, so that `gc` leaves it in place while the work goes on."""
+        write_text(self.folder / INPUTS, json.dumps([i.key for i in inputs if i.kind != "external"]))
 
     def part(self, table: str, name: str) -> Path:
         """The file of one part of a table."""
@@ -156,6 +163,12 @@ class Work:
     @staticmethod
     def _has_table(kind: str) -> bool:
         return kind not in ("tokenizer", "model")
+
+
+def inputs_of(folder: Path) -> list[str]:
+    """Keys of the artifacts that the work in a folder reads."""
+    file = folder / INPUTS
+    return [str(key) for key in json.loads(file.read_text())] if file.is_file() else []
 
 
 def _batches(file: Path) -> Iterator[pa.RecordBatch]:

@@ -70,32 +70,33 @@ def perform(
     """
     started = time.perf_counter()
     identity = identify(stage, config, given)
-    key = store.accepted(identity.key)
-    found = _whole(store, stage.kind, key)
+    found = _accepted(stage, identity, store)
     if found is None:
-        with store.work(key) as work:
-            found = _whole(store, stage.kind, key)
-            if found is None:
+        with store.work(identity.key) as work:
+            found = store.find(stage.kind, identity.key)
+            if found is None or found.damage():
+                if found is not None:
+                    store.set_aside(found.kind, found.key)
                 for items in stage.check(given).values():
                     for item in items:
                         if isinstance(item, Artifact):
                             store.checked(item)
                 if on_start:
                     on_start(identity)
+                work.uses(identity.inputs)
                 made = _make(stage, config, given, StageRun(stage.name, stage.kind, config, work, executor, listener, part_rows), work)
-                return Outcome(work.commit(stage.kind, key, identity, run=run, **made), False, time.perf_counter() - started)
+                artifact = work.commit(stage.kind, identity.key, identity, run=run, **made)
+                return Outcome(artifact, False, time.perf_counter() - started)
             work.discard()
     return Outcome(found, True, time.perf_counter() - started)
 
 
-def _whole(store: Store, kind: str, key: str) -> Artifact | None:
-    try:
-        found = store.find(kind, key)
-        if found is None or not found.damage():
+def _accepted(stage: Stage, identity: Identity, store: Store) -> Artifact | None:
+    """The whole artifact of this identity, or an older one that was declared equivalent; damage is left in place."""
+    for key in dict.fromkeys((store.accepted(identity.key), identity.key)):
+        found = store.find(stage.kind, key)
+        if found is not None and not found.damage():
             return found
-    except PunaError:  # the manifest cannot be read
-        pass
-    store.set_aside(kind, key)
     return None
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.storage import Identity, Manifest, PunaError, Store, care, catalog, digest
+from puna.storage import Identity, InputRecord, Manifest, PunaError, Store, care, catalog, digest
 from puna.storage.explain import changes, explain
 
 
@@ -183,6 +185,49 @@ def test_garbage_is_what_no_alias_and_no_recent_run_needs(tmp_path: Path) -> Non
     found = care.collect(store, keep_runs=1, work_days=1, remove=True)
     assert [g.folder for g in found] == [three.folder]
     assert {a.key for a in store.artifacts()} == {one.key, two.key}
+
+
+def aged(folder: Path, days: float) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        os.utime(path, (time.time() - days * 86_400,) * 2)
+
+
+def test_abandoned_work_is_what_nobody_holds_or_wrote_to_lately(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    keys = {name: name[0] * 64 for name in ("abandoned", "busy", "deep")}
+    for key in keys.values():
+        with store.work(key) as work:
+            (work.scratch / "training" / "steps").mkdir(parents=True)
+            aged(work.folder, 30)
+    # A checkpoint far below changes no time of the folders above it.
+    deep = store.root / "work" / keys["deep"]
+    (deep / "scratch" / "training" / "steps" / "100.bin").write_bytes(b"x")
+    for folder in (deep, deep / "scratch", deep / "scratch" / "training"):
+        os.utime(folder, (0, 0))
+    with store.lock(keys["busy"]):
+        found = care.collect(store, keep_runs=1, work_days=7, remove=True)
+    assert [g.folder.name for g in found] == [keys["abandoned"]]
+    assert {f.name for f in (store.root / "work").iterdir()} == {keys["busy"], keys["deep"]}
+
+
+def test_what_was_accepted_or_is_being_read_is_no_garbage(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    accepted, read, unused = (store.import_table("signals", signals(["a"], [n])) for n in (1, 2, 3))
+    store.accept(accepted, "f" * 64)
+    with store.work("e" * 64) as work:
+        work.uses([InputRecord("signals", "signals", read.key, read.data_digest)])
+        found = care.collect(store, keep_runs=0, work_days=7, remove=True)
+    assert [g.folder for g in found] == [unused.folder]
+
+
+def test_garbage_that_is_made_anew_while_it_is_judged_stays(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    made = store.import_table("signals", signals(["a"], [1]))
+    with store.lock(made.key):
+        assert care.collect(store, keep_runs=0, work_days=0, remove=True) == []
+    assert store.artifacts() == [made]
+    assert [g.folder for g in care.collect(store, keep_runs=0, work_days=0, remove=True)] == [made.folder]
+    assert list((store.root / "locks").iterdir()) == []
 
 
 def test_the_catalog_reads_every_table_and_writes_nothing(tmp_path: Path) -> None:
