@@ -94,6 +94,26 @@ def empty(name: str, target: Path) -> None:
         pass
 
 
+def imbalance(came: Sequence[Path], went: Sequence[Path], scratch: Path, most: int = 3) -> list[tuple[str, int]]:
+    """Ids that are not as often in the files `went` as in `came`, with how many are missing there (negative: too many).
+
+    At most `most` of them, in order. Two sums of hashes are compared first, in constant memory; their order is not needed.
+    """
+    with duckdb.connect(config={"memory_limit": "2GB", "temp_directory": str(scratch / ".sort")}) as connection:
+        ids = [
+            f"(select id from read_parquet({[str(f) for f in files]}))" if files else "(select ''::varchar as id where false)"
+            for files in (came, went)
+        ]
+        sums = [connection.execute(f"select count(*), sum(hash(id)) from {one}").fetchall() for one in ids]
+        if sums[0] == sums[1]:
+            return []
+        found = connection.execute(
+            f"""select id, sum(n)::bigint as missing from (select id, 1 as n from {ids[0]} union all select id, -1 from {ids[1]})
+            group by id having missing <> 0 order by id limit {most}"""
+        )
+        return [(str(i), int(n)) for i, n in found.fetchall()]
+
+
 def _quote(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 

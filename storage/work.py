@@ -90,6 +90,10 @@ class Work:
         """Count a part, written by a worker of this attempt or of one before it, as a part of the artifact."""
         self._claimed.setdefault(table_schema(table).name, set()).add(name)
 
+    def declare(self, table: str) -> None:
+        """Have the table in the artifact even when it gets no rows: which tables there are must not depend on the data."""
+        self._claimed.setdefault(table_schema(table).name, set())
+
     def files(self, table: str) -> list[Path]:
         """The files of the parts of a table so far."""
         return [self.part(table, name) for name in sorted(self._claimed.get(table, ()))]

@@ -16,6 +16,7 @@ from puna.stages.contract.declaration import Stage, Value
 from puna.stages.contract.run import Listener, StageRun
 from puna.storage import Artifact, Identity, InputRecord, PunaError, Store, Work
 from puna.storage.artifact import PART_ROWS
+from puna.storage.tables import imbalance
 
 LIBRARIES = ("pyarrow", "duckdb", "torch", "numpy", "transformers", "trl", "peft", "fasttext", "resiliparse", "tokenizers")
 
@@ -108,15 +109,13 @@ def _make(stage: Stage, config: StageConfig, given: dict[str, Value], run: Stage
         arguments.append(items if spec.many else (items[0] if items else None))
     wall, cpu = time.perf_counter(), time.process_time()
     stage.function(*arguments, config, run)
-    filtered = given.get(stage.filters) if stage.filters else None
-    if isinstance(filtered, Artifact):
-        run.count_input(filtered.rows())
-    elif isinstance(filtered, list):
-        for item in filtered:
-            if isinstance(item, Artifact):
-                run.count_input(item.rows())
+    filtered = stage.check(given)[stage.filters] if stage.filters else []
+    sources = [item for item in filtered if isinstance(item, Artifact)]
+    for item in sources:
+        run.count_input(item.rows())
     if run.input_rows is not None:
-        _check_rows(stage, run.input_rows, work)
+        work.declare("dropped")
+        _check_rows(stage, run.input_rows, sources, work)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     return {
         "metrics": run.metrics,
@@ -128,12 +127,17 @@ def _make(stage: Stage, config: StageConfig, given: dict[str, Value], run: Stage
     }
 
 
-def _check_rows(stage: Stage, came: int, work: Work) -> None:
+def _check_rows(stage: Stage, came: int, sources: list[Artifact], work: Work) -> None:
+    """PunaError unless every row that came in is kept or dropped, once: by number, and by id where the input has ids."""
     kept, dropped = work.rows(stage.kind), work.rows("dropped")
-    if kept + dropped != came:
-        raise PunaError(
-            f"stage {stage.name}: {came} rows came in, but {kept} were kept and {dropped} dropped; {came - kept - dropped} are lost"
-        )
+    said = f"stage {stage.name}: {came} rows came in, but {kept} were kept and {dropped} dropped"
+    if kept + dropped != came and not sources:
+        raise PunaError(f"{said}; {came - kept - dropped} are lost")
+    if sources:
+        went = work.files(stage.kind) + work.files("dropped")
+        if wrong := imbalance([a.path(f"{a.kind}.parquet") for a in sources], went, work.scratch):
+            shown = "; ".join(f"{i} is lost" if n > 0 else f"{i} is there {-n} times too often" for i, n in wrong)
+            raise PunaError(f"{said}; {came - kept - dropped} are lost: {shown}")
 
 
 def _libraries() -> dict[str, str]:

@@ -109,6 +109,7 @@ class StageRun:
     def write_rows(self, rows: list[dict[str, Any]], name: str | None = None) -> None:
         """Append rows given as dicts; columns that no row names are null."""
         if not rows:
+            self._work.declare(name or self.kind)
             return
         names: dict[str, None] = {}
         for row in rows:

@@ -44,6 +44,21 @@ def losing(documents: Documents, config: ShorteningConfig, run: StageRun) -> Non
     run.write(documents.read().slice(1))
 
 
+@stage(kind="documents", filters="documents")
+def confusing(documents: Documents, config: ShorteningConfig, run: StageRun) -> None:
+    """Keeps the first row and drops it too, in place of the second: the numbers agree, the rows do not."""
+    rows = documents.read()
+    run.write(rows.slice(0, 1))
+    run.write_rows([{"id": rows["id"][0].as_py(), "rule": "any", "value": None, "threshold": None, "detail": None}], "dropped")
+    run.write(rows.slice(2))
+
+
+@stage(kind="documents", filters="documents")
+def keeping(documents: Documents, config: ShorteningConfig, run: StageRun) -> None:
+    """Keeps everything."""
+    run.write(documents.read())
+
+
 def documents(store: Store, texts: list[str]):
     n = len(texts)
     return store.import_table("documents", pa.table({
@@ -85,6 +100,22 @@ def test_a_lost_row_is_an_error_and_nothing_is_committed(tmp_path: Path) -> None
     with pytest.raises(PunaError, match="2 rows came in, but 1 were kept and 0 dropped; 1 are lost"):
         execute(losing, ShorteningConfig(), given, store)
     assert len(store.artifacts()) == before + 1
+
+
+def test_a_row_counted_twice_in_place_of_another_is_an_error(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given = {"documents": documents(store, ["a", "b", "c"])}
+    with pytest.raises(PunaError, match=f"{0:032x} is there 1 times too often; {1:032x} is lost"):
+        execute(confusing, ShorteningConfig(), given, store)
+
+
+@pytest.mark.parametrize("texts", [["a", "b"], []])
+def test_what_filters_always_has_dropped(tmp_path: Path, texts: list[str]) -> None:
+    store = Store.open(tmp_path)
+    for declared in (shortening, keeping):
+        made = execute(declared, ShorteningConfig(), {"documents": documents(store, texts)}, store)
+        assert made.tables == ("documents", "dropped")
+        assert made.read("dropped").schema.names == ["id", "rule", "value", "threshold", "detail"] and made.rows("dropped") == 0
 
 
 def test_resumes_after_a_crash_without_repeating_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
