@@ -25,7 +25,7 @@ import pyarrow as pa
 from puna.storage import digest
 from puna.storage.artifact import Artifact
 from puna.storage.errors import PunaError
-from puna.storage.manifest import NAME
+from puna.storage.manifest import IMPORT, NAME, import_key
 from puna.storage.schemas import KINDS, table_schema
 from puna.storage.work import Identity, Work, write_text
 
@@ -137,11 +137,11 @@ class Store:
         """Commit a table (and side tables) made outside any stage, for scripts and tests."""
         names = {kind: table, **side}
         content = {name: digest.of_table(table_schema(name).conform(rows)) for name, rows in names.items()}
-        key = digest.of_value({"import": kind, "tables": content})
+        key = import_key(kind, content)
         with self.work(key) as work:
             for name, rows in names.items():
                 work.add(name, rows, "import")
-            return work.commit(kind, key, Identity(stage="import"))
+            return work.commit(kind, key, Identity(IMPORT))
 
     def accepted(self, key: str) -> str:
         """The key of the artifact that stands for `key`: itself, or an older one declared equivalent."""

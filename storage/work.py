@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from puna.storage import digest, tables
 from puna.storage.artifact import Artifact
 from puna.storage.errors import PunaError
-from puna.storage.manifest import NAME, FileRecord, InputRecord, Manifest, TableRecord
+from puna.storage.manifest import NAME, FileRecord, InputRecord, Manifest, TableRecord, content_digest, key_of
 from puna.storage.schemas import table_schema
 
 if TYPE_CHECKING:
@@ -45,14 +45,7 @@ class Identity:
     @property
     def key(self) -> str:
         """sha256 over stage, code version, configuration and the inputs' data digests."""
-        return digest.of_value(
-            {
-                "stage": self.stage,
-                "code": self.code_version,
-                "config": self.config,
-                "inputs": [[i.name, i.kind, i.data_digest] for i in self.inputs],
-            }
-        )
+        return key_of(self.stage, self.code_version, self.config, self.inputs)
 
 
 class Work:
@@ -128,17 +121,11 @@ class Work:
             for f in sorted(self.output.rglob("*"))
             if f.is_file() and f.name != NAME
         }
-        content_digest = digest.of_value(
-            {
-                "tables": {n: r.digest for n, r in merged.items() if table_schema(n).identity},
-                "files": {n: r.sha256 for n, r in files_found.items() if n.removesuffix(".parquet") not in merged},
-            }
-        )
         manifest = Manifest(
             kind=kind,
             key=key,
             stage=identity.stage,
-            data_digest=content_digest,
+            data_digest=content_digest(merged, files_found),
             code_version=identity.code_version,
             code=identity.code,
             config=identity.config,

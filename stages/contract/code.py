@@ -18,8 +18,8 @@ from pathlib import Path
 
 from puna.stages.contract.syntax import Binding, bound, statements
 from puna.storage import PunaError
-from puna.storage.digest import of_file, of_value
-from puna.storage.manifest import FORMAT
+from puna.storage.digest import of_file
+from puna.storage.manifest import code_version
 
 ROOT = Path(__file__).parents[2]
 Target = tuple[str, str | None]
@@ -98,7 +98,7 @@ def _symbol(source: Module, name: str) -> Symbol | None:
 
 def version(symbols: dict[str, str]) -> str:
     """One hash for a set of reached symbols, 64 hex digits."""
-    return of_value({"format": FORMAT, "symbols": symbols})
+    return code_version(symbols)
 
 
 def load(name: str) -> Module:

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.storage import Identity, InputRecord, Manifest, PunaError, Store, care, catalog, digest
+from puna.storage import Artifact, Identity, InputRecord, Manifest, PunaError, Store, care, catalog, digest
 from puna.storage.explain import changes, explain
+from puna.storage.manifest import code_version
 
 
 def signals(ids: list[str], words: list[int]) -> pa.Table:
@@ -185,6 +186,43 @@ def test_garbage_is_what_no_alias_and_no_recent_run_needs(tmp_path: Path) -> Non
     found = care.collect(store, keep_runs=1, work_days=1, remove=True)
     assert [g.folder for g in found] == [three.folder]
     assert {a.key for a in store.artifacts()} == {one.key, two.key}
+
+
+def altered(artifact: Artifact, **changed: object) -> None:
+    file = artifact.path("manifest.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed, indent=1))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"config": {"most": 2}}, "key is not that of its stage, code, config and inputs"),
+        ({"data_digest": "0" * 64}, "data_digest is not that of its tables and files"),
+        ({"code": {"puna.stages.work.work": "1"}}, "code_version is not that of its code"),
+        ({"stage": "other"}, "key is not"),
+        ({"inputs": []}, "key is not"),
+        ({"key": "0" * 64}, "manifest.json is that of signals/000000000000"),
+        ({"kind": "documents"}, "manifest.json is that of documents/"),
+        ({"metrics": {"kept": 2}}, "checksum is not that of the manifest"),
+        ({"seed": 3}, "checksum is not that of the manifest"),
+        ({"tables": {}}, "data_digest is not"),
+        ({"files": {}}, "signals.parquet is not in the manifest"),
+    ],
+)
+def test_a_manifest_changed_by_hand_is_named(tmp_path: Path, changed: dict, message: str) -> None:
+    store = Store.open(tmp_path)
+    symbols = {"puna.stages.work.work": "0"}
+    record = InputRecord("signals", "signals", "1" * 64, "2" * 64, "import")
+    identity = Identity("stage", code_version(symbols), symbols, {"most": 1, "share": 0.5}, [record])
+    with store.work(identity.key) as work:
+        work.add("signals", signals(["a"], [1]), "p")
+        made = work.commit("signals", identity.key, identity, metrics={"kept": 1, "share": 0.1}, seed=1)
+    assert care.verify(store)[0].damage == []
+    altered(made, **changed)
+    (finding,) = care.verify(store)
+    assert message in "; ".join(finding.damage)
+    with pytest.raises(PunaError, match="is damaged"):
+        store.checked(store.find("signals", identity.key))
 
 
 def aged(folder: Path, days: float) -> None:
