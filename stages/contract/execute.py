@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import resource
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -13,6 +12,7 @@ from typing import Any
 from puna.stages.contract import code
 from puna.stages.contract.config import StageConfig
 from puna.stages.contract.declaration import Stage, Value
+from puna.stages.contract.measure import Meter
 from puna.stages.contract.run import Listener, StageRun
 from puna.storage import Artifact, Identity, InputRecord, PunaError, Store, Work
 from puna.storage.artifact import PART_ROWS
@@ -107,8 +107,8 @@ def _make(stage: Stage, config: StageConfig, given: dict[str, Value], run: Stage
     for spec in stage.inputs:
         items = stage.check(given)[spec.name]
         arguments.append(items if spec.many else (items[0] if items else None))
-    wall, cpu = time.perf_counter(), time.process_time()
-    stage.function(*arguments, config, run)
+    with Meter() as meter:
+        stage.function(*arguments, config, run)
     filtered = stage.check(given)[stage.filters] if stage.filters else []
     sources = [item for item in filtered if isinstance(item, Artifact)]
     for item in sources:
@@ -116,12 +116,11 @@ def _make(stage: Stage, config: StageConfig, given: dict[str, Value], run: Stage
     if run.input_rows is not None:
         work.declare("dropped")
         _check_rows(stage, run.input_rows, sources, work)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     return {
         "metrics": run.metrics,
         "figures": {name: figure.to_json() for name, figure in run.figures.items()},
-        "timings": {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu},
-        "peak_memory_bytes": peak * 1024,
+        "timings": {"seconds": meter.seconds, "cpu_seconds": meter.cpu_seconds},
+        "peak_memory_bytes": meter.peak_bytes,
         "libraries": _libraries(),
         "seed": getattr(config, "seed", None),
     }
