@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 
@@ -26,7 +27,7 @@ from puna.storage import digest
 from puna.storage.artifact import Artifact
 from puna.storage.errors import PunaError
 from puna.storage.manifest import IMPORT, NAME, import_key
-from puna.storage.schemas import KINDS, table_schema
+from puna.storage.schemas import known_kind, table_schema
 from puna.storage.work import Identity, Work, write_text
 
 FOLDERS = ("objects", "work", "locks", "refs", "runs", "quarantine")
@@ -43,13 +44,7 @@ class Store:
     @classmethod
     def open(cls, uri: str | Path) -> Store:
         """The store at a path or `file://` URI; its folders are made on first use."""
-        text = str(uri)
-        if "://" in text and not text.startswith("file://"):
-            raise PunaError(f"store {text}: only local or mounted folders can hold a store; give a path")
-        root = Path(text.removeprefix("file://")).expanduser().resolve()
-        if root.exists() and not root.is_dir():
-            raise PunaError(f"store {root}: is a file, not a folder")
-        return cls(root)
+        return cls(located(uri))
 
     # --- finding -----------------------------------------------------------------------------------
 
@@ -77,8 +72,8 @@ class Store:
         if "@" in name:
             return self.alias(name)
         kind, _, prefix = name.rpartition("/")
-        if kind and kind not in KINDS:
-            raise PunaError(f"{name}: {kind!r} is no kind of artifact; the kinds are {', '.join(KINDS)}")
+        if kind:
+            known_kind(kind)
         if len(prefix) < 4:
             raise PunaError(f"{name}: give at least 4 digits of the key, `puna list` shows them")
         folders = (self.root / "objects").glob(f"{kind or '*'}/{prefix[:2]}/{prefix}*/{NAME}")
@@ -215,3 +210,15 @@ class Store:
             with contextlib.suppress(ValueError):
                 found.append(json.loads(line))
         return found
+
+
+def located(uri: str | Path) -> Path:
+    """The folder that a path or a `file://` URI names, absolute; it need not be there."""
+    text = str(uri)
+    parsed = urlsplit(text) if "://" in text else None
+    if parsed is not None and (parsed.scheme != "file" or parsed.netloc not in ("", "localhost")):
+        raise PunaError(f"store {text}: only local or mounted folders can hold a store; give a path")
+    root = Path(unquote(parsed.path) if parsed is not None else text).expanduser().resolve()
+    if root.exists() and not root.is_dir():
+        raise PunaError(f"store {root}: is a file, not a folder")
+    return root
