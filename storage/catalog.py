@@ -63,7 +63,7 @@ def query(store: Store, text: str) -> pa.Table:
 
 
 def run(connection: duckdb.DuckDBPyConnection, text: str) -> pa.Table:
-    """The result of one read-only SQL statement on an open connection."""
+    """The result of one read-only SQL statement on an open connection; columns of one name become `n`, `n_1`, …"""
     try:
         statements = connection.extract_statements(text)
         if len(statements) != 1:
@@ -71,7 +71,27 @@ def run(connection: duckdb.DuckDBPyConnection, text: str) -> pa.Table:
         if not _reads(connection, statements[0]):
             raise PunaError("the catalog is read-only: only SELECT, SHOW, DESCRIBE, SUMMARIZE and EXPLAIN of these are run")
         relation = connection.sql(text)
-        return relation.to_arrow_table() if relation is not None else pa.table({})
+        table = relation.to_arrow_table() if relation is not None else pa.table({})
+        return table.rename_columns(_distinct(table.schema.names))
+    except duckdb.Error as error:
+        raise PunaError(str(error)) from error
+
+
+def _distinct(names: list[str]) -> list[str]:
+    found: list[str] = []
+    for name in names:
+        new, number = name, 0
+        while new in found or (number and new in names):
+            number += 1
+            new = f"{name}_{number}"
+        found.append(new)
+    return found
+
+
+def statements(connection: duckdb.DuckDBPyConnection, text: str) -> list[str]:
+    """The SQL statements in a text, one by one."""
+    try:
+        return [statement.query for statement in connection.extract_statements(text)]
     except duckdb.Error as error:
         raise PunaError(str(error)) from error
 

@@ -6,6 +6,7 @@ a stage writes `id` and any subset of the columns registered in `puna.storage.si
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -241,6 +242,15 @@ TABLES: dict[str, TableSchema] = {
         ),
     )
 }  # fmt: skip
+
+
+def known_kind(name: str) -> str:
+    """`name`, where it is a kind of artifact; PunaError says which kind it may have been meant for."""
+    if name not in KINDS:
+        near = difflib.get_close_matches(name, KINDS, n=2)
+        asked = f"did you mean {' or '.join(near)}? " if near else ""
+        raise PunaError(f"{name!r} is no kind of artifact; {asked}The kinds are {', '.join(KINDS)}")
+    return name
 
 
 def table_schema(name: str) -> TableSchema:

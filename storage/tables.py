@@ -48,11 +48,16 @@ class Part:
 
 
 def write_part(table: pa.Table, file: Path) -> None:
-    """Write rows to `file` so that it exists whole or not at all."""
+    """Write rows to `file` so that it exists whole or not at all, a loss of power included."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    pq.write_table(table, temporary, compression="zstd")
-    os.replace(temporary, file)
+    try:
+        pq.write_table(table, temporary, compression="zstd")
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def merge(name: str, parts: Sequence[Path], target: Path, memory_limit: str = "2GB") -> tuple[int, pa.Schema]:
@@ -87,6 +92,26 @@ def empty(name: str, target: Path) -> None:
     table = table_schema(name)
     with pq.ParquetWriter(target, table.schema, compression="zstd"):
         pass
+
+
+def imbalance(came: Sequence[Path], went: Sequence[Path], scratch: Path, most: int = 3) -> list[tuple[str, int]]:
+    """Ids that are not as often in the files `went` as in `came`, with how many are missing there (negative: too many).
+
+    At most `most` of them, in order. Two sums of hashes are compared first, in constant memory; their order is not needed.
+    """
+    with duckdb.connect(config={"memory_limit": "2GB", "temp_directory": str(scratch / ".sort")}) as connection:
+        ids = [
+            f"(select id from read_parquet({[str(f) for f in files]}))" if files else "(select ''::varchar as id where false)"
+            for files in (came, went)
+        ]
+        sums = [connection.execute(f"select count(*), sum(hash(id)) from {one}").fetchall() for one in ids]
+        if sums[0] == sums[1]:
+            return []
+        found = connection.execute(
+            f"""select id, sum(n)::bigint as missing from (select id, 1 as n from {ids[0]} union all select id, -1 from {ids[1]})
+            group by id having missing <> 0 order by id limit {most}"""
+        )
+        return [(str(i), int(n)) for i, n in found.fetchall()]
 
 
 def _quote(name: str) -> str:
