@@ -22,6 +22,7 @@ from puna.storage.manifest import FORMAT
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ("puna.storage", "puna.stages.contract")
+DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 Statement = ast.stmt
 
 
@@ -78,12 +79,13 @@ def _symbol(source: Module, name: str) -> Symbol | None:
     uses: list[tuple[str, str]] = []
     files: list[Path] = []
     for statement in statements:
+        nodes = list(ast.walk(statement))
         local = dict(source.imports)
-        for node in ast.walk(statement):
+        for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 local.update(_imports(node, source.name))
-        uses.extend(_uses(statement, source, local))
-        files.extend(_data_files(statement, source.file.parent))
+        uses.extend(_uses(nodes, source, local))
+        files.extend(_data_files(nodes, source.file.parent))
     return Symbol(_hash(statements), tuple(dict.fromkeys(uses)), tuple(dict.fromkeys(files)))
 
 
@@ -188,10 +190,10 @@ def _targets(module: str, symbol: str | None) -> list[tuple[str, str]]:
     return [(module, symbol)]
 
 
-def _uses(statement: Statement, source: Module, local: dict[str, tuple[str, str | None]]) -> Iterator[tuple[str, str]]:
-    """First-party symbols that a statement names: bare names, and attributes of imported modules."""
+def _uses(nodes: list[ast.AST], source: Module, local: dict[str, tuple[str, str | None]]) -> Iterator[tuple[str, str]]:
+    """First-party symbols that a statement of these nodes names: bare names, and attributes of imported modules."""
     attributes: set[int] = set()
-    for node in ast.walk(statement):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             chain = _chain(node)
             if chain and chain[0] in local:
@@ -200,7 +202,7 @@ def _uses(statement: Statement, source: Module, local: dict[str, tuple[str, str 
                     yield target
                     for inner in ast.walk(node):
                         attributes.add(id(inner))
-    for node in ast.walk(statement):
+    for node in nodes:
         if isinstance(node, ast.Name) and id(node) not in attributes:
             if node.id in source.symbols:
                 yield source.name, node.id
@@ -229,33 +231,31 @@ def _resolve(bound: tuple[str, str | None], attributes: list[str]) -> tuple[str,
     return None
 
 
-class _Normal(ast.NodeTransformer):
-    """Removes what does not change behaviour: docstrings and the descriptions of configuration fields."""
-
-    def _body(self, node: ast.AST) -> ast.AST:
-        self.generic_visit(node)
-        body = getattr(node, "body", None)
-        if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) and isinstance(body[0].value.value, str):
-            node.body = body[1:] or [ast.Pass()]  # type: ignore[attr-defined]
-        return node
-
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _body
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id == "Field":
-            node.keywords = [k for k in node.keywords if k.arg != "description"]
-        return node
-
-
 def _hash(statements: list[Statement]) -> str:
-    text = "\n".join(ast.dump(_Normal().visit(ast.parse(ast.unparse(s)))) for s in statements)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(f"Module(body=[{_text(s)}], type_ignores=[])" for s in statements).encode()).hexdigest()[:16]
 
 
-def _data_files(statement: Statement, folder: Path) -> Iterator[Path]:
-    """Files (and folders of files) beside the module that the statement names in a string."""
-    for node in ast.walk(statement):
+def _text(node: ast.AST) -> str:
+    """The syntax tree as text, without what does not change behaviour: docstrings and the descriptions of configuration fields."""
+    shown = []
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if isinstance(value, list):
+            if name == "body" and isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+                value = value[1:] or [ast.Pass()]
+            elif name == "keywords" and isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Field":
+                value = [keyword for keyword in value if keyword.arg != "description"]
+            shown.append(f"{name}=[{', '.join(_text(item) if isinstance(item, ast.AST) else repr(item) for item in value)}]")
+        elif isinstance(value, ast.AST):
+            shown.append(f"{name}={_text(value)}")
+        elif (value is not None or isinstance(node, ast.Constant)) and name != "kind":
+            shown.append(f"{name}={value!r}")
+    return f"{type(node).__name__}({', '.join(shown)})"
+
+
+def _data_files(nodes: list[ast.AST], folder: Path) -> Iterator[Path]:
+    """Files (and folders of files) beside the module that a statement of these nodes names in a string."""
+    for node in nodes:
         if not (isinstance(node, ast.Constant) and isinstance(node.value, str) and 0 < len(node.value) < 100):
             continue
         if not all(c.isalnum() or c in "._-/" for c in node.value) or node.value.startswith((".", "/")):
