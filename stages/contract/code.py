@@ -85,13 +85,14 @@ def _symbol(source: Module, name: str) -> Symbol | None:
     foreign: set[str] = set()
     for node in (node for binding in bindings for node in binding.nodes):
         local = {**source.imports}
-        for inner in ast.walk(node):
+        inside = list(ast.walk(node))
+        for inner in inside:
             if isinstance(inner, ast.Import | ast.ImportFrom):
                 local.update({n: [t] for n, t in _imports(inner, source.name).items()})
             elif isinstance(inner, ast.Name) and inner.id in source.foreign:
                 foreign.add(f"{inner.id}={source.foreign[inner.id]}")
-        uses.extend(_uses(node, source, local))
-        files.extend(_data_files(node, source.file.parent))
+        uses.extend(_uses(inside, source, local))
+        files.extend(_data_files(inside, source.file.parent))
     text = "\n".join([*(binding.text() for binding in bindings), *sorted(foreign)])
     return Symbol(hashlib.sha256(text.encode()).hexdigest()[:16], tuple(dict.fromkeys(uses)), tuple(dict.fromkeys(files)))
 
@@ -192,10 +193,10 @@ def _targets(module: str, symbol: str | None) -> list[tuple[str, str]]:
     return [(module, symbol)]
 
 
-def _uses(statement: ast.AST, source: Module, local: dict[str, list[Target]]) -> Iterator[tuple[str, str]]:
-    """First-party symbols that a statement names: bare names, and attributes of imported modules."""
+def _uses(nodes: list[ast.AST], source: Module, local: dict[str, list[Target]]) -> Iterator[tuple[str, str]]:
+    """First-party symbols that a statement of these nodes names: bare names, and attributes of imported modules."""
     attributes: set[int] = set()
-    for node in ast.walk(statement):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             chain = _chain(node)
             targets = [_resolve(target, chain[1:]) for target in local.get(chain[0], [])] if chain else []
@@ -203,7 +204,7 @@ def _uses(statement: ast.AST, source: Module, local: dict[str, list[Target]]) ->
             # A module under a condition is a symbol too: its name counts with the attribute.
             if targets and None not in targets and chain[0] not in source.symbols:
                 attributes.update(id(inner) for inner in ast.walk(node))
-    for node in ast.walk(statement):
+    for node in nodes:
         if isinstance(node, ast.Name) and id(node) not in attributes:
             if node.id in source.symbols:
                 yield source.name, node.id
@@ -232,9 +233,9 @@ def _resolve(target: Target, attributes: list[str]) -> tuple[str, str] | None:
     return None
 
 
-def _data_files(statement: ast.AST, folder: Path) -> Iterator[Path]:
-    """Files (and folders of files) beside the module that the statement names in a string."""
-    for node in ast.walk(statement):
+def _data_files(nodes: list[ast.AST], folder: Path) -> Iterator[Path]:
+    """Files (and folders of files) beside the module that a statement of these nodes names in a string."""
+    for node in nodes:
         if not (isinstance(node, ast.Constant) and isinstance(node.value, str) and 0 < len(node.value) < 100):
             continue
         if not all(c.isalnum() or c in "._-/" for c in node.value) or node.value.startswith((".", "/")):
