@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
 
 def _remove(store: Store, folder: Path) -> None:
     # Out of the way in one step first: a half-removed artifact must not look like one, nor block its key.
-    doomed = store.root / "quarantine" / f"removed-{folder.name[:12]}-{time.time_ns()}"
+    doomed = store.root / "quarantine" / f"removed-{folder.name[:12]}-{uuid.uuid4().hex}"
     folder.rename(doomed)
     shutil.rmtree(doomed)
 

@@ -16,6 +16,7 @@ from puna.storage.artifact import Artifact
 from puna.storage.errors import PunaError
 from puna.storage.schemas import TABLES
 from puna.storage.store import Store
+from puna.storage.tables import literal, parquet, pattern
 
 ARTIFACTS = pa.schema(
     {
@@ -35,25 +36,23 @@ def connect(store: Store) -> duckdb.DuckDBPyConnection:
     artifacts = store.artifacts()
     _meta(connection, artifacts)
     for name in TABLES:
-        files = [_quoted(str(a.folder.resolve() / f"{name}.parquet")) for a in artifacts if name in a.manifest.tables]
+        files = [a.folder.resolve() / f"{name}.parquet" for a in artifacts if name in a.manifest.tables]
         if files:
             # The key is the folder's name: …/<key>/<table>.parquet
             connection.execute(
                 f"""create view "{name}" as select split_part(filename, '/', -2) as artifact, * exclude (filename)
-                from read_parquet([{", ".join(files)}], union_by_name = true, filename = true)"""
+                from {parquet(files, filename=True)}"""
             )
         else:
             columns = ", ".join(f'"{f.name}" {_duck(f.type)}' for f in TABLES[name].schema)
             connection.execute(f'create table "{name}" (artifact varchar, {columns})')
-    # Only the store's own files can be read, whatever a statement says.
-    connection.execute(f"set allowed_directories = [{_quoted(str(store.root.resolve() / 'objects') + '/')}]")
+    # Only the store's own files can be read, whatever a statement says; a view names them by pattern.
+    objects = store.root.resolve() / "objects"
+    allowed = ", ".join(literal(f"{form}/") for form in sorted({str(objects), pattern(objects)}))
+    connection.execute(f"set allowed_directories = [{allowed}]")
     connection.execute("set enable_external_access = false")
     connection.execute("set lock_configuration = true")
     return connection
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
 
 
 def query(store: Store, text: str) -> pa.Table:

@@ -87,16 +87,12 @@ class Manifest:
             found.append("data_digest is not that of its tables and files")
         if self.code and self.code_version != code_version(self.code):
             found.append("code_version is not that of its code")
-        if self.key != self._key():
+        # The key of an import is that of its rows in the order they came in, which is not kept.
+        if self.stage != IMPORT and self.key != key_of(self.stage, self.code_version, self.config, self.inputs):
             found.append("key is not that of its stage, code, config and inputs")
         if self.checksum and self.checksum != _checksum(asdict(self)):
             found.append("checksum is not that of the manifest")
         return found
-
-    def _key(self) -> str:
-        if self.stage == IMPORT:
-            return import_key(self.kind, {name: record.digest for name, record in self.tables.items()})
-        return key_of(self.stage, self.code_version, self.config, self.inputs)
 
     @classmethod
     def read(cls, file: Path) -> Manifest:
@@ -112,7 +108,7 @@ class Manifest:
             data["tables"] = {name: TableRecord(**item) for name, item in data["tables"].items()}
             data["files"] = {name: FileRecord(**item) for name, item in data["files"].items()}
             return cls(**data)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PunaError(f"{file}: not a readable manifest ({error}); `puna verify` lists damaged artifacts") from error
 
 
@@ -121,11 +117,6 @@ def key_of(stage: str, code_version: str, config: dict[str, Any], inputs: list[I
     return digest.of_value(
         {"stage": stage, "code": code_version, "config": config, "inputs": [[i.name, i.kind, i.data_digest] for i in inputs]}
     )
-
-
-def import_key(kind: str, tables: dict[str, str]) -> str:
-    """The key of tables made outside any stage: sha256 over kind and the tables' digests."""
-    return digest.of_value({"import": kind, "tables": tables})
 
 
 def code_version(symbols: dict[str, str]) -> str:

@@ -11,22 +11,25 @@ quarantine/                     artifacts that failed their checksums
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
-import time
+import re
+import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from urllib.parse import unquote, urlsplit
 
+import duckdb
 import pyarrow as pa
 
 from puna.storage import digest
 from puna.storage.artifact import Artifact
 from puna.storage.errors import PunaError
-from puna.storage.manifest import IMPORT, NAME, import_key
+from puna.storage.manifest import IMPORT, NAME
 from puna.storage.schemas import known_kind, table_schema
 from puna.storage.work import Identity, Work, write_text
 
@@ -38,8 +41,9 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        for name in FOLDERS:
-            (root / name).mkdir(parents=True, exist_ok=True)
+        with written(root):
+            for name in FOLDERS:
+                (root / name).mkdir(parents=True, exist_ok=True)
 
     @classmethod
     def open(cls, uri: str | Path) -> Store:
@@ -74,8 +78,8 @@ class Store:
         kind, _, prefix = name.rpartition("/")
         if kind:
             known_kind(kind)
-        if len(prefix) < 4:
-            raise PunaError(f"{name}: give at least 4 digits of the key, `puna list` shows them")
+        if len(prefix) < 4 or set(prefix) - set("0123456789abcdef"):
+            raise PunaError(f"{name}: no such artifact; give at least 4 hex digits of the key, `puna list` shows them")
         folders = (self.root / "objects").glob(f"{kind or '*'}/{prefix[:2]}/{prefix}*/{NAME}")
         found = [Artifact.at(m.parent) for m in folders]
         if len(found) != 1:
@@ -100,7 +104,7 @@ class Store:
 
     def set_aside(self, kind: str, key: str) -> Path:
         """Move the folder of a key out of the way, whatever is left in it; returns where it is now."""
-        target = self.root / "quarantine" / f"{kind}-{key[:12]}-{time.time_ns()}"
+        target = self.root / "quarantine" / f"{kind}-{key[:12]}-{uuid.uuid4().hex}"
         os.rename(self.folder(kind, key), target)
         return target
 
@@ -111,7 +115,7 @@ class Store:
         """Hold `key` against other processes; without `wait`, give False when another one holds it."""
         file = self.root / "locks" / key
         while True:
-            with file.open("w") as lock:
+            with self._opened(file) as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
                 except BlockingIOError:
@@ -122,17 +126,21 @@ class Store:
                     yield True
                     return
 
+    def _opened(self, file: Path) -> TextIO:
+        with written(self.root):
+            return file.open("w")
+
     @contextlib.contextmanager
     def work(self, key: str) -> Iterator[Work]:
         """The work folder of `key`, held against other processes; it survives a crash until the commit."""
-        with self.lock(key):
+        with written(self.root), self.lock(key):
             yield Work(self, self.root / "work" / key)
 
     def import_table(self, kind: str, table: pa.Table, **side: pa.Table) -> Artifact:
         """Commit a table (and side tables) made outside any stage, for scripts and tests."""
         names = {kind: table, **side}
         content = {name: digest.of_table(table_schema(name).conform(rows)) for name, rows in names.items()}
-        key = import_key(kind, content)
+        key = digest.of_value({"import": kind, "tables": content})
         with self.work(key) as work:
             for name, rows in names.items():
                 work.add(name, rows, "import")
@@ -146,8 +154,9 @@ class Store:
     def accept(self, old: Artifact, new_key: str) -> None:
         """Declare that the artifact `old` is what `new_key` would be (a refactoring that changes nothing)."""
         file = self.root / "refs" / ".accepted" / f"{new_key}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps({"stands_for": old.key}) + "\n")
+        with written(self.root):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_text(file, json.dumps({"stands_for": old.key}) + "\n")
 
     def acceptances(self) -> dict[str, str]:
         """Every key that an older artifact stands for, and the older one's key."""
@@ -158,9 +167,8 @@ class Store:
 
     def alias(self, name: str) -> Artifact:
         """The artifact that `name@version` points to."""
-        base, _, version = name.partition("@")
-        file = self.root / "refs" / base / f"{version}.json"
-        if not base or not version or not file.is_file():
+        file = self._reference(name)
+        if not file.is_file():
             raise PunaError(f"{name}: no such alias in {self.root}")
         data = json.loads(file.read_text())
         artifact = self.find(data["kind"], data["key"])
@@ -170,18 +178,22 @@ class Store:
 
     def set_alias(self, name: str, artifact: Artifact, expected: str | None = None) -> None:
         """Point `name@version` at an artifact; with `expected`, only if it now points at that key."""
+        file = self._reference(name)
+        with written(self.root):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with (file.parent / ".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if expected is not None:
+                    now = json.loads(file.read_text())["key"] if file.is_file() else ""
+                    if now != expected:
+                        raise PunaError(f"{name}: points to {now[:12] or 'nothing'}, not to {expected[:12]}; it was changed meanwhile")
+                write_text(file, json.dumps({"kind": artifact.kind, "key": artifact.key}) + "\n")
+
+    def _reference(self, name: str) -> Path:
+        if not re.fullmatch(r"[\w-][\w.-]*@[\w-][\w.-]*", name):
+            raise PunaError(f"{name}: no such alias; one is NAME@VERSION, of letters, digits, `_`, `-` and `.`, for example policy@latest")
         base, _, version = name.partition("@")
-        if not base or not version or "/" in name or ".." in name:
-            raise PunaError(f"{name}: an alias is NAME@VERSION, for example policy@latest")
-        file = self.root / "refs" / base / f"{version}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with (file.parent / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if expected is not None:
-                now = json.loads(file.read_text())["key"] if file.is_file() else ""
-                if now != expected:
-                    raise PunaError(f"{name}: points to {now[:12] or 'nothing'}, not to {expected[:12]}; it was changed meanwhile")
-            write_text(file, json.dumps({"kind": artifact.kind, "key": artifact.key}) + "\n")
+        return self.root / "refs" / base / f"{version}.json"
 
     def aliases(self) -> dict[str, str]:
         """Every alias and the key it points to."""
@@ -192,8 +204,12 @@ class Store:
 
     def record(self, run: str, event: dict[str, Any]) -> None:
         """Append one event to the log of a run."""
-        line = json.dumps({"time": datetime.now(UTC).isoformat(), **event}, ensure_ascii=False) + "\n"
-        with (self.root / "runs" / f"{run}.jsonl").open("a", encoding="utf-8") as file:
+        line = json.dumps({"time": datetime.now(UTC).isoformat(), **event}, ensure_ascii=False).encode() + b"\n"
+        with written(self.root), (self.root / "runs" / f"{run}.jsonl").open("a+b") as file:
+            # What a crash or a full disk cut short must not take the next line with it.
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else b"\n" + line
             file.write(line)
 
     def runs(self) -> list[str]:
@@ -206,10 +222,26 @@ class Store:
         if not file.is_file():
             raise PunaError(f"run {run}: no such run; `puna list --runs` shows them")
         found = []
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in file.read_bytes().splitlines():
             with contextlib.suppress(ValueError):
                 found.append(json.loads(line))
         return found
+
+
+@contextlib.contextmanager
+def written(root: Path) -> Iterator[None]:
+    """Turn a full disk and a store that may not be written into one clear PunaError."""
+    try:
+        yield
+    except (OSError, duckdb.Error) as error:
+        number = getattr(error, "errno", None)
+        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
+            said = "the disk is full. Nothing half-made was committed and the parts that were done are kept: make room and run again"
+            raise PunaError(f"store {root}: {said} ({error})") from error
+        inside = str(getattr(error, "filename", None) or "").startswith(str(root))
+        if inside and number in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise PunaError(f"store {root}: may not be written ({error}); mount it writable or name another with --store") from error
+        raise
 
 
 def located(uri: str | Path) -> Path:

@@ -7,6 +7,7 @@ writes fixed row groups, so that equal rows give equal bytes whoever computed wh
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ def merge(name: str, parts: Sequence[Path], target: Path, memory_limit: str = "2
         connection.execute("set TimeZone='UTC'")
         connection.execute("set preserve_insertion_order=false")
         query = (
-            f"select * from read_parquet({[str(p) for p in parts]}, union_by_name=true) order by {', '.join(_quote(k) for k in table.key)}"
+            f"select * from {parquet(parts)} order by {', '.join(_quote(k) for k in table.key)}"
         )
         reader = connection.sql(query).to_arrow_reader(table.group_rows)
         with pq.ParquetWriter(target, schema, compression="zstd", compression_level=3, store_schema=True) as writer:
@@ -101,7 +102,7 @@ def imbalance(came: Sequence[Path], went: Sequence[Path], scratch: Path, most: i
     """
     with duckdb.connect(config={"memory_limit": "2GB", "temp_directory": str(scratch / ".sort")}) as connection:
         ids = [
-            f"(select id from read_parquet({[str(f) for f in files]}))" if files else "(select ''::varchar as id where false)"
+            f"(select id from {parquet(files)})" if files else "(select ''::varchar as id where false)"
             for files in (came, went)
         ]
         sums = [connection.execute(f"select count(*), sum(hash(id)) from {one}").fetchall() for one in ids]
@@ -112,6 +113,22 @@ def imbalance(came: Sequence[Path], went: Sequence[Path], scratch: Path, most: i
             group by id having missing <> 0 order by id limit {most}"""
         )
         return [(str(i), int(n)) for i, n in found.fetchall()]
+
+
+def parquet(files: Sequence[Path], *, filename: bool = False) -> str:
+    """SQL for the rows of Parquet files, columns by name; whatever their paths hold, they are no patterns and no columns."""
+    paths = ", ".join(literal(pattern(file)) for file in files)
+    return f"read_parquet([{paths}], union_by_name = true, hive_partitioning = false, filename = {str(filename).lower()})"
+
+
+def pattern(file: Path) -> str:
+    """The glob pattern that matches this path alone."""
+    return re.sub(r"[\[*?]", r"[\g<0>]", str(file))
+
+
+def literal(text: str) -> str:
+    """A text as an SQL string."""
+    return "'" + text.replace("'", "''") + "'"
 
 
 def _quote(name: str) -> str:

@@ -104,9 +104,12 @@ class Work:
 
         The first of two writers of one key wins; the second gets the first one's artifact.
         """
+        self._check_output()
         merged: dict[str, TableRecord] = {}
         for name in sorted({*self._claimed, *({kind} if self._has_table(kind) else ())}):
             target = self.output / f"{name}.parquet"
+            if target.exists():
+                raise PunaError(f"{kind}/{key[:12]}: a file of the stage has the name of its table: {target.name}; call it otherwise")
             files = self.files(name)
             if files:
                 rows, schema = tables.merge(name, files, target)
@@ -119,7 +122,7 @@ class Work:
         files_found = {
             str(f.relative_to(self.output)): FileRecord(f.stat().st_size, digest.of_file(f))
             for f in sorted(self.output.rglob("*"))
-            if f.is_file() and f.name != NAME
+            if f.is_file()
         }
         manifest = Manifest(
             kind=kind,
@@ -135,8 +138,8 @@ class Work:
             created_at=datetime.now(UTC).isoformat(),
             **about,
         )
-        for name in files_found:
-            sync(self.output / name)
+        for path in self.output.rglob("*"):
+            sync(path)
         write_text(self.output / NAME, manifest.to_json())
         target_folder = self.store.folder(kind, key)
         target_folder.parent.mkdir(parents=True, exist_ok=True)
@@ -147,9 +150,19 @@ class Work:
         except OSError as error:
             if not (target_folder / NAME).is_file():
                 raise PunaError(f"cannot commit {kind}/{key[:12]} to {target_folder}: {error}") from error
-        sync(target_folder.parent)
-        shutil.rmtree(self.folder)
+        for folder in target_folder.parents[:3]:
+            sync(folder)
+        # A worker of an attempt that failed may still be writing; what it leaves, `gc` removes.
+        shutil.rmtree(self.folder, ignore_errors=True)
         return Artifact.at(target_folder)
+
+    def _check_output(self) -> None:
+        """PunaError where the stage wrote what cannot be committed."""
+        if (self.output / NAME).exists():
+            raise PunaError(f"{self.output / NAME}: this name is the manifest's; the stage has to call its file otherwise")
+        for path in self.output.rglob("*"):
+            if path.is_symlink():
+                raise PunaError(f"{path}: is a link, and what it points to may go; the stage has to write the file itself")
 
     @staticmethod
     def _has_table(kind: str) -> bool:

@@ -29,6 +29,7 @@ def test_tables_are_sorted_and_typed(tmp_path: Path) -> None:
     assert made.read().to_pylist() == [{"id": "a", "words": 1}, {"id": "b", "words": 2}, {"id": "c", "words": 3}]
     assert made.read().schema.field("words").metadata[b"unit"] == b"words"
     assert [p.read()["words"].to_pylist() for p in made.parts(rows=2)] == [[1, 2], [3]]
+    assert made.damage() == []
 
 
 @pytest.mark.parametrize(
