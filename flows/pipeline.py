@@ -22,7 +22,7 @@ from puna.stages.curate.decontaminate import decontaminate
 from puna.stages.curate.domains import domains
 from puna.stages.curate.extract import extract
 from puna.stages.curate.heuristics import heuristics
-from puna.stages.curate.ingest import ingest
+from puna.stages.curate.ingest import check_inputs, ingest
 from puna.stages.curate.language import language
 from puna.stages.curate.line_dedup import line_dedup
 from puna.stages.curate.minhash_dedup import minhash_dedup
@@ -62,6 +62,7 @@ class Pretrained:
 
 def curate(r: Recipe, inputs: list[External]) -> Curated:
     """Pages to clean documents."""
+    check_inputs(inputs, r.ingest)
     tasks = step(prompts, r.prompts)
     documents = step(extract, r.extract, pages=step(ingest, r.ingest, inputs=inputs))
     documents = step(url_dedup, r.url_dedup, documents=step(url_filter, r.url_filter, documents=documents))

@@ -35,6 +35,8 @@ def rejection_sample(
     (`unfinished`) or were finished by other models than the best `models` only (`unselected_models`).
     Metrics compare the gold accuracy of the picked answers with the mean and with the best that was there.
     """
+    if not answers.rows():
+        raise PunaError(f"rejection_sample: {answers.id} has no answers; sample some first")
     asked = {row["id"]: row for row in prompts.read().to_pylist()}
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for answer in answers.read(columns=["id", "prompt_id", "model", "sample", "text", "finished", "gold"]).to_pylist():
