@@ -36,6 +36,7 @@ from puna.stages.experiments.mix_experiment import mix_experiment
 from puna.stages.experiments.scaling_law import scaling_law
 from puna.stages.pretrain.evaluate import evaluate
 from puna.stages.pretrain.pretrain import pretrain as train_base
+from puna.stages.pretrain.split import split
 from puna.stages.pretrain.tokenize import tokenize
 from puna.stages.pretrain.tokenizer import tokenizer
 from puna.storage import Artifact
@@ -80,9 +81,10 @@ def curate(r: Recipe, inputs: list[External]) -> Curated:
 def pretrain(r: Recipe, inputs: list[External]) -> Pretrained:
     """Clean documents to a base model, by way of the experiments that set its mixture and predict its loss."""
     c = curate(r, inputs)
-    vocabulary = step(tokenizer, r.tokenizer, documents=c.documents)
-    weights = step(mix_experiment, r.mix_experiment, documents=c.documents, signals=c.domains, tokenizer=vocabulary)
-    mixture = step(mix, r.mix, documents=c.documents, signals=c.domains, weights=weights)
+    sides = step(split, r.split, documents=c.documents, signals=c.domains)
+    vocabulary = step(tokenizer, r.tokenizer, documents=c.documents, mixture=sides)
+    weights = step(mix_experiment, r.mix_experiment, documents=c.documents, split=sides, tokenizer=vocabulary)
+    mixture = step(mix, r.mix, documents=c.documents, split=sides, weights=weights)
     tokens = step(tokenize, r.tokenize, documents=c.documents, mixture=mixture, tokenizer=vocabulary)
     step(scaling_law, r.scaling_law, tokens=tokens, tokenizer=vocabulary)
     base = step(train_base, r.pretrain, tokens=tokens, tokenizer=vocabulary)

@@ -173,7 +173,7 @@ TABLES: dict[str, TableSchema] = {
         _table(
             "answers", ID, PROMPT_ID,
             column("sample", pa.int32(), "number of the answer among those of its prompt and model", "from 0"),
-            column("model", pa.string(), "key of the model that wrote it"),
+            column("model", pa.string(), "data digest of the model that wrote it"),
             column("text", pa.string(), "the answer"),
             column("tokens", TOKENS, "its token ids"),
             column("logprobs", pa.list_(pa.field("element", pa.float32())), "log-probability of each token", "nats"),
@@ -188,8 +188,8 @@ TABLES: dict[str, TableSchema] = {
             column("edited", pa.string(), "the chosen answer, improved", nullable=True),
             column("level", pa.string(), "how much better: significantly_better, better, slightly_better, marginally_better"),
             column("margin", NUMBER, "difference of the two answers' scores"),
-            column("chosen_model", pa.string(), "key of the model that wrote the chosen answer"),
-            column("rejected_model", pa.string(), "key of the model that wrote the rejected answer"),
+            column("chosen_model", pa.string(), "data digest of the model that wrote the chosen answer"),
+            column("rejected_model", pa.string(), "data digest of the model that wrote the rejected answer"),
         ),
         _table(
             "instructions", ID, PROMPT_ID, TASK, PROMPT,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
@@ -96,6 +96,18 @@ class StageRun:
             done += part.rows
             self.progress(done, total)
 
+    def produce(self, function: Callable[..., pa.Table | dict[str, pa.Table]], items: Sequence[Any], *args: Any) -> None:
+        """Write `function(item, *args)` for every item, as `transform` does for the parts of a table.
+
+        The rows never pass through this process. A stage must give the same items in every attempt.
+        """
+        name = f"produce{self._transforms}"
+        self._transforms += 1
+        folder = self._work.parts
+        jobs = [(function, Item(item), f"{name}-{index:06d}", self.kind, str(folder)) for index, item in enumerate(items)]
+        for done, _ in enumerate(ordered(self._executor, _transform_part, jobs, args), 1):
+            self.progress(done, len(jobs))
+
     # --- writing -------------------------------------------------------------------------------------
 
     def write(self, table: pa.Table, name: str | None = None) -> None:
@@ -169,7 +181,17 @@ class StageRun:
         return np.random.default_rng(self.seed(*names))
 
 
-def _transform_part(job: tuple[Any, Part, str, str, str], *args: Any) -> None:
+class Item(NamedTuple):
+    """A piece of work that is no part of a table, in the place of one."""
+
+    value: Any
+
+    def read(self) -> Any:
+        """What the function is given."""
+        return self.value
+
+
+def _transform_part(job: tuple[Any, Part | Item, str, str, str], *args: Any) -> None:
     """In a worker: compute one part and write its tables; the marker is written last."""
     function, part, name, kind, folder = job
     marker = Path(folder) / f".{name}.done"

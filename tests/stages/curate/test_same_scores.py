@@ -17,6 +17,7 @@ from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.curate.mix import MixConfig, mix
 from puna.stages.curate.quality import QualityConfig, quality
 from puna.stages.curate.select import SelectConfig, select
+from puna.stages.pretrain.split import SplitConfig, split
 from puna.storage import Store
 
 SMALL = {"dimension": 8, "buckets": 10_000, "epochs": 5}
@@ -35,7 +36,8 @@ def digests(folder, rows, make_documents, **how):
     scores = {"documents": documents, "signals": [made["heuristics"], made["quality"]]}
     made["select"] = execute(select, rules, scores, store, **how)
     made["decontaminate"] = execute(decontaminate, DecontaminateConfig(), {"documents": documents, "prompts": [prompts]}, store, **how)
-    made["mix"] = execute(mix, MixConfig(), {"documents": documents, "signals": made["domains"]}, store, **how)
+    made["split"] = execute(split, SplitConfig(), {"documents": documents, "signals": made["domains"]}, store, **how)
+    made["mix"] = execute(mix, MixConfig(), {"documents": documents, "split": made["split"]}, store, **how)
     assert made["select"].rows("dropped") > 5
     assert made["decontaminate"].rows("dropped") > 0
     return {f"{name}.{table}": record.digest for name, a in made.items() for table, record in a.manifest.tables.items()}
