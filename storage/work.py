@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from puna.storage import digest, tables
@@ -102,10 +103,12 @@ class Work:
     def commit(self, kind: str, key: str, identity: Identity, **about: Any) -> Artifact:
         """Merge the parts, write the manifest last, and move the folder into place in one step.
 
-        The first of two writers of one key wins; the second gets the first one's artifact.
+        The first of two writers of one key wins; the second gets the first one's artifact. The metric `characters`
+        is added where the main table has a column `text`.
         """
         self._check_output()
         merged: dict[str, TableRecord] = {}
+        characters: dict[str, int] = {}
         for name in sorted({*self._claimed, *({kind} if self._has_table(kind) else ())}):
             target = self.output / f"{name}.parquet"
             if target.exists():
@@ -117,13 +120,15 @@ class Work:
                 tables.empty(name, target)
                 rows, schema = 0, table_schema(name).schema
             shutil.rmtree(self.output / ".sort", ignore_errors=True)
-            content = digest.of_batches(schema, _batches(target))
+            content = digest.of_batches(schema, _batches(target, name, characters))
             merged[name] = TableRecord(rows, content, {f.name: str(f.type) for f in schema})
         files_found = {
             str(f.relative_to(self.output)): FileRecord(f.stat().st_size, digest.of_file(f))
             for f in sorted(self.output.rglob("*"))
             if f.is_file()
         }
+        if kind in characters:
+            about["metrics"] = {"characters": characters[kind], **about.get("metrics", {})}
         manifest = Manifest(
             kind=kind,
             key=key,
@@ -175,8 +180,15 @@ def inputs_of(folder: Path) -> list[str]:
     return [str(key) for key in json.loads(file.read_text())] if file.is_file() else []
 
 
-def _batches(file: Path) -> Iterator[pa.RecordBatch]:
-    yield from pq.ParquetFile(file).iter_batches()
+def _batches(file: Path, table: str, characters: dict[str, int]) -> Iterator[pa.RecordBatch]:
+    """The rows of a table; adds the characters of its column `text`, where it has one, to `characters`."""
+    source = pq.ParquetFile(file)
+    if "text" in source.schema_arrow.names:
+        characters[table] = 0
+    for batch in source.iter_batches():
+        yield batch
+        if table in characters:
+            characters[table] += pc.sum(pc.utf8_length(batch.column("text"))).as_py() or 0
 
 
 def write_text(file: Path, text: str) -> None:
