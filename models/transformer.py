@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from puna.kernels.attention import ForestMask, attention
 from puna.kernels.linear import linear
-from puna.kernels.linear_cross_entropy import linear_cross_entropy, linear_token_logprobs
+from puna.kernels.linear_cross_entropy import linear_cross_entropy
+from puna.kernels.linear_token_logprobs import linear_token_logprobs
 from puna.kernels.rms_norm import add_rms_norm, rms_norm
 from puna.kernels.rope import rope
 from puna.kernels.swiglu import swiglu

@@ -14,7 +14,17 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from puna.kernels import adamw, attention, linear_cross_entropy, paged_attention, rms_norm, rope, swiglu  # noqa: E402
+from puna.kernels import (  # noqa: E402
+    adamw,
+    attention_triton,
+    linear_cross_entropy,
+    linear_token_logprobs,
+    output_layer,
+    paged_attention,
+    rms_norm,
+    rope,
+    swiglu,
+)
 from puna.kernels.configurations import configuration  # noqa: E402
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # what one block may have
@@ -65,11 +75,11 @@ CASES = {
     "swiglu_forward": Case(swiglu._forward_kernel, "pppnnn", {"BLOCK": swiglu.BLOCK}, 8),
     "swiglu_backward": Case(swiglu._backward_kernel, "pppppnnn", {"BLOCK": swiglu.BLOCK}, 8),
     "cross_entropy": Case(
-        linear_cross_entropy._cross_entropy_kernel, "plffn", {"GRADIENT": True, "LOWEST": -3e38, "BLOCK": linear_cross_entropy.BLOCK}, 16
+        linear_cross_entropy._cross_entropy_kernel, "plffn", {"GRADIENT": True, "LOWEST": -3e38, "BLOCK": output_layer.BLOCK}, 16
     ),
-    "logprobs": Case(linear_cross_entropy._logprob_kernel, "plfffnx", {"LOWEST": -3e38, "BLOCK": linear_cross_entropy.BLOCK}, 16),
+    "logprobs": Case(linear_token_logprobs._logprob_kernel, "plfffnx", {"LOWEST": -3e38, "BLOCK": output_layer.BLOCK}, 16),
     "logprobs_gradient": Case(
-        linear_cross_entropy._logprob_gradient_kernel, "plffffnx", {"ENTROPY": True, "BLOCK": linear_cross_entropy.BLOCK}, 16
+        linear_token_logprobs._logprob_gradient_kernel, "plffffnx", {"ENTROPY": True, "BLOCK": output_layer.BLOCK}, 16
     ),
     "paged_pieces": Case(
         paged_attention._piece_kernel,
@@ -129,9 +139,9 @@ def test_compiles_without_spills(name, capability, tmp_path):
 
 
 ATTENTION = {
-    "attention_forward": (attention._forward_kernel, "pppiiiipf" + "nxnn" + "nnnnnnn"),
-    "attention_query_gradient": (attention._query_gradient_kernel, "ppppiiiiffp" + "nxxnn" + "nnnnnnnnn"),
-    "attention_key_gradient": (attention._key_gradient_kernel, "ppppiiiiffpp" + "nxxnn" + "nnnnnnnnnn"),
+    "attention_forward": (attention_triton._forward_kernel, "pppiiiipf" + "nxnn" + "nnnnnnn"),
+    "attention_query_gradient": (attention_triton._query_gradient_kernel, "ppppiiiiffp" + "nxxnn" + "nnnnnnnnn"),
+    "attention_key_gradient": (attention_triton._key_gradient_kernel, "ppppiiiiffpp" + "nxxnn" + "nnnnnnnnnn"),
 }
 
 
