@@ -21,6 +21,7 @@ from puna.kernels import (  # noqa: E402
     linear_token_logprobs,
     output_layer,
     paged_attention,
+    quantized_linear,
     rms_norm,
     rope,
     swiglu,
@@ -32,6 +33,7 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # what one block 
 TENSOR_CORES = {
     "narrow": dict.fromkeys((80, 90, 100), r"mma\.sync"),
     "wide": {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"},
+    "integers": {80: r"mma\.sync.*\.s8", 90: r"wgmma\.mma_async.*\.s8", 100: r"mma\.sync.*\.s8"},
 }
 
 
@@ -45,7 +47,7 @@ class Case:
     constants: dict[str, object]
     warps: int = 4
     stages: int = 3
-    product: str = ""  # "narrow" or "wide", of TENSOR_CORES
+    product: str = ""  # a key of TENSOR_CORES
 
 
 TYPES = {
@@ -88,6 +90,12 @@ CASES = {
         product="narrow",
     ),
     "paged_merge": Case(paged_attention._merge_kernel, "ffipn", {"H": 32, "K": 128, "BLOCK": 128}, 1),
+    "quantize_rows": Case(
+        quantized_linear._quantize_kernel,
+        "pfbfnn",
+        {"TOP": 127.0, "LEAST": quantized_linear.LEAST, "COLUMNS": True, "ROUND": True, "BLOCK": quantized_linear.BLOCK},
+        8,
+    ),
     "rope": Case(rope._rotate_kernel, "pppp" + "nnn", {"BACK": False, "HALF": 64, "HEADS": rope.HEADS, "BLOCK": 64}, 2),
 }
 
@@ -159,3 +167,25 @@ def test_attention(name, window, capability, tmp_path):
     assert usage.stack == 0 and usage.local == 0, usage
     assert usage.shared <= SHARED_BYTES[capability], usage
     assert re.search(TENSOR_CORES["wide"][capability], usage.ptx)
+
+
+INT32, FP32 = triton.language.int32, triton.language.float32
+SWEEP = {"GROUP": 8, "EVEN": True}
+PRODUCTS = {
+    "int8": (quantized_linear._product_kernel, "bbffpnnn", "scaled_product", SWEEP | {"SUM": INT32}, "integers"),
+    "fp8": (quantized_linear._product_kernel, "eeffpnnn", "scaled_product", SWEEP | {"SUM": FP32}, "wide"),
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_matrices(name, capability, tmp_path):
+    kernel, arguments, table, constants, product = PRODUCTS[name]
+    if capability == 80 and "e" in arguments:
+        pytest.skip("this generation has no FP8")
+    tile = configuration(table, capability, 0)
+    constants = constants | {"M": tile.rows, "C": tile.columns, "K": tile.depth}
+    usage = compiled(Case(kernel, arguments, constants, tile.warps, tile.stages), capability, tmp_path)
+    assert usage.stack == 0 and usage.local == 0, usage
+    assert usage.shared <= SHARED_BYTES[capability], usage
+    assert re.search(TENSOR_CORES[product][capability], usage.ptx)
