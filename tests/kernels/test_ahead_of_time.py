@@ -19,6 +19,8 @@ from puna.kernels import (  # noqa: E402
     attention_triton,
     linear_cross_entropy,
     linear_token_logprobs,
+    lora,
+    moe,
     output_layer,
     paged_attention,
     quantized_linear,
@@ -96,6 +98,7 @@ CASES = {
         {"TOP": 127.0, "LEAST": quantized_linear.LEAST, "COLUMNS": True, "ROUND": True, "BLOCK": quantized_linear.BLOCK},
         8,
     ),
+    "routing": Case(moe._route_kernel, "pffln", {"K": 8, "BLOCK": 128, "NORMALIZE": True}, 1),
     "rope": Case(rope._rotate_kernel, "pppp" + "nnn", {"BACK": False, "HALF": 64, "HEADS": rope.HEADS, "BLOCK": 64}, 2),
 }
 
@@ -171,9 +174,15 @@ def test_attention(name, window, capability, tmp_path):
 
 INT32, FP32 = triton.language.int32, triton.language.float32
 SWEEP = {"GROUP": 8, "EVEN": True}
+TF32 = {"PRECISION": "tf32"}
 PRODUCTS = {
     "int8": (quantized_linear._product_kernel, "bbffpnnn", "scaled_product", SWEEP | {"SUM": INT32}, "integers"),
     "fp8": (quantized_linear._product_kernel, "eeffpnnn", "scaled_product", SWEEP | {"SUM": FP32}, "wide"),
+    "lora": (lora._updated_kernel, "pppppnnnnxnnnn", "product", SWEEP | {"R": 16, "w_d": 1, "b_r": 1} | TF32, "wide"),
+    "lora_input_gradient": (lora._updated_kernel, "pppppnnnnxnnnn", "product", SWEEP | {"R": 16, "w_n": 1, "b_n": 1} | TF32, "wide"),
+    "grouped": (moe._grouped_kernel, "pplllpnnnnn", "product", {"EVEN": True, "w_d": 1} | TF32, "wide"),
+    "grouped_input_gradient": (moe._grouped_kernel, "pplllpnnnnn", "product", {"EVEN": True, "w_f": 1} | TF32, "wide"),
+    "grouped_weights": (moe._grouped_weights_kernel, "pplpnnnn", "product", TF32, "wide"),
 }
 
 
