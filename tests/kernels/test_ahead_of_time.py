@@ -16,6 +16,7 @@ triton = pytest.importorskip("triton")
 
 from puna.kernels import (  # noqa: E402
     adamw,
+    advantages,
     attention_triton,
     linear_cross_entropy,
     linear_token_logprobs,
@@ -99,6 +100,7 @@ CASES = {
         8,
     ),
     "routing": Case(moe._route_kernel, "pffln", {"K": 8, "BLOCK": 128, "NORMALIZE": True}, 1),
+    "advantages": Case(advantages._advantages_kernel, "fffflffxxx", {"BLOCK": advantages.BLOCK}),
     "rope": Case(rope._rotate_kernel, "pppp" + "nnn", {"BACK": False, "HALF": 64, "HEADS": rope.HEADS, "BLOCK": 64}, 2),
 }
 
