@@ -211,8 +211,8 @@ def _grouped_weights_triton(dy_NF: Tensor, x_ND: Tensor, offsets_E1: Tensor) -> 
 
 
 def _fake_route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    kind = wide(logits.dtype)
-    return logits.new_empty(len(logits), k, dtype=kind), torch.empty_like(logits, dtype=kind), logits.new_empty(len(logits), k, dtype=torch.int64)
+    weight, chosen = (logits.new_empty(len(logits), k, dtype=kind) for kind in (wide(logits.dtype), torch.int64))
+    return weight, torch.empty_like(logits, dtype=wide(logits.dtype)), chosen
 
 
 _top_k_routing = operator(

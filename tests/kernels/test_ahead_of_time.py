@@ -18,6 +18,7 @@ from puna.kernels import (  # noqa: E402
     adamw,
     advantages,
     attention_triton,
+    awq_linear,
     linear_cross_entropy,
     linear_token_logprobs,
     lora,
@@ -101,6 +102,13 @@ CASES = {
     ),
     "routing": Case(moe._route_kernel, "pffln", {"K": 8, "BLOCK": 128, "NORMALIZE": True}, 1),
     "advantages": Case(advantages._advantages_kernel, "fffflffxxx", {"BLOCK": advantages.BLOCK}),
+    "awq_weights": Case(awq_linear._weights_kernel, "iipp" + "nnn", {"K": awq_linear.DEPTH, "C": awq_linear.COLUMNS}),
+    "awq_few_rows": Case(
+        awq_linear._few_rows_kernel,
+        "piipf" + "nnnnnn",
+        {"M": awq_linear.ROWS, "C": awq_linear.COLUMNS, "K": awq_linear.DEPTH, "PRECISION": "tf32"},
+        product="narrow",
+    ),
     "rope": Case(rope._rotate_kernel, "pppp" + "nnn", {"BACK": False, "HALF": 64, "HEADS": rope.HEADS, "BLOCK": 64}, 2),
 }
 

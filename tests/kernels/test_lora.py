@@ -22,7 +22,7 @@ def test_values_and_gradients(within_budget, normal, shape, dtype):
 def test_gradcheck_and_registration(normal):
     x, w, a, b = inputs(normal, 4, 5, 6, 2)
     assert torch.autograd.gradcheck(lambda x, a, b: lora_linear(x, w, a, b, 1.5), (x, a, b))
-    torch.library.opcheck(module._lora_linear, tuple(t.detach().float().requires_grad_(t.requires_grad) for t in (x, w, a, b)) + (0.5,))
+    torch.library.opcheck(module._lora_linear, (*(t.detach().float().requires_grad_(t.requires_grad) for t in (x, w, a, b)), 0.5))
 
 
 def test_leading_axes_and_only_what_is_asked(normal):
