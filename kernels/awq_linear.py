@@ -160,7 +160,7 @@ def _linear_triton(x_TD: Tensor, packed_DP: Tensor, zeros_GP: Tensor, scales_GN:
     parts = torch.empty(splits, T, N, dtype=torch.float32, device=x_TD.device)
     _few_rows_kernel[(-(-N // COLUMNS), -(-T // ROWS), splits)](
         x_TD, packed_DP.contiguous(), zeros_GP.contiguous(), scales_GN.contiguous(), parts, T, D, N, D // len(zeros_GP), share,
-        x_TD.stride(0), M=ROWS, C=COLUMNS, K=DEPTH, PRECISION="ieee" if exact else "tf32", num_warps=4, num_stages=3,
+        x_TD.stride(0), M=ROWS, C=COLUMNS, K=DEPTH, PRECISION="ieee" if exact else "tf32", num_warps=4, num_stages=2,
     )  # fmt: skip
     return parts.sum(0).to(x_TD.dtype)
 

@@ -22,6 +22,7 @@ from puna.kernels import (  # noqa: E402
     linear_cross_entropy,
     linear_token_logprobs,
     lora,
+    minhash_triton,
     moe,
     output_layer,
     paged_attention,
@@ -107,7 +108,12 @@ CASES = {
         awq_linear._few_rows_kernel,
         "piipf" + "nnnnnn",
         {"M": awq_linear.ROWS, "C": awq_linear.COLUMNS, "K": awq_linear.DEPTH, "PRECISION": "tf32"},
+        stages=2,
         product="narrow",
+    ),
+    "minhash": Case(minhash_triton._affine32_kernel, "lliiin", {"P": minhash_triton.PERMUTATIONS, "S": minhash_triton.SHINGLES}),
+    "minhash_mersenne": Case(
+        minhash_triton._wide_kernel, "llllln", {"SCHEME": 2, "P": minhash_triton.PERMUTATIONS, "S": minhash_triton.SHINGLES // 2}
     ),
     "rope": Case(rope._rotate_kernel, "pppp" + "nnn", {"BACK": False, "HALF": 64, "HEADS": rope.HEADS, "BLOCK": 64}, 2),
 }
