@@ -19,6 +19,7 @@ from puna.kernels import (  # noqa: E402
     advantages,
     attention_triton,
     awq_linear,
+    cached_attention,
     linear_cross_entropy,
     linear_token_logprobs,
     lora,
@@ -94,7 +95,7 @@ CASES = {
         {"S": 16, "H": 32, "R": 4, "K": 128, "BLOCK": 128, "M": paged_attention.ROWS, "N": paged_attention.TOKENS, "PRECISION": "tf32"},
         product="narrow",
     ),
-    "paged_merge": Case(paged_attention._merge_kernel, "ffipn", {"H": 32, "K": 128, "BLOCK": 128}, 1),
+    "paged_merge": Case(paged_attention.merge_kernel, "ffipn", {"H": 32, "K": 128, "BLOCK": 128}, 1),
     "quantize_rows": Case(
         quantized_linear._quantize_kernel,
         "pfbfnn",
@@ -114,6 +115,13 @@ CASES = {
     "minhash": Case(minhash_triton._affine32_kernel, "lliiin", {"P": minhash_triton.PERMUTATIONS, "S": minhash_triton.SHINGLES}),
     "minhash_mersenne": Case(
         minhash_triton._wide_kernel, "llllln", {"SCHEME": 2, "P": minhash_triton.PERMUTATIONS, "S": minhash_triton.SHINGLES // 2}
+    ),
+    "cached_pieces": Case(
+        cached_attention._piece_kernel,
+        "ppppffnx" + "n" * 9,
+        {"H": 32, "R": 4, "K": 128, "BLOCK": 128, "PIECE": cached_attention.PIECE, "M": cached_attention.ROWS, "N": cached_attention.COLUMNS}
+        | {"PRECISION": "tf32"},
+        product="narrow",
     ),
     "rope": Case(rope._rotate_kernel, "pppp" + "nnn", {"BACK": False, "HALF": 64, "HEADS": rope.HEADS, "BLOCK": 64}, 2),
 }
