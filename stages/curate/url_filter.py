@@ -52,7 +52,8 @@ def url_filter(documents: Documents, lists: list[External] | None, config: UrlFi
     for name, file in LISTS.items():
         if getattr(config, name):
             _add(blocked, f"url_{name}", _lines(file), file)
-    for external in lists or []:
+    # An entry of several lists belongs to the first by name, whatever the order they are given in.
+    for external in sorted(lists or [], key=lambda external: (external.name, external.data_digest)):
         for listed in external.files:
             with listed.open() as handle, readers.unpacked(handle, listed.name) as content:
                 _add(blocked, f"url_{external.name}", content.read().decode("utf-8", "replace").splitlines(), listed.address)
