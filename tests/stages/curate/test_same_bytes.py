@@ -16,6 +16,7 @@ import pytest
 import puna.stages.curate
 from puna.stages.contract import External, Stage, execute
 from puna.stages.contract.config import parse
+from puna.stages.curate.block_lists import BlockListsConfig, block_lists
 from puna.stages.curate.decontaminate import DecontaminateConfig, decontaminate
 from puna.stages.curate.domains import DomainsConfig, domains
 from puna.stages.curate.extract import ExtractConfig, extract
@@ -85,7 +86,7 @@ def crawl(folder, order):
     return External.resolve(f"web={folder}")
 
 
-def block_lists(folder):
+def lists_of_sites(folder):
     """Two lists that name the same domain."""
     for name in ("first", "second"):
         (folder / f"{name}.txt").write_text("listed.net\n")
@@ -101,7 +102,7 @@ class World:
         texts = [self.rows[n]["text"][:150] for n in (0, 1)]
         tasks = [{"id": "p", "task": f"t{n}", "split": "heldout", "prompt": text, "reference": "", "entry": "{}"} for n, text in enumerate(texts)]
         self.prompts = [self.store.import_table("prompts", pa.Table.from_pylist([task])) for task in (*tasks, {**tasks[0], "task": "s"})]
-        self.crawl, self.lists = crawl(folder / "crawl", range(42)), block_lists(folder)
+        self.crawl, self.lists = crawl(folder / "crawl", range(42)), lists_of_sites(folder)
         self.old, self.new = (self.imported(self.store, [r for n, r in enumerate(self.rows) if (n % 3 == 0) == late]) for late in (False, True))
         self.made = {}
         for name in SPECS:
@@ -136,7 +137,8 @@ def _rules(**groups):
 SPECS = {
     "ingest": (ingest, IngestConfig(), lambda w: {"inputs": w.crawl}),
     "extract": (extract, ExtractConfig(), lambda w: {"pages": w.made["ingest"]}),
-    "url_filter": (url_filter, UrlFilterConfig(), lambda w: {"documents": w.documents, "lists": w.lists}),
+    "block_lists": (block_lists, BlockListsConfig(), lambda w: {"inputs": w.lists}),
+    "url_filter": (url_filter, UrlFilterConfig(), lambda w: {"documents": w.documents, "lists": [w.made["block_lists"]]}),
     "url_dedup": (url_dedup, UrlDedupConfig(), lambda w: {"documents": w.documents}),
     "language": (language, LanguageConfig(), lambda w: {"documents": w.documents}),
     "heuristics": (
