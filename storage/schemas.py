@@ -18,7 +18,7 @@ from puna.storage.signals import SIGNALS
 
 KINDS = (
     "pages", "documents", "signals", "mixture", "tokenizer", "tokens", "model",
-    "prompts", "answers", "preferences", "instructions", "evaluation",
+    "prompts", "answers", "preferences", "instructions", "evaluation", "lists",
 )  # fmt: skip
 
 TIME = pa.timestamp("us", tz="UTC")
@@ -110,6 +110,12 @@ TABLES: dict[str, TableSchema] = {
             group_rows=1024,
         ),
         _table("signals", ID),
+        _table(
+            "lists", column("kind", pa.string(), "what the entry is: domain, url, word or expression"),
+            column("entry", pa.string(), "the entry in normal form"),
+            column("rule", pa.string(), "rule by which the entry drops a document"),
+            key=("kind", "entry"),
+        ),
         _table(
             "dropped", ID,
             column("rule", pa.string(), "rule that removed the row"),

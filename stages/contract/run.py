@@ -101,7 +101,9 @@ class StageRun:
         self._transforms += 1
         self._in_workers(function, [Item(item) for item in items], names, [1] * len(items), args)
 
-    def _in_workers(self, function: Callable[..., Any], items: Sequence[Part | Item], names: list[str], sizes: list[int], args: Any) -> None:
+    def _in_workers(
+        self, function: Callable[..., Any], items: Sequence[Part | Item], names: list[str], sizes: list[int], args: Any
+    ) -> None:
         """Write each item's tables under its name, in the worker that makes them."""
         jobs = [(function, item, name, self.kind, str(self._work.parts)) for item, name in zip(items, names, strict=True)]
         done, total = 0, sum(sizes)
