@@ -33,11 +33,11 @@ FLAG_NAMES = (
 BIT = {name: 1 << number for number, name in enumerate(FLAG_NAMES)}
 HIDDEN, ARIA_HIDDEN = 1 << 50, 1 << 51
 TAG_BIT = np.array([BIT.get(name, 0) for name in NAMES], np.int64)
-A_CLASS, A_ID, A_ROLE, A_STYLE, A_HIDDEN, A_ARIA_HIDDEN, A_ALT, A_ALTTEXT, A_TYPE, A_ITEMPROP, A_HREF, A_CONTENT, A_PROPERTY = (
-    np.uint64(fnv(name.encode())) for name in "class id role style hidden aria-hidden alt alttext type itemprop href content property".split()
+A_CLASS, A_ID, A_ROLE, A_STYLE, A_HIDDEN, A_ARIA_HIDDEN, A_ALT, A_ALTTEXT, A_TYPE, A_ITEMPROP, A_HREF, A_CONTENT, A_PROPERTY, A_NAME, A_REL = (
+    np.uint64(fnv(name.encode())) for name in "class id role style hidden aria-hidden alt alttext type itemprop href content property name rel".split()
 )
-(T_A, T_BR, T_IMG, T_PRE, T_LI, T_OL, T_TD, T_TH, T_TR, T_SCRIPT, T_TITLE, T_SVG, T_MATH, T_HEAD, T_BODY, T_INPUT, T_BUTTON, T_META, T_P, T_TEXTAREA, T_SUP) = (
-    NUMBER[name] for name in "a br img pre li ol td th tr script title svg math head body input button meta p textarea sup".split()
+(T_A, T_BR, T_IMG, T_PRE, T_LI, T_OL, T_TD, T_TH, T_TR, T_SCRIPT, T_TITLE, T_SVG, T_MATH, T_HEAD, T_BODY, T_INPUT, T_BUTTON, T_META, T_P, T_TEXTAREA, T_LINK) = (
+    NUMBER[name] for name in "a br img pre li ol td th tr script title svg math head body input button meta p textarea link".split()
 )
 OFFSET, PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
 MAX_TOKENS = 24
@@ -309,7 +309,7 @@ def _attributes(page: Scan, element: int, tag: int, at: int) -> int:
     size = len(html)
     alt_start = alt_stop = 0
     maths = False
-    prop_start = prop_stop = 0
+    about_start = about_stop = value_start = value_stop = 0
     while at < size and html[at] != 62:
         if html[at] <= 32 or html[at] == 47:
             at += 1
@@ -349,11 +349,18 @@ def _attributes(page: Scan, element: int, tag: int, at: int) -> int:
                 page.elements[element, CHILDREN] = 1
             elif _has(html, start, stop, b"ld+json"):
                 page.elements[element, CHILDREN] = 2
-        elif name == A_PROPERTY and tag == T_META:
-            prop_start, prop_stop = start, stop
-        elif name == A_CONTENT and tag == T_META and _has(html, prop_start, prop_stop, b"og:type"):
-            _about(page, start, stop, 3)
+        elif (name == A_PROPERTY or name == A_NAME) and tag == T_META or name == A_REL and tag == T_LINK:
+            about_start, about_stop = start, stop
+        elif name == A_CONTENT and tag == T_META or name == A_HREF and tag == T_LINK:
+            value_start, value_stop = start, stop
     at = min(at + 1, size)
+    if value_stop > value_start and about_stop > about_start:
+        if _has(html, about_start, about_stop, b"og:type"):
+            _about(page, value_start, value_stop, 3)
+        elif _has(html, about_start, about_stop, b"generator"):
+            _about(page, value_start, min(value_stop, value_start + 6), 6)
+        elif _has(html, about_start, about_stop, b"canonical"):
+            _address(page, value_start, value_stop)
     if maths and alt_stop > alt_start:
         _formula(page, alt_start, alt_stop)
         if tag == T_MATH and s[SKIP] < 0:
@@ -405,6 +412,21 @@ def _about(page: Scan, start: int, stop: int, kind: int) -> None:
             word = (word ^ np.uint64(page.html[at])) * PRIME
         page.page[s[PAGE_TOKEN]] = word
         s[PAGE_TOKEN] += 1
+
+
+@njit(cache=True)
+def _address(page: Scan, start: int, stop: int) -> None:
+    """The words of an address, after its host."""
+    html = page.html
+    at = _find(html, start, 58) + 3
+    at = _find(html, at, 47)
+    while at < stop:
+        first = at + 1
+        at = first
+        while at < stop and 97 <= (html[at] | 32) <= 122:
+            at += 1
+        if at - first > 1 or (at == stop and first == stop):
+            _about(page, first, at, 5)
 
 
 @njit(cache=True)
