@@ -12,9 +12,10 @@ from pydantic import Field
 from puna.stages.contract import Pages, StageConfig, StageRun, stage
 from puna.stages.curate.extraction.bounds import burden
 from puna.stages.curate.extraction.decode import decode
+from puna.stages.curate.extraction.layout import DEPTH
 from puna.stages.curate.extraction.library import library_text
 from puna.stages.curate.extraction.model import content, load
-from puna.stages.curate.extraction.scan import DEPTH, scan
+from puna.stages.curate.extraction.scan import read_page
 from puna.stages.curate.extraction.text import text_of
 from puna.stages.curate.extraction.union import Origin, united
 from puna.storage.schemas import table_schema
@@ -35,9 +36,20 @@ class ExtractConfig(StageConfig):
         "union writes which words came from where into `scores`",
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Larger HTML pages are dropped, bytes")
-    max_depth: int = Field(1000, ge=16, le=10_000, description="Pages with deeper nested elements are dropped: parsing takes quadratic time in them")
+    max_depth: int = Field(
+        1000, ge=16, le=10_000, description="Pages with deeper nested elements are dropped: parsing takes quadratic time in them"
+    )
     max_elements: int = Field(
-        500_000, ge=1000, le=10_000_000, description="Pages with more elements, those that unclosed formatting opens again included, are dropped"
+        500_000,
+        ge=1000,
+        le=10_000_000,
+        description="Pages with more elements, those that unclosed formatting opens again included, are dropped",
+    )
+    max_blocks: int = Field(
+        30_000,
+        ge=1000,
+        le=1_000_000,
+        description="Pages with more blocks of text (paragraphs, cells, lines) are dropped by the model: a second each",
     )
     fallback_fraction: float = Field(
         0.1,
@@ -139,10 +151,14 @@ def html_text(html: str, config: ExtractConfig) -> PageText:
         title = CONTROLS.sub("", tree.title or "").strip() or None
         if config.extractor == "resiliparse":
             return PageText(title, library_text(html, config.fallback_fraction))
-        page = scan(tree.document.html.encode("utf-8", "replace"))
+        page = read_page(tree)
         depth = int(page.elements[:, DEPTH].max())
         if depth > config.max_depth:
             raise Unreadable("extract_too_deep", "the elements are nested too deep", float(depth), float(config.max_depth))
+        if len(page.blocks) > config.max_blocks:
+            raise Unreadable(
+                "extract_too_many_blocks", "the page has too many blocks of text", float(len(page.blocks)), float(config.max_blocks)
+            )
         keep = content(page, load())
         if config.extractor == "model":
             return PageText(title, text_of(page, keep))

@@ -12,7 +12,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from puna.stages.curate.extraction.tags import TAG_KEYS, TAG_VALUES, flags
+from puna.stages.curate.extraction.search import tag_name
+from puna.stages.curate.extraction.tags import flags
 
 # The parser closes these by itself, or they hold nothing: an open one does not nest for ever.
 CLOSED = flags(
@@ -27,7 +28,6 @@ BREAKS_OUT = flags(
     "b big blockquote body br center code dd div dl dt em embed h1 h2 h3 h4 h5 h6 head hr i img li menu meta nobr ol p pre ruby s small "
     "span strong strike sub sup table tt u ul var font"
 )
-OFFSET, PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
 
 
 class Burden(NamedTuple):
@@ -42,20 +42,6 @@ class Burden(NamedTuple):
 def burden(html: bytes) -> Burden:
     """Counts of a page, from above: what a parser meets is no more."""
     return Burden(*_burden(np.frombuffer(html, np.uint8)))
-
-
-@njit(cache=True)
-def _name(html: NDArray[np.uint8], at: int) -> tuple[int, int]:
-    """Number of the tag name at `at`, letters in either case, and where it ends."""
-    state = OFFSET
-    while at < len(html) and html[at] > 32 and html[at] != 62 and html[at] != 47:
-        c = html[at]
-        state = (state ^ np.uint64(c | 32 if 65 <= c <= 90 else c)) * PRIME
-        at += 1
-    slot = np.int64(state & np.uint64(1023))
-    while TAG_KEYS[slot] != 0 and TAG_KEYS[slot] != state:
-        slot = (slot + 1) & 1023
-    return (TAG_VALUES[slot] if TAG_KEYS[slot] != 0 else 0), at
 
 
 @njit(cache=True)
@@ -120,7 +106,7 @@ def _burden(html: NDArray[np.uint8]) -> tuple[int, int, int, int]:
         if first >= size or not 97 <= (html[first] | 32) <= 122:
             at = _after_comment(html, at)
             continue
-        tag, at = _name(html, first)
+        tag, _, at = tag_name(html, first)
         attributes, at = _attributes(html, at)
         tags += 1
         widest = max(widest, attributes)
@@ -139,7 +125,7 @@ def _burden(html: NDArray[np.uint8]) -> tuple[int, int, int, int]:
             deepest = max(deepest, depth)
         if OPAQUE[tag] and not closing and foreign == 0:
             while at < size:
-                if html[at] == 60 and at + 1 < size and html[at + 1] == 47 and _name(html, at + 2)[0] == tag:
+                if html[at] == 60 and at + 1 < size and html[at + 1] == 47 and tag_name(html, at + 2)[0] == tag:
                     break
                 at += 1
     return tags, max(deepest, most), widest, copies

@@ -6,14 +6,16 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from puna.stages.curate.extraction.scan import BLANK, GAP, LINE, MARKER, START, STOP, TAB, Scan
+from puna.stages.curate.extraction import layout as L
+from puna.stages.curate.extraction.layout import Scan
 
 CELL_BYTES = 200  # longer cells are of tables made for layout: they stand on lines of their own
 
 
 def text_of(page: Scan, keep: NDArray[np.bool_]) -> str:
     """The kept blocks, with blank lines between paragraphs, tabs between cells, and numbers or bullets before list items."""
-    return _join(page, keep).tobytes().decode("utf-8", "replace")
+    joined: NDArray[np.uint8] = _join(page, keep)
+    return joined.tobytes().decode("utf-8", "replace")
 
 
 @njit(cache=True)
@@ -22,29 +24,29 @@ def _join(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.uint8]:
     out = np.empty(len(page.text) + 16 * len(blocks) + 16, np.uint8)
     at = 0
     before = -1  # bytes of the kept block before
-    gap = TAB
+    gap = L.TAB
     for b in range(len(blocks)):
-        here = blocks[b, GAP]
-        if here == BLANK or gap == BLANK:
-            gap = BLANK
-        elif here == LINE:
-            gap = LINE
+        here = blocks[b, L.GAP]
+        if here == L.BLANK or gap == L.BLANK:
+            gap = L.BLANK
+        elif here == L.LINE:
+            gap = L.LINE
         if not keep[b]:
             continue
-        size = blocks[b, STOP] - blocks[b, START]
+        size = blocks[b, L.STOP] - blocks[b, L.START]
         if before >= 0:
-            if gap == TAB and before <= CELL_BYTES and size <= CELL_BYTES:
+            if gap == L.TAB and before <= CELL_BYTES and size <= CELL_BYTES:
                 out[at] = 9
                 at += 1
             else:
                 out[at] = 10
                 out[at + 1] = 10
-                at += 2 if gap == BLANK else 1
-        at = _mark(out, at, blocks[b, MARKER])
-        for k in range(blocks[b, START], blocks[b, STOP]):
+                at += 2 if gap == L.BLANK else 1
+        at = _mark(out, at, blocks[b, L.MARKER])
+        for k in range(blocks[b, L.START], blocks[b, L.STOP]):
             out[at] = page.text[k]
             at += 1
-        before, gap = size, TAB
+        before, gap = size, L.TAB
     return out[:at]
 
 

@@ -23,29 +23,31 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from puna.stages.curate.extraction import context
+from puna.stages.curate.extraction import layout as L
 from puna.stages.curate.extraction.decode import decode
 from puna.stages.curate.extraction.features import BUCKETS
-from puna.stages.curate.extraction.labels import HALF, WORD, label
-from puna.stages.curate.extraction.model import CONTEXT, FEATURES, PAGE_TYPES, TYPE_BUCKETS, block_rows, page_words
-from puna.stages.curate.extraction.scan import ELEMENT, HASHES, PARENT, START, STOP, TAG, TOKENS, WORDS, Scan, scan
+from puna.stages.curate.extraction.labels import label
+from puna.stages.curate.extraction.layout import Scan
+from puna.stages.curate.extraction.model import FEATURES, PAGE_TYPES, TYPE_BUCKETS, block_rows, chosen, page_words
+from puna.stages.curate.extraction.scan import read_page
 from puna.stages.curate.extraction.text import text_of
 from puna.stages.curate.extraction.trees import Trees, logits
 from puna.storage import PunaError
 
 FOLDS = 4
-ROWS_PER_PAGE = 200  # blocks of a page that training sees; the others' weight goes to these
-SHARED: dict[str, Any] = {
-    "objective": "binary", "min_data_in_leaf": 50, "bagging_fraction": 0.7, "bagging_freq": 1, "max_bin": 63, "lambda_l2": 5, "verbose": -1,
-    "num_threads": 1, "seed": 1, "deterministic": True, "force_row_wise": True,
+ROWS_PER_PAGE = 300  # blocks of a page that training sees; the others' weight goes to these
+ROUNDS = 250
+OPTIONS: dict[str, Any] = {
+    "objective": "cross_entropy", "num_leaves": 31, "learning_rate": 0.08, "feature_fraction": 0.25, "bagging_fraction": 0.7,
+    "bagging_freq": 1, "min_data_in_leaf": 50, "lambda_l2": 5, "max_bin": 63, "verbose": -1, "num_threads": 1, "seed": 1,
+    "deterministic": True, "force_row_wise": True,
 }  # fmt: skip
-FIRST = SHARED | {"num_leaves": 31, "learning_rate": 0.1, "feature_fraction": 0.25, "rounds": 180}
-SECOND = SHARED | {"num_leaves": 15, "learning_rate": 0.1, "feature_fraction": 0.3, "rounds": 120}
 
 
 class Page(NamedTuple):
     """A labelled page: `shares` [blocks] of words that are content, `lengths` [blocks] in words."""
 
+    file: str
     scan: Scan
     truth: str
     kind: int
@@ -66,16 +68,17 @@ def read(folder: Path, truth: Path) -> list[Page]:
         file = folder / f"{row.get('file_id', '')}.html"
         if "file_id" not in row or not file.is_file():
             continue
-        page = scan(HTMLTree.parse(decode(file.read_bytes(), None, html=True)).document.html.encode("utf-8", "replace"))
+        page = read_page(HTMLTree.parse(decode(file.read_bytes(), None, html=True)))
         if not len(page.blocks):
             continue
+        page = Scan(*(array.copy() for array in page._replace(html=page.html[:0])))  # less than the buffers they are cut from
         text = page.text.tobytes()
         wanted = row["ground_truth"].get("main_content") or ""
-        shares, lengths = label([text[b[START] : b[STOP]].decode("utf-8", "replace") for b in page.blocks], wanted)
+        shares, lengths = label([text[b[L.START] : b[L.STOP]].decode("utf-8", "replace") for b in page.blocks], wanted)
         host = urlsplit(row.get("url") or "").hostname or row["file_id"]
         domain = ".".join(host.split(".")[-2:])
         fold = hashlib.sha256(domain.encode()).digest()[0] % FOLDS
-        pages.append(Page(page, wanted, PAGE_TYPES.index(row["_internal"]["page_type"]["primary"]), fold, shares, lengths))
+        pages.append(Page(row["file_id"], page, wanted, PAGE_TYPES.index(row["_internal"]["page_type"]["primary"]), fold, shares, lengths))
     if len({page.fold for page in pages}) < FOLDS:
         raise PunaError(f"{truth}: too few labelled pages with a file in {folder} ({len(pages)})")
     return pages
@@ -88,6 +91,11 @@ def _rows(truth: Path) -> list[dict[str, Any]]:
 
         data = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)).read()
     return [json.loads(line) for line in data.decode("utf-8").split("\n") if line.strip()]
+
+
+def page_digest(body: bytes) -> str:
+    """16 hex digits that say whether the weights have seen a page."""
+    return hashlib.blake2b(body, digest_size=8).hexdigest()
 
 
 def word_f1(text: str, truth: str) -> float:
@@ -105,39 +113,41 @@ class Bags(NamedTuple):
     """Rows of bucket numbers, one after the other."""
 
     starts: NDArray[np.int64]
-    buckets: NDArray[np.int64]
+    buckets: NDArray[np.int32]
 
 
-def bags(rows: list[NDArray[np.int64]]) -> Bags:
+def bags(rows: list[NDArray[Any]]) -> Bags:
     """Rows as one array."""
-    return Bags(np.append(0, np.cumsum([len(row) for row in rows])), np.concatenate(rows))
+    return Bags(np.append(0, np.cumsum([len(row) for row in rows])), np.concatenate(rows).astype(np.int32))
 
 
 def _bucket(words: NDArray[np.uint64]) -> NDArray[np.int64]:
     return ((words ^ (words >> np.uint64(29))) & np.uint64(BUCKETS - 1)).astype(np.int64)
 
 
-def class_bags(page: Scan) -> list[NDArray[np.int64]]:
+def class_bags(page: Scan) -> list[NDArray[np.int32]]:
     """Buckets of the tags and class words of each block's elements, up to the root."""
     elements, tokens = page.elements, _bucket(page.tokens)
-    stops = np.append(elements[1:, TOKENS], len(tokens))
-    paths: dict[int, NDArray[np.int64]] = {-1: np.zeros(0, np.int64)}
+    stops = np.append(elements[1:, L.TOKENS], len(tokens))
+    paths: dict[int, NDArray[np.int32]] = {-1: np.zeros(0, np.int32)}
     for e in range(len(elements)):
-        tag = (int(elements[e, TAG]) * 2654435761 + 12345) & (BUCKETS - 1)
-        own = np.append(tokens[elements[e, TOKENS] : stops[e]], tag)
-        paths[e] = np.concatenate([paths[int(elements[e, PARENT])], own])
-    return [paths[int(e)] for e in page.blocks[:, ELEMENT]]
+        tag = (int(elements[e, L.TAG]) * 2654435761 + 12345) & (BUCKETS - 1)
+        own = np.append(tokens[elements[e, L.TOKENS] : stops[e]], tag).astype(np.int32)
+        paths[e] = np.concatenate([paths[int(elements[e, L.PARENT])], own])
+    return [paths[int(e)] for e in page.blocks[:, L.ELEMENT]]
 
 
 def text_bags(page: Scan) -> list[NDArray[np.int64]]:
     """Buckets of each block's distinct words."""
-    stops = page.blocks[:, HASHES]
+    stops = page.blocks[:, L.HASHES]
     buckets = _bucket(page.hashes)
     return [np.unique(buckets[a:b]) for a, b in zip(np.append(0, stops[:-1]), stops, strict=True)]
 
 
 @njit(cache=True)
-def fit_logistic(data: Bags, chosen: NDArray[np.int64], y: NDArray[np.float32], w: NDArray[np.float32], size: int, epochs: int, l2: float) -> tuple[NDArray[np.float32], float]:  # fmt: skip
+def fit_logistic(
+    data: Bags, chosen: NDArray[np.int64], y: NDArray[np.float32], w: NDArray[np.float32], size: int, epochs: int, l2: float
+) -> tuple[NDArray[np.float32], float]:
     """Weights [size] and bias of a logistic regression over the chosen bags, by AdaGrad (rate 0.05)."""
     weights, squares, bias = np.zeros(size, np.float32), np.full(size, np.float32(1e-3), np.float32), 0.0
     np.random.seed(0)
@@ -183,7 +193,7 @@ def corpus(pages: list[Page]) -> Corpus:
     counts = [len(page.shares) for page in pages]
     number = np.repeat(np.arange(len(pages)), counts)
     fold = np.repeat([page.fold for page in pages], counts)
-    words = np.concatenate([page.scan.blocks[:, WORDS] for page in pages]) + 1.0
+    words = np.concatenate([page.scan.blocks[:, L.WORDS] for page in pages]) + 1.0
     weight = words**0.6
     weight /= np.bincount(number, weight)[number]
     share = np.minimum(1, ROWS_PER_PAGE / np.bincount(number))[number]
@@ -193,7 +203,7 @@ def corpus(pages: list[Page]) -> Corpus:
         pages,
         number,
         fold,
-        (np.concatenate([page.shares for page in pages]) > HALF).astype(np.float32),
+        np.concatenate([page.shares for page in pages]),
         weight.astype(np.float32),
         bags([row for page in pages for row in class_bags(page.scan)]),
         bags([row for page in pages for row in text_bags(page.scan)]),
@@ -223,14 +233,12 @@ def rows_of(page: Page, linear: Linear) -> NDArray[np.float32]:
 # --- trees -----------------------------------------------------------------------------------------------
 
 
-def fit_trees(rows: NDArray[np.float32], data: Corpus, without: int | None, options: dict[str, Any]) -> Trees:
+def fit_trees(rows: NDArray[np.float32], data: Corpus, without: int | None) -> Trees:
     """Boosted trees of all pages, or of those outside a fold."""
     import lightgbm
 
-    options = dict(options)
-    rounds = options.pop("rounds")
-    chosen = (data.weight > 0) & (data.fold != (-1 if without is None else without))
-    made = lightgbm.train(options, lightgbm.Dataset(rows[chosen], data.label[chosen], weight=data.weight[chosen]), rounds)
+    used = (data.weight > 0) & (data.fold != (-1 if without is None else without))
+    made = lightgbm.train(OPTIONS, lightgbm.Dataset(rows[used], data.label[used], weight=data.weight[used]), ROUNDS)
     return as_arrays([tree["tree_structure"] for tree in made.dump_model()["tree_info"]])
 
 
@@ -263,58 +271,59 @@ def as_arrays(structures: list[dict[str, Any]]) -> Trees:
     )
 
 
-def train(pages: list[Page]) -> dict[str, NDArray[Any]]:
-    """The weights file's arrays. Prints the F1 of pages that the models did not see."""
-    data = corpus(pages)
-    edges = np.append(0, np.cumsum([len(page.shares) for page in pages]))
+# --- all together ----------------------------------------------------------------------------------------
+
+
+def all_rows(data: Corpus) -> NDArray[np.float32]:
+    """What the trees see of every block, each page scored by linear models that did not see it."""
     rows = np.empty((len(data.page), FEATURES + len(PAGE_TYPES)), np.float32)
-    print(f"{len(pages)} pages, {len(rows)} blocks", flush=True)
     for fold in range(FOLDS):
         linear = fit_linear(data, fold)
-        for n, page in enumerate(pages):
+        for number, page in enumerate(data.pages):
             if page.fold == fold:
-                rows[edges[n] : edges[n + 1]] = rows_of(page, linear)
-    z = _unseen(rows, data, FIRST)
-    seen = np.concatenate([context.context_features(page.scan, z[a:b], CONTEXT) for page, a, b in zip(pages, edges, edges[1:], strict=False)])
-    both = np.concatenate([seen, rows], axis=1)
-    for name, values in (("first trees", z), ("both", _unseen(both, data, SECOND))):
-        print(name, _report(pages, 1 / (1 + np.exp(-values)), edges), flush=True)
-    found: dict[str, NDArray[Any]] = {name: values.astype(np.float16) for name, values in fit_linear(data, None)._asdict().items()}
-    for name, trees in (("first", fit_trees(rows, data, None, FIRST)), ("second", fit_trees(both, data, None, SECOND))):
-        found |= {f"{name}.{field}": values for field, values in trees._asdict().items()}
-    return found
+                rows[data.page == number] = rows_of(page, linear)
+    return rows
 
 
-def _unseen(rows: NDArray[np.float32], data: Corpus, options: dict[str, Any]) -> NDArray[np.float32]:
-    """Logits of every block by trees that did not see its page."""
-    z = np.empty(len(rows), np.float32)
-    for fold in range(FOLDS):
-        z[data.fold == fold] = logits(fit_trees(rows, data, fold, options), rows[data.fold == fold])
-        print(f"fold {fold}", flush=True)
-    return z
+def unseen_texts(data: Corpus, rows: NDArray[np.float32], fold: int) -> dict[str, str]:
+    """Texts of a fold's pages, by file, by trees that did not see the fold."""
+    trees = fit_trees(rows, data, fold)
+    texts = {}
+    for number, page in enumerate(data.pages):
+        if page.fold == fold:
+            p = 1 / (1 + np.exp(-logits(trees, rows[data.page == number])))
+            texts[page.file] = text_of(page.scan, chosen(page.scan, p))
+    return texts
 
 
-def _report(pages: list[Page], p: NDArray[np.float32], edges: NDArray[np.int64]) -> dict[str, float]:
-    """Mean F1 of words, over all pages and by type."""
+def unseen_f1(data: Corpus, rows: NDArray[np.float32]) -> dict[str, float]:
+    """Mean F1 of words over all pages and by type, each page by models that did not see its domain."""
+    texts = {file: text for fold in range(FOLDS) for file, text in unseen_texts(data, rows, fold).items()}
     scores: dict[str, list[float]] = {"all": []}
-    for page, a, b in zip(pages, edges, edges[1:], strict=False):
-        order, count, _ = context.best_cut(p[a:b], page.scan.blocks[:, WORDS] + 0.01)
-        keep = np.zeros(b - a, np.bool_)
-        keep[order[:count]] = True
-        score = word_f1(text_of(page.scan, keep), page.truth)
+    for page in data.pages:
         for name in ("all", PAGE_TYPES[page.kind]):
-            scores.setdefault(name, []).append(score)
+            scores.setdefault(name, []).append(word_f1(texts[page.file], page.truth))
     return {name: round(float(np.mean(values)), 4) for name, values in scores.items()}
 
 
+def weights(data: Corpus, rows: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
+    """The weights file's arrays, of models that saw all pages."""
+    found: dict[str, NDArray[Any]] = {name: values.astype(np.float16) for name, values in fit_linear(data, None)._asdict().items()}
+    return found | {f"trees.{field}": values for field, values in fit_trees(rows, data, None)._asdict().items()}
+
+
 def main(arguments: list[str]) -> None:
-    """Train and write the weights."""
+    """Train, write the weights, print the F1 of unseen pages."""
     from safetensors.numpy import save_file
 
     if len(arguments) != 3:
         raise PunaError("usage: python -m puna.stages.curate.extraction.training PAGES TRUTH OUT")
     folder, truth, out = map(Path, arguments)
-    save_file(train(read(folder, truth)), out)
+    data = corpus(read(folder, truth))
+    rows = all_rows(data)
+    seen = " ".join(page_digest((folder / f"{page.file}.html").read_bytes()) for page in data.pages)
+    save_file(weights(data, rows), out, metadata={"trained_on": seen})
+    print(unseen_f1(data, rows))
 
 
 if __name__ == "__main__":

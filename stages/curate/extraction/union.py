@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from puna.stages.curate.extraction.scan import START, STOP, WORDS, Scan
+from puna.stages.curate.extraction import layout as L
+from puna.stages.curate.extraction.layout import Scan
 
 WORD = re.compile(r"\w+")
 
@@ -27,8 +28,8 @@ def united(page: Scan, keep: NDArray[np.bool_], library: str) -> tuple[NDArray[n
     text = page.text.tobytes()
     taken = np.zeros(len(keep), np.bool_)
     for number, block in enumerate(page.blocks):
-        words = WORD.findall(text[block[START] : block[STOP]].decode("utf-8", "replace"))
+        words = WORD.findall(text[block[L.START] : block[L.STOP]].decode("utf-8", "replace"))
         taken[number] = bool(words) and f" {' '.join(words)} " in theirs
-    sizes = page.blocks[:, WORDS]
+    sizes = page.blocks[:, L.WORDS]
     counts = (int(sizes[which].sum()) for which in (keep & taken, keep & ~taken, taken & ~keep))
     return keep | taken, Origin(*counts)
