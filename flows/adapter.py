@@ -74,7 +74,7 @@ def flow_of(name: str) -> Flow[Any, Any]:
             for spec in stage.inputs:
                 value = parameters.get(spec.name)
                 texts = [value] if isinstance(value, str) else value or []
-                items: list[Any] = [now.fetch(text) for text in texts]
+                items: list[Any] = [item for text in texts for item in now.named(text, spec.kind)]
                 given[spec.name] = items if spec.many else (items[0] if items else None)
             return _step(stage, config, stage.name, given).id
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from puna.flows import look
+from puna.flows import look, plan
 from puna.flows.console import fail
 from puna.storage import PunaError, Store
 
@@ -17,6 +17,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Raw web pages to an aligned language model."
 )
 app.add_typer(look.app)
+app.add_typer(plan.app)
 
 StoreOption = Annotated[str, typer.Option("--store", envvar="PUNA_STORE", help="Folder of the artifacts")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object per artifact on standard output")]
@@ -31,7 +32,9 @@ InputOption = Annotated[
 @app.command()
 def run(
     what: Annotated[str, typer.Argument(help="A flow (pipeline, curate, pretrain, align) or a stage; `puna stages` lists them")],
-    recipe: Annotated[str, typer.Option(help="Name of a recipe, or a YAML file")] = "demo",
+    recipe: Annotated[
+        str | None, typer.Option(help="Name of a recipe, or a YAML file (default: demo for a flow; a stage alone keeps its defaults)")
+    ] = None,
     changes: SetOption = None,
     inputs: InputOption = None,
     store: StoreOption = ".puna",
@@ -90,10 +93,11 @@ def serve(store: StoreOption = ".puna") -> None:
     """Offer every flow and stage to the Prefect server at PREFECT_API_URL, and run what is asked for."""
     from puna.flows.settings import prepare
 
-    prepare(Store.open(store).root)
+    opened = Store.open(store)
+    prepare(opened.root)
     from puna.flows.deployments import serve_all
 
-    serve_all()
+    serve_all(str(opened.root))
 
 
 @app.command()

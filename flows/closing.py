@@ -1,43 +1,89 @@
-"""The table at the end of a run: documents and tokens after each stage, and what the models can do."""
+"""The tables at the end of a run: what became of the documents, and what the models can do."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from rich.table import Table
 
 from puna.flows.session import Session
 from puna.storage import Artifact
 
-EVALUATIONS = ("bits_per_byte", "gzip_bits_per_byte", "accuracy")
+BITS = ("bits_per_byte", "gzip_bits_per_byte", "lzma_bits_per_byte")
 
 
 def closing_table(now: Session) -> None:
-    """Print the funnel and the evaluations of the run in progress."""
-    funnel = Table("after", "documents", "dropped", "characters", "tokens", box=None, header_style="bold")
-    for step, outcome in now.outcomes:
-        made = outcome.artifact
-        if made.kind in ("pages", "documents"):
-            dropped = f"{made.rows('dropped'):,}" if "dropped" in made.tables else ""
-            characters = f"{_characters(made):,}" if made.kind == "documents" else ""
-            funnel.add_row(step, f"{made.rows():,}", dropped, characters, "")
-        elif made.kind == "tokens":
-            count = made.manifest.metrics.get("tokens")
-            funnel.add_row(step, "", "", "", f"{count:,}" if isinstance(count, int) else "")
-    if funnel.row_count:
-        now.console.show(funnel)
-    measured = Table("evaluation", "task", "metric", "value", "95 % interval", "n", box=None, header_style="bold")
-    for step, outcome in now.outcomes:
-        if outcome.artifact.kind == "evaluation":
-            for row in outcome.artifact.read().to_pylist():
-                interval = f"{row['low']:.3f} to {row['high']:.3f}" if row["low"] is not None else ""
-                measured.add_row(step, row["task"], row["metric"], f"{row['value']:.4g}", interval, f"{row['n']:,}")
-    if measured.row_count:
-        now.console.show(measured)
+    """Print the funnel, the evaluations and the reward models of the run in progress."""
+    made = [(step, outcome.artifact) for step, outcome in now.outcomes]
+    evaluations = [(step, _measured(artifact)) for step, artifact in made if artifact.kind == "evaluation"]
+    for table in (_funnel(made), _compression(evaluations), _accuracy(evaluations), _rewards(made)):
+        if table.row_count:
+            now.console.show(table)
+            now.console.say("")
     reused = sum(outcome.reused for _, outcome in now.outcomes)
     seconds = sum(outcome.seconds for _, outcome in now.outcomes)
     now.console.say(f"{len(now.outcomes)} artifacts, {reused} reused, {seconds:.1f} s; run {now.run}")
+
+
+def _measured(evaluation: Artifact) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(row["task"], row["metric"]): row for row in evaluation.read().to_pylist()}
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _funnel(made: list[tuple[str, Artifact]]) -> Table:
+    table = _table("after", "documents", "dropped", "characters", "tokens")
+    for step, artifact in made:
+        if artifact.kind in ("pages", "documents"):
+            dropped = f"{artifact.rows('dropped'):,}" if "dropped" in artifact.tables else ""
+            characters = f"{_characters(artifact):,}" if artifact.kind == "documents" else ""
+            table.add_row(step, f"{artifact.rows():,}", dropped, characters, "")
+        elif artifact.kind == "tokens":
+            count = artifact.manifest.metrics.get("tokens")
+            table.add_row(step, "", "", "", f"{count:,}" if isinstance(count, int) else "")
+    return table
 
 
 def _characters(documents: Artifact) -> int:
     import pyarrow.compute as pc
 
     return sum(pc.sum(pc.utf8_length(batch.column(0))).as_py() or 0 for batch in documents.batches(columns=["text"]))
+
+
+def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
+    """Bits per byte of held-out documents beside those of general compressors."""
+    table = _table("held-out pages", "bits per byte", "gzip -9", "lzma", "documents")
+    for step, rows in evaluations:
+        if ("pages", BITS[0]) in rows:
+            values = [f"{rows['pages', metric]['value']:.3f}" for metric in BITS]
+            table.add_row(step, *values, f"{rows['pages', BITS[0]]['n']:,}")
+    return table
+
+
+def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
+    """Share of right answers to held-out prompts, by task."""
+    found_tasks = {task for _, rows in evaluations for task, metric in rows if metric == "accuracy" and not task.startswith("choice/")}
+    tasks = sorted(found_tasks, key=lambda task: (task == "all", task))
+    table = _table("accuracy", *tasks, "95 % interval")
+    for step, rows in evaluations:
+        found = [rows.get((task, "accuracy")) for task in tasks]
+        if any(found):
+            last = rows.get(("all", "accuracy")) or {}
+            interval = f"{last['low']:.3f} to {last['high']:.3f}" if last.get("low") is not None else ""
+            table.add_row(step, *(f"{row['value']:.3f}" if row else "" for row in found), interval)
+    return table
+
+
+def _rewards(made: list[tuple[str, Artifact]]) -> Table:
+    """How often each reward model orders held-out pairs rightly."""
+    table = _table("reward model", "held-out accuracy", "pairs")
+    for step, artifact in made:
+        metrics = artifact.manifest.metrics
+        if "heldout_accuracy" in metrics and artifact.kind == "model":
+            table.add_row(step, f"{metrics['heldout_accuracy']:.3f}", f"{metrics['heldout_pairs']:,}")
+    return table

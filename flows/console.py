@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console as Terminal
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -100,7 +101,7 @@ def summary(artifact: Artifact, **more: Any) -> dict[str, Any]:
 
 
 def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
+    return escape(text)
 
 
 def fail(message: str) -> None:

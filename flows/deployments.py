@@ -46,11 +46,16 @@ STAGES = {name: flow_of(name) for name in load_stages()}
 globals().update({f"stage_{name}": flow for name, flow in STAGES.items()} | {f"flow_{name}": flow for name, flow in WHOLE.items()})
 
 
-def serve_all() -> None:
-    """Offer every flow and stage to the Prefect server, and run what is asked for until stopped."""
+def serve_all(store: str) -> None:
+    """Offer every flow and stage to the Prefect server, and run what is asked for on `store` until stopped."""
     found = [*((f"flow_{n}", f) for n, f in WHOLE.items()), *((f"stage_{n}", f) for n, f in STAGES.items())]
     deployments: list[Any] = [
-        flow.to_deployment(name=flow.name, tags=[attribute.split("_")[0]], entrypoint_type=EntrypointType.MODULE_PATH)
+        flow.to_deployment(
+            name=attribute.replace("_", "-", 1),
+            tags=[attribute.split("_")[0]],
+            parameters={"store": store},
+            entrypoint_type=EntrypointType.MODULE_PATH,
+        )
         for attribute, flow in found
     ]
     serve(*deployments)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import pyarrow as pa
 import typer
 from rich.console import Console as Terminal
+from rich.markup import escape
 from rich.table import Table
 
 from puna.flows.console import summary
@@ -63,7 +64,7 @@ def _cell(value: Any) -> str:
         if isinstance(value, str)
         else json.dumps(value, default=_text)
     )
-    return text.replace("[", r"\[") if len(text) <= 300 else text[:297].replace("[", r"\[") + "…"
+    return escape(text if len(text) <= 300 else text[:297] + "…")
 
 
 @app.command("list")
@@ -174,6 +175,9 @@ def accept(
     before, after = opened.resolve(old), opened.resolve(new)
     if before.manifest.stage != after.manifest.stage or before.kind != after.kind:
         raise PunaError(f"{before.id} was made by {before.manifest.stage}, {after.id} by {after.manifest.stage}: they cannot be equivalent")
+    other = [str(change) for change in explaining.changes(before.manifest, after.manifest) if change.what != "code"]
+    if other:
+        raise PunaError(f"{before.id} and {after.id} differ in more than code ({'; '.join(other[:3])}): they are not the same work")
     opened.accept(before, after.key)
     typer.echo(f"{after.id} is now {before.id}")
 

@@ -70,9 +70,9 @@ def curate(r: Recipe, inputs: list[External]) -> Curated:
     documents = step(pii, r.pii, documents=documents)
     documents = step(minhash_dedup, r.minhash_dedup, documents=documents)
     documents = step(line_dedup, r.line_dedup, documents=documents)
-    scores = step(quality, r.quality, documents=documents, language=languages)
     types = step(domains, r.domains, documents=documents)
-    documents = step(select, r.select_model, label="select_model", documents=documents, signals=[scores, types])
+    scores = [types] if r.quality is None else [step(quality, r.quality, documents=documents, language=languages), types]
+    documents = step(select, r.select_model, label="select_model", documents=documents, signals=scores)
     documents = step(decontaminate, r.decontaminate, documents=documents, prompts=[tasks])
     return Curated(documents, types, tasks)
 

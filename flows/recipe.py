@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import Field
@@ -64,7 +64,9 @@ class Recipe(StageConfig):
     pii: PiiConfig = Field(PiiConfig(), description="Masking personal data")
     minhash_dedup: MinhashDedupConfig = Field(MinhashDedupConfig(), description="Near-duplicate documents")
     line_dedup: LineDedupConfig = Field(LineDedupConfig(), description="Lines that repeat across documents")
-    quality: QualityConfig = Field(QualityConfig(), description="Quality classifier")
+    quality: QualityConfig | None = Field(
+        QualityConfig(), description="Quality classifier, learned from the sources that it names as good; null: none"
+    )
     domains: DomainsConfig = Field(DomainsConfig(), description="Knowledge types")
     select_model: SelectConfig = Field(SelectConfig(), description="Rules on the classifiers' scores")
     decontaminate: DecontaminateConfig = Field(DecontaminateConfig(), description="Removing evaluation data")
@@ -137,9 +139,10 @@ def load(name: str, changes: list[str] | None = None) -> Recipe:
         overridden(values, change)
     seed = values.get("seed", 0)
     for field, info in Recipe.model_fields.items():
-        kind = info.annotation
-        if isinstance(kind, type) and issubclass(kind, SeededConfig):
-            stage_values = values.setdefault(field, {})
+        kinds = get_args(info.annotation) or (info.annotation,)
+        if any(isinstance(kind, type) and issubclass(kind, SeededConfig) for kind in kinds):
+            # A stage that may be left out is not brought in by its seed.
+            stage_values = values.get(field) if info.default is None else values.setdefault(field, {})
             if isinstance(stage_values, dict):
                 stage_values.setdefault("seed", seed)
     return parse(Recipe, values, "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class Session:
         """Run one stage, tell the terminal and the run's log."""
 
         def started(identity: Identity) -> None:
-            self.console.started(step, against(self.store, identity))
+            self.console.started(step, against(self.store, identity, step))
 
         self.console.step = step
         outcome = perform(stage, config, given, self.store, executor=self.executor, listener=self.console, run=self.run, on_start=started)
@@ -63,6 +63,12 @@ class Session:
                 self.externals[name] = item
                 found.append(name)
         return found
+
+    def named(self, text: str, kind: str) -> Sequence[Artifact | External]:
+        """What a person or a form means by the text of an input of that kind: an artifact, or files at a URI."""
+        if kind == "external" and text not in self.externals:
+            return External.resolve(text)
+        return [self.fetch(text)]
 
     def fetch(self, reference: str) -> Artifact | External:
         """The input that a reference means."""

@@ -30,4 +30,4 @@ def cached_attention(q_BHK: Tensor, k_BGWK: Tensor, v_BGWK: Tensor, bias_BW: Ten
     q = (q_BHK * K**-0.5).view(B * G, H // G, K)
     scores = torch.bmm(q, k_BGWK.flatten(0, 1).transpose(1, 2))
     scores.view(B, H, -1).add_(bias_BW[:, None])
-    return torch.bmm(torch.softmax(scores, -1, out=scores), v_BGWK.flatten(0, 1)).view(B, H, K)
+    return torch.bmm(torch.softmax(scores, -1, out=scores), v_BGWK.flatten(0, 1)).view(B, H, -1)

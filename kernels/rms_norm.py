@@ -1,14 +1,28 @@
-"""RMSNorm (Zhang and Sennrich 2019): y = x / sqrt(mean(x^2) + eps) * weight over the last axis.
+"""RMSNorm (Zhang and Sennrich 2019), alone or with the residual add before it.
 
-With r = 1 / sqrt(mean(x^2) + eps), n = x r and g = dy * weight, the backward is
-dx = r (g - n mean(g n)) and dweight = sum over rows of dy n.
+    total = x + residual;  y = total / sqrt(mean(total^2) + eps) * weight   over the last axis
+
+With r = 1 / sqrt(mean(total^2) + eps), n = total r and g = dy * weight, the backward is
+dtotal += r (g - n mean(g n)) and dweight = sum over rows of dy n. Statistics are in fp32 at least.
+Shapes: T rows, D width.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from puna.kernels.lazy import numba_jit, triton_jit
+from puna.kernels.loops import by_rows, parts
+from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+PROGRAMS = 264  # programs of the backward, each with its own part of dweight: two for each multiprocessor of a large GPU
 
 
 def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -16,42 +30,239 @@ def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return x_TD * torch.rsqrt(x_TD.square().mean(-1, keepdim=True) + eps) * weight_D
 
 
-def _reciprocal_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps), with the last axis kept."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The definition, in the inputs' dtype: (y, total)."""
+    total_TD = x_TD + residual_TD
+    return rms_norm_reference(total_TD, weight_D, eps), total_TD
 
 
-class _RMSNorm(torch.autograd.Function):
-    """Few passes over memory; statistics in the inputs' dtype (fp32 or fp64)."""
+# --- CPU -------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def]
-        r = _reciprocal_rms(x, eps)
-        ctx.save_for_backward(x, weight, r)
-        return (x * r).mul_(weight)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        x, weight, r = ctx.saved_tensors
-        n = x * r
-        dyn = dy * n
-        dweight = dyn.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        if not ctx.needs_input_grad[0]:
-            return None, dweight, None
-        slope = torch.matmul(dyn, weight).div_(x.shape[-1]).unsqueeze(-1)
-        dx = torch.mul(dy, weight, out=dyn).sub_(n.mul_(slope)).mul_(r)
-        return dx, dweight, None
+@numba_jit
+def _forward_loop(part: Any, start: Any, stop: Any, x: Any, residual: Any, weight: Any, eps: Any, y: Any, total: Any, r: Any) -> None:
+    width = x.shape[1]
+    for t in range(start, stop):
+        squares = np.float32(0)
+        if residual.shape[0]:
+            for d in range(width):
+                z = x[t, d] + residual[t, d]
+                total[t, d] = z
+                squares += z * z
+            row = total[t]
+        else:
+            row = x[t]
+            for d in range(width):
+                squares += row[d] * row[d]
+        scale = np.float32(1) / np.sqrt(squares / np.float32(width) + eps[0])
+        r[t] = scale
+        for d in range(width):
+            y[t, d] = row[d] * scale * weight[d]
+
+
+@numba_jit
+def _backward_loop(part: Any, start: Any, stop: Any, dy: Any, dtotal: Any, total: Any, weight: Any, r: Any, dx: Any, dweight: Any) -> None:
+    width = dy.shape[1]
+    block = np.zeros(width, np.float32)  # sums of few rows, so that fp32 loses nothing; their sum is fp64
+    for t in range(start, stop):
+        dot = np.float32(0)
+        for d in range(width):
+            gn = dy[t, d] * total[t, d] * r[t]
+            block[d] += gn
+            dot += gn * weight[d]
+        slope = dot / np.float32(width) * r[t]
+        if dtotal.shape[0]:
+            for d in range(width):
+                dx[t, d] = dtotal[t, d] + r[t] * (dy[t, d] * weight[d] - total[t, d] * slope)
+        else:
+            for d in range(width):
+                dx[t, d] = r[t] * (dy[t, d] * weight[d] - total[t, d] * slope)
+        if (t - start) % 64 == 63 or t == stop - 1:
+            for d in range(width):
+                dweight[part, d] += block[d]
+                block[d] = 0
+
+
+def _forward(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    if fused_on_cpu(x_TD, residual_TD, weight_D):
+        y_TD, r_T = torch.empty_like(x_TD), x_TD.new_empty(len(x_TD))
+        total_TD = x_TD if residual_TD is None else torch.empty_like(x_TD)
+        eps_1 = torch.tensor([eps], dtype=torch.float32)
+        by_rows(_forward_loop, *x_TD.shape, x_TD, residual_TD, weight_D, eps_1, y_TD, total_TD, r_T)
+        return y_TD, total_TD, r_T
+    total_TD = x_TD if residual_TD is None else x_TD + residual_TD
+    wide_TD = total_TD.to(wide(x_TD.dtype))
+    r_T = torch.rsqrt(wide_TD.square().mean(-1) + eps)
+    return (wide_TD * r_T[:, None] * weight_D).to(x_TD.dtype), total_TD, r_T
+
+
+def _backward(dy_TD: Tensor, dtotal_TD: Tensor | None, total_TD: Tensor, weight_D: Tensor, r_T: Tensor) -> tuple[Tensor, Tensor]:
+    dy_TD = dy_TD.contiguous()
+    dtotal_TD = None if dtotal_TD is None else dtotal_TD.contiguous()
+    if fused_on_cpu(dy_TD, dtotal_TD, total_TD, weight_D):
+        dx_TD = torch.empty_like(dy_TD)
+        dweight_PD = torch.zeros(parts(*dy_TD.shape), dy_TD.shape[1], dtype=torch.float64)
+        by_rows(_backward_loop, *dy_TD.shape, dy_TD, dtotal_TD, total_TD, weight_D, r_T, dx_TD, dweight_PD)
+        return dx_TD, dweight_PD.sum(0).float()
+    n_TD = total_TD.to(r_T.dtype) * r_T[:, None]
+    g_TD = dy_TD.to(r_T.dtype) * weight_D
+    dx_TD = (g_TD - n_TD * (g_TD * n_TD).mean(-1, keepdim=True)) * r_T[:, None]
+    if dtotal_TD is not None:
+        dx_TD = dx_TD + dtotal_TD
+    return dx_TD.to(dy_TD.dtype), (dy_TD * n_TD).sum(0).to(weight_D.dtype)
+
+
+# --- Triton ----------------------------------------------------------------------------------------------
+
+
+@triton_jit
+def _forward_kernel(
+    x, residual, weight, y, total, r, width, eps,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    inside = d < width
+    row = tl.load(x + t * width + d, inside, 0.0).to(tl.float32)
+    if ADD:
+        row += tl.load(residual + t * width + d, inside, 0.0).to(tl.float32)
+        rounded = row.to(total.dtype.element_ty)
+        tl.store(total + t * width + d, rounded, inside)
+        row = rounded.to(tl.float32)  # the norm is of what the residual stream holds
+    scale = 1.0 / tl.sqrt(tl.sum(row * row, 0) / width + eps)
+    tl.store(r + t, scale)
+    gain = tl.load(weight + d, inside, 0.0).to(tl.float32)
+    tl.store(y + t * width + d, (row * scale * gain).to(y.dtype.element_ty), inside)
+
+
+@triton_jit
+def _backward_kernel(
+    dy, dtotal, total, weight, r, dx, dweight, rows, width,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    d = tl.arange(0, BLOCK)
+    inside = d < width
+    gain = tl.load(weight + d, inside, 0.0).to(tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, rows, tl.num_programs(0)):
+        t = (first + tl.program_id(0)).to(tl.int64)
+        at = t * width + d
+        here = inside & (t < rows)
+        g = tl.load(dy + at, here, 0.0).to(tl.float32)
+        scale = tl.load(r + t, t < rows, 0.0)
+        n = tl.load(total + at, here, 0.0).to(tl.float32) * scale
+        sums += g * n
+        g *= gain
+        grad = scale * (g - n * (tl.sum(g * n, 0) / width))
+        if ADD:
+            grad += tl.load(dtotal + at, here, 0.0).to(tl.float32)
+        tl.store(dx + at, grad.to(dx.dtype.element_ty), here)
+    tl.store(dweight + tl.program_id(0).to(tl.int64) * width + d, sums, inside)
+
+
+def _block(width: int) -> tuple[int, int]:
+    """(elements of a row, a power of two; warps): about 16 elements to a thread."""
+    block = max(16, 1 << (width - 1).bit_length())
+    return block, max(1, min(16, block // 512))
+
+
+def _forward_triton(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    x_TD = x_TD.contiguous()
+    rows, width = x_TD.shape
+    residual = x_TD if residual_TD is None else residual_TD.contiguous()
+    y_TD, r_T = torch.empty_like(x_TD), x_TD.new_empty(rows, dtype=torch.float32)
+    total_TD = x_TD if residual_TD is None else torch.empty_like(x_TD)
+    block, warps = _block(width)
+    if rows:
+        _forward_kernel[(rows,)](
+            x_TD, residual, weight_D, y_TD, total_TD, r_T, width, eps, ADD=residual_TD is not None, BLOCK=block, num_warps=warps
+        )
+    return y_TD, total_TD, r_T
+
+
+def _backward_triton(dy_TD: Tensor, dtotal_TD: Tensor | None, total_TD: Tensor, weight_D: Tensor, r_T: Tensor) -> tuple[Tensor, Tensor]:
+    dy_TD = dy_TD.contiguous()
+    rows, width = dy_TD.shape
+    dtotal = dy_TD if dtotal_TD is None else dtotal_TD.contiguous()
+    programs = min(PROGRAMS, rows)
+    dx_TD, dweight_PD = torch.empty_like(dy_TD), dy_TD.new_empty(programs, width, dtype=torch.float32)
+    block, warps = _block(width)
+    if rows:
+        _backward_kernel[(programs,)](
+            dy_TD, dtotal, total_TD.contiguous(), weight_D, r_T, dx_TD, dweight_PD, rows, width,
+            ADD=dtotal_TD is not None, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+    return dx_TD, dweight_PD.sum(0).to(weight_D.dtype)
+
+
+# --- façade ----------------------------------------------------------------------------------------------
+
+
+def _fake(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x_TD), torch.empty_like(x_TD), x_TD.new_empty(len(x_TD), dtype=wide(x_TD.dtype))
+
+
+def _without_total(forward: Any) -> Any:
+    def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        y_TD, _, r_T = forward(x_TD, None, weight_D, eps)
+        return y_TD, r_T
+
+    return rms_norm
+
+
+_add_rms_norm = operator(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+    _forward, _forward_triton, _fake,
+)  # fmt: skip
+_rms_norm = operator(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
+    _without_total(_forward), _without_total(_forward_triton), lambda x, weight, eps: _fake(x, x, weight, eps)[::2],
+)  # fmt: skip
+_rms_norm_backward = operator(
+    "rms_norm_backward(Tensor dy, Tensor? dtotal, Tensor total, Tensor weight, Tensor r) -> (Tensor, Tensor)",
+    _backward, _backward_triton, lambda dy, dtotal, total, weight, r: (torch.empty_like(dy), torch.empty_like(weight)),
+)  # fmt: skip
+
+
+def _setup_add(ctx: Any, inputs: Any, output: Any) -> None:
+    _, total_TD, r_T = output
+    ctx.mark_non_differentiable(r_T)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(total_TD, inputs[2], r_T)
+
+
+def _backward_add(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: Any) -> tuple[Any, ...]:
+    total_TD, weight_D, r_T = ctx.saved_tensors
+    if dy is None:
+        return dtotal, dtotal, None, None
+    dx, dweight = _rms_norm_backward(dy, dtotal, total_TD, weight_D, r_T)
+    return dx, dx, dweight, None
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(inputs[0], inputs[1], output[1])
+
+
+def _backward_alone(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
+    return *_rms_norm_backward(dy, None, *ctx.saved_tensors), None
+
+
+differentiable("add_rms_norm", _backward_add, _setup_add)
+differentiable("rms_norm", _backward_alone, _setup)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last axis, with x's shape and dtype; low precision is normalised in fp32."""
-    if x_TD.dtype not in (torch.float32, torch.float64):
-        return (
-            rms_norm(x_TD.float(), torch.ones_like(weight_D, dtype=torch.float32), eps).to(x_TD.dtype)
-            * weight_D
+    return _rms_norm(x_TD.reshape(-1, x_TD.shape[-1]), weight_D, eps)[0].view(x_TD.shape)  # type: ignore[no-any-return]
+
+
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(RMSNorm of the total, total = x + residual), both with x's shape and dtype, in one pass."""
+    if x_TD.shape != residual_TD.shape or x_TD.dtype != residual_TD.dtype:
+        raise ValueError(
+            f"x is {x_TD.dtype} {list(x_TD.shape)}, residual {residual_TD.dtype} {list(residual_TD.shape)}: they must be alike"
         )
-    if torch.is_grad_enabled():
-        return _RMSNorm.apply(x_TD, weight_D, eps)
-    return (x_TD * _reciprocal_rms(x_TD, eps)).mul_(weight_D)
+    width = x_TD.shape[-1]
+    y_TD, total_TD, _ = _add_rms_norm(x_TD.reshape(-1, width), residual_TD.reshape(-1, width), weight_D, eps)
+    return y_TD.view(x_TD.shape), total_TD.view(x_TD.shape)

@@ -1,14 +1,24 @@
 """Rotary position embedding (Su et al. 2021), in the half-split layout of Llama checkpoints.
 
 Shapes: T tokens, N heads, K head width. Pair i of a head is (x[i], x[i + K/2]); position p turns it by
-p * theta^(-2 i / K).
+p * theta^(-2 i / K). A rotation's transpose is the rotation back, so the backward needs only the tables.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from puna.kernels.lazy import numba_jit, triton_jit
+from puna.kernels.loops import by_rows
+from puna.kernels.operators import differentiable, fused_on_cpu, operator
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+HEADS = 8  # heads turned at once by a Triton program
 
 
 def rope_table(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -25,29 +35,92 @@ def rope_reference(x_TNK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * c - second * s, second * c + first * s], dim=-1)
 
 
-def _rotate(x_TNK: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
-    half = x_TNK.shape[-1] // 2
+# --- CPU -------------------------------------------------------------------------------------------------
+
+
+@numba_jit
+def _rotate_loop(part: Any, start: Any, stop: Any, x: Any, cos: Any, sin: Any, sign: Any, out: Any) -> None:
+    half = cos.shape[1]
+    for t in range(start, stop):
+        c, s = cos[t], sin[t]
+        for n in range(x.shape[1] // (2 * half)):
+            first, second = x[t, 2 * half * n : 2 * half * n + half], x[t, 2 * half * n + half : 2 * half * (n + 1)]
+            to_first, to_second = out[t, 2 * half * n : 2 * half * n + half], out[t, 2 * half * n + half : 2 * half * (n + 1)]
+            for i in range(half):
+                turn = sign[0] * s[i]
+                to_first[i] = first[i] * c[i] - second[i] * turn
+                to_second[i] = second[i] * c[i] + first[i] * turn
+
+
+def _rotate(x_TNK: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    if fused_on_cpu(x_TNK, cos, sin):
+        out = torch.empty_like(x_TNK)
+        direction = torch.tensor([-1.0 if back else 1.0])
+        by_rows(_rotate_loop, len(out), out[0].numel() if len(out) else 1, x_TNK.flatten(1), cos, sin, direction, out.flatten(1))
+        return out
+    half, sign = x_TNK.shape[-1] // 2, -1.0 if back else 1.0
     c, s = cos[:, None], sin[:, None]
-    out = torch.empty_like(x_TNK)
-    torch.mul(x_TNK[..., :half], c, out=out[..., :half]).addcmul_(x_TNK[..., half:], s, value=-direction)
-    torch.mul(x_TNK[..., half:], c, out=out[..., half:]).addcmul_(x_TNK[..., :half], s, value=direction)
+    out = torch.empty(x_TNK.shape, dtype=x_TNK.dtype, device=x_TNK.device)
+    torch.mul(x_TNK[..., :half], c, out=out[..., :half]).addcmul_(x_TNK[..., half:], s, value=-sign)
+    torch.mul(x_TNK[..., half:], c, out=out[..., half:]).addcmul_(x_TNK[..., :half], s, value=sign)
     return out
 
 
-class _Rope(torch.autograd.Function):
-    """A rotation's transpose is the rotation back, so the backward needs only the tables."""
+# --- Triton ----------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def forward(ctx, x_TNK, cos, sin):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x_TNK, cos, sin, 1.0)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return _rotate(grad, *ctx.saved_tensors, -1.0), None, None
+@triton_jit
+def _rotate_kernel(
+    x, cos, sin, out, heads, x_token, x_head,
+    BACK: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, BLOCK)
+    c = tl.load(cos + t * HALF + pair, pair < HALF, 0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + t * HALF + pair, pair < HALF, 0.0).to(tl.float32)[None, :]
+    if BACK:
+        s = -s
+    for first in range(0, heads, HEADS):
+        head = first + tl.arange(0, HEADS)[:, None]
+        inside = (head < heads) & (pair[None, :] < HALF)
+        source = x + t * x_token + head * x_head + pair[None, :]
+        target = out + (t * heads + head) * (2 * HALF) + pair[None, :]
+        a = tl.load(source, inside, 0.0).to(tl.float32)
+        b = tl.load(source + HALF, inside, 0.0).to(tl.float32)
+        tl.store(target, (a * c - b * s).to(out.dtype.element_ty), inside)
+        tl.store(target + HALF, (b * c + a * s).to(out.dtype.element_ty), inside)
+
+
+def _rotate_triton(x_TNK: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    x_TNK = x_TNK if x_TNK.stride(2) == 1 else x_TNK.contiguous()
+    T, N, K = x_TNK.shape
+    out = torch.empty(x_TNK.shape, dtype=x_TNK.dtype, device=x_TNK.device)
+    if out.numel():
+        block = max(8, 1 << (K // 2 - 1).bit_length())
+        _rotate_kernel[(T,)](
+            x_TNK, cos.contiguous(), sin.contiguous(), out, N, x_TNK.stride(0), x_TNK.stride(1),
+            BACK=back, HALF=K // 2, HEADS=HEADS, BLOCK=block, num_warps=2,
+        )  # fmt: skip
+    return out
+
+
+# --- façade ----------------------------------------------------------------------------------------------
+
+
+_rope = operator(
+    "rope(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor",
+    _rotate, _rotate_triton, lambda x, cos, sin, back: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+)  # fmt: skip
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[1:3])
+    ctx.back = inputs[3]
+
+
+differentiable("rope", lambda ctx, grad: (_rope(grad, *ctx.saved_tensors, not ctx.back), None, None, None), _setup)
 
 
 def rope(x_TNK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [T, N, K] by the tables [T, K/2] of `rope_table`."""
-    return _Rope.apply(x_TNK, cos, sin) if torch.is_grad_enabled() else _rotate(x_TNK, cos, sin, 1.0)
+    """Rotary embedding of [T, N, K] by the tables [T, K/2] of `rope_table`; K is even."""
+    return _rope(x_TNK, cos, sin, False)  # type: ignore[no-any-return]

@@ -1,11 +1,26 @@
-"""SwiGLU (Shazeer 2020): silu(gate) * up, elementwise."""
+"""SwiGLU (Shazeer 2020): silu(gate) * up, elementwise. Shapes: T rows, F width.
+
+With s = sigmoid(gate): d_up = dy gate s and d_gate = dy up s (1 + gate (1 - s)). Only the inputs are kept.
+Low precision is computed in fp32.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from puna.kernels.lazy import numba_jit, triton_jit
+from puna.kernels.loops import by_rows, exp32
+from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+BLOCK = 2048  # elements of one Triton program
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -13,23 +28,139 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
     return gate / (1 + torch.exp(-gate)) * up
 
 
-class _SwiGLU(torch.autograd.Function):
-    """Keeps only its two inputs; silu(gate) is computed again in the backward."""
+# --- CPU -------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def forward(ctx, gate, up):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        gate, up = ctx.saved_tensors
-        d_up = F.silu(gate).mul_(grad)
-        d_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        return d_gate, d_up
+# Arrays are flat, rows `strides` apart: a row that begins at 0 of a slice of its own needs no check of its
+# indices, and so vectorises.
+
+
+@numba_jit
+def _forward_loop(part: Any, start: Any, stop: Any, gate: Any, up: Any, strides: Any, y: Any) -> None:
+    width = y.shape[1]
+    for t in range(start, stop):
+        g, u = gate[t * strides[0] : t * strides[0] + width], up[t * strides[1] : t * strides[1] + width]
+        row = y[t]
+        for i in range(width):
+            row[i] = g[i] / (np.float32(1) + exp32(-g[i])) * u[i]
+
+
+@numba_jit
+def _backward_loop(part: Any, start: Any, stop: Any, dy: Any, gate: Any, up: Any, strides: Any, dgate: Any, dup: Any) -> None:
+    width = dy.shape[1]
+    for t in range(start, stop):
+        d, to_gate, to_up = dy[t], dgate[t], dup[t]
+        g, u = gate[t * strides[0] : t * strides[0] + width], up[t * strides[1] : t * strides[1] + width]
+        for i in range(width):
+            s = np.float32(1) / (np.float32(1) + exp32(-g[i]))
+            to_up[i] = d[i] * g[i] * s
+            to_gate[i] = d[i] * u[i] * s * (np.float32(1) + g[i] * (np.float32(1) - s))
+
+
+def _flat(x_TF: Tensor) -> Tensor:
+    """From the first row's first to the last row's last element, what lies between rows included."""
+    T, width = x_TF.shape
+    return x_TF.as_strided(((T - 1) * x_TF.stride(0) + width,), (1,))
+
+
+def _fused(*tensors: Tensor) -> bool:
+    return all(x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.numel() for x in tensors) and fused_on_cpu(*map(_flat, tensors))
+
+
+def _forward(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+    if _fused(gate_TF, up_TF):
+        y_TF = torch.empty(gate_TF.shape, dtype=gate_TF.dtype)
+        strides = torch.tensor([gate_TF.stride(0), up_TF.stride(0)])
+        by_rows(_forward_loop, *y_TF.shape, _flat(gate_TF), _flat(up_TF), strides, y_TF)
+        return y_TF
+    return (F.silu(gate_TF.to(wide(gate_TF.dtype))) * up_TF).to(gate_TF.dtype)
+
+
+def _backward(dy_TF: Tensor, gate_TF: Tensor, up_TF: Tensor) -> tuple[Tensor, Tensor]:
+    dy_TF = dy_TF.contiguous()
+    if _fused(dy_TF, gate_TF, up_TF):
+        dgate_TF, dup_TF = torch.empty_like(dy_TF), torch.empty_like(dy_TF)
+        strides = torch.tensor([gate_TF.stride(0), up_TF.stride(0)])
+        by_rows(_backward_loop, *dy_TF.shape, dy_TF, _flat(gate_TF), _flat(up_TF), strides, dgate_TF, dup_TF)
+        return dgate_TF, dup_TF
+    dy, gate = dy_TF.to(wide(dy_TF.dtype)), gate_TF.to(wide(dy_TF.dtype))
+    s = torch.sigmoid(gate)
+    return (dy * up_TF * s * (1 + gate * (1 - s))).to(dy_TF.dtype), (dy * gate * s).to(dy_TF.dtype)
+
+
+# --- Triton ----------------------------------------------------------------------------------------------
+
+
+@triton_jit
+def _forward_kernel(gate, up, y, width, gate_stride, up_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    t = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = f < width
+    g = tl.load(gate + t * gate_stride + f, inside, 0.0).to(tl.float32)
+    u = tl.load(up + t * up_stride + f, inside, 0.0).to(tl.float32)
+    tl.store(y + t * width + f, (g * tl.sigmoid(g) * u).to(y.dtype.element_ty), inside)
+
+
+@triton_jit
+def _backward_kernel(dy, gate, up, dgate, dup, width, gate_stride, up_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    t = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = f < width
+    d = tl.load(dy + t * width + f, inside, 0.0).to(tl.float32)
+    g = tl.load(gate + t * gate_stride + f, inside, 0.0).to(tl.float32)
+    u = tl.load(up + t * up_stride + f, inside, 0.0).to(tl.float32)
+    s = tl.sigmoid(g)
+    tl.store(dup + t * width + f, (d * g * s).to(dup.dtype.element_ty), inside)
+    tl.store(dgate + t * width + f, (d * u * s * (1 + g * (1 - s))).to(dgate.dtype.element_ty), inside)
+
+
+def _dense_rows(x_TF: Tensor) -> Tensor:
+    """Rows may lie apart (halves of one product), their elements not."""
+    return x_TF if x_TF.stride(1) == 1 else x_TF.contiguous()
+
+
+def _grid(x_TF: Tensor) -> tuple[int, int]:
+    return x_TF.shape[0], -(-x_TF.shape[1] // BLOCK)
+
+
+def _forward_triton(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+    gate, up = _dense_rows(gate_TF), _dense_rows(up_TF)
+    y_TF = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if y_TF.numel():
+        _forward_kernel[_grid(y_TF)](gate, up, y_TF, y_TF.shape[1], gate.stride(0), up.stride(0), BLOCK=BLOCK, num_warps=8)
+    return y_TF
+
+
+def _backward_triton(dy_TF: Tensor, gate_TF: Tensor, up_TF: Tensor) -> tuple[Tensor, Tensor]:
+    dy, gate, up = dy_TF.contiguous(), _dense_rows(gate_TF), _dense_rows(up_TF)
+    dgate_TF, dup_TF = torch.empty_like(dy), torch.empty_like(dy)
+    if dy.numel():
+        _backward_kernel[_grid(dy)](dy, gate, up, dgate_TF, dup_TF, dy.shape[1], gate.stride(0), up.stride(0), BLOCK=BLOCK, num_warps=8)
+    return dgate_TF, dup_TF
+
+
+# --- façade ----------------------------------------------------------------------------------------------
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+_swiglu = operator("swiglu(Tensor gate, Tensor up) -> Tensor", _forward, _forward_triton, lambda gate, up: _like(gate))
+_swiglu_backward = operator(
+    "swiglu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+    _backward, _backward_triton, lambda dy, gate, up: (_like(dy), _like(dy)),
+)  # fmt: skip
+differentiable(
+    "swiglu",
+    lambda ctx, dy: _swiglu_backward(dy, *ctx.saved_tensors),
+    lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, with the inputs' shape and dtype."""
-    return _SwiGLU.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
+    """silu(gate) * up, with the inputs' shape and dtype. Rows may be strided, as halves of one product are."""
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(f"gate is {gate.dtype} {list(gate.shape)}, up {up.dtype} {list(up.shape)}: they must be alike")
+    width = gate.shape[-1]
+    return _swiglu(gate.reshape(-1, width), up.reshape(-1, width)).view(gate.shape)  # type: ignore[no-any-return]

@@ -8,12 +8,17 @@ out: together they stay far below a percent of the arithmetic.
 
 from __future__ import annotations
 
-import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from puna.kernels.linear_cross_entropy import CHUNK_BYTES, CHUNK_BYTES_GPU
 from puna.models.config import ModelConfig
+from puna.models.forest import Forest
+from puna.models.machine import Machine, matrix_rate, peak_flops
+
+__all__ = ["matrix_rate", "peak_flops"]
 
 Precision = Literal["fp32", "bf16"]
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
@@ -44,35 +49,89 @@ class Parameters:
 
 
 def parameters(config: ModelConfig) -> Parameters:
-    """Parameters of the language model with this configuration."""
+    """Parameters of the language model with this configuration; all experts are counted."""
     width, layers = config.hidden_size, config.num_hidden_layers
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
     vocabulary = config.vocab_size * width
+    experts = 1 if config.moe is None else config.moe.num_experts
+    norms = (1 if config.parallel_block else 2) * width + (2 * config.head_dim if config.qk_norm else 0)
+    if config.mla is not None:
+        norms += config.mla.kv_lora_rank + config.mla.q_lora_rank
     return Parameters(
         embedding=vocabulary,
-        attention=layers * width * (2 * queries + 2 * keys),
-        feed_forward=layers * 3 * width * config.intermediate_size,
-        norms=(2 * layers + 1) * width,
+        attention=layers * (_attention_matrices(config) + _attention_biases(config)),
+        feed_forward=layers * (experts * _feed_forward_matrices(config) + _router(config)),
+        norms=layers * norms + width,
         head=0 if config.tie_word_embeddings else vocabulary,
     )
 
 
+def _attention_matrices(config: ModelConfig) -> int:
+    width, heads, mla = config.hidden_size, config.num_attention_heads, config.mla
+    if mla is None:
+        return 2 * width * config.head_dim * (heads + config.num_key_value_heads)
+    rank = mla.q_lora_rank
+    queries = rank * (width + heads * mla.qk_head_dim) if rank else width * heads * mla.qk_head_dim
+    keys = mla.kv_lora_rank * (width + heads * (mla.qk_nope_head_dim + mla.v_head_dim))
+    return queries + keys + width * (mla.qk_rope_head_dim + heads * mla.v_head_dim)
+
+
+def _attention_biases(config: ModelConfig) -> int:
+    output = config.hidden_size if config.o_bias else 0
+    if config.mla is not None:
+        latent = config.mla.q_lora_rank + config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
+        return output + (latent if config.o_bias else 0)
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    return output + (heads * config.head_dim if config.qkv_bias else 0)
+
+
+def _feed_forward_matrices(config: ModelConfig) -> int:
+    """Of the dense block, or of one expert."""
+    inner = config.intermediate_size if config.moe is None else config.moe.moe_intermediate_size
+    return 3 * config.hidden_size * inner
+
+
+def _router(config: ModelConfig) -> int:
+    return 0 if config.moe is None else config.moe.num_experts * config.hidden_size
+
+
 def matrix_parameters(config: ModelConfig) -> int:
-    """Parameters that multiply every token: the layers' matrices and the output layer, shared or not."""
-    return parameters(config).layers + config.vocab_size * config.hidden_size
+    """Parameters that multiply every token: the layers' matrices, of the experts those that a token goes to,
+    and the output layer, shared with the embedding or not."""
+    chosen = 1 if config.moe is None else config.moe.num_experts_per_tok
+    layer = _attention_matrices(config) + chosen * _feed_forward_matrices(config) + _router(config)
+    return config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
 
 
-def seen_keys(lengths: Iterable[int]) -> int:
-    """Query-key pairs of documents of these lengths, in tokens, each token seeing itself and those before."""
-    return sum(n * (n + 1) // 2 for n in lengths)
+def seen_keys(lengths: Iterable[int], window: int | None = None) -> int:
+    """Query-key pairs of documents of these lengths, in tokens, each token seeing itself and those before, or
+    the last `window` of them."""
+    total = 0
+    for n in lengths:
+        w = n if window is None else min(n, window)
+        total += w * (w + 1) // 2 + (n - w) * w
+    return total
+
+
+def _pair_flops(config: ModelConfig) -> int:
+    """Operations of one query-key pair in all heads of a layer: a score and a value's share."""
+    return 2 * config.num_attention_heads * (config.head_dim + config.value_dim)
 
 
 def forward_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
     """Operations of one forward pass over documents of these lengths (tokens), packed in any way."""
     lengths = list(lengths)
-    attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    return 2 * matrix_parameters(config) * sum(lengths) + attention * seen_keys(lengths)
+    pairs = sum(count * seen_keys(lengths, window) for window, count in Counter(config.windows).items())
+    return 2 * matrix_parameters(config) * sum(lengths) + _pair_flops(config) * pairs
+
+
+def forest_flops(config: ModelConfig, forest: Forest) -> int:
+    """Operations of one forward pass over a forest, all its tokens through the output layer."""
+    seen = forest.mask.depths + 1
+    pairs = sum(
+        count * int(seen.sum() if window is None else seen.clamp(max=window).sum())
+        for window, count in Counter(config.windows).items()
+    )
+    return 2 * matrix_parameters(config) * len(forest) + _pair_flops(config) * pairs
 
 
 def training_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
@@ -90,47 +149,138 @@ def flops_per_token(config: ModelConfig, context: int) -> float:
 def state_bytes(config: ModelConfig, precision: Precision = "fp32") -> int:
     """Weights, gradients and AdamW's two moments, in bytes.
 
-    All four are fp32, 16 bytes per parameter; bf16 is autocast over the same fp32 state.
+    16 per parameter in fp32. In bf16 20: weights and gradients that the model computes with (2 + 2), and in fp32
+    the summed gradients, the weights and both moments (4 each).
     """
     if precision not in ELEMENT_BYTES:
         raise ValueError(f"precision must be fp32 or bf16, not {precision!r}")
-    return 16 * parameters(config).total
+    return (16 if precision == "fp32" else 20) * parameters(config).total
 
 
-def activation_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32") -> int:
-    """Estimate of what a forward pass over `tokens` tokens keeps for the backward pass, in bytes.
+def _layer_elements(config: ModelConfig) -> int:
+    """Elements per token that one layer keeps for its backward pass.
 
-    Per layer and token: the inputs and outputs of two norms (4 D), queries before and after rotation and the
-    attention's output (3 H K), keys likewise and values (3 G K), gate, up and their product (3 F). The output
-    layer works in chunks and keeps its input and that input's gradient only.
+    The inputs and outputs of two norms (4 D; 2 D where one feeds both halves), rotated queries and keys, values
+    and the attention's output, gate, up and their product (3 F, for each expert of a token, beside its input and
+    output), and what normalised or latent queries and keys add.
     """
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    width = config.hidden_size
-    layer = 4 * width + 3 * queries + 3 * keys + 3 * config.intermediate_size
-    return ELEMENT_BYTES[precision] * tokens * (config.num_hidden_layers * layer + 4 * width)
+    width, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    inner = 3 * config.intermediate_size
+    if config.moe is not None:
+        inner = config.moe.num_experts_per_tok * (4 * config.moe.moe_intermediate_size + 2 * width)
+        inner += 2 * config.moe.num_experts
+    kept = (2 if config.parallel_block else 4) * width + 2 * config.head_dim * (heads + groups) + inner
+    if config.qk_norm:
+        kept += config.head_dim * (heads + groups)
+    if config.mla is not None:
+        kept += 2 * (config.mla.kv_lora_rank + config.mla.q_lora_rank) + heads * config.mla.v_head_dim
+    return kept
+
+
+def activation_bytes(
+    config: ModelConfig, tokens: int, precision: Precision = "fp32", checkpointing: bool = False
+) -> int:
+    """What a forward pass over `tokens` tokens keeps for the backward pass, in bytes.
+
+    With activation checkpointing each layer's input, and everything of the one layer that is computed again.
+    The output layer works in chunks and keeps its inputs' gradient instead of logits.
+    """
+    width, layers = config.hidden_size, config.num_hidden_layers
+    kept = layers * width + _layer_elements(config) if checkpointing else layers * _layer_elements(config)
+    return ELEMENT_BYTES[precision] * tokens * (kept + width)
+
+
+def peak_bytes(
+    config: ModelConfig, tokens: int, precision: Precision = "fp32", checkpointing: bool = False
+) -> int:
+    """Largest memory of a training step on `tokens` tokens at once, in bytes: tensors, not the process itself.
+
+    The largest of three moments. The output layer: weights and moments, all activations, the layer's inputs and
+    their gradient, its weights' gradient, and either two chunks of logits or that gradient scaled. The last layer's
+    backward pass: the output layer's gradient, and the layer's own gradients of activations. The end: all
+    gradients, and the embedding's inputs.
+    """
+    element, total = ELEMENT_BYTES[precision], parameters(config).total
+    width, vocabulary = config.hidden_size, config.vocab_size * config.hidden_size
+    resting = state_bytes(config, precision) - (4 if precision == "fp32" else 8) * total
+    kept = activation_bytes(config, tokens, precision, checkpointing)
+    limit = CHUNK_BYTES if precision == "fp32" else CHUNK_BYTES_GPU
+    chunks = 2 * min(limit, element * tokens * config.vocab_size)
+    head = 4 * vocabulary + element * tokens * 3 * width + max(4 * vocabulary, chunks)
+    inner = config.intermediate_size if config.moe is None else (
+        config.moe.num_experts_per_tok * config.moe.moe_intermediate_size
+    )
+    layer = 4 * vocabulary + element * tokens * (2 * width + 3 * inner)
+    end = state_bytes(config, precision) - resting + element * tokens * 2 * width
+    # At the output layer no layer is being computed again yet.
+    again = element * tokens * _layer_elements(config) if checkpointing else 0
+    return resting + max(kept - again + head, kept + layer, end)
 
 
 def cache_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32") -> int:
     """Keys and values of `tokens` tokens during generation, in bytes."""
-    width = config.num_key_value_heads * config.head_dim
-    return ELEMENT_BYTES[precision] * 2 * config.num_hidden_layers * width * tokens
+    width = config.num_key_value_heads * (config.head_dim + config.value_dim)
+    return ELEMENT_BYTES[precision] * config.num_hidden_layers * width * tokens
 
 
-def matrix_rate(size: int = 768, seconds: float = 0.3) -> float:
-    """Operations per second that fp32 matrix products of `size` reach here on torch's threads: best of many.
+def elementwise_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32") -> int:
+    """Bytes that norms, rotations, SwiGLU, residual sums and the loss read and write, forward and backward.
 
-    The ceiling against which the utilisation of a CPU run is stated.
+    Elements per layer and token: 28 D for two norms with the residual sums and the sums of their gradients,
+    4 (H + G) K for the rotations, 8 F for SwiGLU; 3 V for the softmax of the output layer.
     """
-    import torch
+    heads = config.num_attention_heads + config.num_key_value_heads
+    inner = config.intermediate_size
+    if config.moe is not None:  # tokens are gathered and scattered for each of their experts
+        inner = config.moe.num_experts_per_tok * (config.moe.moe_intermediate_size + config.hidden_size)
+    layer = 28 * config.hidden_size + 4 * heads * config.head_dim + 8 * inner
+    return ELEMENT_BYTES[precision] * tokens * (config.num_hidden_layers * layer + 3 * config.vocab_size)
 
-    left, right = torch.ones(size, size), torch.ones(size, size)
-    best, stop = float("inf"), time.perf_counter() + seconds
-    torch.mm(left, right)
-    while True:
-        started = time.perf_counter()
-        torch.mm(left, right)
-        now = time.perf_counter()
-        best = min(best, now - started)
-        if now > stop:
-            return 2.0 * size**3 / best
+
+def optimizer_bytes(config: ModelConfig) -> int:
+    """Bytes that clipping and AdamW read and write: the norm (4 per parameter), clipping (8), the update (28)."""
+    return 40 * parameters(config).total
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one training step by what they are spent on."""
+
+    matrices: float
+    attention: float
+    memory: float
+
+    @property
+    def total(self) -> float:
+        """All of it: these parts do not overlap."""
+        return self.matrices + self.attention + self.memory
+
+
+def step_time(
+    config: ModelConfig,
+    lengths: Iterable[int],
+    machine: Machine,
+    precision: Precision = "fp32",
+    update: bool = True,
+) -> StepTime:
+    """Time of a training step on documents of these lengths (tokens): forward, backward and, where `update`, the
+    optimiser's work."""
+    lengths = list(lengths)
+    tokens = sum(lengths)
+    matrices = 6 * matrix_parameters(config) * tokens
+    moved = elementwise_bytes(config, tokens, precision) + (optimizer_bytes(config) if update else 0)
+    return StepTime(
+        matrices / machine.matrix_flops,
+        (training_flops(config, lengths) - matrices) / machine.attention_flops,
+        moved / machine.bandwidth,
+    )
+
+
+def intensity(config: ModelConfig, lengths: Iterable[int], precision: Precision = "fp32") -> float:
+    """Operations of a training step per byte that it must move: elementwise work, the update, and each matrix
+    read for the forward and the backward pass and its gradient written. Below a machine's `ops_per_byte` memory
+    sets the pace."""
+    lengths = list(lengths)
+    matrices = 3 * ELEMENT_BYTES[precision] * (parameters(config).layers + config.vocab_size * config.hidden_size)
+    moved = elementwise_bytes(config, sum(lengths), precision) + optimizer_bytes(config) + matrices
+    return training_flops(config, lengths) / moved

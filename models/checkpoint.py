@@ -1,15 +1,12 @@
-"""Checkpoints in Hugging Face's Llama layout: config.json, model.safetensors and the tokenizer's files.
+"""Checkpoints in Hugging Face's layout: config.json, model.safetensors and the tokenizer's files.
 
-What is written here loads in transformers, vLLM and llama.cpp's converter as a Llama model; what they
-write is read back, sharded or not, in fp32, fp16 or bf16. Nothing is ever unpickled.
+What is written here loads in transformers, vLLM and llama.cpp's converter as a model of its family; what
+they write is read back, sharded or not, in fp32, fp16 or bf16. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +16,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from puna.models.config import ModelConfig
+from puna.models.families import architecture, from_disk, hub_config, parse_config, to_disk
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Head, Transformer
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ARCHITECTURES: dict[Head, str] = {"lm": "LlamaForCausalLM", "scalar": "LlamaForSequenceClassification"}
-# What other Llama checkpoints may ask for and this decoder does not compute: name -> the values it does.
-PLAIN: dict[str, tuple[Any, ...]] = {
-    "model_type": ("llama",),
-    "hidden_act": ("silu", None),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "rope_scaling": (None,),
-    "partial_rotary_factor": (1.0, None),
-    "quantization_config": (None,),
-}
 
 
 class CheckpointError(ValueError):
-    """A folder that is no Llama checkpoint, or one that this model cannot represent."""
+    """A folder that is no checkpoint, or one that this model cannot represent."""
 
 
 def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = None) -> None:
@@ -51,7 +38,7 @@ def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = N
     tied = model.head == "lm" and model.config.tie_word_embeddings
     state = {
         name: tensor.detach().cpu().contiguous()
-        for name, tensor in model.state_dict().items()
+        for name, tensor in to_disk(model.state_dict(), model.config).items()
         if not (tied and name == "lm_head.weight")
     }
     save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
@@ -62,27 +49,26 @@ def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = N
         _write_json(folder / "generation_config.json", {**stops, "pad_token_id": tokenizer.pad})
 
 
-def load(
-    folder: Path | str, head: Head | None = None, generator: torch.Generator | None = None
-) -> Transformer:
-    """Read a Llama-layout checkpoint; the model is fp32 on CPU.
+def load(folder: Path | str, head: Head | None = None) -> Transformer:
+    """Read a checkpoint of any layout in `families.py`; the model is fp32 on CPU.
 
-    `head=None` takes the head that the checkpoint holds. A scalar head that it lacks is drawn from
-    `generator`, small, so that first rewards are near zero. Raises CheckpointError, naming the file and
-    the field, for what is missing, damaged or not computed here.
+    `head=None` takes the head that the checkpoint holds. A scalar head that it lacks is zero: all first
+    rewards are equal, and training shapes the hidden states before it trusts any of their directions.
+    Raises CheckpointError, naming the file and the field, for what is missing, damaged or not computed here.
     """
     folder = Path(folder)
     config = read_config(folder)
-    state = {name: tensor.float() for name, tensor in _read_tensors(folder).items()}
+    try:
+        state = from_disk(_read_tensors(folder), config)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    state = {name: tensor.float() for name, tensor in state.items()}
     found: Head = "scalar" if "score.weight" in state else "lm"
     model = Transformer(config, head or found)
     if model.head == "scalar":
         state.pop("lm_head.weight", None)
         if "score.weight" not in state:
-            if generator is None:
-                raise CheckpointError(f"{folder} has no scalar head: pass a generator to draw one")
-            std = 1.0 / math.sqrt(config.hidden_size + 1)  # Ziegler et al. 2019
-            state["score.weight"] = torch.empty(1, config.hidden_size).normal_(0.0, std, generator=generator)
+            state["score.weight"] = torch.zeros(1, config.hidden_size)
     else:
         state.pop("score.weight", None)
         if config.tie_word_embeddings and "model.embed_tokens.weight" in state:
@@ -111,37 +97,12 @@ def read_config(folder: Path | str) -> ModelConfig:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """The shape in a Hugging Face Llama configuration. Raises ValueError for what is not computed here."""
-    for name, plain in PLAIN.items():
-        if raw.get(name, plain[-1]) not in plain:
-            raise ValueError(f"{name} = {raw[name]!r} is not supported (only {plain[0]!r})")
-    rope = raw.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(
-            f"rope_parameters.rope_type = {rope['rope_type']!r} is not supported (only 'default')"
-        )
-    values = {"num_key_value_heads": raw.get("num_attention_heads"), **raw}
-    values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta"))
-    known = {field.name: field for field in fields(ModelConfig)}
-    chosen = {name: values[name] for name in known if values.get(name) is not None}
-    missing = [name for name, field in known.items() if field.default is MISSING and name not in chosen]
-    if missing:
-        raise ValueError(f"missing {', '.join(missing)}")
-    return ModelConfig(**chosen)
-
-
 def _hub_config(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    config = model.config
     raw: dict[str, Any] = {
-        **config.to_dict(),
-        "architectures": [ARCHITECTURES[model.head]],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        **hub_config(model.config),
+        "architectures": [architecture(model.config.model_type, model.head)],
         # Readers differ in where they look for the rotary base.
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_theta": model.config.rope_theta,
         "torch_dtype": str(model.model.embed_tokens.weight.dtype).removeprefix("torch."),
         "bos_token_id": None if tokenizer is None else tokenizer.bos,
         "eos_token_id": None if tokenizer is None else tokenizer.eos,

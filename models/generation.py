@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.attention import attention
 from puna.kernels.cached_attention import cached_attention
 from puna.models.forest import Forest
 from puna.models.tokenizer import Tokenizer
-from puna.models.transformer import Transformer
+from puna.models.transformer import Transformer, forest_attend
 
 PREFILL_TOKENS = 8192  # prompts computed in one forest
 BLOCK = 128  # probabilities are summed in blocks of this many tokens
@@ -163,8 +162,11 @@ class _Batch:
         self.device, self.dtype = weight.device, weight.dtype
         self.longest = max(len(prompt) for prompt in prompts)
         columns = self.longest + sampling.max_tokens * (2 if refills else 1)
-        shape = (config.num_hidden_layers, slots, config.num_key_value_heads, columns, config.head_dim)
-        self.keys, self.values = (torch.zeros(shape, device=self.device, dtype=self.dtype) for _ in range(2))
+        shape = (config.num_hidden_layers, slots, config.num_key_value_heads, columns)
+        self.keys, self.values = (
+            torch.zeros(*shape, width, device=self.device, dtype=self.dtype)
+            for width in (config.head_dim, config.value_dim)
+        )
         self.bias = torch.zeros(slots, columns, device=self.device, dtype=self.dtype)
         self.hidden = torch.zeros(slots, config.hidden_size, device=self.device, dtype=self.dtype)
         self.starts = [self.longest] * slots  # each row's first column
@@ -231,12 +233,17 @@ class _Batch:
         for slot in range(self.slots):
             if slot not in self.live:  # an idle row looks at its own column only
                 self.starts[slot] = column
-        bias = self.bias[:, window]
+        sliding = self.model.config.windows
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.keys[layer, :, :, column] = k
             self.values[layer, :, :, column] = v
-            return cached_attention(q, self.keys[layer, :, :, window], self.values[layer, :, :, window], bias)
+            # A row's columns are consecutive tokens of its path, so a sliding window is a slice, too.
+            seen = window
+            if (size := sliding[layer]) is not None:
+                seen = slice(max(window.start, column + 1 - size), column + 1)
+            keys, values = self.keys[layer, :, :, seen], self.values[layer, :, :, seen]
+            return cached_attention(q, keys, values, self.bias[:, seen])
 
         tokens = torch.tensor(self.tokens, device=self.device)
         positions = column - torch.tensor(self.starts, device=self.device)
@@ -277,10 +284,12 @@ def _prefixes(model: Transformer, forest: Forest) -> list[_Prefix]:
     keys: list[Tensor] = []
     values: list[Tensor] = []
 
-    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    inside = forest_attend(model.config, forest.mask)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys.append(k)
         values.append(v)
-        return attention(q, k, v, forest.mask)
+        return inside(layer, q, k, v)
 
     hidden = model.model(model.model.embed_tokens(forest.tokens), forest.positions, attend)
     k_LTGK, v_LTGK = torch.stack(keys), torch.stack(values)

@@ -1,7 +1,8 @@
 """The decoder as transformers models, for TRL, PEFT, lm-eval and `generate`.
 
-Same modules, same weights, same files as `Transformer`: a folder saved here is a Llama checkpoint, and
-`from_transformer` shares a model's weights without a copy. Without a cache, a padded batch is one forest
+Same modules, same weights, same files as `Transformer`: checkpoints of the families in `families.py` (Llama
+and SmolLM2, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE) and GGUF files load, a folder saved here has the same
+layout, and `from_transformer` shares a model's weights without a copy. Without a cache, a padded batch is one forest
 of its real tokens, so padding costs nothing; with one (`generate`), rows stay a padded batch.
 """
 
@@ -14,7 +15,18 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    DynamicCache,
+    GenerationMixin,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -22,25 +34,44 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutputWithPast,
 )
 
-from puna.kernels.attention import ForestMask, attention
-from puna.models.checkpoint import ARCHITECTURES, parse_config
+from puna.kernels.attention import ForestMask
 from puna.models.config import ModelConfig
-from puna.models.transformer import Attend, Block, Decoder, Head, Linear, Transformer, decode
+from puna.models.families import EXPERTS, architecture, hub_config, parse_config
+from puna.models.transformer import Attend, Block, Decoder, Head, Linear, Transformer, decode, forest_attend
 
 
-class PunaConfig(LlamaConfig):
-    """Llama's configuration, restricted to what the decoder computes."""
+class PunaConfig(PreTrainedConfig):
+    """The configuration of a model that no family's layout holds (`model_type` puna).
 
-    def shape(self) -> ModelConfig:
-        """The decoder's own configuration. Raises ValueError for what it does not compute."""
-        return parse_config(self.to_dict())
+    Any other model has its family's own configuration class: `PunaConfig.from_pretrained` and `from_shape`
+    return that one.
+    """
+
+    model_type = "puna"
 
     @classmethod
-    def from_shape(cls, shape: ModelConfig, **options: Any) -> Self:
-        """From the decoder's own configuration, with any other field of LlamaConfig."""
-        raw = shape.to_dict()
-        rope = {"rope_type": "default", "rope_theta": raw.pop("rope_theta")}
-        return cls(**raw, rope_parameters=rope, **options)
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """The configuration in a folder or GGUF file, of its family's class."""
+        return AutoConfig.from_pretrained(*args, **kwargs)
+
+    @staticmethod
+    def from_shape(shape: ModelConfig, **options: Any) -> PreTrainedConfig:
+        """From the decoder's own configuration, with any other field of the family's class."""
+        raw = hub_config(shape)
+        return AutoConfig.for_model(raw.pop("model_type"), **raw | options)
+
+
+AutoConfig.register("puna", PunaConfig, exist_ok=True)
+for _kind in EXPERTS:  # transformers applies a family's conversion to classes of others only where registered
+    register_checkpoint_conversion_mapping(_kind, get_checkpoint_conversion_mapping(_kind), overwrite=True)
+
+
+def shape_of(config: PreTrainedConfig) -> ModelConfig:
+    """The decoder's own configuration. Raises ValueError for what it does not compute."""
+    raw = config.to_dict()
+    if isinstance(getattr(config, "quantization_config", None), GgufConfig):
+        del raw["quantization_config"]  # `from_pretrained` unpacks what such a file holds
+    return parse_config(raw)
 
 
 class PunaBlock(GradientCheckpointingLayer, Block):
@@ -60,19 +91,42 @@ class PunaPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     head: Head | None = None
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, gguf_file: str | None = None, **kwargs: Any) -> Self:
+        """As transformers. The weights of a GGUF file are unpacked to `dtype`; ValueError where it stretches
+        rotary frequencies by a tensor of its own (Llama 3.1), unless `config` says how in `rope_parameters`.
+        """
+        if gguf_file is None:
+            return super().from_pretrained(*args, **kwargs)
+        model = super().from_pretrained(
+            *args, gguf_file=gguf_file, quantization_config=GgufConfig(dequantize=True), **kwargs
+        )
+        model.config.__dict__.pop("quantization_config", None)
+        model.hf_quantizer, model.is_quantized = None, False
+        file = Path(args[0] if args else kwargs["pretrained_model_name_or_path"]) / gguf_file
+        if file.is_file() and shape_of(model.config).rope_scaling is None:
+            from gguf import GGUFReader
+
+            if any(tensor.name.startswith("rope_freqs") for tensor in GGUFReader(file).tensors):
+                raise ValueError(
+                    f"{file} scales rotary frequencies by its tensor rope_freqs, which is not read: pass a "
+                    f"config whose rope_parameters say how (rope_type llama3)"
+                )
+        return model
+
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As transformers, under Llama's architecture name, so that any reader of Llama loads the folder."""
+        """As transformers, under the family's architecture name, so that any reader of it loads the folder."""
         super().save_pretrained(save_directory, *args, **kwargs)
         path = Path(save_directory) / "config.json"
         if self.head is not None and path.is_file():
             raw = json.loads(path.read_text(encoding="utf-8"))
-            raw["architectures"] = [ARCHITECTURES[self.head]]
+            raw["architectures"] = [architecture(raw["model_type"], self.head)]
             path.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     @classmethod
     def from_transformer(cls, model: Transformer, **options: Any) -> Self:
-        """Wrap a model's own weights: what one trains, the other has. `options` are fields of LlamaConfig,
-        such as `pad_token_id`."""
+        """Wrap a model's own weights: what one trains, the other has. `options` are fields of the
+        family's configuration, such as `pad_token_id`."""
         if model.head != cls.head:
             raise ValueError(f"{cls.__name__} needs a model with a {cls.head!r} head, not {model.head!r}")
         if cls.head == "scalar":
@@ -87,7 +141,7 @@ class PunaPreTrainedModel(PreTrainedModel):
         """The plain model over the same weights. Merge adapters first (`merge_and_unload` in PEFT)."""
         assert self.head is not None
         with torch.device("meta"):
-            model = Transformer(self.config.shape(), self.head)
+            model = Transformer(shape_of(self.config), self.head)
         model.load_state_dict(self.state_dict(), assign=True)
         _share(self, model)
         return model
@@ -103,9 +157,9 @@ def _share(source: nn.Module, target: nn.Module) -> None:
 class PunaModel(PunaPreTrainedModel):
     """The backbone: token ids or embeddings [B, T] to hidden states [B, T, D]."""
 
-    def __init__(self, config: PunaConfig) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
-        shape = config.shape()
+        shape = shape_of(config)
         decoder = Decoder(shape)
         self.shape = shape
         self.embed_tokens = decoder.embed_tokens
@@ -158,10 +212,7 @@ class PunaModel(PunaPreTrainedModel):
         total = int(real.sum())
         lengths = torch.diff(starts, append=starts.new_tensor([total]))
         mask = ForestMask.from_end((starts + lengths).to(torch.int32).repeat_interleave(lengths))
-
-        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention(q, k, v, mask)
-
+        attend = forest_attend(self.shape, mask)
         h_ND = decode(self.layers, self.norm, self.shape, x_BTD[real], positions[real], attend)
         if total == B * T:
             return h_ND.view(B, T, D)
@@ -177,12 +228,16 @@ class PunaModel(PunaPreTrainedModel):
         def attend(layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
             q, k, v = (x.view(B, T, *x.shape[1:]).transpose(1, 2) for x in (q_NHK, k_NGK, v_NGK))
             k, v = cache.update(k, v, layer)
-            index = torch.arange(k.shape[2], device=q.device)
-            visible = (index <= counted[:, None]).expand(B, T, -1)
+            # The cache of a sliding layer has dropped its oldest keys.
+            index = torch.arange(k.shape[2], device=q.device) + max(0, past + T - k.shape[2])
+            visible = index <= counted[:, None]
+            if (window := self.shape.windows[layer]) is not None:
+                visible = visible & (counted[:, None] - index < window)
+            visible = visible.expand(B, T, -1)
             if keep is not None:
-                padded = F.pad(keep.bool(), (0, max(0, len(index) - keep.shape[1])), value=True)
+                padded = F.pad(keep.bool(), (0, max(0, int(index[-1]) + 1 - keep.shape[1])), value=True)
                 # A padding query sees itself, so that its softmax is defined.
-                visible = visible & padded[:, None, : len(index)] | (index == counted[:, None])
+                visible = visible & padded[:, None, index] | (index == counted[:, None])
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True)
             return out.transpose(1, 2).flatten(0, 1)
 
@@ -196,7 +251,7 @@ class PunaForCausalLM(PunaPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     head: Head | None = "lm"
 
-    def __init__(self, config: PunaConfig) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         self.model = PunaModel(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
@@ -233,7 +288,7 @@ class PunaForSequenceClassification(PunaPreTrainedModel):
 
     head: Head | None = "scalar"
 
-    def __init__(self, config: PunaConfig) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = PunaModel(config)

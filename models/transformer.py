@@ -1,24 +1,26 @@
-"""A Llama-family decoder over forests: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+"""A Llama-family decoder over forests: RMSNorm, RoPE, grouped-query or latent attention, SwiGLU or experts.
 
 No batch axis and no padding: a batch is one row of T tokens whose forest mask keeps sequences apart.
 Shapes: T tokens, N asked positions, D model width, H query heads, G key-value heads, K head width,
-F feed-forward width, V vocabulary. Module names are those of Hugging Face's Llama, so a state
-dictionary is a Llama checkpoint.
+F feed-forward width, E experts, V vocabulary. Module names are those of Hugging Face's models; `families.py`
+knows which layout a checkpoint has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from puna.kernels.attention import attention
+from puna.kernels.attention import ForestMask, attention
 from puna.kernels.linear import linear
 from puna.kernels.linear_cross_entropy import linear_cross_entropy, linear_token_logprobs
-from puna.kernels.rms_norm import rms_norm
-from puna.kernels.rope import rope, rope_table
+from puna.kernels.rms_norm import add_rms_norm, rms_norm
+from puna.kernels.rope import rope
 from puna.kernels.swiglu import swiglu
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
@@ -30,17 +32,18 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Linear(nn.Linear):
-    """A matrix [N, D] without bias. Its weights come from a generator or a checkpoint, never from torch's
-    global random numbers."""
+    """A matrix [N, D], without bias unless asked for. Its weights come from a generator or a checkpoint,
+    never from torch's global random numbers."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
         """Nothing: see `Transformer.initialise`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        y = linear(x, self.weight)
+        return y if self.bias is None else y + self.bias
 
 
 class Embedding(nn.Embedding):
@@ -61,26 +64,73 @@ class RMSNorm(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         return rms_norm(x_TD, self.weight, self.eps)
 
+    def add(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, sum), in one pass."""
+        return add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
+
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Multi-head, grouped-query or multi-query attention with rotary positions."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
         D, K = config.hidden_size, config.head_dim
         self.head_dim = K
-        self.q_proj = Linear(D, config.num_attention_heads * K)
-        self.k_proj = Linear(D, config.num_key_value_heads * K)
-        self.v_proj = Linear(D, config.num_key_value_heads * K)
-        self.o_proj = Linear(config.num_attention_heads * K, D)
+        self.q_proj = Linear(D, config.num_attention_heads * K, config.qkv_bias)
+        self.k_proj = Linear(D, config.num_key_value_heads * K, config.qkv_bias)
+        self.v_proj = Linear(D, config.num_key_value_heads * K, config.qkv_bias)
+        self.o_proj = Linear(config.num_attention_heads * K, D, config.o_bias)
+        self.q_norm, self.k_norm = (
+            RMSNorm(K, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         T = x_TD.shape[0]
-        q_THK = rope(self.q_proj(x_TD).view(T, -1, self.head_dim), cos, sin)
-        k_TGK = rope(self.k_proj(x_TD).view(T, -1, self.head_dim), cos, sin)
+        q_THK = rope(self.q_norm(self.q_proj(x_TD).view(T, -1, self.head_dim)), cos, sin)
+        k_TGK = rope(self.k_norm(self.k_proj(x_TD).view(T, -1, self.head_dim)), cos, sin)
         v_TGK = self.v_proj(x_TD).view(T, -1, self.head_dim)
         return self.o_proj(attend(self.layer, q_THK, k_TGK, v_TGK).flatten(1))
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention: a token's keys and values grow out of one narrow vector (DeepSeek-V2).
+
+    Only the part of a key that all heads share is rotated. `attend` sees keys and values spelled out per head.
+    """
+
+    LATENT_EPS = 1e-6  # of the latent vectors' norms, whatever the model's own
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        assert config.mla is not None
+        self.layer, self.mla = layer, config.mla
+        D, H, mla, bias = config.hidden_size, config.num_attention_heads, config.mla, config.o_bias
+        if mla.q_lora_rank:
+            self.q_a_proj = Linear(D, mla.q_lora_rank, bias)
+            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, self.LATENT_EPS)
+            self.q_b_proj = Linear(mla.q_lora_rank, H * mla.qk_head_dim)
+        else:
+            self.q_proj = Linear(D, H * mla.qk_head_dim)
+        self.kv_a_proj_with_mqa = Linear(D, mla.kv_lora_rank + mla.qk_rope_head_dim, bias)
+        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, self.LATENT_EPS)
+        self.kv_b_proj = Linear(mla.kv_lora_rank, H * (mla.qk_nope_head_dim + mla.v_head_dim))
+        self.o_proj = Linear(H * mla.v_head_dim, D, bias)
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        T, mla = x_TD.shape[0], self.mla
+        low = mla.q_lora_rank > 0
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD))) if low else self.q_proj(x_TD)
+        q_THN, q_THR = q.view(T, -1, mla.qk_head_dim).split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1)
+        latent, shared = self.kv_a_proj_with_mqa(x_TD).split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
+        kv = self.kv_b_proj(self.kv_a_layernorm(latent.contiguous()))
+        k_THN, v_THV = kv.view(T, -1, mla.qk_nope_head_dim + mla.v_head_dim).split(
+            [mla.qk_nope_head_dim, mla.v_head_dim], -1
+        )
+        k_THR = rope(shared[:, None], cos, sin).expand(-1, k_THN.shape[1], -1)
+        q_THK = torch.cat([q_THN, rope(q_THR, cos, sin)], -1)
+        k_THK = torch.cat([k_THN, k_THR], -1)
+        return self.o_proj(attend(self.layer, q_THK, k_THK, v_THV).flatten(1))
 
 
 class MLP(nn.Module):
@@ -97,38 +147,102 @@ class MLP(nn.Module):
         return self.down_proj(swiglu(self.gate_proj(x_TD), self.up_proj(x_TD)))
 
 
+class Experts(nn.Module):
+    """The experts' matrices, stacked: gate and up [E, 2 F, D], down [E, D, F]."""
+
+    def __init__(self, experts: int, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, width))
+        self.down_proj = nn.Parameter(torch.empty(experts, width, inner))
+
+    def forward(self, x_ND: Tensor, counts: list[int]) -> Tensor:
+        """Rows sorted by expert, `counts` [E] of them to each: [N, D] to [N, D]."""
+        parts = []
+        for expert, x in enumerate(x_ND.split(counts)):
+            if len(x):
+                gate, up = linear(x, self.gate_up_proj[expert]).chunk(2, -1)
+                parts.append(linear(swiglu(gate, up), self.down_proj[expert]))
+        return torch.cat(parts)
+
+
+class MoeMLP(nn.Module):
+    """Each token through its top-k experts, no token dropped.
+
+    `balance` is the load-balancing loss of the last forward pass with gradients: E times the sum over experts
+    of (share of tokens that chose it) x (mean router probability), k when all are even (Fedus et al. 2022,
+    equation 4; with top-k choices it counts each).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.moe = config.moe
+        self.gate = Linear(config.hidden_size, self.moe.num_experts)
+        self.experts = Experts(self.moe.num_experts, config.hidden_size, self.moe.moe_intermediate_size)
+        self.balance: Tensor | None = None
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        E, k = self.moe.num_experts, self.moe.num_experts_per_tok
+        logits_TE = self.gate(x_TD)
+        p_TE = torch.softmax(logits_TE.float() if logits_TE.dtype.itemsize < 4 else logits_TE, -1)
+        weight_Tk, chosen_Tk = p_TE.topk(k, -1)
+        if self.moe.norm_topk_prob:
+            weight_Tk = weight_Tk / weight_Tk.sum(-1, keepdim=True)
+        counts = torch.bincount(chosen_Tk.flatten(), minlength=E)
+        if torch.is_grad_enabled():
+            self.balance = E * (counts.to(p_TE.dtype) / len(x_TD) * p_TE.mean(0)).sum()
+        order = chosen_Tk.flatten().argsort(stable=True)
+        token = order // k
+        y_ND = self.experts(x_TD[token], counts.tolist()) * weight_Tk.flatten()[order, None].to(x_TD.dtype)
+        return torch.zeros_like(x_TD).index_add(0, token, y_ND)
+
+
 class Block(nn.Module):
-    """One pre-norm decoder layer."""
+    """One pre-norm decoder layer; with `parallel_block` one norm feeds both halves."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.parallel = config.parallel_block
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.self_attn = Attention(config, layer) if config.mla is None else LatentAttention(config, layer)
+        if not self.parallel:
+            self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config) if config.moe is None else MoeMLP(config)
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos, sin, attend)
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        normed_TD = self.input_layernorm(x_TD)
+        seen_TD = self.self_attn(normed_TD, cos, sin, attend)
+        if self.parallel:
+            return x_TD + seen_TD + self.mlp(normed_TD)
+        normed_TD, x_TD = self.post_attention_layernorm.add(x_TD, seen_TD)
+        return x_TD + self.mlp(normed_TD)
 
 
 class Decoder(nn.Module):
-    """Token embedding, layers and final norm: tokens [T] -> hidden states [T, D]."""
+    """Token embedding, layers and final norm: tokens [T] -> hidden states [T, D].
+
+    With `checkpointing`, training keeps each layer's input only and computes the layer again in the backward
+    pass (Chen et al. 2016).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.checkpointing = False
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x_TD: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states of embedded tokens x [T, D] at position ids [T]."""
-        return decode(self.layers, self.norm, self.config, x_TD, positions, attend)
+        layers: Iterable[Callable[..., Tensor]] = self.layers
+        if self.checkpointing and self.training and torch.is_grad_enabled():
+            layers = [partial(checkpoint, layer, use_reentrant=False) for layer in self.layers]
+        return decode(layers, self.norm, self.config, x_TD, positions, attend)
 
 
 def decode(
-    layers: Iterable[nn.Module],
+    layers: Iterable[Callable[..., Tensor]],
     norm: nn.Module,
     config: ModelConfig,
     x_TD: Tensor,
@@ -136,10 +250,38 @@ def decode(
     attend: Attend,
 ) -> Tensor:
     """Run embedded tokens x [T, D] at position ids [T] through layers and final norm."""
-    cos, sin = rope_table(positions, config.head_dim, config.rope_theta, x_TD.dtype)
+    cos, sin = rotary_table(config, positions, x_TD.dtype)
     for layer in layers:
         x_TD = layer(x_TD, cos, sin, attend)
     return norm(x_TD)
+
+
+def rotary_table(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, K/2] of the rotation at each position id; computed in fp64, returned in `dtype`."""
+    frequencies = torch.tensor(config.rotary_frequencies(), dtype=torch.float64, device=positions.device)
+    angles = positions.to(torch.float64)[:, None] * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def forest_attend(config: ModelConfig, mask: ForestMask) -> Attend:
+    """Attention inside a forest, by each layer's window."""
+    masks = {window: mask.within(window) for window in set(config.windows)}
+
+    def attend(layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
+        return attention(q_THK, k_TGK, v_TGK, masks[config.windows[layer]])
+
+    return attend
+
+
+def take_balance_loss(model: nn.Module, config: ModelConfig) -> Tensor | None:
+    """See `Transformer.take_balance_loss`."""
+    blocks = [m for m in model.modules() if isinstance(m, MoeMLP)] if config.moe is not None else []
+    losses = [block.balance for block in blocks if block.balance is not None]
+    for block in blocks:
+        block.balance = None
+    if config.moe is None or not losses:
+        return None
+    return config.moe.router_aux_loss_coef * torch.stack(losses).mean()
 
 
 class Transformer(nn.Module):
@@ -168,21 +310,22 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw all matrices from `generator`, in the order of their names; gains become one."""
-        for _, parameter in sorted(self.named_parameters()):
+        """Draw all matrices from `generator`, in the order of their names; gains become one, biases zero."""
+        for name, parameter in sorted(self.named_parameters()):
             if parameter.ndim == 1:
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             else:
                 parameter.normal_(0.0, self.config.initializer_range, generator=generator)
 
     def hidden(self, forest: Forest) -> Tensor:
         """Final-norm hidden states [T, D]."""
-        mask = forest.mask
-
-        def attend(_: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
-            return attention(q_THK, k_TGK, v_TGK, mask)
-
+        attend = forest_attend(self.config, forest.mask)
         return self.model(self.model.embed_tokens(forest.tokens), forest.positions, attend)
+
+    def take_balance_loss(self) -> Tensor | None:
+        """`router_aux_loss_coef` times the mean over layers of the load-balancing loss of the last forward pass
+        with gradients, once; None without such a pass or without experts."""
+        return take_balance_loss(self, self.config)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Next-token logits [N, V]."""

@@ -66,9 +66,10 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
             if lock.stat().st_mtime <= old and not _held(lock):
                 lock.unlink(missing_ok=True)
         for item in garbage:
-            # The manifest goes first: a half-removed artifact must not look like one.
-            (item.folder / NAME).unlink(missing_ok=True)
-            shutil.rmtree(item.folder)
+            # Out of the way in one step first: a half-removed artifact must not look like one, nor block its key.
+            doomed = store.root / "quarantine" / f"removed-{item.folder.name[:12]}-{time.time_ns()}"
+            item.folder.rename(doomed)
+            shutil.rmtree(doomed)
     return garbage
 
 

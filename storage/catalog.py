@@ -7,6 +7,7 @@ that can go stale. The connection holds views on Parquet files only; it cannot w
 from __future__ import annotations
 
 import json
+import re
 
 import duckdb
 import pyarrow as pa
@@ -34,18 +35,25 @@ def connect(store: Store) -> duckdb.DuckDBPyConnection:
     artifacts = store.artifacts()
     _meta(connection, artifacts)
     for name in TABLES:
-        files = [str(a.folder / f"{name}.parquet") for a in artifacts if name in a.manifest.tables]
+        files = [_quoted(str(a.folder.resolve() / f"{name}.parquet")) for a in artifacts if name in a.manifest.tables]
         if files:
             # The key is the folder's name: …/<key>/<table>.parquet
             connection.execute(
                 f"""create view "{name}" as select split_part(filename, '/', -2) as artifact, * exclude (filename)
-                from read_parquet({files}, union_by_name = true, filename = true)"""
+                from read_parquet([{", ".join(files)}], union_by_name = true, filename = true)"""
             )
         else:
             columns = ", ".join(f'"{f.name}" {_duck(f.type)}' for f in TABLES[name].schema)
             connection.execute(f'create table "{name}" (artifact varchar, {columns})')
+    # Only the store's own files can be read, whatever a statement says.
+    connection.execute(f"set allowed_directories = [{_quoted(str(store.root.resolve() / 'objects') + '/')}]")
+    connection.execute("set enable_external_access = false")
     connection.execute("set lock_configuration = true")
     return connection
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
 
 
 def query(store: Store, text: str) -> pa.Table:
@@ -60,15 +68,23 @@ def run(connection: duckdb.DuckDBPyConnection, text: str) -> pa.Table:
         statements = connection.extract_statements(text)
         if len(statements) != 1:
             raise PunaError(f"give one SQL statement, not {len(statements)}")
-        if statements[0].type not in READING:
-            raise PunaError("the catalog is read-only: only SELECT, SHOW, DESCRIBE, SUMMARIZE and EXPLAIN are run")
+        if not _reads(connection, statements[0]):
+            raise PunaError("the catalog is read-only: only SELECT, SHOW, DESCRIBE, SUMMARIZE and EXPLAIN of these are run")
         relation = connection.sql(text)
         return relation.to_arrow_table() if relation is not None else pa.table({})
     except duckdb.Error as error:
         raise PunaError(str(error)) from error
 
 
-READING = {duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN, duckdb.StatementType.PRAGMA, duckdb.StatementType.CALL}
+EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)?", re.IGNORECASE)
+
+
+def _reads(connection: duckdb.DuckDBPyConnection, statement: duckdb.Statement) -> bool:
+    """Whether a statement writes nothing: EXPLAIN ANALYZE runs what it explains."""
+    if statement.type == duckdb.StatementType.EXPLAIN:
+        inner = connection.extract_statements(EXPLAIN.sub("", statement.query, count=1))
+        return len(inner) == 1 and inner[0].type == duckdb.StatementType.SELECT
+    return statement.type == duckdb.StatementType.SELECT
 
 
 def _duck(kind: pa.DataType) -> str:

@@ -36,9 +36,13 @@ def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Chang
     return found + [Change("input", n, b, a) for n, b, a in _differences(*inputs)]
 
 
-def against(store: Store, identity: Identity) -> list[Change] | None:
-    """What differs between a stage about to run and the nearest artifact it made before; None when there is none."""
-    earlier = [a.manifest for a in store.artifacts() if a.manifest.stage == identity.stage]
+def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
+    """What differs between a stage about to run and what the same step of earlier runs made; None when it never ran.
+
+    Of several earlier artifacts the nearest counts: fewest differences, then newest.
+    """
+    keys = {event["key"] for run in store.runs() for event in store.events(run) if event.get("step") == step}
+    earlier = [a.manifest for a in store.artifacts() if a.key in keys and a.manifest.stage == identity.stage]
     about = [changes(m, identity) for m in reversed(earlier)]
     return min(about, key=len) if about else None
 

@@ -17,7 +17,7 @@ from puna.storage.signals import SIGNALS
 
 KINDS = (
     "pages", "documents", "signals", "mixture", "tokenizer", "tokens", "model",
-    "prompts", "answers", "preferences", "instructions", "evaluation", "report",
+    "prompts", "answers", "preferences", "instructions", "evaluation",
 )  # fmt: skip
 
 TIME = pa.timestamp("us", tz="UTC")
@@ -125,12 +125,24 @@ TABLES: dict[str, TableSchema] = {
             column("cluster", pa.string(), "id of the cluster's survivor"),
         ),
         _table(
+            "revisions", ID,
+            column("kept_id", pa.string(), "the document that is now kept instead; null: this one is kept again", nullable=True),
+            column("similarity", NUMBER, "verified similarity of the pair", "fraction", nullable=True),
+        ),
+        _table(
             "removed_lines", ID,
             column("line", pa.int32(), "number of the line in the input document", "from 0"),
             column("text", pa.string(), "the line"),
             column("rule", pa.string(), "rule that removed the line"),
             column("value", NUMBER, "the line's value of the rule's signal"),
             key=("id", "line"),
+        ),
+        _table(
+            "removed_spans", ID,
+            column("start", pa.int64(), "first character of the span in the input document", "from 0"),
+            column("text", pa.string(), "the span"),
+            column("kept_id", pa.string(), "document in which the span's beginning occurs first"),
+            key=("id", "start"),
         ),
         _table(
             "line_signals", ID,

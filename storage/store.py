@@ -64,8 +64,13 @@ class Store:
         return Artifact.at(folder) if (folder / NAME).is_file() else None
 
     def artifacts(self) -> list[Artifact]:
-        """Every committed artifact, oldest first."""
-        found = [Artifact.at(m.parent) for m in (self.root / "objects").glob(f"*/*/*/{NAME}")]
+        """Every committed artifact, oldest first; one whose manifest cannot be read is left out, `verify` names it."""
+        found = []
+        for manifest in (self.root / "objects").glob(f"*/*/*/{NAME}"):
+            with contextlib.suppress(PunaError):
+                artifact = Artifact.at(manifest.parent)
+                _ = artifact.manifest
+                found.append(artifact)
         return sorted(found, key=lambda a: (a.manifest.created_at, a.key))
 
     def resolve(self, name: str) -> Artifact:
@@ -95,8 +100,12 @@ class Store:
 
     def quarantine(self, artifact: Artifact) -> Path:
         """Move a damaged artifact out of the way; returns where it is now."""
-        target = self.root / "quarantine" / f"{artifact.kind}-{artifact.key[:12]}-{time.time_ns()}"
-        os.rename(artifact.folder, target)
+        return self.set_aside(artifact.kind, artifact.key)
+
+    def set_aside(self, kind: str, key: str) -> Path:
+        """Move the folder of a key out of the way, whatever is left in it; returns where it is now."""
+        target = self.root / "quarantine" / f"{kind}-{key[:12]}-{time.time_ns()}"
+        os.rename(self.folder(kind, key), target)
         return target
 
     # --- making ------------------------------------------------------------------------------------
@@ -303,6 +312,8 @@ class Work:
         _write_text(self.output / NAME, manifest.to_json())
         target_folder = self.store.folder(kind, key)
         target_folder.parent.mkdir(parents=True, exist_ok=True)
+        if target_folder.exists() and not (target_folder / NAME).is_file():
+            self.store.set_aside(kind, key)
         try:
             os.rename(self.output, target_folder)
         except OSError as error:
@@ -314,7 +325,7 @@ class Work:
 
     @staticmethod
     def _has_table(kind: str) -> bool:
-        return kind not in ("tokenizer", "model", "report")
+        return kind not in ("tokenizer", "model")
 
 
 def _batches(file: Path) -> Iterator[pa.RecordBatch]:

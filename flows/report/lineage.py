@@ -14,7 +14,7 @@ LETTERS = 20
 FAMILIES = {
     "pages": "web", "documents": "web", "signals": "signals", "mixture": "corpus", "tokenizer": "corpus", "tokens": "corpus",
     "model": "model", "prompts": "data", "answers": "data", "preferences": "data", "instructions": "data",
-    "evaluation": "evaluation", "report": "evaluation",
+    "evaluation": "evaluation",
 }  # fmt: skip
 FAMILY_NAMES = {
     "web": "pages, documents", "signals": "signals", "corpus": "mixture, tokenizer, tokens", "model": "models",

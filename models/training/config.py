@@ -22,11 +22,17 @@ class TrainConfig:
     anneal_steps    the last steps, in which the rate falls linearly to 0
     average         how many checkpoints, evenly spread over the annealing and ending with its last step,
                     are averaged into the final weights (Llama 3, section 3.4.3); 0 keeps the last ones
+    ema             decay per step of an exponential moving average that becomes the final weights; 0: none
+    optimizer       adamw; or muon for the matrices inside the layers and AdamW for all other weights, at the
+                    same learning rate and weight decay
     weight_decay    decoupled (AdamW); matrices only: none on norms, biases and embeddings
     beta1, beta2, epsilon    Adam's
+    momentum        Muon's
     clip            largest global gradient norm; None: no clipping
-    max_skipped     a step whose loss or gradient is not finite changes nothing; this many in a row stop
-                    the run
+    spike_window    accepted steps against which a step's loss and gradient norm are held; 0: no detection
+    spike_limit     above median + this many (robust) standard deviations of that window is a spike
+    max_skipped     a step that is not finite or is a spike changes nothing; this many in a row stop the run
+    activation_checkpointing    keep each layer's input only and compute the layer again in the backward pass
     precision       fp32; or bf16: the model computes in bf16, gradients are added up in fp32 and
                     AdamW works on fp32 weights (for GPUs: a CPU is far slower in bf16)
     """
@@ -39,12 +45,18 @@ class TrainConfig:
     decay_steps: int = 0
     anneal_steps: int = 0
     average: int = 0
+    ema: float = 0.0
+    optimizer: Literal["adamw", "muon"] = "adamw"
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
+    momentum: float = 0.95
     clip: float | None = 1.0
+    spike_window: int = 0
+    spike_limit: float = 10.0
     max_skipped: int = 5
+    activation_checkpointing: bool = False
     precision: Literal["fp32", "bf16"] = "fp32"
 
     def __post_init__(self) -> None:
@@ -60,6 +72,12 @@ class TrainConfig:
             (self.anneal_steps + self.warmup_steps <= self.steps, "warm-up and annealing overlap"),
             (self.anneal_steps >= 0, "anneal_steps must not be negative"),
             (0 <= self.average <= self.anneal_steps, "average must lie in 0..anneal_steps"),
+            (0 <= self.ema < 1, "ema must lie in [0, 1)"),
+            (not (self.ema and self.average), "ema and average are two ways to the final weights: choose one"),
+            (self.optimizer in ("adamw", "muon"), "optimizer must be adamw or muon"),
+            (0 <= self.momentum < 1, "momentum must lie in [0, 1)"),
+            (self.spike_window == 0 or self.spike_window >= 8, "spike_window must be 0 or at least 8"),
+            (self.spike_limit > 0, "spike_limit must be positive"),
             (self.weight_decay >= 0, "weight_decay must not be negative"),
             (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "beta1 and beta2 must lie in [0, 1)"),
             (self.clip is None or self.clip > 0, "clip must be positive or None"),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from puna.models.training.config import TrainConfig
+from puna.models.training.spikes import spike_limits
 from puna.models.training.state import load_state, save_state
 from puna.models.training.updater import Row, Updater
 
@@ -28,7 +29,7 @@ Batches = Callable[[int], Any]
 
 
 class TrainingDiverged(RuntimeError):
-    """Loss or gradient was not finite several steps in a row."""
+    """Loss or gradient was not finite, or a spike, several steps in a row."""
 
 
 def train(
@@ -46,15 +47,16 @@ def train(
     batches(step) gives the batch of a step, counted from 1, or a list of micro-batches whose gradients
     are accumulated; the same step must always give the same batch. Only parameters that require a
     gradient are trained and checkpointed. Rows: step, loss, learning_rate, gradient_norm (before
-    clipping), tokens (of this step's rows), seconds (of this step), skipped (0 or 1), and the
-    objective's metrics.
+    clipping), tokens (of this step's rows), seconds (of this step), tokens_per_second, skipped (0 or 1),
+    the objective's metrics, model_flops_utilization where the device's peak is known, and balance_loss of a
+    model with experts.
 
     In bf16 the model computes in bf16 while it trains and has its fp32 weights back afterwards.
 
     With `checkpoint_dir` the state is kept there every `checkpoint_every` steps and at the end, and a
     run that finds one continues after it, calling `on_step` for new steps only. It refuses the state of
     another configuration or seed, or of other initial weights, with ValueError. `TrainingDiverged` after
-    `max_skipped` steps in a row without a finite loss and gradient.
+    `max_skipped` steps in a row without an acceptable loss and gradient.
     """
     identity = {"config": asdict(config), "seed": seed, "initial": weights_digest(model)}
     was_training = model.training
@@ -64,11 +66,14 @@ def train(
         averaged_steps = config.averaged_steps()
         model.train()
         for step in range(first, config.steps + 1):
-            row = updater.step(step, batches(step), seed)
+            limits = spike_limits(log, config.spike_window, config.spike_limit)
+            row = updater.step(step, batches(step), seed, limits)
             log.append(row)
             check_skips(log, config.max_skipped)
             if step in averaged_steps:
-                _include(average, updater.weights, sum(s <= step for s in averaged_steps))
+                _include(average, updater.weights, 1.0 / sum(s <= step for s in averaged_steps))
+            if config.ema and not row["skipped"]:
+                _include(average, updater.weights, 1.0 - config.ema)
             if checkpoint_dir is not None and (
                 step == config.steps or (checkpoint_every and step % checkpoint_every == 0)
             ):
@@ -115,14 +120,14 @@ def _resume(
     return record["step"] + 1, record["log"]
 
 
-def _include(average: dict[str, Tensor], weights: dict[str, nn.Parameter], count: int) -> None:
-    """Update the running mean with the `count`-th set of weights."""
+def _include(average: dict[str, Tensor], weights: dict[str, nn.Parameter], share: float) -> None:
+    """Move the average by `share` of the way to these weights; the first ones are the average."""
     for name, parameter in weights.items():
         value = parameter.detach()
-        if count == 1:
+        if name not in average:
             average[name] = value.clone()
         else:
-            average[name] = average[name].to(value.device).lerp(value, 1.0 / count)
+            average[name] = average[name].to(value.device).lerp(value, share)
 
 
 def check_skips(log: TrainLog, allowed: int) -> None:
@@ -131,7 +136,7 @@ def check_skips(log: TrainLog, allowed: int) -> None:
     if len(recent) == allowed and all(row["skipped"] for row in recent):
         last = recent[-1]
         raise TrainingDiverged(
-            f"loss or gradient was not finite in {allowed} steps in a row, up to step {last['step']:.0f} "
+            f"loss or gradient was not finite, or spiked, in {allowed} steps in a row, up to step {last['step']:.0f} "
             f"(loss {last['loss']}, gradient norm {last['gradient_norm']}, learning rate "
             f"{last['learning_rate']:.3g}): lower the learning rate, warm up longer or clip harder"
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+
+from puna.models.training.schedules import Ramp
 
 ExampleT = TypeVar("ExampleT")
 BatchT = TypeVar("BatchT")
@@ -16,42 +19,58 @@ def epoch_order(count: int, epoch: int, seed: int) -> np.ndarray[Any, np.dtype[n
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
-def step_indices(step: int, count: int, batch_size: int, seed: int) -> list[int]:
+def step_indices(step: int, count: int, batch_size: int | Ramp, seed: int) -> list[int]:
     """Examples of a step, counted from 1: `batch_size` next ones of the endless row of epochs.
 
     Every example comes exactly once per epoch, also where a step spans two of them, so a resumed run
     neither skips nor repeats one.
     """
-    if count < 1 or batch_size < 1 or step < 1:
-        raise ValueError(f"step, count and batch_size must be positive: {step}, {count}, {batch_size}")
-    first = (step - 1) * batch_size
+    ramp = Ramp((batch_size,), 1) if isinstance(batch_size, int) else batch_size
+    if count < 1 or step < 1:
+        raise ValueError(f"step and count must be positive: {step}, {count}")
+    first, size = ramp.before(step), ramp.at(step)
     chosen: list[int] = []
-    while len(chosen) < batch_size:
+    while len(chosen) < size:
         epoch, start = divmod(first + len(chosen), count)
         order = epoch_order(count, epoch, seed)
-        chosen += order[start : start + batch_size - len(chosen)].tolist()
+        chosen += order[start : start + size - len(chosen)].tolist()
     return chosen
+
+
+def cut_lengths(lengths: Sequence[int], length: int) -> list[int]:
+    """Document lengths [n] of a packed row, cut where the row crosses a multiple of `length` tokens.
+
+    With them a row trains as several shorter sequences of the same tokens: a ramp of sequence lengths.
+    """
+    if length < 1:
+        raise ValueError(f"length must be positive, not {length}")
+    pieces, at = [], 0
+    for size in lengths:
+        while size:
+            piece = min(size, length - at % length)
+            pieces.append(piece)
+            at, size = at + piece, size - piece
+    return pieces
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Examples [n] of given lengths into rows of at most `capacity` tokens: lists of indices.
 
-    First-fit decreasing; at most 11/9 of the fewest rows possible, plus one. ValueError for an example
-    longer than a row.
+    Best-fit decreasing: longest first, each into the fullest row that has room, found by bisection; at most 11/9
+    of the fewest rows possible, plus one. ValueError for an example longer than a row.
     """
     for index, length in enumerate(lengths):
         if length > capacity:
             raise ValueError(f"example {index} has {length} tokens, a row holds {capacity}")
     rows: list[list[int]] = []
-    room: list[int] = []
+    room: list[tuple[int, int]] = []  # (free tokens, row), ascending
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        row = next((r for r, free in enumerate(room) if free >= lengths[index]), None)
-        if row is None:
+        place = bisect_left(room, (lengths[index], 0))
+        free, row = room.pop(place) if place < len(room) else (capacity, len(rows))
+        if row == len(rows):
             rows.append([])
-            room.append(capacity)
-            row = len(rows) - 1
         rows[row].append(index)
-        room[row] -= lengths[index]
+        insort(room, (free - lengths[index], row))
     return [sorted(row) for row in rows]
 
 
@@ -82,14 +101,14 @@ def pack_documents(
 class Sampler(Generic[ExampleT, BatchT]):
     """Batches of a list of examples as the training loop wants them: step -> micro-batches.
 
-    A step takes `batch_size` examples, packs them into rows of at most `capacity` tokens by `length` of
-    an example, and calls `collate` on the examples of each row.
+    A step takes `batch_size` examples (a `Ramp`: more as training goes on), packs them into rows of at most
+    `capacity` tokens by `length` of an example, and calls `collate` on the examples of each row.
     """
 
     def __init__(
         self,
         examples: Sequence[ExampleT],
-        batch_size: int,
+        batch_size: int | Ramp,
         collate: Callable[[list[ExampleT]], BatchT],
         *,
         length: Callable[[ExampleT], int],
@@ -103,7 +122,16 @@ class Sampler(Generic[ExampleT, BatchT]):
 
     def steps(self, epochs: float) -> int:
         """Steps in that many epochs, the last one full."""
-        return max(1, int(np.ceil(epochs * len(self.examples) / self.batch_size)))
+        total = epochs * len(self.examples)
+        if isinstance(self.batch_size, int):
+            return max(1, int(np.ceil(total / self.batch_size)))
+        ramp, step = self.batch_size, 1
+        last = ramp.steps * (len(ramp.values) - 1)  # steps before the ramp is at its top
+        while step <= last and ramp.before(step + 1) < total:
+            step += 1
+        if step <= last:
+            return step
+        return last + max(1, int(np.ceil((total - ramp.before(last + 1)) / ramp.values[-1])))
 
     def __call__(self, step: int) -> list[BatchT]:
         chosen = step_indices(step, len(self.examples), self.batch_size, self.seed)

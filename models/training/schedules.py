@@ -3,7 +3,35 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal, get_args
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """A size that grows in equal stretches of `steps` steps: `values[0]` first, the last one from then on.
+
+    Batch sizes or sequence lengths; Llama 3 405B doubles both on the way (section 3.4.1).
+    """
+
+    values: tuple[int, ...]
+    steps: int
+
+    def __post_init__(self) -> None:
+        if not self.values or min(self.values) < 1 or self.steps < 1:
+            raise ValueError(f"a ramp needs positive values and steps, not {self.values} and {self.steps}")
+        if list(self.values) != sorted(self.values):
+            raise ValueError(f"a ramp's values must not fall: {self.values}")
+
+    def at(self, step: int) -> int:
+        """The size in a step, counted from 1."""
+        return self.values[min((step - 1) // self.steps, len(self.values) - 1)]
+
+    def before(self, step: int) -> int:
+        """Sum of the sizes in all steps before this one."""
+        whole = min((step - 1) // self.steps, len(self.values) - 1)
+        return self.steps * sum(self.values[:whole]) + self.values[whole] * (step - 1 - whole * self.steps)
+
 
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)

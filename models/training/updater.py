@@ -1,9 +1,8 @@
-"""A model, its objective and AdamW, one optimisation step at a time."""
+"""A model, its objective and its optimisers, one optimisation step at a time."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,17 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from puna.models import accounting
+from puna.models.config import ModelConfig
 from puna.models.training.config import TrainConfig
+from puna.models.training.muon import Muon, inner_matrices
+from puna.models.training.spikes import NO_LIMITS, Limits
+from puna.models.transformer import Decoder
 
 Row = dict[str, float]
 RESERVED = ("step", "loss", "learning_rate", "gradient_norm", "tokens", "seconds", "skipped")
+TIMED = ("seconds", "tokens_per_second", "model_flops_utilization")
+"""Columns of the training log that differ from run to run."""
 
 
 class Updater:
-    """A model, its objective and AdamW, one optimisation step at a time.
+    """A model, its objective and its optimisers, one optimisation step at a time.
 
     `weights` are the trained tensors by name, fp32: the model's own parameters, or, in bf16, the
-    originals that AdamW works on while the model holds rounded copies. As a context manager it gives
+    originals that the optimiser works on while the model holds rounded copies. As a context manager it gives
     a bf16 model its fp32 weights back on leaving.
     """
 
@@ -41,32 +47,24 @@ class Updater:
             self.weights = {name: nn.Parameter(p.data) for name, p in self.parameters.items()}
             for parameter, data in self._originals:
                 parameter.data = data.to(torch.bfloat16)
-        plain = undecayed(model)
-        groups = [
-            {
-                "params": [w for name, w in self.weights.items() if (name in plain) == skip],
-                "weight_decay": 0.0 if skip else config.weight_decay,
-            }
-            for skip in (False, True)
-        ]
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            eps=config.epsilon,
-            fused=True,
-        )
+        self.optimizers = optimizers(model, self.weights, config)
+        self._decoders = [m for m in model.modules() if isinstance(m, Decoder)]
+        for decoder in self._decoders:
+            decoder.checkpointing = config.activation_checkpointing
 
     def __enter__(self) -> Updater:
         return self
 
     def __exit__(self, *error: object) -> None:
+        for decoder in self._decoders:
+            decoder.checkpointing = False
         for parameter, data in self._originals:
             parameter.grad = None
             parameter.data = data
 
-    def step(self, step: int, batch: Any, seed: int) -> Row:
-        """One step on a batch or on a list of micro-batches; a step that is not finite changes nothing."""
+    def step(self, step: int, batch: Any, seed: int, limits: Limits = NO_LIMITS) -> Row:
+        """One step on a batch or on a list of micro-batches. One that is not finite, or whose loss or gradient
+        norm exceeds `limits`, changes nothing."""
         started = time.perf_counter()
         rate = self.config.rate(step)
         micro = list(batch) if isinstance(batch, list | tuple) else [batch]
@@ -75,21 +73,28 @@ class Updater:
         names = list(metrics)
         # One transfer for everything that is logged.
         values = torch.stack([loss, norm, *metrics.values()]).tolist()
-        skipped = not (math.isfinite(values[0]) and math.isfinite(values[1]))
+        # A value that is not a number is within no limit.
+        skipped = not (values[0] <= limits[0] and 0 <= values[1] <= limits[1])
         if not skipped:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.step()
             self._publish()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        seconds = time.perf_counter() - started
+        tokens = sum(len(part) for part in micro)
         return {
             "step": step,
             "loss": values[0],
             "learning_rate": rate,
             "gradient_norm": values[1],
-            "tokens": sum(len(part) for part in micro),
-            "seconds": time.perf_counter() - started,
+            "tokens": tokens,
+            "seconds": seconds,
             "skipped": int(skipped),
+            "tokens_per_second": tokens / seconds,
+            **self._utilization(micro, seconds),
             **dict(zip(names, values[2:], strict=True)),
         }
 
@@ -105,21 +110,45 @@ class Updater:
             options["totals"] = totals
         elif len(micro) > 1:
             raise TypeError("only an objective with totals() can split a step into micro-batches")
+        tokens = sum(len(part) for part in micro)
         loss = torch.zeros((), device=self.device)
         metrics: dict[str, Tensor] = {}
         with _seeded(seed, self.device):
             for part in micro:
                 moved = part.to(self.device) if hasattr(part, "to") else part
                 share, values = self.objective(self.model, moved, **options)
+                share, values = self._balanced(share, values, len(part) / tokens)
                 share.backward()
                 self._collect()
                 loss = loss + share.detach().float()
                 for name, share_of in values.items():
-                    if name in RESERVED:
+                    if name in RESERVED or name in TIMED:
                         raise ValueError(f"metric {name!r} would hide a column of the training log")
                     number = torch.as_tensor(share_of, dtype=torch.float32, device=self.device).detach()
                     metrics[name] = metrics[name] + number if name in metrics else number
         return loss, metrics
+
+    def _balanced(self, loss: Tensor, metrics: Any, part: float) -> tuple[Tensor, Any]:
+        """With the load-balancing loss of a model with experts, by this micro-batch's part of the step's tokens."""
+        take = getattr(self.model, "take_balance_loss", None)
+        balance = None if take is None else take()
+        if balance is None:
+            return loss, metrics
+        return loss + part * balance, {**metrics, "balance_loss": part * balance.detach()}
+
+    def _utilization(self, micro: Sequence[Any], seconds: float) -> dict[str, float]:
+        """Model FLOPs of the step over what the device's matrix products would do in its time, where both are
+        known: for a whole `Transformer` on a device in `accounting.peak_flops`."""
+        config = getattr(self.model, "config", None)
+        forests = [getattr(getattr(part, "targets", part), "forest", None) for part in micro]
+        whole = len(self.parameters) == sum(1 for _ in self.model.parameters())
+        if not isinstance(config, ModelConfig) or not whole or None in forests:
+            return {}
+        peak = accounting.peak_flops(self.device.type, self.config.precision)
+        if peak is None:
+            return {}
+        flops = sum(3 * accounting.forest_flops(config, forest) for forest in forests)
+        return {"model_flops_utilization": flops / seconds / peak}
 
     def _collect(self) -> None:
         """Add a bf16 model's gradients to those of the fp32 weights; in fp32 they are the same tensors."""
@@ -144,27 +173,31 @@ class Updater:
         return norm.to(self.device, torch.float32)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and Adam's moments, by name."""
+        """Weights and the optimisers' moments, by name."""
         state: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             state[f"weight.{name}"] = weight.detach()
-            for key, value in self.optimizer.state.get(weight, {}).items():
-                state[f"{key}.{name}"] = value
+            for optimizer in self.optimizers:
+                for key, value in optimizer.state.get(weight, {}).items():
+                    state[f"{key}.{name}"] = value
         return state
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """The inverse of `tensors`."""
         self.assign({name: tensors[f"weight.{name}"] for name in self.weights})
-        for name, weight in self.weights.items():
-            self.optimizer.state.pop(weight, None)
-            moments = {
-                # Copies: what was read from a file lies in memory mapped from it.
-                key: tensors[f"{key}.{name}"].to(weight.device, copy=True)
-                for key in ("step", "exp_avg", "exp_avg_sq")
-                if f"{key}.{name}" in tensors
-            }
-            if moments:
-                self.optimizer.state[weight] = moments
+        names = {id(weight): name for name, weight in self.weights.items()}
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+            for weight in (w for group in optimizer.param_groups for w in group["params"]):
+                name = names[id(weight)]
+                moments = {
+                    # Copies: what was read from a file lies in memory mapped from it.
+                    key: tensors[f"{key}.{name}"].to(weight.device, copy=True)
+                    for key in ("step", "exp_avg", "exp_avg_sq", "momentum")
+                    if f"{key}.{name}" in tensors
+                }
+                if moments:
+                    optimizer.state[weight] = moments
 
     @torch.no_grad()
     def assign(self, values: dict[str, Tensor]) -> None:
@@ -172,6 +205,29 @@ class Updater:
         for name, value in values.items():
             self.weights[name].copy_(value)
         self._publish()
+
+
+def optimizers(
+    model: nn.Module, weights: dict[str, nn.Parameter], config: TrainConfig
+) -> list[torch.optim.Optimizer]:
+    """AdamW for all weights, or Muon for the matrices inside the layers and AdamW for the others."""
+    plain = undecayed(model)
+    inner = inner_matrices(model) & weights.keys() if config.optimizer == "muon" else set()
+    groups = [
+        {
+            "params": [w for name, w in weights.items() if name not in inner and (name in plain) == skip],
+            "weight_decay": 0.0 if skip else config.weight_decay,
+        }
+        for skip in (False, True)
+    ]
+    made: list[torch.optim.Optimizer] = []
+    if inner:
+        matrices = [w for name, w in weights.items() if name in inner]
+        made.append(Muon(matrices, config.learning_rate, config.momentum, config.weight_decay))
+    if groups := [group for group in groups if group["params"]]:
+        betas = (config.beta1, config.beta2)
+        made.append(torch.optim.AdamW(groups, config.learning_rate, betas, config.epsilon, fused=True))
+    return made
 
 
 def undecayed(model: nn.Module) -> set[str]:

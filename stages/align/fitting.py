@@ -106,14 +106,12 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_model(artifact: Artifact, head: Literal["lm", "scalar"], seed: int = 0) -> tuple[Transformer, Tokenizer]:
-    """A model artifact's weights and tokenizer; a scalar head that it lacks is drawn from `seed`."""
-    import torch
-
+def load_model(artifact: Artifact, head: Literal["lm", "scalar"]) -> tuple[Transformer, Tokenizer]:
+    """A model artifact's weights and tokenizer; a scalar head that it lacks is zero."""
     from puna.models.checkpoint import load
     from puna.models.tokenizer import Tokenizer
 
-    model = load(artifact.path(), head, generator=torch.Generator().manual_seed(seed))
+    model = load(artifact.path(), head)
     return model.to(device()), Tokenizer.load(artifact.path())
 
 

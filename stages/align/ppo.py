@@ -58,7 +58,7 @@ def ppo(policy: Model, reward_model: Model, prompts: Prompts, config: PpoConfig,
     from puna.models.training.ppo import reward_model_scorer, train_ppo
 
     model, tokenizer = load_model(policy, "lm")
-    scorer, _ = load_model(reward_model, "scalar", run.seed("head"))
+    scorer, _ = load_model(reward_model, "scalar")
     rows = [row for row in prompts.read().to_pylist() if row["split"] == "train"]
     if len(rows) < config.prompts:
         raise PunaError(f"ppo: a rollout takes {config.prompts} prompts, but {prompts.id} has {len(rows)} training prompts")

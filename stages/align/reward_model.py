@@ -98,7 +98,7 @@ def _train(
     from puna.models.training.objectives import Reward
     from puna.models.training.packing import Sampler
 
-    model, tokenizer = load_model(artifact, "scalar", run.seed("head"))
+    model, tokenizer = load_model(artifact, "scalar")
     fitting = config.fitting
     examples = render_ranked(tokenizer, rows, fitting.row_tokens)
     sampler = Sampler(examples, fitting.batch_size, collate, length=len, capacity=fitting.row_tokens, seed=run.seed("order"))

@@ -13,7 +13,6 @@ from puna.stages.contract.declaration import (
     Pages,
     Preferences,
     Prompts,
-    Report,
     Signals,
     Stage,
     Tokenizer,
@@ -28,7 +27,7 @@ from puna.stages.contract.run import Listener, StageRun
 
 __all__ = [
     "REGISTRY", "Answers", "Documents", "Evaluation", "External", "ExternalFile", "Figure", "Instructions", "Kind",
-    "Listener", "Mixture", "Model", "Outcome", "Pages", "Preferences", "Prompts", "Report", "SeededConfig", "Signals",
+    "Listener", "Mixture", "Model", "Outcome", "Pages", "Preferences", "Prompts", "SeededConfig", "Signals",
     "Stage", "StageConfig", "StageRun", "Tokenizer", "Tokens", "Value", "describe", "execute", "identify", "parse",
     "perform", "stage",
 ]  # fmt: skip

@@ -34,7 +34,6 @@ Answers = Annotated[Artifact, Kind("answers")]
 Preferences = Annotated[Artifact, Kind("preferences")]
 Instructions = Annotated[Artifact, Kind("instructions")]
 Evaluation = Annotated[Artifact, Kind("evaluation")]
-Report = Annotated[Artifact, Kind("report")]
 
 Value = Artifact | External | list[Artifact] | list[External] | None
 """What may be given for an input of a stage."""

@@ -89,11 +89,14 @@ def perform(
 
 
 def _whole(store: Store, kind: str, key: str) -> Artifact | None:
-    found = store.find(kind, key)
-    if found is not None and found.damage():
-        store.quarantine(found)
-        return None
-    return found
+    try:
+        found = store.find(kind, key)
+        if found is None or not found.damage():
+            return found
+    except PunaError:  # the manifest cannot be read
+        pass
+    store.set_aside(kind, key)
+    return None
 
 
 def _make(stage: Stage, config: StageConfig, given: dict[str, Value], run: StageRun, work: Work) -> dict[str, Any]:

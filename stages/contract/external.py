@@ -44,7 +44,9 @@ class External:
         Without a name, a folder of archives (WARC, WET, Parquet, JSONL) gives one input per file, named after it;
         any other URI gives one input named after its last part. `hf://datasets/…` is resolved to its revision.
         """
-        name, _, uri = text.rpartition("=") if _named(text) else ("", "", text)
+        name, _, uri = text.partition("=") if _named(text) else ("", "", text)
+        if not uri:
+            raise PunaError(f"input {text!r}: gives no file or folder; write [NAME=]URI")
         if uri.startswith("hf://"):
             return [_hub(name or PurePosixPath(uri).name, uri)]
         files = list(_files(uri, progress))

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 SPACE = 1  # str.isspace
@@ -20,6 +21,9 @@ SINGLE = 128  # a word by itself: scripts written without spaces
 UPPER = 256  # str.isupper
 PUNCTUATION = 512  # category P
 ALPHANUMERIC = 1024  # str.isalnum
+SENTENCE_END = 2048  # ends a sentence inside a line; TERMINAL, where nothing else is said
+DIGIT = 4096  # str.isdigit
+CASED = 8192  # `Tables.lower` is another character
 
 POINTS = 0x110000
 LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
@@ -57,6 +61,7 @@ def tables() -> Tables:
     mark(SPACE, ask("isspace"))
     mark(ALPHABETIC, ask("isalpha"))
     mark(DECIMAL, ask("isdecimal"))
+    mark(DIGIT, ask("isdigit"))
     mark(UPPER, ask("isupper"))
     mark(ALPHANUMERIC, alphanumeric)
     mark(WORD, alphanumeric | (first == "M"))
@@ -68,15 +73,43 @@ def tables() -> Tables:
         flags[low : high + 1] |= np.where(flags[low : high + 1] & ALPHABETIC, np.uint16(SINGLE), np.uint16(0))
     # Surrogates are left out: they are no characters and the regular expression engine refuses them.
     for c in regex.findall(r"\p{Sentence_Terminal}", "".join(characters[:0xD800] + characters[0xE000:])):
-        flags[ord(c)] |= np.uint16(TERMINAL)
+        flags[ord(c)] |= np.uint16(TERMINAL | SENTENCE_END)
     lower = np.arange(POINTS, dtype=np.uint32)
     for point in np.flatnonzero(np.fromiter((c.lower() != c for c in characters), np.bool_, POINTS)):
         folded = characters[point].lower()
         if len(folded) == 1:
             lower[point] = ord(folded)
+            flags[point] |= np.uint16(CASED)
     return Tables(flags, lower)
 
 
 def code_points(text: str) -> NDArray[np.uint32]:
     """The code points of `text`, uint32[len(text)]."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+
+
+@njit(cache=True)
+def decode(data: NDArray[np.uint8], first: int, last: int, codes: NDArray[np.uint32]) -> int:
+    """Write the code points of the valid UTF-8 in data[first:last] to `codes`; returns how many."""
+    at, size = first, 0
+    while at < last:
+        byte = np.uint32(data[at])
+        if byte < 0x80:
+            codes[size] = byte
+            at += 1
+        elif byte < 0xE0:
+            codes[size] = (byte & 0x1F) << 6 | np.uint32(data[at + 1]) & 0x3F
+            at += 2
+        elif byte < 0xF0:
+            codes[size] = (byte & 0x0F) << 12 | (np.uint32(data[at + 1]) & 0x3F) << 6 | np.uint32(data[at + 2]) & 0x3F
+            at += 3
+        else:
+            codes[size] = (
+                (byte & 0x07) << 18
+                | (np.uint32(data[at + 1]) & 0x3F) << 12
+                | (np.uint32(data[at + 2]) & 0x3F) << 6
+                | np.uint32(data[at + 3]) & 0x3F
+            )
+            at += 4
+        size += 1
+    return size

@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, Figure, Prompts, StageConfig, StageRun, stage
+from puna.stages.curate.decontaminate_fuzzy import FuzzyIndex, build_fuzzy, fuzzy_match
 from puna.storage import Artifact, Part
 
 RULE = "decontaminate.ngram"
+FUZZY_RULE = "decontaminate.fuzzy"
 DROPPED = pa.schema(
     [("id", pa.string()), ("rule", pa.string()), ("value", pa.float64()), ("threshold", pa.float64()), ("detail", pa.string())]
 )
@@ -28,6 +30,16 @@ class DecontaminateConfig(StageConfig):
     min_characters: int = Field(
         25, ge=1, description="A question of fewer than n words is matched as a whole where it has at least so many characters"
     )
+    fuzzy_overlap: float = Field(
+        0.8,
+        gt=0,
+        le=1,
+        description="Rarity-weighted share of a prompt's short n-grams that one passage may not reach; 1 only for whole prompts, fraction",
+    )
+    fuzzy_n: int = Field(5, ge=2, le=50, description="Length of the short n-grams, words")
+    fuzzy_step: int = Field(3, ge=1, le=50, description="Every so many n-grams of a document one is looked up, n-grams")
+    fuzzy_misses: int = Field(10, ge=0, le=100, description="Foreign n-grams in a row that a passage may hold, n-grams")
+    fuzzy_min_words: int = Field(20, ge=2, description="Shorter prompts are not matched this way, words")
     max_overlap: float = Field(0.0, ge=0, lt=1, description="Greatest fraction of one prompt's n-grams that a document may contain")
 
 
@@ -49,19 +61,24 @@ def decontaminate(documents: Documents, prompts: list[Prompts], config: Decontam
 
     GPT-3's measure (Brown et al. 2020, appendix C) with 13 words; case and punctuation do not count, numbers do. A
     question of fewer words is matched as a whole, where it is long enough to mean something; those that are not are counted
-    in the metric `unmatchable_TASK`. `dropped` has the fraction of the best matched prompt's n-grams as value, and the
-    prompt and its first n-gram found as detail. The metric `contaminated_TASK` counts the task's prompts that were found.
+    in the metric `unmatchable_TASK`. A document that passes is searched for prompts with changes (`decontaminate_fuzzy`).
+    `dropped` has the fraction of the best matched prompt's n-grams as value, and the
+    prompt and its first n-gram (or the passage) as detail. The metric `contaminated_TASK` counts the task's prompts that were
+    found, and `examples` shows each of them with the first document that holds it.
     """
-    index, unmatchable = build_index([row for artifact in prompts for row in heldout_rows(artifact)], config)
+    rows_of_prompts = [row for artifact in prompts for row in heldout_rows(artifact)]
+    index, unmatchable = build_index(rows_of_prompts, config)
+    fuzzy = _fuzzy(rows_of_prompts, config)
     parts = run.parts(documents, columns=["id", "text"])
     found: dict[str, set[str]] = {task: set() for task, _ in index.names}
     dropped: list[dict[str, Any]] = []
-    for rows, seen in run.map(_find, parts, index, config, rows=len(parts)):
+    for rows, seen in run.map(_find, parts, index, fuzzy, config, rows=len(parts)):
         dropped += rows
         for at in seen:
             task, prompt = index.names[at]
             found[task].add(prompt)
     run.write(pa.Table.from_pylist(dropped, schema=DROPPED), "dropped")
+    run.write_rows(_report(dropped, rows_of_prompts), "examples")
     run.transform(_keep, documents, {row["id"] for row in dropped})
     prompts_of = Counter(task for task, _ in index.names)
     for task in sorted(prompts_of):
@@ -71,6 +88,24 @@ def decontaminate(documents: Documents, prompts: list[Prompts], config: Decontam
     run.metric("contaminated_documents", len(dropped))
     series = {"prompts found in documents": [(task, float(len(found[task]))) for task in sorted(prompts_of)]}
     run.figure("contamination", Figure("Evaluation prompts found in documents", "task", "prompts", series, kind="bar"))
+
+
+def _report(dropped: list[dict[str, Any]], prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row per prompt that is the best match of a document: the prompt, what the first such document holds, and how many do."""
+    questions = {f"{row['task']} prompt {row['id']}": row["prompt"] for row in prompts}
+    held: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(dropped, key=lambda row: str(row["id"])):
+        held.setdefault(row["detail"].partition(": ")[0], []).append(row)
+    return [
+        {
+            "id": name,
+            "kind": "contaminated prompt",
+            "prompt": questions[name],
+            "text": rows[0]["detail"].partition(": ")[2],
+            "detail": f"{len(rows)} documents, the first is {rows[0]['id']} ({rows[0]['rule']}, {rows[0]['value']:.2f})",
+        }
+        for name, rows in held.items()
+    ]
 
 
 def heldout_rows(prompts: Artifact) -> list[dict[str, Any]]:
@@ -111,6 +146,12 @@ def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tupl
     )
 
 
+def _fuzzy(rows: list[dict[str, Any]], config: DecontaminateConfig) -> FuzzyIndex:
+    """The fuzzy index of the same prompts in the same order as `build_index`."""
+    ordered = sorted(rows, key=lambda row: (row["task"], row["id"]))
+    return build_fuzzy([row["prompt"] for row in ordered], config.fuzzy_n, config.fuzzy_step, config.fuzzy_misses, config.fuzzy_min_words)
+
+
 @dataclass(frozen=True)
 class Match:
     """The prompt of which a document holds most: `overlap` of its n-grams, `text` the first of them found; `seen` all prompts."""
@@ -145,27 +186,27 @@ def match(text: str, index: Index) -> Match | None:
     return Match(best, share[best], lowered[ranges[place][0] : ranges[place + length - 1][1]], set(hits))
 
 
-def _find(part: Part, index: Index, config: DecontaminateConfig) -> tuple[list[dict[str, Any]], set[int]]:
+def _find(part: Part, index: Index, fuzzy: FuzzyIndex, config: DecontaminateConfig) -> tuple[list[dict[str, Any]], set[int]]:
     """Rows of `dropped` of a part, and the prompts that its documents hold."""
     table = part.read()
     rows: list[dict[str, Any]] = []
     seen: set[int] = set()
     for identity, text in zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True):
         found = match(text, index)
-        if found is None or found.overlap <= config.max_overlap:
+        if found is not None and found.overlap > config.max_overlap:
+            rows.append(_dropped(identity, RULE, found.overlap, config.max_overlap, index.names[found.prompt], found.text))
+            seen |= found.seen
             continue
-        task, prompt = index.names[found.prompt]
-        seen |= found.seen
-        rows.append(
-            {
-                "id": identity,
-                "rule": RULE,
-                "value": found.overlap,
-                "threshold": config.max_overlap,
-                "detail": f"{task} prompt {prompt}: {' '.join(found.text.split())}",
-            }
-        )
+        near = fuzzy_match(text, fuzzy)
+        if near is not None and near.share >= config.fuzzy_overlap:
+            rows.append(_dropped(identity, FUZZY_RULE, near.share, config.fuzzy_overlap, index.names[near.prompt], near.text))
+            seen.add(near.prompt)
     return rows, seen
+
+
+def _dropped(identity: str, rule: str, value: float, threshold: float, name: tuple[str, str], text: str) -> dict[str, Any]:
+    detail = f"{name[0]} prompt {name[1]}: {' '.join(text.split())}"
+    return {"id": identity, "rule": rule, "value": value, "threshold": threshold, "detail": detail}
 
 
 def _keep(documents: pa.Table, dropped: set[str]) -> pa.Table:

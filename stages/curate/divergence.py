@@ -15,18 +15,13 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 BINS_BITS = 20
 BINS = 1 << BINS_BITS
 LENGTHS = tuple(2**k for k in range(4, 18))
 DRAWS = 8
-
-
-def count_bins(folded: NDArray[np.uint64]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Bins of a document's words and how often each occurs, both uint32, ordered by bin."""
-    bins, counts = np.unique((folded >> np.uint64(64 - BINS_BITS)).astype(np.uint32), return_counts=True)
-    return bins, counts.astype(np.uint32)
 
 
 @dataclass(frozen=True)
@@ -43,20 +38,22 @@ class Corpus:
         singletons = max(int((counts == 1).sum()), 1)
         return cls(counts, int(counts.sum()), singletons / BINS)
 
-    def divergence(self, bins: NDArray[np.uint32], counts: NDArray[np.uint32], *, inside: bool = True) -> float:
-        """KL(document || rest of the corpus) in nats; `inside`: the document is one of the corpus's.
+    def divergences(
+        self,
+        rows: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        bins: NDArray[np.uint32],
+        counts: NDArray[np.uint32],
+        *,
+        inside: bool = True,
+    ) -> NDArray[np.float64]:
+        """KL(document || rest of the corpus) in nats of the documents `rows`, float64[len(rows)]; 0 without words.
 
-        0 for a document without words.
+        Document d has `counts[i]` words in bin `bins[i]` for i in offsets[d] .. offsets[d + 1]. `inside`: the documents
+        are the corpus's own.
         """
-        words = int(counts.sum())
-        if not words:
-            return 0.0
-        own = counts.astype(np.int64) if inside else np.zeros(len(counts), np.int64)
-        rest = self.counts[bins] - own
-        total = self.words - int(own.sum()) + self.prior * BINS
-        share = counts / words
-        # Sums of floats are exact and therefore the same in every order and on every machine.
-        return max(math.fsum(share * np.log(share * total / (rest + self.prior))), 0.0)
+        found: NDArray[np.float64] = _divergences(self.counts, self.words, self.prior, rows, offsets, bins, counts, inside)
+        return found
 
     def expected(self, generator: np.random.Generator) -> NDArray[np.float64]:
         """Mean divergence of texts of `LENGTHS` words drawn from the corpus, float64[len(LENGTHS)]."""
@@ -69,11 +66,38 @@ class Corpus:
             for _ in range(DRAWS):
                 drawn = np.searchsorted(cumulative, generator.integers(self.words, size=length), side="right")
                 bins, counts = np.unique(drawn.astype(np.uint32), return_counts=True)
-                found.append(self.divergence(bins, counts.astype(np.uint32), inside=False))
+                offsets = np.array([0, len(bins)])
+                found += self.divergences(offsets[:1], offsets, bins, counts.astype(np.uint32), inside=False).tolist()
             means.append(sum(found) / DRAWS)
         return np.array(means)
 
 
-def expected_at(words: int, expected: NDArray[np.float64]) -> float:
-    """The expectation for a text of `words` words: linear in the logarithm of the length, flat outside."""
-    return float(np.interp(math.log(max(words, 1)), np.log(LENGTHS), expected))
+@njit(cache=True)
+def _divergences(
+    corpus: NDArray[np.int64], words: int, prior: float, rows: NDArray[np.int64], offsets: NDArray[np.int64], bins: NDArray[np.uint32],
+    counts: NDArray[np.uint32], inside: bool,
+) -> NDArray[np.float64]:  # fmt: skip
+    out = np.zeros(len(rows))
+    for at in range(len(rows)):
+        first, last = offsets[rows[at]], offsets[rows[at] + 1]
+        size = 0
+        for i in range(first, last):
+            size += int(counts[i])
+        own = size if inside else 0
+        total = words - own + prior * len(corpus)
+        # Neumaier's summation: the result does not depend on the order of the words, to within rounding of the result.
+        value, lost = 0.0, 0.0
+        for i in range(first, last):
+            share = counts[i] / size
+            rest = corpus[bins[i]] - (np.int64(counts[i]) if inside else 0)
+            term = share * math.log(share * total / (rest + prior))
+            grown = value + term
+            lost += (value - grown) + term if abs(value) >= abs(term) else (term - grown) + value
+            value = grown
+        out[at] = max(value + lost, 0.0)
+    return out
+
+
+def expected_at(words: NDArray[np.int64], expected: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The expectation for texts of `words` words: linear in the logarithm of the length, flat outside."""
+    return np.interp(np.log(np.maximum(words, 1)), np.log(LENGTHS), expected)

@@ -1,8 +1,4 @@
-"""Gopher's numbers about a document (Rae et al. 2021, arXiv 2112.11446, appendix A.1), as datatrove defines them.
-
-Two differences, both small on real pages: words are those of `puna.stages.curate.words`, and a symbol is any
-character of Unicode's punctuation, symbol and control categories instead of a list of 280.
-"""
+"""Gopher's numbers about a document (Rae et al. 2021, arXiv 2112.11446, appendix A.1), as datatrove defines them."""
 
 from __future__ import annotations
 
@@ -10,15 +6,42 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from puna.stages.curate.characters import BREAK, SINGLE, SPACE
-from puna.stages.curate.hash_table import place, size_for
-from puna.stages.curate.words import BASE, DOT, HAS_LETTER, HYPHEN, IS_SYMBOL, ONE, mix
+from puna.stages.curate.characters import ALPHANUMERIC, BREAK, SINGLE, SPACE
+from puna.stages.curate.hash_table import ONE, cleared, mix, place
+from puna.stages.curate.words import BASE, DOT, HAS_LETTER, HYPHEN, IS_SYMBOL
 
-HASH_SIGN, ELLIPSIS, BULLET, NEWLINE = 0x23, 0x2026, 0x2022, 0x0A
+HASH_SIGN, ELLIPSIS, BULLET, NEWLINE, RETURN = 0x23, 0x2026, 0x2022, 0x0A, 0x0D
 GAP = np.uint64(0x20) + ONE  # the space between the words of an n-gram
 
 TOP_N = (2, 3, 4)
 DUPLICATE_N = (5, 6, 7, 8, 9, 10)
+
+
+@njit(cache=True)
+def character_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[int, int, int, int, int]:
+    """Numbers of `#`, of ellipses, of newlines, of letters and digits, and the longest line's length."""
+    hashes, ellipses, newlines, alphanumeric, longest, start, run = 0, 0, 0, 0, 0, 0, 0
+    for at in range(len(codes)):
+        code = codes[at]
+        if flags[code] & ALPHANUMERIC:
+            alphanumeric += 1
+            run = 0
+        elif code == DOT:
+            run += 1
+            if run == 3:
+                ellipses += 1
+                run = 0
+        else:
+            run = 0
+            if code == NEWLINE:
+                newlines += 1
+                longest = max(longest, at - start)
+                start = at + 1
+            elif code == HASH_SIGN:
+                hashes += 1
+            elif code == ELLIPSIS:
+                ellipses += 1
+    return hashes, ellipses, newlines, alphanumeric, max(longest, len(codes) - start)
 
 
 @njit(cache=True)
@@ -28,11 +51,12 @@ def word_numbers(
     start: NDArray[np.int32],
     stop: NDArray[np.int32],
     word_flags: NDArray[np.uint8],
-) -> tuple[int, float, float, float, float]:
-    """Non-symbol words, their mean length, `#` per word, ellipses per word, share of words with a letter.
+    universal: bool,
+) -> tuple[int, float, float]:
+    """Non-symbol words, their mean length, share of words with a letter (0 for a text without words).
 
-    The mean length is NaN where most words are of a script written without spaces: a word is one character there.
-    Ratios of a text without words are 0.
+    With the universal splitter the mean length is NaN where most words are of a script written without spaces: a word
+    is one character there.
     """
     count, characters, letters, single = 0, 0, 0, 0
     for word in range(len(start)):
@@ -43,19 +67,8 @@ def word_numbers(
                 single += 1
         if word_flags[word] & HAS_LETTER:
             letters += 1
-    hashes, ellipses, run = 0, 0, 0
-    for code in codes:
-        if code == HASH_SIGN:
-            hashes += 1
-        elif code == ELLIPSIS:
-            ellipses += 1
-        run = run + 1 if code == DOT else 0
-        if run == 3:
-            ellipses += 1
-            run = 0
-    words = max(len(start), 1)
-    mean = np.nan if 2 * single > count else characters / max(count, 1)
-    return count, mean, hashes / words, ellipses / words, letters / words
+    mean = np.nan if universal and 2 * single > count else characters / max(count, 1)
+    return count, mean, letters / max(len(start), 1)
 
 
 @njit(cache=True)
@@ -80,45 +93,52 @@ def line_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[
         ):
             ellipses += 1
         at = end + 1
-        if end + 1 < total and codes[end] == 0x0D and codes[end + 1] == NEWLINE:
+        if end + 1 < total and codes[end] == RETURN and codes[end + 1] == NEWLINE:
             at = end + 2
     return bullets / max(lines, 1), ellipses / max(lines, 1)
 
 
 @njit(cache=True)
-def duplicate_pieces(codes: NDArray[np.uint32], flags: NDArray[np.uint16], newlines: int, skip_blank: bool) -> tuple[int, int, int]:
-    """Pieces between runs of at least `newlines` newlines: how many, how many were seen before, their characters.
+def duplicate_pieces(
+    codes: NDArray[np.uint32],
+    flags: NDArray[np.uint16],
+    hashes: NDArray[np.uint64],
+    power: NDArray[np.uint64],
+    first: int,
+    last: int,
+    newlines: int,
+    skip_blank: bool,
+    keys: NDArray[np.uint64],
+) -> tuple[int, int, int]:
+    """Pieces of first..last between runs of at least `newlines` newlines: how many, how many were seen before, their
+    characters.
 
-    `skip_blank` leaves out pieces of white space alone.
+    `skip_blank` leaves out pieces of white space alone. `hashes`, `power`: see `words.prefix_hashes`; `keys`: an empty
+    table.
     """
-    total = len(codes)
-    breaks = 0
-    for code in codes:
-        if code == NEWLINE:
-            breaks += 1
-    keys = np.zeros(size_for(breaks + 2), np.uint64)
     pieces, duplicates, characters = 0, 0, 0
-    start, at = 0, 0
-    while at <= total:
+    start, at = first, first
+    while at <= last:
+        while at < last and codes[at] != NEWLINE:
+            at += 1
         run = 0
-        while at + run < total and codes[at + run] == NEWLINE:
+        while at + run < last and codes[at + run] == NEWLINE:
             run += 1
-        if at < total and run < newlines:
-            at += max(run, 1)
+        if at < last and run < newlines:
+            at += run
             continue
-        value, blank = np.uint64(0), True
-        for i in range(start, at):
-            value = value * BASE + np.uint64(codes[i]) + ONE
-            blank = blank and flags[codes[i]] & SPACE != 0
-        if not (skip_blank and blank):
+        inked = start
+        while skip_blank and inked < at and flags[codes[inked]] & SPACE:
+            inked += 1
+        if not skip_blank or inked < at:
             pieces += 1
-            key = mix(value)
+            key = mix(hashes[at] - hashes[start] * power[at - start])
             where = place(keys, key)
             if keys[where] == key:
                 duplicates += 1
                 characters += at - start
             keys[where] = key
-        if at == total:
+        if at == last:
             break
         at += run
         start = at
@@ -126,69 +146,88 @@ def duplicate_pieces(codes: NDArray[np.uint32], flags: NDArray[np.uint16], newli
 
 
 @njit(cache=True)
-def strip(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> NDArray[np.uint32]:
-    """The text without white space at its ends."""
-    first, last = 0, len(codes)
+def stripped(codes: NDArray[np.uint32], flags: NDArray[np.uint16], first: int, last: int) -> tuple[int, int]:
+    """The range first..last without white space at its ends."""
     while first < last and flags[codes[first]] & SPACE:
         first += 1
     while last > first and flags[codes[last - 1]] & SPACE:
         last -= 1
-    return codes[first:last]
+    return first, last
+
+
+@njit(cache=True)
+def chain(
+    hashes: NDArray[np.uint64],
+    power: NDArray[np.uint64],
+    start: NDArray[np.int32],
+    stop: NDArray[np.int32],
+    joined: NDArray[np.uint64],
+    spaced: NDArray[np.uint64],
+    length: NDArray[np.int64],
+) -> None:
+    """Hashes of the beginnings of the text as words: next to each other, and each after a space; and their lengths.
+
+    All of one element more than words; with them the hash of any n-gram takes one multiplication.
+    """
+    joined[0], spaced[0], length[0] = 0, 0, 0
+    for word in range(len(start)):
+        joined[word + 1] = joined[word] * power[word] + hashes[word]
+        spaced[word + 1] = (spaced[word] * BASE + GAP) * power[word] + hashes[word]
+        length[word + 1] = length[word] + stop[word] - start[word]
 
 
 @njit(cache=True)
 def top_gram_characters(
-    start: NDArray[np.int32], stop: NDArray[np.int32], hashes: NDArray[np.uint64], powers: NDArray[np.uint64], n: int
+    spaced: NDArray[np.uint64],
+    length: NDArray[np.int64],
+    power: NDArray[np.uint64],
+    n: int,
+    space: NDArray[np.uint64],
+    counts: NDArray[np.int32],
+    firsts: NDArray[np.int32],
 ) -> int:
     """Characters (spaces between words included) of the most frequent n-gram, times its count.
 
-    Of equally frequent n-grams the first counts. 0 for a text of fewer than n words.
+    Of equally frequent n-grams the first counts. 0 for a text of fewer than n words. `space`, `counts`, `firsts`: room
+    for a table.
     """
-    grams = len(hashes) - n + 1
+    grams = len(spaced) - n
     if grams < 1:
         return 0
-    keys = np.zeros(size_for(grams), np.uint64)
-    counts = np.zeros(len(keys), np.int32)
-    firsts = np.empty(len(keys), np.int32)
+    keys = cleared(space, grams)
     best, best_first = 0, 0
     for i in range(grams):
-        value = hashes[i]
-        for word in range(i + 1, i + n):
-            value = (value * BASE + GAP) * powers[word] + hashes[word]
-        key = mix(value)
+        key = mix(spaced[i + n] - spaced[i] * power[length[i + n] - length[i] + n])
         where = place(keys, key)
         if keys[where] == 0:
             keys[where] = key
             firsts[where] = i
+            counts[where] = 0
         counts[where] += 1
         if counts[where] > best or (counts[where] == best and firsts[where] < best_first):
             best = counts[where]
             best_first = firsts[where]
-    length = n - 1
-    for word in range(best_first, best_first + n):
-        length += stop[word] - start[word]
-    return length * best
+    return int((length[best_first + n] - length[best_first] + n - 1) * best)
 
 
 @njit(cache=True)
 def duplicate_gram_characters(
-    start: NDArray[np.int32], stop: NDArray[np.int32], hashes: NDArray[np.uint64], powers: NDArray[np.uint64], n: int
+    joined: NDArray[np.uint64], length: NDArray[np.int64], power: NDArray[np.uint64], n: int, space: NDArray[np.uint64]
 ) -> int:
     """Characters of n-grams (joined without spaces) that were seen before; a hit goes on after the n-gram."""
-    words = len(hashes)
-    keys = np.zeros(size_for(max(words - n + 1, 0)), np.uint64)
+    grams = len(joined) - n
+    if grams < 1:
+        return 0
+    keys = cleared(space, grams)
     characters, i = 0, 0
-    while i < words - n + 1:
-        value = hashes[i]
-        for word in range(i + 1, i + n):
-            value = value * powers[word] + hashes[word]
-        key = mix(value)
+    while i < grams:
+        size = length[i + n] - length[i]
+        key = mix(joined[i + n] - joined[i] * power[size])
         where = place(keys, key)
         if keys[where] == key:
-            for word in range(i, i + n):
-                characters += stop[word] - start[word]
+            characters += size
             i += n
         else:
             keys[where] = key
             i += 1
-    return characters
+    return int(characters)

@@ -7,7 +7,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from puna.stages.curate.characters import code_points
-from puna.stages.curate.words import IS_SYMBOL, mix, split_codes
+from puna.stages.curate.hash_table import mix
+from puna.stages.curate.words import IS_SYMBOL, split_codes
 
 
 def normal_words(text: str) -> tuple[NDArray[np.uint64], list[tuple[int, int]], str]:

@@ -4,9 +4,24 @@ with 64 bits a document of a million n-grams meets a false one with a chance of 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
+
+MIX = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
+ONE = np.uint64(1)
+
+
+@njit(cache=True)
+def mix(value: np.uint64) -> np.uint64:
+    """Spread a hash over all 64 bits; never 0, which marks an empty place in a hash table."""
+    value = (value ^ (value >> np.uint64(30))) * MIX
+    value = (value ^ (value >> np.uint64(27))) * MIX_2
+    value = value ^ (value >> np.uint64(31))
+    return value if value != 0 else ONE
 
 
 @njit(cache=True)
@@ -26,3 +41,27 @@ def place(keys: NDArray[np.uint64], key: np.uint64) -> int:
     while keys[at] != 0 and keys[at] != key:
         at = (at + 1) & mask
     return int(at)
+
+
+@njit(cache=True)
+def cleared(space: NDArray[np.uint64], entries: int) -> NDArray[np.uint64]:
+    """An empty table for `entries` keys, made of the beginning of `space` (at least `size_for(entries)` long)."""
+    keys = space[: size_for(entries)]
+    keys[:] = 0
+    return keys
+
+
+@njit(cache=True)
+def contains(keys: NDArray[np.uint64], hash_: np.uint64) -> bool:
+    """Whether a table made by `table_of` holds the hash."""
+    key = mix(hash_)
+    return bool(keys[place(keys, key)] == key)
+
+
+def table_of(hashes: Iterable[int]) -> NDArray[np.uint64]:
+    """A table of hashes, for `contains`; a quarter full at most."""
+    found = [np.uint64(mix(np.uint64(h))) for h in hashes]
+    keys = np.zeros(2 * size_for(len(found)), np.uint64)
+    for key in found:
+        keys[place(keys, key)] = key
+    return keys

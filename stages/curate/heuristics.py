@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, Figure, SeededConfig, Signals, StageRun, stage
 from puna.stages.curate.divergence import BINS, LENGTHS, Corpus, expected_at
+from puna.stages.curate.measure import NAMES, Measurements, measure
 from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, Part
 from puna.storage.signals import SIGNALS
@@ -26,6 +26,9 @@ LINE_SCHEMA = pa.schema([("id", pa.string()), ("line", pa.int32()), ("words", pa
 class HeuristicsConfig(SeededConfig):
     """What is measured; thresholds are `select`'s."""
 
+    words: Literal["universal", "datatrove"] = Field(
+        "universal", description="How words are split: for any script, or exactly as datatrove 0.10 does in English"
+    )
     coverage_n: int = Field(5, ge=2, le=20, description="Length of the n-grams of ngram_coverage, words")
     line_coverage: float = Field(0.5, ge=0, le=1, description="Lines covered at least so much get a row in line_signals, fraction of words")
     min_language_words: int = Field(
@@ -127,57 +130,51 @@ class Tally:
 
 def _measure_part(part: Part, language: Artifact | None, scratch: str, config: HeuristicsConfig) -> dict[str, Any]:
     """Measure a part into a scratch file; returns the file and the word counts per language."""
-    from puna.stages.curate.measure import measure
-
-    file = Path(scratch) / f"measured-{part.start}-{part.stop}.parquet"
+    file = Path(scratch) / f"measured-{part.start}-{part.stop}.arrow"
     if not file.exists():
         documents = part.read()
         ids = documents["id"].to_pylist()
         languages = [""] * len(ids)
         if language is not None:
             languages = [name or "" for name in signals_of(language, documents["id"], ["language"])["language"].to_pylist()]
-        rows = []
-        for identity, name, text in zip(ids, languages, documents["text"].to_pylist(), strict=True):
-            found = measure(text, config.coverage_n)
-            share = found.line_covered / np.maximum(found.line_words, 1)
-            lines = np.flatnonzero((share >= config.line_coverage) & (found.line_words > 0))
-            rows.append(
-                {
-                    "id": identity,
-                    **found.numbers,
-                    "_language": name,
-                    "_bins": found.bins,
-                    "_counts": found.counts,
-                    "_lines": lines,
-                    "_line_words": found.line_words[lines],
-                    "_line_coverage": share[lines],
-                }
-            )
+        table = _table(documents["id"], languages, measure(documents["text"], config.words, config.coverage_n, config.line_coverage))
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        pq.write_table(_table(rows), temporary, compression="lz4")
+        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
         os.replace(temporary, file)
-    return {"file": str(file), "counts": _language_counts(pq.read_table(file, columns=["_language", "_bins", "_counts"]))}
+    return {"file": str(file), "counts": _language_counts(_read(file))}
 
 
-def _table(rows: list[dict[str, Any]]) -> pa.Table:
-    lists = {"_bins": pa.uint32(), "_counts": pa.uint32(), "_lines": pa.int32(), "_line_words": pa.int32(), "_line_coverage": pa.float64()}
-    columns: dict[str, pa.Array] = {}
-    for name in rows[0]:
-        values = [row[name] for row in rows]
-        kind = pa.list_(lists[name]) if name in lists else SIGNALS[name].type if name in SIGNALS else pa.string()
-        columns[name] = pa.array(values, kind)
+def _table(ids: pa.ChunkedArray, languages: list[str], found: Measurements) -> pa.Table:
+    """One row per document: id, signals, language, and the lists that later steps need."""
+    columns: dict[str, pa.Array] = {"id": ids.combine_chunks()}
+    for name, values in zip(NAMES, found.values.T, strict=True):
+        values = pa.array(values, from_pandas=True)  # NaN is null
+        columns[name] = values.cast(SIGNALS[name].type)
+    columns["_language"] = pa.array(languages, pa.string())
+    lists = {"_bins": found.bin_offsets, "_counts": found.bin_offsets}
+    lists |= dict.fromkeys(("_line", "_line_words", "_line_covered"), found.line_offsets)
+    for name, offsets in lists.items():
+        columns[name] = pa.LargeListArray.from_arrays(offsets, getattr(found, name[1:]))
     return pa.table(columns)
 
 
+def _read(file: str | Path) -> pa.Table:
+    with pa.memory_map(str(file)) as source:
+        return pa.ipc.open_file(source).read_all()
+
+
 def _language_counts(table: pa.Table) -> dict[str, tuple[NDArray[np.uint32], NDArray[np.int64]]]:
-    found = {}
+    """Bins of the words of each language, and how often each occurs."""
     names = np.array(table["_language"].to_pylist(), dtype="U")
+    lengths = np.asarray(table["_bins"].combine_chunks().value_lengths())
+    bins, counts = _flat(table["_bins"]), _flat(table["_counts"])
+    found = {}
     for name in sorted(set(names.tolist())):
-        rows = table.filter(pa.array(names == name))
-        bins, where = np.unique(_flat(rows["_bins"]), return_inverse=True)
-        counts = np.zeros(len(bins), np.int64)
-        np.add.at(counts, where, _flat(rows["_counts"]).astype(np.int64))
-        found[name] = (bins, counts)
+        chosen = np.repeat(names == name, lengths)
+        total = np.bincount(bins[chosen], weights=counts[chosen], minlength=BINS).astype(np.int64)
+        used = np.flatnonzero(total).astype(np.uint32)
+        found[name] = (used, total[used])
     return found
 
 
@@ -187,29 +184,28 @@ def _flat(column: pa.ChunkedArray) -> NDArray[Any]:
 
 def _diverge_part(file: str, expected: dict[str, tuple[str, NDArray[np.float64]]]) -> tuple[pa.Table, pa.Table]:
     """Add the divergence to a measured part; returns the rows of `signals` and of `line_signals`."""
-    table = pq.read_table(file)
-    corpora = {name: Corpus.of(np.load(path, mmap_mode="r")) for name, (path, _) in expected.items()}
-    divergences: list[float | None] = []
-    excesses: list[float | None] = []
-    for name, bins, counts in zip(table["_language"].to_pylist(), table["_bins"], table["_counts"], strict=True):
-        if name not in corpora:
-            divergences.append(None)
-            excesses.append(None)
-            continue
-        own = np.asarray(counts.values)
-        value = corpora[name].divergence(np.asarray(bins.values), own)
-        # Six digits: logarithms differ in their last bits from one processor to another.
-        divergences.append(round(value, 6))
-        excesses.append(round(value - expected_at(int(own.sum()), expected[name][1]), 6))
-    lengths = np.asarray(table["_lines"].combine_chunks().value_lengths())
+    table = _read(file)
+    names = np.array(table["_language"].to_pylist(), dtype="U")
+    offsets = np.r_[0, np.cumsum(np.asarray(table["_bins"].combine_chunks().value_lengths()))]
+    bins, counts = _flat(table["_bins"]), _flat(table["_counts"])
+    both = np.full((2, table.num_rows), np.nan)
+    for name, (path, levels) in expected.items():
+        rows = np.flatnonzero(names == name)
+        corpus = Corpus.of(np.load(path, mmap_mode="r"))
+        both[0, rows] = corpus.divergences(rows, offsets, bins, counts)
+        words = np.add.reduceat(np.r_[counts, 0].astype(np.int64), offsets[:-1]) * (np.diff(offsets) > 0)
+        both[1, rows] = both[0, rows] - expected_at(words[rows], levels)
+    # Six digits: logarithms differ in their last bits from one processor to another.
+    divergences, excesses = (pa.array(np.round(values, 6), pa.float64(), from_pandas=True) for values in both)
+    lengths = np.asarray(table["_line"].combine_chunks().value_lengths())
+    words = _flat(table["_line_words"])
     lines = pa.table(
         {
-            "id": pa.array(np.repeat(np.array(table["id"].to_pylist(), dtype=object), lengths), pa.string()),
-            "line": _flat(table["_lines"]),
-            "words": _flat(table["_line_words"]),
-            "ngram_coverage": _flat(table["_line_coverage"]),
+            "id": table["id"].take(pa.array(np.repeat(np.arange(table.num_rows), lengths))),
+            "line": _flat(table["_line"]),
+            "words": words,
+            "ngram_coverage": _flat(table["_line_covered"]) / np.maximum(words, 1),
         }
     )
     signals = table.drop_columns([name for name in table.column_names if name.startswith("_")])
-    signals = signals.append_column("token_kl", pa.array(divergences, pa.float64()))
-    return signals.append_column("token_kl_excess", pa.array(excesses, pa.float64())), lines
+    return signals.append_column("token_kl", divergences).append_column("token_kl_excess", excesses), lines

@@ -1,8 +1,10 @@
-"""`line_dedup`: lines that repeat across documents."""
+"""`line_dedup`: lines or paragraphs that repeat across documents."""
 
 from __future__ import annotations
 
+import os
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +14,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, StageConfig, StageRun, stage
+from puna.stages.curate.line_dedup_pieces import RADIX, Frequent, by_radix, find_pieces, frequent_of, piece_hashes, without_pieces
+from puna.stages.curate.measure import buffers
 from puna.storage import Part
 from puna.storage.schemas import table_schema
 
@@ -23,11 +27,14 @@ CODE_START = re.compile(
 )
 CODE_MARK = re.compile(r"[(){}\[\]<>=;_\"'`|&*/+\\@#%^~$]")
 CODE_MARKS = 0.15
+# Hashes that one process counts at a time, 16 bytes each.
+JOB_PIECES = 1 << 24
 
 
 class LineDedupConfig(StageConfig):
     """What is counted, and what happens to a line that repeats."""
 
+    unit: Literal["line", "paragraph"] = Field("line", description="What is compared: lines, or paragraphs parted by an empty line")
     bucket_documents: int = Field(30_000_000, ge=1, description="Documents counted together, in the order of their ids")
     max_occurrences: int = Field(6, ge=1, description="A line that occurs more often than this in a bucket is removed, occurrences")
     policy: Literal["drop_all", "keep_first"] = Field("drop_all", description="Whether the first occurrence of such a line stays")
@@ -38,15 +45,18 @@ class LineDedupConfig(StageConfig):
         False, description="Leave lines that look like code alone in all sources, so that the examples of manuals stay whole"
     )
 
+    @property
+    def newlines(self) -> int:
+        """Newlines in a row that part two units."""
+        return 1 if self.unit == "line" else 2
 
-class Counts(NamedTuple):
-    """Distinct lines of some documents: bucket, hash of the line, occurrences, and row and line of the first one; sorted."""
 
-    bucket: NDArray[np.int64]
-    line: NDArray[np.uint64]
-    occurrences: NDArray[np.int64]
-    row: NDArray[np.int64]
-    number: NDArray[np.int64]
+class Counted(NamedTuple):
+    """The pieces of one part that lie in one bucket: file of their hashes and rows, and where each first byte's begin."""
+
+    bucket: int
+    file: str
+    begins: NDArray[np.int64]
 
 
 @stage(kind="documents", filters="documents")
@@ -54,18 +64,23 @@ def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> 
     """Remove lines that occur more than `max_occurrences` times in a bucket of documents (Llama 3, section 3.1.1).
 
     Lines are compared without the white space around them; blank ones do not count. They are told apart by 64-bit
-    hashes: among a billion different lines about one pair is expected to be mistaken for one line. A document of which
-    nothing is left is dropped. `removed_lines` holds every removed line, so that the input can be rebuilt.
+    hashes: among a billion different lines about one pair in 40 such corpora is expected to be mistaken for one line.
+    Hashes are parted by their first byte, so that a bucket is counted piece by piece in bounded memory. A document of
+    which nothing is left is dropped. `removed_lines` holds every removed line, so that the input can be rebuilt.
     """
     parts = run.parts(documents, columns=["id", "source", "text"])
-    counted = list(run.map(_count, parts, config, rows=len(parts)))
-    frequent = _frequent(counted, config)
+    counted = [one for many in run.map(_count, parts, config, str(run.scratch), rows=len(parts)) for one in many]
     ids = documents.read(columns=["id"]).column("id")
-    bounds = ids.take(pa.array(range(0, len(ids), config.bucket_documents), pa.int64())).to_pylist()
-    file = _save(run.scratch, frequent, ids.take(pa.array(frequent.row)).to_pylist())
-    run.transform(_remove, documents, config, file, bounds)
-    run.metric("frequent_lines", len(frequent.line))
-    run.metric("frequent_occurrences", int(frequent.occurrences.sum()))
+    frequent: dict[int, list[Frequent]] = {}
+    jobs = list(_jobs(counted))
+    for (bucket, *_), found in zip(jobs, run.map(_frequent, jobs, config.max_occurrences), strict=True):
+        frequent.setdefault(bucket, []).append(found)
+    files = {bucket: _save(run.scratch / f"frequent-{bucket}.npy", found) for bucket, found in frequent.items()}
+    starts = [part.start for part in parts]
+    run.transform(_remove, documents, config, files, dict(zip(ids.take(pa.array(starts, pa.int64())).to_pylist(), starts, strict=True)))
+    everything = [one for many in frequent.values() for one in many]
+    run.metric("frequent_lines", sum(len(one.hash) for one in everything))
+    run.metric("frequent_occurrences", sum(int(one.occurrences.sum()) for one in everything))
 
 
 def looks_like_code(line: str) -> bool:
@@ -77,148 +92,111 @@ def looks_like_code(line: str) -> bool:
     return len(CODE_MARK.findall(line)) > max(2, CODE_MARKS * len(line))
 
 
-def _count(part: Part, config: LineDedupConfig) -> Counts:
-    """Distinct lines of one part."""
+def _buckets(start: int, rows: int, size: int) -> list[tuple[int, int, int]]:
+    """Rows start .. start + rows cut where a bucket of `size` ends: bucket, first and last (exclusive) counted from start."""
+    edges = [0, *range(size - start % size, rows, size), rows]
+    return [((start + a) // size, a, b) for a, b in pairwise(edges) if a < b]
+
+
+def _judged(table: pa.Table, config: LineDedupConfig) -> NDArray[np.bool_]:
+    return np.array([source not in config.sources_exempt for source in table.column("source").to_pylist()], np.bool_)
+
+
+def _count(part: Part, config: LineDedupConfig, scratch: str) -> list[Counted]:
+    """Write the hashes of one part's pieces, ordered by their first byte."""
     table = part.read()
-    rows, numbers, lines = [], [], []
-    for place, (source, text) in enumerate(zip(table.column("source").to_pylist(), table.column("text").to_pylist(), strict=True)):
-        if source in config.sources_exempt:
-            continue
-        for number, line in enumerate(text.split("\n")):
-            line = line.strip()
-            if line and not (config.protect_code and looks_like_code(line)):
-                rows.append(part.start + place)
-                numbers.append(number)
-                lines.append(line)
-    row = np.array(rows, dtype=np.int64)
-    bucket = row // config.bucket_documents
-    one = np.ones(len(row), dtype=np.int64)
-    return _grouped(Counts(bucket, _hashes(lines), one, row, np.array(numbers, dtype=np.int64)))
+    data, offsets = buffers(table.column("text"))
+    judged = _judged(table, config)
+    out = []
+    for bucket, a, b in _buckets(part.start, part.rows, config.bucket_documents):
+        hashes, rows = piece_hashes(data, offsets[a : b + 1], judged[a:b], config.newlines)
+        hashes, rows, begins = by_radix(hashes, rows + part.start + a)
+        file = Path(scratch) / f"pieces-{bucket}-{part.start}-{part.stop}.npy"
+        _write(file, np.stack([hashes, rows.astype(np.uint64)]))
+        out.append(Counted(bucket, str(file), begins))
+    return out
 
 
-def _hashes(lines: list[str]) -> NDArray[np.uint64]:
-    from puna.kernels import minhash
-    from puna.stages.curate.shingles import packed
-
-    hashes: NDArray[np.uint64] = minhash.slice_hashes(*packed(lines))
-    return hashes
-
-
-def _grouped(counts: Counts) -> Counts:
-    """Rows of equal bucket and line as one: occurrences added, the first place kept."""
-    if not len(counts.line):
-        return counts
-    order = np.lexsort((counts.number, counts.row, counts.line, counts.bucket))
-    bucket, line = counts.bucket[order], counts.line[order]
-    starts = np.flatnonzero(np.r_[True, (bucket[1:] != bucket[:-1]) | (line[1:] != line[:-1])])
-    first = order[starts]
-    total = np.add.reduceat(counts.occurrences[order], starts)
-    return Counts(counts.bucket[first], counts.line[first], total, counts.row[first], counts.number[first])
+def _write(file: Path, array: NDArray[Any]) -> None:
+    """Write an array; a crash leaves no half of it."""
+    temporary = file.with_name(f".{os.getpid()}-{file.name}")
+    np.save(temporary, array)
+    os.replace(temporary, file)
 
 
-def _merged(counted: list[Counts]) -> Counts:
-    """The counts of all parts as one."""
-    none = np.zeros(0, np.int64)
-    return _grouped(
-        Counts(
-            np.concatenate([none, *(c.bucket for c in counted)]),
-            np.concatenate([none.astype(np.uint64), *(c.line for c in counted)]),
-            np.concatenate([none, *(c.occurrences for c in counted)]),
-            np.concatenate([none, *(c.row for c in counted)]),
-            np.concatenate([none, *(c.number for c in counted)]),
-        )
-    )
+def _jobs(counted: list[Counted]) -> list[tuple[int, int, int, list[Counted]]]:
+    """What is counted at a time: bucket, range of first bytes, the parts. At most about JOB_PIECES pieces each."""
+    jobs = []
+    for bucket in sorted({one.bucket for one in counted}):
+        members = [one for one in counted if one.bucket == bucket]
+        ends = np.sum([one.begins for one in members], axis=0)
+        first = 0
+        while first < RADIX:
+            last = max(int(np.searchsorted(ends, ends[first] + JOB_PIECES, "right")) - 1, first + 1)
+            jobs.append((bucket, first, last, members))
+            first = last
+    return jobs
 
 
-def _frequent(counted: list[Counts], config: LineDedupConfig) -> Counts:
-    """The lines that occur too often, of all parts together."""
-    merged = _merged(counted)
-    often = np.flatnonzero(merged.occurrences > config.max_occurrences)
-    return Counts(merged.bucket[often], merged.line[often], merged.occurrences[often], merged.row[often], merged.number[often])
+def _frequent(job: tuple[int, int, int, list[Counted]], most: int) -> Frequent:
+    """The pieces of a job that occur too often."""
+    _, first, last, members = job
+    pieces = [np.load(one.file, mmap_mode="r")[:, one.begins[first] : one.begins[last]] for one in members]
+    both = np.concatenate(pieces, axis=1)
+    return frequent_of(both[0], both[1].astype(np.int64), most)
 
 
-def _save(folder: Path, frequent: Counts, first_ids: list[str]) -> str:
-    """Write the decision to a file that every worker opens."""
-    file = folder / "frequent.arrow"
-    table = pa.table(
-        {
-            "bucket": frequent.bucket,
-            "line": frequent.line,
-            "occurrences": frequent.occurrences,
-            "first_id": pa.array(first_ids, pa.string()),
-            "first_number": frequent.number,
-        }
-    )
-    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
+def _save(file: Path, found: list[Frequent]) -> str:
+    """Write a bucket's decision, sorted by hash, for the workers."""
+    columns = [np.concatenate([getattr(one, name).astype(np.uint64) for one in found]) for name in Frequent._fields]
+    _write(file, np.stack(columns))
     return str(file)
 
 
-class _Frequent:
-    """The decision, read by memory map: looked up by bucket and line."""
-
-    def __init__(self, file: str) -> None:
-        with pa.memory_map(file) as source:
-            table = pa.ipc.open_file(source).read_all().combine_chunks()
-        bucket, self._line, self._occurrences, self._number = (
-            table.column(name).to_numpy() for name in ("bucket", "line", "occurrences", "first_number")
+def _remove(documents: pa.Table, config: LineDedupConfig, files: dict[int, str], starts: dict[str, int]) -> dict[str, pa.Table]:
+    """Documents of a part without the frequent pieces, what was removed, and the documents of which nothing is left."""
+    ids = documents.column("id").combine_chunks()
+    start = starts[ids[0].as_py()]
+    data, offsets = buffers(documents.column("text"))
+    judged = _judged(documents, config)
+    found = []
+    for bucket, a, b in _buckets(start, len(ids), config.bucket_documents):
+        known, occurrences, first = np.load(files[bucket], mmap_mode="r")
+        row, number, begin, end, place = find_pieces(
+            data, offsets[a : b + 1], judged[a:b], config.newlines, start + a, known, first.astype(np.int64), config.policy == "keep_first"
         )
-        self._first_id = table.column("first_id")
-        self._bounds = {int(b): (int(np.searchsorted(bucket, b)), int(np.searchsorted(bucket, b, "right"))) for b in np.unique(bucket)}
-
-    def find(self, bucket: int, lines: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Row of the decision for each line, or -1."""
-        start, stop = self._bounds.get(bucket, (0, 0))
-        if start == stop:
-            return np.full(len(lines), -1, dtype=np.int64)
-        known = self._line[start:stop]
-        place = np.minimum(np.searchsorted(known, lines), len(known) - 1)
-        return np.where(known[place] == lines, place + start, -1)
-
-    def occurrences(self, row: int) -> int:
-        return int(self._occurrences[row])
-
-    def is_first(self, row: int, identity: str, number: int) -> bool:
-        return int(self._number[row]) == number and self._first_id[row].as_py() == identity
-
-
-def _remove(documents: pa.Table, config: LineDedupConfig, file: str, bounds: list[str]) -> dict[str, pa.Table]:
-    """Documents of a part without the frequent lines, what was removed, and the documents of which nothing is left."""
-    frequent = _Frequent(file)
-    columns = (documents.column(name).to_pylist() for name in ("id", "source", "text"))
-    keep: list[bool] = []
-    texts: list[str] = []
-    removed: list[dict[str, Any]] = []
-    dropped: list[dict[str, Any]] = []
-    buckets = np.searchsorted(np.array(bounds), documents.column("id").to_pylist(), "right") - 1
-    for identity, source, text, bucket in zip(*columns, buckets.tolist(), strict=True):
-        gone = {} if source in config.sources_exempt else _gone(identity, text, bucket, frequent, config)
-        if gone:
-            lines = text.split("\n")
-            removed += [
-                {"id": identity, "line": number, "text": lines[number], "rule": "line_occurrences", "value": float(count)}
-                for number, count in gone.items()
-            ]
-            text = "\n".join(line for number, line in enumerate(lines) if number not in gone)
-        keep.append(bool(not gone or text.strip()))
-        if keep[-1]:
-            texts.append(text)
-        else:
-            detail = f"all {len(gone)} lines occur more than {config.max_occurrences} times"
-            dropped.append({"id": identity, "rule": "line_dedup_empty", "value": 0.0, "threshold": None, "detail": detail})
-    kept = documents.filter(pa.array(keep, pa.bool_()))
-    place = kept.schema.get_field_index("text")
-    kept = kept.set_column(place, kept.schema.field(place), pa.array(texts, pa.string()))
-    tables = {"removed_lines": removed, "dropped": dropped}
-    return {"documents": kept} | {name: pa.Table.from_pylist(rows, schema=table_schema(name).schema) for name, rows in tables.items()}
+        found.append((row + a, number, begin, end, known[place], occurrences[place].astype(np.float64)))
+    row, number, begin, end, hashes, value = (np.concatenate(column) for column in zip(*found, strict=True))
+    if config.protect_code and len(row):
+        chosen = ~_code(data, begin, end, hashes)
+        row, number, begin, end, value = row[chosen], number[chosen], begin[chosen], end[chosen], value[chosen]
+    made, bounds, empty = without_pieces(data, offsets, config.newlines, row, begin, end)
+    text = pa.LargeStringArray.from_buffers(len(ids), pa.py_buffer(bounds), pa.py_buffer(made)).cast(pa.string())
+    place = documents.schema.get_field_index("text")
+    kept = documents.set_column(place, documents.schema.field(place), text).filter(pa.array(~empty))
+    lines = [bytes(data[a:b]).decode() for a, b in zip(begin.tolist(), end.tolist(), strict=True)]
+    removed = {
+        "id": ids.take(pa.array(row)),
+        "line": number,
+        "text": lines,
+        "rule": [f"{config.unit}_occurrences"] * len(row),
+        "value": value,
+    }
+    gone = np.bincount(row, minlength=len(ids))[empty]
+    dropped = {
+        "id": ids.filter(pa.array(empty)),
+        "rule": ["line_dedup_empty"] * len(gone),
+        "value": np.zeros(len(gone)),
+        "threshold": pa.nulls(len(gone), pa.float64()),
+        "detail": [f"all {count} {config.unit}s occur more than {config.max_occurrences} times" for count in gone.tolist()],
+    }
+    return {"documents": kept} | {
+        name: pa.table(columns, schema=table_schema(name).schema) for name, columns in (("removed_lines", removed), ("dropped", dropped))
+    }
 
 
-def _gone(identity: str, text: str, bucket: int, frequent: _Frequent, config: LineDedupConfig) -> dict[int, int]:
-    """Numbers of the lines to remove from one document, each with its occurrences in the bucket."""
-    stripped = [line.strip() for line in text.split("\n")]
-    numbers = [number for number, line in enumerate(stripped) if line and not (config.protect_code and looks_like_code(line))]
-    places = frequent.find(bucket, _hashes([stripped[number] for number in numbers]))
-    found = {number: int(place) for number, place in zip(numbers, places.tolist(), strict=True) if place >= 0}
-    if config.policy == "keep_first":
-        found = {number: place for number, place in found.items() if not frequent.is_first(place, identity, number)}
-    return {number: frequent.occurrences(place) for number, place in found.items()}
+def _code(data: NDArray[np.uint8], begin: NDArray[np.int64], end: NDArray[np.int64], hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Which pieces look like code; each different one is looked at once."""
+    _, first, which = np.unique(hashes, return_index=True, return_inverse=True)
+    seen = np.array([looks_like_code(bytes(data[begin[at] : end[at]]).decode().strip()) for at in first.tolist()], np.bool_)
+    return seen[which]

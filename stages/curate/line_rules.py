@@ -1,7 +1,7 @@
-"""Numbers about the lines of a document: C4's and FineWeb's, line lengths, n-grams seen earlier.
+"""Numbers about the lines of a document: C4's, FineWeb's and RefinedWeb's, line lengths, n-grams seen earlier.
 
-C4 (Raffel et al. 2020, arXiv 1910.10683) and FineWeb (arXiv 2406.17557) as datatrove defines them; sentences
-are counted as spaCy's sentencizer does, over the words of `puna.stages.curate.words`.
+C4 (Raffel et al. 2020, arXiv 1910.10683) and FineWeb (arXiv 2406.17557) as datatrove defines them; sentences are
+counted as spaCy's sentencizer does. RefinedWeb (arXiv 2306.01116) in `refinedweb`.
 """
 
 from __future__ import annotations
@@ -10,61 +10,67 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from puna.stages.curate.characters import (
-    ALPHANUMERIC,
-    BREAK,
-    DECIMAL,
-    PUNCTUATION,
-    SPACE,
-    TERMINAL,
-    tables,
-)
-from puna.stages.curate.hash_table import place, size_for
-from puna.stages.curate.words import DOT, HAS_LETTER, IS_SYMBOL, mix
+from puna.stages.curate.characters import BREAK, DECIMAL, PUNCTUATION, SENTENCE_END, SPACE, TERMINAL
+from puna.stages.curate.english_tables import EnglishTables
+from puna.stages.curate.english_words import split_english
+from puna.stages.curate.gopher import stripped
+from puna.stages.curate.hash_table import cleared, mix, place
+from puna.stages.curate.words import BASE, DOT, HAS_LETTER, IS_SYMBOL, powers, prefix_hashes, split_ranges
 
-NEWLINE, RETURN, CURLY, OPEN, CLOSE = 0x0A, 0x0D, 0x7B, 0x5B, 0x5D
+NEWLINE, RETURN, CURLY, OPEN, CLOSE, BLANK = 0x0A, 0x0D, 0x7B, 0x5B, 0x5D, 0x20
 MAX_WORD_CHARACTERS = 1000
 MIN_LINE_WORDS = 3
 SHORT_LINE_CHARACTERS = 30
-LOREM_IPSUM = "lorem ipsum"
-JAVASCRIPT = "javascript"
-POLICY_PHRASES = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
+LOREM_IPSUM, JAVASCRIPT, POLICY = 1, 2, 4
+PHRASES = {
+    "lorem ipsum": LOREM_IPSUM, "javascript": JAVASCRIPT, "terms of use": POLICY, "privacy policy": POLICY, "cookie policy": POLICY,
+    "uses cookies": POLICY, "use of cookies": POLICY, "use cookies": POLICY,
+}  # fmt: skip
 
 
-def _codes(phrases: tuple[str, ...]) -> NDArray[np.uint32]:
-    """Phrases as one array, each ended by a 0."""
+def packed_phrases(phrases: tuple[str, ...]) -> NDArray[np.uint32]:
+    """Phrases as one array of code points, each ended by a 0."""
     return np.array([ord(c) for phrase in phrases for c in phrase + "\0"], np.uint32)
 
 
-MARKS = _codes(("edit", "citation needed"))
-LOREM_CODES = _codes((LOREM_IPSUM,))
-JAVASCRIPT_CODES = _codes((JAVASCRIPT,))
-POLICY_CODES = _codes(POLICY_PHRASES)
-ENDINGS = np.array([ord(c) for c in ".?!\"'"], np.uint32)
+MARKS = packed_phrases(("edit", "citation needed"))
+PHRASE_CODES = packed_phrases(tuple(PHRASES))
+PHRASE_KINDS = np.array(list(PHRASES.values()), np.int64)
+PHRASE_STARTS = np.cumsum([0, *(len(phrase) + 1 for phrase in PHRASES)])[:-1]
+# Where the first two letters of a phrase meet, it is looked for.
+BEGINS = np.zeros((128, 128), np.bool_)
+for _phrase in PHRASES:
+    BEGINS[ord(_phrase[0]), ord(_phrase[1])] = True
 
 
 @njit(cache=True)
-def _contains(line: NDArray[np.uint32], phrases: NDArray[np.uint32]) -> bool:
-    """Whether `line` contains one of the phrases, each ended by a 0."""
-    first = 0
-    while first < len(phrases):
-        last = first
-        while phrases[last] != 0:
-            last += 1
-        size = last - first
-        for at in range(len(line) - size + 1):
-            if line[at] == phrases[first]:
-                k = 1
-                while k < size and line[at + k] == phrases[first + k]:
-                    k += 1
-                if k == size:
-                    return True
-        first = last + 1
-    return False
+def starts_with(codes: NDArray[np.uint32], lower: NDArray[np.uint32], at: int, stop: int, phrase: NDArray[np.uint32], first: int) -> int:
+    """Length of the 0-ended `phrase[first:]` where codes[at:stop] begins with it but for case, else 0."""
+    k = 0
+    while phrase[first + k] != 0:
+        if at + k >= stop or lower[codes[at + k]] != phrase[first + k]:
+            return 0
+        k += 1
+    return k
 
 
 @njit(cache=True)
-def _citation_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, stop: int, marks: NDArray[np.uint32]) -> int:
+def _phrases(codes: NDArray[np.uint32], lower: NDArray[np.uint32], a: int, b: int) -> int:
+    """Which kinds of C4's phrases a..b contains, as bits."""
+    found = 0
+    code = lower[codes[a]] if a < b else 0
+    for at in range(a, b - 1):
+        following = lower[codes[at + 1]]
+        if code < 128 and following < 128 and BEGINS[code, following]:
+            for number in range(len(PHRASE_STARTS)):
+                if starts_with(codes, lower, at, b, PHRASE_CODES, PHRASE_STARTS[number]):
+                    found |= PHRASE_KINDS[number]
+        code = following
+    return found
+
+
+@njit(cache=True)
+def _citation_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np.uint32], at: int, stop: int) -> int:
     """End of the citation mark (`[12]`, `[]`, `[edit]`, `[citation needed]`) that starts at `at`, or `at`."""
     k = at + 1
     while k < stop and flags[codes[k]] & DECIMAL:
@@ -72,21 +78,39 @@ def _citation_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int,
     if k < stop and codes[k] == CLOSE:
         return k + 1
     first = 0
-    while first < len(marks):
+    while first < len(MARKS):
         k, m = at + 1, first
-        while marks[m] != 0 and k < stop and codes[k] == marks[m]:
+        while MARKS[m] != 0 and k < stop and codes[k] == MARKS[m]:
             k += 1
             m += 1
-        if marks[m] == 0 and k < stop and codes[k] == CLOSE:
+        if MARKS[m] == 0 and k < stop and codes[k] == CLOSE:
             return k + 1
-        while marks[m] != 0:
+        while MARKS[m] != 0:
             m += 1
         first = m + 1
     return at
 
 
 @njit(cache=True)
-def _white_space_words(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: int, stop: int) -> tuple[int, int]:
+def without_citations(
+    codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np.uint32], a: int, b: int, line: NDArray[np.uint32]
+) -> int:
+    """Copy a..b without citation marks to `line`; returns its length."""
+    size, at = 0, a
+    while at < b:
+        if codes[at] == OPEN:
+            end = _citation_end(codes, flags, lower, at, b)
+            if end > at:
+                at = end
+                continue
+        line[size] = codes[at]
+        size += 1
+        at += 1
+    return size
+
+
+@njit(cache=True)
+def white_space_words(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: int, stop: int) -> tuple[int, int]:
     """Number of words between white space, and the longest one's length."""
     count, longest, run = 0, 0, 0
     for at in range(start, stop):
@@ -101,161 +125,139 @@ def _white_space_words(codes: NDArray[np.uint32], flags: NDArray[np.uint16], sta
 
 
 @njit(cache=True)
-def _sentences(
+def sentences(
     codes: NDArray[np.uint32],
     flags: NDArray[np.uint16],
     start: NDArray[np.int32],
     stop: NDArray[np.int32],
     first: int,
     last: int,
-    end: int,
-    marks: NDArray[np.uint32],
+    a: int,
+    b: int,
 ) -> int:
-    """Sentences among the words first..last of a line that ends at character `end`, citation marks left out."""
-    count, ended, skip = 0, False, 0
+    """Sentences of the line a..b, whose words are first..last.
+
+    A sentence begins with the first word after a full stop (or its like) that is no punctuation. White space other
+    than a single blank is a word.
+    """
+    if a == b:
+        return 0
+    count, ended, position = 1, False, a
     for word in range(first, last):
-        if start[word] < skip:
-            continue
-        # "fact.[1]" is one word here and "fact" and "." without its citation mark.
-        mark = start[word]
-        after = mark
-        while mark < stop[word] and after <= mark:
-            if codes[mark] == OPEN:
-                after = _citation_end(codes, flags, mark, end, marks)
-            if after <= mark:
-                mark += 1
-                after = mark
-        if after > mark:
-            skip = after
-            if mark == start[word]:
-                continue
-        count = max(count, 1)
-        code = codes[start[word]]
-        if flags[code] & TERMINAL and mark == start[word] + 1:
-            ended = True
-        elif ended and not flags[code] & PUNCTUATION:
+        gap = start[word] - position
+        if ended and (gap > 1 or (gap == 1 and codes[position] != BLANK)):
             count += 1
             ended = False
-        if mark < stop[word] and flags[codes[mark - 1]] & TERMINAL:
+        position = stop[word]
+        if position == start[word] + 1 and flags[codes[start[word]]] & SENTENCE_END:
             ended = True
-    return count
+        elif ended:
+            at = start[word]
+            while at < position and flags[codes[at]] & PUNCTUATION:
+                at += 1
+            if at < position:
+                count += 1
+                ended = False
+    rest = b - position
+    return count + (ended and (rest > 1 or (rest == 1 and codes[position] != BLANK)))
 
 
 @njit(cache=True)
-def _c4(
+def c4_numbers(
     codes: NDArray[np.uint32],
     flags: NDArray[np.uint16],
     lower: NDArray[np.uint32],
+    english: EnglishTables,
     start: NDArray[np.int32],
     stop: NDArray[np.int32],
-    endings: NDArray[np.uint32],
-    marks: NDArray[np.uint32],
-    lorem: NDArray[np.uint32],
-    javascript: NDArray[np.uint32],
-    policy: NDArray[np.uint32],
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(sentences, lorem ipsum lines, curly bracket lines), with and without the rule on terminal punctuation."""
-    strict, lenient = np.zeros(3, np.int64), np.zeros(3, np.int64)
-    line = np.empty(len(codes), np.uint32)
+    line: NDArray[np.uint32],
+    out: NDArray[np.float64],
+) -> None:
+    """Write C4's numbers to out[:6]: sentences in kept lines, lines with "lorem ipsum", lines with a curly bracket
+    before any with "lorem ipsum"; first with the rule that a line must end in `.`, `?`, `!`, `"` or `'` but not in an
+    ellipsis, then without it (FineWeb's use).
+
+    A line counts for the last two when it passed the rules before: no word of more than 1000 characters, the terminal
+    punctuation, three words; for curly brackets no "javascript". `line`: room for the longest line. Words of a line
+    with citation marks are found anew without the marks, with `english` if it has exceptions.
+    """
+    out[:6] = 0
     at, total, word = 0, len(codes), 0
     while at < total:
-        end = at
+        end, opens, curly = at, False, False
         while end < total and not flags[codes[end]] & BREAK:
+            opens = opens or codes[end] == OPEN
+            curly = curly or codes[end] == CURLY
             end += 1
         first_word = word
         while word < len(start) and start[word] < end:
             word += 1
-        a, b = at, end
+        a, b = stripped(codes, flags, at, end)
         at = end + 1
         if end + 1 < total and codes[end] == RETURN and codes[end + 1] == NEWLINE:
             at = end + 2
-        while a < b and flags[codes[a]] & SPACE:
-            a += 1
-        while b > a and flags[codes[b - 1]] & SPACE:
-            b -= 1
-        count, longest = _white_space_words(codes, flags, a, b)
+        count, longest = white_space_words(codes, flags, a, b)
         if longest > MAX_WORD_CHARACTERS or count < MIN_LINE_WORDS:
             continue
-        size, k, curly = 0, a, False
-        while k < b:
-            if codes[k] == OPEN:
-                skip = _citation_end(codes, flags, k, b, marks)
-                if skip > k:
-                    k = skip
-                    continue
-            line[size] = lower[codes[k]]
-            curly = curly or codes[k] == CURLY
-            size += 1
-            k += 1
-        ends = False
-        if size:
-            for ending in endings:
-                ends = ends or line[size - 1] == ending
-            if size >= 3 and line[size - 1] == DOT and line[size - 2] == DOT and line[size - 3] == DOT:
-                ends = False
-        text = line[:size]
-        if _contains(text, lorem):
-            lenient[1] += 1
-            strict[1] += ends
-        elif _contains(text, javascript):
+        size = without_citations(codes, flags, lower, a, b, line) if opens else b - a
+        marked = size < b - a
+        text = line[:size] if marked else codes[a:b]
+        ends = _ends_sentence(text)
+        kinds = _phrases(text, lower, 0, size)
+        if kinds & LOREM_IPSUM:
+            out[1] += ends
+            out[4] += 1
+        elif kinds & JAVASCRIPT:
             continue
         elif curly:
-            lenient[2] += 1
-            strict[2] += ends
-        elif not _contains(text, policy):
-            found = _sentences(codes, flags, start, stop, first_word, word, end, marks)
-            lenient[0] += found
-            strict[0] += found if ends else 0
-    return strict, lenient
-
-
-def c4_numbers(codes: NDArray[np.uint32], start: NDArray[np.int32], stop: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """C4's numbers, int64[3] each: sentences in kept lines, lines with "lorem ipsum", lines with a curly bracket.
-
-    The first with the rule that a line must end in `.`, `?`, `!`, `"` or `'` but not in an ellipsis, the second
-    without it (FineWeb's use). A line counts for the last two when it passed the rules before: no word of more than
-    1000 characters, the terminal punctuation, three words, no "javascript".
-    """
-    flags, lower = tables()
-    strict, lenient = _c4(codes, flags, lower, start, stop, ENDINGS, MARKS, LOREM_CODES, JAVASCRIPT_CODES, POLICY_CODES)
-    return strict, lenient
+            out[2] += ends and out[1] == 0
+            out[5] += out[4] == 0
+        elif not kinds & POLICY:
+            found = _sentences_anew(text, flags, english) if marked else sentences(codes, flags, start, stop, first_word, word, a, b)
+            out[0] += found if ends else 0
+            out[3] += found
 
 
 @njit(cache=True)
-def fineweb_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16], words: int) -> tuple[float, float, float, int]:
-    """Of the non-blank lines the share that end a sentence and the share of at most 30 characters; newlines per
-    word; characters other than newlines."""
-    lines, terminated, short, newlines = 0, 0, 0, 0
-    start = 0
-    for at in range(len(codes) + 1):
-        if at < len(codes) and codes[at] != NEWLINE:
-            continue
-        newlines += at < len(codes)
-        blank = True
-        for i in range(start, at):
-            if not flags[codes[i]] & SPACE:
-                blank = False
-                break
-        if not blank:
+def _ends_sentence(text: NDArray[np.uint32]) -> bool:
+    """Whether a line ends in `.`, `?`, `!`, `"` or `'` but not in an ellipsis."""
+    size = len(text)
+    if size == 0:
+        return False
+    last = text[size - 1]
+    if last == DOT:
+        return not (size >= 3 and text[size - 2] == DOT and text[size - 3] == DOT)
+    return bool(last == 0x3F or last == 0x21 or last == 0x22 or last == 0x27)
+
+
+@njit(cache=True)
+def _sentences_anew(text: NDArray[np.uint32], flags: NDArray[np.uint16], english: EnglishTables) -> int:
+    start, stop = np.empty(len(text) + 1, np.int32), np.empty(len(text) + 1, np.int32)
+    if english.longest_sequence:
+        count = split_english(text, flags, english, prefix_hashes(text), powers(len(text)), start, stop)
+    else:
+        count = split_ranges(text, flags, start, stop)
+    return int(sentences(text, flags, start, stop, 0, count, 0, len(text)))
+
+
+@njit(cache=True)
+def fineweb_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[int, float, float]:
+    """Number of non-blank lines, the share of them that end a sentence, and the share of at most 30 characters."""
+    lines, terminated, short = 0, 0, 0
+    start, at, total = 0, 0, len(codes)
+    while at <= total:
+        while at < total and codes[at] != NEWLINE:
+            at += 1
+        inked = start
+        while inked < at and flags[codes[inked]] & SPACE:
+            inked += 1
+        if inked < at:
             lines += 1
             terminated += flags[codes[at - 1]] & TERMINAL != 0
             short += at - start <= SHORT_LINE_CHARACTERS
         start = at + 1
-    return terminated / max(lines, 1), short / max(lines, 1), newlines / max(words, 1), len(codes) - newlines
-
-
-@njit(cache=True)
-def length_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[float, int, float]:
-    """Mean and greatest length of the lines (split at newlines), share of letters and digits among the characters."""
-    lines, longest, start, alphanumeric = 0, 0, 0, 0
-    for at in range(len(codes) + 1):
-        if at < len(codes) and codes[at] != NEWLINE:
-            alphanumeric += flags[codes[at]] & ALPHANUMERIC != 0
-            continue
-        lines += 1
-        longest = max(longest, at - start)
-        start = at + 1
-    return (len(codes) - lines + 1) / lines, longest, alphanumeric / max(len(codes), 1)
+        at = start
+    return lines, terminated / max(lines, 1), short / max(lines, 1)
 
 
 @njit(cache=True)
@@ -265,41 +267,45 @@ def ngram_coverage(
     folded: NDArray[np.uint64],
     word_flags: NDArray[np.uint8],
     n: int,
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Per line (split at newlines): non-symbol words, and how many of them lie in an n-gram seen earlier.
+    space: NDArray[np.uint64],
+    words: NDArray[np.int32],
+    covered: NDArray[np.int32],
+) -> None:
+    """Per line (split at newlines): write non-symbol words, and how many of them lie in an n-gram seen earlier.
 
     N-grams are of non-symbol words, in lower case and with every number alike, and run across lines. One with
-    letters in fewer than half of its words does not count: tables of numbers are not repetition.
+    letters in fewer than half of its words does not count: tables of numbers are not repetition. `space`: room for a
+    table. `words`, `covered`: one element per line.
     """
-    lines = 1
-    for code in codes:
-        lines += code == NEWLINE
-    words, covered = np.zeros(lines, np.int32), np.zeros(lines, np.int32)
-    kept = np.empty(len(start), np.int32)
+    words[:] = 0
+    covered[:] = 0
     line_of = np.empty(len(start), np.int32)
+    lettered = np.empty(len(start) + 1, np.int32)
+    chained = np.empty(len(start) + 1, np.uint64)
+    lettered[0], chained[0] = 0, 0
+    shift = np.uint64(1)
+    for _ in range(n):
+        shift *= BASE
     count, line, at = 0, 0, 0
     for word in range(len(start)):
         while at < start[word]:
             line += codes[at] == NEWLINE
             at += 1
         if not word_flags[word] & IS_SYMBOL:
-            kept[count] = word
             line_of[count] = line
             words[line] += 1
+            lettered[count + 1] = lettered[count] + (word_flags[word] & HAS_LETTER != 0)
+            chained[count + 1] = chained[count] * BASE + folded[word]
             count += 1
-    keys = np.zeros(size_for(max(count - n + 1, 0)), np.uint64)
+    keys = cleared(space, max(count - n + 1, 0))
     done = 0
     for i in range(count - n + 1):
-        value, letters = np.uint64(0), 0
-        for k in range(i, i + n):
-            value = mix(value + folded[kept[k]])
-            letters += word_flags[kept[k]] & HAS_LETTER != 0
-        if 2 * letters < n:
+        if 2 * (lettered[i + n] - lettered[i]) < n:
             continue
-        where = place(keys, value)
-        if keys[where] == value:
+        key = mix(chained[i + n] - chained[i] * shift)
+        where = place(keys, key)
+        if keys[where] == key:
             for k in range(max(i, done), i + n):
                 covered[line_of[k]] += 1
             done = i + n
-        keys[where] = value
-    return words, covered
+        keys[where] = key

@@ -1,56 +1,96 @@
-"""Every heuristic number of a document, from one splitting into words."""
+"""Every heuristic number of many documents, in one compiled pass with one splitting into words."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numba import njit
 from numpy.typing import NDArray
 
-from puna.stages.curate.characters import code_points, tables
-from puna.stages.curate.divergence import count_bins
+from puna.stages.curate.characters import decode, tables
+from puna.stages.curate.divergence import BINS_BITS
+from puna.stages.curate.english_tables import EnglishTables, bare_tables, datatrove_flags
+from puna.stages.curate.english_words import english_tables, split_english
 from puna.stages.curate.gopher import (
     DUPLICATE_N,
     TOP_N,
+    chain,
+    character_numbers,
     duplicate_gram_characters,
     duplicate_pieces,
     line_numbers,
-    strip,
+    stripped,
     top_gram_characters,
     word_numbers,
 )
-from puna.stages.curate.line_rules import c4_numbers, fineweb_numbers, length_numbers, ngram_coverage
-from puna.stages.curate.words import IS_SYMBOL, Words, exact_hashes, folded_hashes, split_codes
+from puna.stages.curate.hash_table import cleared, contains, mix, place, size_for, table_of
+from puna.stages.curate.line_rules import c4_numbers, fineweb_numbers, ngram_coverage
+from puna.stages.curate.words import IS_SYMBOL, describe, exact_hashes, folded_hashes, powers, prefix_hashes, split_ranges
 
 DATA = Path(__file__).parent / "data"
+Splitter = Literal["universal", "datatrove"]
+
+QUALITY = (
+    "words", "mean_word_length", "alphabetic_word_fraction", "hash_ratio", "ellipsis_ratio", "bullet_line_fraction",
+    "ellipsis_line_fraction", "english_stop_words", "stop_words",
+)  # fmt: skip
+REPETITION = (
+    "duplicate_line_fraction", "duplicate_line_character_fraction", "duplicate_paragraph_fraction",
+    "duplicate_paragraph_character_fraction", *(f"top_{n}gram_character_fraction" for n in TOP_N),
+    *(f"duplicate_{n}gram_character_fraction" for n in DUPLICATE_N),
+)  # fmt: skip
+C4 = (
+    "c4_sentences", "c4_lorem_ipsum_lines", "c4_curly_bracket_lines",
+    "c4_open_sentences", "c4_open_lorem_ipsum_lines", "c4_open_curly_bracket_lines",
+)  # fmt: skip
+FINEWEB = ("lines", "terminated_line_fraction", "short_line_fraction", "newline_ratio", "repeated_line_character_fraction")
+OTHER = (
+    "characters", "mean_line_length", "max_line_length", "alphanumeric_fraction", "ngram_coverage", "dirty_words",
+    "dirty_word_ratio",
+)  # fmt: skip
+NAMES = (*QUALITY, *REPETITION, *C4, *FINEWEB, *OTHER)
+AT_REPETITION = len(QUALITY)
+AT_C4 = AT_REPETITION + len(REPETITION)
+AT_FINEWEB = AT_C4 + len(C4)
+AT_OTHER = AT_FINEWEB + len(FINEWEB)
 
 
-class StopWords(NamedTuple):
-    """`hashes` uint64[n], sorted; `languages` uint64[n]: bit i set when the word is language i's (0: English)."""
+class Vocabulary(NamedTuple):
+    """What texts are measured with, besides the words' splitter.
 
-    hashes: NDArray[np.uint64]
-    languages: NDArray[np.uint64]
+    `flags`, `lower`: see `characters.Tables`. `stop_keys`: a table of stop words' hashes; `stop_languages` uint64 at the
+    same places: bit i is set when the word is language i's (0: English). `dirty`: a table of folded hashes.
+    """
+
+    flags: NDArray[np.uint16]
+    lower: NDArray[np.uint32]
+    english: EnglishTables
+    stop_keys: NDArray[np.uint64]
+    stop_languages: NDArray[np.uint64]
+    dirty: NDArray[np.uint64]
 
 
-@lru_cache(maxsize=1)
-def stop_words() -> StopWords:
-    """The stop words of every language."""
+@lru_cache(maxsize=2)
+def vocabulary(splitter: Splitter) -> Vocabulary:
+    """The tables for a splitter."""
     lines = [line.split() for line in _lines("stop_words.txt")]
     bits: dict[int, int] = {}
-    for language, (_, *vocabulary) in enumerate(lines):
-        for value in exact_hashes(vocabulary).tolist():
+    for language, (_, *words) in enumerate(lines):
+        for value in exact_hashes(words).tolist():
             bits[value] = bits.get(value, 0) | 1 << language
-    hashes = np.array(sorted(bits), np.uint64)
-    return StopWords(hashes, np.array([bits[h] for h in hashes.tolist()], np.uint64))
-
-
-@lru_cache(maxsize=1)
-def dirty_words() -> NDArray[np.uint64]:
-    """Folded hashes of the adult vocabulary, sorted."""
-    return np.unique(folded_hashes([word for line in _lines("dirty_words.txt") for word in line.split()]))
+    stop_keys = table_of(bits)
+    stop_languages = np.zeros(len(stop_keys), np.uint64)
+    for value, languages in bits.items():
+        stop_languages[place(stop_keys, np.uint64(mix(np.uint64(value))))] = languages
+    dirty = table_of(folded_hashes([word for line in _lines("dirty_words.txt") for word in line.split()]).tolist())
+    flags, lower = tables()
+    if splitter == "datatrove":
+        return Vocabulary(datatrove_flags(), lower, english_tables(), stop_keys, stop_languages, dirty)
+    return Vocabulary(flags, lower, bare_tables(), stop_keys, stop_languages, dirty)
 
 
 def _lines(name: str) -> list[str]:
@@ -58,128 +98,217 @@ def _lines(name: str) -> list[str]:
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
-@njit(cache=True)
-def _find(hashes: NDArray[np.uint64], value: np.uint64) -> int:
-    """Index of `value` in a sorted array, or -1."""
-    low, high = 0, len(hashes)
-    while low < high:
-        middle = (low + high) // 2
-        if hashes[middle] < value:
-            low = middle + 1
-        else:
-            high = middle
-    return low if low < len(hashes) and hashes[low] == value else -1
+class Space(NamedTuple):
+    """Room for one document at a time, so that nothing is allocated per document."""
+
+    codes: NDArray[np.uint32]
+    line: NDArray[np.uint32]
+    start: NDArray[np.int32]
+    stop: NDArray[np.int32]
+    hash: NDArray[np.uint64]
+    power: NDArray[np.uint64]
+    folded: NDArray[np.uint64]
+    flags: NDArray[np.uint8]
+    joined: NDArray[np.uint64]
+    spaced: NDArray[np.uint64]
+    length: NDArray[np.int64]
+    keys: NDArray[np.uint64]
+    counts: NDArray[np.int32]
+    firsts: NDArray[np.int32]
+    powers: NDArray[np.uint64]
 
 
-@njit(cache=True)
-def _stop_word_counts(words: NDArray[np.uint64], hashes: NDArray[np.uint64], languages: NDArray[np.uint64]) -> tuple[int, int]:
-    """Distinct stop words found: those of English, and those of the language with most."""
-    seen = np.zeros(len(hashes), np.bool_)
-    for word in words:
-        at = _find(hashes, word)
-        if at >= 0:
-            seen[at] = True
-    counts = np.zeros(64, np.int64)
-    for at in range(len(hashes)):
-        if seen[at]:
-            for bit in range(64):
-                counts[bit] += (languages[at] >> np.uint64(bit)) & np.uint64(1)
-    return counts[0], counts.max()
+def _space(characters: int) -> Space:
+    """Room for documents of at most `characters` characters."""
+    size = characters + 2
+    table = size_for(size)
+    kinds = dict.fromkeys(Space._fields, np.uint64) | {
+        "codes": np.uint32, "line": np.uint32, "start": np.int32, "stop": np.int32, "flags": np.uint8, "length": np.int64,
+        "counts": np.int32, "firsts": np.int32,
+    }  # fmt: skip
+    sizes = dict.fromkeys(Space._fields, size) | dict.fromkeys(("keys", "counts", "firsts"), table)
+    made = {name: np.empty(sizes[name], kinds[name]) for name in Space._fields}
+    # An n-gram with its spaces can be longer than the text.
+    return Space(**(made | {"powers": powers(2 * size)}))
 
 
-@njit(cache=True)
-def _count_members(words: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> int:
-    count = 0
-    for word in words:
-        count += _find(hashes, word) >= 0
-    return count
+class Measurements(NamedTuple):
+    """Of D documents. `values` float64[D, len(NAMES)], NaN where not measured.
 
+    Document d's words for the divergence: `bins` and `counts` uint32 in bin_offsets[d : d + 2]. Its lines that are
+    covered enough: `line` (number), `line_words`, `line_covered` int32 in line_offsets[d : d + 2].
+    """
 
-class Measurement(NamedTuple):
-    """`numbers`: signal name → value. `bins`, `counts`: its words for the divergence. `line_words`,
-    `line_covered` int32[lines]: words of each line and those inside n-grams seen earlier."""
-
-    numbers: dict[str, Any]
+    values: NDArray[np.float64]
+    bin_offsets: NDArray[np.int64]
     bins: NDArray[np.uint32]
     counts: NDArray[np.uint32]
+    line_offsets: NDArray[np.int64]
+    line: NDArray[np.int32]
     line_words: NDArray[np.int32]
     line_covered: NDArray[np.int32]
 
 
-def measure(text: str, coverage_n: int) -> Measurement:
-    """All numbers of one document but the divergence, which needs the whole corpus."""
-    codes = code_points(text)
-    words = split_codes(codes)
-    plain = words.folded[words.flags & IS_SYMBOL == 0]
-    line_words, line_covered = ngram_coverage(codes, words.start, words.folded, words.flags, coverage_n)
-    bins, counts = count_bins(plain)
-    dirty = _count_members(plain, dirty_words())
-    numbers: dict[str, Any] = {
-        "characters": len(codes),
-        **_gopher_quality(codes, words),
-        **_gopher_repetition(codes, words),
-        **_lines_of(codes, words),
-        "ngram_coverage": int(line_covered.sum()) / max(len(plain), 1),
-        "dirty_words": dirty,
-        "dirty_word_ratio": dirty / max(len(plain), 1),
-    }
-    if numbers["mean_word_length"] is None:
-        # C4 counts words between white space: a line of a script without spaces has one, and none would be kept.
-        numbers |= {"c4_sentences": None, "c4_open_sentences": None}
-    return Measurement(numbers, bins, counts, line_words, line_covered)
+def measure(texts: pa.Array | pa.ChunkedArray, splitter: Splitter, coverage_n: int, line_coverage: float) -> Measurements:
+    """All numbers of the documents but the divergence, which needs the whole corpus.
+
+    Lines are reported where at least the share `line_coverage` of their words lies in n-grams of `coverage_n` words
+    seen earlier.
+    """
+    data, offsets = buffers(texts)
+    longest = int(np.diff(offsets).max(initial=0))
+    values = np.full((len(offsets) - 1, len(NAMES)), np.nan)
+    found = _measure(data, offsets, vocabulary(splitter), _space(longest), values, splitter == "universal", coverage_n, line_coverage)
+    return Measurements(values, *found)
 
 
-def _gopher_quality(codes: NDArray[np.uint32], words: Words) -> dict[str, Any]:
-    flags, _ = tables()
-    count, mean, hashes, ellipses, letters = word_numbers(codes, flags, words.start, words.stop, words.flags)
-    bullets, ends = line_numbers(codes, flags)
-    english, best = _stop_word_counts(words.hash, *stop_words())
-    return {
-        "words": count,
-        "mean_word_length": None if mean != mean else mean,
-        "hash_ratio": hashes,
-        "ellipsis_ratio": ellipses,
-        "bullet_line_fraction": bullets,
-        "ellipsis_line_fraction": ends,
-        "alphabetic_word_fraction": letters,
-        "stop_words": best,
-        "english_stop_words": english,
-    }
+def buffers(texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """The UTF-8 bytes of strings, and where each begins and the last ends, without copying where Arrow allows."""
+    array = texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
+    if isinstance(array, pa.ChunkedArray):  # no chunk at all
+        array = pa.array([], pa.large_string())
+    array = array.cast(pa.large_string())
+    _, offsets, data = array.buffers()
+    bounds = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1] if len(array) else np.zeros(1, np.int64)
+    return np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8), bounds
 
 
-def _gopher_repetition(codes: NDArray[np.uint32], words: Words) -> dict[str, float]:
-    flags, _ = tables()
+@njit(cache=True)
+def _measure(
+    data: NDArray[np.uint8],
+    offsets: NDArray[np.int64],
+    about: Vocabulary,
+    room: Space,
+    values: NDArray[np.float64],
+    universal: bool,
+    coverage_n: int,
+    line_coverage: float,
+) -> tuple[
+    NDArray[np.int64], NDArray[np.uint32], NDArray[np.uint32], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]
+]:
+    documents = len(offsets) - 1
+    size = offsets[documents] - offsets[0]
+    bin_offsets, line_offsets = np.zeros(documents + 1, np.int64), np.zeros(documents + 1, np.int64)
+    bins, counts = np.empty(size, np.uint32), np.empty(size, np.uint32)
+    line, line_words, line_covered = np.empty(size, np.int32), np.empty(size, np.int32), np.empty(size, np.int32)
+    for d in range(documents):
+        characters = decode(data, offsets[d], offsets[d + 1], room.codes)
+        codes = room.codes[:characters]
+        hashes = prefix_hashes(codes)
+        if about.english.longest_sequence:
+            words = split_english(codes, about.flags, about.english, hashes, room.powers, room.start, room.stop)
+        else:
+            words = split_ranges(codes, about.flags, room.start, room.stop)
+        one = values[d]
+        signs, ellipses, newlines, alphanumeric, longest = character_numbers(codes, about.flags)
+        start, stop = room.start[:words], room.stop[:words]
+        power = room.powers
+        describe(codes, about.flags, about.lower, hashes, power, start, stop, room.hash, room.power, room.folded, room.flags)
+        one[0], one[1], one[2] = word_numbers(codes, about.flags, start, stop, room.flags, universal)
+        one[3], one[4] = signs / max(words, 1), ellipses / max(words, 1)
+        one[5], one[6] = line_numbers(codes, about.flags)
+        one[7], one[8] = _stop_words(about, room.hash[:words])
+        _repetition(codes, about.flags, room, hashes, words, newlines + 1, one[AT_REPETITION:])
+        c4_numbers(codes, about.flags, about.lower, about.english, start, stop, room.line, one[AT_C4:])
+        if universal and one[1] != one[1]:
+            # C4 counts words between white space: a line of a script without spaces has one, and none would be kept.
+            one[AT_C4] = one[AT_C4 + 3] = np.nan
+        one[AT_FINEWEB], one[AT_FINEWEB + 1], one[AT_FINEWEB + 2] = fineweb_numbers(codes, about.flags)
+        one[AT_FINEWEB + 3] = newlines / max(words, 1)
+        keys = cleared(room.keys, newlines + 1)
+        repeated = duplicate_pieces(codes, about.flags, hashes, power, 0, characters, 1, True, keys)[2]
+        one[AT_FINEWEB + 4] = repeated / max(characters - newlines, 1)
+        one[AT_OTHER], one[AT_OTHER + 1] = characters, (characters - newlines) / (newlines + 1)
+        one[AT_OTHER + 2], one[AT_OTHER + 3] = longest, alphanumeric / max(characters, 1)
+        of_line, covered = np.empty(newlines + 1, np.int32), np.empty(newlines + 1, np.int32)
+        ngram_coverage(codes, start, room.folded, room.flags, coverage_n, room.keys, of_line, covered)
+        plain = of_line.sum()
+        one[AT_OTHER + 4] = covered.sum() / max(plain, 1)
+        found, dirty = _count_bins(room, words, about.dirty, bins[bin_offsets[d] :], counts[bin_offsets[d] :])
+        one[AT_OTHER + 5], one[AT_OTHER + 6] = dirty, dirty / max(plain, 1)
+        bin_offsets[d + 1] = bin_offsets[d] + found
+        at = line_offsets[d]
+        for number in range(newlines + 1):
+            if of_line[number] and covered[number] / of_line[number] >= line_coverage:
+                line[at], line_words[at], line_covered[at] = number, of_line[number], covered[number]
+                at += 1
+        line_offsets[d + 1] = at
+    last, end = bin_offsets[documents], line_offsets[documents]
+    return (
+        bin_offsets, bins[:last].copy(), counts[:last].copy(),
+        line_offsets, line[:end].copy(), line_words[:end].copy(), line_covered[:end].copy(),
+    )  # fmt: skip
+
+
+@njit(cache=True)
+def _stop_words(about: Vocabulary, hashes: NDArray[np.uint64]) -> tuple[int, int]:
+    """Distinct stop words of English, and of the language with most."""
+    seen = np.zeros(len(about.stop_keys), np.bool_)
+    languages = np.zeros(64, np.int64)
+    for value in hashes:
+        key = mix(value)
+        where = place(about.stop_keys, key)
+        if about.stop_keys[where] == key and not seen[where]:
+            seen[where] = True
+            bits, language = about.stop_languages[where], 0
+            while bits:
+                languages[language] += bits & np.uint64(1)
+                bits >>= np.uint64(1)
+                language += 1
+    return languages[0], languages.max()
+
+
+@njit(cache=True)
+def _repetition(
+    codes: NDArray[np.uint32],
+    flags: NDArray[np.uint16],
+    room: Space,
+    hashes: NDArray[np.uint64],
+    words: int,
+    lines: int,
+    out: NDArray[np.float64],
+) -> None:
+    """Write Gopher's repetition numbers to out[: len(REPETITION)]."""
     size = max(len(codes), 1)
-    lines, repeated, characters = duplicate_pieces(codes, flags, 1, False)
-    paragraphs, repeated_p, characters_p = duplicate_pieces(strip(codes, flags), flags, 2, False)
-    found = {
-        "duplicate_line_fraction": repeated / lines,
-        "duplicate_paragraph_fraction": repeated_p / paragraphs,
-        "duplicate_line_character_fraction": characters / size,
-        "duplicate_paragraph_character_fraction": characters_p / size,
-    }
-    arrays = (words.start, words.stop, words.hash, words.power)
+    keys = cleared(room.keys, lines)
+    pieces, repeated, characters = duplicate_pieces(codes, flags, hashes, room.powers, 0, len(codes), 1, False, keys)
+    out[0], out[1] = repeated / pieces, characters / size
+    first, last = stripped(codes, flags, 0, len(codes))
+    keys[:] = 0
+    pieces, repeated, characters = duplicate_pieces(codes, flags, hashes, room.powers, first, last, 2, False, keys)
+    out[2], out[3] = repeated / pieces, characters / size
+    chain(room.hash, room.power, room.start[:words], room.stop[:words], room.joined, room.spaced, room.length)
+    joined, spaced, length = room.joined[: words + 1], room.spaced[: words + 1], room.length[: words + 1]
+    at = 4
     for n in TOP_N:
-        found[f"top_{n}gram_character_fraction"] = top_gram_characters(*arrays, n) / size
+        out[at] = top_gram_characters(spaced, length, room.powers, n, room.keys, room.counts, room.firsts) / size
+        at += 1
     for n in DUPLICATE_N:
-        found[f"duplicate_{n}gram_character_fraction"] = duplicate_gram_characters(*arrays, n) / size
-    return found
+        out[at] = duplicate_gram_characters(joined, length, room.powers, n, room.keys) / size
+        at += 1
 
 
-def _lines_of(codes: NDArray[np.uint32], words: Words) -> dict[str, Any]:
-    flags, _ = tables()
-    strict, lenient = c4_numbers(codes, words.start, words.stop)
-    terminated, short, newlines, inked = fineweb_numbers(codes, flags, len(words.start))
-    mean, longest, alphanumeric = length_numbers(codes, flags)
-    names = ("sentences", "lorem_ipsum_lines", "curly_bracket_lines")
-    return {
-        **{f"c4_{name}": int(value) for name, value in zip(names, strict, strict=True)},
-        **{f"c4_open_{name}": int(value) for name, value in zip(names, lenient, strict=True)},
-        "terminated_line_fraction": terminated,
-        "short_line_fraction": short,
-        "newline_ratio": newlines,
-        "repeated_line_character_fraction": duplicate_pieces(codes, flags, 1, True)[2] / max(inked, 1),
-        "mean_line_length": mean,
-        "max_line_length": longest,
-        "alphanumeric_fraction": alphanumeric,
-    }
+@njit(cache=True)
+def _count_bins(
+    room: Space, words: int, dirty: NDArray[np.uint64], bins: NDArray[np.uint32], counts: NDArray[np.uint32]
+) -> tuple[int, int]:
+    """Write the bins of the non-symbol words in the order in which they first occur, and how often each does.
+
+    Returns how many bins, and how many of the words are in `dirty`.
+    """
+    keys = cleared(room.keys, words)
+    found, bad = 0, 0
+    for word in range(words):
+        if room.flags[word] & IS_SYMBOL:
+            continue
+        folded = room.folded[word]
+        bad += contains(dirty, folded)
+        key = (folded >> np.uint64(64 - BINS_BITS)) + np.uint64(1)
+        where = place(keys, key)
+        if keys[where] == 0:
+            keys[where] = key
+            room.firsts[where] = found
+            bins[found], counts[found] = key - np.uint64(1), 0
+            found += 1
+        counts[room.firsts[where]] += 1
+    return found, bad

@@ -115,7 +115,7 @@ def read_jsonl(handle: BinaryIO, source: str, name: str, columns: Columns) -> It
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             last = not line.endswith(b"\n")
             rule = "truncated_record" if last else "malformed_record"
             yield Rejected(rule, f"{name}#{number}", f"{name}, line {number + 1}: {error}")
@@ -215,16 +215,28 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
     if not isinstance(url, str) or "://" not in url:
         if columns.url is not None and not isinstance(url, str):
             return Rejected("malformed_record", where, f"{name}, row {number}: {columns.url} holds {type(url).__name__}, not text")
-        url = f"{address(source, name)}/{quote(url)}" if isinstance(url, str) and url else address(source, name, number)
+        url = f"{address(source, name)}/{quote(url, errors='replace')}" if isinstance(url, str) and url else address(source, name, number)
+    if not _encodable(url):
+        return Rejected("malformed_record", where, f"{name}, row {number}: the address {url!r} is not Unicode text")
     column = columns.date or next((c for c in DATE_COLUMNS if row.get(c) is not None), None)
     moment = _moment(_field(row, column)) if column else 0
+    if moment is None and columns.date is None:
+        moment = 0  # A column that only happens to be called so is no reason to lose the text.
     if moment is None:
         return Rejected("malformed_record", where, f"{name}, row {number}: {column} holds {_field(row, column or '')!r}, not a date")
     return Page(url, moment, columns.content_type, "utf-8", body, where)
 
 
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON may hold halves of surrogate pairs
+        return False
+    return True
+
+
 def _moment(value: Any) -> int | None:
-    """A date, a time, ISO text or seconds since 1970 as microseconds; nothing counts as 1970; None: not a date."""
+    """A date, a time, ISO text or seconds or milliseconds since 1970 as microseconds; nothing counts as 1970; None: not a date."""
     if value is None or value == "":
         return 0
     if isinstance(value, datetime):
@@ -233,6 +245,8 @@ def _moment(value: Any) -> int | None:
         return microseconds(datetime(value.year, value.month, value.day))
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e11:
         return round(value * 1_000_000)
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e14:
+        return round(value * 1_000)
     if isinstance(value, str):
         try:
             return microseconds(datetime.fromisoformat(value.strip()))

@@ -78,6 +78,9 @@ class LanguageRules(RuleGroup):
 class GopherRepetitionRules(WebRules):
     """Gopher's repetition rules (Rae et al. 2021, table A1): fractions of lines, paragraphs or characters."""
 
+    min_characters: Annotated[int | None, Drop("characters", "<")] = Field(
+        1, ge=0, description="Least length of the text, characters: an empty one has no fractions"
+    )
     max_duplicate_paragraphs: Annotated[Fraction | None, Drop("duplicate_paragraph_fraction", ">")] = Field(
         0.30, description="Greatest fraction of paragraphs seen earlier in the document"
     )
@@ -155,6 +158,18 @@ class GopherQualityRules(WebRules):
 class C4Rules(WebRules):
     """C4's rules (Raffel et al. 2020) without its terminal punctuation rule, as FineWeb uses them."""
 
+    max_curly_bracket_lines: Annotated[int | None, Drop("c4_open_curly_bracket_lines", ">")] = Field(
+        None, ge=0, description="Greatest number of lines with '{'; C4: 0, which also drops pages that show code or mathematics"
+    )
+    max_lorem_ipsum_lines: Annotated[int | None, Drop("c4_open_lorem_ipsum_lines", ">")] = Field(
+        0, ge=0, description="Greatest number of lines with 'lorem ipsum'"
+    )
+    max_terminated_curly_bracket_lines: Annotated[int | None, Drop("c4_curly_bracket_lines", ">")] = Field(
+        None, ge=0, description="Greatest number of lines with '{' that end in terminal punctuation; C4: 0"
+    )
+    max_terminated_lorem_ipsum_lines: Annotated[int | None, Drop("c4_lorem_ipsum_lines", ">")] = Field(
+        None, ge=0, description="Greatest number of lines with 'lorem ipsum' that end in terminal punctuation; C4: 0"
+    )
     # Not measured for scripts written without spaces.
     min_sentences: Annotated[int | None, Drop("c4_open_sentences", "<", "keep")] = Field(
         5, ge=0, description="Least number of sentences in the lines that C4 keeps"
@@ -162,17 +177,12 @@ class C4Rules(WebRules):
     min_terminated_sentences: Annotated[int | None, Drop("c4_sentences", "<", "keep")] = Field(
         None, ge=0, description="The same with only lines that end in terminal punctuation; C4: 5"
     )
-    max_lorem_ipsum_lines: Annotated[int | None, Drop("c4_open_lorem_ipsum_lines", ">")] = Field(
-        0, ge=0, description="Greatest number of lines with 'lorem ipsum'"
-    )
-    max_curly_bracket_lines: Annotated[int | None, Drop("c4_open_curly_bracket_lines", ">")] = Field(
-        None, ge=0, description="Greatest number of lines with '{'; C4: 0, which also drops pages that show code or mathematics"
-    )
 
 
 class FineWebRules(WebRules):
     """FineWeb's own rules (Penedo et al. 2024, section 3.5)."""
 
+    min_lines: Annotated[int | None, Drop("lines", "<")] = Field(1, ge=0, description="Least number of lines that are not blank")
     min_terminated_lines: Annotated[Fraction | None, Drop("terminated_line_fraction", "<")] = Field(
         0.12, description="Least fraction of lines that end a sentence"
     )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from puna.stages.contract import Documents, Signals, StageConfig, StageRun, stage
+from puna.stages.curate.rule_sets import RuleSet, filled
 from puna.stages.curate.rules import (
     C4Rules,
     CodeRules,
@@ -49,6 +50,7 @@ class LineRules(StageConfig):
 class SelectConfig(StageConfig):
     """Groups of rules; null turns a group off, null in a group turns a rule off."""
 
+    rule_set: RuleSet = Field("puna", description="Whose rules apply where a group or a rule is not given")
     language: LanguageRules | None = Field(None, description="Rules on language identification")
     gopher_repetition: GopherRepetitionRules | None = Field(GopherRepetitionRules(), description="Gopher's repetition rules")
     gopher_quality: GopherQualityRules | None = Field(GopherQualityRules(), description="Gopher's quality rules")
@@ -62,6 +64,11 @@ class SelectConfig(StageConfig):
     quality: QualityRules | None = Field(None, description="Rules on the quality classifier's score")
     domains: DomainRules | None = Field(None, description="Rules on the knowledge classifier's category")
     lines: LineRules | None = Field(LineRules(), description="Removal of repeated lines from documents that are kept")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: Any) -> Any:
+        return filled(given, [name for name in cls.model_fields if name != "rule_set"]) if isinstance(given, dict) else given
 
 
 @stage(kind="documents", filters="documents")

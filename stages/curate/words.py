@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from puna.stages.curate.characters import (
     ALPHABETIC,
+    CASED,
     DECIMAL,
     SINGLE,
     SPACE,
@@ -27,11 +28,9 @@ from puna.stages.curate.characters import (
     code_points,
     tables,
 )
+from puna.stages.curate.hash_table import ONE, mix
 
 BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying by it loses nothing
-MIX = np.uint64(0xBF58476D1CE4E5B9)
-MIX_2 = np.uint64(0x94D049BB133111EB)
-ONE = np.uint64(1)
 DOT, HYPHEN, COMMA, APOSTROPHE, QUOTE, DOUBLE_QUOTE, ZERO = 0x2E, 0x2D, 0x2C, 0x27, 0x2019, 0x22, 0x30
 TILDE, COLON, LESS, EQUALS, GREATER, SLASH, PLUS, STAR, CARET = 0x7E, 0x3A, 0x3C, 0x3D, 0x3E, 0x2F, 0x2B, 0x2A, 0x5E
 
@@ -56,12 +55,26 @@ class Words(NamedTuple):
 
 
 @njit(cache=True)
-def mix(value: np.uint64) -> np.uint64:
-    """Spread a hash over all 64 bits; never 0, which marks an empty place in a hash table."""
-    value = (value ^ (value >> np.uint64(30))) * MIX
-    value = (value ^ (value >> np.uint64(27))) * MIX_2
-    value = value ^ (value >> np.uint64(31))
-    return value if value != 0 else ONE
+def prefix_hashes(codes: NDArray[np.uint32]) -> NDArray[np.uint64]:
+    """Polynomial hash of every beginning, uint64[n + 1]: that of a..b is `out[b] - out[a] * BASE ** (b - a)`."""
+    out = np.empty(len(codes) + 1, np.uint64)
+    value = np.uint64(0)
+    for at in range(len(codes)):
+        out[at] = value
+        value = value * BASE + np.uint64(codes[at]) + ONE
+    out[len(codes)] = value
+    return out
+
+
+@njit(cache=True)
+def powers(count: int) -> NDArray[np.uint64]:
+    """BASE ** 0 .. BASE ** count modulo 2^64, uint64[count + 1]."""
+    out = np.empty(count + 1, np.uint64)
+    value = ONE
+    for n in range(count + 1):
+        out[n] = value
+        value = value * BASE
+    return out
 
 
 @njit(cache=True)
@@ -119,7 +132,7 @@ def _word_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: int, 
 
 
 @njit(cache=True)
-def _split(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start_of: NDArray[np.int32], stop_of: NDArray[np.int32]) -> int:
+def split_ranges(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start_of: NDArray[np.int32], stop_of: NDArray[np.int32]) -> int:
     """Fill the ranges of all words; returns how many."""
     count, at, stop = 0, 0, len(codes)
     while at < stop:
@@ -156,10 +169,12 @@ def _split(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start_of: NDArr
 
 
 @njit(cache=True)
-def _describe(
+def describe(
     codes: NDArray[np.uint32],
     flags: NDArray[np.uint16],
     lower: NDArray[np.uint32],
+    hashes: NDArray[np.uint64],
+    power: NDArray[np.uint64],
     start_of: NDArray[np.int32],
     stop_of: NDArray[np.int32],
     out_hash: NDArray[np.uint64],
@@ -167,34 +182,41 @@ def _describe(
     out_folded: NDArray[np.uint64],
     out_flags: NDArray[np.uint8],
 ) -> None:
+    """Fill `hash`, `power`, `folded` and `flags` of the words (see `Words`) whose ranges are given.
+
+    `hashes`, `power`: as `prefix_hashes` and `powers` give them.
+    """
     for word in range(len(start_of)):
-        value, power, folded = np.uint64(0), ONE, np.uint64(0)
-        symbol, letter, digit = True, False, False
-        for at in range(start_of[word], stop_of[word]):
-            code = codes[at]
-            here = flags[code]
-            value = value * BASE + np.uint64(code) + ONE
-            power = power * BASE
-            if here & DECIMAL:
-                if not digit:
-                    folded = folded * BASE + np.uint64(ZERO) + ONE
-                digit = True
-            else:
-                folded = folded * BASE + np.uint64(lower[code]) + ONE
-                digit = False
-            symbol = symbol and here & SYMBOL != 0
-            letter = letter or here & ALPHABETIC != 0
+        first, last = start_of[word], stop_of[word]
+        every, some = 0xFFFF, 0
+        for at in range(first, last):
+            here = flags[codes[at]]
+            every &= here
+            some |= here
+        value = hashes[last] - hashes[first] * power[last - first]
+        folded = value
+        if some & (CASED | DECIMAL):
+            folded, digit = np.uint64(0), False
+            for at in range(first, last):
+                code = codes[at]
+                if flags[code] & DECIMAL:
+                    if not digit:
+                        folded = folded * BASE + np.uint64(ZERO) + ONE
+                    digit = True
+                else:
+                    folded = folded * BASE + np.uint64(lower[code]) + ONE
+                    digit = False
         out_hash[word] = value
-        out_power[word] = power
+        out_power[word] = power[last - first]
         out_folded[word] = mix(folded)
-        out_flags[word] = (IS_SYMBOL if symbol else 0) | (HAS_LETTER if letter else 0)
+        out_flags[word] = (IS_SYMBOL if every & SYMBOL else 0) | (HAS_LETTER if some & ALPHABETIC else 0)
 
 
 def split_codes(codes: NDArray[np.uint32]) -> Words:
     """The words of a text given as code points."""
     flags, lower = tables()
     start, stop = np.empty(len(codes), np.int32), np.empty(len(codes), np.int32)
-    count = _split(codes, flags, start, stop)
+    count = split_ranges(codes, flags, start, stop)
     # Copies, so that the long buffers can go.
     words = Words(
         start[:count].copy(),
@@ -204,7 +226,8 @@ def split_codes(codes: NDArray[np.uint32]) -> Words:
         np.empty(count, np.uint64),
         np.empty(count, np.uint8),
     )
-    _describe(codes, flags, lower, words.start, words.stop, words.hash, words.power, words.folded, words.flags)
+    longest = int((words.stop - words.start).max(initial=0))
+    describe(codes, flags, lower, prefix_hashes(codes), powers(longest), *words)
     return words
 
 

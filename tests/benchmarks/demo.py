@@ -22,8 +22,23 @@ ROOT = Path(__file__).parents[2]
 
 def run(seed: int, store: Path, recipe: str) -> dict[str, Any]:
     """One demo run: accuracy after each evaluation, bits per byte, reward accuracy, seconds per step."""
-    command = [sys.executable, "-m", "puna.flows.cli", "run", "pipeline", "--recipe", recipe, "--store", str(store), "--json", "--set", f"seed={seed}"]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT / ".pkg")}, stdout=subprocess.PIPE, text=True, check=True)
+    command = [
+        sys.executable,
+        "-m",
+        "puna.flows.cli",
+        "run",
+        "pipeline",
+        "--recipe",
+        recipe,
+        "--store",
+        str(store),
+        "--json",
+        "--set",
+        f"seed={seed}",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT / ".pkg")}, stdout=subprocess.PIPE, text=True, check=True
+    )
     from puna.storage import Store
 
     opened = Store.open(store)
@@ -37,7 +52,7 @@ def run(seed: int, store: Path, recipe: str) -> dict[str, Any]:
                 if row["task"] == "all" and row["metric"] == "accuracy":
                     found["accuracy"][made["step"]] = row["value"]
                     found["interval"][made["step"]] = (row["low"], row["high"])
-                if row["task"] == "all" and row["metric"] in ("bits_per_byte", "gzip_bits_per_byte"):
+                if row["task"] == "pages" and row["metric"] in ("bits_per_byte", "gzip_bits_per_byte"):
                     found[row["metric"]] = row["value"]
         if made["stage"] == "reward_model":
             found.setdefault("reward_accuracy", []).append(made["metrics"]["heldout_accuracy"])

@@ -78,11 +78,19 @@ def test_explain_names_the_field(store: Store) -> None:
 
 
 def test_accepting_makes_an_old_artifact_stand_for_a_new_key(store: Store) -> None:
-    old, new = selected(store)
-    run(store, "accept", old, new)
-    assert store.accepted(store.resolve(new).key) == store.resolve(old).key
+    old = store.resolve(selected(store)[0])
+    identity = Identity("select", code_version="f" * 64, config=old.manifest.config, inputs=old.manifest.inputs)
+    with store.work(identity.key) as work:
+        new = work.commit("documents", identity.key, identity)
+    run(store, "accept", old.id, new.id)
+    assert store.accepted(new.key) == old.key
     with pytest.raises(PunaError, match="cannot be equivalent"):
-        run(store, "accept", old, next(a.id for a in store.artifacts() if a.kind == "pages"))
+        run(store, "accept", old.id, next(a.id for a in store.artifacts() if a.kind == "pages"))
+
+
+def test_other_work_is_not_accepted(store: Store) -> None:
+    with pytest.raises(PunaError, match=r"differ in more than code \(config words.most: 1 → 2\)"):
+        run(store, "accept", *selected(store))
 
 
 @pytest.mark.parametrize("name", [ID, ID[:6], "https://x.org/a"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from puna.flows.launch import check_sources, is_artifact
 from puna.flows.recipe import in_round, load, overridden
 from puna.storage import PunaError
 
@@ -13,6 +14,32 @@ from puna.storage import PunaError
 def test_the_demo_loads_and_its_seed_reaches_every_stage() -> None:
     recipe = load("demo", ["seed=7", "dpo.seed=3"])
     assert recipe.pretrain.seed == recipe.prompts.seed == 7 and recipe.dpo.seed == 3
+    assert recipe.ppo is not None and recipe.quality is not None
+    assert recipe.ppo.seed == recipe.quality.seed == 7
+
+
+def test_a_stage_that_is_left_out_stays_out() -> None:
+    recipe = load("demo", ["seed=7", "ppo=null", "quality=null"])
+    assert recipe.ppo is None and recipe.quality is None
+
+
+def test_a_source_that_quality_learns_from_must_be_there(tmp_path: Path) -> None:
+    page = tmp_path / "news.jsonl"
+    page.write_text('{"text": "x"}\n')
+    with pytest.raises(PunaError, match=r"positive_sources=\['wikipedia'\]: no input has such a name \(they are news\)"):
+        check_sources(load("demo", []), [str(page)])
+    check_sources(load("demo", []), [f"wikipedia={page}"])
+    check_sources(load("demo", ["quality=null"]), [str(page)])
+
+
+@pytest.mark.parametrize("text", ["documents/3f2a91", "3f2a", "policy@latest", "model/0123456789ab"])
+def test_what_is_an_artifact(text: str) -> None:
+    assert is_artifact(text)
+
+
+@pytest.mark.parametrize("text", ["crawl/x.warc.gz", "news=/data/news", "/data/3f2a", "hf://datasets/a/b", "pages", "documents/notes"])
+def test_what_is_a_file(text: str) -> None:
+    assert not is_artifact(text)
 
 
 def test_a_change_reaches_a_nested_field() -> None:

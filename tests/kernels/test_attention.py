@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.kernels import attention as module
+from puna.kernels import forest_mask as module
 from puna.kernels.attention import ForestMask, attention, attention_reference
 
 # A tree is (tokens of its chain, the trees below); a forest is a list of trees.
@@ -41,9 +41,40 @@ def lay_out(forest):
 
 def tensors(T, H=4, G=2, K=6, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(T, heads, K, dtype=dtype, generator=generator, requires_grad=True) for heads in (H, G, G)
-    ]
+    return [torch.randn(T, heads, K, dtype=dtype, generator=generator, requires_grad=True) for heads in (H, G, G)]
+
+
+@given(forests, st.integers(1, 9))
+@settings(max_examples=50, deadline=None)
+def test_a_window_counts_tokens_of_the_path(forest, window):
+    end, seen = lay_out(forest)
+    mask = ForestMask.from_end(end).within(window)
+    assert mask.depths.tolist() == [len(path) - 1 for path in seen]
+    assert [set(row.nonzero()[:, 0].tolist()) for row in mask.dense()] == [set(sorted(path)[-window:]) for path in seen]
+    assert mask.within(None).within(window).window == window and mask.within(window) is mask
+
+
+def test_a_window_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="window must be at least 1"):
+        ForestMask.from_end(torch.tensor([1], dtype=torch.int32)).within(0)
+
+
+@given(forests, st.integers(1, 12), st.integers(1, 12), st.sampled_from([None, 3]))
+@settings(max_examples=50, deadline=None)
+def test_blocks_to_visit_hold_every_visible_pair_once(forest, rows, columns, window):
+    """And those said to need no mask are visible altogether; the lists by keys say the same as those by queries."""
+    end, _ = lay_out(forest)
+    mask = ForestMask.from_end(end).within(window)
+    order_qk, counts_qk, order_kq, counts_kq = mask.blocks(rows, columns)
+    dense = mask.dense()
+    by_queries = [(q, int(k), i < counts_qk[q, 0]) for q in range(len(order_qk)) for i, k in enumerate(order_qk[q, : counts_qk[q, 1]])]
+    by_keys = [(int(q), k, i < counts_kq[k, 0]) for k in range(len(order_kq)) for i, q in enumerate(order_kq[k, : counts_kq[k, 1]])]
+    assert sorted(by_queries) == sorted(by_keys) and len(by_queries) == len({pair[:2] for pair in by_queries})
+    for q, k, whole in by_queries:
+        tile = dense[q * rows : (q + 1) * rows, k * columns : (k + 1) * columns]
+        assert not whole or (bool(tile.all()) and tile.shape[1] == columns)
+        dense[q * rows : (q + 1) * rows, k * columns : (k + 1) * columns] = False
+    assert not bool(dense.any())
 
 
 @given(forests)
@@ -54,13 +85,14 @@ def test_mask_is_who_sees_whom_on_the_trees(forest):
     assert [set(row.nonzero()[:, 0].tolist()) for row in dense] == seen
 
 
-@given(forests, st.integers(1, 12))
+@given(forests, st.integers(1, 12), st.sampled_from([None, 1, 4]))
 @settings(max_examples=50, deadline=None)
-def test_tiles_hold_each_visible_pair_once_and_no_unseen_key(forest, rows):
+def test_tiles_hold_each_visible_pair_once_and_no_unseen_key(forest, rows, window):
     end, seen = lay_out(forest)
+    seen = [set(sorted(path)[-(window or len(path)) :]) for path in seen]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "TILE_ROWS", rows)
-        tiles = ForestMask.from_end(end).tiles
+        tiles = tuple(module.unpack_tiles(ForestMask.from_end(end).within(window).tile_layout))
     assert [row for tile in tiles for row in range(tile.rows.start, tile.rows.stop)] == list(range(len(end)))
     for tile in tiles:
         keys = torch.arange(len(end))[tile.keys].tolist()
@@ -71,20 +103,19 @@ def test_tiles_hold_each_visible_pair_once_and_no_unseen_key(forest, rows):
             visible = set(keys)
             if tile.bias is not None:
                 partial = keys[len(keys) - tile.bias.shape[1] :]
-                visible -= {
-                    key for key, bias in zip(partial, tile.bias[offset].tolist(), strict=True) if bias < 0
-                }
+                visible -= {key for key, bias in zip(partial, tile.bias[offset].tolist(), strict=True) if bias < 0}
             assert visible == seen[query]
 
 
-@given(forests, st.integers(1, 12), st.sampled_from([(4, 4), (4, 2), (4, 1), (1, 1)]))
+@given(forests, st.integers(1, 12), st.sampled_from([(4, 4), (4, 2), (4, 1), (1, 1)]), st.sampled_from([None, 3]), st.integers(1, 7))
 @settings(max_examples=50, deadline=None)
-def test_values_and_gradients_equal_the_dense_reference(forest, rows, heads):
+def test_values_and_gradients_equal_the_dense_reference(forest, rows, heads, window, width):
     end, _ = lay_out(forest)
-    q, k, v = tensors(len(end), *heads)
+    q, k, _ = tensors(len(end), *heads)
+    v = tensors(len(end), *heads, K=width, seed=1)[2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "TILE_ROWS", rows)
-        mask = ForestMask.from_end(end)
+        mask = ForestMask.from_end(end).within(window)
         ours = attention(q, k, v, mask)
         upstream = torch.randn(ours.shape, dtype=ours.dtype, generator=torch.Generator().manual_seed(1))
         gradients = torch.autograd.grad(ours, (q, k, v), upstream)
@@ -97,9 +128,7 @@ def test_values_and_gradients_equal_the_dense_reference(forest, rows, heads):
 def test_reference_is_torch_attention_on_one_document():
     q, k, v = tensors(7)
     mask = ForestMask.from_end(torch.full((7,), 7, dtype=torch.int32))
-    theirs = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, enable_gqa=True
-    )
+    theirs = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, enable_gqa=True)
     torch.testing.assert_close(attention_reference(q, k, v, mask).transpose(0, 1), theirs)
 
 
@@ -152,3 +181,25 @@ def test_scale_is_one_over_the_square_root_of_the_width():
     v = torch.tensor([[[0.0] * 4], [[4.0] * 4]], dtype=torch.float64)
     mask = ForestMask.from_end(torch.tensor([2, 2], dtype=torch.int32))
     torch.testing.assert_close(attention(q, k, v, mask)[1, 0], torch.full((4,), 3.0, dtype=torch.float64))
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    mask = ForestMask.from_end(torch.tensor([3, 3, 3], dtype=torch.int32))
+    q, k, v = tensors(3)
+    for bad in ((q[:2], k, v), (q[:, :3], k, v), (q, k[..., :2], v), (q, k, v[:, :1])):
+        with pytest.raises(ValueError, match="do not fit"):
+            attention(*bad, mask)
+
+
+def test_operator_is_registered_as_torch_expects():
+    end, _ = lay_out([(2, [(1, []), (2, [(1, [])])]), (2, [])])
+    from puna.kernels.attention import _attention
+
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(_attention, (*tensors(len(end)), ForestMask.from_end(end).tile_layout, 0), test_utils=checks)
+
+
+def test_low_precision_is_computed_in_fp32(within_budget):
+    mask = ForestMask.from_end(torch.tensor([40] * 30 + [40] * 10, dtype=torch.int32))
+    ours, reference = (lambda q, k, v, f=f: f(q, k, v, mask) for f in (attention, attention_reference))
+    within_budget(ours, reference, tensors(40), torch.bfloat16)

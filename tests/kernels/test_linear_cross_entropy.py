@@ -47,9 +47,7 @@ def test_token_logprobs_equal_the_reference(chunk, temperature):
     for mine, expected in zip(ours, plain, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-13)
     for mix in ((1.0, 0.0), (0.0, 1.0), (1.0, -0.7)):
-        losses = [
-            (mix[0] * logp * weights + mix[1] * entropy * weights).sum() for logp, entropy in (ours, plain)
-        ]
+        losses = [(mix[0] * logp * weights + mix[1] * entropy * weights).sum() for logp, entropy in (ours, plain)]
         pairs = [torch.autograd.grad(loss, (x, w), retain_graph=True) for loss in losses]
         for gradient, expected in zip(*pairs, strict=True):
             torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-13)
@@ -58,9 +56,7 @@ def test_token_logprobs_equal_the_reference(chunk, temperature):
 def test_gradcheck():
     x, w, targets, weights = inputs(4, 3, 5)
     assert torch.autograd.gradcheck(lambda x, w: linear_cross_entropy(x, w, targets, weights), (x, w))
-    assert torch.autograd.gradcheck(
-        lambda c: linear_cross_entropy(x, w, targets, c), weights.clone().requires_grad_()
-    )
+    assert torch.autograd.gradcheck(lambda c: linear_cross_entropy(x, w, targets, c), weights.clone().requires_grad_())
     assert torch.autograd.gradcheck(lambda x, w: linear_token_logprobs(x, w, targets, 0.7), (x, w))
 
 
@@ -106,9 +102,7 @@ def test_low_precision_sums_in_fp32():
     x = torch.randn(400, 8, generator=generator).bfloat16().requires_grad_()
     w = torch.randn(16, 8, generator=generator).bfloat16().requires_grad_()
     targets, weights = torch.randint(0, 16, (400,), generator=generator), torch.full((400,), 1 / 400)
-    exact = torch.autograd.grad(
-        linear_cross_entropy_reference(x.double(), w.double(), targets, weights.double()), w
-    )[0]
+    exact = torch.autograd.grad(linear_cross_entropy_reference(x.double(), w.double(), targets, weights.double()), w)[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK_BYTES", 1)
         loss = linear_cross_entropy(x, w, targets, weights)
@@ -130,3 +124,22 @@ def test_temperature_must_be_positive():
     x, w, targets, _ = inputs()
     with pytest.raises(ValueError, match="temperature must be positive"):
         linear_token_logprobs(x, w, targets, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_operators_are_registered_as_torch_expects(dtype):
+    x, w, targets, weights = (t.detach().to(dtype) if t.is_floating_point() else t for t in inputs())
+    x.requires_grad_()
+    w.requires_grad_()
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(module._cross_entropy, (x, w, targets, weights, True, True), test_utils=checks)
+    torch.library.opcheck(module._logprobs, (x, w, targets, 0.7), test_utils=checks)
+
+
+def test_fp32_on_cpu_equals_the_reference(within_budget):
+    """The fused loop over a chunk's rows."""
+    x, w, targets, weights = inputs(50, 8, 40)
+    within_budget(
+        lambda x, w, c: linear_cross_entropy(x, w, targets, c),
+        lambda x, w, c: linear_cross_entropy_reference(x, w, targets, c), (x, w, weights), torch.float32,
+    )  # fmt: skip

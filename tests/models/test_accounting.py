@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from puna.models import accounting
-from puna.models.config import ModelConfig
+from puna.models.config import Mla, ModelConfig, Moe
 from puna.models.forest import Forest
+from puna.models.machine import Machine
 from puna.models.transformer import Transformer
 
 LLAMA = {
@@ -79,7 +83,43 @@ def test_packing_does_not_change_the_operations_of_documents() -> None:
     assert whole < accounting.forward_flops(config, [25])
 
 
-def test_activations_are_estimated_within_a_factor_of_two() -> None:
+VARIANTS = {
+    "dense": {},
+    "biases and norms": {"qkv_bias": True, "o_bias": True, "qk_norm": True},
+    "parallel": {"parallel_block": True},
+    "experts": {"moe": Moe(4, 2, 48)},
+    "latent": {"num_key_value_heads": 4, "mla": Mla(20, 8, 6, 10, q_lora_rank=16), "o_bias": True, "qkv_bias": True},
+    "latent, full queries": {"num_key_value_heads": 4, "mla": Mla(20, 8, 6, 10)},
+    "window": {"sliding_window": 7, "sliding_layers": (1,)},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parameters_and_operations_of_every_variant(name: str) -> None:
+    """Parameters against the model; matrix products as they happen, expert by expert; pairs from the mask."""
+    config = ModelConfig(**{**small().to_dict(), "model_type": "", **VARIANTS[name], "head_dim": 0})
+    model = Transformer(config, generator=torch.Generator().manual_seed(0))
+    assert accounting.parameters(config).total == sum(p.numel() for p in model.parameters())
+    forest = Forest.branch(list(range(20)), [list(range(9)), list(range(4))])
+    pairs = sum(int(forest.mask.within(window).dense().sum()) for window in config.windows)
+    counted = pairs * 2 * config.num_attention_heads * (config.head_dim + config.value_dim)
+    with FlopCounterMode(display=False) as counter:
+        linear = model.hidden(forest)
+        model.logits(linear)
+    products = counter.get_flop_counts()["Global"]
+    products = sum(count for op, count in products.items() if "bmm" not in str(op))
+    assert accounting.forest_flops(config, forest) == counted + products
+    if name != "window":
+        assert accounting.forest_flops(config, Forest.pack([[1] * 9, [2] * 5])) == accounting.forward_flops(config, [9, 5])
+
+
+@pytest.mark.parametrize("window", [1, 5, 30])
+def test_keys_seen_under_a_window(window: int) -> None:
+    expected = sum(min(query + 1, window) for length in (10, 20) for query in range(length))
+    assert accounting.seen_keys([10, 20], window) == expected
+
+
+def test_activations_are_what_autograd_keeps() -> None:
     config = ModelConfig(256, 128, 344, 4, 4, 2)
     model = Transformer(config, generator=torch.Generator().manual_seed(0))
     forest = Forest.pack([list(range(200)), list(range(56))])
@@ -96,7 +136,37 @@ def test_activations_are_estimated_within_a_factor_of_two() -> None:
         hidden = model.hidden(forest)
     del hidden
     ratio = accounting.activation_bytes(config, len(forest)) / sum(kept.values())
-    assert 0.5 < ratio < 2.0, ratio
+    assert 0.95 < ratio < 1.05, ratio
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(ModelConfig(4096, 128, 352, 4, 4, 2), [512] * 2), (ModelConfig(512, 256, 704, 4, 8, 8), [200] * 5)]
+)
+def test_peak_memory_of_a_step_is_within_five_percent(shape: tuple[ModelConfig, list[int]], checkpointing: bool) -> None:
+    file = Path(__file__).parents[1] / "benchmarks" / "accounting.py"
+    spec = importlib.util.spec_from_file_location("benchmark_accounting", file)
+    assert spec is not None and spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    measured = benchmark.peak_of(*shape, checkpointing)
+    assert accounting.peak_bytes(shape[0], sum(shape[1]), checkpointing=checkpointing) == pytest.approx(measured, rel=0.05)
+
+
+def test_step_time_and_intensity_by_hand() -> None:
+    config, machine = small(), Machine(matrix_flops=1e9, attention_flops=1e8, bandwidth=1e7)
+    time = accounting.step_time(config, [10, 20], machine)
+    matrices = 6 * accounting.matrix_parameters(config) * 30
+    assert time.matrices == matrices / 1e9
+    assert time.attention == pytest.approx((accounting.training_flops(config, [10, 20]) - matrices) / 1e8)
+    assert time.total == time.matrices + time.attention + time.memory
+    assert machine.ops_per_byte == 100
+    # More tokens share the update's traffic, so intensity rises towards that of the elementwise work.
+    values = [accounting.intensity(config, [n]) for n in (1, 10, 100, 10_000)]
+    assert values == sorted(values)
+    assert Machine.gpu("NVIDIA H100 80GB HBM3").matrix_flops == pytest.approx(0.75 * 989e12)
+    with pytest.raises(ValueError, match="there are no rates of 'TPU'"):
+        Machine.gpu("TPU")
 
 
 def test_memory() -> None:

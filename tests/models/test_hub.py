@@ -170,8 +170,8 @@ def test_what_is_not_computed_is_refused():
         hub(input_ids=ids, output_hidden_states=True)
     with pytest.raises(ValueError, match=r"attention_mask must be \[batch, tokens\]"):
         hub(input_ids=ids, attention_mask=mask[:, None, None])
-    with pytest.raises(ValueError, match="attention_bias = True is not supported"):
-        PunaForCausalLM(PunaConfig(attention_bias=True))
+    with pytest.raises(ValueError, match="mlp_bias = True is not supported"):
+        PunaForCausalLM(PunaConfig.from_shape(CONFIG, mlp_bias=True))
 
 
 def test_lora_trains_and_merges():

@@ -229,3 +229,40 @@ def test_timestamps_survive(tmp_path: Path) -> None:
     at = datetime(2024, 5, 6, 7, 8, 9, 123456, tzinfo=UTC)
     table = pa.table({"id": ["a"], "url": ["u"], "fetched_at": [at], "source": ["s"], "title": ["t"], "text": ["x"]})
     assert Store.open(tmp_path).import_table("documents", table).read()["fetched_at"].to_pylist() == [at]
+
+
+def test_an_interrupted_removal_does_not_block_its_key(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    made = store.import_table("signals", signals(["a", "b", "c"], [0, 1, 2]))
+    (made.folder / "manifest.json").unlink()
+    again = store.import_table("signals", signals(["a", "b", "c"], [0, 1, 2]))
+    assert again.key == made.key and again.rows() == 3
+
+
+def test_a_broken_manifest_hides_no_other_artifact(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    broken, whole = store.import_table("signals", signals(["a", "b", "c"], [0, 1, 2])), store.import_table("signals", signals(["a", "b", "c", "d"], [0, 1, 2, 3]))
+    (broken.folder / "manifest.json").write_text("{")
+    assert [a.key for a in store.artifacts()] == [whole.key]
+    assert {f.artifact.key for f in care.verify(store) if f.damage} == {broken.key}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["explain analyze copy (select 1) to '{0}/x.csv'", "explain (analyze) copy (select 1) to '{0}/x.csv'", "pragma import_database('{0}')"],
+)
+def test_no_statement_writes(tmp_path: Path, statement: str) -> None:
+    store = Store.open(tmp_path)
+    store.import_table("signals", signals(["a", "b", "c"], [0, 1, 2]))
+    with pytest.raises(PunaError, match="read-only"):
+        catalog.query(store, statement.format(tmp_path))
+    assert not (tmp_path / "x.csv").exists()
+
+
+def test_files_outside_the_store_are_not_read(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store")
+    store.import_table("signals", signals(["a", "b", "c"], [0, 1, 2]))
+    (tmp_path / "secret").write_text("x")
+    with pytest.raises(PunaError, match="(?i)permission|disabled"):
+        catalog.query(store, f"select * from read_text('{tmp_path}/secret')")
+    assert catalog.query(store, "select count(*) as n from signals")["n"].to_pylist() == [3]

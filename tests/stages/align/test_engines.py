@@ -209,7 +209,8 @@ def test_dpo_prefers_the_chosen_and_keeps_its_likelihood(tmp_path: Path, tiny_mo
     store = Store.open(tmp_path)
     given = {"model": tiny_model(store), "preferences": [preferences(store)]}
     metrics = execute(dpo, DpoConfig(fitting={**STEPS, "epochs": 20.0}), given, store).manifest.metrics
-    assert metrics["first_accuracy"] == 0.5 and metrics["first_margin"] == 0.0
+    # Policy and reference are the same model at first.
+    assert metrics["first_margin"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["final_accuracy"] == 1.0 and metrics["final_chosen_logprob"] > metrics["first_chosen_logprob"]
 
 

@@ -39,7 +39,7 @@ def scorer(store: Store, model: Artifact) -> Artifact:
         for i in range(8)
     ]  # fmt: skip
     given = store.import_table("preferences", pa.Table.from_pylist(rows, schema=table_schema("preferences").schema))
-    config = RewardModelConfig(fitting={"epochs": 4.0, "batch_size": 8, "learning_rate": 3e-3})
+    config = RewardModelConfig(fitting={"epochs": 16.0, "batch_size": 8, "learning_rate": 3e-3})
     return execute(reward_model, config, {"model": model, "preferences": [given]}, store)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pyarrow as pa
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puna.stages.contract import execute
 from puna.stages.curate.decontaminate import DecontaminateConfig, build_index, decontaminate, match
+from puna.stages.curate.decontaminate_fuzzy import build_fuzzy, fuzzy_match
 from puna.storage import Store
 
 QUESTION = "A train leaves the old station at nine and meets another one at noon, where do they meet?"
@@ -70,6 +72,45 @@ def test_numbers_count():
     index, _ = build_index([row("p", "What is the sum of 17 and 25, please?", "42")], DecontaminateConfig())
     assert match("what is the sum of 17 and 25 please", index) is not None
     assert match("what is the sum of 18 and 25 please", index) is None
+
+
+LONG = (
+    "Ravi has seven jars with nineteen marbles each and gives four marbles from every jar to his sister Mira, who puts them "
+    "into three bags of equal size; how many marbles are then in one of her bags, and how many are left with Ravi?"
+)
+
+
+def test_a_prompt_with_changes_is_found(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    changed = LONG.replace("Mira", "Anna").replace("marbles each", "stones each")
+    other = "Ravi has seven jars with nineteen marbles each. " + "The weather was fine and everybody went to the lake to swim. " * 3
+    scattered = " ".join(f"{word} {'and' if n % 3 == 0 else ''}" for n, word in enumerate(LONG.split()))
+    docs = make_documents(store, [("changed", "web", f"Hello. {changed} Bye."), ("other", "web", other), ("scattered", "web", scattered)])
+    prompts = store.import_table("prompts", pa.Table.from_pylist([row("p1", LONG, "9"), row("p2", QUESTION)]))
+    config = DecontaminateConfig(n=40, fuzzy_overlap=0.6)
+    made = execute(decontaminate, config, {"documents": docs, "prompts": [prompts]}, store)
+    assert made.read()["id"].to_pylist() == ["other", "scattered"]
+    (gone,) = made.read("dropped").to_pylist()
+    # 45 words make 41 n-grams of 5; a changed word breaks five of them, two such words far apart ten
+    words = LONG.split()
+    assert len(words) == 45
+    assert gone["value"] == pytest.approx(31 / 41)
+    assert (gone["id"], gone["rule"]) == ("changed", "decontaminate.fuzzy")
+    assert gone["detail"].startswith("trains prompt p1: ravi has seven jars")
+    (example,) = made.read("examples").to_pylist()
+    assert (example["id"], example["prompt"]) == ("trains prompt p1", LONG)
+    assert made.manifest.metrics["contaminated_trains"] == 1
+
+
+def test_what_many_prompts_share_weighs_little():
+    common = "which of the following is the best answer to the question about the town of"
+    texts = [f"{common} {' '.join(f'name{n}x{k}' for k in range(12))}" for n in range(50)]
+    index = build_fuzzy(texts, 5, 1, 3, 10)
+    found = fuzzy_match(f"{common} something else that nobody asked for in any of these", index)
+    # 15 of 27 words are common: unweighted that would be 11 of 23 n-grams
+    assert found is not None and found.share < 0.2
+    assert fuzzy_match(texts[7], index).share == pytest.approx(1)
+    assert fuzzy_match(texts[7], index).prompt == 7
 
 
 WORDS = st.lists(st.sampled_from(["ab", "cd", "ef", "gh"]), max_size=30)

@@ -241,9 +241,22 @@ def test_parquet(tmp_path):
     made = read(tmp_path, tmp_path / "t.parquet")
     assert [(r["url"], r["body"], r["content_type"]) for r in made.read().to_pylist()] == [
         ("https://a.example.net/1", b"one", "text/plain"),
+        ("file:///t/t.parquet/2", b"three", "text/plain"),
     ]
-    assert rules(made) == ["malformed_record"] * 2  # no text; not a date
-    assert made.read()["fetched_at"][0].as_py() == datetime(2020, 1, 2, tzinfo=UTC)
+    assert rules(made) == ["malformed_record"]  # no text
+    # A column that was not asked for and holds no date costs no document.
+    assert {r.as_py() for r in made.read()["fetched_at"]} == {datetime(1970, 1, 1, tzinfo=UTC), datetime(2020, 1, 2, tzinfo=UTC)}
+    asked = read(tmp_path, tmp_path / "t.parquet", config=IngestConfig(date_column="date"))
+    assert rules(asked) == ["malformed_record"] * 2  # no text; not a date
+
+
+def test_hostile_lines_cost_only_themselves(tmp_path):
+    lines = ["[" * 200_000, '{"text": "ok", "url": "http://x/\\ud800"}', '{"text": "good", "date": 1700000000000}']
+    (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
+    made = read(tmp_path, tmp_path / "t.jsonl")
+    (row,) = made.read().to_pylist()
+    assert (row["body"], row["fetched_at"]) == (b"good", datetime.fromtimestamp(1_700_000_000, UTC))
+    assert rules(made) == ["malformed_record"] * 2
 
 
 def test_html_columns_and_places_of_rows_without_address(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from datetime import UTC, datetime
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -38,11 +39,12 @@ def plain(texts, config):
     out, removed = [], []
     for start in range(0, len(texts), config.bucket_documents):
         bucket = texts[start : start + config.bucket_documents]
-        counts = Counter(line.strip() for text in bucket for line in text.split("\n") if line.strip())
+        separator = {"line": "\n", "paragraph": "\n\n"}[config.unit]
+        counts = Counter(line.strip() for text in bucket for line in text.split(separator) if line.strip())
         seen = set()
         for n, text in enumerate(bucket, start):
             kept, gone = [], 0
-            for number, line in enumerate(text.split("\n")):
+            for number, line in enumerate(text.split(separator)):
                 key = line.strip()
                 first = key not in seen
                 seen.add(key)
@@ -51,11 +53,13 @@ def plain(texts, config):
                     gone += 1
                 else:
                     kept.append(line)
-            out.append(None if gone and not "".join(kept).strip() else "\n".join(kept))
+            out.append(None if gone and not "".join(kept).strip() else separator.join(kept))
     return out, removed
 
 
-lines = st.sampled_from(["a", "b", " a", "b ", "c d", "", "   ", "e", "f\tg", "é"])
+lines = st.sampled_from(
+    ["a", "b", " a", "b ", "c d", "", "", "   ", "e", "f\tg", "é", "\u00a0a\u3000", "\u2028b\x1c", "\u2003", "a\u200b", "日\x85"]
+)
 
 
 @given(
@@ -64,10 +68,11 @@ lines = st.sampled_from(["a", "b", " a", "b ", "c d", "", "   ", "e", "f\tg", "�
     st.integers(1, 6),
     st.sampled_from(["drop_all", "keep_first"]),
     st.integers(1, 5),
+    st.sampled_from(["line", "line", "paragraph"]),
 )
 @settings(max_examples=40, deadline=None)
-def test_equal_to_a_plain_counter(tmp_path_factory, texts, most, bucket, policy, part_rows):
-    config = LineDedupConfig(max_occurrences=most, bucket_documents=bucket, policy=policy)
+def test_equal_to_a_plain_counter(tmp_path_factory, texts, most, bucket, policy, part_rows, unit):
+    config = LineDedupConfig(max_occurrences=most, bucket_documents=bucket, policy=policy, unit=unit)
     made = run(tmp_path_factory.mktemp("store"), texts, config, part_rows=part_rows)
     expected, removed = plain(texts, config)
     assert [(int(r["id"]), r["text"]) for r in made.read().to_pylist()] == [(n, t) for n, t in enumerate(expected) if t is not None]
@@ -76,6 +81,22 @@ def test_equal_to_a_plain_counter(tmp_path_factory, texts, most, bucket, policy,
     gone = made.read("dropped").to_pylist()
     assert [int(r["id"]) for r in gone] == [n for n, t in enumerate(expected) if t is None]
     assert {r["rule"] for r in gone} <= {"line_dedup_empty"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_to_a_plain_counter_on_a_larger_corpus(tmp_path, seed, monkeypatch):
+    # Counted in many jobs of a few hundred lines.
+    monkeypatch.setattr("puna.stages.curate.line_dedup.JOB_PIECES", 300)
+    generator = np.random.default_rng(seed)
+    vocabulary = [f"line {n} " + "x" * int(generator.integers(0, 90)) for n in range(400)]
+    weights = 1 / np.arange(1, 401)
+    texts = ["\n".join(generator.choice(vocabulary, int(generator.integers(0, 12)), p=weights / weights.sum())) for _ in range(600)]
+    config = LineDedupConfig(bucket_documents=250, policy=("drop_all", "keep_first")[seed % 2])
+    made = run(tmp_path, texts, config, part_rows=70)
+    expected, removed = plain(texts, config)
+    assert [(int(r["id"]), r["text"]) for r in made.read().to_pylist()] == [(n, t) for n, t in enumerate(expected) if t is not None]
+    assert [(int(r["id"]), r["line"], r["text"], r["value"]) for r in made.read("removed_lines").to_pylist()] == removed
+    assert len(removed) > 500
 
 
 def test_more_than_six_times_as_in_llama_3(tmp_path):

@@ -18,7 +18,7 @@ from puna.storage import PunaError, Store
 from puna.storage.schemas import table_schema
 from puna.storage.signals import SIGNALS
 
-OFF = dict.fromkeys(SelectConfig.model_fields)
+OFF = dict.fromkeys(name for name in SelectConfig.model_fields if name != "rule_set")
 
 
 def config(**groups):

@@ -1,0 +1,126 @@
+"""`puna plan`: what a recipe's pretraining will cost, before anything runs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from puna.storage import PunaError
+
+if TYPE_CHECKING:
+    from puna.flows.recipe import Recipe
+    from puna.models.config import ModelConfig
+    from puna.models.machine import Machine
+
+app = typer.Typer()
+
+
+@app.command()
+def plan(
+    recipe: Annotated[str, typer.Option(help="Name of a recipe, or a YAML file")] = "demo",
+    changes: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the recipe")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Plan for this GPU (H100, H200, A100, …) in bf16, not for this CPU")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="That many of them, each with an even share of the work and the weights' state")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
+) -> None:
+    """What the pretraining of a recipe costs: parameters, operations, memory, arithmetic intensity, time.
+
+    Documents count as filling their rows, which is the most that attention can cost. Time is what the measured
+    rates of this CPU, or the data sheet of a GPU, allow; it leaves out communication between GPUs.
+    """
+    from puna.flows.recipe import load
+
+    found = costs(load(recipe, changes), gpu, gpus)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    for name, value in found.items():
+        if name != "phases":
+            typer.echo(f"{name:28s} {_readable(name, value)}")
+    for phase in found["phases"]:
+        typer.echo(f"\nphase {phase.pop('name')}")
+        for name, value in phase.items():
+            typer.echo(f"  {name:26s} {_readable(name, value)}")
+
+
+def costs(recipe: Recipe, gpu: str | None, gpus: int) -> dict[str, Any]:
+    """The figures that `puna plan` prints, bytes and seconds as numbers."""
+    from puna.models import accounting
+
+    if gpus > 1 and gpu is None:
+        raise PunaError("--gpus needs --gpu NAME: this machine's CPU is one device")
+    context = recipe.tokenize.sequence_length
+    config = recipe.pretrain.model.model(recipe.tokenizer.vocab_size, context)
+    parameters, machine = accounting.parameters(config), _machine(config, context, gpu)
+    phases = [_phase(recipe, number, machine, gpu, gpus) for number in range(len(recipe.pretrain.phases))]
+    return {
+        "recipe": recipe.name,
+        "parameters": parameters.total,
+        "parameters_of_layers": parameters.layers,
+        "tokens": sum(phase["tokens"] for phase in phases),
+        "flops": sum(phase["flops"] for phase in phases),
+        "state_bytes": accounting.state_bytes(config, "bf16" if gpu else "fp32") // gpus,
+        "device": f"{gpus} x {gpu}" if gpu else "this CPU",
+        "device_flops_per_second": machine.matrix_flops * gpus,
+        "device_ops_per_byte": machine.ops_per_byte,
+        "seconds": sum(phase["seconds"] for phase in phases),
+        "phases": phases,
+    }
+
+
+def _machine(config: ModelConfig, context: int, gpu: str | None) -> Machine:
+    from puna.models.machine import Machine, measure
+
+    if gpu is not None:
+        try:
+            return Machine.gpu(gpu)
+        except ValueError as error:
+            raise PunaError(f"--gpu {gpu}: {error}") from error
+    return measure(config, context)
+
+
+def _phase(recipe: Recipe, number: int, machine: Machine, gpu: str | None, gpus: int) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from puna.models import accounting
+
+    phase, precision = recipe.pretrain.phases[number], "bf16" if gpu else "fp32"
+    row = recipe.tokenize.sequence_length * phase.join_rows
+    config = replace(recipe.pretrain.model.model(recipe.tokenizer.vocab_size, row), max_position_embeddings=row)
+    step = [row] * phase.rows_per_step
+    at_once = max(1, min(phase.rows_per_step, recipe.pretrain.pass_tokens // row)) * row
+    time = accounting.step_time(config, step, machine, precision)
+    flops = accounting.training_flops(config, step)
+    # What is sharded is the state; every GPU holds the activations of its own rows.
+    resting = accounting.state_bytes(config, precision)
+    return {
+        "name": phase.name,
+        "steps": phase.steps,
+        "tokens_per_step": sum(step),
+        "tokens": sum(step) * phase.steps,
+        "flops": flops * phase.steps,
+        "flops_per_token": flops / sum(step),
+        "arithmetic_intensity": accounting.intensity(config, step, precision),
+        "peak_bytes": accounting.peak_bytes(config, at_once, precision) - resting + resting // gpus,
+        "peak_bytes_checkpointing": accounting.peak_bytes(config, at_once, precision, True) - resting + resting // gpus,
+        "seconds_per_step": time.total / gpus,
+        "share_of_matrices": time.matrices / time.total,
+        "share_of_attention": time.attention / time.total,
+        "share_of_memory": time.memory / time.total,
+        "seconds": time.total / gpus * phase.steps,
+    }
+
+
+def _readable(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if name.startswith("share"):
+        return f"{value:.0%}"
+    if name.endswith("seconds"):
+        return f"{value:,.0f} s ({value / 3600:,.1f} h)"
+    for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if abs(value) >= size:
+            return f"{value / size:,.4g} {letter}{'B' if 'bytes' in name else ''}"
+    return f"{value:,.4g}"

@@ -1,0 +1,219 @@
+"""The forest mask: query q sees key k iff k <= q < end[k], and what attention needs to know of it.
+
+One int32 per token says which tokens see which in packed documents, preference pairs, many answers to one
+prompt. It is never laid out as T x T: on CPU it becomes tiles of queries with the keys they see, on a GPU
+lists of the blocks to visit, each made once for a layout and shared by all layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+TILE_ROWS = 64  # queries of one tile
+TILE_PAIRS = 1 << 19  # query-key pairs of one tile: behind a long context it has fewer queries
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """Queries [n] and the keys they see: a slice where contiguous, else int64 indices [m].
+
+    `bias` [n, p] fp32 is -inf where a query does not see one of the last p keys, else 0; all queries see
+    the keys before those.
+    """
+
+    rows: slice
+    keys: slice | Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class ForestMask:
+    """`end` [T] int32 and its segments (start, stop, end): maximal runs of tokens with one `end`.
+
+    With a `window`, a query sees only the last `window` tokens of its path, itself included.
+    """
+
+    end: Tensor
+    segments: tuple[tuple[int, int, int], ...]
+    window: int | None = None
+
+    @staticmethod
+    def from_end(end: Tensor) -> ForestMask:
+        """Cut `end` into segments. Raises ValueError where intervals do not nest."""
+        values = end.cpu()
+        if not len(values):
+            return ForestMask(end, ())
+        cuts = (torch.nonzero(values[1:] != values[:-1])[:, 0] + 1).tolist()
+        starts, stops = [0, *cuts], [*cuts, len(values)]
+        segments = tuple(zip(starts, stops, values[torch.tensor(starts)].tolist(), strict=True))
+        path = [len(values)]
+        for start, stop, last in segments:
+            while path[-1] <= start:
+                path.pop()
+            if not stop <= last <= path[-1]:
+                raise ValueError(f"end[{start}] is {last}: it must lie between {stop} and {path[-1]}")
+            path.append(last)
+        return ForestMask(end, segments)
+
+    def within(self, window: int | None) -> ForestMask:
+        """The same forest under a sliding window of that many tokens of a path (None: the whole path)."""
+        if window == self.window:
+            return self
+        if window is not None and window < 1:
+            raise ValueError(f"window must be at least 1, not {window}: a token sees itself")
+        if window not in self._windowed:
+            self._windowed[window] = ForestMask(self.end, self.segments, window)
+        return self._windowed[window]
+
+    @cached_property
+    def _windowed(self) -> dict[int | None, ForestMask]:
+        return {}
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """[T] int32: how many tokens stand before each one on its path.
+
+        Those are the tokens before it in the row, less the ones whose subtree has ended.
+        """
+        T = len(self.end)
+        ended = torch.bincount(self.end, minlength=T + 1)[:T].cumsum(0)
+        return (torch.arange(T, device=self.end.device) - ended).to(torch.int32)
+
+    def dense(self) -> Tensor:
+        """[T, T] bool, True where the row's query sees the column's key. For the reference."""
+        index = torch.arange(len(self.end), device=self.end.device)
+        seen = (index[None, :] <= index[:, None]) & (index[:, None] < self.end[None, :])
+        if self.window is not None:
+            seen &= self.depths[:, None] - self.depths[None, :] < self.window
+        return seen
+
+    # --- CPU ---
+
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """The tiles of all queries, in order."""
+        end, depths = self.end.cpu(), self.depths.cpu()
+        return tuple(_tile(end, depths, self.window, start, stop) for start, stop in _row_cuts(self.segments))
+
+    @cached_property
+    def tile_layout(self) -> list[Tensor]:
+        """The tiles as tensors, for `unpack_tiles`: a table on CPU, all key indices, all biases."""
+        table, keys, biases, key_at, bias_at = [], [], [], 0, 0
+        for tile in self.tiles:
+            indices = None if isinstance(tile.keys, slice) else tile.keys
+            first = tile.keys.start if isinstance(tile.keys, slice) else -1
+            count = tile.keys.stop - tile.keys.start if isinstance(tile.keys, slice) else len(tile.keys)
+            masked = 0 if tile.bias is None else tile.bias.shape[1]
+            table.append((tile.rows.start, tile.rows.stop, first, count, masked, key_at, bias_at))
+            if indices is not None:
+                keys.append(indices)
+                key_at += count
+            if tile.bias is not None:
+                biases.append(tile.bias.flatten())
+                bias_at += tile.bias.numel()
+        device = self.end.device
+        return [
+            torch.tensor(table, dtype=torch.int64).view(-1, 7),
+            torch.cat([torch.empty(0, dtype=torch.int64), *keys]).to(device),
+            torch.cat([torch.empty(0), *biases]).to(device),
+        ]
+
+    # --- GPU ---
+
+    def blocks(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """For each block of `rows` queries the blocks of `columns` keys to visit, and the other way round.
+
+        Returns (order_qk, counts_qk, order_kq, counts_kq). `order_qk` [blocks of queries, blocks of keys] int32
+        begins with the key blocks of which every query sees every key, then those that need the mask;
+        `counts_qk` [blocks of queries, 2] int32 says where either part ends. Made on `end`'s device without
+        waiting for it. A block of keys is skipped by its largest `end`, needs no mask by its smallest.
+        """
+        if (rows, columns) not in self._blocks:
+            kinds_QK = self._block_kinds(rows, columns)
+            self._blocks[rows, columns] = (*_visits(kinds_QK), *_visits(kinds_QK.T))
+        return self._blocks[rows, columns]
+
+    @cached_property
+    def _blocks(self) -> dict[tuple[int, int], tuple[Tensor, Tensor, Tensor, Tensor]]:
+        return {}
+
+    def _block_kinds(self, rows: int, columns: int) -> Tensor:
+        """[blocks of queries, blocks of keys] int8: 2 all pairs visible, 1 some may be, 0 none is."""
+        T, device = len(self.end), self.end.device
+        first_Q = torch.arange(0, T, rows, device=device)[:, None]
+        stop_Q = (first_Q + rows).clamp_max(T)
+        first_K = torch.arange(0, T, columns, device=device)[None, :]
+        last_K = first_K + columns - 1
+        smallest, largest = _extremes(self.end, columns)
+        some = (first_K < stop_Q) & (largest[None, :] > first_Q)
+        every = (last_K <= first_Q) & (smallest[None, :] >= stop_Q)
+        if self.window is not None:
+            (low_Q, high_Q), (low_K, high_K) = _extremes(self.depths, rows), _extremes(self.depths, columns)
+            some &= low_Q[:, None] - high_K[None, :] < self.window
+            every &= high_Q[:, None] - low_K[None, :] < self.window
+        return some.to(torch.int8) + (some & every).to(torch.int8)
+
+
+def _extremes(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Smallest and largest of each `size` values; the last ones may be fewer."""
+    short = -len(values) % size
+    padded = torch.cat([values, values[-1:].expand(short)]).view(-1, size)
+    return padded.amin(1), padded.amax(1)
+
+
+def _visits(kinds: Tensor) -> tuple[Tensor, Tensor]:
+    order = kinds.argsort(dim=1, descending=True, stable=True).to(torch.int32).contiguous()
+    counts = torch.stack([(kinds == 2).sum(1), (kinds > 0).sum(1)], 1).to(torch.int32)
+    return order, counts
+
+
+def _row_cuts(segments: tuple[tuple[int, int, int], ...]) -> Iterator[tuple[int, int]]:
+    """Cut rows into tiles of at most TILE_ROWS, and where a segment ends once a tile is half full."""
+    first = root = tree_end = 0
+    for start, stop, end in segments:
+        if start >= tree_end:
+            root, tree_end = start, end
+        while stop > first:
+            size = max(1, min(TILE_ROWS, TILE_PAIRS // (stop - min(root, first))))
+            if stop - first < max(1, size // 2):
+                break
+            yield first, min(first + size, stop)
+            first = min(first + size, stop)
+    if segments and first < segments[-1][1]:
+        yield first, segments[-1][1]
+
+
+def _tile(end: Tensor, depths: Tensor, window: int | None, start: int, stop: int) -> Tile:
+    index = torch.arange(start, stop)
+    seen = end[:start] > start
+    if window is not None:
+        seen &= depths[:start] > depths[start:stop].min() - window
+    before = torch.nonzero(seen)[:, 0]
+    # Under a window the oldest keys are those that only some rows see: all are masked, and stay in order.
+    whole = (end[before] >= stop) & (window is None)
+    some = torch.cat([before[~whole], index])
+    rows = index[:, None]
+    hidden = (some[None, :] > rows) | (rows >= end[some][None, :])
+    if window is not None:
+        hidden |= depths[rows] - depths[some][None, :] >= window
+        useful = ~hidden.all(0)
+        some, hidden = some[useful], hidden[:, useful]
+    keys = torch.cat([before[whole], some])
+    contiguous = int(keys[-1]) - int(keys[0]) + 1 == len(keys) and bool((keys[1:] > keys[:-1]).all())
+    where = slice(int(keys[0]), stop) if contiguous else keys
+    bias = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf) if bool(hidden.any()) else None
+    return Tile(slice(start, stop), where, bias)
+
+
+def unpack_tiles(layout: list[Tensor]) -> Iterator[Tile]:
+    """The tiles of a `tile_layout`."""
+    table, keys, biases = layout
+    for start, stop, first, count, masked, key_at, bias_at in table.tolist():
+        bias = biases[bias_at : bias_at + (stop - start) * masked].view(stop - start, masked) if masked else None
+        yield Tile(slice(start, stop), slice(first, first + count) if first >= 0 else keys[key_at : key_at + count], bias)

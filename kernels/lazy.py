@@ -1,0 +1,70 @@
+"""Kernels that compile at their first launch: importing an operator's file needs neither triton nor numba.
+
+`@triton_jit` and `@numba_jit` leave a placeholder. Its first use compiles it and puts the compiled function in
+its place in the file's globals, together with those that it calls, so that later uses cost nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+Compile = Callable[[Callable[..., Any]], Any]
+
+
+class Placeholder:
+    """A kernel before its first use."""
+
+    def __init__(self, function: Callable[..., Any], compile: Compile) -> None:
+        self.function, self._compile = function, compile
+        self._compiled: Any = None
+
+    def compiled(self) -> Any:
+        """The compiled function; all placeholders among its file's globals are replaced too."""
+        if self._compiled is None:
+            self._compiled = self._compile(self.function)
+            scope = self.function.__globals__
+            for name, value in list(scope.items()):
+                if isinstance(value, Placeholder):
+                    scope[name] = value.compiled()
+        return self._compiled
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.compiled()[grid]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.compiled()(*args)
+
+
+def triton_jit(function: Callable[..., Any]) -> Any:
+    """A Triton kernel or device function; `tl` is `triton.language` in its file."""
+
+    def compile(function: Callable[..., Any]) -> Any:
+        try:
+            import triton
+            import triton.language as tl
+        except ImportError as error:
+            raise ImportError(f"the GPU version of {function.__name__} needs the package triton") from error
+        function.__globals__["tl"] = tl
+        return triton.jit(function)
+
+    return Placeholder(function, compile)
+
+
+def numba_jit(function: Callable[..., Any]) -> Any:
+    """A loop for the CPU: no GIL, cached on disk, sums in any order, NaN and infinities as IEEE has them."""
+
+    def compile(function: Callable[..., Any]) -> Any:
+        from numba import njit
+
+        return njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz", "arcp"})(function)
+
+    return Placeholder(function, compile)
+
+
+@cache
+def has_numba() -> bool:
+    """Whether the fused CPU loops can run; torch's own operators stand in where a machine has only torch."""
+    return find_spec("numba") is not None

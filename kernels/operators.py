@@ -1,0 +1,67 @@
+"""Operators of the dispatcher: one name, one version per device, seen by autograd and torch.compile.
+
+Each operator has a portable version (torch operators; loops of its own on CPU) and a Triton version. The
+dispatcher picks by the tensors' device; fp64, which is for checks, is always portable. With TRITON_INTERPRET=1
+Triton's interpreter runs the Triton versions on CPU tensors: how tests see them without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+_LIBRARY = torch.library.Library("puna", "FRAGMENT")
+
+Function = Callable[..., Any]
+
+
+def operator(schema: str, portable: Function, triton: Function, fake: Function) -> Any:
+    """Define `puna::schema` and return it. `fake` gives empty outputs of the right shapes, for tracing."""
+    name = schema[: schema.index("(")]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, portable, "CompositeExplicitAutograd")
+    for key in ("CUDA", "CPU") if INTERPRETED else ("CUDA",):
+        _LIBRARY.impl(name, _guarded(portable, triton), key)
+    torch.library.register_fake(f"puna::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.puna, name).default
+
+
+def _guarded(portable: Function, triton: Function) -> Function:
+    def launch(*args: Any) -> Any:
+        first = next(arg for arg in args if isinstance(arg, Tensor) or (isinstance(arg, list) and arg and isinstance(arg[0], Tensor)))
+        tensor = first if isinstance(first, Tensor) else first[0]
+        if not uses_triton(tensor):
+            return portable(*args)
+        with torch.cuda.device_of(tensor):
+            return triton(*args)
+
+    return launch
+
+
+def uses_triton(tensor: Tensor) -> bool:
+    """Whether operators on this tensor run their Triton version."""
+    return tensor.dtype != torch.float64 and (tensor.is_cuda or (INTERPRETED and tensor.device.type == "cpu"))
+
+
+def differentiable(name: str, backward: Function, setup: Function) -> None:
+    """Give `puna::name` its backward; `setup(ctx, inputs, output)` keeps what that needs."""
+    torch.library.register_autograd(f"puna::{name}", backward, setup_context=setup, lib=_LIBRARY)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums and statistics are kept in: fp32 at least."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def fused_on_cpu(*tensors: Tensor | None) -> bool:
+    """Whether numba's loops serve these tensors: contiguous fp32 on CPU."""
+    from puna.kernels.lazy import has_numba
+
+    given = [t for t in tensors if t is not None]
+    return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in given) and has_numba()

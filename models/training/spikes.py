@@ -1,0 +1,35 @@
+"""Loss spikes: which loss and gradient norm a step may have, as a pure function of the log before it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+Limits = tuple[float, float]  # largest loss, largest gradient norm
+NO_LIMITS: Limits = (sys.float_info.max, sys.float_info.max)  # any finite number
+
+
+def spike_limits(log: Sequence[Mapping[str, float]], window: int, limit: float) -> Limits:
+    """(loss, gradient norm) above which the next step is a spike.
+
+    Each is the median over the last `window` steps that were not skipped, plus `limit` standard deviations,
+    estimated from the median absolute deviation, so that a spike that slipped in widens nothing; a deviation
+    counts as at least 1 % of the median. Before there are `window` such steps nothing finite is a spike.
+    """
+    recent: list[Mapping[str, float]] = []
+    for row in reversed(log if window else ()):
+        if not row["skipped"]:
+            recent.append(row)
+        if len(recent) == window:
+            break
+    if not window or len(recent) < window:
+        return NO_LIMITS
+    return _bound([r["loss"] for r in recent], limit), _bound([r["gradient_norm"] for r in recent], limit)
+
+
+def _bound(values: list[float], limit: float) -> float:
+    middle = median(values)
+    # The factor makes the median absolute deviation of a normal distribution its standard deviation.
+    deviation = 1.4826 * median(abs(value - middle) for value in values)
+    return middle + limit * max(deviation, 0.01 * abs(middle))

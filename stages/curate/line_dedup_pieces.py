@@ -1,0 +1,231 @@
+"""Lines or paragraphs of UTF-8 texts as 64-bit hashes: counting them, and rewriting texts without some of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from puna.kernels.hashing import xxh64
+
+U8 = NDArray[np.uint8]
+U64 = NDArray[np.uint64]
+I64 = NDArray[np.int64]
+RADIX = 256
+TOP = np.uint64(56)
+NEWLINE = 0x0A
+
+
+@njit(cache=True)
+def _white(data: U8, at: int, stop: int) -> int:
+    """Bytes of the white space character (str.isspace) that begins at `at`, or 0."""
+    byte = data[at]
+    if byte < 0x80:
+        return 1 if byte == 0x20 or 0x09 <= byte <= 0x0D or 0x1C <= byte <= 0x1F else 0
+    if byte == 0xC2:
+        return 2 if data[at + 1] == 0x85 or data[at + 1] == 0xA0 else 0
+    if at + 2 >= stop or not 0xE1 <= byte <= 0xE3:
+        return 0
+    middle, last = data[at + 1], data[at + 2]
+    if byte == 0xE1:
+        return 3 if middle == 0x9A and last == 0x80 else 0
+    if byte == 0xE3:
+        return 3 if middle == 0x80 and last == 0x80 else 0
+    if middle == 0x81:
+        return 3 if last == 0x9F else 0
+    return 3 if middle == 0x80 and (last <= 0x8A or last == 0xA8 or last == 0xA9 or last == 0xAF) else 0
+
+
+@njit(cache=True)
+def _stripped(data: U8, start: int, stop: int) -> tuple[int, int]:
+    """The range start..stop of valid UTF-8 without white space at its ends."""
+    while start < stop:
+        size = _white(data, start, stop)
+        if size == 0:
+            break
+        start += size
+    while start < stop:
+        first = stop - 1
+        while data[first] & 0xC0 == 0x80:
+            first -= 1
+        if _white(data, first, stop) == 0:
+            break
+        stop = first
+    return start, stop
+
+
+@njit(cache=True)
+def _piece_end(data: U8, at: int, stop: int, newlines: int) -> int:
+    """End of the piece that begins at `at`: where the next `newlines` newlines in a row begin."""
+    while at < stop:
+        if data[at] == NEWLINE and (newlines == 1 or (at + 1 < stop and data[at + 1] == NEWLINE)):
+            return at
+        at += 1
+    return stop
+
+
+@njit(cache=True)
+def _hash(data: U8, start: int, stop: int) -> np.uint64:
+    """Hash of the piece start..stop without white space around it; 0 for a blank one and for no other."""
+    start, stop = _stripped(data, start, stop)
+    if start == stop:
+        return np.uint64(0)
+    value = xxh64(data, np.uint64(start), np.uint64(stop))
+    return np.uint64(value) if value != 0 else np.uint64(1)
+
+
+@njit(cache=True)
+def piece_hashes(data: U8, offsets: I64, counted: NDArray[np.bool_], newlines: int) -> tuple[U64, I64]:
+    """Hashes of the pieces that are not blank of the documents that are `counted`, and the document of each, in order.
+
+    Document d is data[offsets[d] : offsets[d + 1]]. Pieces are parted by `newlines` newlines in a row (1 or 2).
+    """
+    room = 1
+    for at in range(offsets[0], offsets[-1]):
+        room += data[at] == NEWLINE
+    room += len(offsets)
+    hashes, documents = np.empty(room, np.uint64), np.empty(room, np.int64)
+    found = 0
+    for d in range(len(offsets) - 1):
+        if not counted[d]:
+            continue
+        at, stop = offsets[d], offsets[d + 1]
+        while at <= stop:
+            end = _piece_end(data, at, stop, newlines)
+            value = _hash(data, at, end)
+            if value != 0:
+                hashes[found], documents[found] = value, d
+                found += 1
+            at = end + newlines
+    return hashes[:found], documents[:found]
+
+
+@njit(cache=True)
+def by_radix(hashes: U64, rows: I64) -> tuple[U64, I64, I64]:
+    """Both arrays ordered by the hashes' first byte, equal ones in their order; and where each byte's begin, [257]."""
+    begins = np.zeros(RADIX + 1, np.int64)
+    for value in hashes:
+        begins[np.int64(value >> TOP) + 1] += 1
+    begins = np.cumsum(begins)
+    at = begins.copy()
+    out, of_row = np.empty_like(hashes), np.empty_like(rows)
+    for i in range(len(hashes)):
+        digit = np.int64(hashes[i] >> TOP)
+        out[at[digit]], of_row[at[digit]] = hashes[i], rows[i]
+        at[digit] += 1
+    return out, of_row, begins
+
+
+class Frequent(NamedTuple):
+    """Pieces that occur too often in one bucket, sorted: `hash` uint64, `occurrences` int64, `first` int64: the row of the
+    first document with one."""
+
+    hash: U64
+    occurrences: I64
+    first: I64
+
+
+def frequent_of(hashes: U64, rows: I64, most: int) -> Frequent:
+    """The hashes that occur more than `most` times; `rows` ascend among equal hashes."""
+    ordered = np.sort(hashes)
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(ordered) else np.zeros(0, np.int64)
+    counts = np.diff(np.r_[starts, len(ordered)])
+    often = np.flatnonzero(counts > most)
+    values = ordered[starts[often]]
+    first = np.full(len(values), -1, np.int64)
+    if len(values):
+        _first_rows(hashes, rows, values, first)
+    return Frequent(values, counts[often], first)
+
+
+@njit(cache=True)
+def _first_rows(hashes: U64, rows: I64, values: U64, first: I64) -> None:
+    for i in range(len(hashes)):
+        at = np.searchsorted(values, hashes[i])
+        if at < len(values) and values[at] == hashes[i] and (first[at] < 0 or rows[i] < first[at]):
+            first[at] = rows[i]
+
+
+@njit(cache=True)
+def find_pieces(
+    data: U8, offsets: I64, judged: NDArray[np.bool_], newlines: int, first_row: int, known: U64, first: I64, keep_first: bool
+) -> tuple[I64, NDArray[np.int32], I64, I64, I64]:
+    """The pieces whose hash is in the sorted `known`: document, number, start and stop in `data`, place in `known`.
+
+    Documents are rows first_row, first_row + 1, … With `keep_first` the first piece of a hash in its row `first` is left
+    out. Places are found by the first 16 bits of a hash, then by a search among those few.
+    """
+    shift = np.uint64(48)
+    begins = np.zeros((1 << 16) + 1, np.int64)
+    for value in known:
+        begins[np.int64(value >> shift) + 1] += 1
+    begins = np.cumsum(begins)
+    kept = np.zeros(len(known), np.bool_)
+    room = 1024
+    found = np.empty((5, room), np.int64)
+    size = 0
+    for d in range(len(offsets) - 1):
+        if not judged[d]:
+            continue
+        at, stop, number = offsets[d], offsets[d + 1], 0
+        while at <= stop:
+            end = _piece_end(data, at, stop, newlines)
+            value = _hash(data, at, end)
+            if value != 0:
+                digit = np.int64(value >> shift)
+                place = begins[digit]
+                while place < begins[digit + 1] and known[place] < value:
+                    place += 1
+                if place < begins[digit + 1] and known[place] == value:
+                    if keep_first and first[place] == first_row + d and not kept[place]:
+                        kept[place] = True
+                    else:
+                        if size == room:
+                            grown = np.empty((5, 2 * room), np.int64)
+                            grown[:, :room] = found
+                            found, room = grown, 2 * room
+                        found[0, size], found[1, size], found[2, size] = d, number, at
+                        found[3, size], found[4, size] = end, place
+                        size += 1
+            at = end + newlines
+            number += 1
+    return found[0, :size], found[1, :size].astype(np.int32), found[2, :size], found[3, :size], found[4, :size]
+
+
+@njit(cache=True)
+def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts: I64, stops: I64) -> tuple[U8, I64, NDArray[np.bool_]]:
+    """The texts without the given pieces: bytes, offsets, and which documents lost pieces and have no ink left.
+
+    Pieces are in order. A removed piece takes one separator with it.
+    """
+    out = np.empty(offsets[-1] - offsets[0], np.uint8)
+    bounds = np.zeros(len(offsets), np.int64)
+    empty = np.zeros(len(offsets) - 1, np.bool_)
+    size, piece = 0, 0
+    for d in range(len(offsets) - 1):
+        at, stop, begin = offsets[d], offsets[d + 1], size
+        if piece == len(documents) or documents[piece] != d:
+            out[size : size + stop - at] = data[at:stop]
+            size += stop - at
+        else:
+            ended = False  # whether the text so far ends in the last character of a kept piece
+            while piece < len(documents) and documents[piece] == d:
+                # What lies before the piece ends in a separator, unless it is nothing.
+                length = starts[piece] - at
+                out[size : size + length] = data[at : at + length]
+                size += length
+                at = min(stops[piece] + newlines, stop)
+                ended = stops[piece] >= stop
+                piece += 1
+            if ended:
+                # The last piece went: the separator before it goes too, if there is one.
+                size = max(size - newlines, begin)
+            else:
+                out[size : size + stop - at] = data[at:stop]
+                size += stop - at
+            first, last = _stripped(out, begin, size)
+            empty[d] = first == last
+        bounds[d + 1] = size
+    return out[:size].copy(), bounds, empty

@@ -1,0 +1,113 @@
+"""Configuration of `minhash_dedup` and what follows from it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from pydantic import Field
+
+from puna.stages.contract import StageConfig
+
+if TYPE_CHECKING:
+    from puna.kernels.near_duplicates import Criteria
+
+SLACK = 4.0  # standard errors of a signature's estimate below the threshold at which pairs are still compared
+MARGIN = 1.4  # covers the scatter of short texts
+LEVELS = 40  # doublings of the shingles' width; no text is so long
+
+
+class MinhashDedupConfig(StageConfig):
+    """How candidates are found, what counts as a duplicate, and which document survives."""
+
+    normal_form: Literal["puna", "datatrove"] = Field(
+        "puna",
+        description="Words that are compared. puna: no case, punctuation or Latin accents, numbers count, documents of few words "
+        "have one shingle; datatrove: exactly its words (all numbers alike, shorter documents than a shingle are never duplicates)",
+    )
+    words: int = Field(5, ge=1, le=50, description="Words per shingle")
+    bands: int = Field(18, ge=1, le=1000, description="Bands of the index; documents that agree in one are candidates")
+    rows: int = Field(6, ge=1, le=64, description="Signature values per band")
+    seed: int = Field(1, ge=0, le=2**32 - 1, description="Seed of the permutations, as in datasketch")
+    scheme: Literal["affine32", "affine64", "legacy", "mersenne"] = Field(
+        "affine32", description="Permutations: affine32 and affine64 of datasketch 2, legacy of datasketch 1, mersenne of datatrove"
+    )
+    hash: Literal["xxh64", "sha1"] = Field(
+        "xxh64", description="Hash of a shingle before permutation; sha1 is datasketch's default and much slower"
+    )
+    verify: bool = Field(
+        True,
+        description="Compare candidates exactly. Without it every chain of candidates shrinks to one document, as in other toolkits; "
+        "the recorded similarity is then the signatures' estimate",
+    )
+    similarity: Literal["jaccard", "containment"] = Field(
+        "jaccard", description="Verified similarity: shared shingles by those of either document, or by those of the removed one"
+    )
+    threshold: float = Field(0.8, gt=0, le=1, description="Candidates below this verified similarity are kept, fraction")
+    max_new_words: int = Field(
+        50, ge=0, description="A document with a longer passage that its survivor lacks is kept (shared templates), words"
+    )
+    max_new_fraction: float = Field(
+        0.05, ge=0, le=1, description="The same bound as a share of the document's words; the larger bound counts, fraction"
+    )
+    survivor: Literal["longest", "latest", "best_score"] = Field(
+        "longest", description="Which of several near-duplicates is kept; best_score takes the signal `score` of the given signals"
+    )
+    score: str = Field("quality", description="Signal that ranks documents for survivor: best_score, higher is better; missing is worst")
+    prefer_sources: tuple[str, ...] = Field(
+        ("code",), description="Sources whose documents survive those of others: a source file rather than a page that shows it"
+    )
+
+    keep_index: bool = Field(
+        False,
+        description="Store signatures and normal texts (about as large as the documents) for `minhash_update`, which adds documents",
+    )
+
+    @property
+    def method(self) -> str:
+        """How a pair was found and judged, for the evidence."""
+        if not self.verify:
+            return f"minhash, signatures of {self.words}-word runs, not verified"
+        return f"minhash, {self.similarity} of {self.words}-word runs"
+
+    def detail(self, survivor: str, new_words: int) -> str:
+        """A removal in words."""
+        return f"of {survivor}, longest passage of its own: {new_words} words" if self.verify else f"of {survivor}, not verified"
+
+    def criteria(self) -> Criteria:
+        """What the kernel needs to verify a pair."""
+        from puna.kernels.near_duplicates import Criteria
+
+        estimate = 0.0
+        if self.similarity == "jaccard":  # a signature estimates it: pairs far below need no exact comparison
+            t = self.threshold
+            estimate = max(0.0, t - SLACK * (t * (1 - t) / (self.bands * self.rows)) ** 0.5 - 1e-9)
+        return Criteria(
+            self.words,
+            self.similarity == "containment",
+            np.array([self.least_similarity(level) for level in range(LEVELS)]),
+            np.array([self.least_distinct(level) for level in range(LEVELS)]),
+            estimate,
+            self.max_new_words,
+            self.max_new_fraction,
+        )
+
+    def least_similarity(self, level: int) -> float:
+        """The threshold for shingles `2 ** level` times as wide, where each edit breaks as many times more of them.
+
+        Of equally long documents with a share k of whole shingles, k is the containment and k / (2 - k) the Jaccard similarity.
+        """
+        t = self.threshold
+        kept = float((t if self.similarity == "containment" else 2 * t / (1 + t)) ** (2**level))
+        return kept if self.similarity == "containment" else kept / (2 - kept)
+
+    def least_distinct(self, level: int) -> float:
+        """The share of distinct shingles below which texts could be as similar as the threshold by chance.
+
+        n words drawn at random show a share p = 1 - exp(-n / k) of the k shingles there are: two such texts have the containment
+        p and the similarity p / (2 - p), and a share p / (n / k) = p / -log(1 - p) of their shingles is distinct.
+        """
+        t = self.least_similarity(level)
+        p = min(max(t if self.similarity == "containment" else 2 * t / (1 + t), 1e-9), 0.99)
+        return MARGIN * -p / math.log1p(-p)

@@ -1,0 +1,117 @@
+"""The index of deduplicated documents: what `minhash_update` needs of them to add others.
+
+ids.npy         bytes[D]       ids, in order
+facts.npy       record[D]      fetched, preferred, words, shingles, score, place of the text in texts.bin
+signatures.npy  [D, P]
+keys.npy        uint64[B, F]   keys of each band in order, of the F documents with shingles
+rows.npy        int64[B, F]    the documents they belong to
+texts.bin                      normal texts, each compressed by itself, so that a few can be read
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from puna.stages.curate.minhash_config import MinhashDedupConfig
+from puna.stages.curate.minhash_sketch import Shingles, Sketches, of_words
+from puna.storage import Artifact, PunaError
+
+INDEX = "index"
+FACTS = np.dtype(
+    [("fetched", "<i8"), ("preferred", "?"), ("words", "<i8"), ("shingles", "<i8"), ("score", "<f8"), ("text", "<i8"), ("bytes", "<i8"),
+     ("raw", "<i8")]
+)  # fmt: skip
+
+
+def write_index(
+    folder: Path, documents: Artifact, sketches: list[Sketches], score: NDArray[np.float64] | None, config: MinhashDedupConfig
+) -> None:
+    """Write the index of the documents of which the sketches are, part by part, within bounded memory but for the keys."""
+    folder.mkdir(exist_ok=True)
+    total = sum(s.documents for s in sketches)
+    ids = [np.array([i.encode() for i in batch.column(0).to_pylist()]) for batch in documents.batches(columns=["id"])]
+    np.save(folder / "ids.npy", np.concatenate(ids))
+    facts = np.zeros(total, FACTS)
+    for name in ("fetched", "preferred", "words", "shingles"):
+        facts[name] = np.concatenate([getattr(s, name) for s in sketches])
+    facts["bytes"] = np.concatenate([s.stored for s in sketches])
+    facts["raw"] = np.concatenate([s.raw for s in sketches])
+    facts["text"] = np.cumsum(facts["bytes"]) - facts["bytes"]
+    facts["score"] = 0.0 if score is None else score
+    np.save(folder / "facts.npy", facts)
+    with (folder / "texts.bin").open("wb") as out:
+        for s in sketches:
+            with Path(s.texts).open("rb") as file:
+                shutil.copyfileobj(file, out)
+    first = np.load(sketches[0].signatures, mmap_mode="r")
+    signatures = np.lib.format.open_memmap(folder / "signatures.npy", "w+", first.dtype, (total, first.shape[1]))
+    at = 0
+    for s in sketches:
+        signatures[at : at + s.documents] = np.load(s.signatures)
+        at += s.documents
+    filled = np.flatnonzero(facts["shingles"])
+    shape = (config.bands, len(filled))
+    keys = np.lib.format.open_memmap(folder / "keys.npy", "w+", np.uint64, shape)
+    rows = np.lib.format.open_memmap(folder / "rows.npy", "w+", np.int64, shape)
+    for band in range(config.bands):
+        own = np.concatenate([np.load(s.keys, mmap_mode="r")[band] for s in sketches])[filled]
+        order = np.argsort(own, kind="stable")
+        keys[band], rows[band] = own[order], filled[order]
+
+
+class Index(NamedTuple):
+    """An opened index, see above; arrays are read from their files on demand."""
+
+    facts: NDArray[Any]
+    signatures: NDArray[Any]
+    keys: NDArray[np.uint64]
+    rows: NDArray[np.int64]
+    folder: Path
+
+    @classmethod
+    def open(cls, folder: Path) -> Index:
+        """The index in a folder."""
+        # As plain arrays over the mapped files: numpy's own class for them makes each small slice dear.
+        names = ("facts", "signatures", "keys", "rows")
+        facts, signatures, keys, rows = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names)
+        return cls(facts, signatures, keys, rows, folder)
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> Index:
+        """The index that an artifact holds; PunaError where it has none."""
+        if f"{INDEX}/facts.npy" not in artifact.manifest.files:
+            raise PunaError(f"{artifact.id} holds no index: make it with minhash_dedup.keep_index=true")
+        return cls.open(artifact.path(INDEX))
+
+    def ids(self) -> NDArray[np.bytes_]:
+        """The ids of all documents."""
+        return np.load(self.folder / "ids.npy")  # type: ignore[no-any-return]
+
+    def sharing(self, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Rows of the documents that share a band with one of the given documents [M, B]."""
+        found = [np.zeros(0, np.int64)]
+        for own, rows, wanted in zip(self.keys, self.rows, keys.T, strict=True):
+            low, high = np.searchsorted(own, wanted, side="left"), np.searchsorted(own, wanted, side="right")
+            low, counts = low[high > low], (high - low)[high > low]
+            found.append(rows[np.repeat(low - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())])
+        return np.unique(np.concatenate(found))
+
+    def shingles(self, rows: NDArray[np.int64], config: MinhashDedupConfig) -> Shingles:
+        """The shingles of some documents, from their stored texts."""
+        from puna.kernels.shingles import normal_words
+        from puna.stages.curate.shingles import unchanged
+
+        codec = pa.Codec("zstd")
+        texts = np.memmap(self.folder / "texts.bin", np.uint8, "r") if (self.folder / "texts.bin").stat().st_size else np.zeros(0, np.uint8)
+        pieces = []
+        for fact in self.facts[rows]:
+            piece = texts[int(fact["text"]) : int(fact["text"] + fact["bytes"])]
+            pieces.append(codec.decompress(piece.tobytes(), int(fact["raw"]), asbytes=True))
+        offsets = np.cumsum([0, *map(len, pieces)]).astype(np.int64)
+        return of_words(normal_words(np.frombuffer(b"".join(pieces), np.uint8), offsets, unchanged()), config)

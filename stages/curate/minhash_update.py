@@ -1,0 +1,187 @@
+"""`minhash_update`: add documents to deduplicated ones at the price of the added ones."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from puna.stages.contract import Documents, Signals, StageConfig, StageRun, stage
+from puna.stages.curate.minhash_config import MinhashDedupConfig
+from puna.stages.curate.minhash_decide import Found, Job, collapse, decide, groups_of, preference
+from puna.stages.curate.minhash_dedup import scores
+from puna.stages.curate.minhash_index import INDEX, Index, write_index
+from puna.stages.curate.minhash_sketch import sketch
+from puna.stages.curate.removal import without, write_removed
+from puna.storage import Artifact, PunaError
+
+
+class MinhashUpdateConfig(StageConfig):
+    """Nothing to choose: the configuration is that of the `minhash_dedup` which is continued."""
+
+
+@stage(kind="documents", filters="documents")
+def minhash_update(
+    documents: Documents, previous: list[Documents], signals: Signals | None, config: MinhashUpdateConfig, run: StageRun
+) -> None:
+    """Remove near-duplicates among added documents, and tell which earlier decisions they change.
+
+    `previous`: the artifact of `minhash_dedup` with `keep_index`, then those of earlier updates in order. The result holds the
+    added documents that are kept, with evidence for those that are not; `revisions` holds the earlier documents whose fate
+    changes, because an added one is preferred to them or to their survivor. All together is what `minhash_dedup` gives for all
+    documents at once (`verdicts` puts it together): only the components that added documents touch are decided again.
+    """
+    chosen, indices = _configuration(previous), [Index.of(artifact) for artifact in previous]
+    parts = run.parts(documents, columns=["fetched_at", "source", "text"])
+    sketches = list(run.map(sketch, list(enumerate(parts)), chosen, str(run.scratch), rows=len(parts)))
+    if not sketches:
+        return
+    write_index(run.folder / INDEX, documents, sketches, scores(documents, signals, chosen), chosen)
+    indices.append(Index.open(run.folder / INDEX))
+    members = _affected(indices, chosen)
+    ids, found = _decided(indices, members, chosen)
+    own = members.segment == len(previous)
+    state = _state(found, ids)
+    removed = _evidence(run, {i for i, new in zip(ids, own.tolist(), strict=True) if new}, state, found, ids, chosen)
+    known = [i for i, new in zip(ids, own.tolist(), strict=True) if not new]
+    _revisions(run, verdicts(previous, known), known, state)
+    run.transform(without, documents, write_removed(run.scratch, removed))
+    run.metric("candidates", len(ids))
+    run.metric("removed", len(removed))
+
+
+def verdicts(artifacts: list[Artifact], ids: list[str] | None = None) -> dict[str, tuple[str, float]]:
+    """Removed document → its survivor and their similarity, after a `minhash_dedup` and its updates (of some ids only)."""
+    found: dict[str, tuple[str, float]] = {}
+    for artifact in artifacts:
+        for table in ("revisions", "duplicates"):
+            if table not in artifact.tables:
+                continue
+            rows = artifact.read(table, columns=["id", "kept_id", "similarity"])
+            if ids is not None:
+                rows = rows.filter(pc.is_in(rows["id"], pa.array(ids, pa.string())))
+            for identity, kept, similarity in zip(*(rows[name].to_pylist() for name in rows.schema.names), strict=True):
+                if kept is None:
+                    found.pop(identity)
+                else:
+                    found[identity] = (kept, similarity)
+    return found
+
+
+def _configuration(previous: list[Artifact]) -> MinhashDedupConfig:
+    stages = [artifact.manifest.stage for artifact in previous]
+    if stages != ["minhash_dedup", *["minhash_update"] * (len(stages) - 1)]:
+        raise PunaError(f"minhash_update.previous is one minhash_dedup and then its updates; these were made by {', '.join(stages)}")
+    for number, artifact in enumerate(previous[1:], 1):
+        known = [record.key for record in artifact.manifest.inputs if record.name == "previous"]
+        if known != [before.key for before in previous[:number]]:
+            raise PunaError(f"minhash_update.previous: {artifact.id} continues other artifacts than the {number} given before it")
+    return MinhashDedupConfig(**previous[0].manifest.config)
+
+
+class Members(NamedTuple):
+    """Documents by index (`segment`) and row in it, int64[M], ordered by both."""
+
+    segment: NDArray[np.int64]
+    row: NDArray[np.int64]
+
+
+def _gathered(indices: list[Index], members: Members, name: str) -> NDArray[Any]:
+    """The rows of one array of the indices."""
+    return np.concatenate([getattr(index, name)[members.row[members.segment == s]] for s, index in enumerate(indices)])
+
+
+def _affected(indices: list[Index], config: MinhashDedupConfig) -> Members:
+    """The added documents and all that hang together with one of them by shared bands."""
+    from puna.kernels.near_duplicates import band_keys
+
+    known = [np.zeros(len(index.facts), bool) for index in indices]
+    fresh = [np.zeros(0, np.int64) for _ in indices]
+    fresh[-1] = np.flatnonzero(indices[-1].facts["shingles"])
+    while any(map(len, fresh)):
+        for seen, rows in zip(known, fresh, strict=True):
+            seen[rows] = True
+        signatures = np.concatenate([index.signatures[rows] for index, rows in zip(indices, fresh, strict=True)])
+        keys = band_keys(signatures, config.bands, config.rows)
+        found = [index.sharing(keys) for index in indices]
+        fresh = [rows[~seen[rows]] for seen, rows in zip(known, found, strict=True)]
+    reached = [np.flatnonzero(seen) for seen in known]
+    return Members(np.repeat(np.arange(len(reached)), [len(r) for r in reached]), np.concatenate(reached))
+
+
+def _decided(indices: list[Index], members: Members, config: MinhashDedupConfig) -> tuple[list[str], Found]:
+    """Ids of the members, and what happens to them, with members' numbers as rows."""
+    from puna.kernels import near_duplicates
+
+    names = [index.ids() for index in indices]
+    if np.isin(names[-1], np.concatenate(names[:-1])).any():
+        raise PunaError("minhash_update: a document with the same id was deduplicated before; give documents that are new")
+    ids = np.concatenate([names[s][members.row[members.segment == s]] for s in range(len(indices))])
+    facts, signatures = _gathered(indices, members, "facts"), _gathered(indices, members, "signatures")
+    text = [identity.decode() for identity in ids.tolist()]
+    if not len(ids):
+        return text, Found.of([])
+    root = near_duplicates.components(near_duplicates.band_keys(signatures, config.bands, config.rows))
+    chosen = np.flatnonzero(np.bincount(root, minlength=len(root))[root] > 1)
+    rank = np.argsort(np.argsort(ids))
+    score = facts["score"] if config.survivor == "best_score" else None
+    order = preference(config, rank, facts["words"], facts["fetched"], facts["preferred"], score)
+    chosen = chosen[np.lexsort((*(key[chosen] for key in order), root[chosen]))]
+    bounds = np.append(np.flatnonzero(np.diff(root[chosen], prepend=-1)), len(chosen))
+    none = np.zeros(0, np.int64)
+    if not config.verify or not len(chosen):
+        return text, Found.of([collapse(Job(chosen, bounds, none, none, none), signatures[chosen])] if len(chosen) else [])
+    near = near_duplicates.near(signatures[chosen], groups_of(signatures[chosen], config), config.criteria().estimate)
+    chosen = chosen[near]
+    pieces: dict[int, NDArray[np.uint64]] = {}
+    for segment, index in enumerate(indices):
+        here = chosen[members.segment[chosen] == segment]
+        shingles = index.shingles(members.row[here], config)
+        pieces |= {int(m): shingles.hashes[shingles.offsets[k] : shingles.offsets[k + 1]] for k, m in enumerate(here)}
+    sequence = np.concatenate([np.zeros(0, np.uint64), *(pieces[int(m)] for m in chosen)])
+    counts = np.array([len(pieces[int(m)]) for m in chosen], np.int64)
+    job = Job(chosen, none, facts["words"][chosen], np.cumsum(counts) - counts, counts)
+    return text, Found.of([decide(job, signatures[chosen], sequence, config)] if len(chosen) else [])
+
+
+def _state(found: Found, ids: list[str]) -> dict[str, tuple[str, float]]:
+    pairs = zip(found.removed.tolist(), found.kept.tolist(), found.similarity.tolist(), strict=True)
+    return {ids[removed]: (ids[kept], similarity) for removed, kept, similarity in pairs}
+
+
+def _evidence(
+    run: StageRun, added: set[str], state: dict[str, tuple[str, float]], found: Found, ids: list[str], config: MinhashDedupConfig
+) -> list[str]:
+    """Write the evidence for the added documents that go; returns their ids."""
+    passage = {ids[removed]: words for removed, words in zip(found.removed.tolist(), found.new_words.tolist(), strict=True)}
+    gone = sorted(added & state.keys())
+    run.write_rows(
+        [{"id": i, "kept_id": state[i][0], "cluster": state[i][0], "method": config.method, "similarity": state[i][1]} for i in gone],
+        "duplicates",
+    )
+    threshold = config.threshold if config.verify else None
+    run.write_rows(
+        [
+            {
+                "id": i,
+                "rule": "near_duplicate",
+                "value": state[i][1],
+                "threshold": threshold,
+                "detail": config.detail(state[i][0], passage[i]),
+            }
+            for i in gone
+        ],
+        "dropped",
+    )
+    return gone
+
+
+def _revisions(run: StageRun, before: dict[str, tuple[str, float]], known: list[str], state: dict[str, tuple[str, float]]) -> None:
+    """Write the earlier documents whose fate or survivor changes."""
+    changed = [i for i in known if before.get(i) != state.get(i)]
+    rows = [{"id": i, "kept_id": state[i][0] if i in state else None, "similarity": state[i][1] if i in state else None} for i in changed]
+    run.write_rows(rows, "revisions")
+    run.metric("revised", len(rows))

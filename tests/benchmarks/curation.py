@@ -1,0 +1,47 @@
+"""Curation against other toolkits on the same documents: what is equal, and how fast, on one core.
+
+    python tests/benchmarks/curation.py [--part heuristics --part line_dedup …] [--store FOLDER] [--json]
+
+Each part is a module `curation_PART.py` beside this file with `figures() -> dict[str, float]`. Speeds are by process
+CPU time. Peers run in environments of their own (`peers.py`); the documents are the demo's sample (`corpus.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+# Before numpy is imported: speeds are per core.
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+PARTS = tuple(sorted(file.stem.removeprefix("curation_") for file in HERE.glob("curation_*.py")))
+
+
+def main() -> None:
+    """Run the parts and print their figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be given more than once")
+    parser.add_argument("--store", type=Path, help="store with (or for) the sample's documents; default: .puna")
+    parser.add_argument("--json", action="store_true", help="one object of named figures")
+    arguments = parser.parse_args()
+    if arguments.store:
+        os.environ["PUNA_STORE"] = str(arguments.store)
+    sys.path[:0] = [str(ROOT / ".pkg"), str(HERE)]
+    found: dict[str, float] = {}
+    for part in arguments.part or PARTS:
+        found |= importlib.import_module(f"curation_{part}").figures()
+    if arguments.json:
+        print(json.dumps(found))
+        return
+    for name, value in found.items():
+        print(f"{name:<28} {value:,.4g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Near-duplicates: speed against datatrove and rensa on the same texts, recall against brute force.
+
+    python tests/benchmarks/curation_minhash.py [--json]
+
+Everything starts from raw texts in memory and ends with the documents to remove, in process CPU seconds on one thread.
+datatrove's four stages write and read their own files; Puna verifies each candidate, rensa and datatrove do not.
+`minhash_stage_*` are those of the stage, from an artifact of Parquet to another one. Edited copies of texts are added, so
+that there is something to find.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SPEED_BYTES = 6_000_000
+RECALL_TEXTS = 1500
+REPEATS = 5
+
+
+def edited(text: str, generator: random.Random) -> str:
+    """A copy with words replaced, left out and put in, up to one in thirty."""
+    words = text.split(" ")
+    for _ in range(int(len(words) * generator.uniform(0, 1 / 30))):
+        place = generator.randrange(len(words))
+        words[place : place + generator.randrange(2)] = [f"new{generator.randrange(10**6)}"] * generator.randrange(2)
+    return " ".join(words)
+
+
+def corpus(limit: int) -> list[str]:
+    """Texts of the sample, and edited copies of every tenth."""
+    import corpus
+
+    generator = random.Random(0)
+    found: list[str] = corpus.texts(limit)
+    return found + [edited(text, generator) for text in found[::10]]
+
+
+def best(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Least CPU seconds of some calls, and the result; the first call compiles."""
+    result = function()
+    least = float("inf")
+    for _ in range(REPEATS):
+        started = time.process_time()
+        result = function()
+        least = min(least, time.process_time() - started)
+    return least, result
+
+
+def figures() -> dict[str, float]:
+    """Ratios (above 1: Puna is faster), CPU seconds of each side, recall, and equality with datatrove as 0 to 1."""
+    import peers
+    import pyarrow as pa
+
+    from puna.stages.curate.minhash_config import MinhashDedupConfig
+    from puna.stages.curate.minhash_decide import near_duplicates
+
+    texts = corpus(SPEED_BYTES)
+    own, _ = best(lambda: near_duplicates(texts))
+    parity = MinhashDedupConfig(normal_form="datatrove", scheme="mersenne", bands=14, rows=8, verify=False)
+    mode, found = best(lambda: near_duplicates(texts, parity))
+    stage = stage_seconds(texts)
+    datatrove = peers.run("datatrove", "peer_minhash_datatrove.py", texts=texts)
+    rensa = peers.run("rensa", "peer_minhash_rensa.py", texts=texts)
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
+    return {
+        "minhash_vs_datatrove": datatrove["seconds"] / own,
+        "minhash_mode_vs_datatrove": datatrove["seconds"] / mode,
+        "minhash_stage_vs_datatrove": datatrove["seconds"] / stage,
+        "minhash_vs_rensa": rensa["seconds"] / own,
+        "minhash_mb_s": megabytes / own,
+        "minhash_seconds": own,
+        "minhash_mode_seconds": mode,
+        "minhash_stage_seconds": stage,
+        "minhash_datatrove_seconds": datatrove["seconds"],
+        "minhash_rensa_seconds": rensa["seconds"],
+        **equality(pa.chunked_array([pa.array(texts, pa.large_string())]), parity, found, datatrove),
+        **recall(),
+    }
+
+
+def stage_seconds(texts: list[str]) -> float:
+    """Least CPU seconds of the stage, from Parquet to Parquet."""
+    import pyarrow as pa
+
+    from puna.stages.contract import execute
+    from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
+    from puna.storage import Store
+
+    when = datetime(2024, 1, 1, tzinfo=UTC)
+    rows = [
+        {"id": f"{n:08d}", "url": f"https://x.org/{n}", "fetched_at": when, "source": "web", "title": None, "text": text}
+        for n, text in enumerate(texts)
+    ]
+    least = float("inf")
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(REPEATS):
+            store = Store.open(Path(folder) / str(number))
+            documents = store.import_table("documents", pa.Table.from_pylist(rows))
+            started = time.process_time()
+            execute(minhash_dedup, MinhashDedupConfig(), {"documents": documents}, store)
+            least = min(least, time.process_time() - started)
+    return least
+
+
+def equality(column: Any, parity: Any, found: Any, datatrove: dict[str, Any]) -> dict[str, float]:
+    """Shares of datatrove's signatures and edges that are equal here, and whether the clusters are the same."""
+    from puna.kernels import near_duplicates
+    from puna.stages.curate.minhash_sketch import shingled, signed
+
+    shingles = shingled(column, parity)
+    signatures, keys = signed(shingles, parity)
+    sizes = [int(b - a) for a, b in zip(shingles.offsets[:-1], shingles.offsets[1:], strict=True)]
+    theirs = datatrove["signatures"]
+    same = sum((row is None and not size) or row == mine.tolist() for row, mine, size in zip(theirs, signatures, sizes, strict=False))
+    filled = [n for n, size in enumerate(sizes) if size]
+    edges = set()
+    for band in range(parity.bands):
+        edges |= {(filled[a], filled[b]) for a, b in near_duplicates.edges(keys[filled, band]).tolist()}
+    other = {tuple(pair) for pair in datatrove["edges"]}
+    mine = defaultdict(set)
+    for gone, kept in zip(found.removed.tolist(), found.kept.tolist(), strict=True):
+        mine[kept] |= {gone, kept}
+    clusters = defaultdict(set)
+    for document, cluster in datatrove["clusters"]:
+        clusters[cluster].add(document)
+    return {
+        "minhash_equal_signatures": same / len(theirs),
+        "minhash_equal_edges": len(edges & other) / max(1, len(edges | other)),
+        "minhash_equal_clusters": float(sorted(map(sorted, mine.values())) == sorted(map(sorted, clusters.values()))),
+    }
+
+
+def recall() -> dict[str, float]:
+    """Share of the pairs with a Jaccard similarity of at least 0.8 of which one is removed, by brute force over Python sets;
+    removed documents that are not so similar to their survivor; and removed ones in all."""
+    from puna.stages.curate.minhash_decide import near_duplicates
+    from puna.stages.curate.shingles import normalized
+
+    texts = corpus(SPEED_BYTES)[-RECALL_TEXTS:]
+    generator = random.Random(1)
+    texts += [edited(text, generator) for text in texts]
+    sets = []
+    for text in texts:
+        words = normalized(text).split()
+        sets.append({tuple(words[i : i + 5]) for i in range(max(1, len(words) - 4))} if words else set())
+    holders: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    shared: Counter[tuple[int, int]] = Counter()
+    for number, one in enumerate(sets):
+        for shingle in one:
+            for other in holders[shingle]:
+                shared[other, number] += 1
+            holders[shingle].append(number)
+    similarity = {(i, j): n / (len(sets[i]) + len(sets[j]) - n) for (i, j), n in shared.items()}
+    pairs = [pair for pair, value in similarity.items() if value >= 0.8]
+    found = near_duplicates(texts)
+    gone = set(found.removed.tolist())
+    wrong = sum(similarity.get((min(a, b), max(a, b)), 0.0) < 0.8 for a, b in zip(found.removed.tolist(), found.kept.tolist(), strict=True))
+    return {
+        "minhash_recall": sum(i in gone or j in gone for i, j in pairs) / len(pairs),
+        "minhash_recall_pairs": float(len(pairs)),
+        "minhash_unjustified": float(wrong),
+        "minhash_removed": float(len(gone)),
+    }
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one object of named figures")
+    arguments = parser.parse_args()
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")  # before numpy is imported
+    sys.path[:0] = [str(HERE.parents[1] / ".pkg"), str(HERE)]
+    found = figures()
+    if arguments.json:
+        print(json.dumps(found))
+        return
+    for name, value in found.items():
+        print(f"{name:<28} {value:,.4g}")
+
+
+if __name__ == "__main__":
+    main()

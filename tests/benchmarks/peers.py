@@ -1,0 +1,46 @@
+"""Other toolkits, each in a virtual environment of its own: their dependencies do not fit ours nor each other's.
+
+    run("datatrove", "peer_datatrove.py", texts=[...])
+
+makes the environment on first use (below PUNA_PEERS, `.peers` otherwise), runs the script with it on one thread, and
+returns what it prints as JSON. A script gets the path of a JSON file: {"texts": [...], ...}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PEERS: dict[str, tuple[str, ...]] = {
+    "datatrove": ("datatrove==0.10.1", "spacy==3.8.18", "xxhash<4", "regex", "nltk", "ftfy", "tokenizers", "orjson"),
+    "rensa": ("rensa==0.5.0",),
+}
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+
+
+def python(name: str) -> Path:
+    """The interpreter of a peer's environment; made and filled when it is not there."""
+    folder = Path(os.environ.get("PUNA_PEERS", ".peers")).absolute() / name
+    made = folder / "bin" / "python"
+    if not made.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        install = [str(made), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PEERS[name]]
+        subprocess.run(install, check=True, stdout=sys.stderr)
+    return made
+
+
+def run(name: str, script: str, **given: Any) -> Any:
+    """What `script` (beside this file) prints, run in the environment of peer `name` on the data `given`."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "given.json"
+        file.write_text(json.dumps(given), encoding="utf-8")
+        command = [str(python(name)), str(HERE / script), str(file)]
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | ONE_THREAD
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
+    return json.loads(done.stdout)

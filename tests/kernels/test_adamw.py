@@ -1,0 +1,64 @@
+"""AdamW over many tensors against torch's and its definition in fp64."""
+
+import pytest
+import torch
+
+from puna.kernels.adamw import adamw_, adamw_reference
+
+SETTINGS = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def draw(dtype=torch.float64, gradient=None):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5,), (3, 4), (130,), (1,)]
+    parameters = [torch.randn(s, dtype=torch.float64, generator=generator).to(dtype) for s in shapes]
+    gradients = [[torch.randn(s, dtype=torch.float64, generator=generator).to(gradient or dtype) for s in shapes] for _ in range(3)]
+    moments = [[torch.zeros(s, dtype=torch.float64 if dtype == torch.float64 else torch.float32) for s in shapes] for _ in range(2)]
+    return parameters, gradients, *moments
+
+
+@pytest.mark.parametrize("clip", [None, 0.5, 1e6])
+def test_three_steps_equal_torch(clip):
+    parameters, gradients, first, second = draw()
+    theirs = [torch.nn.Parameter(p.clone()) for p in parameters]
+    optimizer = torch.optim.AdamW(theirs, **SETTINGS)
+    for step, given in enumerate(gradients, 1):
+        for p, g in zip(theirs, given, strict=True):
+            p.grad = g.clone()
+        expected = torch.nn.utils.clip_grad_norm_(theirs, clip or 1e30)
+        optimizer.step()
+        before = [g.clone() for g in given]
+        norm = adamw_(parameters, given, first, second, step=step, clip=clip, **SETTINGS)
+        torch.testing.assert_close(norm, expected)
+        assert all(torch.equal(a, b) for a, b in zip(before, given, strict=True))
+    for mine, other in zip(parameters, theirs, strict=True):
+        torch.testing.assert_close(mine, other.detach(), rtol=1e-6, atol=1e-6 if clip else 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_steps_equal_the_reference(dtype):
+    ours, exact = draw(dtype), draw()
+    for step in (1, 2, 3):
+        norms = [adamw_(ours[0], ours[1][step - 1], *ours[2:], step=step, clip=0.7, **SETTINGS)]
+        norms.append(adamw_reference(exact[0], exact[1][step - 1], *exact[2:], step, 0.02, 0.9, 0.95, 1e-6, 0.1, 0.7))
+        torch.testing.assert_close(norms[0].double(), norms[1], rtol=1e-6, atol=0)
+    for mine, other in zip(ours[0], exact[0], strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_operator_says_what_it_changes():
+    from puna.kernels.adamw import _adamw_
+
+    parameters, gradients, first, second = draw(torch.float32)
+    arguments = (parameters, gradients[0], first, second, 1, 0.1, 0.9, 0.95, 1e-8, 0.0, 1.0)
+    torch.library.opcheck(_adamw_, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_what_does_not_fit_is_refused():
+    parameters, gradients, first, second = draw()
+    with pytest.raises(ValueError, match="step counts from 1"):
+        adamw_(parameters, gradients[0], first, second, step=0, lr=0.1)
+    with pytest.raises(ValueError, match="clip must be positive"):
+        adamw_(parameters, gradients[0], first, second, step=1, lr=0.1, clip=0.0)
+    with pytest.raises(ValueError, match="must be alike"):
+        adamw_(parameters, gradients[0][::-1], first, second, step=1, lr=0.1)

@@ -1,0 +1,151 @@
+"""Every Triton kernel compiled for sm_80, sm_90 and sm_100, without a GPU: registers, shared memory, instructions.
+
+The configurations are those that the launchers use for a model of width 4096, heads of 128 and bf16.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from puna.kernels import adamw, attention, linear_cross_entropy, paged_attention, rms_norm, rope, swiglu  # noqa: E402
+from puna.kernels.configurations import configuration  # noqa: E402
+
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # what one block may have
+# What multiplies matrices: with 16 rows, as in decoding, warps on their own; with 64 and more the newer units.
+TENSOR_CORES = {
+    "narrow": dict.fromkeys((80, 90, 100), r"mma\.sync"),
+    "wide": {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel: its arguments' types in order (`p` bf16 pointer, `f` fp32 pointer, `i` int32 pointer, `n` integer
+    divisible by 16, `x` float, `l` int64 pointer), the constants, warps and stages."""
+
+    kernel: object
+    arguments: str
+    constants: dict[str, object]
+    warps: int = 4
+    stages: int = 3
+    product: str = ""  # "narrow" or "wide", of TENSOR_CORES
+
+
+TYPES = {
+    "p": "*bf16",
+    "f": "*fp32",
+    "i": "*i32",
+    "l": "*i64",
+    "n": "i32",
+    "x": "fp32",
+    "b": "*i8",
+    "h": "*fp16",
+    "e": "*fp8e4nv",
+    "u": "*u8",
+}
+
+CHUNKS = {"CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK}
+CASES = {
+    "adamw_norm": Case(adamw._norm_kernel, "lllf", {**CHUNKS, "GRADIENT": triton.language.bfloat16}, 8),
+    "adamw_update": Case(
+        adamw._update_kernel,
+        "lllf" + "x" * 7,
+        {**CHUNKS, "PARAMETER": triton.language.float32, "GRADIENT": triton.language.bfloat16, "CLIP": True},
+        8,
+    ),
+    "rms_norm_forward": Case(rms_norm._forward_kernel, "pppppfnx", {"ADD": True, "BLOCK": 4096}, 8),
+    "rms_norm_backward": Case(rms_norm._backward_kernel, "ppppfpfnn", {"ADD": True, "BLOCK": 4096}, 8),
+    "swiglu_forward": Case(swiglu._forward_kernel, "pppnnn", {"BLOCK": swiglu.BLOCK}, 8),
+    "swiglu_backward": Case(swiglu._backward_kernel, "pppppnnn", {"BLOCK": swiglu.BLOCK}, 8),
+    "cross_entropy": Case(
+        linear_cross_entropy._cross_entropy_kernel, "plffn", {"GRADIENT": True, "LOWEST": -3e38, "BLOCK": linear_cross_entropy.BLOCK}, 16
+    ),
+    "logprobs": Case(linear_cross_entropy._logprob_kernel, "plfffnx", {"LOWEST": -3e38, "BLOCK": linear_cross_entropy.BLOCK}, 16),
+    "logprobs_gradient": Case(
+        linear_cross_entropy._logprob_gradient_kernel, "plffffnx", {"ENTROPY": True, "BLOCK": linear_cross_entropy.BLOCK}, 16
+    ),
+    "paged_pieces": Case(
+        paged_attention._piece_kernel,
+        "pppiiffx" + "nnnnn",
+        {"S": 16, "H": 32, "R": 4, "K": 128, "BLOCK": 128, "M": paged_attention.ROWS, "N": paged_attention.TOKENS, "PRECISION": "tf32"},
+        product="narrow",
+    ),
+    "paged_merge": Case(paged_attention._merge_kernel, "ffipn", {"H": 32, "K": 128, "BLOCK": 128}, 1),
+    "rope": Case(rope._rotate_kernel, "pppp" + "nnn", {"BACK": False, "HALF": 64, "HEADS": rope.HEADS, "BLOCK": 64}, 2),
+}
+
+
+@dataclass
+class Usage:
+    registers: int
+    stack: int
+    shared: int
+    local: int
+    ptx: str = field(repr=False)
+
+
+def compiled(case: Case, capability: int, tmp_path: Path) -> Usage:
+    """Compile to a cubin and read its resources from it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = case.kernel.compiled() if hasattr(case.kernel, "compiled") else case.kernel
+    names = [name for name in function.arg_names if name not in case.constants]
+    assert len(names) == len(case.arguments), f"{function.__name__}: {names}"
+    signature = {name: TYPES[kind] for name, kind in zip(names, case.arguments, strict=True)}
+    signature |= dict.fromkeys(case.constants, "constexpr")
+    aligned = {
+        (function.arg_names.index(n),): [["tt.divisibility", 16]] for n, kind in zip(names, case.arguments, strict=True) if kind != "x"
+    }
+    source = ASTSource(
+        fn=function, signature=signature, constexprs={(function.arg_names.index(n),): v for n, v in case.constants.items()}, attrs=aligned
+    )
+    options = {"num_warps": case.warps, "num_stages": case.stages}
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = subprocess.run([tool, "--dump-resource-usage", cubin], stdout=subprocess.PIPE, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text)}
+    return Usage(found["REG"], found["STACK"], kernel.metadata.shared, found["LOCAL"], kernel.asm["ptx"])
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("name", CASES)
+def test_compiles_without_spills(name, capability, tmp_path):
+    case = CASES[name]
+    usage = compiled(case, capability, tmp_path)
+    assert usage.stack == 0 and usage.local == 0, usage
+    assert usage.shared <= SHARED_BYTES[capability], usage
+    if case.product:
+        assert re.search(TENSOR_CORES[case.product][capability], usage.ptx), f"{name}: no tensor-core instruction on sm_{capability}"
+
+
+ATTENTION = {
+    "attention_forward": (attention._forward_kernel, "pppiiiipf" + "nxnn" + "nnnnnnn"),
+    "attention_query_gradient": (attention._query_gradient_kernel, "ppppiiiiffp" + "nxxnn" + "nnnnnnnnn"),
+    "attention_key_gradient": (attention._key_gradient_kernel, "ppppiiiiffpp" + "nxxnn" + "nnnnnnnnnn"),
+}
+
+
+@pytest.mark.parametrize(("capability", "window"), [(80, False), (90, False), (90, True), (100, False)])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name, window, capability, tmp_path):
+    kernel, arguments = ATTENTION[name]
+    width = 128
+    tuned = configuration(name, capability, width, window)
+    constants = {
+        "R": 4, "K": width, "V": width, "BLOCK_K": width, "BLOCK_V": width, "M": tuned.rows, "N": tuned.columns,
+        "WINDOW": window, "PRECISION": "tf32",
+    }  # fmt: skip
+    usage = compiled(Case(kernel, arguments, constants, tuned.warps, tuned.stages), capability, tmp_path)
+    assert usage.stack == 0 and usage.local == 0, usage
+    assert usage.shared <= SHARED_BYTES[capability], usage
+    assert re.search(TENSOR_CORES["wide"][capability], usage.ptx)

@@ -1,0 +1,90 @@
+"""Candidates and their verification against brute force."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puna.kernels import near_duplicates
+
+
+@given(st.integers(2, 12), st.integers(1, 4), st.integers(1, 3), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_components_equal_brute_force(documents, bands, values, seed):
+    keys = np.random.default_rng(seed).integers(0, values * 3, (documents, bands)).astype(np.uint64)
+    reach = (keys[:, None] == keys[None]).any(-1)
+    for _ in range(documents):
+        reach = (reach.astype(int) @ reach.astype(int)) > 0
+    expected = [int(np.flatnonzero(row)[0]) for row in reach]
+    assert near_duplicates.components(keys).tolist() == expected
+
+
+def test_band_keys_agree_exactly_where_rows_agree():
+    signatures = np.random.default_rng(0).integers(0, 2, (40, 12)).astype(np.uint32)
+    keys = near_duplicates.band_keys(signatures, 4, 3)
+    for i, j in itertools.combinations(range(40), 2):
+        same = (signatures[i].reshape(4, 3) == signatures[j].reshape(4, 3)).all(1)
+        assert ((keys[i] == keys[j]) == same).all()
+    assert near_duplicates.band_keys(signatures[:0], 4, 3).shape == (0, 4)
+
+
+@given(st.lists(st.integers(0, 30)), st.sets(st.integers(0, 30)))
+@settings(max_examples=100, deadline=None)
+def test_sets_and_absent_runs(sequence, right):
+    a, b = np.array(sequence, dtype=np.uint64), np.array(sorted(right), dtype=np.uint64)
+    own = near_duplicates.distinct(a)
+    assert own.tolist() == sorted(set(sequence))
+    assert near_duplicates.common(own, b) == len(set(sequence) & right)
+    runs = [len(list(group)) for absent, group in itertools.groupby(v not in right for v in sequence) if absent]
+    assert near_duplicates.longest_absent_run(a, b) == max(runs, default=0)
+
+
+def brute_force(documents, groups, signatures, criteria):
+    """Members in order against all kept ones, by Python sets; only for texts that are not repetitive."""
+    kept, out = [], []
+    for m, own in enumerate(documents):
+        best = None
+        for k in kept:
+            if not set(groups[m].tolist()) & set(groups[k].tolist()) or (signatures[m] == signatures[k]).mean() < criteria.estimate:
+                continue
+            left, right = set(own), set(documents[k])
+            similarity = len(left & right) / (len(left) if criteria.containment else len(left | right))
+            run = max((len(list(g)) for absent, g in itertools.groupby(v not in right for v in own) if absent), default=0)
+            new = max(0, run - criteria.words + 1)
+            if similarity < criteria.similarity[0] or new > max(criteria.new_words, criteria.new_share * (len(own) + criteria.words - 1)):
+                continue
+            if best is None or similarity > best[1]:
+                best = (k, similarity, new)
+        if best is None:
+            kept.append(m)
+        out.append(best or (-1, 0.0, 0))
+    return out
+
+
+@given(st.integers(0, 10**6), st.booleans(), st.sampled_from([0.0, 0.5]), st.sampled_from([0, 6]))
+@settings(max_examples=80, deadline=None)
+def test_resolve_equals_brute_force(seed, containment, estimate, new_words):
+    generator = np.random.default_rng(seed)
+    bases = [generator.integers(0, 2**63, 40).astype(np.uint64) for _ in range(3)]
+    documents = []
+    for _ in range(14):
+        one = bases[generator.integers(3)].copy()[: generator.integers(25, 41)]
+        start, length = generator.integers(0, 20), generator.integers(0, 12)
+        one[start : start + length] = generator.integers(0, 2**63, min(length, len(one) - start))
+        documents.append(one)
+    count = np.array([len(d) for d in documents])
+    start = np.cumsum(count) - count
+    sequence = np.concatenate(documents)
+    signatures = generator.integers(0, 2, (14, 8)).astype(np.uint32)
+    groups = generator.integers(0, 5, (14, 2)) + np.array([0, 5])
+    levels = np.zeros(20)
+    criteria = near_duplicates.Criteria(5, containment, levels + 0.6, levels, estimate, new_words, 0.05)
+    found = near_duplicates.resolve(signatures, groups, count + 4, start, count, sequence, criteria)
+    pairs = itertools.permutations(range(14), 2)
+    company = {i for i, j in pairs if (groups[i] == groups[j]).any() and (signatures[i] == signatures[j]).mean() >= estimate}
+    assert np.flatnonzero(near_duplicates.near(signatures, groups, estimate)).tolist() == sorted(company)
+    expected = brute_force([d.tolist() for d in documents], groups, signatures, criteria)
+    assert list(zip(found.survivor.tolist(), found.similarity.tolist(), found.new_words.tolist(), strict=True)) == expected

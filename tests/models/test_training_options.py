@@ -1,0 +1,247 @@
+"""Muon, moving averages, spikes, activation checkpointing, ramps, experts: what a run may be asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puna.models import accounting
+from puna.models.config import ModelConfig, Moe
+from puna.models.training import objectives as o
+from puna.models.training.loop import TrainConfig, TrainingDiverged, Updater, train, weights_digest
+from puna.models.training.muon import Muon, inner_matrices, orthogonalise
+from puna.models.training.packing import Sampler, cut_lengths, pack, step_indices
+from puna.models.training.schedules import Ramp
+from puna.models.training.spikes import NO_LIMITS, spike_limits
+from puna.models.transformer import Transformer
+
+CONFIG = ModelConfig(19, 16, 32, 2, 4, 2)
+EXPERTS = dataclasses.replace(CONFIG, moe=Moe(4, 2, 32, router_aux_loss_coef=0.1), model_type="mixtral")
+
+
+def model(config: ModelConfig = CONFIG, seed: int = 0) -> Transformer:
+    return Transformer(config, "lm", torch.Generator().manual_seed(seed))
+
+
+def batches(step: int, count: int = 2) -> list[o.Targets]:
+    rng = np.random.default_rng([7, step])
+    return [o.Targets.from_documents(rng.integers(0, 19, (3, 11)).tolist()) for _ in range(count)]
+
+
+# ---- Muon ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (5, 7), (6, 6), (3, 5, 8), (4, 64, 16)])
+def test_orthogonalise_keeps_the_singular_vectors(shape: tuple[int, ...]):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    expected = s / x.norm(dim=(-2, -1))[..., None]
+    for _ in range(5):  # the polynomial acts on each singular value alone
+        expected = 3.4445 * expected - 4.7750 * expected**3 + 2.0315 * expected**5
+    torch.testing.assert_close(orthogonalise(x), u @ (expected[..., None] * v), rtol=1e-9, atol=1e-9)
+    assert expected.min() > 0.3 and expected.max() < 1.3
+
+
+def test_muon_by_hand():
+    w0 = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    g1, g2 = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1))
+    w = torch.nn.Parameter(w0.clone())
+    muon = Muon([w], lr=0.1, momentum=0.9, weight_decay=0.2)
+    for g in (g1, g2):
+        w.grad = g.clone()
+        muon.step()
+    size = 0.1 * 0.2 * math.sqrt(6)
+    first = w0 * (1 - 0.02) - size * orthogonalise(1.9 * g1)
+    second = first * (1 - 0.02) - size * orthogonalise(g2 + 0.9 * (0.9 * g1 + g2))
+    torch.testing.assert_close(w.detach(), second)
+
+
+def test_muon_trains_the_matrices_inside_the_layers_and_adamw_the_rest():
+    for config in (CONFIG, EXPERTS):
+        made = model(config)
+        names = inner_matrices(made)
+        ends = {name.split(".", 3)[-1] for name in names}
+        attention = {f"self_attn.{x}_proj.weight" for x in "qkvo"}
+        experts = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+        dense = {f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
+        assert ends == attention | (dense if config is CONFIG else experts)
+        updater = Updater(made, o.LanguageModeling(), TrainConfig(steps=9, learning_rate=0.01, optimizer="muon"))
+        trained = [w for opt in updater.optimizers for group in opt.param_groups for w in group["params"]]
+        assert sorted(map(id, trained)) == sorted(map(id, made.parameters()))
+        assert {id(p) for n, p in made.named_parameters() if n in names} == {
+            id(p) for p in updater.optimizers[0].param_groups[0]["params"]
+        }
+
+
+def test_muon_learns_faster_than_nothing_and_resumes_to_the_same_bits(tmp_path: Path):
+    config = TrainConfig(
+        steps=12, learning_rate=0.02, optimizer="muon", ema=0.8, spike_window=8, activation_checkpointing=True
+    )
+
+    class Stop(Exception):
+        pass
+
+    def stop(row: dict) -> None:
+        if row["step"] == 7:
+            raise Stop
+
+    def same(step: int) -> list[o.Targets]:
+        return batches(1)
+
+    for shape in (CONFIG, EXPERTS):
+        whole, folder = model(shape), tmp_path / str(shape.moe is None)
+        log = train(whole, o.LanguageModeling(), same, config, seed=3)
+        assert log[-1]["loss"] < 0.7 * log[0]["loss"]
+        with pytest.raises(Stop):
+            train(model(shape), o.LanguageModeling(), same, config, 3, folder, 3, on_step=stop)
+        resumed = model(shape)
+        train(resumed, o.LanguageModeling(), same, config, 3, folder, 3)
+        assert weights_digest(resumed) == weights_digest(whole)
+        assert not whole.model.checkpointing
+
+
+# ---- averages, spikes ---------------------------------------------------------------------------------
+
+
+def test_a_run_ends_with_the_moving_average():
+    seen: list[dict[str, torch.Tensor]] = []
+    made = model()
+    config = TrainConfig(steps=5, learning_rate=0.01, ema=0.75)
+    train(
+        made, o.LanguageModeling(), batches, config, 0,
+        on_step=lambda _: seen.append({n: p.detach().clone() for n, p in made.named_parameters()}),
+    )  # fmt: skip
+    for name, parameter in made.named_parameters():
+        expected = seen[0][name]
+        for weights in seen[1:]:
+            expected = 0.75 * expected + 0.25 * weights[name]
+        torch.testing.assert_close(parameter.detach(), expected)
+
+
+def test_spike_limits_by_hand():
+    log = [{"loss": float(x), "gradient_norm": 1.0, "skipped": 0} for x in (9, 1, 2, 3, 4, 5, 6, 7, 8)]
+    log.insert(3, {"loss": 1e9, "gradient_norm": 1e9, "skipped": 1})
+    loss, norm = spike_limits(log, 8, 3.0)
+    assert loss == pytest.approx(4.5 + 3 * 1.4826 * 2)  # deviations .5 .5 1.5 1.5 2.5 2.5 3.5 3.5
+    assert norm == pytest.approx(1.03)  # a deviation of at least 1 %
+    assert spike_limits(log, 10, 3.0) == NO_LIMITS
+    assert spike_limits(log, 0, 3.0) == NO_LIMITS
+
+
+def test_a_spike_is_skipped_and_logged():
+    def objective(made: Transformer, batch: o.Targets, totals: dict | None = None) -> tuple:
+        loss, metrics = o.LanguageModeling()(made, batch)
+        return loss * (100.0 if spiking else 1.0), metrics
+
+    config = TrainConfig(steps=14, learning_rate=0.01, spike_window=8, max_skipped=2)
+    made, weights, spiking = model(), [], False
+
+    def on_step(row: dict) -> None:
+        nonlocal spiking
+        weights.append(weights_digest(made))
+        spiking = row["step"] == 10
+
+    log = train(made, objective, lambda step: batches(step)[0], config, 0, on_step=on_step)
+    assert [row["step"] for row in log if row["skipped"]] == [11]
+    assert weights[10] == weights[9]
+    assert log[10]["loss"] > 50 * log[9]["loss"]
+
+    def always(row: dict) -> None:
+        nonlocal spiking
+        spiking = row["step"] >= 10
+
+    spiking = False
+    with pytest.raises(TrainingDiverged, match="spiked, in 2 steps in a row, up to step 12"):
+        train(model(), objective, lambda step: batches(step)[0], config, 0, on_step=always)
+
+
+# ---- memory, experts, the log -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS])
+def test_activation_checkpointing_changes_no_number(config: ModelConfig):
+    results = []
+    for checkpointing in (False, True):
+        made = model(config)
+        settings_ = TrainConfig(steps=3, learning_rate=0.01, activation_checkpointing=checkpointing)
+        log = train(made, o.LanguageModeling(), batches, settings_, 0)
+        results.append(([row["loss"] for row in log], weights_digest(made)))
+    assert results[0] == results[1]
+
+
+def test_balance_is_part_of_the_loss_by_share_of_tokens():
+    rows = batches(1, 3)
+    made = model(EXPERTS)
+    total, gradient = 0.0, 0.0
+    count = sum(int(row.mask.sum()) for row in rows)
+    for row in rows:
+        weights = torch.full((len(row.tokens),), 1.0 / count)
+        loss = made.cross_entropy(row.forest, row.positions, row.tokens, weights)
+        share = loss + made.take_balance_loss() * len(row) / sum(map(len, rows))
+        (g,) = torch.autograd.grad(share, made.model.layers[0].mlp.gate.weight)
+        total, gradient = total + share.item(), gradient + g
+    other = model(EXPERTS)
+    updater = Updater(other, o.LanguageModeling(), TrainConfig(steps=9, learning_rate=1e-9, clip=None))
+    seen = {}
+    other.model.layers[0].mlp.gate.weight.register_hook(lambda g: seen.update(g=seen.get("g", 0) + g))
+    log = updater.step(1, rows, 0)
+    assert log["loss"] == pytest.approx(total, rel=1e-6)
+    assert 0.1 < log["balance_loss"] < 0.5
+    torch.testing.assert_close(seen["g"], gradient)
+
+
+def test_the_log_holds_speed_and_utilization():
+    row = train(model(), o.LanguageModeling(), batches, TrainConfig(steps=1, learning_rate=0.01), 0)[0]
+    assert row["tokens_per_second"] == pytest.approx(66 / row["seconds"])
+    flops = accounting.training_flops(CONFIG, [11] * 6)
+    assert row["model_flops_utilization"] == pytest.approx(
+        flops / row["seconds"] / accounting.peak_flops("cpu", "fp32")
+    )
+
+
+# ---- ramps and packing --------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 12))
+@settings(max_examples=60, deadline=None)
+def test_a_ramp_neither_skips_nor_repeats_examples(values: list[int], steps: int, count: int):
+    ramp = Ramp(tuple(sorted(values)), steps)
+    sizes = [ramp.at(step) for step in range(1, 25)]
+    assert sizes == ([v for v in sorted(values) for _ in range(steps)] + [max(values)] * 24)[:24]
+    assert [ramp.before(step) for step in range(1, 25)] == [sum(sizes[:k]) for k in range(24)]
+    drawn = [i for step in range(1, 25) for i in step_indices(step, count, ramp, 0)]
+    whole = [i for step in range(1, len(drawn) + 1) for i in step_indices(step, count, 1, 0)]
+    assert drawn == whole
+    sampler = Sampler(list(range(count)), ramp, list, length=lambda _: 1, capacity=99, seed=0)
+    for epochs in (0.5, 1.0, 3.0):
+        enough = next(k for k in range(1, 999) if ramp.before(k + 1) >= epochs * count)
+        assert sampler.steps(epochs) == enough
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_cut_lengths_cuts_at_documents_and_multiples(lengths: list[int], length: int):
+    ends = set(np.cumsum(lengths).tolist()) | set(range(length, sum(lengths), length))
+    assert np.cumsum(cut_lengths(lengths, length)).tolist() == sorted(ends)
+
+
+@given(st.lists(st.integers(1, 50), max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_pack_is_best_fit_decreasing(lengths: list[int]):
+    """By brute force: longest first, each into the fullest row that still has room."""
+    rows: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        room = [(50 - sum(lengths[i] for i in row), number) for number, row in enumerate(rows)]
+        fitting = [entry for entry in room if entry[0] >= lengths[index]]
+        if fitting:
+            rows[min(fitting)[1]].append(index)
+        else:
+            rows.append([index])
+    assert pack(lengths, 50) == [sorted(row) for row in rows]

@@ -1,0 +1,85 @@
+"""Semantic duplicates: vectors against exact TF-IDF, greedy choice, reproducibility."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from puna.kernels.hashing import slice_hashes
+from puna.kernels.projection import document_frequency, project
+from puna.stages.contract import execute
+from puna.stages.curate.semantic_dedup import SemanticDedupConfig, semantic_dedup
+from puna.storage import Store
+
+
+def hashed(texts):
+    words = [w.encode() for t in texts for w in t.split()]
+    offsets = np.cumsum([0, *map(len, words)]).astype(np.int64)
+    counts = np.cumsum([0, *(len(t.split()) for t in texts)]).astype(np.int64)
+    return slice_hashes(np.frombuffer(b"".join(words), np.uint8), offsets), counts
+
+
+def texts(seed, count=40):
+    generator = np.random.default_rng(seed)
+    bases = [[f"w{n}" for n in generator.integers(0, 3000, 80)] for _ in range(count // 2)]
+    found = []
+    for base in bases:
+        other = generator.permutation(base).tolist()
+        other[:2] = ["replaced", "words"]
+        found += [" ".join(base), " ".join(other)]
+    return found
+
+
+def test_cosines_estimate_those_of_exact_tf_idf():
+    documents = texts(0)
+    hashes, offsets = hashed(documents)
+    buckets = 1 << 20
+    frequency = document_frequency(hashes, offsets, buckets)
+    exact_frequency = Counter(w for t in documents for w in set(t.split()))
+    assert sorted(frequency[frequency > 0].tolist()) == sorted(exact_frequency.values())  # no two words share a bucket here
+    vectors = project(hashes, offsets, np.log((1 + len(documents)) / (1 + frequency)), 1024)
+    exact = []
+    for text in documents:
+        count = Counter(text.split())
+        exact.append({w: (1 + math.log(n)) * math.log((1 + len(documents)) / (1 + exact_frequency[w])) for w, n in count.items()})
+    for i in range(12):
+        for j in range(i):
+            dot = sum(v * exact[j].get(w, 0) for w, v in exact[i].items())
+            cosine = dot / math.sqrt(sum(v * v for v in exact[i].values()) * sum(v * v for v in exact[j].values()))
+            assert abs(float(vectors[i] @ vectors[j]) - cosine) < 5 * (1 - cosine**2) / 32 + 1e-6  # five standard errors
+
+
+def test_reordered_texts_go_and_others_stay(tmp_path, make_documents):
+    documents = texts(1)
+    store = Store.open(tmp_path)
+    rows = [(f"{n:03d}", "web", text) for n, text in enumerate(documents)]
+    made = execute(
+        semantic_dedup, SemanticDedupConfig(threshold=0.9), {"documents": make_documents(store, [*rows, ("x", "web", "short")])}, store
+    )
+    pairs = {(int(r["id"]), int(r["kept_id"])) for r in made.read("duplicates").to_pylist()}
+    assert pairs == {(n + 1, n) for n in range(0, len(documents), 2)}
+    assert "x" in made.read()["id"].to_pylist()
+
+
+@pytest.mark.parametrize("case", ["small parts", "two processes", "other order"])
+def test_same_result(tmp_path, make_documents, case):
+    rows = [(f"{n:03d}", "web", text) for n, text in enumerate(texts(2, 60))]
+    config = SemanticDedupConfig(threshold=0.9, cluster_documents=12)
+    one, two = Store.open(tmp_path / "one"), Store.open(tmp_path / "two")
+    expected = execute(semantic_dedup, config, {"documents": make_documents(one, rows)}, one)
+    assert expected.rows("dropped") > 5
+    given = {"documents": make_documents(two, rows[::-1] if case == "other order" else rows)}
+    if case == "two processes":
+        with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as executor:
+            made = execute(semantic_dedup, config, given, two, executor=executor, part_rows=7)
+    else:
+        made = execute(semantic_dedup, config, given, two, part_rows=4 if case == "small parts" else 1024)
+    for name in ("documents", "dropped", "duplicates"):
+        assert made.path(f"{name}.parquet").read_bytes() == expected.path(f"{name}.parquet").read_bytes()
+    assert isinstance(made.read(), pa.Table)

@@ -1,0 +1,76 @@
+"""Repeated passages against brute force over word tuples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from puna.stages.contract import execute
+from puna.stages.curate.substring_dedup import SubstringDedupConfig, substring_dedup
+from puna.storage import Store
+
+
+def corpus(seed, count=30):
+    generator = np.random.default_rng(seed)
+    passages = [[f"p{n}x{k}é" for k in range(generator.integers(3, 14))] for n in range(6)]
+    rows = []
+    for number in range(count):
+        words = []
+        for _ in range(generator.integers(0, 5)):
+            words += passages[generator.integers(6)] if generator.random() < 0.6 else [f"u{generator.integers(10**9)}"] * 3
+        rows.append((f"{number:03d}", "code" if number % 11 == 0 else "web", (" ", "\n", " \t ")[number % 3].join(words)))
+    return rows
+
+
+def brute_force(rows, k):
+    """Words that stay of each document, and how many are removed."""
+    seen, out = set(), {}
+    for identity, source, text in rows:
+        words = text.split()
+        gone = [False] * len(words)
+        if source != "code":
+            for i in range(len(words) - k + 1):
+                window = tuple(words[i : i + k])
+                if window in seen:
+                    gone[i : i + k] = [True] * k
+                seen.add(window)
+        out[identity] = [word for word, cut in zip(words, gone, strict=True) if not cut], sum(gone)
+    return out
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("k", [3, 6])
+def test_equals_brute_force(tmp_path, make_documents, seed, k):
+    rows = corpus(seed)
+    expected = brute_force(rows, k)
+    digests = set()
+    for part_rows, memory in ((1024, 1 << 26), (4, 1024)):
+        store = Store.open(tmp_path / str(part_rows))
+        config = SubstringDedupConfig(words=k, min_words=2, memory_windows=memory)
+        made = execute(substring_dedup, config, {"documents": make_documents(store, rows)}, store, part_rows=part_rows)
+        digests.add(tuple(record.digest for _, record in sorted(made.manifest.tables.items())))
+    assert len(digests) == 1
+    kept = {row["id"]: row["text"].split() for row in made.read().to_pylist()}
+    dropped = {row["id"]: row["value"] for row in made.read("dropped").to_pylist()}
+    for identity, (words, removed) in expected.items():
+        if removed and len(words) < 2:
+            assert dropped.pop(identity) == len(words)
+        else:
+            assert kept[identity] == words
+    assert not dropped
+    texts = {identity: text for identity, _, text in rows}
+    spans = made.read("removed_spans").to_pylist()
+    assert sum(len(row["text"].split()) for row in spans) == sum(removed for _, removed in expected.values()) > 0
+    for row in spans:
+        assert texts[row["id"]][row["start"] : row["start"] + len(row["text"])] == row["text"]
+        beginning = row["text"].split()[:k]
+        holder = texts[row["kept_id"]].split()
+        assert any(holder[i : i + k] == beginning for i in range(len(holder)))
+
+
+def test_nothing_repeated_leaves_documents_as_they_are(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    rows = [("a", "web", "  One  two\nthree "), ("b", "web", ""), ("c", "web", "four five")]
+    made = execute(substring_dedup, SubstringDedupConfig(words=2), {"documents": make_documents(store, rows)}, store)
+    assert [r["text"] for r in made.read().to_pylist()] == [t for _, _, t in rows]
+    assert made.rows("removed_spans") == made.rows("dropped") == 0
