@@ -87,6 +87,8 @@ def write(page: Scan, start: int, stop: int) -> None:
         if c == 38:
             c, length = _entity(html, at, stop)
         at += length
+        if (c < 32 and not 9 <= c <= 13) or c == 127:
+            continue  # control characters are not written
         if c <= 32:
             if in_word:
                 _word(page, word)
