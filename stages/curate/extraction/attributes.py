@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from puna.stages.curate.extraction import layout as L
 from puna.stages.curate.extraction.layout import Scan
-from puna.stages.curate.extraction.search import find, has
+from puna.stages.curate.extraction.search import find, has, is_space
 from puna.stages.curate.extraction.tags import NUMBER, fnv
 from puna.stages.curate.extraction.write import annotation, formula
 
@@ -29,11 +29,12 @@ def attributes(page: Scan, element: int, tag: int, at: int) -> int:
     s[L.MATHS] = tag == T_MATH
     s[L.ABOUT] = s[L.ABOUT_STOP] = s[L.VALUE] = s[L.VALUE_STOP] = 0
     while at < size and html[at] != 62:
-        if html[at] <= 32 or html[at] == 47:
+        if is_space(html[at]) or html[at] == 47:
             at += 1
             continue
-        name = L.OFFSET
-        while at < size and html[at] != 61 and html[at] > 32 and html[at] != 62:
+        name = (L.OFFSET ^ np.uint64(html[at])) * L.PRIME  # a name may begin with `=`
+        at += 1
+        while at < size and html[at] != 61 and not is_space(html[at]) and html[at] != 62:
             name = (name ^ np.uint64(html[at])) * L.PRIME
             at += 1
         start = stop = at

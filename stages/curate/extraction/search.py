@@ -33,10 +33,16 @@ def has(html: NDArray[np.uint8], start: int, stop: int, words: bytes) -> bool:
 
 
 @njit(cache=True)
+def is_space(byte: int) -> bool:
+    """Whether a byte is white space between the parts of a tag; other control characters belong to names."""
+    return byte == 32 or byte == 10 or byte == 9 or byte == 13 or byte == 12
+
+
+@njit(cache=True)
 def tag_name(html: NDArray[np.uint8], at: int) -> tuple[int, np.uint64, int]:
     """Number and hash of the element's name at `at`, letters in either case, and where it ends."""
     state = OFFSET
-    while at < len(html) and html[at] > 32 and html[at] != 62 and html[at] != 47:
+    while at < len(html) and not is_space(html[at]) and html[at] != 62 and html[at] != 47:
         c = html[at]
         state = (state ^ np.uint64(c | 32 if 65 <= c <= 90 else c)) * PRIME
         at += 1

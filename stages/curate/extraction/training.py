@@ -71,7 +71,7 @@ def read(folder: Path, truth: Path) -> list[Page]:
         page = read_page(HTMLTree.parse(decode(file.read_bytes(), None, html=True)))
         if not len(page.blocks):
             continue
-        page = Scan(*(array.copy() for array in page._replace(html=page.html[:0])))  # less than the buffers they are cut from
+        page = Scan._make(array.copy() for array in page._replace(html=page.html[:0]))  # less than the buffers they are cut from
         text = page.text.tobytes()
         wanted = row["ground_truth"].get("main_content") or ""
         shares, lengths = label([text[b[L.START] : b[L.STOP]].decode("utf-8", "replace") for b in page.blocks], wanted)

@@ -47,6 +47,7 @@ def whole(html: str) -> str:
         ("<p>some <b>bo</b>ld &amp; &lt;i&gt; &copy; x&nbsp;y", "some bold & <i> © x y"),
         ("<ul><li>x<li>y</ul><ol><li>p<li>q</ol>", "• x\n• y\n\n1. p\n2. q"),
         ("<ul><li></ul><p>z", "z"),
+        ("<p =a =>x</p><q\x13=y><p\x01>z</p>", "x\n\nz"),
         ("<table><tr><th>a<th>b<tr><td>1<td>2</table>", "a\tb\n1\t2"),
         ("<a href=x>One</a><a href=y>Two</a>", "One Two"),
         ("<pre>\nfor x:\n    y  z\n\n    w</pre>", "for x:\n    y  z\n\n    w"),
