@@ -22,6 +22,7 @@ from puna.stages.curate.extraction.cut import best_cut
 from puna.stages.curate.extraction.layout import Scan
 from puna.stages.curate.extraction.tags import NUMBER
 from puna.stages.curate.extraction.trees import Trees, logits
+from puna.stages.curate.extraction.whole import made_whole
 
 WEIGHTS = Path(__file__).parent / "extractor.safetensors"
 PAGE_TYPES = ("article", "forum", "product", "collection", "listing", "documentation", "service")
@@ -84,12 +85,12 @@ def judge(page: Scan, model: Model) -> tuple[NDArray[np.float32], NDArray[np.flo
 
 
 def chosen(page: Scan, p: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Which blocks to keep [blocks], given each block's chance to be content."""
+    """Which blocks to keep [blocks], given each block's chance to be content; code, lists and tables stay whole."""
     keep = np.zeros(len(page.blocks), np.bool_)
     if len(keep):
         order, count, _ = best_cut(p, page.blocks[:, L.WORDS] + 0.01)
         keep[order[:count]] = True
-    return keep
+    return made_whole(page, keep)
 
 
 def content(page: Scan, model: Model) -> NDArray[np.bool_]:

@@ -21,6 +21,7 @@ from puna.stages.curate.extraction.tags import NUMBER
 from puna.stages.curate.extraction.text import text_of
 from puna.stages.curate.extraction.training import as_arrays
 from puna.stages.curate.extraction.trees import logits
+from puna.stages.curate.extraction.whole import made_whole
 
 
 def texts(html: str) -> list[str]:
@@ -231,3 +232,26 @@ def test_labels_follow_the_truth_in_order_and_find_what_was_moved():
     shares, lengths = label(blocks, truth)
     assert lengths.tolist() == [len(re.findall(r"\w+", b)) for b in blocks]
     assert (shares > 0.5).tolist() == [False, True, True, False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("html", "kept", "whole"),
+    [
+        # Code inside the content stays; code beside it does not.
+        ("<nav><pre>z</pre></nav><main><p>a b c<pre>d</pre><p>e f</main>", "a b c|e f", "a b c|d|e f"),
+        # A tenth of a list's words decides, of the outermost list, and half of a table's.
+        ("<main><p>x<dl><dt>a<dd>b c<dd><dl><dt>d<dd>e f g h i j k</dl></dl></main>", "x|a", "x|a|b c|d|e f g h i j k"),
+        ("<main><p>x<dl><dt>a<dd>b c d e f g h i j k</dl></main>", "x|a", "x|a"),
+        ("<main><p>x<table><tr><td>1<td>2<tr><td>3<td>4</table></main>", "x|1|4", "x|1|2|3|4"),
+        ("<main><p>x<table><tr><td>1<td>2<tr><td>3<td>4</table></main>", "x|1", "x|1"),
+        # Lists are not held together, and nothing comes of nothing.
+        ("<main><p>x<ul><li>a<li>b<li>c</ul></main>", "x|a|b", "x|a|b"),
+        ("<main><p>x<pre>y</pre></main>", "", ""),
+    ],
+)
+def test_code_and_tables_and_lists_of_definitions_stay_whole(html, kept, whole):
+    page = read_page(HTMLTree.parse(html))
+    text = page.text.tobytes()
+    blocks = [text[b[L.START] : b[L.STOP]].decode() for b in page.blocks]
+    keep = np.array([block in kept.split("|") for block in blocks])
+    assert [block for block, stays in zip(blocks, made_whole(page, keep), strict=True) if stays] == [w for w in whole.split("|") if w]
