@@ -90,7 +90,8 @@ def chosen(page: Scan, p: NDArray[np.float32]) -> NDArray[np.bool_]:
     if len(keep):
         order, count, _ = best_cut(p, page.blocks[:, L.WORDS] + 0.01)
         keep[order[:count]] = True
-    return made_whole(page, keep)
+    whole: NDArray[np.bool_] = made_whole(page, keep)
+    return whole
 
 
 def content(page: Scan, model: Model) -> NDArray[np.bool_]:
