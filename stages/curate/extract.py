@@ -18,6 +18,7 @@ from puna.stages.curate.extraction.model import content, load
 from puna.stages.curate.extraction.scan import read_page
 from puna.stages.curate.extraction.text import text_of
 from puna.stages.curate.extraction.union import Origin, united
+from puna.stages.curate.extraction.whole import with_headline
 from puna.storage.schemas import table_schema
 
 HTML_TYPES = ("text/html", "application/xhtml+xml")
@@ -34,6 +35,9 @@ class ExtractConfig(StageConfig):
         "model",
         description="Main content by the model that comes with Puna, by Resiliparse's rules, or all that either of them takes; "
         "union writes which words came from where into `scores`",
+    )
+    headline: bool = Field(
+        False, description="Whether the model's texts and unions have the page's main heading (h1), which is left to the title otherwise"
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Larger HTML pages are dropped, bytes")
     max_depth: int = Field(
@@ -160,6 +164,8 @@ def html_text(html: str, config: ExtractConfig) -> PageText:
                 "extract_too_many_blocks", "the page has too many blocks of text", float(len(page.blocks)), float(config.max_blocks)
             )
         keep = content(page, load())
+        if config.headline:
+            keep = with_headline(page, keep)
         if config.extractor == "model":
             return PageText(title, text_of(page, keep))
         keep, origin = united(page, keep, library_text(html, config.fallback_fraction))

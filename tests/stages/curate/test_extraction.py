@@ -21,7 +21,7 @@ from puna.stages.curate.extraction.tags import NUMBER
 from puna.stages.curate.extraction.text import text_of
 from puna.stages.curate.extraction.training import as_arrays
 from puna.stages.curate.extraction.trees import logits
-from puna.stages.curate.extraction.whole import made_whole
+from puna.stages.curate.extraction.whole import made_whole, with_headline
 
 
 def texts(html: str) -> list[str]:
@@ -244,6 +244,8 @@ def test_labels_follow_the_truth_in_order_and_find_what_was_moved():
         ("<main><p>x<dl><dt>a<dd>b c d e f g h i j k</dl></main>", "x|a", "x|a"),
         ("<main><p>x<table><tr><td>1<td>2<tr><td>3<td>4</table></main>", "x|1|4", "x|1|2|3|4"),
         ("<main><p>x<table><tr><td>1<td>2<tr><td>3<td>4</table></main>", "x|1", "x|1"),
+        # Headings go with what they head, but not above the first block that is kept.
+        ("<h1>t</h1><main><p>x<h2>a</h2><h3>b</h3><p>y<h2>c</h2><p>z</main>", "x|y", "x|a|b|y"),
         # Lists are not held together, and nothing comes of nothing.
         ("<main><p>x<ul><li>a<li>b<li>c</ul></main>", "x|a|b", "x|a|b"),
         ("<main><p>x<pre>y</pre></main>", "", ""),
@@ -255,3 +257,14 @@ def test_code_and_tables_and_lists_of_definitions_stay_whole(html, kept, whole):
     blocks = [text[b[L.START] : b[L.STOP]].decode() for b in page.blocks]
     keep = np.array([block in kept.split("|") for block in blocks])
     assert [block for block, stays in zip(blocks, made_whole(page, keep), strict=True) if stays] == [w for w in whole.split("|") if w]
+
+
+@pytest.mark.parametrize(
+    ("html", "kept", "found"),
+    [("<h1>t</h1><p>x", "x", "t|x"), ("<p>x<h1>t</h1>", "x", "x"), ("<h1>t</h1><h1>u</h1><p>x", "x", "x"), ("<h1>t</h1>", "", "")],
+)
+def test_the_headline_is_the_only_first_heading(html, kept, found):
+    page = read_page(HTMLTree.parse(html))
+    blocks = [page.text.tobytes()[b[L.START] : b[L.STOP]].decode() for b in page.blocks]
+    keep = with_headline(page, np.array([block in kept.split("|") for block in blocks]))
+    assert "|".join(block for block, stays in zip(blocks, keep, strict=True) if stays) == found
