@@ -1,4 +1,4 @@
-"""Every flow as a Prefect flow with JSON parameters: `pipeline`, `curate`, `pretrain`, `align`, and one per stage.
+"""Every flow as a Prefect flow with JSON parameters: `pipeline`, `curate`, `base`, `align`, and one per stage.
 
 `puna run` calls them, and `puna serve` offers them to a Prefect server, so both do the same.
 """
