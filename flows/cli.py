@@ -31,7 +31,7 @@ InputOption = Annotated[
 
 @app.command()
 def run(
-    what: Annotated[str, typer.Argument(help="A flow (pipeline, curate, pretrain, align) or a stage; `puna stages` lists them")],
+    what: Annotated[str, typer.Argument(help="A flow (pipeline, curate, base, align) or a stage; `puna stages` lists them")],
     recipe: Annotated[
         str | None, typer.Option(help="Name of a recipe, or a YAML file (default: demo for a flow; a stage alone keeps its defaults)")
     ] = None,

@@ -1,4 +1,4 @@
-"""Every flow as a Prefect flow with JSON parameters: `pipeline`, `curate`, `pretrain`, `align`, and one per stage.
+"""Every flow as a Prefect flow with JSON parameters: `pipeline`, `curate`, `base`, `align`, and one per stage.
 
 `puna serve` offers them to a Prefect server, and `puna run` calls them where there is one, so both do the same.
 """

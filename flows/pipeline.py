@@ -35,7 +35,7 @@ from puna.stages.curate.url_filter import url_filter
 from puna.stages.experiments.mix_experiment import mix_experiment
 from puna.stages.experiments.scaling_law import scaling_law
 from puna.stages.pretrain.evaluate import evaluate
-from puna.stages.pretrain.pretrain import pretrain as train_base
+from puna.stages.pretrain.pretrain import pretrain
 from puna.stages.pretrain.split import split
 from puna.stages.pretrain.tokenize import tokenize
 from puna.stages.pretrain.tokenizer import tokenizer
@@ -52,7 +52,7 @@ class Curated:
 
 
 @dataclass(frozen=True)
-class Pretrained:
+class Base:
     """The base model and what it was made of."""
 
     model: Artifact
@@ -79,7 +79,7 @@ def curate(r: Recipe, inputs: list[External]) -> Curated:
     return Curated(documents, types, tasks)
 
 
-def pretrain(r: Recipe, inputs: list[External]) -> Pretrained:
+def base(r: Recipe, inputs: list[External]) -> Base:
     """Clean documents to a base model, by way of the experiments that set its mixture and predict its loss."""
     c = curate(r, inputs)
     sides = step(split, r.split, documents=c.documents, signals=c.domains)
@@ -88,9 +88,9 @@ def pretrain(r: Recipe, inputs: list[External]) -> Pretrained:
     mixture = step(mix, r.mix, documents=c.documents, split=sides, weights=weights)
     tokens = step(tokenize, r.tokenize, documents=c.documents, mixture=mixture, tokenizer=vocabulary)
     step(scaling_law, r.scaling_law, tokens=tokens, tokenizer=vocabulary)
-    base = step(train_base, r.pretrain, tokens=tokens, tokenizer=vocabulary)
-    step(evaluate, r.evaluate_base, label="evaluate_base", model=base, documents=c.documents, mixture=mixture, prompts=c.prompts)
-    return Pretrained(base, c, mixture)
+    model = step(pretrain, r.pretrain, tokens=tokens, tokenizer=vocabulary)
+    step(evaluate, r.evaluate_base, label="evaluate_base", model=model, documents=c.documents, mixture=mixture, prompts=c.prompts)
+    return Base(model, c, mixture)
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,14 @@ class Policies:
 
 def align(r: Recipe, inputs: list[External]) -> Artifact:
     """Base model to aligned model: supervised finetuning on gold answers, then rounds."""
-    base = pretrain(r, inputs)
-    gold = step(instructions, r.instructions, prompts=base.curated.prompts)
-    policy = step(sft, r.sft_first, label="sft_first", model=base.model, instructions=[gold])
+    start = base(r, inputs)
+    gold = step(instructions, r.instructions, prompts=start.curated.prompts)
+    policy = step(sft, r.sft_first, label="sft_first", model=start.model, instructions=[gold])
     other = step(sft, r.sft_lora, label="sft_lora", model=policy, instructions=[gold])
-    step(evaluate, r.evaluate, label="evaluate_sft", model=policy, prompts=base.curated.prompts)
+    step(evaluate, r.evaluate, label="evaluate_sft", model=policy, prompts=start.curated.prompts)
     state = Policies(policy, other, (gold,))
     for number in range(1, r.rounds + 1):
-        state = align_round(r, number, state, base.curated.prompts)
+        state = align_round(r, number, state, start.curated.prompts)
     return publish("policy", state.policy)
 
 

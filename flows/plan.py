@@ -90,6 +90,8 @@ def _phase(recipe: Recipe, number: int, machine: Machine, gpu: str | None, gpus:
     row = recipe.tokenize.sequence_length * phase.join_rows
     config = replace(recipe.pretrain.model.model(recipe.tokenizer.vocab_size, row), max_position_embeddings=row)
     step = [row] * phase.rows_per_step
+    # Steps of the full size: a ramp's first ones count for the rows they read.
+    steps = phase.growth().before(phase.steps + 1) / phase.rows_per_step
     at_once = max(1, min(phase.rows_per_step, recipe.pretrain.pass_tokens // row)) * row
     time = accounting.step_time(config, step, machine, precision)
     flops = accounting.training_flops(config, step)
@@ -99,8 +101,8 @@ def _phase(recipe: Recipe, number: int, machine: Machine, gpu: str | None, gpus:
         "name": phase.name,
         "steps": phase.steps,
         "tokens_per_step": sum(step),
-        "tokens": sum(step) * phase.steps,
-        "flops": flops * phase.steps,
+        "tokens": round(sum(step) * steps),
+        "flops": flops * steps,
         "flops_per_token": flops / sum(step),
         "arithmetic_intensity": accounting.intensity(config, step, precision),
         "peak_bytes": accounting.peak_bytes(config, at_once, precision) - resting + resting // gpus,
@@ -109,7 +111,7 @@ def _phase(recipe: Recipe, number: int, machine: Machine, gpu: str | None, gpus:
         "share_of_matrices": time.matrices / time.total,
         "share_of_attention": time.attention / time.total,
         "share_of_memory": time.memory / time.total,
-        "seconds": time.total / gpus * phase.steps,
+        "seconds": time.total / gpus * steps,
     }
 
 

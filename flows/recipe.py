@@ -45,7 +45,7 @@ from puna.stages.pretrain.tokenize import TokenizeConfig
 from puna.stages.pretrain.tokenizer import TokenizerConfig
 from puna.storage import PunaError
 
-FLOWS = ("pipeline", "curate", "pretrain", "align")
+FLOWS = ("pipeline", "curate", "base", "align")
 RECIPES = Path(__file__).with_name("recipes")
 
 

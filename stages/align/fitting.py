@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -115,6 +116,17 @@ def load_model(artifact: Artifact, head: Literal["lm", "scalar"]) -> tuple[Trans
     return model.to(device()), Tokenizer.load(artifact.path())
 
 
+@contextlib.contextmanager
+def divergence_named(what: str) -> Iterator[None]:
+    """Training that diverges inside ends in a PunaError that names `what` was trained."""
+    from puna.models.training.loop import TrainingDiverged
+
+    try:
+        yield
+    except TrainingDiverged as error:
+        raise PunaError(f"{what} diverged: {error}") from error
+
+
 def fit(
     model: Any,
     objective: Callable[..., Any],
@@ -126,16 +138,17 @@ def fit(
     """Train with the one loop; the run's checkpoints lie in its scratch folder, the log in `training_log`."""
     from puna.models.training.loop import train
 
-    log = train(
-        model,
-        objective,
-        batches,
-        fitting.train_config(steps),
-        run.seed("loop"),
-        checkpoint_dir=run.scratch / "training",
-        checkpoint_every=CHECKPOINT_STEPS,
-        on_step=lambda row: run.progress(row["step"], steps, f"loss {row['loss']:.3f}"),
-    )
+    with divergence_named(run.stage):
+        log = train(
+            model,
+            objective,
+            batches,
+            fitting.train_config(steps),
+            run.seed("loop"),
+            checkpoint_dir=run.scratch / "training",
+            checkpoint_every=CHECKPOINT_STEPS,
+            on_step=lambda row: run.progress(row["step"], steps, f"loss {row['loss']:.3f}"),
+        )
     write_log(log, run)
     return list(log)
 

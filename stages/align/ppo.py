@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from puna.stages.align.fitting import load_model, save_model, write_log
+from puna.stages.align.fitting import divergence_named, load_model, save_model, write_log
 from puna.stages.contract import Model, Prompts, SeededConfig, StageRun, stage
 from puna.storage import PunaError
 
@@ -63,18 +63,19 @@ def ppo(policy: Model, reward_model: Model, prompts: Prompts, config: PpoConfig,
     if len(rows) < config.prompts:
         raise PunaError(f"ppo: a rollout takes {config.prompts} prompts, but {prompts.id} has {len(rows)} training prompts")
     asked = [tokenizer.chat([{"role": "user", "content": row["prompt"]}], add_generation_prompt=True) for row in rows]
-    log = train_ppo(
-        model,
-        copy.deepcopy(model).requires_grad_(False),
-        reward_model_scorer(copy.deepcopy(scorer).requires_grad_(False), config.row_tokens),
-        scorer,
-        asked,
-        (tokenizer.eot, tokenizer.eos),
-        config.settings(),
-        run.seed("loop"),
-        checkpoint_dir=run.scratch / "training",
-        on_step=lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"),
-    )
+    with divergence_named(run.stage):
+        log = train_ppo(
+            model,
+            copy.deepcopy(model).requires_grad_(False),
+            reward_model_scorer(copy.deepcopy(scorer).requires_grad_(False), config.row_tokens),
+            scorer,
+            asked,
+            (tokenizer.eot, tokenizer.eos),
+            config.settings(),
+            run.seed("loop"),
+            checkpoint_dir=run.scratch / "training",
+            on_step=lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"),
+        )
     write_log(log, run)
     for name in ("score", "kl", "entropy", "explained_variance"):
         run.metric(f"first_{name}", log[0][name])

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from puna.stages.align.fitting import divergence_named
 from puna.stages.contract import Documents, Figure, Model, Prompts, SeededConfig, StageRun, Tokens, stage
 from puna.stages.experiments.pools import Mixed, Pools, Sizes, build_pools, one_group
 from puna.stages.experiments.proxy import one_thread, remembered
 from puna.stages.pretrain import bits_per_byte, intervals
 from puna.stages.pretrain.packed import Packed, Reader, mean_loss
-from puna.stages.pretrain.pretrain import AdamW, Phase
+from puna.stages.pretrain.pretrain import Optimizer, Phase
 from puna.storage import Artifact, PunaError
 
 ARMS = ("default", "candidate")
@@ -31,7 +32,7 @@ class AnnealExperimentConfig(SeededConfig):
         Phase(name="anneal", steps=100, rows_per_step=2, learning_rate=1e-3, warmup_steps=5, schedule="linear"),
         description="The annealing: from learning_rate in a line to 0",
     )
-    adamw: AdamW = Field(AdamW(), description="The optimiser")
+    optimizer: Optimizer = Field(Optimizer(), description="The optimiser")
     repeats: int = Field(3, ge=2, le=100, description="Runs of each kind, over other rows each: what the interval is made of")
     document_tokens: int = Field(
         8192, ge=8, description="Tokens of a candidate document that are read, from its beginning: few tokens then hold many documents"
@@ -43,6 +44,11 @@ class AnnealExperimentConfig(SeededConfig):
         0.01, gt=0, lt=0.5, description="Share of the default documents set aside, as pretrain has it, fraction"
     )
     prompts_per_task: int = Field(100, ge=1, description="Held-out prompts of each task whose gold answers are scored")
+
+    @model_validator(mode="after")
+    def _rows_are_plain(self) -> AnnealExperimentConfig:
+        self.phase.check_plain("the annealing draws single rows from two sources")
+        return self
 
 
 class Job(NamedTuple):
@@ -131,7 +137,8 @@ def _anneal(
     mixed = Mixed(readers, np.array([1.0 - share, share]), config.phase.rows_per_step)
     with one_thread():
         network = load(Path(model))
-        log = train(network, LanguageModeling(), mixed.batch, config.phase.train_config(config.adamw), job.seed)
+        with divergence_named(f"anneal_experiment, run {job.arm} {job.repeat}"):
+            log = train(network, LanguageModeling(), mixed.batch, config.phase.train_config(config.optimizer), job.seed)
         losses = {
             "candidate": mean_loss(network, candidates.heldout[0]),
             "default": mean_loss(network, packed.validation_pieces(held)),

@@ -17,7 +17,7 @@ from puna.stages.experiments.pools import Group, Pools, Sizes, build_pools, grou
 from puna.stages.experiments.proxy import one_thread, remembered, trained
 from puna.stages.pretrain.corpus import check_mixture
 from puna.stages.pretrain.packed import mean_loss
-from puna.stages.pretrain.pretrain import AdamW, Phase, Shape
+from puna.stages.pretrain.pretrain import Optimizer, Phase, Shape
 from puna.stages.pretrain.tokenizer import tokenizer_of
 from puna.storage import PunaError
 
@@ -56,7 +56,7 @@ class MixExperimentConfig(SeededConfig):
     phase: Phase = Field(
         Phase(name="proxy", steps=300, rows_per_step=1, learning_rate=1.5e-2, warmup_steps=30), description="Training of each proxy"
     )
-    adamw: AdamW = Field(AdamW(), description="The optimiser")
+    optimizer: Optimizer = Field(Optimizer(), description="The optimiser")
     sequence_length: int = Field(256, ge=8, description="Tokens of a row")
     document_tokens: int = Field(
         1024, ge=8, description="Tokens of a document that are read, from its beginning: few tokens then hold many documents"
@@ -69,8 +69,7 @@ class MixExperimentConfig(SeededConfig):
             raise ValueError(f"{self.trials} trials cannot show how {self.categories} categories act; take {self.categories + 2} at least")
         if self.least * self.categories >= 1 or self.most * self.categories < 1:
             raise ValueError(f"no mixture of {self.categories} categories lies between least={self.least} and most={self.most}")
-        if self.phase.join_rows != 1:
-            raise ValueError("phase.join_rows must be 1: proxies read rows of sequence_length")
+        self.phase.check_plain("proxies read rows of sequence_length")
         return self
 
 
@@ -182,7 +181,7 @@ def _trial(
         mixed = found.mixed(shares, config.phase.rows_per_step, begin)
         shape = config.model.model(vocab_size, config.sequence_length)
         with one_thread():
-            proxy = trained(shape, mixed.batch, mixed.lengths, config.phase.train_config(config.adamw), seed)
+            proxy = trained(shape, mixed.batch, mixed.lengths, config.phase.train_config(config.optimizer), seed)
             losses = [mean_loss(proxy.model, pieces) for pieces in found.heldout]
         return {
             "number": number, "name": name, "shares": shares, "losses": losses,

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from puna.stages.align.fitting import divergence_named
+
 if TYPE_CHECKING:
     from puna.models.config import ModelConfig
     from puna.models.training.config import TrainConfig
@@ -57,7 +59,8 @@ def trained(
 
     started = time.perf_counter()
     model = Transformer(shape, generator=torch.Generator().manual_seed(seed))
-    log = train(model, LanguageModeling(), batches, settings, seed)
+    with divergence_named(f"a small run of width {shape.hidden_size}"):
+        log = train(model, LanguageModeling(), batches, settings, seed)
     flops = sum(accounting.training_flops(shape, lengths(step)) for step in range(1, settings.steps + 1))
     return Proxy(model, int(sum(row["tokens"] for row in log)), float(flops), time.perf_counter() - started)
 

@@ -15,7 +15,7 @@ from puna.stages.contract import Figure, SeededConfig, StageRun, Tokenizer, Toke
 from puna.stages.experiments.laws import PowerLaw, fit_power_law, predict
 from puna.stages.experiments.proxy import one_thread, remembered, trained
 from puna.stages.pretrain.packed import Packed, Reader, mean_loss
-from puna.stages.pretrain.pretrain import AdamW, Phase, Shape
+from puna.stages.pretrain.pretrain import Optimizer, Phase, Shape
 from puna.stages.pretrain.tokenizer import tokenizer_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class ScalingLawConfig(SeededConfig):
 
     model: Shape = Field(Shape(), description="Sizes of the model to predict, as pretrain has them")
     phase: Phase = Field(Phase(), description="Its first phase of training, as pretrain has it")
-    adamw: AdamW = Field(AdamW(), description="The optimiser, as pretrain has it")
+    optimizer: Optimizer = Field(Optimizer(), description="The optimiser, as pretrain has it")
     widths: tuple[int, ...] = Field((32, 48, 64, 80, 96), min_length=4, description="Widths of the small models; all else shrinks along")
     rate_exponent: float = Field(0.5, ge=0, le=2, description="The peak learning rate grows as (target width / width) to this power")
     validation_share: float = Field(0.01, gt=0, lt=0.5, description="Share of documents set aside, as pretrain has it, fraction")
@@ -81,6 +81,8 @@ def shortened(phase: Phase, share: float, rate: float) -> Phase:
             **parts,
             "steps": steps,
             "rows_per_step": rows,
+            "rows_ramp": tuple(max(1, round(r * rows / phase.rows_per_step)) for r in phase.rows_ramp),
+            "ramp_steps": max(1, round(phase.ramp_steps * share)) if phase.ramp_steps else 0,
             "decay_steps": decay,
             "average": min(phase.average, parts["anneal_steps"]),
             "learning_rate": min(1.0, phase.learning_rate * rate),
@@ -119,7 +121,7 @@ def _packed(file: str, share: float, tokens: int) -> tuple[Packed, Any]:
 
 def _reader(file: str, config: ScalingLawConfig, phase: Phase, seed: int, begin: int) -> Reader:
     packed, held = _packed(file, config.validation_share, config.validation_tokens)
-    return Reader(packed, held, phase.rows_per_step, seed, begin, phase.join_rows)
+    return phase.reader(packed, held, seed, begin)
 
 
 def _positions(reader: Reader) -> int:
@@ -157,7 +159,7 @@ def _run(number: int, width: int, config: ScalingLawConfig, seed: int, file: str
     phase = shortened(config.phase, share, (config.model.hidden_size / width) ** config.rate_exponent)
     reader = _reader(file, config, phase, seed, begin)
     with one_thread():
-        proxy = trained(shape, lambda step: reader.batches(step, 8192), reader.lengths, phase.train_config(config.adamw), seed)
+        proxy = trained(shape, lambda step: reader.batches(step, 8192), reader.lengths, phase.train_config(config.optimizer), seed)
         pieces = reader.packed.validation_pieces(reader.excluded)
         loss = mean_loss(proxy.model, pieces)
     details = {

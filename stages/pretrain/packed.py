@@ -18,6 +18,7 @@ from puna.storage import PunaError
 
 if TYPE_CHECKING:
     from puna.models.training.objectives.base import Targets
+    from puna.models.training.schedules import Ramp
     from puna.models.transformer import Transformer
 
 Ints = npt.NDArray[np.int64]
@@ -120,6 +121,8 @@ class Reader:
 
     `excluded` [P] marks pieces that are left out. `join` rows that follow each other make one longer row, in
     which a document that was cut between them is whole again (`begin` is the token every document starts with).
+    `growth` gives the rows of each step in the place of `rows_per_step`; `longest` the tokens at whose multiples
+    a row's documents are cut: shorter sequences over the same tokens.
     """
 
     packed: Packed
@@ -128,6 +131,8 @@ class Reader:
     seed: int
     begin: int
     join: int = 1
+    growth: Ramp | None = None
+    longest: Ramp | None = None
     _groups: Ints = field(init=False)
 
     def __post_init__(self) -> None:
@@ -149,10 +154,15 @@ class Reader:
     def pieces(self, step: int) -> list[tuple[int, int]]:
         """(start, stop) in `packed.tokens` of everything that step `step` (from 1) reads."""
         found: list[tuple[int, int]] = []
-        for position in range((step - 1) * self.rows_per_step, step * self.rows_per_step):
+        for position in range(self.rows_before(step), self.rows_before(step + 1)):
             epoch, index = divmod(position, len(self._groups))
-            found += self._row(int(self._order(epoch)[index]))
+            row = self._row(int(self._order(epoch)[index]))
+            found += row if self.longest is None else _cut(row, self.longest.at(step))
         return found
+
+    def rows_before(self, step: int) -> int:
+        """Rows that the steps before this one read."""
+        return (step - 1) * self.rows_per_step if self.growth is None else self.growth.before(step)
 
     def _row(self, first: int) -> list[tuple[int, int]]:
         packed = self.packed
@@ -189,6 +199,17 @@ class Reader:
             filled += stop - start
         tokens = self.packed.tokens
         return [Targets.from_packed(np.concatenate([tokens[a:b] for a, b in piece]), [b - a for a, b in piece]) for piece in passes]
+
+
+def _cut(row: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """The (start, stop) of a row's documents, cut where the row crosses a multiple of `length` tokens."""
+    found, at = [], 0
+    for start, stop in row:
+        while start < stop:
+            taken = min(stop - start, length - at % length)
+            found.append((start, start + taken))
+            start, at = start + taken, at + taken
+    return found
 
 
 def mean_loss(model: Transformer, pieces: Sequence[Any], row_tokens: int = 8192) -> float:

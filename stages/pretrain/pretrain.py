@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from puna.stages.align.fitting import device, save_model
+from puna.stages.align.fitting import device, divergence_named, save_model
 from puna.stages.contract import Figure, SeededConfig, StageConfig, StageRun, Tokenizer, Tokens, stage
 from puna.stages.pretrain.packed import Packed, Reader, mean_loss
 from puna.stages.pretrain.tokenizer import tokenizer_of
@@ -22,6 +23,7 @@ from puna.storage import PunaError
 if TYPE_CHECKING:
     from puna.models.config import ModelConfig
     from puna.models.training.config import TrainConfig
+    from puna.models.training.schedules import Ramp
     from puna.models.transformer import Transformer
 
 
@@ -57,23 +59,50 @@ class Shape(StageConfig):
         return ModelConfig(vocab_size=vocab_size, max_position_embeddings=positions, **values)
 
 
-class AdamW(StageConfig):
-    """The optimiser."""
+class Optimizer(StageConfig):
+    """The optimiser, and what it does with a step that goes wrong."""
 
+    name: Literal["adamw", "muon"] = Field(
+        "adamw", description="AdamW; or Muon for the matrices inside the layers and AdamW for all else, at one learning rate"
+    )
     weight_decay: float = Field(0.1, ge=0, le=1, description="Decoupled weight decay of matrices")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment")
-    beta2: float = Field(0.98, ge=0, lt=1, description="Decay of the second moment")
-    epsilon: float = Field(1e-8, gt=0, lt=1, description="Added to the root of the second moment")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the first moment")
+    beta2: float = Field(0.98, ge=0, lt=1, description="AdamW's decay of the second moment")
+    epsilon: float = Field(1e-8, gt=0, lt=1, description="Added to the root of AdamW's second moment")
+    momentum: float = Field(0.95, ge=0, lt=1, description="Muon's momentum")
     clip: float = Field(1.0, gt=0, description="Largest global norm of the gradient")
+    spike_window: int = Field(
+        0, ge=0, le=10_000, description="Accepted steps against which loss and gradient norm are held, at least 8; 0: no spikes"
+    )
+    spike_limit: float = Field(
+        10.0, gt=0, description="A step above the window's median by more than this is skipped, robust standard deviations"
+    )
+    max_skipped: int = Field(5, ge=1, description="Skipped steps in a row that stop the run")
+    activation_checkpointing: bool = Field(
+        False, description="Keep each layer's input only and compute the layer again in the backward pass: less memory, more time"
+    )
     precision: Literal["fp32", "bf16"] = Field("fp32", description="fp32, or computing in bf16 over fp32 weights (GPU)")
+
+    @model_validator(mode="after")
+    def _window_holds(self) -> Optimizer:
+        if 0 < self.spike_window < 8:
+            raise ValueError(f"spike_window must be 0 or at least 8, not {self.spike_window}")
+        return self
 
 
 class Phase(StageConfig):
-    """A stretch of training with its own schedule; AdamW starts anew with it."""
+    """A stretch of training with its own schedule; the optimiser starts anew with it."""
 
     name: str = Field("initial", min_length=1, description="Name of the phase in the log")
     steps: int = Field(1000, ge=1, description="Optimisation steps")
     rows_per_step: int = Field(2, ge=1, description="Rows of a step, each of join_rows packed rows")
+    rows_ramp: tuple[int, ...] = Field(
+        (), description="Rows of a step in the first stretches of ramp_steps steps each, before rows_per_step (Llama 3, section 3.4.1)"
+    )
+    length_ramp: tuple[int, ...] = Field(
+        (), description="Tokens to which rows are cut in the first stretches of ramp_steps steps each, before they stay whole"
+    )
+    ramp_steps: int = Field(0, ge=0, description="Steps of each stretch of rows_ramp and length_ramp")
     join_rows: int = Field(1, ge=1, description="Packed rows that make one: the context grows by this factor (long context)")
     rope_theta: float | None = Field(None, gt=1, description="Base of the rotary frequencies from here on; null: as before")
     learning_rate: float = Field(6e-3, gt=0, le=1, description="Learning rate at the peak")
@@ -86,17 +115,49 @@ class Phase(StageConfig):
     anneal_steps: int = Field(0, ge=0, description="Last steps, in which the rate falls in a line to 0 (Llama 3, section 3.4.3)")
     average: int = Field(0, ge=0, description="Checkpoints of the annealing that are averaged into the model; 0: the last one is the model")
 
+    ema: float = Field(
+        0.0, ge=0, lt=1, description="Decay per step of a moving average of the weights that becomes the model; 0: none; not beside average"
+    )
+
     @model_validator(mode="after")
     def _schedule_holds(self) -> Phase:
-        self.train_config(AdamW())
+        self.train_config(Optimizer())
+        if (self.ramp_steps > 0) != bool(self.rows_ramp or self.length_ramp):
+            raise ValueError("ramp_steps goes with rows_ramp or length_ramp: set both or neither")
+        for name in ("rows_ramp", "length_ramp"):
+            values = getattr(self, name)
+            if list(values) != sorted(values) or min(values, default=2) < (2 if name == "length_ramp" else 1):
+                raise ValueError(f"{name} must not fall and must begin with {2 if name == 'length_ramp' else 1} at least, not {values}")
+        if max(self.rows_ramp, default=0) > self.rows_per_step:
+            raise ValueError(f"rows_ramp {self.rows_ramp} must not exceed rows_per_step {self.rows_per_step}")
         return self
 
-    def train_config(self, adamw: AdamW) -> TrainConfig:
+    def train_config(self, optimizer: Optimizer) -> TrainConfig:
         """The loop's settings; ValueError where they contradict each other."""
         from puna.models.training.config import TrainConfig
 
-        names = ("steps", "learning_rate", "warmup_steps", "schedule", "final_ratio", "decay_steps", "anneal_steps", "average")
-        return TrainConfig(**{name: getattr(self, name) for name in names}, **adamw.model_dump())
+        names = ("steps", "learning_rate", "warmup_steps", "schedule", "final_ratio", "decay_steps", "anneal_steps", "average", "ema")
+        values = {name: getattr(self, name) for name in names} | optimizer.model_dump(exclude={"name"})
+        return TrainConfig(**values, optimizer=optimizer.name)
+
+    def growth(self) -> Ramp:
+        """Rows of each step."""
+        from puna.models.training.schedules import Ramp
+
+        return Ramp((*self.rows_ramp, self.rows_per_step), max(1, self.ramp_steps))
+
+    def reader(self, packed: Packed, excluded: NDArray[np.bool_], seed: int, begin: int) -> Reader:
+        """What the phase reads, step by step."""
+        from puna.models.training.schedules import Ramp
+
+        row = int(np.diff(packed.starts[packed.rows]).max()) * self.join_rows
+        longest = Ramp((*(min(length, row) for length in self.length_ramp), row), self.ramp_steps) if self.length_ramp else None
+        return Reader(packed, excluded, self.rows_per_step, seed, begin, self.join_rows, self.growth(), longest)
+
+    def check_plain(self, why: str) -> None:
+        """ValueError where rows are joined or ramped, which an experiment cannot do."""
+        if self.join_rows != 1 or self.ramp_steps:
+            raise ValueError(f"phase.join_rows must be 1 and phase.ramp_steps 0: {why}")
 
 
 class PretrainConfig(SeededConfig):
@@ -104,7 +165,7 @@ class PretrainConfig(SeededConfig):
 
     model: Shape = Field(Shape(), description="Sizes of the decoder")
     phases: tuple[Phase, ...] = Field((Phase(),), min_length=1, description="Stretches of training, in order")
-    adamw: AdamW = Field(AdamW(), description="The optimiser")
+    optimizer: Optimizer = Field(Optimizer(), description="The optimiser")
     pass_tokens: int = Field(8192, ge=16, description="Tokens computed at once; a larger step is split and its gradients added")
     validation_share: float = Field(0.01, gt=0, lt=0.5, description="Largest share of documents set aside to watch the loss on, fraction")
     validation_tokens: int = Field(40_000, ge=100, description="Tokens of those documents at most (the last one may go over)")
@@ -131,7 +192,7 @@ def pretrain(tokens: Tokens, tokenizer: Tokenizer, config: PretrainConfig, run: 
     model = _initial(config, vocabulary.vocab_size, row_length, run.seed("weights"))
     for number, phase in enumerate(config.phases):
         model = _prepared(model, phase, row_length)
-        reader = Reader(packed, held, phase.rows_per_step, run.seed("rows", number), vocabulary.bos, phase.join_rows)
+        reader = phase.reader(packed, held, run.seed("rows", number), vocabulary.bos)
         _train(model, phase, number, reader, watch, config, run)
     _finish(model, watch, run)
     save_model(model, vocabulary, run.folder)
@@ -198,23 +259,24 @@ def _train(model: Transformer, phase: Phase, number: int, reader: Reader, watch:
         run.progress(done + step, watch.total, f"{phase.name}: loss {row['loss']:.3f}")
 
     folder = run.scratch / f"phase-{number}"
-    log = train(
-        model,
-        LanguageModeling(),
-        lambda step: reader.batches(step, config.pass_tokens),
-        phase.train_config(config.adamw),
-        run.seed("loop", number),
-        checkpoint_dir=folder,
-        checkpoint_every=config.checkpoint_every,
-        on_step=on_step,
-    )
+    with divergence_named(f"{run.stage}, phase {phase.name},"):
+        log = train(
+            model,
+            LanguageModeling(),
+            lambda step: reader.batches(step, config.pass_tokens),
+            phase.train_config(config.optimizer),
+            run.seed("loop", number),
+            checkpoint_dir=folder,
+            checkpoint_every=config.checkpoint_every,
+            on_step=on_step,
+        )
     # A crash between the last checkpoint and its measurement leaves the last loss unmeasured: the weights
     # before averaging are in that checkpoint.
     if str(phase.steps) not in measured:
         measured[str(phase.steps)] = watch.loss(_last(model, folder))
         _replace(file, json.dumps(measured))
     watch.before = measured[str(phase.steps)]
-    watch.after = watch.loss(model) if phase.average else watch.before
+    watch.after = watch.loss(model) if phase.average or phase.ema else watch.before
     watch.flops += sum(accounting.training_flops(model.config, reader.lengths(step)) for step in range(1, phase.steps + 1))
     tokens_at = np.cumsum([row["tokens"] for row in log]) + sum(row["tokens"] for row in watch.log)
     watch.validation += [(float(tokens_at[int(step) - 1]), loss) for step, loss in sorted(measured.items(), key=lambda m: int(m[0]))]
@@ -222,7 +284,7 @@ def _train(model: Transformer, phase: Phase, number: int, reader: Reader, watch:
         {**row, "step": done + int(row["step"]), "phase": float(number), "validation_loss": measured.get(str(int(row["step"])))}
         for row in log
     ]
-    run.metric(f"epochs_{phase.name}", phase.steps * phase.rows_per_step / reader.epoch_rows)
+    run.metric(f"epochs_{phase.name}", reader.rows_before(phase.steps + 1) / reader.epoch_rows)
 
 
 def _last(model: Transformer, folder: Path) -> Transformer:

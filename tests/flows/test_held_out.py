@@ -1,4 +1,4 @@
-"""What the pretrain flow trains does not depend on the text of held-out pages; what it measures does."""
+"""What the flow of the base model trains does not depend on the text of held-out pages; what it measures does."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_nothing_trained_depends_on_held_out_text(tmp_path: Path, monkeypatch: p
         found = curated(store, words)
         monkeypatch.setattr(pipeline, "step", step)
         monkeypatch.setattr(pipeline, "curate", lambda recipe, inputs, found=found: found)
-        pipeline.pretrain(load("demo", SMALL), [])
+        pipeline.base(load("demo", SMALL), [])
         made.append(steps)
     one, two = made
     assert set(one) == {"split", "tokenizer", "mix_experiment", "mix", "tokenize", "scaling_law", "pretrain", "evaluate_base"}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
+from puna.flows import launch, pipeline
 from puna.flows.launch import check_sources, is_artifact
-from puna.flows.recipe import in_round, load, overridden
-from puna.storage import PunaError
+from puna.flows.recipe import FLOWS, in_round, load, load_stages, overridden
+from puna.storage import PunaError, Store
 
 
 def test_the_demo_loads_and_its_seed_reaches_every_stage() -> None:
@@ -16,6 +18,22 @@ def test_the_demo_loads_and_its_seed_reaches_every_stage() -> None:
     assert recipe.pretrain.seed == recipe.prompts.seed == 7 and recipe.dpo.seed == 3
     assert recipe.ppo is not None and recipe.quality is not None
     assert recipe.ppo.seed == recipe.quality.seed == 7
+
+
+def test_a_name_is_a_flow_or_a_stage() -> None:
+    assert not set(FLOWS) & set(load_stages())
+    assert all(callable(getattr(pipeline, name)) for name in FLOWS)
+
+
+@pytest.mark.parametrize(("what", "ran"), [("base", "flow base"), ("pretrain", "stage pretrain")])
+def test_the_flow_of_the_base_model_and_its_stage_both_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, ran: str) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(launch, "check_sources", lambda *_: found.append(f"flow {what}"))
+    monkeypatch.setattr(launch, "_run_stage", lambda stage, *_: found.append(f"stage {stage.name}"))
+    monkeypatch.setattr(launch, "pages", lambda *_: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        launch.run(what, None, [], [], Store.open(tmp_path), 1, True)
+    assert found == [ran]
 
 
 def test_a_stage_that_is_left_out_stays_out() -> None:

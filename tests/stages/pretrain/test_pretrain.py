@@ -17,7 +17,7 @@ from puna.models.tokenizer import Tokenizer
 from puna.stages.contract import execute
 from puna.stages.pretrain import pretrain as module
 from puna.stages.pretrain.packed import Packed, mean_loss
-from puna.stages.pretrain.pretrain import AdamW, Phase, PretrainConfig, Shape, pretrain
+from puna.stages.pretrain.pretrain import Optimizer, Phase, PretrainConfig, Shape, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
 from puna.storage import PunaError
@@ -136,7 +136,7 @@ def test_wrong_settings_are_refused_by_name() -> None:
 
 def test_every_phase_the_form_accepts_is_one_the_loop_accepts() -> None:
     for phase in (Phase(), Phase(schedule="wsd", decay_steps=100), Phase(schedule="constant"), Phase(steps=1, warmup_steps=0)):
-        assert phase.train_config(AdamW()).steps == phase.steps
+        assert phase.train_config(Optimizer()).steps == phase.steps
 
 
 def test_tokens_of_another_tokenizer_are_refused(store, given, documents) -> None:

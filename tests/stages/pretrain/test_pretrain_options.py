@@ -1,0 +1,143 @@
+"""Each option of pretraining does what it says; the defaults change nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from puna.models import transformer
+from puna.models.training.loop import TrainingDiverged
+from puna.stages.align.fitting import divergence_named
+from puna.stages.contract import execute
+from puna.stages.experiments.anneal_experiment import AnnealExperimentConfig
+from puna.stages.experiments.mix_experiment import MixExperimentConfig
+from puna.stages.experiments.scaling_law import shortened
+from puna.stages.pretrain.packed import Packed
+from puna.stages.pretrain.pretrain import Optimizer, Phase, PretrainConfig, Shape, pretrain
+from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
+from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
+from puna.storage import PunaError
+
+from .conftest import sentences
+
+SHAPE = Shape(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+
+
+@pytest.fixture
+def given(store, documents):
+    docs = documents([sentences(i, 30 + 7 * (i % 11)) for i in range(60)])
+    vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=300), {"documents": docs}, store)
+    tokens = execute(tokenize, TokenizeConfig(sequence_length=64), {"documents": docs, "tokenizer": vocabulary}, store)
+    return {"tokens": tokens, "tokenizer": vocabulary}
+
+
+def config(optimizer: dict | None = None, **phase) -> PretrainConfig:
+    values = {"steps": 24, "rows_per_step": 4, "learning_rate": 1e-2, "warmup_steps": 3} | phase
+    return PretrainConfig(
+        model=SHAPE, phases=(Phase(**values),), optimizer=Optimizer(**(optimizer or {})), validate_every=12, checkpoint_every=8,
+        validation_share=0.1,
+    )  # fmt: skip
+
+
+def weights(artifact) -> str:
+    return artifact.manifest.files["model.safetensors"].sha256
+
+
+def test_muon_moves_the_matrices_another_way(store, given) -> None:
+    plain, muon, slow = (execute(pretrain, config(o), given, store) for o in ({}, {"name": "muon"}, {"name": "muon", "momentum": 0.5}))
+    assert len({weights(made) for made in (plain, muon, slow)}) == 3
+    for made in (muon, slow):
+        log = made.read("training_log").to_pylist()
+        assert log[-1]["loss"] < 0.8 * log[0]["loss"]
+
+
+def test_a_moving_average_becomes_the_model(store, given) -> None:
+    plain, averaged = execute(pretrain, config(), given, store), execute(pretrain, config(ema=0.8), given, store)
+    metrics = averaged.manifest.metrics
+    # The same steps were made; the weights after them differ.
+    assert metrics["validation_loss_before_averaging"] == plain.manifest.metrics["validation_loss"]
+    assert metrics["validation_loss"] != metrics["validation_loss_before_averaging"]
+    assert metrics["averaging_gain"] == metrics["validation_loss_before_averaging"] - metrics["validation_loss"]
+    with pytest.raises(ValidationError, match="ema and average are two ways"):
+        config(ema=0.8, anneal_steps=5, average=2)
+
+
+def test_spikes_are_skipped_and_many_in_a_row_stop_the_run(store, given) -> None:
+    strict = {"spike_window": 8, "spike_limit": 0.01}
+    made = execute(pretrain, config({**strict, "max_skipped": 20}, steps=20), given, store)
+    skipped = [row["skipped"] for row in made.read("training_log").to_pylist()]
+    assert sum(skipped) == made.manifest.metrics["skipped_steps"] > 0 and not any(skipped[:8])
+    with pytest.raises(PunaError, match=r"^pretrain, phase initial, diverged: .* 1 steps in a row, up to step \d+ .*: lower the learning rate"):
+        execute(pretrain, config({**strict, "max_skipped": 1}), given, store)
+
+
+def test_divergence_is_one_line_and_other_errors_are_not_touched() -> None:
+    with pytest.raises(PunaError, match="^sft diverged: too hot$"), divergence_named("sft"):
+        raise TrainingDiverged("too hot")
+    with pytest.raises(ZeroDivisionError), divergence_named("sft"):
+        raise ZeroDivisionError
+
+
+def test_checkpointed_layers_give_the_same_model(store, given, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = execute(pretrain, config(steps=6), given, store)
+    calls, original = [], transformer.checkpoint
+    monkeypatch.setattr(transformer, "checkpoint", lambda *a, **k: calls.append(1) or original(*a, **k))
+    made = execute(pretrain, config({"activation_checkpointing": True}, steps=6), given, store)
+    assert len(calls) >= 6 * SHAPE.num_hidden_layers and weights(made) == weights(plain)
+
+
+def test_rows_of_a_step_grow_and_none_is_read_twice(store, given) -> None:
+    phase = config(rows_ramp=(1, 2), ramp_steps=3, steps=10).phases[0]
+    packed = Packed.read(given["tokens"].path("tokens.parquet"))
+    reader = phase.reader(packed, np.zeros(len(packed.owners), dtype=bool), 0, 0)
+    assert [reader.rows_before(step) for step in range(1, 12)] == [0, 1, 2, 3, 5, 7, 9, 13, 17, 21, 25]
+    starts = [start for step in range(1, 11) for start, _ in reader.pieces(step)]
+    whole = config(steps=1, rows_per_step=25, warmup_steps=0).phases[0].reader(packed, np.zeros(len(packed.owners), dtype=bool), 0, 0)
+    assert starts == [start for start, _ in whole.pieces(1)] and len(set(starts)) == len(starts)
+    made = execute(pretrain, config(rows_ramp=(1, 2), ramp_steps=3, steps=10), given, store)
+    tokens = [row["tokens"] for row in made.read("training_log").to_pylist()]
+    assert all(t <= 64 for t in tokens[:3]) and all(64 < t <= 128 for t in tokens[3:6]) and all(128 < t <= 256 for t in tokens[6:])
+    held = packed.validation(0.1, 40_000)
+    assert made.manifest.metrics["epochs_initial"] == pytest.approx(25 / phase.reader(packed, held, 0, 0).epoch_rows)
+
+
+def test_sequences_grow_over_the_same_tokens(store, given) -> None:
+    packed = Packed.read(given["tokens"].path("tokens.parquet"))
+    nothing = np.zeros(len(packed.owners), dtype=bool)
+    ramped = config(length_ramp=(8, 24), ramp_steps=2).phases[0].reader(packed, nothing, 0, 0)
+    whole = config().phases[0].reader(packed, nothing, 0, 0)
+    for step, longest in ((1, 8), (2, 8), (3, 24), (4, 24), (5, 64)):
+        assert max(ramped.lengths(step)) <= longest and sum(ramped.lengths(step)) == sum(whole.lengths(step))
+        cut, uncut = ({i for a, b in r.pieces(step) for i in range(a, b)} for r in (ramped, whole))
+        assert cut == uncut
+    assert ramped.pieces(5) == whole.pieces(5) and max(ramped.lengths(1)) == 8
+    made = execute(pretrain, config(length_ramp=(8,), ramp_steps=5), given, store)
+    assert weights(made) != weights(execute(pretrain, config(), given, store))
+
+
+def test_wrong_options_are_refused() -> None:
+    for wrong, message in (
+        ({"rows_ramp": (2, 1), "ramp_steps": 1}, "rows_ramp must not fall"),
+        ({"rows_ramp": (5,), "ramp_steps": 1}, "must not exceed rows_per_step 4"),
+        ({"rows_ramp": (1,)}, "set both or neither"),
+        ({"ramp_steps": 3}, "set both or neither"),
+        ({"length_ramp": (1,), "ramp_steps": 3}, "must begin with 2 at least"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            config(**wrong)
+    with pytest.raises(ValidationError, match="spike_window must be 0 or at least 8"):
+        Optimizer(spike_window=3)
+    ramped = Phase(rows_ramp=(1,), ramp_steps=5)
+    for experiment in (MixExperimentConfig, AnnealExperimentConfig):
+        with pytest.raises(ValidationError, match="ramp_steps 0"):
+            experiment(phase=ramped)
+
+
+def test_small_runs_ramp_in_proportion() -> None:
+    phase = Phase(steps=1000, rows_per_step=16, rows_ramp=(4, 8), length_ramp=(64,), ramp_steps=100)
+    short = shortened(phase, 0.25, 1.0)
+    assert short.rows_per_step == 8 and short.rows_ramp == (2, 4) and short.length_ramp == (64,)
+    # A quarter of the tokens in half as large steps.
+    assert short.steps == 500 and short.ramp_steps == 50
+    assert short.growth().before(501) / phase.growth().before(1001) == pytest.approx(0.25, rel=0.01)
