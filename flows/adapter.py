@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
+from puna.flows.recipe import FLOWS
 from puna.flows.session import Session, current, session
 from puna.stages.contract import REGISTRY, Stage, StageConfig, Value, parse
 from puna.storage import Artifact, PunaError, Store
@@ -103,14 +104,16 @@ def flow_of(name: str) -> Flow[Any, Any]:
     default = stage.config() if whole else inspect.Parameter.empty
     parameters.append(inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, annotation=stage.config, default=default))
     parameters.append(inspect.Parameter("store", inspect.Parameter.KEYWORD_ONLY, annotation=str, default=DEFAULT_STORE))
-    return as_flow(name, run, stage.doc, inspect.Signature(parameters, return_annotation=str))
+    return as_flow(f"stage-{name}" if name in FLOWS else name, run, stage.doc, inspect.Signature(parameters, return_annotation=str))
 
 
 def as_flow(name: str, run: Callable[..., str], description: str | None, signature: inspect.Signature | None = None) -> Flow[Any, Any]:
     """`run` as the Prefect flow `name`; `signature`, where given, is what its form shows."""
     from prefect import Flow
 
-    run.__name__ = run.__qualname__ = name
+    # A process that Prefect starts for a run imports the flow by this name.
+    run.__module__, run.__name__ = "puna.flows.deployments", f"flow_{name}"
+    run.__qualname__ = run.__name__
     run.__doc__ = description
     if signature is not None:
         run.__signature__ = signature  # type: ignore[attr-defined]

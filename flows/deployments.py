@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from prefect import Flow, serve
+from prefect.client.schemas.schedules import CronSchedule
 from prefect.types.entrypoint import EntrypointType
 from pydantic import Field
 
@@ -15,6 +16,7 @@ from puna.flows import pipeline
 from puna.flows.adapter import DEFAULT_STORE, as_flow, flow_of
 from puna.flows.launch import whole
 from puna.flows.recipe import FLOWS, load_stages
+from puna.storage import PunaError
 
 
 def _whole(name: str) -> Flow[Any, Any]:
@@ -33,19 +35,38 @@ def _whole(name: str) -> Flow[Any, Any]:
 
 WHOLE = {name: _whole(name) for name in FLOWS}
 STAGES = {name: flow_of(name) for name in load_stages()}
-globals().update({f"stage_{name}": flow for name, flow in STAGES.items()} | {f"flow_{name}": flow for name, flow in WHOLE.items()})
+SERVED = {flow.name: flow for flow in (*WHOLE.values(), *STAGES.values())}
 
 
-def serve_all(store: str) -> None:
-    """Offer every flow and stage to the Prefect server, and run what is asked for on `store` until stopped."""
-    found = [*((f"flow_{n}", f) for n, f in WHOLE.items()), *((f"stage_{n}", f) for n, f in STAGES.items())]
+def __getattr__(name: str) -> Flow[Any, Any]:
+    """`flow_NAME` is the flow that is offered as NAME: how a process that Prefect starts for a run finds it."""
+    if (found := SERVED.get(name.removeprefix("flow_"))) is None or not name.startswith("flow_"):
+        raise AttributeError(name)
+    return found
+
+
+def serve_all(store: str, schedules: dict[str, str], limit: int) -> None:
+    """Offer every flow and stage to the Prefect server, and run what is asked for on `store` until stopped.
+
+    `schedules`: cron expressions by name, in UTC. `limit`: how many runs may be at work at once.
+    """
+    if unknown := sorted(set(schedules) - set(SERVED)):
+        raise PunaError(f"--cron {unknown[0]}: there is no such flow or stage; they are {', '.join(SERVED)}")
     deployments: list[Any] = [
         flow.to_deployment(
-            name=attribute.replace("_", "-", 1),
-            tags=[attribute.split("_")[0]],
+            name=name,
+            tags=["flow" if name in FLOWS else "stage"],
             parameters={"store": store},
+            cron=_cron(name, schedules[name]) if name in schedules else None,
             entrypoint_type=EntrypointType.MODULE_PATH,
         )
-        for attribute, flow in found
+        for name, flow in SERVED.items()
     ]
-    serve(*deployments)
+    serve(*deployments, limit=limit)
+
+
+def _cron(name: str, text: str) -> str:
+    try:
+        return CronSchedule(cron=text).cron
+    except ValueError as error:
+        raise PunaError(f"--cron {name}={text}: is no cron expression, for example {name}='0 3 * * *' for 3 every night") from error
