@@ -16,6 +16,7 @@ from puna.kernels.attention import ForestMask, attention, attention_reference
 from puna.kernels.awq_linear import awq_linear, awq_linear_reference, quantize_awq
 from puna.kernels.cached_attention import cached_attention, cached_attention_reference
 from puna.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from puna.kernels.linear_preference_loss import linear_preference_loss, linear_preference_loss_reference
 from puna.kernels.linear_token_logprobs import linear_token_logprobs, linear_token_logprobs_reference
 from puna.kernels.lora import lora_linear, lora_linear_reference
 from puna.kernels.minhash import signatures
@@ -132,6 +133,11 @@ def more_checks(machine: Machine, small: bool = False) -> Iterator[str]:
     plan = DecodePlan.from_runs(runs, 4, 16, dev)
     ours = lambda q, k, v: paged_attention(q, k, v, plan)  # noqa: E731
     yield done("paged attention", ours, lambda q, k, v: paged_attention_reference(q, k, v, runs), [fixed(4, 8, 32), *(fixed(8, 16, 2, 32) for _ in "kv")])
+    targets, sizes = torch.randint(0, 90, (70 // n,), device=dev), torch.tensor([30, 20, 20] if n == 1 else [3, 2, 3], device=dev)
+    given = (targets, torch.ones(70 // n, device=dev), torch.zeros(70 // n, device=dev), sizes)
+    given += tuple(torch.tensor(t, device=dev) for t in ([0, 2], [1, 0], [0.5, -1.0, 0.0]))
+    ours, plain = (lambda x, w, f=f: f(x, w, *given, "sigmoid", 0.1)[0] for f in (linear_preference_loss, linear_preference_loss_reference))
+    yield done("preference loss", ours, plain, [draw(70 // n, 64), draw(90, 64)])
     for quantized in ("int8", "fp8"):
         x, w = fixed(T, D).to(kind), fixed(N, D).to(kind)
         (a, s), (b, r) = (quantize_rows_reference(z.float(), quantized) for z in (x, w))
