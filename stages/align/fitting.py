@@ -30,6 +30,9 @@ class Fitting(StageConfig):
 
     epochs: float = Field(1.0, gt=0, le=1000, description="Passes over the examples")
     batch_size: int = Field(32, ge=1, description="Examples per step")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="AdamW; or Muon for the matrices inside the layers and AdamW for all else, at one learning rate"
+    )
     learning_rate: float = Field(1e-3, gt=0, le=1, description="Learning rate at the peak")
     warmup: float = Field(0.05, ge=0, lt=1, description="Share of the steps in which the rate rises from 0, fraction")
     schedule: Literal["cosine", "linear", "constant"] = Field(
@@ -49,6 +52,7 @@ class Fitting(StageConfig):
         return TrainConfig(
             steps=steps,
             learning_rate=self.learning_rate,
+            optimizer=self.optimizer,
             warmup_steps=min(round(self.warmup * steps), steps - 1),
             schedule=self.schedule,
             weight_decay=self.weight_decay,

@@ -1,0 +1,53 @@
+"""Compile the loops of curation once, into the caches beside their modules, so that the first run need not."""
+
+from __future__ import annotations
+
+import tempfile
+from datetime import UTC, datetime
+
+import pyarrow as pa
+
+from puna.stages.contract.execute import execute
+from puna.stages.curate.extract import ExtractConfig, extract
+from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
+from puna.stages.curate.line_dedup import LineDedupConfig, line_dedup
+from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
+from puna.stages.curate.pii import PiiConfig, pii
+from puna.storage import Store
+
+TEXT = "The quick brown fox jumps over the lazy dog while {0} others of its kind look on from the edge of the old wood."
+PAGE = (
+    "<html><head><title>Page {0}</title></head><body><h1>Page {0}</h1><ul><li><a href='/'>Home</a></ul>"
+    "<p>{1}</p><pre>x = {0}</pre><table><tr><td>{0}<td>two</table><p>Contact: 12 Main Street, Springfield, IL 62704</p></body></html>"
+)
+
+
+def pages(count: int = 12) -> pa.Table:
+    """Small pages, two of them alike."""
+    bodies = [PAGE.format(n, " ".join(TEXT.format(n * k) for k in range(20))).encode() for n in [0, *range(count - 1)]]
+    now = datetime(2024, 1, 1, tzinfo=UTC)
+    return pa.table(
+        {
+            "id": [f"{n:02d}" for n in range(count)],
+            "url": [f"https://example.com/{n}" for n in range(count)],
+            "fetched_at": [now] * count,
+            "content_type": ["text/html"] * count,
+            "charset": ["utf-8"] * count,
+            "body": bodies,
+            "source": ["web"] * count,
+        }
+    )
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store.open(folder)
+        made = execute(extract, ExtractConfig(), {"pages": store.import_table("pages", pages())}, store)
+        execute(heuristics, HeuristicsConfig(), {"documents": made}, store)
+        clean = execute(pii, PiiConfig(), {"documents": made}, store)
+        unique = execute(minhash_dedup, MinhashDedupConfig(), {"documents": clean}, store)
+        execute(line_dedup, LineDedupConfig(), {"documents": unique}, store)
+
+
+if __name__ == "__main__":
+    main()
