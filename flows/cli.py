@@ -89,15 +89,31 @@ def sample(
 
 
 @app.command()
-def serve(store: StoreOption = ".puna") -> None:
+def serve(
+    store: StoreOption = ".puna",
+    cron: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=CRON", help="Run a flow or stage on a schedule (UTC), for example align='0 3 * * *'")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Runs at work at once; each uses every core")] = 2,
+) -> None:
     """Offer every flow and stage to the Prefect server at PREFECT_API_URL, and run what is asked for."""
     from puna.flows.settings import prepare
 
     opened = Store.open(store)
-    prepare(opened.root)
+    prepare(opened.root, terminal="WARNING")
+    from puna.flows.launch import reached_server
+
+    if reached_server() is None:
+        raise PunaError("PREFECT_API_URL is not set; start `prefect server start` and set it to http://127.0.0.1:4200/api")
     from puna.flows.deployments import serve_all
 
-    serve_all(str(opened.root))
+    schedules: dict[str, str] = {}
+    for text in cron or []:
+        name, sign, schedule = text.partition("=")
+        if not sign:
+            raise PunaError(f"--cron {text}: write NAME=CRON, for example align='0 3 * * *'")
+        schedules[name] = schedule
+    serve_all(str(opened.root), schedules, limit)
 
 
 @app.command()

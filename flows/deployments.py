@@ -1,28 +1,26 @@
 """Every flow as a Prefect flow with JSON parameters: `pipeline`, `curate`, `base`, `align`, and one per stage.
 
-`puna run` calls them, and `puna serve` offers them to a Prefect server, so both do the same.
+`puna serve` offers them to a Prefect server, and `puna run` calls them where there is one, so both do the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 from prefect import Flow, serve
+from prefect.client.schemas.schedules import CronSchedule
 from prefect.types.entrypoint import EntrypointType
 from pydantic import Field
 
 from puna.flows import pipeline
-from puna.flows.adapter import DEFAULT_STORE, flow_of, opened
-from puna.flows.closing import closing_table
-from puna.flows.launch import pages
-from puna.flows.recipe import FLOWS, Recipe, load, load_stages
-from puna.stages.contract import External
+from puna.flows.adapter import DEFAULT_STORE, as_flow, flow_of
+from puna.flows.launch import whole
+from puna.flows.recipe import FLOWS, load_stages
+from puna.storage import PunaError
 
 
 def _whole(name: str) -> Flow[Any, Any]:
     """The flow `name` of `puna.flows.pipeline` with parameters that a form can show."""
-    dag: Callable[[Recipe, list[External]], Any] = getattr(pipeline, name)
 
     def run(
         recipe: Annotated[str, Field(description="Name of a recipe, or a YAML file on the worker")] = "demo",
@@ -30,32 +28,45 @@ def _whole(name: str) -> Flow[Any, Any]:
         inputs: Annotated[list[str], Field(description="Pages to read, [NAME=]URI each; none: the sample")] = [],  # noqa: B006
         store: Annotated[str, Field(description="Folder of the artifacts")] = DEFAULT_STORE,
     ) -> str:
-        config = load(recipe, changes)
-        with opened(store, name) as now:
-            dag(config, now.inputs if now.inputs is not None else pages(inputs, now.store, quiet=True))
-            closing_table(now)
-            return str(now.run)
+        return whole(name, recipe, changes, inputs, store)
 
-    run.__name__ = run.__qualname__ = name
-    run.__doc__ = dag.__doc__
-    return Flow(run, name=name, description=dag.__doc__, persist_result=False, result_serializer="json")
+    return as_flow(name, run, getattr(pipeline, name).__doc__)
 
 
 WHOLE = {name: _whole(name) for name in FLOWS}
 STAGES = {name: flow_of(name) for name in load_stages()}
-globals().update({f"stage_{name}": flow for name, flow in STAGES.items()} | {f"flow_{name}": flow for name, flow in WHOLE.items()})
+SERVED = {flow.name: flow for flow in (*WHOLE.values(), *STAGES.values())}
 
 
-def serve_all(store: str) -> None:
-    """Offer every flow and stage to the Prefect server, and run what is asked for on `store` until stopped."""
-    found = [*((f"flow_{n}", f) for n, f in WHOLE.items()), *((f"stage_{n}", f) for n, f in STAGES.items())]
+def __getattr__(name: str) -> Flow[Any, Any]:
+    """`flow_NAME` is the flow that is offered as NAME: how a process that Prefect starts for a run finds it."""
+    if (found := SERVED.get(name.removeprefix("flow_"))) is None or not name.startswith("flow_"):
+        raise AttributeError(name)
+    return found
+
+
+def serve_all(store: str, schedules: dict[str, str], limit: int) -> None:
+    """Offer every flow and stage to the Prefect server, and run what is asked for on `store` until stopped.
+
+    `schedules`: cron expressions by name, in UTC. `limit`: how many runs may be at work at once.
+    """
+    if unknown := sorted(set(schedules) - set(SERVED)):
+        raise PunaError(f"--cron {unknown[0]}: there is no such flow or stage; they are {', '.join(SERVED)}")
     deployments: list[Any] = [
         flow.to_deployment(
-            name=attribute.replace("_", "-", 1),
-            tags=[attribute.split("_")[0]],
+            name=name,
+            tags=["flow" if name in FLOWS else "stage"],
             parameters={"store": store},
+            cron=_cron(name, schedules[name]) if name in schedules else None,
             entrypoint_type=EntrypointType.MODULE_PATH,
         )
-        for attribute, flow in found
+        for name, flow in SERVED.items()
     ]
-    serve(*deployments)
+    serve(*deployments, limit=limit)
+
+
+def _cron(name: str, text: str) -> str:
+    try:
+        return CronSchedule(cron=text).cron
+    except ValueError as error:
+        raise PunaError(f"--cron {name}={text}: is no cron expression, for example {name}='0 3 * * *' for 3 every night") from error

@@ -13,17 +13,18 @@ OFFLINE = {
     "PREFECT_RUNNER_POLL_FREQUENCY": "2",
     "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
     "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
+    "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 
-def prepare(store: Path) -> None:
-    """Set what is not set already; call before anything imports Prefect."""
+def prepare(store: Path, terminal: str = "CRITICAL") -> None:
+    """Set what is not set already; call before anything imports Prefect. `terminal`: the level of Prefect's lines there.
+
+    A server gets the lines of a run whatever the level; on the terminal of a run Puna itself tells what happens.
+    """
     os.environ.setdefault("PREFECT_HOME", str(store / "prefect"))
-    # A failed stage is told once, by the command line, not also as log lines.
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
-    os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", terminal)
     for name, value in OFFLINE.items():
         os.environ.setdefault(name, value)

@@ -6,6 +6,7 @@ a stage writes `id` and any subset of the columns registered in `puna.storage.si
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from puna.storage.signals import SIGNALS
 
 KINDS = (
     "pages", "documents", "signals", "mixture", "tokenizer", "tokens", "model",
-    "prompts", "answers", "preferences", "instructions", "evaluation",
+    "prompts", "answers", "preferences", "instructions", "evaluation", "lists",
 )  # fmt: skip
 
 TIME = pa.timestamp("us", tz="UTC")
@@ -109,6 +110,12 @@ TABLES: dict[str, TableSchema] = {
             group_rows=1024,
         ),
         _table("signals", ID),
+        _table(
+            "lists", column("kind", pa.string(), "what the entry is: domain, url, word or expression"),
+            column("entry", pa.string(), "the entry in normal form"),
+            column("rule", pa.string(), "rule by which the entry drops a document"),
+            key=("kind", "entry"),
+        ),
         _table(
             "dropped", ID,
             column("rule", pa.string(), "rule that removed the row"),
@@ -241,6 +248,15 @@ TABLES: dict[str, TableSchema] = {
         ),
     )
 }  # fmt: skip
+
+
+def known_kind(name: str) -> str:
+    """`name`, where it is a kind of artifact; PunaError says which kind it may have been meant for."""
+    if name not in KINDS:
+        near = difflib.get_close_matches(name, KINDS, n=2)
+        asked = f"did you mean {' or '.join(near)}? " if near else ""
+        raise PunaError(f"{name!r} is no kind of artifact; {asked}The kinds are {', '.join(KINDS)}")
+    return name
 
 
 def table_schema(name: str) -> TableSchema:

@@ -54,6 +54,7 @@ SIGNALS: dict[str, Signal] = {
     "mean_line_length": Signal(F, "characters", "mean line length"),
     "max_line_length": Signal(I, "characters", "longest line"),
     "alphanumeric_fraction": Signal(F, "fraction of characters", "letters and digits among the characters"),
+    "judgement": Signal(F, "grade", "a judge's grade of the document's quality"),
     "quality": Signal(F, "probability", "out-of-fold probability that the document is like the positive sources"),
     "quality_rank": Signal(F, "fraction of documents", "share of the scored documents with a lower quality"),
     "domain": Signal(S, "", "knowledge type"),

@@ -8,6 +8,7 @@ from puna.stages.contract.declaration import (
     Evaluation,
     Instructions,
     Kind,
+    Lists,
     Mixture,
     Model,
     Pages,
@@ -27,7 +28,7 @@ from puna.stages.contract.run import Listener, StageRun
 
 __all__ = [
     "REGISTRY", "Answers", "Documents", "Evaluation", "External", "ExternalFile", "Figure", "Instructions", "Kind",
-    "Listener", "Mixture", "Model", "Outcome", "Pages", "Preferences", "Prompts", "SeededConfig", "Signals",
+    "Listener", "Lists", "Mixture", "Model", "Outcome", "Pages", "Preferences", "Prompts", "SeededConfig", "Signals",
     "Stage", "StageConfig", "StageRun", "Tokenizer", "Tokens", "Value", "describe", "execute", "identify", "parse",
     "perform", "stage",
 ]  # fmt: skip

@@ -34,6 +34,7 @@ Answers = Annotated[Artifact, Kind("answers")]
 Preferences = Annotated[Artifact, Kind("preferences")]
 Instructions = Annotated[Artifact, Kind("instructions")]
 Evaluation = Annotated[Artifact, Kind("evaluation")]
+Lists = Annotated[Artifact, Kind("lists")]
 
 Value = Artifact | External | list[Artifact] | list[External] | None
 """What may be given for an input of a stage."""

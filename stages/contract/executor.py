@@ -2,33 +2,68 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
+
+# What numpy, torch, numba, Arrow and tokenizers read when they are loaded, and not again.
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS")
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def local(workers: int | None = None) -> Executor | None:
-    """A pool of local processes, or None for one worker: the work is then done where it is asked for."""
-    count = workers or os.cpu_count() or 1
+    """A pool of local processes that share the cores evenly, or None for one worker: it then works where it is asked."""
+    count = workers or cores()
     if count == 1:
         return None
-    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), initializer=_start, initargs=(os.getpid(),))
+    return ProcessPoolExecutor(count, mp_context=_Context(max(1, cores() // count)), initializer=_start, initargs=(os.getpid(),))
+
+
+class _Worker(SpawnProcess):
+    """A process whose libraries use `threads` threads each: its environment says so before they are loaded."""
+
+    threads = 1
+
+    def start(self) -> None:
+        """Start it with an environment of its own."""
+        before = {name: os.environ.get(name) for name in THREADS}
+        os.environ.update(dict.fromkeys(THREADS, str(self.threads)))
+        try:
+            super().start()
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+class _Context(SpawnContext):
+    """Starts workers of `threads` threads each."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__()
+        self._threads = threads
+
+    def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]
+        """A worker that is to be started."""
+        made = _Worker(*args, **kwargs)
+        made.threads = self._threads
+        return made
 
 
 def _start(parent: int) -> None:
     """Prepare a worker."""
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
-    # One process per core: libraries that start threads of their own would fight over the cores.
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "ARROW_NUM_THREADS"):
-        os.environ[name] = "1"
-    import pyarrow as pa
-
-    pa.set_cpu_count(1)
 
 
 def _follow(parent: int) -> None:

@@ -1,4 +1,4 @@
-"""Personal data in text: e-mail addresses, phone, card and account numbers, IP addresses, social security numbers.
+"""Personal data in text: e-mail and postal addresses, phone, card, account and social security numbers, IP addresses.
 
 Built for precision: a number counts only with its checksum, its grouping, or a word before it that says what it is,
 because manuals, tables and code are full of numbers that are nobody's.
@@ -12,6 +12,8 @@ from bisect import bisect
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from puna.stages.curate.postal import postal_addresses
+
 
 class Span(NamedTuple):
     """A piece of personal data: where it begins and ends in the text, and what it is."""
@@ -23,7 +25,11 @@ class Span(NamedTuple):
 
 # --- e-mail ----------------------------------------------------------------------------------------------
 
-EMAIL = re.compile(r"(?<![\w.%+-])\w[\w.%+-]{0,63}@(?:[\w](?:[\w-]{0,61}\w)?\.){1,6}[^\W\d_]{2,24}(?![\w@-]|\.\w)")
+# An apostrophe only in names like O'Neil: elsewhere it opens a quotation.
+EMAIL = re.compile(
+    r"(?<![\w.%+-])(?:(?:\w[\w.%+-]{0,40}[._+-])?[oO]'(?=[A-Za-z]))?\w[\w.%+-]{0,63}@"
+    r"(?:[\w](?:[\w-]{0,61}\w)?\.){1,6}[^\W\d_]{2,24}(?![\w@-]|\.\w)"
+)
 HIDDEN_EMAIL = re.compile(
     r"(?<![\w.%+-])\w[\w.%+-]{0,63} ?[\[({]at[\])}] ?(?:\w[\w-]{0,62} ?(?:\.|[\[({]dot[\])}]) ?){1,4}[a-z]{2,12}(?![\w-])", re.IGNORECASE
 )
@@ -138,7 +144,11 @@ def ssns(text: str) -> Iterator[Span]:
 # --- IP addresses ----------------------------------------------------------------------------------------
 
 IPV4 = re.compile(r"(?<![\w.-])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\w-]|\.\d)")
-IPV6 = re.compile(r"(?<![\w:.])(?:[0-9a-fA-F]{1,4}:){2,7}(?::|[0-9a-fA-F]{1,4})(?::[0-9a-fA-F]{1,4}){0,5}(?![\w:])")
+# Only 2000::/3 is given out (RFC 4291).
+IPV6 = re.compile(
+    r"(?<![\w:.])[23][0-9a-fA-F]{3}:(?:[0-9a-fA-F]{1,4}:){1,6}(?::[0-9a-fA-F]{0,4}|[0-9a-fA-F]{1,4})(?::[0-9a-fA-F]{1,4}){0,5}(?![\w:])"
+)
+SAYS_ADDRESS = re.compile(r"\b(?:ip|ping|dns|whois|traceroute|logged in from|ip address(?: is)?)\W{0,3}$", re.IGNORECASE)
 VERSION = re.compile(r"(?:\bv|version|versión|release|rel|update|build|firmware|driver|revision|[=<>~^]=?)\.?\s?$", re.IGNORECASE)
 
 
@@ -146,7 +156,8 @@ def ip_addresses(text: str) -> Iterator[Span]:
     """Addresses that are routed in the Internet; not version numbers (small parts, or a word before that says so)."""
     for match in IPV4.finditer(text):
         parts = [int(part) for part in match[0].split(".")]
-        if max(parts) <= 31 or VERSION.search(text[max(0, match.start() - 12) : match.start()]):
+        before = text[max(0, match.start() - 24) : match.start()]
+        if VERSION.search(before) or (max(parts) <= 31 and not SAYS_ADDRESS.search(before)):
             continue
         if ipaddress.IPv4Address(".".join(map(str, parts))).is_global:
             yield Span(match.start(), match.end(), "ip_address")
@@ -166,7 +177,8 @@ EDGE, END = r"(?<![\w.,+/=#%$€£:-])", r"(?![\w/]|-\d|[.,:]\d)"
 EXTENSION = r"(?: ?(?:x|ext\.?) ?\d{1,5})?"
 WORDS = (
     r"tel|tél|phone|telephone|téléphone|telefono|teléfono|telefone|telefon|fon|fax|call|calling|mobile|mobil|móvil|handy|cell|cellphone|"
-    r"celular|portable|whatsapp|hotline|rufnummer|dial|sms|desk"
+    r"celular|portable|whatsapp|hotline|rufnummer|dial|sms|desk|(?:answering|reach (?:me|us|him|her|them)) (?:at|on)|messages to|"
+    r"registered (?:phone|mobile|number)"
 )
 SAYS_PHONE = re.compile(rf"(?:\b(?:{WORDS})\b|☎|☏|📞)(?:[^\n\d+]{{0,20}}|[:.]?\s{{0,3}})$", re.IGNORECASE)
 SAID_PHONE = re.compile(r"[ \-,]{1,3}\(?(?:phone|fax|mobile|cell|office|tel)\b", re.IGNORECASE)
@@ -190,7 +202,9 @@ def phones(text: str) -> Iterator[Span]:
     """Phone numbers: international ones, the fixed North American and French groupings, others beside a word like `tel`."""
     for pattern, least, most in ((INTERNATIONAL, 9, 20), (NORTH_AMERICAN, 10, 16), (FRENCH, 10, 10)):
         for match in pattern.finditer(text):
-            if least <= sum(map(str.isdecimal, match[0])) <= most and not FICTION.search(match[0]):
+            digits = sum(map(str.isdecimal, match[0]))
+            short = digits == 8 and pattern is INTERNATIONAL and SAYS_PHONE.search(text[max(0, match.start() - 32) : match.start()])
+            if (least <= digits <= most or short) and not FICTION.search(match[0]):
                 yield Span(match.start(), match.end(), "phone")
     for match in NATIONAL.finditer(text):
         if not 7 <= sum(map(str.isdecimal, match[0])) <= 16 or YEARS.fullmatch(match[0]) or FICTION.search(match[0]):
@@ -202,10 +216,19 @@ def phones(text: str) -> Iterator[Span]:
             yield Span(match.start(), match.end(), "phone")
 
 
+# --- postal addresses ------------------------------------------------------------------------------------
+
+
+def addresses(text: str) -> Iterator[Span]:
+    """Postal addresses, see `puna.stages.curate.postal`."""
+    for start, stop in postal_addresses(text, lambda block: any(any(finder(block)) for finder in (emails, phones))):
+        yield Span(start, stop, "address")
+
+
 # --- together --------------------------------------------------------------------------------------------
 
 FINDERS: dict[str, Callable[[str], Iterator[Span]]] = {
-    "email": emails, "iban": ibans, "card": cards, "ssn": ssns, "ip_address": ip_addresses, "phone": phones,
+    "email": emails, "iban": ibans, "card": cards, "ssn": ssns, "ip_address": ip_addresses, "address": addresses, "phone": phones,
 }  # fmt: skip
 """In order of certainty: where two overlap, the first one counts."""
 

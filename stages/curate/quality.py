@@ -55,7 +55,7 @@ def quality(documents: Documents, language: Signals | None, config: QualityConfi
     full = {"quality": np.full(len(ids), np.nan), "quality_rank": np.full(len(ids), np.nan)}
     full["quality"][scored], full["quality_rank"][scored] = values, ranks
     run.write(pa.table({"id": pa.array(ids.tolist(), pa.string()), **{k: pa.array(v, from_pandas=True) for k, v in full.items()}}))
-    _report(run, values, positive[scored])
+    report(run, values, positive[scored])
 
 
 def ranks_within(values: NDArray[np.float64], groups: NDArray[np.str_]) -> NDArray[np.float64]:
@@ -68,7 +68,8 @@ def ranks_within(values: NDArray[np.float64], groups: NDArray[np.str_]) -> NDArr
     return ranks
 
 
-def _report(run: StageRun, values: NDArray[np.float64], positive: NDArray[np.bool_]) -> None:
+def report(run: StageRun, values: NDArray[np.float64], positive: NDArray[np.bool_]) -> None:
+    """Record area under the ROC curve, calibration and distribution of out-of-fold scores."""
     run.metric("auc", auc(values, positive))
     run.metric("positives", int(positive.sum()))
     run.metric("negatives", int((~positive).sum()))

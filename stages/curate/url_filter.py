@@ -8,11 +8,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 from pydantic import Field
+from xxhash import xxh64_intdigest
 
-from puna.stages.contract import Documents, External, StageConfig, StageRun, stage
-from puna.stages.curate import readers, urls
+from puna.stages.contract import Documents, Lists, StageConfig, StageRun, stage
+from puna.stages.curate import urls
+from puna.stages.curate.block_lists import DEPTH, parsed
 from puna.storage import PunaError
 from puna.storage.schemas import table_schema
 
@@ -34,97 +37,152 @@ class UrlFilterConfig(StageConfig):
 
 
 class Rules(NamedTuple):
-    """Domain (or domain/path) → rule that drops it, what is always kept, and the vocabulary of addresses."""
+    """What drops an address, without the listed places: those lie in files, sorted hashes uint64[n] and their rules uint16[n].
 
-    blocked: dict[str, str]
+    `rules`: names of the rules; `allowed`: places that are always kept; `listed`: word → rule; `expressions` with their rules.
+    """
+
+    hashes: str
+    numbers: str
+    rules: list[str]
     allowed: frozenset[str]
+    listed: dict[str, str]
+    expressions: list[tuple[str, str]]
     words: int
 
 
+Verdict = tuple[str, str, float | None, float | None]
+"""The rule that drops an address, what it saw, its value and threshold."""
+
+
 @stage(kind="documents", filters="documents")
-def url_filter(documents: Documents, lists: list[External] | None, config: UrlFilterConfig, run: StageRun) -> None:
+def url_filter(documents: Documents, lists: list[Lists] | None, config: UrlFilterConfig, run: StageRun) -> None:
     """Drop documents of unwanted sites (Llama 3, section 3.1.1: adult sites, sites with much personal data, harmful sites).
 
-    Each file of `lists` is a further list of domains, or domain/path prefixes, one a line (`#` begins a comment, the
-    address column of a hosts file is skipped). Every name below a listed domain is dropped, by the rule `url_` + list's name.
+    `lists`: further lists, read by `block_lists`. Every name below a listed domain is dropped, and every address below a listed
+    domain/path; an address with a listed word or that a listed expression matches is dropped too. Places are looked up by their
+    64-bit hashes: with 5 million entries about one of a billion addresses is mistaken for a listed one.
     """
-    blocked: dict[str, str] = {}
+    places: dict[str, str] = {}
     for name, file in LISTS.items():
         if getattr(config, name):
-            _add(blocked, f"url_{name}", _lines(file), file)
-    for external in lists or []:
-        for listed in external.files:
-            with listed.open() as handle, readers.unpacked(handle, listed.name) as content:
-                _add(blocked, f"url_{external.name}", content.read().decode("utf-8", "replace").splitlines(), listed.address)
-    _add(blocked, "url_blocked", config.blocked, "url_filter.blocked")
+            _add(places, f"url_{name}", _lines(file), file)
+    tables = [artifact.read() for artifact in sorted(lists or [], key=lambda artifact: artifact.data_digest)]
+    given = pa.concat_tables(tables).sort_by([("kind", "ascending"), ("entry", "ascending"), ("rule", "ascending")]) if tables else None
+    other: dict[str, dict[str, str]] = {"word": {}, "expression": {}}
+    for kind, entry, rule in zip(*(given[name].to_pylist() for name in ("kind", "entry", "rule")), strict=True) if given else ():
+        other.get(kind, places).setdefault(entry, rule)
+    _add(places, "url_blocked", config.blocked, "url_filter.blocked")
     allowed: dict[str, str] = {}
     _add(allowed, "", config.allowed, "url_filter.allowed")
-    run.transform(_filter, documents, Rules(blocked, frozenset(allowed), config.adult_words))
-    run.metric("listed", len(blocked))
+    files = _save(run.scratch, places)
+    expressions = sorted(other["expression"].items())
+    run.transform(_filter, documents, Rules(*files, frozenset(allowed), other["word"], expressions, config.adult_words))
+    run.metric("listed", len(places) + sum(map(len, other.values())))
+
+
+def _save(folder: Path, places: dict[str, str]) -> tuple[str, str, list[str]]:
+    """Write the hashes of places and the numbers of their rules; returns the files and the rules' names."""
+    rules = sorted(set(places.values()))
+    number = {rule: at for at, rule in enumerate(rules)}
+    hashes = np.array([xxh64_intdigest(place.encode()) for place in places], np.uint64)
+    order = np.argsort(hashes, kind="stable")
+    files = [str(folder / name) for name in ("hashes.npy", "numbers.npy")]
+    np.save(files[0], hashes[order])
+    np.save(files[1], np.array([number[rule] for rule in places.values()], np.uint16)[order])
+    return files[0], files[1], rules
 
 
 def _filter(documents: pa.Table, rules: Rules) -> dict[str, pa.Table]:
     """Kept documents and dropped rows of a part."""
-    keep: list[bool] = []
-    dropped: list[dict[str, Any]] = []
-    for identity, url in zip(documents.column("id").to_pylist(), documents.column("url").to_pylist(), strict=True):
-        found = judge(url, rules)
-        keep.append(found is None)
-        if found is not None:
-            rule, detail, value, threshold = found
-            dropped.append({"id": identity, "rule": rule, "value": value, "threshold": threshold, "detail": detail})
-    kept = documents.filter(pa.array(keep, pa.bool_()))
+    verdicts = judge(documents.column("url").to_pylist(), rules)
+    kept = documents.filter(pa.array([found is None for found in verdicts], pa.bool_()))
+    names = ("rule", "detail", "value", "threshold")
+    dropped: list[dict[str, Any]] = [
+        {"id": identity, **dict(zip(names, found, strict=True))}
+        for identity, found in zip(documents.column("id").to_pylist(), verdicts, strict=True)
+        if found is not None
+    ]
     return {"documents": kept, "dropped": pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)}
 
 
-def judge(url: str, rules: Rules) -> tuple[str, str, float | None, float | None] | None:
-    """The rule that drops `url`, with what it saw, its value and threshold; None when it is kept."""
-    address = urls.parse(url)
-    if address is None:
-        return "url_invalid", f"{url}: no absolute address", None, None
-    if not address.host:
+def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
+    """For each address the rule that drops it; None when it is kept."""
+    addresses = [urls.parse(url) for url in written]
+    places = [_places(address) if address is not None and address.host else [] for address in addresses]
+    listed = _listed(places, rules)
+    expressions = [(re.compile(text, re.IGNORECASE), rule) for text, rule in rules.expressions]
+    out: list[Verdict | None] = []
+    for url, address, own, hit in zip(written, addresses, places, listed, strict=True):
+        if address is None:
+            out.append(("url_invalid", f"{url}: no absolute address", None, None))
+        elif not address.host or not rules.allowed.isdisjoint(own):
+            out.append(None)
+        elif hit is not None:
+            out.append((hit[1], f"{url}: {hit[0]} is listed", None, None))
+        else:
+            found = next(((pattern, rule) for pattern, rule in expressions if pattern.search(url)), None)
+            out.append((found[1], f"{url}: matches {found[0].pattern}", None, None) if found else _wordy(url, address, rules))
+    return out
+
+
+def _places(address: urls.Address) -> list[str]:
+    """What a list may name of an address: the host and the domains above it, the folders below each, the page with its query."""
+    found = []
+    for name in urls.names(address.host):
+        found += [name, *_prefixes(name, address.path.lower())]
+        if address.query:
+            found.append(f"{name}{address.path.rstrip('/')}?{address.query}".lower())
+    return found
+
+
+def _listed(places: list[list[str]], rules: Rules) -> list[tuple[str, str] | None]:
+    """For each address the first of its places that is listed, and its rule."""
+    hashes, numbers = np.load(rules.hashes, mmap_mode="r"), np.load(rules.numbers, mmap_mode="r")
+    flat = [place for own in places for place in own]
+    out: list[tuple[str, str] | None] = [None] * len(places)
+    if not len(hashes) or not flat:
+        return out
+    wanted = np.array([xxh64_intdigest(place.encode()) for place in flat], np.uint64)
+    at = np.minimum(np.searchsorted(hashes, wanted), len(hashes) - 1)
+    owner = np.repeat(np.arange(len(places)), [len(own) for own in places])
+    for hit in np.flatnonzero(hashes[at] == wanted)[::-1].tolist():  # backwards: the first place is written last
+        out[owner[hit]] = (flat[hit], rules.rules[numbers[at[hit]]])
+    return out
+
+
+def _wordy(url: str, address: urls.Address, rules: Rules) -> Verdict | None:
+    """The verdict of the words of an address: listed ones, and the adult vocabulary."""
+    if not rules.listed and not rules.words:
         return None
-    places = [place for name in urls.names(address.host) for place in (name, *_prefixes(name, address.path))]
-    if not rules.allowed.isdisjoint(places):
-        return None
-    for place in places:
-        if place in rules.blocked:
-            return rules.blocked[place], f"{url}: {place} is listed", None, None
+    found = set(WORD.findall(f"{address.host}{address.path} {address.query}".lower()))
+    if not rules.listed.keys().isdisjoint(found):
+        word = min(found & rules.listed.keys())
+        return rules.listed[word], f"{url}: the word {word!r} is listed", None, None
     if rules.words:
-        inside, whole, harmless = _vocabulary()
-        host = "".join(WORD.findall(harmless.sub("", address.host)))
-        strong = next((word for word in inside if word in host), None)
-        if strong is not None and not address.host.endswith((".edu", ".gov")):
-            return "url_adult_words", f"{url}: the host holds {strong!r}", None, None
-        found = set(WORD.findall(f"{address.host}{address.path} {address.query}".lower())) & whole
-        if len(found) >= rules.words:
-            return "url_adult_words", f"{url}: {', '.join(sorted(found))}", float(len(found)), float(rules.words)
+        strong, whole, harmless = _vocabulary()
+        match = strong.search("".join(WORD.findall(harmless.sub("", address.host))))
+        if match and not address.host.endswith((".edu", ".gov")):
+            return "url_adult_words", f"{url}: the host holds {match[0]!r}", None, None
+        if len(seen := found & whole) >= rules.words:
+            return "url_adult_words", f"{url}: {', '.join(sorted(seen))}", float(len(seen)), float(rules.words)
     return None
 
 
 def _prefixes(name: str, path: str) -> list[str]:
-    """`name/a`, `name/a/b`, … for the folders of a path."""
+    """`name/a`, `name/a/b`, … for the folders of a path, as deep as lists go."""
     parts = [part for part in path.split("/") if part]
-    return ["/".join([name, *parts[: i + 1]]) for i in range(min(len(parts), 4))]
+    return ["/".join([name, *parts[: i + 1]]) for i in range(min(len(parts), DEPTH))]
 
 
-def _add(blocked: dict[str, str], rule: str, lines: Iterable[str], where: str) -> None:
-    """Put the entries of a list into `blocked`; an entry keeps the first list that names it."""
-    for number, line in enumerate(lines, 1):
-        entry = line.partition("#")[0].strip().lower()
-        if not entry:
-            continue
-        columns = entry.split()
-        entry = columns[-1] if len(columns) == 2 and columns[0] in ("0.0.0.0", "127.0.0.1", "::", "::1") else entry
-        address = urls.parse(entry if "://" in entry else f"https://{entry}")
-        if address is None or not address.host or " " in entry:
-            raise PunaError(f"{where}, line {number}: {line!r} is no domain and no domain/path")
-        host = address.host.removeprefix("www.")
-        if urls.public_suffix(host) and address.path in ("", "/"):
-            if "." not in host:  # localhost and the like in hosts files
-                continue
-            raise PunaError(f"{where}, line {number}: {host} is a public suffix; it would drop every site below it")
-        blocked.setdefault(host + address.path.rstrip("/"), rule)
+def _add(places: dict[str, str], rule: str, lines: Iterable[str], where: str) -> None:
+    """Put the entries of a list into `places`; an entry keeps the first list that names it."""
+    entries, bad = parsed(lines)
+    if bad:
+        number, fault, text = bad[0]
+        raise PunaError(f"{where}, line {number}: {text!r} is no domain and no domain/path below a registrable one ({fault})")
+    for _, entry in entries:
+        places.setdefault(entry, rule)
 
 
 def _lines(name: str) -> list[str]:
@@ -132,9 +190,9 @@ def _lines(name: str) -> list[str]:
 
 
 @lru_cache(maxsize=1)
-def _vocabulary() -> tuple[tuple[str, ...], frozenset[str], re.Pattern[str]]:
+def _vocabulary() -> tuple[re.Pattern[str], frozenset[str], re.Pattern[str]]:
     """Words that suffice inside a host, words that count as whole words, and names that only look like the former."""
     entries = [line.strip() for line in _lines("data/adult_words.txt") if line.strip() and not line.startswith("#")]
-    inside = tuple(entry[1:] for entry in entries if entry.startswith("!"))
+    inside = re.compile("|".join(re.escape(entry[1:]) for entry in entries if entry.startswith("!")))
     harmless = "|".join(re.escape(entry[1:]) for entry in entries if entry.startswith("-"))
     return inside, frozenset(entry.lstrip("!") for entry in entries if not entry.startswith("-")), re.compile(harmless)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from puna.stages.contract import executor
 from puna.stages.contract.executor import local, ordered
 
 
@@ -22,12 +23,31 @@ def late(item: int, factor: int) -> int:
 
 @pytest.mark.parametrize("workers", [0, 3])
 def test_results_keep_the_order_of_the_items(workers: int) -> None:
-    executor = ThreadPoolExecutor(workers) if workers else None
-    assert list(ordered(executor, late, range(20), (3,), ahead=4)) == [3 * i for i in range(20)]
+    pool = ThreadPoolExecutor(workers) if workers else None
+    assert list(ordered(pool, late, range(20), (3,), ahead=4)) == [3 * i for i in range(20)]
 
 
 def test_one_worker_needs_no_pool() -> None:
     assert local(1) is None
+
+
+def threads() -> list[int]:
+    import numba
+    import pyarrow as pa
+    import torch
+
+    return [pa.cpu_count(), torch.get_num_threads(), numba.get_num_threads()]
+
+
+def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
+    monkeypatch.setattr(executor, "cores", lambda: 2)
+    pool = local(2)
+    assert pool is not None
+    with pool:
+        assert pool.submit(threads).result() == [1, 1, 1]
+    assert os.environ["OMP_NUM_THREADS"] == "7" and "RAYON_NUM_THREADS" not in os.environ
 
 
 SCRIPT = """

@@ -46,7 +46,7 @@ def read(tmp_path, *uris, config=None, store="store", **how):
 
 
 def rules(artifact):
-    return sorted(artifact.read("dropped")["rule"].to_pylist()) if "dropped" in artifact.tables else []
+    return sorted(artifact.read("dropped")["rule"].to_pylist())
 
 
 PACKERS = {

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections import Counter
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -103,7 +106,7 @@ def test_spans_are_ordered_apart_and_masking_keeps_the_rest(text):
 def test_a_page_of_numbers_takes_no_time():
     import time
 
-    text = "1234567 " * 20_000 + "+1 2 3 " * 5_000 + "a@" * 20_000 + "1.2.3." * 20_000 + "ab:" * 20_000
+    text = "1234567 " * 20_000 + "A-" * 20_000 + "Am Rue A, 1 " * 5_000 + "1 A " * 9_000 + "+1 2 3 " * 5_000 + "a@" * 20_000 + "1.2.3." * 20_000 + "ab:" * 20_000
     started = time.monotonic()
     find(text, ALL)
     assert time.monotonic() - started < 5
@@ -131,3 +134,53 @@ def test_the_stage_masks_counts_and_spares_numbers_in_code(tmp_path):
     ]
     only = execute(pii, PiiConfig(entities=("phone",)), {"documents": documents}, store)
     assert only.read()["text"][0].as_py() == "jane@company.com or joe@company.com, tel <PHONE>"
+
+
+# --- labelled sentences ----------------------------------------------------------------------------------
+
+PIECE = re.compile(r"⟦(\w+):([^⟧]*)⟧")
+
+
+def labelled():
+    """Texts of `pii_sentences.txt` with the set of their spans (start, stop, entity)."""
+    found = []
+    for line in (Path(__file__).parent / "pii_sentences.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        text, spans, at, line = "", set(), 0, line.replace("\\n", "\n")
+        for match in PIECE.finditer(line):
+            text += line[at : match.start()]
+            spans.add((len(text), len(text) + len(match[2]), match[1]))
+            text += match[2]
+            at = match.end()
+        found.append((text + line[at:], spans))
+    return found
+
+
+def test_span_f1_on_labelled_sentences():
+    texts = labelled()
+    assert len(texts) >= 150
+    assert sum(not spans for _, spans in texts) >= 60  # hard negatives
+    right, found, wanted = Counter(), Counter(), Counter()
+    for text, spans in texts:
+        got = set(map(tuple, find(text, ALL)))
+        for counts, some in ((right, got & spans), (found, got), (wanted, spans)):
+            counts.update(entity for _, _, entity in some)
+    f1 = {entity: 2 * right[entity] / (found[entity] + wanted[entity]) for entity in ALL}
+    assert min(wanted.values()) >= 5
+    assert min(f1.values()) >= 0.98, f1
+
+
+def test_a_document_with_too_much_of_a_kind_is_dropped(tmp_path):
+    store = Store.open(tmp_path)
+    texts = ["SSN 457-55-5462, a@mail.com", "a@mail.com b@mail.com", "a@mail.com b@mail.com c@mail.com", "nobody"]
+    rows = [
+        {"id": str(n), "url": f"https://x.com/{n}", "fetched_at": datetime(2024, 1, 1, tzinfo=UTC), "source": "web", "title": None, "text": text}
+        for n, text in enumerate(texts)
+    ]
+    documents = store.import_table("documents", pa.Table.from_pylist(rows))
+    made = execute(pii, PiiConfig(entities=("email",), drop={"ssn": 1, "email": 3}), {"documents": documents}, store)
+    assert made.read()["text"].to_pylist() == ["<EMAIL> <EMAIL>", "nobody"]
+    dropped = [(row["id"], row["rule"], row["value"], row["threshold"]) for row in made.read("dropped").to_pylist()]
+    assert dropped == [("0", "pii_ssn", 1.0, 1.0), ("2", "pii_email", 3.0, 3.0)]
+    assert {row["id"] for row in made.read("scores").to_pylist()} == {"1"}

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 from puna.stages.contract import External, execute
+from puna.stages.curate.block_lists import BlockListsConfig, block_lists
 from puna.stages.curate.url_filter import UrlFilterConfig, url_filter
 from puna.stages.curate.urls import names
 from puna.storage import PunaError, Store
@@ -24,7 +25,8 @@ def documents(store, addresses):
 
 def verdicts(tmp_path, addresses, config=None, lists=None):
     store = Store.open(tmp_path / "store")
-    given = {"documents": documents(store, addresses), "lists": lists}
+    read = [execute(block_lists, BlockListsConfig(), {"inputs": lists}, store)] if lists else None
+    given = {"documents": documents(store, addresses), "lists": read}
     made = execute(url_filter, config or UrlFilterConfig(), given, store)
     found = dict.fromkeys(addresses, "")
     for row in made.read("dropped").to_pylist():
@@ -79,14 +81,56 @@ def test_further_lists_are_inputs(tmp_path):
     assert found == {url: f"url_{name}" if name else "" for url, name in expected.items()}
 
 
-@pytest.mark.parametrize("line", ["co.uk", "com", "two words here", "http://"])
-def test_an_entry_that_is_no_site_is_refused_by_name(tmp_path, line):
-    (tmp_path / "bad.txt").write_text(f"example.org\n{line}\n")
-    if line == "com":  # names without a dot stand in hosts files; they match no site
-        assert verdicts(tmp_path, ["https://a.com/"], lists=External.resolve(str(tmp_path / "bad.txt"))) == {"https://a.com/": ""}
-        return
-    with pytest.raises(PunaError, match=r"bad\.txt, line 2"):
-        verdicts(tmp_path, ["https://a.com/"], lists=External.resolve(str(tmp_path / "bad.txt")))
+def test_lists_in_the_layout_of_ut1(tmp_path):
+    tree = {
+        "adult/domains": "bad.example.net\n203.0.113.77\nwww.other.example.net",
+        "adult/urls": "host.example.net/~user/Pics\nhost.example.net/show.php?id=7\n",
+        "adult/expressions": r"(^|[/?&])(sexo|porno)\d+([/?&]|$)",
+        "adult/usage": "black",
+        "warez/domains": "bad.example.net\nwarez.example.net\n",
+        "warez/words": "crackz\n",
+        "bank/domains": "bank.example.net\n",
+        "README": "these are lists",
+    }
+    for name, text in tree.items():
+        (tmp_path / "ut1" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "ut1" / name).write_text(text)
+    store = Store.open(tmp_path / "store")
+    inputs = {"inputs": External.resolve(f"ut1={tmp_path / 'ut1'}")}
+    lists = execute(block_lists, BlockListsConfig(categories=("adult", "warez")), inputs, store)
+    assert lists.manifest.metrics == {"url_adult": 6, "url_warez": 2}
+    expected = {
+        "http://a.bad.example.net/": "url_adult",  # of two lists, the first by name
+        "http://203.0.113.77/x": "url_adult",
+        "https://other.example.net:8080/": "url_adult",
+        "http://host.example.net/~user/pics/1.jpg": "url_adult",
+        "http://host.example.net/~user/": "",
+        "http://host.example.net/show.php?id=7": "url_adult",
+        "http://host.example.net/show.php?id=8": "",
+        "http://fine.example.net/porno12/": "url_adult",
+        "http://fine.example.net/porno/": "",
+        "http://warez.example.net/": "url_warez",
+        "http://fine.example.net/get-crackz-here": "url_warez",
+        "http://fine.example.net/crackzy": "",
+        "http://bank.example.net/": "",
+    }
+    made = execute(url_filter, UrlFilterConfig(), {"documents": documents(store, list(expected)), "lists": [lists]}, store)
+    found = {list(expected)[int(row["id"])]: row["rule"] for row in made.read("dropped").to_pylist()}
+    assert found == {url: rule for url, rule in expected.items() if rule}
+    with pytest.raises(PunaError, match="no input has the folder 'gambling'"):
+        execute(block_lists, BlockListsConfig(categories=("adult", "gambling")), inputs, store)
+
+
+def test_lines_that_are_no_entry_are_rows(tmp_path):
+    deep = "a.example.net" + "/x" * 9
+    (tmp_path / "bad.txt").write_text(f"example.org\nco.uk\ncom\ntwo words here\nhttp://\n{deep}\n||ads.example.org^\n")
+    lists = execute(block_lists, BlockListsConfig(), {"inputs": External.resolve(str(tmp_path / "bad.txt"))}, Store.open(tmp_path / "store"))
+    assert lists.read()["entry"].to_pylist() == ["ads.example.org", "example.org"]
+    assert {row["id"]: row["rule"] for row in lists.read("dropped").to_pylist()} == {
+        "bad.txt:2": "public_suffix", "bad.txt:4": "not_an_address", "bad.txt:5": "not_an_address", "bad.txt:6": "too_deep",
+    }  # fmt: skip
+    with pytest.raises(PunaError, match=r"url_filter.blocked, line 2: 'co.uk'"):
+        verdicts(tmp_path, ["https://a.com/"], UrlFilterConfig(blocked=("a.com", "co.uk")))
 
 
 def test_names_end_at_the_registrable_domain():

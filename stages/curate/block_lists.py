@@ -1,0 +1,140 @@
+"""`block_lists`: lists of unwanted domains, addresses, words and expressions as an artifact of their own."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+import pyarrow as pa
+from pydantic import Field
+
+from puna.stages.contract import External, ExternalFile, StageConfig, StageRun, stage
+from puna.stages.curate import readers, urls
+from puna.storage import PunaError
+
+KINDS = {"domains": "domain", "urls": "url", "words": "word", "expressions": "expression"}
+"""Names of files in a folder of the UT1 kind, and what their lines are."""
+SIMPLE = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z]{2,24}")
+HOSTS = frozenset(("0.0.0.0", "127.0.0.1", "::", "::1"))
+WORD = re.compile(r"[a-z]+")
+DEPTH = 8
+SCHEMA = pa.schema([("kind", pa.string()), ("entry", pa.string()), ("rule", pa.string())])
+
+
+class BlockListsConfig(StageConfig):
+    """What is read of the lists."""
+
+    categories: tuple[str, ...] = Field((), description="Folders of a UT1-style tree that are read (adult, phishing, …); none: all of them")
+
+
+class Job(NamedTuple):
+    """One file to read: the kind of its lines ("": domains or addresses), and the rule that its entries give."""
+
+    file: ExternalFile
+    kind: str
+    rule: str
+
+
+@stage(kind="lists")
+def block_lists(inputs: list[External], config: BlockListsConfig, run: StageRun) -> None:
+    """Read lists of unwanted sites, by URI, for `url_filter`.
+
+    An input is a tree in the layout of the UT1 lists (`CATEGORY/domains`, `CATEGORY/urls`, and `words` or `expressions` where
+    there are some; its other files are no lists), whose entries give the rule `url_CATEGORY`; or single files of domains and
+    domain/path prefixes, one a line, whose entries give the rule `url_NAME`. `#` begins a comment; hosts files and `||domain^`
+    are read too; files may be packed (gz, xz, zst). An entry of several lists keeps the first rule by name. Lines that are no
+    entry are rows of `dropped` (not_an_address, public_suffix, too_deep, not_a_word, not_an_expression).
+    """
+    jobs = list(_jobs(inputs, config))
+    tables = [SCHEMA.empty_table()]
+    for number, (entries, bad) in enumerate(run.map(_read, jobs, rows=len(jobs))):
+        tables.append(entries)
+        run.write_rows([{"id": f"{jobs[number].file.name}:{line}", "rule": rule, "detail": text} for line, rule, text in bad], "dropped")
+    first = pa.concat_tables(tables).group_by(["kind", "entry"]).aggregate([("rule", "min")]).rename_columns(["kind", "entry", "rule"])
+    run.write(first)
+    for rule, count in sorted(Counter(first["rule"].to_pylist()).items()):
+        run.metric(rule, count)
+
+
+def _jobs(inputs: list[External], config: BlockListsConfig) -> Iterator[Job]:
+    """The files to read."""
+    seen: set[str] = set()
+    for external in sorted(inputs, key=lambda external: (external.name, external.data_digest)):
+        if not external.files:
+            raise PunaError(f"block_lists: input {external.name} ({external.uri}) holds no files")
+        names = {file: PurePosixPath(file.name) for file in external.files}
+        tree = any(path.parent.name and _kind(path) for path in names.values())
+        for file, path in sorted(names.items(), key=lambda pair: pair[0].name):
+            if not tree:
+                yield Job(file, "", f"url_{external.name}")
+            elif _kind(path) and (not config.categories or path.parent.name in config.categories):
+                seen.add(path.parent.name)
+                yield Job(file, _kind(path), f"url_{path.parent.name}")
+    if missing := sorted(set(config.categories) - seen):
+        raise PunaError(f"block_lists.categories: no input has the folder {missing[0]!r}; read were {', '.join(sorted(seen)) or 'none'}")
+
+
+def _kind(path: PurePosixPath) -> str:
+    stem = path.name.removesuffix(path.suffix) if path.suffix in readers.COMPRESSED else path.name
+    return KINDS.get(stem, "")
+
+
+def _read(job: Job) -> tuple[pa.Table, list[tuple[int, str, str]]]:
+    """In a worker: the entries of one file, and number, fault and text of the lines that are none."""
+    with job.file.open() as handle, readers.unpacked(handle, job.file.name) as content:
+        lines = content.read().decode("utf-8", "replace").splitlines()
+    entries, bad = parsed(lines, job.kind)
+    columns = [[kind for kind, _ in entries], [entry for _, entry in entries], [job.rule] * len(entries)]
+    return pa.table([pa.array(column, pa.string()) for column in columns], schema=SCHEMA), bad
+
+
+def parsed(lines: Iterable[str], kind: str = "") -> tuple[list[tuple[str, str]], list[tuple[int, str, str]]]:
+    """(kind, entry) of each line of a list; and number, fault and text of the lines that are no entry."""
+    entries: dict[tuple[str, str], None] = {}
+    bad: list[tuple[int, str, str]] = []
+    for number, line in enumerate(lines, 1):
+        entry = (line if kind == "expression" else line.partition("#")[0]).strip()
+        if not entry:
+            continue
+        found, fault = _expression(entry) if kind == "expression" else _word(entry) if kind == "word" else _place(entry.lower())
+        if fault:
+            bad.append((number, fault, line.strip()))
+        elif found:
+            entries[found] = None
+    return list(entries), bad
+
+
+Parsed = tuple[tuple[str, str] | None, str]
+
+
+def _expression(text: str) -> Parsed:
+    try:
+        re.compile(text)
+    except re.error:
+        return None, "not_an_expression"
+    return ("expression", text), ""
+
+
+def _word(text: str) -> Parsed:
+    return (("word", text.lower()), "") if WORD.fullmatch(text.lower()) else (None, "not_a_word")
+
+
+def _place(entry: str) -> Parsed:
+    """A domain, or a domain with a path (and query): the form that `url_filter` looks up."""
+    columns = entry.split()
+    entry = columns[-1] if len(columns) == 2 and columns[0] in HOSTS else entry.removeprefix("||").removesuffix("^")
+    if SIMPLE.fullmatch(entry):
+        host, path, query = entry.removeprefix("www."), "", ""
+    else:
+        address = urls.parse(entry if "://" in entry else f"https://{entry}")
+        if address is None or not address.host or " " in entry:
+            return None, "not_an_address"
+        host, path, query = address.host.removeprefix("www."), address.path.rstrip("/"), address.query
+    if not path and not query and urls.public_suffix(host):
+        return None, "public_suffix" if "." in host else ""  # names without a dot stand in hosts files; they match no site
+    if path.count("/") > DEPTH and not query:
+        return None, "too_deep"
+    return ("url" if path or query else "domain", host + path + (f"?{query}" if query else "")), ""

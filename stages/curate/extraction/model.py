@@ -1,0 +1,99 @@
+"""The extractor's model: which blocks of a page are its content.
+
+Two linear models score the words of classes and of texts, one guesses the type of the page from its head, and boosted
+trees judge each block by these, by its text, its containers, its neighbours and the blocks of its kind. The page keeps
+the blocks that give the highest expected F1 of words.
+
+The weights are made by `training.py` from labelled pages; NOTICE beside them tells of the labels.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.stages.curate.extraction import features
+from puna.stages.curate.extraction import layout as L
+from puna.stages.curate.extraction.cut import best_cut
+from puna.stages.curate.extraction.layout import Scan
+from puna.stages.curate.extraction.tags import NUMBER
+from puna.stages.curate.extraction.trees import Trees, logits
+from puna.stages.curate.extraction.whole import made_whole
+
+WEIGHTS = Path(__file__).parent / "extractor.safetensors"
+PAGE_TYPES = ("article", "forum", "product", "collection", "listing", "documentation", "service")
+TYPE_BUCKETS = 1 << 12
+BODY_SALT = np.uint64(0x9E3779B97F4A7C15)
+FEATURES = len(features.names())
+
+
+class Model(NamedTuple):
+    """Weights of the linear models, by bucket of the hashed word, and the trees."""
+
+    class_weights: NDArray[np.float32]  # [features.BUCKETS]
+    text_weights: NDArray[np.float32]  # [features.BUCKETS]
+    type_weights: NDArray[np.float32]  # [TYPE_BUCKETS, page types]
+    type_bias: NDArray[np.float32]  # [page types]
+    trees: Trees
+
+
+@lru_cache(maxsize=1)
+def load() -> Model:
+    """The weights that come with the code."""
+    from safetensors.numpy import load_file
+
+    found = load_file(WEIGHTS)
+    linear = {name: found[name].astype(np.float32) for name in Model._fields if name in found}
+    return Model(**linear, trees=Trees(**{field: found[f"trees.{field}"] for field in Trees._fields}))
+
+
+def page_words(page: Scan) -> NDArray[np.int64]:
+    """Buckets of the words about the page: types and address from its head, classes of its body."""
+    found = [page.page]
+    for tag in ("html", "body"):
+        rows = np.flatnonzero(page.elements[:, L.TAG] == NUMBER[tag])[:1]
+        for row in rows:
+            stop = page.elements[row + 1, L.TOKENS] if row + 1 < len(page.elements) else len(page.tokens)
+            found.append(page.tokens[page.elements[row, L.TOKENS] : stop] ^ BODY_SALT)
+    words = np.concatenate(found)
+    return np.unique((words ^ (words >> np.uint64(29))) & np.uint64(TYPE_BUCKETS - 1)).astype(np.int64)
+
+
+def block_rows(
+    page: Scan, class_weights: NDArray[np.float32], text_weights: NDArray[np.float32], types: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """What the trees see [blocks, FEATURES + page types]."""
+    own, path = np.zeros((2, len(page.elements)), np.float32)
+    text = np.zeros(len(page.blocks), np.float32)
+    features.element_scores(page, class_weights, own, path)
+    features.text_scores(page, text_weights, text)
+    rows = np.empty((len(page.blocks), FEATURES + len(PAGE_TYPES)), np.float32)
+    rows[:, :FEATURES] = features.block_features(page, own, path, text, FEATURES)
+    rows[:, FEATURES:] = types
+    return rows
+
+
+def judge(page: Scan, model: Model) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Chance of each block to be content [blocks], and logits of the page's type [page types]."""
+    types = model.type_bias + model.type_weights[page_words(page)].sum(0)
+    rows = block_rows(page, model.class_weights, model.text_weights, types)
+    return 1 / (1 + np.exp(-logits(model.trees, rows))), types
+
+
+def chosen(page: Scan, p: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Which blocks to keep [blocks], given each block's chance to be content; code, lists and tables stay whole."""
+    keep = np.zeros(len(page.blocks), np.bool_)
+    if len(keep):
+        order, count, _ = best_cut(p, page.blocks[:, L.WORDS] + 0.01)
+        keep[order[:count]] = True
+    whole: NDArray[np.bool_] = made_whole(page, keep)
+    return whole
+
+
+def content(page: Scan, model: Model) -> NDArray[np.bool_]:
+    """Which blocks are the page's content [blocks]."""
+    return chosen(page, judge(page, model)[0])

@@ -1,0 +1,246 @@
+"""HTML as the parser writes it out again (every element closed, every value quoted) to blocks of text, in one pass.
+
+A block is the text between two boundaries: the tags of block elements and line breaks. Each holds its text, its place
+in the tree of elements and counts; elements hold their parents, the blocks that they span and the words of their
+classes. Text is UTF-8: entities decoded, white space collapsed except in `pre`, formulas from alternative texts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from puna.stages.curate.extraction import layout as L
+from puna.stages.curate.extraction.attributes import attributes, types
+from puna.stages.curate.extraction.layout import TAG_BIT, Scan
+from puna.stages.curate.extraction.search import find, tag_name
+from puna.stages.curate.extraction.tags import IS_BLOCK, IS_RAW, IS_SPACED, IS_VOID, NUMBER
+from puna.stages.curate.extraction.write import boundary, formula, write
+
+T_A, T_BR, T_IMG, T_INPUT, T_LI, T_OL, T_TD, T_TH, T_TR = (
+    NUMBER[name] for name in ["a", "br", "img", "input", "li", "ol", "td", "th", "tr"]
+)
+T_PRE, T_TEXTAREA, T_TITLE, T_SVG, T_HEAD = (NUMBER[name] for name in ["pre", "textarea", "title", "svg", "head"])
+
+
+def read_page(tree: Any) -> Scan:
+    """The blocks and elements of a page that Resiliparse has parsed."""
+    document = tree.document
+    return scan(document.html.encode("utf-8", "replace") if document is not None else b" ")
+
+
+def scan(html: bytes) -> Scan:
+    """The blocks and elements of a page; `html` is the serialisation of a parsed tree, UTF-8."""
+    data = np.frombuffer(html, np.uint8)
+    tags = html.count(b"<") + 2
+    page = Scan(
+        data,
+        np.zeros(L.STATES, np.int64),
+        np.empty(len(data) + 8 * tags + 64, np.uint8),
+        np.empty(1024, np.uint8),
+        np.zeros((tags, 8), np.int64),
+        np.zeros((tags, 2), np.uint64),
+        np.empty(min(len(data) // 2, L.MAX_TOKENS * tags) + 64, np.uint64),
+        np.zeros((tags + 1, L.HASHES + 1), np.int64),
+        np.empty(len(data) // 2 + 64, np.uint64),
+        np.empty(256, np.uint64),
+    )
+    _scan(page)
+    s = page.state
+    return page._replace(
+        text=page.text[: s[L.OUT]],
+        title=page.title[: s[L.TITLE_STOP]],
+        elements=page.elements[: s[L.ELEMENTS]],
+        signs=page.signs[: s[L.ELEMENTS]],
+        tokens=page.tokens[: s[L.TOKEN]],
+        blocks=page.blocks[: s[L.BLOCKS]],
+        hashes=page.hashes[: s[L.HASH]],
+        page=page.page[: s[L.PAGE_TOKEN]],
+    )
+
+
+@njit(cache=True)
+def _scan(page: Scan) -> None:
+    s, html = page.state, page.html
+    page.elements[0, L.PARENT] = -1
+    page.signs[0] = L.OFFSET
+    s[L.ELEMENTS], s[L.SKIP], s[L.FORMULA_AT], s[L.NEXT_GAP] = 1, -1, -1, L.BLANK
+    size = len(html)
+    while s[L.AT] < size:
+        if html[s[L.AT]] != 60:
+            _text(page)
+        elif s[L.AT] + 1 < size and html[s[L.AT] + 1] == 47:
+            _end_tag(page)
+        elif s[L.AT] + 1 < size and (97 <= html[s[L.AT] + 1] | 32 <= 122):
+            _start_tag(page)
+        else:
+            _declaration(page)
+    boundary(page, L.BLANK)
+    while s[L.CURRENT] >= 0:
+        _close(page)
+
+
+@njit(cache=True)
+def _declaration(page: Scan) -> None:
+    """Skip a comment, a doctype or a stray `<`."""
+    s, html = page.state, page.html
+    at = s[L.AT]
+    if at + 3 < len(html) and html[at + 1] == 33 and html[at + 2] == 45 and html[at + 3] == 45:
+        at += 4
+        while at < len(html) and not (html[at] == 62 and html[at - 1] == 45 and html[at - 2] == 45):
+            at += 1
+        s[L.AT] = at + 1
+    elif at + 1 < len(html) and (html[at + 1] == 33 or html[at + 1] == 63):
+        s[L.AT] = find(html, at, 62) + 1
+    else:
+        s[L.AT] += 1
+
+
+@njit(cache=True)
+def _end_tag(page: Scan) -> None:
+    s, html = page.state, page.html
+    tag, _, at = tag_name(html, s[L.AT] + 2)
+    s[L.AT] = find(html, at, 62) + 1
+    element, steps = s[L.CURRENT], 0
+    while element > 0 and page.elements[element, L.TAG] != tag and steps < 64:
+        element, steps = page.elements[element, L.PARENT], steps + 1
+    if element <= 0 or page.elements[element, L.TAG] != tag:
+        return
+    while s[L.CURRENT] != element:
+        _close(page)
+    _close(page)
+
+
+@njit(cache=True)
+def _close(page: Scan) -> None:
+    """Close the current element."""
+    s = page.state
+    element = s[L.CURRENT]
+    tag = page.elements[element, L.TAG]
+    if IS_BLOCK[tag]:
+        boundary(page, L.BLANK if IS_SPACED[tag] else L.LINE)
+    page.elements[element, L.END] = s[L.BLOCKS]
+    if s[L.SKIP] == element:
+        s[L.SKIP] = -1
+    if tag == T_A and s[L.IN_LINK] == element:
+        s[L.IN_LINK] = 0
+    if tag in (T_PRE, T_TEXTAREA):
+        s[L.IN_PRE] -= 1
+    elif tag == T_LI:
+        s[L.NEXT_MARKER] = 0
+    s[L.CURRENT] = page.elements[element, L.PARENT]
+
+
+@njit(cache=True)
+def _start_tag(page: Scan) -> None:
+    s, html, elements = page.state, page.html, page.elements
+    tag, name, at = tag_name(html, s[L.AT] + 1)
+    if IS_BLOCK[tag]:
+        boundary(page, L.BLANK if IS_SPACED[tag] else L.LINE)
+    elif tag == T_A and s[L.AT] >= 4 and html[s[L.AT] - 2] == 97 and html[s[L.AT] - 3] == 47:
+        s[L.SPACE] = 1  # links side by side are words of their own
+    parent, element = s[L.CURRENT], s[L.ELEMENTS]
+    s[L.ELEMENTS] += 1
+    elements[element, L.TAG], elements[element, L.PARENT], elements[element, L.DEPTH] = tag, parent, elements[parent, L.DEPTH] + 1
+    elements[element, L.FIRST], elements[element, L.TOKENS] = s[L.BLOCKS], s[L.TOKEN]
+    elements[element, L.FLAGS] = elements[parent, L.FLAGS] | TAG_BIT[tag]
+    elements[parent, L.CHILDREN] += 1
+    page.signs[element, 0] = name
+    s[L.CURRENT] = element
+    s[L.AT] = attributes(page, element, tag, at)
+    page.signs[element, 1] = (page.signs[parent, 1] ^ page.signs[element, 0]) * L.PRIME
+    if IS_RAW[tag]:
+        _raw(page, tag, element)
+    elif tag == T_TITLE:
+        _title(page)
+    else:
+        _opened(page, tag, element)
+        if IS_VOID[tag]:
+            elements[element, L.END] = s[L.BLOCKS]
+            s[L.CURRENT] = parent
+            if s[L.SKIP] == element:
+                s[L.SKIP] = -1
+
+
+@njit(cache=True)
+def _opened(page: Scan, tag: int, element: int) -> None:
+    """What the start of an element means for the text."""
+    s = page.state
+    if tag == T_BR:
+        boundary(page, L.LINE)
+        s[L.BREAKS] += 1
+        if s[L.BREAKS] > 1 and s[L.NEXT_GAP] == L.LINE:
+            s[L.NEXT_GAP] = L.BLANK
+    elif tag == T_A:
+        s[L.IN_LINK] = element
+        if s[L.OPEN]:
+            page.blocks[s[L.BLOCKS], L.LINKS] += 1
+        else:
+            page.blocks[s[L.BLOCKS], L.LINKS] = 1
+    elif tag in (T_PRE, T_TEXTAREA):
+        s[L.IN_PRE] += 1
+    elif tag == T_LI:
+        parent = page.elements[element, L.PARENT]
+        s[L.NEXT_MARKER] = page.elements[parent, L.CHILDREN] if page.elements[parent, L.TAG] == T_OL else -1
+    elif tag == T_TR:
+        s[L.ROW_CELLS] = 0
+    elif tag in (T_TD, T_TH):
+        if s[L.ROW_CELLS]:
+            s[L.NEXT_GAP] = L.TAB
+        s[L.ROW_CELLS] += 1
+    elif tag in (T_SVG, T_HEAD):
+        if s[L.SKIP] < 0:
+            s[L.SKIP] = element
+    elif tag == T_INPUT:
+        page.blocks[s[L.BLOCKS], L.FORMS] += 1
+    elif tag == T_IMG:
+        page.blocks[s[L.BLOCKS], L.IMAGES] += 1
+    elif s[L.OPEN] and not IS_BLOCK[tag]:
+        page.blocks[s[L.BLOCKS], L.INLINE] += 1
+
+
+@njit(cache=True)
+def _raw(page: Scan, tag: int, element: int) -> None:
+    """Skip the content of a script and its like; a formula in one is text, types of a linked-data description are about the page."""
+    s, html = page.state, page.html
+    start = at = s[L.AT]
+    kind = page.elements[element, L.CHILDREN]  # set by the attributes: 1 formula, 2 linked data
+    page.elements[element, L.CHILDREN] = 0
+    while True:
+        at = find(html, at, 60)
+        if at + 1 >= len(html):
+            at = len(html)
+            break
+        if html[at + 1] == 47 and tag_name(html, at + 2)[0] == tag:
+            break
+        at += 1
+    if kind == 1:
+        formula(page, start, at)
+    elif kind == 2:
+        types(page, start, at)
+    s[L.AT] = at
+
+
+@njit(cache=True)
+def _title(page: Scan) -> None:
+    """Keep the title's text."""
+    s, html = page.state, page.html
+    at = s[L.AT]
+    stop = find(html, at, 60)
+    if s[L.TITLE_STOP] == 0:
+        for here in range(at, min(stop, at + len(page.title))):
+            page.title[here - at] = html[here]
+        s[L.TITLE_STOP] = min(stop - at, len(page.title))
+    s[L.AT] = stop
+
+
+@njit(cache=True)
+def _text(page: Scan) -> None:
+    """The text up to the next tag."""
+    s, html = page.state, page.html
+    stop = find(html, s[L.AT], 60)
+    if s[L.SKIP] < 0:
+        write(page, s[L.AT], stop)
+    s[L.AT] = stop

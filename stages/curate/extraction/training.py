@@ -1,0 +1,330 @@
+"""Trains the extractor's model: `python -m puna.stages.curate.extraction.training PAGES TRUTH OUT`.
+
+PAGES holds `ID.html`; TRUTH is JSON lines (zstd or not) with file_id, url, `_internal.page_type.primary` and
+`ground_truth.main_content`, as the development part of WCXB has. OUT is the weights file. Needs `lightgbm`.
+
+Pages are split by domain: what a model feeds to the next is always made by models that did not see the page, and the
+printed F1 is of such pages. The weights written are of models that saw all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from puna.stages.curate.extraction import layout as L
+from puna.stages.curate.extraction.decode import decode
+from puna.stages.curate.extraction.features import BUCKETS
+from puna.stages.curate.extraction.labels import label
+from puna.stages.curate.extraction.layout import Scan
+from puna.stages.curate.extraction.model import FEATURES, PAGE_TYPES, TYPE_BUCKETS, block_rows, chosen, page_words
+from puna.stages.curate.extraction.scan import read_page
+from puna.stages.curate.extraction.text import text_of
+from puna.stages.curate.extraction.trees import Trees, logits
+from puna.storage import PunaError
+
+FOLDS = 4
+ROWS_PER_PAGE = 300  # blocks of a page that training sees; the others' weight goes to these
+ROUNDS = 250
+OPTIONS: dict[str, Any] = {
+    "objective": "cross_entropy", "num_leaves": 31, "learning_rate": 0.08, "feature_fraction": 0.25, "bagging_fraction": 0.7,
+    "bagging_freq": 1, "min_data_in_leaf": 50, "lambda_l2": 5, "max_bin": 63, "verbose": -1, "num_threads": 1, "seed": 1,
+    "deterministic": True, "force_row_wise": True,
+}  # fmt: skip
+
+
+class Page(NamedTuple):
+    """A labelled page: `shares` [blocks] of words that are content, `lengths` [blocks] in words."""
+
+    file: str
+    scan: Scan
+    truth: str
+    kind: int
+    fold: int
+    shares: NDArray[np.float32]
+    lengths: NDArray[np.int64]
+
+
+# --- pages -----------------------------------------------------------------------------------------------
+
+
+def read(folder: Path, truth: Path) -> list[Page]:
+    """The labelled pages that have blocks."""
+    from resiliparse.parse.html import HTMLTree
+
+    pages = []
+    for row in _rows(truth):
+        file = folder / f"{row.get('file_id', '')}.html"
+        if "file_id" not in row or not file.is_file():
+            continue
+        page = read_page(HTMLTree.parse(decode(file.read_bytes(), None, html=True)))
+        if not len(page.blocks):
+            continue
+        page = Scan._make(array.copy() for array in page._replace(html=page.html[:0]))  # less than the buffers they are cut from
+        text = page.text.tobytes()
+        wanted = row["ground_truth"].get("main_content") or ""
+        shares, lengths = label([text[b[L.START] : b[L.STOP]].decode("utf-8", "replace") for b in page.blocks], wanted)
+        host = urlsplit(row.get("url") or "").hostname or row["file_id"]
+        domain = ".".join(host.split(".")[-2:])
+        fold = hashlib.sha256(domain.encode()).digest()[0] % FOLDS
+        pages.append(Page(row["file_id"], page, wanted, PAGE_TYPES.index(row["_internal"]["page_type"]["primary"]), fold, shares, lengths))
+    if len({page.fold for page in pages}) < FOLDS:
+        raise PunaError(f"{truth}: too few labelled pages with a file in {folder} ({len(pages)})")
+    return pages
+
+
+def _rows(truth: Path) -> list[dict[str, Any]]:
+    data = truth.read_bytes()
+    if truth.suffix == ".zst":
+        import zstandard
+
+        data = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)).read()
+    return [json.loads(line) for line in data.decode("utf-8").split("\n") if line.strip()]
+
+
+def page_digest(body: bytes) -> str:
+    """16 hex digits that say whether the weights have seen a page."""
+    return hashlib.blake2b(body, digest_size=8).hexdigest()
+
+
+def word_f1(text: str, truth: str) -> float:
+    """F1 of bags of words, letters in either case; 1 where both are empty."""
+    found, wanted = (Counter(re.findall(r"\w+", t.lower())) for t in (text, truth))
+    if not found or not wanted:
+        return float(not found and not wanted)
+    return 2 * sum((found & wanted).values()) / (found.total() + wanted.total())
+
+
+# --- linear models ---------------------------------------------------------------------------------------
+
+
+class Bags(NamedTuple):
+    """Rows of bucket numbers, one after the other."""
+
+    starts: NDArray[np.int64]
+    buckets: NDArray[np.int32]
+
+
+def bags(rows: list[NDArray[Any]]) -> Bags:
+    """Rows as one array."""
+    return Bags(np.append(0, np.cumsum([len(row) for row in rows])), np.concatenate(rows).astype(np.int32))
+
+
+def _bucket(words: NDArray[np.uint64]) -> NDArray[np.int64]:
+    return ((words ^ (words >> np.uint64(29))) & np.uint64(BUCKETS - 1)).astype(np.int64)
+
+
+def class_bags(page: Scan) -> list[NDArray[np.int32]]:
+    """Buckets of the tags and class words of each block's elements, up to the root."""
+    elements, tokens = page.elements, _bucket(page.tokens)
+    stops = np.append(elements[1:, L.TOKENS], len(tokens))
+    paths: dict[int, NDArray[np.int32]] = {-1: np.zeros(0, np.int32)}
+    for e in range(len(elements)):
+        tag = (int(elements[e, L.TAG]) * 2654435761 + 12345) & (BUCKETS - 1)
+        own = np.append(tokens[elements[e, L.TOKENS] : stops[e]], tag).astype(np.int32)
+        paths[e] = np.concatenate([paths[int(elements[e, L.PARENT])], own])
+    return [paths[int(e)] for e in page.blocks[:, L.ELEMENT]]
+
+
+def text_bags(page: Scan) -> list[NDArray[np.int64]]:
+    """Buckets of each block's distinct words."""
+    stops = page.blocks[:, L.HASHES]
+    buckets = _bucket(page.hashes)
+    return [np.unique(buckets[a:b]) for a, b in zip(np.append(0, stops[:-1]), stops, strict=True)]
+
+
+@njit(cache=True)
+def fit_logistic(
+    data: Bags, chosen: NDArray[np.int64], y: NDArray[np.float32], w: NDArray[np.float32], size: int, epochs: int, l2: float
+) -> tuple[NDArray[np.float32], float]:
+    """Weights [size] and bias of a logistic regression over the chosen bags, by AdaGrad (rate 0.05)."""
+    weights, squares, bias = np.zeros(size, np.float32), np.full(size, np.float32(1e-3), np.float32), 0.0
+    np.random.seed(0)
+    for _ in range(epochs):
+        for row in np.random.permutation(chosen):
+            z = bias
+            for k in range(data.starts[row], data.starts[row + 1]):
+                z += weights[data.buckets[k]]
+            slope = (1 / (1 + np.exp(-z)) - y[row]) * w[row]
+            for k in range(data.starts[row], data.starts[row + 1]):
+                bucket = data.buckets[k]
+                step = slope + l2 * weights[bucket]
+                squares[bucket] += step * step
+                weights[bucket] -= 0.05 * step / np.sqrt(squares[bucket])
+            bias -= 0.0025 * slope
+    return weights, bias
+
+
+class Linear(NamedTuple):
+    """The linear models' weights, as in `Model`."""
+
+    class_weights: NDArray[np.float32]
+    text_weights: NDArray[np.float32]
+    type_weights: NDArray[np.float32]
+    type_bias: NDArray[np.float32]
+
+
+class Corpus(NamedTuple):
+    """All blocks of all pages: page, label, weight in training of each; bags of words of blocks and pages."""
+
+    pages: list[Page]
+    page: NDArray[np.int64]
+    fold: NDArray[np.int64]
+    label: NDArray[np.float32]
+    weight: NDArray[np.float32]
+    classes: Bags
+    texts: Bags
+    heads: Bags
+
+
+def corpus(pages: list[Page]) -> Corpus:
+    """The pages' blocks; every page weighs the same, its blocks by a root of their words."""
+    counts = [len(page.shares) for page in pages]
+    number = np.repeat(np.arange(len(pages)), counts)
+    fold = np.repeat([page.fold for page in pages], counts)
+    words = np.concatenate([page.scan.blocks[:, L.WORDS] for page in pages]) + 1.0
+    weight = words**0.6
+    weight /= np.bincount(number, weight)[number]
+    share = np.minimum(1, ROWS_PER_PAGE / np.bincount(number))[number]
+    weight = np.where(np.random.default_rng(0).random(len(number)) < share, weight / share, 0)
+    weight *= np.count_nonzero(weight) / weight.sum()
+    return Corpus(
+        pages,
+        number,
+        fold,
+        np.concatenate([page.shares for page in pages]),
+        weight.astype(np.float32),
+        bags([row for page in pages for row in class_bags(page.scan)]),
+        bags([row for page in pages for row in text_bags(page.scan)]),
+        bags([page_words(page.scan) for page in pages]),
+    )
+
+
+def fit_linear(data: Corpus, without: int | None) -> Linear:
+    """The linear models of all pages, or of those outside a fold."""
+    rows = np.flatnonzero((data.weight > 0) & (data.fold != (-1 if without is None else without)))
+    heads = np.array([n for n, page in enumerate(data.pages) if page.fold != without])
+    weight = np.minimum(data.weight, 10)
+    classes, _ = fit_logistic(data.classes, rows, data.label, weight, BUCKETS, 4, 1e-3)
+    texts, _ = fit_logistic(data.texts, rows, data.label, weight, BUCKETS, 4, 1e-3)
+    kinds = np.array([page.kind for page in data.pages])
+    ones = np.ones(len(kinds), np.float32)
+    types = [fit_logistic(data.heads, heads, (kinds == k).astype(np.float32), ones, TYPE_BUCKETS, 10, 1e-2) for k in range(len(PAGE_TYPES))]
+    return Linear(classes, texts, np.stack([w for w, _ in types], axis=1), np.array([b for _, b in types], np.float32))
+
+
+def rows_of(page: Page, linear: Linear) -> NDArray[np.float32]:
+    """What the first trees see of a page."""
+    types = linear.type_bias + linear.type_weights[page_words(page.scan)].sum(0)
+    return block_rows(page.scan, linear.class_weights, linear.text_weights, types)
+
+
+# --- trees -----------------------------------------------------------------------------------------------
+
+
+def fit_trees(rows: NDArray[np.float32], data: Corpus, without: int | None) -> Trees:
+    """Boosted trees of all pages, or of those outside a fold."""
+    import lightgbm
+
+    used = (data.weight > 0) & (data.fold != (-1 if without is None else without))
+    made = lightgbm.train(OPTIONS, lightgbm.Dataset(rows[used], data.label[used], weight=data.weight[used]), ROUNDS)
+    return as_arrays([tree["tree_structure"] for tree in made.dump_model()["tree_info"]])
+
+
+def as_arrays(structures: list[dict[str, Any]]) -> Trees:
+    """LightGBM's trees as arrays."""
+    roots: list[int] = []
+    nodes: list[tuple[int, float]] = []
+    children: list[list[int]] = []
+    leaves: list[float] = []
+
+    def add(node: dict[str, Any]) -> int:
+        if "leaf_value" in node:
+            leaves.append(node["leaf_value"])
+            return ~(len(leaves) - 1)
+        number = len(nodes)
+        nodes.append((node["split_feature"], node["threshold"]))
+        children.append([0, 0])
+        children[number] = [add(node["left_child"]), add(node["right_child"])]
+        return number
+
+    roots = [add(structure) for structure in structures]
+    sides = np.array(children, np.int32).reshape(-1, 2)
+    return Trees(
+        np.array(roots, np.int32),
+        np.array([feature for feature, _ in nodes], np.int16),
+        np.array([threshold for _, threshold in nodes], np.float32),
+        sides[:, 0].copy(),
+        sides[:, 1].copy(),
+        np.array(leaves, np.float32),
+    )
+
+
+# --- all together ----------------------------------------------------------------------------------------
+
+
+def all_rows(data: Corpus) -> NDArray[np.float32]:
+    """What the trees see of every block, each page scored by linear models that did not see it."""
+    rows = np.empty((len(data.page), FEATURES + len(PAGE_TYPES)), np.float32)
+    for fold in range(FOLDS):
+        linear = fit_linear(data, fold)
+        for number, page in enumerate(data.pages):
+            if page.fold == fold:
+                rows[data.page == number] = rows_of(page, linear)
+    return rows
+
+
+def unseen_texts(data: Corpus, rows: NDArray[np.float32], fold: int) -> dict[str, str]:
+    """Texts of a fold's pages, by file, by trees that did not see the fold."""
+    trees = fit_trees(rows, data, fold)
+    texts = {}
+    for number, page in enumerate(data.pages):
+        if page.fold == fold:
+            p = 1 / (1 + np.exp(-logits(trees, rows[data.page == number])))
+            texts[page.file] = text_of(page.scan, chosen(page.scan, p))
+    return texts
+
+
+def unseen_f1(data: Corpus, rows: NDArray[np.float32]) -> dict[str, float]:
+    """Mean F1 of words over all pages and by type, each page by models that did not see its domain."""
+    texts = {file: text for fold in range(FOLDS) for file, text in unseen_texts(data, rows, fold).items()}
+    scores: dict[str, list[float]] = {"all": []}
+    for page in data.pages:
+        for name in ("all", PAGE_TYPES[page.kind]):
+            scores.setdefault(name, []).append(word_f1(texts[page.file], page.truth))
+    return {name: round(float(np.mean(values)), 4) for name, values in scores.items()}
+
+
+def weights(data: Corpus, rows: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
+    """The weights file's arrays, of models that saw all pages."""
+    found: dict[str, NDArray[Any]] = {name: values.astype(np.float16) for name, values in fit_linear(data, None)._asdict().items()}
+    return found | {f"trees.{field}": values for field, values in fit_trees(rows, data, None)._asdict().items()}
+
+
+def main(arguments: list[str]) -> None:
+    """Train, write the weights, print the F1 of unseen pages."""
+    from safetensors.numpy import save_file
+
+    if len(arguments) != 3:
+        raise PunaError("usage: python -m puna.stages.curate.extraction.training PAGES TRUTH OUT")
+    folder, truth, out = map(Path, arguments)
+    data = corpus(read(folder, truth))
+    rows = all_rows(data)
+    seen = " ".join(page_digest((folder / f"{page.file}.html").read_bytes()) for page in data.pages)
+    save_file(weights(data, rows), out, metadata={"trained_on": seen})
+    print(unseen_f1(data, rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,196 @@
+"""Text of a page: from the HTML between tags into blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from puna.stages.curate.extraction import layout as L
+from puna.stages.curate.extraction.layout import Scan
+from puna.stages.curate.extraction.search import find, has
+from puna.stages.curate.extraction.tags import IS_BLOCK
+
+MAX_INDENT = 200  # spaces before the first character of a line of code
+
+
+@njit(cache=True)
+def boundary(page: Scan, gap: int) -> None:
+    """End the open block, if there is one; what stands before the next is at least `gap`."""
+    s = page.state
+    if s[L.OPEN]:
+        block = page.blocks[s[L.BLOCKS]]
+        block[L.STOP] = s[L.OUT]
+        block[L.HASHES] = s[L.HASH]
+        s[L.BLOCKS] += 1
+        s[L.OPEN] = s[L.SPACE] = s[L.BREAKS] = 0
+        s[L.NEXT_GAP] = gap
+        page.blocks[s[L.BLOCKS], L.START] = s[L.OUT]
+    elif s[L.NEXT_GAP] == L.LINE:
+        s[L.NEXT_GAP] = gap
+
+
+@njit(cache=True)
+def _open(page: Scan) -> None:
+    """Begin a block at the current element."""
+    s = page.state
+    block = page.blocks[s[L.BLOCKS]]
+    element = s[L.CURRENT]
+    while element > 0 and not IS_BLOCK[page.elements[element, L.TAG]]:
+        element = page.elements[element, L.PARENT]
+    block[L.ELEMENT], block[L.START], block[L.GAP], block[L.MARKER], block[L.PRE] = (
+        element,
+        s[L.OUT],
+        s[L.NEXT_GAP],
+        s[L.NEXT_MARKER],
+        s[L.IN_PRE] > 0,
+    )
+    if s[L.IN_LINK] and block[L.LINKS] == 0:
+        block[L.LINKS] = 1
+    s[L.OPEN], s[L.SPACE], s[L.NEXT_GAP], s[L.NEXT_MARKER] = 1, 0, L.LINE, 0
+
+
+@njit(cache=True)
+def _put(page: Scan, c: int) -> None:
+    """Write one byte of text."""
+    s = page.state
+    page.text[s[L.OUT]] = c
+    s[L.OUT] += 1
+
+
+@njit(cache=True)
+def _entity(html: NDArray[np.uint8], at: int, stop: int) -> tuple[int, int]:
+    """The character of an entity at an ampersand, and its length; the serialisation has only four. 160: a space that does not break."""
+    if at + 3 < stop and html[at + 2] == 116 and html[at + 3] == 59:
+        if html[at + 1] == 108:
+            return 60, 4
+        if html[at + 1] == 103:
+            return 62, 4
+    if at + 4 < stop and html[at + 1] == 97 and html[at + 2] == 109 and html[at + 3] == 112 and html[at + 4] == 59:
+        return 38, 5
+    if at + 5 < stop and html[at + 1] == 110 and html[at + 2] == 98 and html[at + 3] == 115 and html[at + 4] == 112 and html[at + 5] == 59:
+        return 32, 6
+    if at + 5 < stop and html[at + 1] == 113 and html[at + 2] == 117 and html[at + 3] == 111 and html[at + 4] == 116 and html[at + 5] == 59:
+        return 34, 6
+    return 38, 1
+
+
+@njit(cache=True)
+def write(page: Scan, start: int, stop: int) -> None:
+    """html[start:stop] as text of the open block, which begins with its first visible character."""
+    s, html = page.state, page.html
+    at = start
+    word = L.OFFSET
+    in_word = False
+    while at < stop:
+        c, length = np.int64(html[at]), 1
+        if c == 38:
+            c, length = _entity(html, at, stop)
+        at += length
+        if (c < 32 and not 9 <= c <= 13) or c == 127:
+            continue  # control characters are not written
+        if c <= 32:
+            if in_word:
+                _word(page, word)
+                word, in_word = L.OFFSET, False
+            if s[L.IN_PRE] and (s[L.OPEN] or c == 32 or c == 9):
+                if not s[L.OPEN]:
+                    s[L.VERBATIM] += 1  # indentation before the first visible character
+                elif c != 13:
+                    _put(page, c)
+            else:
+                s[L.SPACE] = 1
+                s[L.VERBATIM] = 0
+            continue
+        _lead(page)
+        _put(page, c)
+        kind = _count(page, c, at)
+        if kind:
+            word, in_word = (word ^ np.uint64(kind)) * L.PRIME, True
+        elif in_word:
+            _word(page, word)
+            word, in_word = L.OFFSET, False
+    if in_word:
+        _word(page, word)
+
+
+@njit(cache=True)
+def _lead(page: Scan) -> None:
+    """What stands before a visible character: a new block, with its indentation in `pre`, or a space."""
+    s = page.state
+    if not s[L.OPEN]:
+        _open(page)
+        if s[L.IN_PRE]:
+            for _ in range(min(s[L.VERBATIM], MAX_INDENT)):
+                _put(page, 32)
+        s[L.VERBATIM] = 0
+    elif s[L.SPACE]:
+        _put(page, 32)
+    s[L.SPACE] = 0
+
+
+@njit(cache=True)
+def _count(page: Scan, c: int, at: int) -> int:
+    """Count a byte of the open block. Returns what it adds to a word: itself, letters in lower case, 48 for any digit; 0 ends the word."""
+    s = page.state
+    block = page.blocks[s[L.BLOCKS]]
+    block[L.LAST] = c
+    if c < 128 or c >= 192:
+        block[L.CHARS] += 1
+        block[L.LINKED_CHARS] += s[L.IN_LINK] > 0
+    if 97 <= c <= 122 or c >= 128:
+        if 0xE3 <= c <= 0xED:  # most letters of Chinese, Japanese and Korean: two make a word, about
+            block[L.WORDS] += at & 1
+        return c
+    if 65 <= c <= 90:
+        block[L.UPPER] += 1
+        return c | 32
+    if 48 <= c <= 57:
+        block[L.DIGITS] += 1
+        return 48
+    if c == 44:
+        block[L.COMMAS] += 1
+    elif c in (33, 46, 58, 59, 63):
+        block[L.STOPS] += 1
+    return 0
+
+
+@njit(cache=True)
+def _word(page: Scan, word: np.uint64) -> None:
+    s = page.state
+    block = page.blocks[s[L.BLOCKS]]
+    block[L.WORDS] += 1
+    block[L.LINKED_WORDS] += s[L.IN_LINK] > 0
+    if s[L.HASH] < len(page.hashes):
+        page.hashes[s[L.HASH]] = word
+        s[L.HASH] += 1
+
+
+@njit(cache=True)
+def formula(page: Scan, start: int, stop: int) -> None:
+    """Write a formula, unless it is the twin of the one just written."""
+    s = page.state
+    if s[L.SKIP] >= 0 or (s[L.OPEN] and s[L.FORMULA_AT] == s[L.OUT]):
+        return
+    s[L.SPACE] = 1
+    write(page, start, stop)
+    s[L.SPACE] = 1
+    s[L.FORMULA_AT] = s[L.OUT]
+
+
+@njit(cache=True)
+def annotation(page: Scan, element: int, at: int) -> None:
+    """Take a formula's TeX annotation, where it has one, for its text."""
+    html = page.html
+    stop = at
+    while stop < len(html):
+        stop = find(html, stop, 60)
+        if stop + 6 < len(html) and html[stop + 1] == 47 and has(html, stop + 2, stop + 6, b"math"):
+            break
+        if stop + 11 < len(html) and has(html, stop + 1, stop + 11, b"annotation") and html[stop + 11] == 32:
+            end = find(html, stop, 62)
+            if has(html, stop, end, b"x-tex"):
+                formula(page, end + 1, find(html, end + 1, 60))
+                page.state[L.SKIP] = element
+                return
+        stop += 1

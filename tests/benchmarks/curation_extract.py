@@ -1,0 +1,137 @@
+"""Extraction of main text: F1 of words and pages a second, beside trafilatura and Resiliparse on the same pages.
+
+    python tests/benchmarks/curation_extract.py --data FOLDER [--limit N] [--json]
+
+FOLDER (or the environment's PUNA_EXTRACTION_DATA) is a set of annotated pages as WCXB has them: `html/ID.html`, and
+`ground-truth/ID.json` or `truth.jsonl` with `file_id`, `_internal.page_type.primary`, `ground_truth.main_content`. Pages that
+the weights were trained on (they carry a list of them) are scored by weights trained here on the pages of other
+domains, one fold of four; that needs lightgbm and minutes. The speed is of the whole stage on one thread: decoding, bounds,
+parsing, reading, judging, text. Peers are left out where they are not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / ".pkg"))
+
+HELD_OUT = 0  # the fold that is scored where the pages are those of training
+
+
+def figures(data: Path | None = None, limit: int | None = None) -> dict[str, float]:
+    """extract_f1 and extract_pages_s, the same of the peers (trafilatura_f1, ...), F1 by type (extract_f1_article, ...), pages."""
+    from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
+    from puna.stages.curate.extraction.training import word_f1
+
+    folder, rows = _rows(data)
+    rows, texts = _unseen(folder, rows[:limit])
+
+    def ours(body: bytes) -> str:
+        try:
+            return page_text(body, "text/html", None, ExtractConfig()).text
+        except Unreadable:
+            return ""
+
+    systems: dict[str, Callable[[bytes], str]] = {"extract": ours, **_peers()}
+    bodies = [(folder / f"{row['file_id']}.html").read_bytes() for row in rows]
+    found: dict[str, float] = {"pages": float(len(rows))}
+    for name, system in systems.items():
+        system(bodies[0])  # compiles and loads
+        began = time.process_time()
+        made = [system(body) for body in bodies]
+        found[f"{name}_pages_s"] = len(bodies) / (time.process_time() - began)
+        if name == "extract" and texts is not None:
+            made = [texts.get(row["file_id"], "") for row in rows]
+        scores = [word_f1(text, row["ground_truth"].get("main_content") or "") for text, row in zip(made, rows, strict=True)]
+        found[f"{name}_f1"] = sum(scores) / len(scores)
+        for kind in sorted({row["_internal"]["page_type"]["primary"] for row in rows}):
+            of_kind = [score for score, row in zip(scores, rows, strict=True) if row["_internal"]["page_type"]["primary"] == kind]
+            found[f"{name}_f1_{kind}"] = sum(of_kind) / len(of_kind)
+    return found
+
+
+def _rows(data: Path | None) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of pages and the annotations of those that are there."""
+    given = data or (Path(os.environ["PUNA_EXTRACTION_DATA"]) if "PUNA_EXTRACTION_DATA" in os.environ else None)
+    if given is None or not (given / "html").is_dir():
+        sys.exit(
+            f"{given}: no annotated pages; give --data FOLDER or set PUNA_EXTRACTION_DATA to a folder with html/ and truth (see --help)"
+        )
+    if (given / "truth.jsonl").is_file():
+        rows = [json.loads(line) for line in (given / "truth.jsonl").read_text(encoding="utf-8").split("\n") if line.strip()]
+    else:
+        rows = [
+            {"file_id": file.stem} | json.loads(file.read_text(encoding="utf-8"))
+            for file in sorted((given / "ground-truth").glob("*.json"))
+        ]
+    rows = [row for row in rows if "file_id" in row and (given / "html" / f"{row['file_id']}.html").is_file()]
+    if not rows:
+        sys.exit(f"{given}: no annotation has a page in html/")
+    return given / "html", sorted(rows, key=lambda row: row["file_id"])
+
+
+def _unseen(folder: Path, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str] | None]:
+    """The rows that can be scored honestly; with their texts where the weights that come with the code have seen the pages."""
+    from safetensors import safe_open
+
+    from puna.stages.curate.extraction.model import WEIGHTS
+    from puna.stages.curate.extraction.training import all_rows, corpus, page_digest, read, unseen_texts
+
+    with safe_open(WEIGHTS, "np") as file:
+        seen = set(file.metadata()["trained_on"].split())
+    new = [row for row in rows if page_digest((folder / f"{row['file_id']}.html").read_bytes()) not in seen]
+    if len(new) >= 0.1 * len(rows):
+        return new, None
+    print("the weights have seen these pages: training on three quarters of their domains to score the rest", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as scratch:
+        truth = Path(scratch) / "truth.jsonl"
+        truth.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        pages = corpus(read(folder, truth))
+    texts = unseen_texts(pages, all_rows(pages), HELD_OUT)
+    return [row for row in rows if row["file_id"] in texts], texts
+
+
+def _peers() -> dict[str, Callable[[bytes], str]]:
+    """What extracts beside us, by name, where it is installed."""
+    from resiliparse.extract.html2text import extract_plain_text
+
+    from puna.stages.curate.extraction.decode import decode
+
+    found: dict[str, Callable[[bytes], str]] = {
+        "resiliparse": lambda body: str(extract_plain_text(decode(body, None, html=True), main_content=True))
+    }
+    try:
+        import trafilatura
+    except ImportError as error:
+        print(f"trafilatura is left out: {error}", file=sys.stderr)
+    else:
+        found["trafilatura"] = lambda body: trafilatura.extract(body) or ""
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder of annotated pages")
+    parser.add_argument("--limit", type=int, help="take the first N pages")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    found = figures(arguments.data, arguments.limit)
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        for name, value in found.items():
+            print(f"{name:32} {value:.4f}" if value < 2 else f"{name:32} {value:.0f}")
+
+
+if __name__ == "__main__":
+    main()

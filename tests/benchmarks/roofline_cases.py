@@ -1,0 +1,307 @@
+"""What `roofline.py` times: every operator at the machine's shapes, its bytes and FLOPs, and its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from puna.kernels.adamw import adamw_
+from puna.kernels.advantages import advantages
+from puna.kernels.attention import ForestMask, attention
+from puna.kernels.awq_linear import awq_linear, quantize_awq
+from puna.kernels.cached_attention import cached_attention
+from puna.kernels.linear_cross_entropy import linear_cross_entropy
+from puna.kernels.linear_preference_loss import linear_preference_loss
+from puna.kernels.linear_token_logprobs import linear_token_logprobs, linear_token_logprobs_reference
+from puna.kernels.lora import lora_linear, lora_linear_reference
+from puna.kernels.minhash_triton import permutation_tensors, signatures_tensor
+from puna.kernels.moe import grouped_linear, grouped_linear_reference, top_k_routing, top_k_routing_reference
+from puna.kernels.operators import uses_triton
+from puna.kernels.paged_attention import DecodePlan, Run, append_, paged_attention
+from puna.kernels.quantized_linear import low_precision_linear, quantize_rows, quantized_linear
+from puna.kernels.rms_norm import add_rms_norm
+from puna.kernels.rope import rope, rope_reference, rope_table
+from puna.kernels.swiglu import swiglu
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and in what precision; shapes: tokens, width, feed-forward width, heads, key-value heads, head width, vocabulary."""
+
+    device: torch.device
+    dtype: torch.dtype
+    T: int
+    D: int
+    F: int
+    H: int
+    G: int
+    K: int
+    V: int
+
+    @staticmethod
+    def of(device: str, small: bool = False) -> Machine:
+        """A Llama 3 8B layer over 16384 tokens in bf16; on CPU a small model's in fp32; `small`: for the interpreter."""
+        if small:
+            kind = torch.bfloat16 if device == "cuda" else torch.float32
+            return Machine(torch.device(device), kind, 64, 64, 96, 4, 2, 16, 200)
+        if device == "cuda":
+            return Machine(torch.device("cuda"), torch.bfloat16, 16384, 4096, 14336, 32, 8, 128, 128256)
+        return Machine(torch.device("cpu"), torch.float32, 2048, 1024, 2816, 8, 4, 64, 8192)
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(shape, device=self.device)).to(self.dtype).requires_grad_()
+
+
+@dataclass
+class Case:
+    """`function(*inputs)` and its peers; the backward is timed too where any input requires a gradient."""
+
+    name: str
+    function: Function
+    inputs: tuple[Any, ...]
+    bytes: tuple[float, float]  # forward, backward
+    flops: tuple[float, float]
+    peers: dict[str, Function] = field(default_factory=dict)
+
+
+def compiled(function: Function, machine: Machine) -> dict[str, Function]:
+    """torch.compile of the definition, where compiling takes seconds and not minutes."""
+    return {"compile": torch.compile(function)} if machine.device.type == "cuda" else {}
+
+
+def liger(name: str, adapt: Function = lambda f: f) -> dict[str, Function]:
+    """A function of Liger-Kernel's functional interface, where it is installed."""
+    try:
+        from liger_kernel.transformers import functional
+    except ImportError:
+        return {}
+    return {"liger": adapt(getattr(functional, f"liger_{name}"))}
+
+
+def cases(m: Machine) -> Iterator[Case]:
+    """Every operator at the machine's shapes; made one at a time, so that only one's tensors live."""
+    size = m.dtype.itemsize
+    row = m.T * m.D * size
+    x, r, w = m.normal(m.T, m.D), m.normal(m.T, m.D), m.normal(m.D)
+    peers = {"torch": lambda x, r, w: (lambda total: (F.rms_norm(total, (m.D,), w, 1e-5), total))(x + r)}
+    peers |= liger("fused_add_rms_norm", lambda f: lambda x, r, w: f(x, r, w, 1e-5))
+    yield Case("add + RMSNorm", partial(add_rms_norm, eps=1e-5), (x, r, w), (4 * row, 4 * row), (0, 0), peers | compiled(peers["torch"], m))
+    wide = m.T * m.F * size
+    peers = {"torch": lambda g, u: F.silu(g) * u}
+    yield Case(
+        "SwiGLU",
+        swiglu,
+        (m.normal(m.T, m.F), m.normal(m.T, m.F)),
+        (3 * wide, 5 * wide),
+        (0, 0),
+        peers | compiled(peers["torch"], m) | liger("swiglu"),
+    )
+    x = m.normal(m.T, m.H, m.K)
+    cos, sin = rope_table(torch.arange(m.T, device=m.device), m.K, 5e5, m.dtype)
+    twice = (2 * x.numel() + 2 * cos.numel()) * size
+    yield Case("RoPE", rope, (x, cos, sin), (twice, twice), (0, 0), {"torch": rope_reference} | compiled(rope_reference, m))
+    yield from _output_layer(m, size)
+    yield from _attention(m, size)
+    yield from _decoding(m, size)
+    yield from _linear_layers(m, size)
+    yield from _experts(m, size)
+    yield from _the_rest(m)
+
+
+def _output_layer(m: Machine, size: int) -> Iterator[Case]:
+    x, w = m.normal(m.T, m.D), m.normal(m.V, m.D, scale=0.02)
+    targets, weights = torch.randint(0, m.V, (m.T,), device=m.device), torch.full((m.T,), 1 / m.T, device=m.device)
+    product = 2.0 * m.T * m.D * m.V
+    matrices = (x.numel() + w.numel()) * size
+
+    def whole_step(loss: Function) -> Function:
+        """Forward and backward in one, since ours makes the gradients in its forward pass."""
+
+        def run(*_: Any) -> Any:
+            with torch.enable_grad():
+                return torch.autograd.grad(loss(x, w), (x, w))
+
+        return run
+
+    peers = {"torch": whole_step(lambda x, w: F.cross_entropy(F.linear(x, w), targets))}
+    if hasattr(F, "linear_cross_entropy"):
+        peers["torch fused"] = whole_step(lambda x, w: F.linear_cross_entropy(x, w, targets))
+    peers |= liger("fused_linear_cross_entropy", lambda f: whole_step(lambda x, w: f(x, w, targets)))
+    ours = whole_step(lambda x, w: linear_cross_entropy(x, w, targets, weights))
+    yield Case("linear + cross-entropy, step", ours, (), (2 * matrices, 0), (3 * product, 0), peers)
+    yield Case(
+        "linear + log-probs", lambda x, w: linear_token_logprobs(x, w, targets), (x, w), (matrices, 2 * matrices), (product, 3 * product),
+        {"torch": lambda x, w: linear_token_logprobs_reference(x, w, targets)} if m.T * m.V < 3e9 else {},
+    )  # fmt: skip
+    answers = 2 * max(1, m.T // 1024)
+    lengths = torch.full((answers,), m.T // answers, device=m.device)
+    chosen = torch.arange(0, answers, 2, device=m.device)
+    ones, zeros, reference = torch.ones(m.T, device=m.device), torch.zeros(m.T, device=m.device), torch.zeros(answers, device=m.device)
+
+    def by_logprobs(x: Tensor, w: Tensor) -> Tensor:
+        margins = linear_token_logprobs(x, w, targets)[0].view(answers, -1).sum(1).view(-1, 2)
+        return -F.logsigmoid(0.1 * (margins[:, 0] - margins[:, 1])).mean()
+
+    given = (targets, ones, zeros, lengths, chosen, chosen + 1, reference, "sigmoid", 0.1)
+    ours = whole_step(lambda x, w: linear_preference_loss(x, w, *given)[0])
+    peers = {"by our log-probs": whole_step(by_logprobs)} | liger_dpo(m, whole_step)
+    yield Case("linear + preference loss, step", ours, (), (2 * matrices, 0), (3 * product, 0), peers)
+
+
+def liger_dpo(m: Machine, whole_step: Function) -> dict[str, Function]:
+    """Liger-Kernel's fused DPO loss, where it is installed; it wants all chosen answers first, then all rejected."""
+    try:
+        from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
+    except ImportError:
+        return {}
+    answers = 2 * max(1, m.T // 1024)
+    labels = torch.randint(0, m.V, (answers, m.T // answers), device=m.device)
+    loss = LigerFusedLinearDPOLoss(beta=0.1, use_ref_model=False)
+    return {"liger": whole_step(lambda x, w: loss(w, x.view(answers, -1, m.D), labels)[0])}
+
+
+def _attention(m: Machine, size: int) -> Iterator[Case]:
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        return F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), enable_gqa=True, **how)[0].transpose(0, 1)
+
+    T = m.T // 2
+    for name, documents in (("one document", [T]), ("packed", [T // 2, T // 4, T // 8, T // 16, T // 16])):
+        end = torch.cat([torch.full((n,), sum(documents[: i + 1]), dtype=torch.int32) for i, n in enumerate(documents)]).to(m.device)
+        mask = ForestMask.from_end(end)
+        q, k, v = (m.normal(T, heads, m.K) for heads in (m.H, m.G, m.G))
+        pairs = sum(n * (n + 1) / 2 for n in documents)
+        flops = 4.0 * pairs * m.H * m.K
+        moved = (2 * q.numel() + 2 * k.numel()) * size
+        if len(documents) == 1:
+            peers: dict[str, Function] = {"SDPA": partial(sdpa, is_causal=True)}
+        else:
+            peers = {"SDPA, dense mask": partial(sdpa, attn_mask=mask.dense())} | _varlen(documents, m.device)
+        ours = partial(attention, mask=mask)
+        yield Case(f"attention, {name}", ours, (q, k, v), (moved, 2 * moved), (flops, 2.5 * flops), peers)
+
+
+def _varlen(documents: list[int], device: torch.device) -> dict[str, Function]:
+    """torch's variable-length attention, which only runs on a GPU; grouped heads are repeated where it wants that."""
+    if device.type != "cuda":
+        return {}
+    from torch.nn.attention.varlen import varlen_attn
+
+    cuts = torch.tensor([0, *documents], device=device).cumsum(0).to(torch.int32)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        repeat = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
+        return varlen_attn(q, k, v, cuts, cuts, max(documents), max(documents), is_causal=True)
+
+    return {"varlen": run}
+
+
+def _decoding(m: Machine, size: int) -> Iterator[Case]:
+    """One new token of 64 sequences: each with a context of its own, and all with one shared prompt."""
+    B, W, S = 64, m.T // 4, 16
+    q = m.normal(B, m.H, m.K).detach()
+    k, v = (m.normal(B, m.G, W, m.K).detach() for _ in range(2))
+    bias = torch.zeros(B, W, dtype=m.dtype, device=m.device)
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=bias[:, None, None], enable_gqa=True)[:, :, 0]
+
+    products = 4.0 * B * W * m.H * m.K
+    read = (2 * k.numel() + 2 * q.numel()) * size
+    yield Case("cached attention", cached_attention, (q, k, v, bias), (read, 0), (products, 0), {"SDPA": sdpa})
+    pages = W // S
+    own = max(1, pages // 8)
+    k_PSGK, v_PSGK = (m.normal(pages + B * own, S, m.G, m.K).detach() for _ in range(2))
+    runs = [Run(0, B, list(range(pages)), W)]
+    runs += [Run(i, 1, list(range(pages + i * own, pages + (i + 1) * own)), own * S) for i in range(B)]
+    plan = DecodePlan.from_runs(runs, B, S, m.device)
+    read = 2 * k_PSGK.numel() * size
+    products = 4.0 * B * (W + own * S) * m.H * m.K
+    yield Case("paged attention, shared prompt", partial(paged_attention, plan=plan), (q, k_PSGK, v_PSGK), (read, 0), (products, 0))
+    new = [m.normal(B, m.G, m.K).detach() for _ in range(2)]
+    places = torch.arange(B, device=m.device) * S
+    yield Case("append keys and values", append_, (k_PSGK, v_PSGK, *new, places), (4 * new[0].numel() * size, 0), (0, 0))
+
+
+def _linear_layers(m: Machine, size: int) -> Iterator[Case]:
+    T, D, N = m.T // 2, m.D, m.F
+    x, w = m.normal(T, D), m.normal(N, D, scale=0.02)
+    product, moved = 2.0 * T * D * N, (T * D + N * D + T * N) * size
+    plain = {"bf16 product" if m.dtype == torch.bfloat16 else "product": F.linear}
+    for kind in ("int8", "fp8"):
+        ours = partial(low_precision_linear, kind=kind)
+        yield Case(f"{kind} linear, training", ours, (x, w), (moved, 2 * moved), (product, 2 * product), plain)
+    few = m.normal(16, D).detach()
+    q, scale = quantize_rows(w.detach(), "int8")
+    full = {"full precision": lambda x, *_: F.linear(x, w.detach())}
+    yield Case("int8 linear, 16 rows", quantized_linear, (few, q, scale), (N * D, 0), (32.0 * D * N, 0), full)
+    packed = quantize_awq(w.detach(), min(128, D))
+    yield Case("AWQ linear, 16 rows", awq_linear, (few, *packed), (N * D / 2, 0), (32.0 * D * N, 0), full)
+    yield Case("AWQ linear", awq_linear, (x, *packed), (moved, moved), (product, product), {"full precision": lambda x, *_: F.linear(x, w.detach())})
+    a, b = m.normal(16, D, scale=0.02), m.normal(N, 16, scale=0.02)
+    ours, theirs = (partial(f, scale=2.0) for f in (lora_linear, lora_linear_reference))
+    yield Case("LoRA linear, rank 16", ours, (x, w.detach(), a, b), (moved, moved), (product, product), {"torch": theirs})
+
+
+def _experts(m: Machine, size: int) -> Iterator[Case]:
+    E, k, inner = 64, 8, max(64, m.F // 8)
+    logits = m.normal(m.T, E)
+    routed = m.T * (E * (size + 4) + 12 * k)
+    yield Case(
+        "top-k routing", lambda z: top_k_routing(z, k, True)[:2], (logits,), (routed, routed), (0, 0),
+        {"torch": lambda z: top_k_routing_reference(z.float(), k, True)[:2]},
+    )  # fmt: skip
+    N = m.T
+    shares = torch.distributions.Dirichlet(torch.full((E,), 4.0)).sample()
+    cuts = (shares.cumsum(0) * N).round().long()
+    cuts[-1] = N
+    offsets = torch.cat([cuts.new_zeros(1), cuts]).to(m.device)
+    x, w = m.normal(N, m.D), m.normal(E, inner, m.D, scale=0.02)
+    product, moved = 2.0 * N * m.D * inner, (x.numel() + w.numel() + N * inner) * size
+    peers: dict[str, Function] = {"loop": grouped_linear_reference}
+    if m.device.type == "cuda" and hasattr(F, "grouped_mm"):
+        peers["torch grouped"] = lambda x, w, o: F.grouped_mm(x, w.transpose(1, 2), offs=o[1:].to(torch.int32))
+    yield Case("grouped linear, 64 experts", grouped_linear, (x, w, offsets), (moved, 2 * moved), (product, 2 * product), peers)
+
+
+def _the_rest(m: Machine) -> Iterator[Case]:
+    """AdamW, advantages and MinHash: none has a matrix product."""
+    sizes = [(m.F, m.D)] * 3 + [(m.D, m.D)] * 2 + [(m.D,)] * 4
+    parameters = [torch.randn(s, device=m.device) for s in sizes]
+    gradients = [torch.randn(s, device=m.device).to(m.dtype) for s in sizes]
+    moments = [[torch.zeros_like(p) for p in parameters] for _ in range(2)]
+    count = sum(p.numel() for p in parameters)
+    theirs = [torch.nn.Parameter(p.clone()) for p in parameters]
+    for p, g in zip(theirs, gradients, strict=True):
+        p.grad = g.float()
+    optimizer = torch.optim.AdamW(theirs, fused=True)
+
+    def torch_step() -> None:
+        torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+        optimizer.step()
+
+    ours = partial(adamw_, parameters, gradients, *moments, step=1, lr=1e-4, clip=1.0)
+    # Parameters and moments are read and written in fp32, gradients read twice.
+    yield Case("AdamW with clipping", lambda: ours(), (), (count * (24 + 2 * m.dtype.itemsize), 0), (0, 0), {"torch fused": torch_step})
+    answers = max(4, m.T // 64)
+    lengths = torch.randint(m.T // 64 + 1, m.T // 16 + 2, (answers,))
+    tokens = [torch.randn(int(lengths.sum()), device=m.device) for _ in range(3)]
+    scores, lengths = torch.randn(answers, device=m.device), lengths.to(m.device)
+    ours = partial(advantages, kl=0.1, gamma=1.0, lam=0.95)
+    yield Case("GAE with KL rewards", ours, (*tokens, scores, lengths), (20 * len(tokens[0]), 0), (0, 0))
+    if uses_triton(scores):
+        documents, shingles = 16 * m.T // 64, 600 if m.T > 64 else 40
+        hashes = torch.randint(-(2**63), 2**63 - 1, (documents * shingles,), device=m.device)
+        offsets = torch.arange(documents + 1, device=m.device) * shingles
+        numbers = permutation_tensors(128, 1, "affine32", m.device)
+        # An integer multiplication and an addition per shingle and permutation; bytes are what is read and written.
+        moved = 8 * len(hashes) + 512 * documents
+        yield Case("MinHash, 128 permutations", signatures_tensor, (hashes, offsets, *numbers, "affine32"), (moved, 0), (0, 0))

@@ -1,0 +1,163 @@
+"""Each operator on small shapes, with edges that are no multiples of any block, against its definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from roofline_cases import Function, Machine
+from torch import Tensor
+
+from puna.kernels.adamw import adamw_, adamw_reference
+from puna.kernels.advantages import advantages, advantages_reference
+from puna.kernels.attention import ForestMask, attention, attention_reference
+from puna.kernels.awq_linear import awq_linear, awq_linear_reference, quantize_awq
+from puna.kernels.cached_attention import cached_attention, cached_attention_reference
+from puna.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from puna.kernels.linear_preference_loss import linear_preference_loss, linear_preference_loss_reference
+from puna.kernels.linear_token_logprobs import linear_token_logprobs, linear_token_logprobs_reference
+from puna.kernels.lora import lora_linear, lora_linear_reference
+from puna.kernels.minhash import signatures
+from puna.kernels.minhash_triton import signatures_on
+from puna.kernels.moe import grouped_linear, grouped_linear_reference, top_k_routing, top_k_routing_reference
+from puna.kernels.operators import uses_triton
+from puna.kernels.paged_attention import DecodePlan, Run, paged_attention, paged_attention_reference
+from puna.kernels.quantized_linear import low_precision_linear, quantize_rows_reference
+from puna.kernels.rms_norm import add_rms_norm, add_rms_norm_reference
+from puna.kernels.rope import rope, rope_reference, rope_table
+from puna.kernels.swiglu import swiglu, swiglu_reference
+
+
+def check(name: str, function: Function, reference: Function, inputs: list[Tensor], dtype: torch.dtype) -> str:
+    """Values and gradients against the fp64 definition: at most twice the error of the definition in `dtype`."""
+
+    def run(f: Function, kind: torch.dtype) -> list[Tensor]:
+        given = [
+            x.to(kind).requires_grad_(x.requires_grad) if x.is_floating_point() else x
+            for x in (y.detach().requires_grad_(y.requires_grad) for y in inputs)
+        ]
+        outputs = f(*given)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        generator = torch.Generator().manual_seed(1)
+        upstream = [torch.randn(out.shape, generator=generator).to(out) for out in outputs]
+        wanted = [x for x in given if x.requires_grad]
+        return [*outputs, *(torch.autograd.grad(outputs, wanted, upstream) if wanted else ())]
+
+    exact, plain, ours, again = run(reference, torch.float64), run(reference, dtype), run(function, dtype), run(function, dtype)
+    for index, (e, p, o, a) in enumerate(zip(exact, plain, ours, again, strict=True)):
+        error = float((o.double() - e).abs().max())
+        budget = 2 * float((p.double() - e).abs().max()) + 8 * torch.finfo(dtype).eps * max(1.0, float(e.abs().max()))
+        if not error <= budget:
+            return f"{name}: WRONG, tensor {index} is off by {error:.3g}, {budget:.3g} is allowed"
+        if not torch.equal(o, a):
+            return f"{name}: WRONG, tensor {index} differs between two runs"
+    return f"{name}: right"
+
+
+def equal(name: str, ours: Tensor, expected: Tensor, tolerance: float) -> str:
+    """The largest difference within `tolerance` times the largest number."""
+    error, most = float((ours.double() - expected.double()).abs().max()), float(expected.double().abs().max())
+    return f"{name}: right" if error <= tolerance * most else f"{name}: WRONG, off by {error:.3g} of {most:.3g}"
+
+
+def checks(machine: Machine) -> Iterator[str]:
+    """Every operator on small shapes, with edges that are no multiples of any block."""
+    draw = partial(_normal64, machine.device)
+    done = partial(check, dtype=machine.dtype)
+    yield done(
+        "add + RMSNorm",
+        partial(add_rms_norm, eps=1e-5),
+        partial(add_rms_norm_reference, eps=1e-5),
+        [draw(300, 4096), draw(300, 4096), draw(4096)],
+    )
+    yield done("SwiGLU", swiglu, swiglu_reference, [draw(100, 5000), draw(100, 5000)])
+    tables = rope_table(torch.arange(100, device=machine.device), 128, 5e5, torch.float64)
+    yield done("RoPE", rope, rope_reference, [draw(100, 5, 128), *tables])
+    targets = torch.randint(0, 5000, (70,), device=machine.device)
+    x, w = draw(70, 64), draw(5000, 64)
+    weights = torch.rand(70, dtype=torch.float64, device=machine.device) / 70
+    yield done(
+        "linear + cross-entropy",
+        lambda x, w: linear_cross_entropy(x, w, targets, weights),
+        lambda x, w: linear_cross_entropy_reference(x, w, targets, weights.to(x)),
+        [x, w],
+    )
+    yield done(
+        "linear + log-probs",
+        lambda x, w: linear_token_logprobs(x, w, targets, 0.8),
+        lambda x, w: linear_token_logprobs_reference(x, w, targets, 0.8),
+        [x, w],
+    )
+    end = torch.tensor([700] * 300 + [500] * 200 + [700] * 200 + [1001] * 301, dtype=torch.int32, device=machine.device)
+    for window in (None, 130):
+        mask = ForestMask.from_end(end).within(window)
+        for K in (64, 128):
+            inputs = [draw(1001, 4, K), draw(1001, 2, K), draw(1001, 2, K)]
+            name = f"attention, heads of {K}" + (f", window {window}" if window else "")
+            yield done(
+                name,
+                lambda q, k, v, mask=mask: attention(q, k, v, mask),
+                lambda q, k, v, mask=mask: attention_reference(q, k, v, mask),
+                inputs,
+            )
+
+
+def _normal64(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape))).to(device).requires_grad_()
+
+
+def more_checks(machine: Machine, small: bool = False) -> Iterator[str]:
+    """The operators whose definition is no chain of torch's, or that have no gradient."""
+    dev, kind = machine.device, machine.dtype
+    draw = partial(_normal64, dev)
+    done = partial(check, dtype=kind)
+    fixed = lambda *shape: draw(*shape).detach()  # noqa: E731
+    n = 8 if small else 1
+    T, D, N = 200 // n, 520 // n, 136 // n
+    inputs = [draw(T, D), fixed(N, D), draw(9, D), draw(N, 9)]
+    yield done("LoRA", partial(lora_linear, scale=0.5), partial(lora_linear_reference, scale=0.5), inputs)
+    yield done("routing", lambda z: top_k_routing(z, 4, True)[:2], lambda z: top_k_routing_reference(z, 4, True)[:2], [draw(50, 20)])
+    offsets = torch.tensor([0, T // 2, T // 2, T - 3, T], device=dev)
+    ours, plain = (lambda x, w, f=f: f(x, w, offsets) for f in (grouped_linear, grouped_linear_reference))
+    yield done("grouped linear", ours, plain, [draw(T, D), draw(4, N, D)])
+    packed, zeros, scales = quantize_awq(fixed(N // 8 * 8, D // 8 * 8), 8)
+    for rows in (5, 80):
+        ours, plain = (lambda x, f=f: f(x, packed, zeros, scales.to(x.dtype)) for f in (awq_linear, awq_linear_reference))
+        yield done(f"AWQ, {rows} rows", ours, plain, [draw(rows, D // 8 * 8)])
+    cache = [fixed(3, 4, 32), fixed(3, 2, 700 // n, 32), fixed(3, 2, 700 // n, 32), torch.zeros(3, 700 // n, device=dev).double()]
+    cache[3][1, :80] = -torch.inf
+    yield done("cached attention", cached_attention, cached_attention_reference, cache)
+    runs = [Run(0, 3, [4, 1, 7], 41), Run(3, 1, [2], 9), Run(0, 1, [0], 16), Run(1, 2, [3, 5], 17)]
+    plan = DecodePlan.from_runs(runs, 4, 16, dev)
+    ours = lambda q, k, v: paged_attention(q, k, v, plan)  # noqa: E731
+    yield done("paged attention", ours, lambda q, k, v: paged_attention_reference(q, k, v, runs), [fixed(4, 8, 32), *(fixed(8, 16, 2, 32) for _ in "kv")])
+    targets, sizes = torch.randint(0, 90, (70 // n,), device=dev), torch.tensor([30, 20, 20] if n == 1 else [3, 2, 3], device=dev)
+    given = (targets, torch.ones(70 // n, device=dev), torch.zeros(70 // n, device=dev), sizes)
+    given += tuple(torch.tensor(t, device=dev) for t in ([0, 2], [1, 0], [0.5, -1.0, 0.0]))
+    ours, plain = (lambda x, w, f=f: f(x, w, *given, "sigmoid", 0.1)[0] for f in (linear_preference_loss, linear_preference_loss_reference))
+    yield done("preference loss", ours, plain, [draw(70 // n, 64), draw(90, 64)])
+    for quantized in ("int8", "fp8"):
+        x, w = fixed(T, D).to(kind), fixed(N, D).to(kind)
+        (a, s), (b, r) = (quantize_rows_reference(z.float(), quantized) for z in (x, w))
+        expected = (a.double() * s.double()[:, None]) @ (b.double() * r.double()[:, None]).T
+        # The interpreter's casts to FP8 do not round, which is a sixteenth of a number.
+        loose = 0.1 if quantized == "fp8" and not x.is_cuda else 8 * torch.finfo(kind).eps
+        yield equal(f"{quantized} linear", low_precision_linear(x, w, quantized), expected, loose)
+    lengths = torch.tensor([3, 1, 0, 2000 // n, 77], device=dev)
+    tokens, scores = [fixed(int(lengths.sum())) for _ in range(3)], fixed(5)
+    exact = advantages_reference(*tokens, scores, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), 0.1, 0.99, 0.95)
+    given = [x.float() for x in (*tokens, scores)]
+    yield equal("GAE with KL rewards", advantages(*given, lengths, 0.1, 0.99, 0.95)[0], exact[0], 1e-5)
+    five = [fixed(1000 // n, 7).float(), fixed(1000 // n, 7).float(), *(torch.zeros(1000 // n, 7, device=dev) for _ in "mv")]
+    wide = [[x.double()] for x in five]
+    norm = adamw_(*([x] for x in five), step=1, lr=0.01, clip=1.0)
+    adamw_reference(*wide, 1, 0.01, 0.9, 0.95, 1e-8, 0.0, 1.0)
+    yield equal("AdamW", five[0], wide[0][0], 1e-6) if bool(norm.isfinite()) else "AdamW: WRONG, its norm is not finite"
+    if uses_triton(scores.float()):
+        hashes = np.random.default_rng(0).integers(0, 2**64, 300 // n, dtype=np.uint64)
+        cuts = np.array([0, 0, 7, 300 // n])
+        for scheme in ("affine32", "affine64", "legacy", "mersenne"):
+            same = np.array_equal(signatures_on(dev, hashes, cuts, 30, 1, scheme), signatures(hashes, cuts, 30, 1, scheme))
+            yield f"MinHash {scheme}: " + ("right" if same else "WRONG, bits differ")

@@ -1,0 +1,108 @@
+"""Quality by an encoder: the head against its optimality conditions, both kinds of encoder, labels from sources and judges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from puna.models.checkpoint import save
+from puna.models.config import ModelConfig
+from puna.models.tokenizer import Tokenizer
+from puna.models.transformer import Transformer
+from puna.stages.contract import External, execute
+from puna.stages.curate.encoder_quality import EncoderQualityConfig, encoder_quality, fit
+from puna.storage import Identity, PunaError, Store
+
+
+def own_model(store, texts):
+    """A small untrained model as an artifact."""
+    tokenizer = Tokenizer.train(texts, 400)
+    config = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
+    model = Transformer(config)
+    model.initialise(torch.Generator().manual_seed(0))
+    with store.work("e" * 64) as work:
+        save(model, work.output, tokenizer)
+        return work.commit("model", "e" * 64, Identity(stage="import"))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_head_is_at_its_optimum(seed):
+    generator = np.random.default_rng(seed)
+    vectors = generator.normal(size=(300, 7)).astype(np.float32)
+    positive = vectors[:, 0] - vectors[:, 1] + generator.normal(size=300) > 0.3
+    head = fit(vectors, positive, 0.05)
+    p = head.probabilities(vectors)
+    assert p.mean() == pytest.approx(positive.mean(), abs=1e-8)  # the bias has no penalty
+    x = (vectors - head.mean) / head.scale
+    slope = x.T @ (p - positive) / 300 + 0.05 * head.weights
+    assert np.abs(slope).max() < 1e-8
+    assert head.weights[0] > 0 > head.weights[1]
+
+
+def test_separable_and_constant_columns_do_no_harm():
+    vectors = np.array([[0.0, 5.0], [0.1, 5.0], [0.9, 5.0], [1.0, 5.0]], np.float32)
+    p = fit(vectors, np.array([False, False, True, True]), 0.01).probabilities(vectors)
+    assert np.isfinite(p).all() and (p[:2] < 0.5).all() and (p[2:] > 0.5).all()
+
+
+def test_sources_and_judges_as_labels(tmp_path, make_documents, themed):
+    store = Store.open(tmp_path)
+    rows = themed(96)
+    documents, model = make_documents(store, rows), own_model(store, [text for _, _, text in rows])
+    config = EncoderQualityConfig(max_tokens=64)
+    made = execute(encoder_quality, config, {"documents": documents, "model": model}, store)
+    assert made.manifest.metrics["auc"] > 0.99  # good sources have full stops, the others shout
+    table = made.read().to_pydict()
+    source = {identity: name for identity, name, _ in rows}
+    assert all((value is None) == (source[i] == "code") for i, value in zip(table["id"], table["quality"], strict=True))
+    assert "calibration" in made.manifest.figures
+    values = sorted(value for value in table["quality"] if value is not None)
+    assert np.mean(np.array(values) >= made.manifest.metrics["threshold"]) == pytest.approx(config.keep, abs=0.02)
+    # A judge who likes sports and saw half of the documents.
+    grades = [{"id": i, "judgement": 4.0 if "sports" in i else 1.0} for n, (i, _, _) in enumerate(rows) if n // 4 % 2]
+    labels = store.import_table("signals", pa.Table.from_pylist(grades))
+    judged = execute(encoder_quality, config, {"documents": documents, "model": model, "labels": labels}, store)
+    assert judged.manifest.metrics["labelled"] == sum(source[row["id"]] != "code" for row in grades)
+    quality = dict(zip(judged.read()["id"].to_pylist(), judged.read()["quality"].to_pylist(), strict=True))
+    unseen = [i for n, (i, name, _) in enumerate(rows) if n // 4 % 2 == 0 and name != "code"]
+    right = [(quality[i] > 0.5) == ("sports" in i) for i in unseen]
+    assert np.mean(right) > 0.9
+
+
+def test_a_hugging_face_encoder_by_its_folder(tmp_path, make_documents, themed):
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, pre_tokenizers, trainers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    rows = themed(48)
+    backend = Backend(models.WordLevel(unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.train_from_iterator([text for _, _, text in rows], trainers.WordLevelTrainer(special_tokens=["[UNK]", "[PAD]"]))
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]").save_pretrained(tmp_path / "bert")
+    torch.manual_seed(0)
+    shape = BertConfig(vocab_size=backend.get_vocab_size(), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+                       max_position_embeddings=48)  # fmt: skip
+    BertModel(shape).save_pretrained(tmp_path / "bert")
+    store = Store.open(tmp_path / "store")
+    documents = make_documents(store, rows)
+    encoder = External.resolve(f"bert={tmp_path / 'bert'}")[0]
+    made = execute(encoder_quality, EncoderQualityConfig(), {"documents": documents, "encoder": encoder}, store)
+    assert made.manifest.metrics["auc"] > 0.95
+
+
+def test_what_is_missing_is_named(tmp_path, make_documents, themed):
+    store = Store.open(tmp_path / "store")
+    rows = themed(24)
+    documents = make_documents(store, rows)
+    with pytest.raises(PunaError, match="give one encoder"):
+        execute(encoder_quality, EncoderQualityConfig(), {"documents": documents}, store)
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "x.txt").write_text("x")
+    with pytest.raises(PunaError, match="no config.json"):
+        execute(encoder_quality, EncoderQualityConfig(), {"documents": documents, "encoder": External.resolve(str(tmp_path / "none"))[0]}, store)
+    model = own_model(store, [text for _, _, text in rows])
+    with pytest.raises(PunaError, match="good and other documents are needed"):
+        execute(encoder_quality, EncoderQualityConfig(positive_sources=("none",)), {"documents": documents, "model": model}, store)

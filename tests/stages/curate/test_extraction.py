@@ -1,0 +1,270 @@
+"""The parts of extraction: reading pages into blocks, bounds, trees, the cut, rendering, labels."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from resiliparse.parse.html import HTMLTree
+
+from puna.stages.curate.extraction import layout as L
+from puna.stages.curate.extraction.bounds import burden
+from puna.stages.curate.extraction.cut import best_cut
+from puna.stages.curate.extraction.groups import group_sums, groups
+from puna.stages.curate.extraction.labels import label
+from puna.stages.curate.extraction.model import content, judge, load
+from puna.stages.curate.extraction.scan import read_page, scan
+from puna.stages.curate.extraction.tags import NUMBER
+from puna.stages.curate.extraction.text import text_of
+from puna.stages.curate.extraction.training import as_arrays
+from puna.stages.curate.extraction.trees import logits
+from puna.stages.curate.extraction.whole import made_whole, with_headline
+
+
+def texts(html: str) -> list[str]:
+    """The blocks' texts."""
+    page = read_page(HTMLTree.parse(html))
+    return [page.text.tobytes()[b[L.START] : b[L.STOP]].decode() for b in page.blocks]
+
+
+def whole(html: str) -> str:
+    """All blocks as text."""
+    page = read_page(HTMLTree.parse(html))
+    return text_of(page, np.ones(len(page.blocks), np.bool_))
+
+
+# --- reading ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("html", "expected"),
+    [
+        ("<p>one<p>two", "one\n\ntwo"),
+        ("<div>one</div><div>two</div>", "one\ntwo"),
+        ("a<br>b<br><br>c", "a\nb\n\nc"),
+        ("<p>some <b>bo</b>ld &amp; &lt;i&gt; &copy; x&nbsp;y", "some bold & <i> © x y"),
+        ("<ul><li>x<li>y</ul><ol><li>p<li>q</ol>", "• x\n• y\n\n1. p\n2. q"),
+        ("<ul><li></ul><p>z", "z"),
+        ("<p =a =>x</p><q\x13=y><p\x01>z</p>", "x\n\nz"),
+        ("<table><tr><th>a<th>b<tr><td>1<td>2</table>", "a\tb\n1\t2"),
+        ("<a href=x>One</a><a href=y>Two</a>", "One Two"),
+        ("<pre>\nfor x:\n    y  z\n\n    w</pre>", "for x:\n    y  z\n\n    w"),
+        ("<pre><span>  a</span>\n  b</pre>", "  a\n  b"),
+        ("t<script>'<p>no'</script><style>p{}</style><svg><text>no</text></svg><!-- no --> u", "t u"),
+        ('<p>is <math alttext="x^2"><mi>x</mi></math>!', "is x^2 !"),
+        (
+            "<p><math><semantics><mi>x</mi><annotation encoding='application/x-tex'>\\beta</annotation></semantics></math>",
+            "\\beta",
+        ),
+        ("<p><math><mi>x</mi><mo>=</mo><mn>1</mn></math>", "x=1"),
+        ('<p>so <span><math alttext="a"><mi>a</mi></math></span><img class="mwe-math" alt="a">.', "so a ."),
+        ('<p>k <span class="katex"><span class="katex-html">drawn</span></span>', "k"),
+        ('<h2>Part<a class="headerlink" href="#p">¶</a></h2>', "Part"),
+        ("<noscript>shown</noscript><template>too</template>", "shown\ntoo"),
+        ("<title>T</title>", ""),
+        ("", ""),
+    ],
+)
+def test_pages_are_read_as_they_are_seen(html, expected):
+    assert whole(html) == expected
+
+
+def test_long_cells_are_layout_and_stand_on_lines_of_their_own():
+    long = "word " * 60
+    assert whole(f"<table><tr><td>{long}<td>{long}</table>") == f"{long.strip()}\n{long.strip()}"
+
+
+def test_elements_know_their_parents_blocks_and_flags():
+    page = read_page(HTMLTree.parse("<nav><a href=/>home</a></nav><main class='fooBar-baz'><p>a<p hidden>b</main>"))
+    kinds = page.elements[:, L.TAG].tolist()
+    nav, main = kinds.index(NUMBER["nav"]), kinds.index(NUMBER["main"])
+    assert page.elements[nav, [L.FIRST, L.END]].tolist() == [0, 1]
+    assert page.elements[main, [L.FIRST, L.END]].tolist() == [1, 3]
+    flags = page.elements[page.blocks[:, L.ELEMENT], L.FLAGS]
+    assert [bool(f & L.BIT["nav"]) for f in flags] == [True, False, False]
+    assert [bool(f & L.HIDDEN) for f in flags] == [False, False, True]
+    assert page.elements[main + 1, L.TOKENS] - page.elements[main, L.TOKENS] == 3  # foo, bar, baz
+    assert page.blocks[:, L.LINKED_WORDS].tolist() == [1, 0, 0]
+
+
+def _reference(html: str) -> str:
+    """Words of the text nodes of Resiliparse's tree, by walking it."""
+    found: list[str] = []
+
+    def walk(node, hidden):
+        if node.tag == "#text":
+            found.append("" if hidden else node.value or "")
+        if node.tag in BLOCKS:
+            found.append(" ")
+        child = node.first_child
+        while child is not None:
+            walk(child, hidden or node.tag in ("script", "style", "head"))
+            child = child.next
+        if node.tag in BLOCKS:
+            found.append(" ")
+
+    tree = HTMLTree.parse(html)
+    walk(tree.body, False)
+    return " ".join("".join(found).split())
+
+
+BLOCKS = ("p", "div", "li", "ul", "td", "tr", "table", "tbody", "h1", "br", "body", "section")
+TAGS = ("p", "div", "b", "span", "li", "ul", "table", "tr", "td", "h1", "br", "i", "section")
+WORDS = ("word", "two words", " ", "&amp;", "&lt;p&gt;", "é", "<!-- c -->", "<script>x<p></script>", "<style>y</style>", "<em class='a b'>")
+PIECES = st.sampled_from((*(f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")), *WORDS))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PIECES, max_size=40))
+def test_no_text_of_the_tree_is_lost_or_made_up(pieces):
+    html = "<body>" + "".join(pieces)
+    assert " ".join(" ".join(texts(html)).split()) == _reference(html)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.binary(max_size=300)
+    | st.lists(st.sampled_from([b"<", b">", b"</", b"<p", b"<!--", b"-->", b'="', b"&", b"&amp", b"<script", b"<math>", b"x"])).map(
+        b"".join
+    )
+)
+def test_any_bytes_are_read(data):
+    page = scan(data)  # not even what a parser wrote
+    keep = content(page, load())
+    assert len(text_of(page, keep)) <= 4 * len(data) + 64
+    starts, stops = page.blocks[:, L.START], page.blocks[:, L.STOP]
+    assert (starts <= stops).all() and (stops[:-1] <= starts[1:]).all()
+    assert (page.elements[1:, L.PARENT] < np.arange(1, len(page.elements))).all()
+    assert (page.elements[:, L.FIRST] <= page.elements[:, L.END]).all()
+
+
+# --- bounds ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("html", "depth"),
+    [
+        (b"<div>" * 50 + b"</div>" * 50 + b"<div>" * 20, 50),
+        (b"<p><li>" * 500, 0),  # the parser closes these itself
+        (b"<br><img src=x>" * 500, 0),
+        (b"<svg>" + b"<path d='m 1 1'/>" * 500 + b"</svg>", 1),
+        (b"<svg><p>" + b"<g/>" * 500, 501),  # the paragraph ends the drawing; after that a slash closes nothing
+        (b"<script>" + b"'<div>'" * 500 + b"</script>", 1),
+        (b"<!--" + b"<div>" * 500 + b"-->", 0),
+        (b"<div title='<div><div>'>", 1),
+        (b"</div>" * 20 + b"<div>" * 20, 20),
+        (b"<i><b></i>x" * 100, 101),  # 99 bolds that the parser opens again and again, and two that are open
+    ],
+)
+def test_depth_counts_what_stays_open(html, depth):
+    assert burden(html).depth == depth
+
+
+def test_burden_counts_tags_attributes_and_elements_opened_again():
+    assert burden(b"<p a b='x y' c = \"<p>\" d=e><p>").attributes == 4
+    assert burden(b"<p a b='x y' c = \"<p>\" d=e><p>").tags == 2
+    assert burden(b"<font>" * 10 + b"<p>" * 7).copies == 70
+
+
+# --- the model's parts -----------------------------------------------------------------------------------
+
+
+def test_the_cut_keeps_what_gives_the_highest_expected_f1():
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        p, words = generator.random(8).astype(np.float32), generator.integers(1, 50, 8).astype(np.float64)
+        order, count, expected = best_cut(p, words)
+        kept = set(order[:count].tolist())
+        best = 0.0
+        for mask in range(1, 256):  # every set of blocks, not only those above a threshold
+            which = np.array([mask >> k & 1 for k in range(8)], np.bool_)
+            best = max(best, 2 * (p * words)[which].sum() / (words[which].sum() + (p * words).sum()))
+        assert expected == pytest.approx(best, rel=1e-6)
+        assert 2 * sum(p[k] * words[k] for k in kept) / (sum(words[k] for k in kept) + (p * words).sum()) == pytest.approx(best, rel=1e-6)
+
+
+def test_sums_over_equal_keys():
+    generator = np.random.default_rng(1)
+    keys = generator.integers(0, 7, 60).astype(np.uint64)
+    values = generator.random((60, 3)).astype(np.float32)
+    size, before = groups(keys)
+    sums = group_sums(keys, values)
+    for k in range(60):
+        assert (size[k], before[k]) == ((keys == keys[k]).sum(), (keys[:k] == keys[k]).sum())
+        np.testing.assert_allclose(sums[k], values[keys == keys[k]].sum(0), rtol=1e-5)
+
+
+def test_trees_give_the_sum_of_their_leaves():
+    def leaf(value):
+        return {"leaf_value": value}
+
+    def split(feature, threshold, left, right):
+        return {"split_feature": feature, "threshold": threshold, "left_child": left, "right_child": right}
+
+    trees = as_arrays([split(0, 1.5, leaf(1.0), split(1, 0.0, leaf(2.0), leaf(4.0))), leaf(8.0)])
+    rows = np.array([[1.5, 9], [2, 0], [2, 0.5]], np.float32)
+    assert logits(trees, rows).tolist() == [9.0, 10.0, 12.0]
+
+
+def test_the_model_prefers_sentences_to_menus():
+    menu = "".join(f"<li><a href=/{n}>Menu {n}</a></li>" for n in range(8))
+    text = "<p>The llama is a domesticated animal of the Andes, kept for its wool and to carry loads over the mountains.</p>"
+    page = read_page(HTMLTree.parse(f"<body><div class=menu><ul>{menu}</ul></div><div class=content><h1>Llamas</h1>{text * 4}</div>"))
+    p, types = judge(page, load())
+    assert p[-4:].min() > p[:8].max()
+    assert types.shape == (7,)
+
+
+def test_labels_follow_the_truth_in_order_and_find_what_was_moved():
+    blocks = [
+        "Home",
+        "A title",
+        "the first of the paragraphs here",
+        "share this",
+        "a box that the truth has at its very end",
+        "and the last one, the longest of them all by far",
+        "Home",
+    ]
+    truth = "A title\n\nthe first of the paragraphs here\n\nand the last one, the longest of them all by far\n\na box that the truth has at its very end"
+    shares, lengths = label(blocks, truth)
+    assert lengths.tolist() == [len(re.findall(r"\w+", b)) for b in blocks]
+    assert (shares > 0.5).tolist() == [False, True, True, False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("html", "kept", "whole"),
+    [
+        # Code inside the content stays; code beside it does not.
+        ("<nav><pre>z</pre></nav><main><p>a b c<pre>d</pre><p>e f</main>", "a b c|e f", "a b c|d|e f"),
+        # A tenth of a list's words decides, of the outermost list, and half of a table's.
+        ("<main><p>x<dl><dt>a<dd>b c<dd><dl><dt>d<dd>e f g h i j</dl></dl></main>", "x|a", "x|a|b c|d|e f g h i j"),
+        ("<main><p>x<dl><dt>a<dd>b c d e f g h i j k</dl></main>", "x|a", "x|a"),
+        ("<main><p>x<table><tr><td>1<td>2<tr><td>3<td>4</table></main>", "x|1|4", "x|1|2|3|4"),
+        ("<main><p>x<table><tr><td>1<td>2<tr><td>3<td>4</table></main>", "x|1", "x|1"),
+        # Headings go with what they head, but not above the first block that is kept.
+        ("<h1>t</h1><main><p>x<h2>a</h2><h3>b</h3><p>y<h2>c</h2><p>z</main>", "x|y", "x|a|b|y"),
+        # Lists are not held together, and nothing comes of nothing.
+        ("<main><p>x<ul><li>a<li>b<li>c</ul></main>", "x|a|b", "x|a|b"),
+        ("<main><p>x<pre>y</pre></main>", "", ""),
+    ],
+)
+def test_code_and_tables_and_lists_of_definitions_stay_whole(html, kept, whole):
+    page = read_page(HTMLTree.parse(html))
+    text = page.text.tobytes()
+    blocks = [text[b[L.START] : b[L.STOP]].decode() for b in page.blocks]
+    keep = np.array([block in kept.split("|") for block in blocks])
+    assert [block for block, stays in zip(blocks, made_whole(page, keep), strict=True) if stays] == [w for w in whole.split("|") if w]
+
+
+@pytest.mark.parametrize(
+    ("html", "kept", "found"),
+    [("<h1>t</h1><p>x", "x", "t|x"), ("<p>x<h1>t</h1>", "x", "x"), ("<h1>t</h1><h1>u</h1><p>x", "x", "x"), ("<h1>t</h1>", "", "")],
+)
+def test_the_headline_is_the_only_first_heading(html, kept, found):
+    page = read_page(HTMLTree.parse(html))
+    blocks = [page.text.tobytes()[b[L.START] : b[L.STOP]].decode() for b in page.blocks]
+    keep = with_headline(page, np.array([block in kept.split("|") for block in blocks]))
+    assert "|".join(block for block, stays in zip(blocks, keep, strict=True) if stays) == found

@@ -1,0 +1,205 @@
+"""Every stage of curation writes the same bytes whatever the order of its inputs, the size of parts, the number of workers."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import multiprocessing
+import pkgutil
+from concurrent.futures import ProcessPoolExecutor
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import puna.stages.curate
+from puna.stages.contract import External, Stage, execute
+from puna.stages.contract.config import parse
+from puna.stages.curate.block_lists import BlockListsConfig, block_lists
+from puna.stages.curate.decontaminate import DecontaminateConfig, decontaminate
+from puna.stages.curate.domains import DomainsConfig, domains
+from puna.stages.curate.extract import ExtractConfig, extract
+from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
+from puna.stages.curate.ingest import IngestConfig, ingest
+from puna.stages.curate.language import LanguageConfig, language
+from puna.stages.curate.line_dedup import LineDedupConfig, line_dedup
+from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
+from puna.stages.curate.minhash_update import MinhashUpdateConfig, minhash_update
+from puna.stages.curate.mix import MixConfig, mix
+from puna.stages.curate.pii import PiiConfig, pii
+from puna.stages.curate.quality import QualityConfig, quality
+from puna.stages.curate.select import SelectConfig, select
+from puna.stages.curate.semantic_dedup import SemanticDedupConfig, semantic_dedup
+from puna.stages.curate.substring_dedup import SubstringDedupConfig, substring_dedup
+from puna.stages.curate.url_dedup import UrlDedupConfig, url_dedup
+from puna.stages.curate.url_filter import UrlFilterConfig, url_filter
+from puna.storage import Store
+
+WHEN = datetime(2024, 1, 1, tzinfo=UTC)
+SMALL = {"dimension": 8, "buckets": 10_000, "epochs": 3}
+MODULES = [f"puna.stages.curate.{module.name}" for module in pkgutil.iter_modules(puna.stages.curate.__path__)]
+PASSAGE = " ".join(f"passage{n}" for n in range(60))
+CASES = {
+    "other order": {"part_rows": 1024},
+    "parts of 3": {"part_rows": 3},
+    "2 workers, parts of 11": {"part_rows": 11, "workers": 2},
+    "4 workers, parts of 5": {"part_rows": 5, "workers": 4},
+}
+
+
+def corpus(themed):
+    """72 documents: near-duplicates, repeated lines and passages, personal data, repeated and unwanted addresses, equal times."""
+    rows = []
+    for n, (identity, source, text) in enumerate(themed(72)):
+        if n % 9 == 4:
+            text = rows[-1]["text"] + " another end"
+        if n % 5 == 0:
+            text = f"Sign in here\n{text}\ncall +1 (415) 867-5309, u{n}@mail.com"
+        if n % 7 == 0:
+            text += f"\n{PASSAGE}"
+        host = {6: "pornhub.com", 13: "listed.net", 14: "listed.net"}.get(n, "site.example.net")
+        rows.append(
+            {"id": identity, "url": f"https://{host}/{n % 50}", "fetched_at": WHEN + timedelta(days=n % 4), "source": source,
+             "title": None, "text": text}
+        )  # fmt: skip
+    return rows
+
+
+def crawl(folder, order):
+    """Two archives with 40 pages and two records that repeat, as inputs."""
+    members = []
+    for n in range(40):
+        body = f"<html><title>t{n}</title><main><p>{' '.join(f'word{w}' for w in range(n, n + 90))}</p></main></html>".encode()
+        http = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n" + body
+        head = (
+            f"WARC/1.0\r\nWARC-Type: response\r\nWARC-Date: 2024-01-{n % 28 + 1:02d}T00:00:00Z\r\n"
+            f"WARC-Target-URI: https://site.example.net/{n % 33}\r\n"
+            f"Content-Type: application/http; msgtype=response\r\nContent-Length: {len(http)}\r\n\r\n"
+        )
+        members.append(gzip.compress(head.encode() + http + b"\r\n\r\n", mtime=0))
+    members += members[:2]
+    members = [members[n] for n in order]
+    folder.mkdir(parents=True)
+    (folder / "a.warc.gz").write_bytes(b"".join(members[:13]))
+    (folder / "b.warc.gz").write_bytes(b"".join(members[13:]))
+    return External.resolve(f"web={folder}")
+
+
+def lists_of_sites(folder):
+    """Two lists that name the same domain."""
+    for name in ("first", "second"):
+        (folder / f"{name}.txt").write_text("listed.net\n")
+    return [External.resolve(f"{name}={folder / name}.txt")[0] for name in ("first", "second")]
+
+
+class World:
+    """The inputs of every stage, and what the stages make of them with one worker and one large part."""
+
+    def __init__(self, folder, themed):
+        self.folder, self.store, self.rows = folder, Store.open(folder / "store"), corpus(themed)
+        self.documents = self.imported(self.store, self.rows)
+        texts = [self.rows[n]["text"][:150] for n in (0, 1)]
+        tasks = [{"id": "p", "task": f"t{n}", "split": "heldout", "prompt": text, "reference": "", "entry": "{}"} for n, text in enumerate(texts)]
+        self.prompts = [self.store.import_table("prompts", pa.Table.from_pylist([task])) for task in (*tasks, {**tasks[0], "task": "s"})]
+        self.crawl, self.lists = crawl(folder / "crawl", range(42)), lists_of_sites(folder)
+        self.old, self.new = (self.imported(self.store, [r for n, r in enumerate(self.rows) if (n % 3 == 0) == late]) for late in (False, True))
+        self.made = {}
+        for name in SPECS:
+            self.made[name] = self.run(name, self.store)
+
+    @staticmethod
+    def imported(store, rows):
+        schema = pa.schema([("id", pa.string()), ("url", pa.string()), ("fetched_at", pa.timestamp("us", tz="UTC")),
+                            ("source", pa.string()), ("title", pa.string()), ("text", pa.string())])  # fmt: skip
+        return store.import_table("documents", pa.Table.from_pylist(rows, schema=schema))
+
+    def run(self, name, store, **how):
+        function, config, inputs = SPECS[name]
+        return execute(function, config, inputs(self), store, **how)
+
+    def shuffled(self, store, folder):
+        """The same world with rows, files and lists of inputs in another order."""
+        other = object.__new__(World)
+        order = np.random.default_rng(1).permutation(len(self.rows))
+        other.__dict__.update(self.__dict__)
+        other.documents = self.imported(store, [self.rows[n] for n in order])
+        other.prompts, other.lists = self.prompts[::-1], self.lists[::-1]
+        other.crawl = crawl(folder / "crawl", np.random.default_rng(2).permutation(42))
+        return other
+
+
+def _rules(**groups):
+    return parse(SelectConfig, {"gopher_repetition": None, "c4": None, "fineweb": None, **groups}, "select")
+
+
+# Name of the stage → its function, a configuration under which it has something to do, its inputs.
+SPECS = {
+    "ingest": (ingest, IngestConfig(), lambda w: {"inputs": w.crawl}),
+    "extract": (extract, ExtractConfig(), lambda w: {"pages": w.made["ingest"]}),
+    "block_lists": (block_lists, BlockListsConfig(), lambda w: {"inputs": w.lists}),
+    "url_filter": (url_filter, UrlFilterConfig(), lambda w: {"documents": w.documents, "lists": [w.made["block_lists"]]}),
+    "url_dedup": (url_dedup, UrlDedupConfig(), lambda w: {"documents": w.documents}),
+    "language": (language, LanguageConfig(), lambda w: {"documents": w.documents}),
+    "heuristics": (
+        heuristics, HeuristicsConfig(min_language_words=1), lambda w: {"documents": w.documents, "language": w.made["language"]}
+    ),
+    "quality": (quality, QualityConfig(**SMALL), lambda w: {"documents": w.documents, "language": w.made["language"]}),
+    "domains": (domains, DomainsConfig(**SMALL, min_labels=5), lambda w: {"documents": w.documents}),
+    "select": (
+        select, _rules(quality={"min_rank": 0.2}),
+        lambda w: {"documents": w.documents, "signals": [w.made["heuristics"], w.made["quality"]]},
+    ),
+    "pii": (pii, PiiConfig(), lambda w: {"documents": w.documents}),
+    "minhash_dedup": (minhash_dedup, MinhashDedupConfig(keep_index=True), lambda w: {"documents": w.old}),
+    "minhash_update": (minhash_update, MinhashUpdateConfig(), lambda w: {"documents": w.new, "previous": [w.made["minhash_dedup"]]}),
+    "line_dedup": (line_dedup, LineDedupConfig(bucket_documents=25, max_occurrences=3), lambda w: {"documents": w.documents}),
+    "substring_dedup": (substring_dedup, SubstringDedupConfig(memory_windows=1 << 10), lambda w: {"documents": w.documents}),
+    "semantic_dedup": (
+        semantic_dedup, SemanticDedupConfig(dimensions=128, buckets=65_536, cluster_documents=20), lambda w: {"documents": w.documents}
+    ),
+    "decontaminate": (decontaminate, DecontaminateConfig(), lambda w: {"documents": w.documents, "prompts": w.prompts}),
+    "mix": (mix, MixConfig(), lambda w: {"documents": w.documents, "signals": w.made["domains"]}),
+}  # fmt: skip
+WORKS = {
+    "url_filter": "dropped", "url_dedup": "dropped", "select": "dropped", "pii": "scores", "minhash_dedup": "duplicates",
+    "minhash_update": "duplicates", "line_dedup": "removed_lines", "substring_dedup": "removed_spans", "semantic_dedup": "duplicates",
+    "decontaminate": "dropped", "ingest": "dropped",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, themed):
+    return World(tmp_path_factory.mktemp("world"), themed)
+
+
+@pytest.fixture(scope="module")
+def pools():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(MODULES)  # imported once, not by every worker
+    with ProcessPoolExecutor(2, mp_context=context) as two, ProcessPoolExecutor(4, mp_context=context) as four:
+        yield {2: two, 4: four}
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("case", CASES)
+def test_same_bytes(world, pools, tmp_path, name, case):
+    how = dict(CASES[case])
+    store = Store.open(tmp_path / "store")
+    given = world.shuffled(store, tmp_path) if case == "other order" else world
+    made = given.run(name, store, executor=pools.get(how.pop("workers", 1)), **how)
+    expected = world.made[name]
+    assert made.manifest.files == expected.manifest.files  # a checksum for each file
+    assert made.manifest.data_digest == expected.manifest.data_digest
+    assert made.manifest.metrics == expected.manifest.metrics
+    assert made.manifest.figures == expected.manifest.figures
+
+
+@pytest.mark.parametrize(("name", "table"), WORKS.items())
+def test_there_is_something_to_do(world, name, table):
+    assert world.made[name].rows(table) > 0
+
+
+def test_every_stage_is_here():
+    found = {value.name for module in MODULES for value in vars(importlib.import_module(module)).values() if isinstance(value, Stage)}
+    assert found == set(SPECS)
