@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from puna.stages.align.fitting import divergence_named, load_model, save_model, write_log
 from puna.stages.contract import Model, Prompts, SeededConfig, StageRun, stage
@@ -42,6 +42,13 @@ class PpoConfig(SeededConfig):
     unfinished_penalty: float = Field(1.0, ge=0, description="Taken off the reward of an answer that was cut off")
     row_tokens: int = Field(4096, ge=16, description="Tokens of one packed row, tokens")
 
+    @model_validator(mode="after")
+    def _settings_hold(self) -> PpoConfig:
+        self.settings().training(self.learning_rate)
+        if self.answers * self.max_tokens >= self.row_tokens:
+            raise ValueError(f"row_tokens {self.row_tokens} cannot hold {self.answers} answers of {self.max_tokens} tokens and a prompt")
+        return self
+
     def settings(self) -> Settings:
         """The driver's settings."""
         from puna.models.training.ppo import PpoConfig as Settings
@@ -63,6 +70,12 @@ def ppo(policy: Model, reward_model: Model, prompts: Prompts, config: PpoConfig,
     if len(rows) < config.prompts:
         raise PunaError(f"ppo: a rollout takes {config.prompts} prompts, but {prompts.id} has {len(rows)} training prompts")
     asked = [tokenizer.chat([{"role": "user", "content": row["prompt"]}], add_generation_prompt=True) for row in rows]
+    longest = max(range(len(asked)), key=lambda i: len(asked[i]))
+    if (needed := len(asked[longest]) + config.answers * config.max_tokens) > config.row_tokens:
+        raise PunaError(
+            f"ppo: prompt {rows[longest]['id']} and {config.answers} answers of max_tokens={config.max_tokens} may take {needed} tokens, "
+            f"but a row holds row_tokens={config.row_tokens}; raise row_tokens"
+        )
     with divergence_named(run.stage):
         log = train_ppo(
             model,

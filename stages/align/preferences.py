@@ -10,7 +10,8 @@ The annotator is simulated, so that every preference can be traced to the verifi
    answer is chosen, so that noise makes mistakes as annotators do.
 3. *Level.* The margin falls into significantly better, better, slightly better or marginally better. Below
    the last threshold the two are similar: the pair is dropped.
-4. *Editing.* A chosen answer that is not right is improved to the reference: edited > chosen > rejected.
+4. *Editing.* A chosen answer that is not right is improved to the reference: edited > chosen > rejected. Where
+   the rejected answer is the reference there is no edit: one text cannot be the best and the worst.
 """
 
 from __future__ import annotations
@@ -159,7 +160,8 @@ def judge(
     level = config.thresholds.level(abs(margin))
     if level is None:
         return row, "similar", abs(margin)
-    improvable = not is_correct(chosen["gold"])
+    # Who prefers a wrong answer to the right one by mistake would not write the rejected one as the better one.
+    improvable = not is_correct(chosen["gold"]) and prompt["reference"].strip() not in texts
     return (
         {
             **row,

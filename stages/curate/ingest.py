@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -82,20 +83,24 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     seen: set[bytes] = set()
     repeats: Counter[str] = Counter()
     rules: Counter[str] = Counter()
+    files: list[tuple[str, str, list[int]]] = []
+    body_bytes = 0
     for folder in run.map(_read, jobs, config, str(run.scratch), rows=len(jobs)):
         for file in sorted(Path(folder).glob("*.parquet")):
             name = file.name.split("-")[0]
-            table = pq.read_table(file)
+            table = pq.read_table(file, columns=["id", "url", "bytes"] if name == "pages" else ["id", "rule"])
             run.count_input(table.num_rows)
-            table, again = _unrepeated(table, name, seen, repeats)
-            run.write(table, name)
+            places, again = _repeated(table, name, seen, repeats)
+            files.append((str(file), name, places))
             run.write_rows(again, "dropped")
             rules.update({"duplicate_record": len(again)} if again else {})
             if name == "dropped":
-                rules.update(table.column("rule").to_pylist())
+                rules.update(_without(table, places).column("rule").to_pylist())
             else:
-                run.metric("body_bytes", run.metrics.get("body_bytes", 0) + pc.sum(pc.binary_length(table.column("body"))).as_py())
-    if "body_bytes" not in run.metrics:
+                body_bytes += pc.sum(_without(table, places).column("bytes")).as_py() or 0
+    run.produce(_kept, files)
+    run.metric("body_bytes", body_bytes)
+    if not body_bytes:
         raise PunaError(f"ingest: no page is kept of {len(jobs)} files with {run.input_rows or 0} records{_why(rules)}")
     run.metric("files", len(jobs))
     for rule, count in sorted(rules.items()):
@@ -127,21 +132,36 @@ def _has_rows(job: Job, config: IngestConfig) -> bool:
         return any(isinstance(row, Page) for row in readers.read_jsonl(handle, job.source, job.file.address, config.columns))
 
 
-def _unrepeated(table: pa.Table, name: str, seen: set[bytes], repeats: Counter[str]) -> tuple[pa.Table, list[dict[str, Any]]]:
-    """The rows that were not seen before, and a row of `dropped` for each of the others."""
+def _repeated(table: pa.Table, name: str, seen: set[bytes], repeats: Counter[str]) -> tuple[list[int], list[dict[str, Any]]]:
+    """Places of the rows whose ids were seen before, and a row of `dropped` for each."""
+    places: list[int] = []
     again: list[dict[str, Any]] = []
-    keep: list[bool] = []
-    for position, identity in enumerate(table.column("id").to_pylist()):
+    for place, identity in enumerate(table.column("id").to_pylist()):
         key = bytes.fromhex(identity)
-        keep.append(key not in seen)
-        if keep[-1]:
+        if key not in seen:
             seen.add(key)
             continue
         repeats[identity] += 1
-        what = table.column("url" if name == "pages" else "rule")[position].as_py()
+        what = table.column("url" if name == "pages" else "rule")[place].as_py()
         row = {"id": repeated_id(identity, repeats[identity]), "rule": "duplicate_record", "detail": f"{identity}: {what}"}
+        places.append(place)
         again.append(row | {"value": None, "threshold": None})
-    return (table.filter(pa.array(keep)) if again else table), again
+    return places, again
+
+
+def _without(table: pa.Table, places: list[int]) -> pa.Table:
+    """The table without the rows at `places`."""
+    if not places:
+        return table
+    keep = np.ones(table.num_rows, dtype=bool)
+    keep[places] = False
+    return table.filter(pa.array(keep))
+
+
+def _kept(file: tuple[str, str, list[int]]) -> dict[str, pa.Table]:
+    """In a worker: the rows of one chunk, but for those at the given places."""
+    path, name, places = file
+    return {name: _without(pq.read_table(path, columns=table_schema(name).schema.names), places)}
 
 
 # --- finding the work ------------------------------------------------------------------------------------
@@ -315,4 +335,6 @@ class _Chunk:
     def _write(self, name: str, columns: dict[str, list[Any]]) -> None:
         schema = table_schema(name).schema
         table = pa.table({field.name: pa.array(columns[field.name], field.type) for field in schema}, schema=schema)
+        if name == "pages":  # so that nobody needs to read the bodies to know their size
+            table = table.append_column("bytes", pc.binary_length(table.column("body")))
         pq.write_table(table, self._folder / f"{name}-{self._number:06d}.parquet", compression="zstd", compression_level=1)

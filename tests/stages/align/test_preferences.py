@@ -90,7 +90,7 @@ def test_levels_and_edits(
 def test_noise_can_turn_a_preference_around() -> None:
     right, wrong = answer("12", 1.0), answer("13", 0.0, "B")
     row, _, margin = judge(PROMPT, right, wrong, PreferencesConfig(noise=1.0), -2.0)
-    assert row["chosen"] == "13" and margin == pytest.approx(1.2) and row["edited"] == "12"
+    assert row["chosen"] == "13" and margin == pytest.approx(1.2) and row["edited"] is None
 
 
 def test_identical_and_unfinished_pairs_are_dropped() -> None:
@@ -176,3 +176,14 @@ def test_answers_to_other_prompts_are_refused(tmp_path: Path) -> None:
     two = tables(store, {"A": [("1", 0.0)]})
     with pytest.raises(PunaError, match="answer A1: its prompt 0+1 is not among"):
         execute(preferences, CONFIG, {"answers": one["answers"], "prompts": two["prompts"]}, store)
+
+
+def test_an_edit_is_never_the_rejected_answer() -> None:
+    """An annotator's mistake puts a wrong answer before the right one: the reference cannot be its improvement, too."""
+    prompt = {"id": "p", "task": "t", "prompt": "?", "reference": "42"}
+    right, wrong = answer("42 ", 1.0, "A"), answer("17", 0.0, "B")
+    config = PreferencesConfig(noise=5.0)
+    row, rule, _ = judge(prompt, right, wrong, config, -1.0)
+    assert rule is None and (row["chosen"], row["rejected"], row["edited"]) == ("17", "42", None)
+    row, rule, _ = judge(prompt, answer("41", 0.0, "A"), wrong, config, -1.0)
+    assert (row["chosen"], row["rejected"], row["edited"]) == ("17", "41", "42")

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from pydantic import ValidationError
 
 from puna.models.checkpoint import load
 from puna.models.tokenizer import Tokenizer
@@ -208,3 +209,19 @@ def test_ppo_needs_enough_prompts(tmp_path: Path, tiny_model: Tiny) -> None:
     given = {"policy": model, "reward_model": scorer(store, model), "prompts": asked(store)}
     with pytest.raises(PunaError, match="a rollout takes 64 prompts, but prompts/.* has 6 training prompts"):
         execute(ppo, PpoConfig(), given, store)
+
+
+def test_ppo_refuses_what_cannot_run(tmp_path: Path, tiny_model: Tiny) -> None:
+    for wrong, message in (
+        ({"minibatches": 9, "prompts": 8}, "a minibatch needs at least one prompt"),
+        ({"warmup_steps": 99, "rollouts": 2}, "warmup_steps must lie in"),
+        ({"answers": 8, "max_tokens": 16, "row_tokens": 128}, "row_tokens 128 cannot hold 8 answers of 16 tokens and a prompt"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            PpoConfig(**wrong)
+    store = Store.open(tmp_path)
+    model, questions = tiny_model(store), asked(store)
+    given = {"policy": model, "reward_model": scorer(store, model), "prompts": questions}
+    config = PpoConfig(rollouts=1, prompts=2, answers=4, max_tokens=4, row_tokens=20)
+    with pytest.raises(PunaError, match=r"ppo: prompt [0-9a-f]{32} and 4 answers of max_tokens=4 may take \d+ tokens, but a row holds row_tokens=20"):
+        execute(ppo, config, given, store)

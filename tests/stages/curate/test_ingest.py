@@ -391,3 +391,22 @@ def test_mutated_records_never_break_the_reader():
 def test_deflate_bodies():
     (only,) = read_warc(io.BytesIO(record(zlib.compress(b"<p>x</p>"), Content_Encoding="deflate")), "x", 1 << 20)
     assert only.body == b"<p>x</p>"
+
+
+def test_bodies_do_not_pass_through_the_driver(tmp_path, monkeypatch):
+    """Also with repeats, and with several chunks: only rows of `dropped` are written by the driver."""
+    from puna.stages.contract import StageRun
+    from puna.stages.curate import ingest as module
+
+    lines = [json.dumps({"text": f"page {n % 40}" * 30, "url": f"https://a.example.net/{n % 40}"}) for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    whole = read(tmp_path / "one", tmp_path / "rows.jsonl")
+    monkeypatch.setattr(module, "CHUNK_BYTES", 3000)
+    written = []
+    original = StageRun.write
+    monkeypatch.setattr(StageRun, "write", lambda self, table, name=None: written.append(name) or original(self, table, name))
+    made = read(tmp_path / "two", tmp_path / "rows.jsonl")
+    assert set(written) == {"dropped"}
+    assert made.data_digest == whole.data_digest and made.rows() == 40 and made.rows("dropped") == 20
+    assert made.manifest.metrics == whole.manifest.metrics
+    assert made.manifest.metrics["body_bytes"] == sum(len(body) for body in made.read()["body"].to_pylist())
