@@ -10,9 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
-from pydantic import Field, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
 from puna.stages.contract import Documents, Evaluation, Figure, SeededConfig, Signals, StageRun, stage
+from puna.stages.curate.cluster_weights import FINEWEB_2, cluster_sizes, weights_of
 from puna.stages.curate.draws import uniform
 from puna.storage import PunaError
 
@@ -32,6 +33,19 @@ class MixConfig(SeededConfig):
         0.5, gt=0, le=1, description="Greatest share of one category where neither configuration nor experiment gives weights, fraction"
     )
     max_repeats: float = Field(4.0, ge=1, le=100, description="Most times that the documents of a category are read, on average, epochs")
+
+    cluster_weights: dict[PositiveInt, float] = Field(
+        FINEWEB_2,
+        description="Least number of near-duplicates (with itself) that a document stands for → how often it is read compared with one "
+        "that stands for itself alone, within its category; where the artifacts that removed duplicates are given",
+    )
+
+    @field_validator("cluster_weights")
+    @classmethod
+    def _cluster_weights_are_positive(cls, weights: dict[int, float]) -> dict[int, float]:
+        if wrong := [size for size, weight in weights.items() if not 0 < weight <= 100]:
+            raise ValueError(f"weight of clusters from {wrong[0]} documents on must lie in 0..100, above 0")
+        return weights
 
     @field_validator("weights")
     @classmethod
@@ -53,14 +67,22 @@ class Share(NamedTuple):
 
 
 @stage(kind="mixture")
-def mix(documents: Documents, signals: Signals, weights: Evaluation | None, config: MixConfig, run: StageRun) -> None:
+def mix(
+    documents: Documents,
+    signals: Signals,
+    weights: Evaluation | None,
+    deduplicated: list[Documents] | None,
+    config: MixConfig,
+    run: StageRun,
+) -> None:
     """Set how often each document is read (Llama 3, section 3.1.2).
 
     A category's weight comes from the configuration, else from a mixture experiment, else it is the category's
     share of the text, but at most `max_share`: the web has too much of some subjects. The amount of training text
     stays that of one pass over all documents; a category of weight w is read w x all / own times, at most
     `max_repeats` (four passes cost little: Muennighoff et al. 2023). A fractional number of epochs becomes an
-    integer per document by a hash of its id.
+    integer per document by a hash of its id. With the artifacts that removed duplicates, a document that stands for several is
+    read more often than its category's others (`cluster_weights`), and the category as a whole as often as before.
     """
     ids, sizes = _sizes(documents)
     categories = _categories(ids, signals, config.category)
@@ -75,6 +97,8 @@ def mix(documents: Documents, signals: Signals, weights: Evaluation | None, conf
     shares = plan(training, wanted, config.max_repeats, 1.0 if wanted else config.max_share)
     chance = uniform(ids, config.seed, "repeats")
     epochs = np.array([shares[c].epochs for c in categories])
+    if deduplicated:
+        epochs *= _relative(weights_of(cluster_sizes(ids, deduplicated), config.cluster_weights), categories, np.where(heldout, 0, sizes))
     repeats = np.where(heldout, 0, np.floor(epochs) + (chance < epochs - np.floor(epochs))).astype(np.int32)
     run.write(
         pa.table(
@@ -123,6 +147,14 @@ def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: flo
         weight = {c: capped[c] if c in capped else w * spare / free for c, w in weight.items()}
     weight |= capped
     return {c: Share(sizes[c], weight[c], weight[c] * total / sizes[c] if sizes[c] else 0.0) for c in sorted(sizes)}
+
+
+def _relative(weights: NDArray[np.float64], categories: Sequence[str], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Weights divided by the mean weight of a byte of training text of their category, float64[n]."""
+    _, number = np.unique(np.array(categories, dtype=object).astype("U"), return_inverse=True)
+    text = np.bincount(number, weights=sizes)
+    mean = np.bincount(number, weights=weights * sizes) / np.maximum(text, 1)
+    return np.asarray(weights / np.where(text > 0, mean, 1.0)[number])
 
 
 def held_out(ids: Sequence[str], categories: Sequence[str], config: MixConfig) -> NDArray[np.bool_]:
