@@ -2,29 +2,43 @@
 
 A task is given JSON (the configuration and references to artifacts) and returns a reference. Prefect's
 cache is off: the store is the only cache, and a task that finds its artifact ends in the state `Cached`.
+Outside a Prefect flow a step needs no server: the stage is performed where it is asked for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
+from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
-
-from prefect import Flow, Task
-from prefect.cache_policies import NO_CACHE
-from prefect.states import Completed
+from typing import TYPE_CHECKING, Any, cast
 
 from puna.flows.session import Session, current, session
 from puna.stages.contract import REGISTRY, Stage, StageConfig, Value, parse
 from puna.storage import Artifact, PunaError, Store
 
+if TYPE_CHECKING:  # importing Prefect takes seconds that a run without a server does not spend
+    from prefect import Flow, Task
+
 DEFAULT_STORE = ".puna"
 
 
 def step(stage: Stage, config: StageConfig, /, *, label: str = "", **inputs: Value) -> Artifact:
-    """Run `stage` as a Prefect task of the flow in progress, shown as `label`; returns its artifact."""
-    return _step(stage, config, label or stage.name, inputs)
+    """Run `stage` as a step of the flow in progress, shown as `label`, in a Prefect flow as its task; returns its artifact."""
+    return perform(stage, config, label or stage.name, inputs)
+
+
+def perform(stage: Stage, config: StageConfig, label: str, inputs: dict[str, Value]) -> Artifact:
+    """`step` with its inputs as a mapping."""
+    now = _session()
+    if not in_prefect():
+        return now.perform(stage, config, inputs, label).artifact
+    stage.check(inputs)
+    references = {name: now.refer(value) for name, value in inputs.items()}
+    run = task_of(stage.name).with_options(name=label, task_run_name=label)
+    state = run(config.model_dump(mode="json"), references, label, return_state=True)
+    return now.store.resolve(cast("str", state.result()))
 
 
 def publish(name: str, artifact: Artifact, version: str = "latest") -> Artifact:
@@ -33,18 +47,19 @@ def publish(name: str, artifact: Artifact, version: str = "latest") -> Artifact:
     return artifact
 
 
-def _step(stage: Stage, config: StageConfig, label: str, inputs: dict[str, Value]) -> Artifact:
-    now = _session()
-    stage.check(inputs)
-    references = {name: now.refer(value) for name, value in inputs.items()}
-    run = task_of(stage.name).with_options(name=label, task_run_name=label)
-    state = run(config.model_dump(mode="json"), references, label, return_state=True)
-    return now.store.resolve(cast("str", state.result()))
+def in_prefect() -> bool:
+    """Whether a Prefect flow is running this code."""
+    context = sys.modules.get("prefect.context")
+    return context is not None and context.FlowRunContext.get() is not None
 
 
 @cache
 def task_of(name: str) -> Task[[dict[str, Any], dict[str, list[str]], str], Any]:
     """The Prefect task of the stage `name`."""
+    from prefect import Task
+    from prefect.cache_policies import NO_CACHE
+    from prefect.states import Completed
+
     stage = REGISTRY[name]
 
     def work(config: dict[str, Any], inputs: dict[str, list[str]], label: str) -> Any:
@@ -76,7 +91,7 @@ def flow_of(name: str) -> Flow[Any, Any]:
                 texts = [value] if isinstance(value, str) else value or []
                 items: list[Any] = [item for text in texts for item in now.named(text, spec.kind)]
                 given[spec.name] = items if spec.many else (items[0] if items else None)
-            return _step(stage, config, stage.name, given).id
+            return perform(stage, config, stage.name, given).id
 
     parameters = []
     for spec in stage.inputs:
@@ -88,11 +103,19 @@ def flow_of(name: str) -> Flow[Any, Any]:
     default = stage.config() if whole else inspect.Parameter.empty
     parameters.append(inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, annotation=stage.config, default=default))
     parameters.append(inspect.Parameter("store", inspect.Parameter.KEYWORD_ONLY, annotation=str, default=DEFAULT_STORE))
-    run.__signature__ = inspect.Signature(parameters, return_annotation=str)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": str}
+    return as_flow(name, run, stage.doc, inspect.Signature(parameters, return_annotation=str))
+
+
+def as_flow(name: str, run: Callable[..., str], description: str | None, signature: inspect.Signature | None = None) -> Flow[Any, Any]:
+    """`run` as the Prefect flow `name`; `signature`, where given, is what its form shows."""
+    from prefect import Flow
+
     run.__name__ = run.__qualname__ = name
-    run.__doc__ = stage.doc
-    return Flow(run, name=name, description=stage.doc, persist_result=False, result_serializer="json")
+    run.__doc__ = description
+    if signature is not None:
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()} | {"return": str}
+    return Flow(run, name=name, description=description, persist_result=False, result_serializer="json")
 
 
 def _session() -> Session:
@@ -102,7 +125,7 @@ def _session() -> Session:
     return found
 
 
-def opened(store: str, flow: str) -> Any:
+def opened(store: str, flow: str) -> contextlib.AbstractContextManager[Session]:
     """The session in progress, or a new one: a flow may be started by `puna run` or by a Prefect worker."""
     found = current()
     return contextlib.nullcontext(found) if found is not None else session(Store.open(store), flow=flow)

@@ -41,18 +41,15 @@ def _funnel(made: list[tuple[str, Artifact]]) -> Table:
     for step, artifact in made:
         if artifact.kind in ("pages", "documents"):
             dropped = f"{artifact.rows('dropped'):,}" if "dropped" in artifact.tables else ""
-            characters = f"{_characters(artifact):,}" if artifact.kind == "documents" else ""
-            table.add_row(step, f"{artifact.rows():,}", dropped, characters, "")
+            table.add_row(step, f"{artifact.rows():,}", dropped, _count(artifact, "characters"), "")
         elif artifact.kind == "tokens":
-            count = artifact.manifest.metrics.get("tokens")
-            table.add_row(step, "", "", "", f"{count:,}" if isinstance(count, int) else "")
+            table.add_row(step, "", "", "", _count(artifact, "tokens"))
     return table
 
 
-def _characters(documents: Artifact) -> int:
-    import pyarrow.compute as pc
-
-    return sum(pc.sum(pc.utf8_length(batch.column(0))).as_py() or 0 for batch in documents.batches(columns=["text"]))
+def _count(artifact: Artifact, metric: str) -> str:
+    count = artifact.manifest.metrics.get(metric)
+    return f"{count:,}" if isinstance(count, int) else ""
 
 
 def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:

@@ -1,11 +1,10 @@
 """Every flow as a Prefect flow with JSON parameters: `pipeline`, `curate`, `pretrain`, `align`, and one per stage.
 
-`puna run` calls them, and `puna serve` offers them to a Prefect server, so both do the same.
+`puna serve` offers them to a Prefect server, and `puna run` calls them where there is one, so both do the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 from prefect import Flow, serve
@@ -13,16 +12,13 @@ from prefect.types.entrypoint import EntrypointType
 from pydantic import Field
 
 from puna.flows import pipeline
-from puna.flows.adapter import DEFAULT_STORE, flow_of, opened
-from puna.flows.closing import closing_table
-from puna.flows.launch import pages
-from puna.flows.recipe import FLOWS, Recipe, load, load_stages
-from puna.stages.contract import External
+from puna.flows.adapter import DEFAULT_STORE, as_flow, flow_of
+from puna.flows.launch import whole
+from puna.flows.recipe import FLOWS, load_stages
 
 
 def _whole(name: str) -> Flow[Any, Any]:
     """The flow `name` of `puna.flows.pipeline` with parameters that a form can show."""
-    dag: Callable[[Recipe, list[External]], Any] = getattr(pipeline, name)
 
     def run(
         recipe: Annotated[str, Field(description="Name of a recipe, or a YAML file on the worker")] = "demo",
@@ -30,15 +26,9 @@ def _whole(name: str) -> Flow[Any, Any]:
         inputs: Annotated[list[str], Field(description="Pages to read, [NAME=]URI each; none: the sample")] = [],  # noqa: B006
         store: Annotated[str, Field(description="Folder of the artifacts")] = DEFAULT_STORE,
     ) -> str:
-        config = load(recipe, changes)
-        with opened(store, name) as now:
-            dag(config, now.inputs if now.inputs is not None else pages(inputs, now.store, quiet=True))
-            closing_table(now)
-            return str(now.run)
+        return whole(name, recipe, changes, inputs, store)
 
-    run.__name__ = run.__qualname__ = name
-    run.__doc__ = dag.__doc__
-    return Flow(run, name=name, description=dag.__doc__, persist_result=False, result_serializer="json")
+    return as_flow(name, run, getattr(pipeline, name).__doc__)
 
 
 WHOLE = {name: _whole(name) for name in FLOWS}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+from puna.flows.adapter import opened, perform
+from puna.flows.closing import closing_table
 from puna.flows.console import Console
 from puna.flows.recipe import FLOWS, Recipe, load, load_stages, overridden
 from puna.flows.session import session
@@ -15,17 +18,25 @@ from puna.storage.schemas import KINDS
 
 
 def run(what: str, recipe: str | None, changes: list[str], inputs: list[str], store: Store, workers: int | None, as_json: bool) -> None:
-    """Run `what` (a flow or a stage); everything is checked before any work starts."""
+    """Run `what` (a flow or a stage); everything is checked before any work starts.
+
+    Where PREFECT_API_URL names a server, the run and its stages are runs on it. Otherwise there is none: the store
+    holds what a run leaves, and nothing is left of one that is killed.
+    """
     stages = load_stages()
     if what in FLOWS:
         recipe = recipe or "demo"
         check_sources(load(recipe, changes), inputs)
+        server = reached_server()
         externals = pages(inputs, store, as_json)
-        from puna.flows.deployments import WHOLE
-
         with session(store, flow=what, workers=workers, json=as_json) as now:
             now.inputs = externals
-            WHOLE[what](recipe=recipe, changes=changes, inputs=inputs, store=str(store.root))
+            if server:
+                from puna.flows.deployments import WHOLE
+
+                WHOLE[what](recipe=recipe, changes=changes, inputs=inputs, store=str(store.root))
+            else:
+                whole(what, recipe, changes, inputs, str(store.root))
         from puna.flows.report import write
 
         now.console.say(f"report: {write(store, now.run, None)}")
@@ -33,6 +44,33 @@ def run(what: str, recipe: str | None, changes: list[str], inputs: list[str], st
         _run_stage(stages[what], recipe, changes, inputs, store, workers, as_json)
     else:
         raise PunaError(f"{what}: no such flow or stage; flows are {', '.join(FLOWS)}; `puna stages` lists the stages")
+
+
+def whole(flow: str, recipe: str, changes: list[str], inputs: list[str], store: str) -> str:
+    """Run the flow named `flow` of `puna.flows.pipeline`; returns the name of the run."""
+    from puna.flows import pipeline
+
+    config = load(recipe, changes)
+    with opened(store, flow) as now:
+        getattr(pipeline, flow)(config, now.inputs if now.inputs is not None else pages(inputs, now.store, quiet=True))
+        closing_table(now)
+        return now.run
+
+
+def reached_server() -> str | None:
+    """The address of the Prefect server that PREFECT_API_URL names, if it names one; PunaError where that does not answer."""
+    url = os.environ.get("PREFECT_API_URL")
+    if not url:
+        return None
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        trouble = client.api_healthcheck()
+    if trouble is not None:
+        raise PunaError(
+            f"PREFECT_API_URL={url}: no Prefect server answers there ({trouble}). Start one with `prefect server start`, or unset it"
+        )
+    return url
 
 
 def check_sources(recipe: Recipe, inputs: list[str]) -> None:
@@ -68,15 +106,14 @@ def _run_stage(
     if external and (files or not artifacts):
         given[external[0]] = pages(files, store, as_json)
     stage.check(given)
-    from puna.flows.adapter import flow_of
-
+    server = reached_server()
     with session(store, flow=stage.name, workers=workers, json=as_json) as now:
-        references = {name: now.refer(value) for name, value in given.items()}
-        single = {spec.name for spec in stage.inputs if not spec.many}
-        parameters: dict[str, Any] = {
-            name: (found[0] if found else None) if name in single else found for name, found in references.items()
-        }
-        flow_of(stage.name)(**parameters, config=config, store=str(store.root))
+        if server:
+            from puna.flows.adapter import flow_of
+
+            flow_of(stage.name)(**now.parameters(stage, given), config=config, store=str(store.root))
+        else:
+            perform(stage, config, stage.name, given)
     _, outcome = now.outcomes[-1]
     for name, value in outcome.artifact.manifest.metrics.items():
         now.console.say(f"  {name:32s} {value}")

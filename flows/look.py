@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -16,6 +17,8 @@ from rich.table import Table
 from puna.flows.console import summary
 from puna.storage import Artifact, PunaError, Store, care, catalog
 from puna.storage import explain as explaining
+from puna.storage.schemas import known_kind
+from puna.storage.store import located
 
 app = typer.Typer()
 StoreOption = Annotated[str, typer.Option("--store", envvar="PUNA_STORE", help="Folder of the artifacts")]
@@ -25,10 +28,8 @@ MOST_ROWS = 200
 
 
 def existing(store: str) -> Store:
-    """The store at a path that must be there already."""
-    from pathlib import Path
-
-    if not (Path(store).expanduser() / "objects").is_dir():
+    """The store at a path or `file://` URI that must be there already."""
+    if not (located(store) / "objects").is_dir():
         raise PunaError(f"store {store}: not found; `puna run` makes one, --store or PUNA_STORE names another")
     return Store.open(store)
 
@@ -84,6 +85,8 @@ def list_(
             finished = any(e.get("event") == "finished" for e in events)
             rows.append({"run": name, "artifacts": len(made), "reused": sum(e["reused"] for e in made), "finished": finished})
         return _print(rows, as_json, ["run", "artifacts", "reused", "finished"])
+    if kind is not None:
+        known_kind(kind)
     names = {key: name for name, key in opened.aliases().items()}
     rows = [
         {**summary(a), "alias": names.get(a.key, ""), "main rows": a.rows() if a.kind in a.tables else None}
@@ -240,24 +243,41 @@ def sql(
     if text is not None:
         return _table(catalog.query(opened, text), as_json)
     with catalog.connect(opened) as connection:
-        names = [r[0] for r in connection.execute("select table_name from information_schema.tables order by 1").fetchall()]
-        typer.echo(f"DuckDB over {opened.root}\ntables: {', '.join(names)}\nend a statement with ;  leave with .exit")
-        held: list[str] = []
-        while True:
+        # From a pipe come statements alone: no greeting goes between the results, and a wrong one fails the command.
+        asked = sys.stdin.isatty()
+        if asked:
+            names = [r[0] for r in connection.execute("select table_name from information_schema.tables order by 1").fetchall()]
+            typer.echo(f"DuckDB over {opened.root}\ntables: {', '.join(names)}\nend a statement with ;  leave with .exit")
+        failed = False
+        for text in _statements(asked):
             try:
-                line = input("puna> " if not held else "  ... ")
-            except (EOFError, KeyboardInterrupt):
+                for statement in catalog.statements(connection, text):
+                    _table(catalog.run(connection, statement), as_json)
+            except PunaError as error:
+                failed = True
+                typer.echo(f"error: {error}", err=True)
+        if failed and not asked:
+            raise typer.Exit(1)
+
+
+def _statements(asked: bool) -> Iterator[str]:
+    """What a person types or a pipe gives, up to each line that ends with `;`, to `.exit` or to the end."""
+    held: list[str] = []
+    while True:
+        try:
+            line = input(("  ... " if held else "puna> ") if asked else "")
+        except (EOFError, KeyboardInterrupt) as end:
+            if asked:
                 typer.echo("")
-                return
-            if not held and line.strip() in (".exit", ".quit", "exit", "quit"):
-                return
-            held.append(line)
-            if line.rstrip().endswith(";"):
-                try:
-                    _table(catalog.run(connection, "\n".join(held)), as_json)
-                except PunaError as error:
-                    typer.echo(f"error: {error}", err=True)
-                held = []
+            if isinstance(end, EOFError) and any(line.strip() for line in held):
+                yield "\n".join(held)
+            return
+        if not held and line.strip() in (".exit", ".quit", "exit", "quit"):
+            return
+        held.append(line)
+        if line.rstrip().endswith(";"):
+            yield "\n".join(held)
+            held = []
 
 
 def _table(table: pa.Table, as_json: bool) -> None:
@@ -284,7 +304,8 @@ def verify(
     if quarantine:
         for finding in damaged:
             where = opened.quarantine(finding.artifact)
-            typer.echo(f"{finding.artifact.id} is now in {where}", err=True)
+            said = f"is now in {where}" if where else "was made again meanwhile"
+            typer.echo(f"{finding.artifact.id} {said}", err=True)
     if damaged:
         raise typer.Exit(1)
 

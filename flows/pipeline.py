@@ -22,7 +22,7 @@ from puna.stages.curate.decontaminate import decontaminate
 from puna.stages.curate.domains import domains
 from puna.stages.curate.extract import extract
 from puna.stages.curate.heuristics import heuristics
-from puna.stages.curate.ingest import ingest
+from puna.stages.curate.ingest import check_inputs, ingest
 from puna.stages.curate.language import language
 from puna.stages.curate.line_dedup import line_dedup
 from puna.stages.curate.minhash_dedup import minhash_dedup
@@ -36,6 +36,7 @@ from puna.stages.experiments.mix_experiment import mix_experiment
 from puna.stages.experiments.scaling_law import scaling_law
 from puna.stages.pretrain.evaluate import evaluate
 from puna.stages.pretrain.pretrain import pretrain as train_base
+from puna.stages.pretrain.split import split
 from puna.stages.pretrain.tokenize import tokenize
 from puna.stages.pretrain.tokenizer import tokenizer
 from puna.storage import Artifact
@@ -61,6 +62,7 @@ class Pretrained:
 
 def curate(r: Recipe, inputs: list[External]) -> Curated:
     """Pages to clean documents."""
+    check_inputs(inputs, r.ingest)
     tasks = step(prompts, r.prompts)
     documents = step(extract, r.extract, pages=step(ingest, r.ingest, inputs=inputs))
     documents = step(url_dedup, r.url_dedup, documents=step(url_filter, r.url_filter, documents=documents))
@@ -80,9 +82,10 @@ def curate(r: Recipe, inputs: list[External]) -> Curated:
 def pretrain(r: Recipe, inputs: list[External]) -> Pretrained:
     """Clean documents to a base model, by way of the experiments that set its mixture and predict its loss."""
     c = curate(r, inputs)
-    vocabulary = step(tokenizer, r.tokenizer, documents=c.documents)
-    weights = step(mix_experiment, r.mix_experiment, documents=c.documents, signals=c.domains, tokenizer=vocabulary)
-    mixture = step(mix, r.mix, documents=c.documents, signals=c.domains, weights=weights)
+    sides = step(split, r.split, documents=c.documents, signals=c.domains)
+    vocabulary = step(tokenizer, r.tokenizer, documents=c.documents, mixture=sides)
+    weights = step(mix_experiment, r.mix_experiment, documents=c.documents, split=sides, tokenizer=vocabulary)
+    mixture = step(mix, r.mix, documents=c.documents, split=sides, weights=weights)
     tokens = step(tokenize, r.tokenize, documents=c.documents, mixture=mixture, tokenizer=vocabulary)
     step(scaling_law, r.scaling_law, tokens=tokens, tokenizer=vocabulary)
     base = step(train_base, r.pretrain, tokens=tokens, tokenizer=vocabulary)

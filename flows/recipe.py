@@ -40,6 +40,7 @@ from puna.stages.experiments.mix_experiment import MixExperimentConfig
 from puna.stages.experiments.scaling_law import ScalingLawConfig
 from puna.stages.pretrain.evaluate import EvaluateConfig
 from puna.stages.pretrain.pretrain import PretrainConfig
+from puna.stages.pretrain.split import SplitConfig
 from puna.stages.pretrain.tokenize import TokenizeConfig
 from puna.stages.pretrain.tokenizer import TokenizerConfig
 from puna.storage import PunaError
@@ -70,9 +71,10 @@ class Recipe(StageConfig):
     domains: DomainsConfig = Field(DomainsConfig(), description="Knowledge types")
     select_model: SelectConfig = Field(SelectConfig(), description="Rules on the classifiers' scores")
     decontaminate: DecontaminateConfig = Field(DecontaminateConfig(), description="Removing evaluation data")
+    split: SplitConfig = Field(SplitConfig(), description="Pages held out from all training, and their knowledge types")
     tokenizer: TokenizerConfig = Field(TokenizerConfig(), description="Training the tokenizer")
     mix_experiment: MixExperimentConfig = Field(MixExperimentConfig(), description="Small runs that choose the mixture")
-    mix: MixConfig = Field(MixConfig(), description="Weights of knowledge types, held-out split")
+    mix: MixConfig = Field(MixConfig(), description="Weights of knowledge types")
     tokenize: TokenizeConfig = Field(TokenizeConfig(), description="Packing tokens")
     scaling_law: ScalingLawConfig = Field(ScalingLawConfig(), description="Small runs that predict the large one")
     pretrain: PretrainConfig = Field(PretrainConfig(), description="Pretraining")

@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any
 
 from puna.flows.console import Console
 from puna.stages.contract import External, Outcome, Stage, StageConfig, Value, perform
@@ -63,6 +64,11 @@ class Session:
                 self.externals[name] = item
                 found.append(name)
         return found
+
+    def parameters(self, stage: Stage, given: dict[str, Value]) -> dict[str, Any]:
+        """The inputs as parameters of the flow of `stage` alone: a text where it takes one, a list where it takes several."""
+        texts = {spec.name: self.refer(given.get(spec.name)) for spec in stage.inputs}
+        return {spec.name: texts[spec.name] if spec.many else next(iter(texts[spec.name]), None) for spec in stage.inputs}
 
     def named(self, text: str, kind: str) -> Sequence[Artifact | External]:
         """What a person or a form means by the text of an input of that kind: an artifact, or files at a URI."""

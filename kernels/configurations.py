@@ -13,15 +13,17 @@ import torch
 
 @dataclass(frozen=True)
 class Configuration:
-    """A tile of `rows` x `columns` for `warps` warps, its loads `stages` deep."""
+    """A tile of `rows` x `columns` for `warps` warps, its loads `stages` deep; of a product, `depth` summed at once."""
 
     rows: int
     columns: int
     warps: int
     stages: int
+    depth: int = 0
 
 
-# (kernel, compute capability, largest head width) -> configuration. Attention's rows are queries, its columns keys.
+# (kernel, compute capability, largest head width) -> configuration. Attention's rows are queries, its columns keys;
+# products of matrices have the width 0.
 TABLE: dict[tuple[str, int, int], Configuration] = {
     ("attention_forward", 80, 64): Configuration(128, 64, 8, 3),
     ("attention_forward", 80, 128): Configuration(128, 64, 8, 3),
@@ -51,6 +53,12 @@ TABLE: dict[tuple[str, int, int], Configuration] = {
     ("attention_key_gradient", 100, 64): Configuration(64, 128, 8, 2),
     ("attention_key_gradient", 100, 128): Configuration(64, 128, 8, 2),
     ("attention_key_gradient", 100, 256): Configuration(32, 64, 8, 1),
+    ("product", 80, 0): Configuration(128, 128, 8, 3, 32),
+    ("product", 90, 0): Configuration(128, 128, 8, 3, 64),
+    ("product", 100, 0): Configuration(128, 128, 8, 3, 64),
+    ("scaled_product", 80, 0): Configuration(128, 128, 8, 3, 64),
+    ("scaled_product", 90, 0): Configuration(128, 256, 8, 3, 128),
+    ("scaled_product", 100, 0): Configuration(128, 256, 8, 3, 128),
 }
 CAPABILITIES = (100, 90, 80)
 

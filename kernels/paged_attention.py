@@ -159,7 +159,7 @@ def _piece_kernel(
 
 
 @triton_jit
-def _merge_kernel(partial, logs, parts, out, most, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def merge_kernel(partial, logs, parts, out, most, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """A sequence's pieces, one head, weighted by their shares of the softmax."""
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -194,7 +194,7 @@ def _attend_triton(q_BHK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, items: Tensor,
         q, k, v, items, pages, partial, logs, K**-0.5 * LOG2_E, *q.stride()[:2], *k.stride()[:3],
         S=S, H=H, R=R, K=K, BLOCK=block, M=ROWS, N=TOKENS, PRECISION="ieee" if exact else "tf32", num_warps=4, num_stages=3,
     )  # fmt: skip
-    _merge_kernel[(B, H)](partial, logs, parts, out, parts.shape[1], H=H, K=K, BLOCK=block, num_warps=1)
+    merge_kernel[(B, H)](partial, logs, parts, out, parts.shape[1], H=H, K=K, BLOCK=block, num_warps=1)
     return out
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from puna.kernels.linear_cross_entropy import CHUNK_BYTES, CHUNK_BYTES_GPU
+from puna.kernels.output_layer import CHUNK_BYTES, CHUNK_BYTES_GPU
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.machine import Machine, matrix_rate, peak_flops

@@ -18,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from puna.kernels.attention import ForestMask, attention
 from puna.kernels.linear import linear
-from puna.kernels.linear_cross_entropy import linear_cross_entropy, linear_token_logprobs
+from puna.kernels.linear_cross_entropy import linear_cross_entropy
+from puna.kernels.linear_token_logprobs import linear_token_logprobs
+from puna.kernels.moe import grouped_linear, top_k_routing
 from puna.kernels.rms_norm import add_rms_norm, rms_norm
 from puna.kernels.rope import rope
 from puna.kernels.swiglu import swiglu
@@ -155,14 +157,10 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, width))
         self.down_proj = nn.Parameter(torch.empty(experts, width, inner))
 
-    def forward(self, x_ND: Tensor, counts: list[int]) -> Tensor:
-        """Rows sorted by expert, `counts` [E] of them to each: [N, D] to [N, D]."""
-        parts = []
-        for expert, x in enumerate(x_ND.split(counts)):
-            if len(x):
-                gate, up = linear(x, self.gate_up_proj[expert]).chunk(2, -1)
-                parts.append(linear(swiglu(gate, up), self.down_proj[expert]))
-        return torch.cat(parts)
+    def forward(self, x_ND: Tensor, offsets_E1: Tensor) -> Tensor:
+        """Rows sorted by expert, those of expert e from offsets[e] to offsets[e + 1]: [N, D] to [N, D]."""
+        gate, up = grouped_linear(x_ND, self.gate_up_proj, offsets_E1).chunk(2, -1)
+        return grouped_linear(swiglu(gate, up), self.down_proj, offsets_E1)
 
 
 class MoeMLP(nn.Module):
@@ -183,17 +181,14 @@ class MoeMLP(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         E, k = self.moe.num_experts, self.moe.num_experts_per_tok
-        logits_TE = self.gate(x_TD)
-        p_TE = torch.softmax(logits_TE.float() if logits_TE.dtype.itemsize < 4 else logits_TE, -1)
-        weight_Tk, chosen_Tk = p_TE.topk(k, -1)
-        if self.moe.norm_topk_prob:
-            weight_Tk = weight_Tk / weight_Tk.sum(-1, keepdim=True)
+        weight_Tk, p_TE, chosen_Tk = top_k_routing(self.gate(x_TD), k, self.moe.norm_topk_prob)
         counts = torch.bincount(chosen_Tk.flatten(), minlength=E)
         if torch.is_grad_enabled():
             self.balance = E * (counts.to(p_TE.dtype) / len(x_TD) * p_TE.mean(0)).sum()
         order = chosen_Tk.flatten().argsort(stable=True)
         token = order // k
-        y_ND = self.experts(x_TD[token], counts.tolist()) * weight_Tk.flatten()[order, None].to(x_TD.dtype)
+        offsets_E1 = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        y_ND = self.experts(x_TD[token], offsets_E1) * weight_Tk.flatten()[order, None].to(x_TD.dtype)
         return torch.zeros_like(x_TD).index_add(0, token, y_ND)
 
 

@@ -84,9 +84,21 @@ class Artifact:
         return [Part(file, start, min(start + rows, total), chosen) for start in range(0, total, rows)]
 
     def damage(self) -> list[str]:
-        """What is wrong with its files: missing, of another size or with another checksum; empty when whole."""
-        found = []
-        for name, record in self.manifest.files.items():
+        """What is wrong with it, empty when it is whole.
+
+        A manifest that cannot be read, lies elsewhere or was edited; a file missing, unknown, of another size or with
+        another checksum.
+        """
+        try:
+            manifest = self.manifest
+            found = [f"manifest.json was changed: {what}" for what in manifest.contradictions()]
+        except PunaError as error:
+            return [str(error)]
+        if (manifest.kind, manifest.key) != (self.kind, self.key):
+            found.append(f"manifest.json is that of {manifest.kind}/{manifest.key[:12]}")
+        present = {str(f.relative_to(self.folder)) for f in self.folder.rglob("[!.]*") if not f.is_dir()} - {NAME}
+        found += [f"{name} is not in the manifest" for name in sorted(present - set(manifest.files))]
+        for name, record in manifest.files.items():
             file = self.folder / name
             if not file.is_file():
                 found.append(f"{name} is missing")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import time
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from puna.storage.artifact import Artifact
-from puna.storage.errors import PunaError
 from puna.storage.manifest import NAME
 from puna.storage.store import Store
+from puna.storage.work import inputs_of
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,7 @@ class Finding:
 
 def verify(store: Store, artifacts: Iterable[Artifact] | None = None) -> list[Finding]:
     """Compare every file of the artifacts (default: all) with the manifest; a broken manifest is damage too."""
-    found = []
-    chosen = artifacts if artifacts is not None else _all(store)
-    for artifact in chosen:
-        try:
-            found.append(Finding(artifact, artifact.damage()))
-        except PunaError as error:
-            found.append(Finding(artifact, [str(error)]))
-    return found
+    return [Finding(artifact, artifact.damage()) for artifact in (artifacts if artifacts is not None else _all(store))]
 
 
 def _all(store: Store) -> list[Artifact]:
@@ -49,36 +42,53 @@ class Garbage:
 
 
 def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> list[Garbage]:
-    """Artifacts that no alias, none of the last `keep_runs` runs and none of their ancestors need, and abandoned work.
+    """Artifacts that nothing needs, and abandoned work.
 
-    Work younger than `work_days` days, or held by a process, stays. With `remove=False` nothing is touched.
+    Needed is what an alias, one of the last `keep_runs` runs, an accepted equivalence or kept work names, and all that it
+    was made from. Work stays while a process holds it, and for `work_days` days after anything in it was last written.
+    With `remove=False` nothing is touched.
     """
-    needed = _needed(store, keep_runs)
-    garbage = [Garbage(a.folder, "no alias and no recent run needs it", _size(a.folder)) for a in store.artifacts() if a.key not in needed]
     old = time.time() - work_days * 86_400
-    for folder in sorted((store.root / "work").iterdir()):
-        if folder.stat().st_mtime <= old and not _held(store.root / "locks" / folder.name):
-            garbage.append(Garbage(folder, "abandoned work", _size(folder)))
-    for folder in sorted((store.root / "quarantine").iterdir()):
-        garbage.append(Garbage(folder, "quarantined", _size(folder)))
-    if remove:
-        for lock in (store.root / "locks").iterdir():
-            if lock.stat().st_mtime <= old and not _held(lock):
-                lock.unlink(missing_ok=True)
-        for item in garbage:
-            # Out of the way in one step first: a half-removed artifact must not look like one, nor block its key.
-            doomed = store.root / "quarantine" / f"removed-{item.folder.name[:12]}-{time.time_ns()}"
-            item.folder.rename(doomed)
-            shutil.rmtree(doomed)
-    return garbage
+    works = sorted((store.root / "work").iterdir())
+    abandoned = [folder for folder in works if _touched(folder) <= old and not _held(store, folder.name)]
+    needed = _needed(store, keep_runs, [folder for folder in works if folder not in abandoned])
+    unneeded = [a.folder for a in store.artifacts() if a.key not in needed]
+    artifacts = [Garbage(folder, "no alias and no recent run needs it", _size(folder)) for folder in unneeded]
+    works_left = [Garbage(folder, "abandoned work", _size(folder)) for folder in abandoned]
+    aside = [Garbage(folder, "quarantined", _size(folder)) for folder in sorted((store.root / "quarantine").iterdir())]
+    garbage = artifacts + works_left + aside
+    if not remove:
+        return garbage
+    gone = []
+    for item in garbage:
+        # Whoever works on the key now keeps it; and no one begins while it goes.
+        with store.lock(item.folder.name, wait=False) as mine:
+            if mine and item.folder.exists():
+                _remove(store, item.folder)
+                gone.append(item)
+    for lock in (store.root / "locks").iterdir():
+        if lock.stat().st_mtime <= old or lock.name in {item.folder.name for item in gone}:
+            with store.lock(lock.name, wait=False) as mine:
+                if mine:
+                    lock.unlink(missing_ok=True)
+    return gone
 
 
-def _needed(store: Store, keep_runs: int) -> set[str]:
+def _remove(store: Store, folder: Path) -> None:
+    # Out of the way in one step first: a half-removed artifact must not look like one, nor block its key.
+    doomed = store.root / "quarantine" / f"removed-{folder.name[:12]}-{uuid.uuid4().hex}"
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _needed(store: Store, keep_runs: int, works: list[Path]) -> set[str]:
     by_key = {a.key: a for a in store.artifacts()}
-    todo = list(store.aliases().values())
+    todo = [*store.aliases().values(), *store.acceptances().values()]
     runs = store.runs()
     for run in runs[len(runs) - keep_runs :] if keep_runs else []:
         todo += [e["key"] for e in store.events(run) if "key" in e]
+    for folder in works:
+        todo += inputs_of(folder)
     needed: set[str] = set()
     while todo:
         key = todo.pop()
@@ -90,15 +100,21 @@ def _needed(store: Store, keep_runs: int) -> set[str]:
 
 
 def _size(folder: Path) -> int:
-    return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    return sum(f.lstat().st_size for f in _below(folder) if f.is_file())
 
 
-def _held(lock: Path) -> bool:
-    if not lock.exists():
+def _touched(folder: Path) -> float:
+    """When anything in a folder was last written, seconds since the epoch: a folder's own time misses what is deeper."""
+    return max((f.lstat().st_mtime for f in _below(folder)), default=folder.lstat().st_mtime)
+
+
+def _below(folder: Path) -> list[Path]:
+    """A folder and everything in it that is still there: a stage at work removes files too."""
+    return [f for f in (folder, *folder.rglob("*")) if f.exists()]
+
+
+def _held(store: Store, key: str) -> bool:
+    if not (store.root / "locks" / key).exists():
         return False
-    with lock.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    with store.lock(key, wait=False) as mine:
+        return not mine

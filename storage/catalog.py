@@ -16,6 +16,7 @@ from puna.storage.artifact import Artifact
 from puna.storage.errors import PunaError
 from puna.storage.schemas import TABLES
 from puna.storage.store import Store
+from puna.storage.tables import literal, parquet, pattern
 
 ARTIFACTS = pa.schema(
     {
@@ -35,25 +36,23 @@ def connect(store: Store) -> duckdb.DuckDBPyConnection:
     artifacts = store.artifacts()
     _meta(connection, artifacts)
     for name in TABLES:
-        files = [_quoted(str(a.folder.resolve() / f"{name}.parquet")) for a in artifacts if name in a.manifest.tables]
+        files = [a.folder.resolve() / f"{name}.parquet" for a in artifacts if name in a.manifest.tables]
         if files:
             # The key is the folder's name: …/<key>/<table>.parquet
             connection.execute(
                 f"""create view "{name}" as select split_part(filename, '/', -2) as artifact, * exclude (filename)
-                from read_parquet([{", ".join(files)}], union_by_name = true, filename = true)"""
+                from {parquet(files, filename=True)}"""
             )
         else:
             columns = ", ".join(f'"{f.name}" {_duck(f.type)}' for f in TABLES[name].schema)
             connection.execute(f'create table "{name}" (artifact varchar, {columns})')
-    # Only the store's own files can be read, whatever a statement says.
-    connection.execute(f"set allowed_directories = [{_quoted(str(store.root.resolve() / 'objects') + '/')}]")
+    # Only the store's own files can be read, whatever a statement says; a view names them by pattern.
+    objects = store.root.resolve() / "objects"
+    allowed = ", ".join(literal(f"{form}/") for form in sorted({str(objects), pattern(objects)}))
+    connection.execute(f"set allowed_directories = [{allowed}]")
     connection.execute("set enable_external_access = false")
     connection.execute("set lock_configuration = true")
     return connection
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
 
 
 def query(store: Store, text: str) -> pa.Table:
@@ -63,7 +62,7 @@ def query(store: Store, text: str) -> pa.Table:
 
 
 def run(connection: duckdb.DuckDBPyConnection, text: str) -> pa.Table:
-    """The result of one read-only SQL statement on an open connection."""
+    """The result of one read-only SQL statement on an open connection; columns of one name become `n`, `n_1`, …"""
     try:
         statements = connection.extract_statements(text)
         if len(statements) != 1:
@@ -71,7 +70,27 @@ def run(connection: duckdb.DuckDBPyConnection, text: str) -> pa.Table:
         if not _reads(connection, statements[0]):
             raise PunaError("the catalog is read-only: only SELECT, SHOW, DESCRIBE, SUMMARIZE and EXPLAIN of these are run")
         relation = connection.sql(text)
-        return relation.to_arrow_table() if relation is not None else pa.table({})
+        table = relation.to_arrow_table() if relation is not None else pa.table({})
+        return table.rename_columns(_distinct(table.schema.names))
+    except duckdb.Error as error:
+        raise PunaError(str(error)) from error
+
+
+def _distinct(names: list[str]) -> list[str]:
+    found: list[str] = []
+    for name in names:
+        new, number = name, 0
+        while new in found or (number and new in names):
+            number += 1
+            new = f"{name}_{number}"
+        found.append(new)
+    return found
+
+
+def statements(connection: duckdb.DuckDBPyConnection, text: str) -> list[str]:
+    """The SQL statements in a text, one by one."""
+    try:
+        return [statement.query for statement in connection.extract_statements(text)]
     except duckdb.Error as error:
         raise PunaError(str(error)) from error
 

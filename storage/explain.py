@@ -7,7 +7,8 @@ from typing import Any
 
 from puna.storage.artifact import Artifact
 from puna.storage.manifest import Manifest
-from puna.storage.store import Identity, Store
+from puna.storage.store import Store
+from puna.storage.work import Identity
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from puna.storage import digest
 from puna.storage.errors import PunaError
+from puna.storage.schemas import table_schema
 
 FORMAT = 1
 NAME = "manifest.json"
+IMPORT = "import"
+"""The stage of tables that came from outside any stage."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,11 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything known about an artifact; `metrics`, timings and versions are not part of its identity."""
+    """Everything known about an artifact; `metrics`, timings and versions are not part of its identity.
+
+    `timings`: wall and CPU seconds of the stage and its workers. `peak_memory_bytes`: the largest sum of their resident
+    memory, sampled. `libraries`: versions. `checksum`: of all the rest.
+    """
 
     kind: str
     key: str
@@ -64,10 +73,26 @@ class Manifest:
     run: str = ""
     created_at: str = ""
     format: int = FORMAT
+    checksum: str = ""
 
     def to_json(self) -> str:
-        """Indented JSON text."""
-        return json.dumps(asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        """Indented JSON text, with a checksum over everything else in it."""
+        data = json.loads(json.dumps(asdict(self), allow_nan=False))
+        return json.dumps(data | {"checksum": _checksum(data)}, indent=1, ensure_ascii=False) + "\n"
+
+    def contradictions(self) -> list[str]:
+        """Where the manifest does not agree with itself: it was edited by hand. Empty when it is as it was written."""
+        found = []
+        if self.data_digest != content_digest(self.tables, self.files):
+            found.append("data_digest is not that of its tables and files")
+        if self.code and self.code_version != code_version(self.code):
+            found.append("code_version is not that of its code")
+        # The key of an import is that of its rows in the order they came in, which is not kept.
+        if self.stage != IMPORT and self.key != key_of(self.stage, self.code_version, self.config, self.inputs):
+            found.append("key is not that of its stage, code, config and inputs")
+        if self.checksum and self.checksum != _checksum(asdict(self)):
+            found.append("checksum is not that of the manifest")
+        return found
 
     @classmethod
     def read(cls, file: Path) -> Manifest:
@@ -83,5 +108,32 @@ class Manifest:
             data["tables"] = {name: TableRecord(**item) for name, item in data["tables"].items()}
             data["files"] = {name: FileRecord(**item) for name, item in data["files"].items()}
             return cls(**data)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PunaError(f"{file}: not a readable manifest ({error}); `puna verify` lists damaged artifacts") from error
+
+
+def key_of(stage: str, code_version: str, config: dict[str, Any], inputs: list[InputRecord]) -> str:
+    """The key of what a stage makes: sha256 over stage, code version, configuration and the inputs' data digests."""
+    return digest.of_value(
+        {"stage": stage, "code": code_version, "config": config, "inputs": [[i.name, i.kind, i.data_digest] for i in inputs]}
+    )
+
+
+def code_version(symbols: dict[str, str]) -> str:
+    """One hash for the code that a stage reaches, given as name → hash; 64 hex digits."""
+    return digest.of_value({"format": FORMAT, "symbols": symbols})
+
+
+def content_digest(tables: dict[str, TableRecord], files: dict[str, FileRecord]) -> str:
+    """The data digest: sha256 over the logical content of the tables that count and the bytes of all other files."""
+    return digest.of_value(
+        {
+            "tables": {n: r.digest for n, r in tables.items() if table_schema(n).identity},
+            "files": {n: r.sha256 for n, r in files.items() if n.removesuffix(".parquet") not in tables},
+        }
+    )
+
+
+def _checksum(data: dict[str, Any]) -> str:
+    text = json.dumps({name: value for name, value in data.items() if name != "checksum"}, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

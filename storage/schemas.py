@@ -6,6 +6,7 @@ a stage writes `id` and any subset of the columns registered in `puna.storage.si
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -179,7 +180,7 @@ TABLES: dict[str, TableSchema] = {
         _table(
             "answers", ID, PROMPT_ID,
             column("sample", pa.int32(), "number of the answer among those of its prompt and model", "from 0"),
-            column("model", pa.string(), "key of the model that wrote it"),
+            column("model", pa.string(), "data digest of the model that wrote it"),
             column("text", pa.string(), "the answer"),
             column("tokens", TOKENS, "its token ids"),
             column("logprobs", pa.list_(pa.field("element", pa.float32())), "log-probability of each token", "nats"),
@@ -194,8 +195,8 @@ TABLES: dict[str, TableSchema] = {
             column("edited", pa.string(), "the chosen answer, improved", nullable=True),
             column("level", pa.string(), "how much better: significantly_better, better, slightly_better, marginally_better"),
             column("margin", NUMBER, "difference of the two answers' scores"),
-            column("chosen_model", pa.string(), "key of the model that wrote the chosen answer"),
-            column("rejected_model", pa.string(), "key of the model that wrote the rejected answer"),
+            column("chosen_model", pa.string(), "data digest of the model that wrote the chosen answer"),
+            column("rejected_model", pa.string(), "data digest of the model that wrote the rejected answer"),
         ),
         _table(
             "instructions", ID, PROMPT_ID, TASK, PROMPT,
@@ -247,6 +248,15 @@ TABLES: dict[str, TableSchema] = {
         ),
     )
 }  # fmt: skip
+
+
+def known_kind(name: str) -> str:
+    """`name`, where it is a kind of artifact; PunaError says which kind it may have been meant for."""
+    if name not in KINDS:
+        near = difflib.get_close_matches(name, KINDS, n=2)
+        asked = f"did you mean {' or '.join(near)}? " if near else ""
+        raise PunaError(f"{name!r} is no kind of artifact; {asked}The kinds are {', '.join(KINDS)}")
+    return name
 
 
 def table_schema(name: str) -> TableSchema:

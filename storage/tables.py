@@ -7,6 +7,7 @@ writes fixed row groups, so that equal rows give equal bytes whoever computed wh
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,11 +49,16 @@ class Part:
 
 
 def write_part(table: pa.Table, file: Path) -> None:
-    """Write rows to `file` so that it exists whole or not at all."""
+    """Write rows to `file` so that it exists whole or not at all, a loss of power included."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    pq.write_table(table, temporary, compression="zstd")
-    os.replace(temporary, file)
+    try:
+        pq.write_table(table, temporary, compression="zstd")
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def merge(name: str, parts: Sequence[Path], target: Path, memory_limit: str = "2GB") -> tuple[int, pa.Schema]:
@@ -71,7 +77,7 @@ def merge(name: str, parts: Sequence[Path], target: Path, memory_limit: str = "2
         connection.execute("set TimeZone='UTC'")
         connection.execute("set preserve_insertion_order=false")
         query = (
-            f"select * from read_parquet({[str(p) for p in parts]}, union_by_name=true) order by {', '.join(_quote(k) for k in table.key)}"
+            f"select * from {parquet(parts)} order by {', '.join(_quote(k) for k in table.key)}"
         )
         reader = connection.sql(query).to_arrow_reader(table.group_rows)
         with pq.ParquetWriter(target, schema, compression="zstd", compression_level=3, store_schema=True) as writer:
@@ -87,6 +93,42 @@ def empty(name: str, target: Path) -> None:
     table = table_schema(name)
     with pq.ParquetWriter(target, table.schema, compression="zstd"):
         pass
+
+
+def imbalance(came: Sequence[Path], went: Sequence[Path], scratch: Path, most: int = 3) -> list[tuple[str, int]]:
+    """Ids that are not as often in the files `went` as in `came`, with how many are missing there (negative: too many).
+
+    At most `most` of them, in order. Two sums of hashes are compared first, in constant memory; their order is not needed.
+    """
+    with duckdb.connect(config={"memory_limit": "2GB", "temp_directory": str(scratch / ".sort")}) as connection:
+        ids = [
+            f"(select id from {parquet(files)})" if files else "(select ''::varchar as id where false)"
+            for files in (came, went)
+        ]
+        sums = [connection.execute(f"select count(*), sum(hash(id)) from {one}").fetchall() for one in ids]
+        if sums[0] == sums[1]:
+            return []
+        found = connection.execute(
+            f"""select id, sum(n)::bigint as missing from (select id, 1 as n from {ids[0]} union all select id, -1 from {ids[1]})
+            group by id having missing <> 0 order by id limit {most}"""
+        )
+        return [(str(i), int(n)) for i, n in found.fetchall()]
+
+
+def parquet(files: Sequence[Path], *, filename: bool = False) -> str:
+    """SQL for the rows of Parquet files, columns by name; whatever their paths hold, they are no patterns and no columns."""
+    paths = ", ".join(literal(pattern(file)) for file in files)
+    return f"read_parquet([{paths}], union_by_name = true, hive_partitioning = false, filename = {str(filename).lower()})"
+
+
+def pattern(file: Path) -> str:
+    """The glob pattern that matches this path alone."""
+    return re.sub(r"[\[*?]", r"[\g<0>]", str(file))
+
+
+def literal(text: str) -> str:
+    """A text as an SQL string."""
+    return "'" + text.replace("'", "''") + "'"
 
 
 def _quote(name: str) -> str:

@@ -174,11 +174,10 @@ def _answers_plot(run: Run, column: str, title: str) -> Plot:
             value = row[column] if row[column] is not None else rewards.get(row["id"])
             if value is not None:
                 groups[row["model"]].append(value)
-        order = [i.key for i in step.artifact.manifest.inputs if i.kind == "model"]
-        for key in sorted(groups, key=lambda k: (order.index(k) if k in order else len(order), k)):
-            measured = mean(groups[key])
-            writer = run.step_of(key)
-            name = "policy" if order[:1] == [key] else "other model" if key in order else writer.label if writer else key[:8]
+        order = [i.data_digest for i in step.artifact.manifest.inputs if i.kind == "model"]
+        for digest in sorted(groups, key=lambda d: (order.index(d) if d in order else len(order), d)):
+            measured = mean(groups[digest])
+            name = "policy" if order[:1] == [digest] else "other model" if digest in order else digest[:8]
             points[name].append((step.label, measured.value))
             spans[name].append((step.label, measured.low, measured.high))
     return Plot(title, "step", f"mean {column}", points, intervals=spans)

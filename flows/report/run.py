@@ -121,10 +121,6 @@ class Run:
         """Steps that wrote one of these kinds, in order."""
         return [s for s in self.steps if s.artifact.kind in kinds]
 
-    def step_of(self, key: str) -> Step | None:
-        """The step that gave the artifact `key`."""
-        return next((s for s in self.steps if s.artifact.key == key), None)
-
     def source(self, step: Step, record: InputRecord) -> Artifact | None:
         """The artifact that an input means: the run's own one of that key, or of that content, else the store's.
 

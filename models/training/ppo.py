@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from puna.kernels.advantages import advantages
 from puna.models.generation import Completion, Engine, Sampling
 from puna.models.training.loop import (
     Row,
@@ -27,7 +28,7 @@ from puna.models.training.loop import (
     weights_digest,
 )
 from puna.models.training.objectives.base import Targets
-from puna.models.training.objectives.ppo import Ppo, PpoBatch, Value, gae, token_rewards, token_values, whiten
+from puna.models.training.objectives.ppo import Ppo, PpoBatch, Value, token_values, whiten
 from puna.models.training.objectives.reward import answer_rewards
 from puna.models.training.packing import pack, step_indices
 from puna.models.training.schedules import Schedule
@@ -245,12 +246,13 @@ def _roll_out(
     # The engine's log-probs are the trainer's: one forest mask serves both.
     logprobs = torch.tensor([p for row in completions for c in row for p in c.logprobs])
     lengths = torch.tensor([len(answer) for row in answers for answer in row])
-    token_reward = token_rewards(logprobs, base, rewards, lengths, numbers["kl_coefficient"])
-    advantages, returns = gae(token_reward, values, lengths, config.gamma, config.lam)
-    advantages = whiten(advantages, torch.ones_like(advantages, dtype=torch.bool))
+    raw, returns = advantages(
+        logprobs, base, values, rewards, lengths, kl=numbers["kl_coefficient"], gamma=config.gamma, lam=config.lam
+    )
+    whitened = whiten(raw, torch.ones_like(raw, dtype=torch.bool))
     sizes = [sum(len(answer) for answer in row) for row in answers]
     counts = [len(row) for row in answers]
-    by_token = [t.split(sizes) for t in (logprobs, base, values, advantages, returns)]
+    by_token = [t.split(sizes) for t in (logprobs, base, values, whitened, returns)]
     by_answer = [t.split(counts) for t in (scores, finished)]
     return [
         Group(

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from puna.stages.align.fitting import check_lengths, load_model, render
 from puna.stages.contract import Figure, Instructions, Model, SeededConfig, StageConfig, StageRun, stage
-from puna.storage import Artifact
+from puna.storage import Artifact, PunaError
 
 EMOJI = re.compile("[\U0001f1e6-\U0001f1ff\U0001f300-\U0001faff\u2600-\u27bf\u2b50\u2b55\ufe0f]")
 """Pictographs, dingbats, regional indicators and the emoji variation selector."""
@@ -64,6 +64,8 @@ def data_quality(instructions: Instructions, model: Model, config: DataQualityCo
     `model`'s mean hidden states, the mean over all dialogues taken off; in each cluster the dialogues are kept
     greedily by quality times difficulty.
     """
+    if not instructions.rows():
+        raise PunaError(f"data_quality: {instructions.id} has no instructions; `dropped` of the stage before says why")
     rows = sorted(instructions.read().to_pylist(), key=lambda row: str(row["id"]))
     agreement = _agreement(instructions)
     dropped: list[dict[str, Any]] = []

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from puna.stages.align.prompts import identifier
 from puna.stages.contract import Prompts, StageConfig, StageRun, stage
+from puna.storage import PunaError
 
 
 class InstructionsConfig(StageConfig):
@@ -33,5 +34,7 @@ def instructions(prompts: Prompts, config: InstructionsConfig, run: StageRun) ->
         for row in prompts.read().to_pylist()
         if row["split"] == "train"
     ]
+    if not rows:
+        raise PunaError(f"instructions: {prompts.id} has no training prompts; ask for some with prompts.train")
     run.write_rows(rows)
     run.metric("instructions", len(rows))

@@ -75,6 +75,8 @@ def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, r
 
     Rows in are the drawn pairs; `dropped` holds those with identical, similar or unfinished answers.
     """
+    if not answers.rows():
+        raise PunaError(f"preferences: {answers.id} has no answers; sample some first")
     asked = {row["id"]: row for row in prompts.read().to_pylist()}
     by_prompt: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for answer in answers.read().to_pylist():

@@ -31,9 +31,12 @@ def rejection_sample(
     """The answer with the highest reward for each prompt (Llama 3, section 4.2.2).
 
     Side tables: `scores` holds, per instruction, `reward` and `agreement` (the share of the prompt's answers
-    with the same text), and per answer its `reward`; `dropped` the prompts whose answers were all cut off.
+    with the same text), and per answer its `reward`; `dropped` the prompts whose answers were all cut off
+    (`unfinished`) or were finished by other models than the best `models` only (`unselected_models`).
     Metrics compare the gold accuracy of the picked answers with the mean and with the best that was there.
     """
+    if not answers.rows():
+        raise PunaError(f"rejection_sample: {answers.id} has no answers; sample some first")
     asked = {row["id"]: row for row in prompts.read().to_pylist()}
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for answer in answers.read(columns=["id", "prompt_id", "model", "sample", "text", "finished", "gold"]).to_pylist():
@@ -54,10 +57,11 @@ def rejection_sample(
         scores.append({"id": row["id"], "name": "reward", "value": best["reward"]})
         scores.append({"id": row["id"], "name": "agreement", "value": agreement})
         scores += [{"id": a["id"], "name": "reward", "value": a["reward"]} for a in candidates[key]]
-    dropped = [
-        {"id": key, "rule": "unfinished", "value": float(len(groups[key])), "threshold": None, "detail": asked[key]["prompt"]}
-        for key in sorted(set(groups) - set(picked))
-    ]
+    dropped = []
+    for key in sorted(set(groups) - set(picked)):
+        # No answer came to its end; or some did, but none of the models that were chosen.
+        rule, count = ("unselected_models", len(finished[key])) if finished[key] else ("unfinished", len(groups[key]))
+        dropped.append({"id": key, "rule": rule, "value": float(count), "threshold": None, "detail": asked[key]["prompt"]})
     run.count_input(len(groups))
     run.write_rows(rows)
     run.write_rows(scores, "scores")

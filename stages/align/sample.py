@@ -30,18 +30,22 @@ class SampleConfig(SeededConfig):
 
 @stage(kind="answers")
 def sample(models: list[Model], prompts: Prompts, config: SampleConfig, run: StageRun) -> None:
-    """K answers per prompt from each model, with log-probabilities and gold scores (Llama 3, section 4.2.2)."""
+    """K answers per prompt from each model, with log-probabilities and gold scores (Llama 3, section 4.2.2).
+
+    Rows name a model by its data digest, and its draws follow from that: like this artifact's own key, they depend
+    on what the model is, not on how or in which order it was given.
+    """
     rows = [row for row in prompts.read().to_pylist() if row["split"] == config.split]
     if not rows:
         raise PunaError(f"{prompts.id} has no prompts of the split {config.split!r}")
-    if len({model.key for model in models}) < len(models):
+    if len({model.data_digest for model in models}) < len(models):
         raise PunaError("sample: the same model is given twice; preferences need answers of different models")
     for number, model in enumerate(models):
         answers = _answer(model, rows, config, run, number, len(models))
         run.write_rows(answers)
         right = sum(is_correct(answer["gold"]) for answer in answers)
-        run.metric(f"accuracy_{model.key[:12]}", right / len(answers))
-        run.metric(f"finished_{model.key[:12]}", sum(answer["finished"] for answer in answers) / len(answers))
+        run.metric(f"accuracy_{model.data_digest[:12]}", right / len(answers))
+        run.metric(f"finished_{model.data_digest[:12]}", sum(answer["finished"] for answer in answers) / len(answers))
     run.metric("prompts", len(rows))
 
 
@@ -62,11 +66,11 @@ def _answer(
     completions = Engine(model, tokenizer).generate(
         asked,
         sampling,
-        run.seed("sample", number),
+        run.seed("sample", artifact.data_digest),
         progress=lambda done, total: run.progress(number * total + done, models * total, f"model {number + 1} of {models}"),
     )
     return [
-        answer_row(row, artifact.key, index, completion, tokenizer)
+        answer_row(row, artifact.data_digest, index, completion, tokenizer)
         for row, found in zip(rows, completions, strict=True)
         for index, completion in enumerate(found)
     ]

@@ -16,23 +16,29 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+from puna.stages.contract.syntax import Binding, bound, statements
 from puna.storage import PunaError
-from puna.storage.digest import of_file, of_value
-from puna.storage.manifest import FORMAT
+from puna.storage.digest import of_file
+from puna.storage.manifest import code_version
 
 ROOT = Path(__file__).parents[2]
+Target = tuple[str, str | None]
 OUTSIDE = ("puna.storage", "puna.stages.contract")
-Statement = ast.stmt
 
 
 @dataclass(eq=False)
 class Module:
-    """The top-level bindings of one source file."""
+    """The top-level bindings of one source file.
+
+    `symbols`: name → the statements that bind or change it. `imports`: name → what it may be, first-party, in the order
+    of the statements. `foreign`: name → where an unconditional import from outside Puna takes it.
+    """
 
     name: str
     file: Path
-    symbols: dict[str, list[Statement]] = field(default_factory=dict)
-    imports: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    symbols: dict[str, list[Binding]] = field(default_factory=dict)
+    imports: dict[str, list[Target]] = field(default_factory=dict)
+    foreign: dict[str, str] = field(default_factory=dict)
 
 
 def reached(module: str, name: str) -> dict[str, str]:
@@ -46,12 +52,11 @@ def reached(module: str, name: str) -> dict[str, str]:
             continue
         seen.add((where, what))
         source = load(where)
-        if what in source.imports:
-            todo.extend(_targets(*source.imports[what]))
-            continue
+        for target in source.imports.get(what, []):
+            todo.extend(_targets(*target))
         symbol = _symbol(source, what)
         if symbol is None:
-            if _is_module(f"{where}.{what}"):
+            if what not in source.imports and _is_module(f"{where}.{what}"):
                 todo.extend((f"{where}.{what}", name) for name in load(f"{where}.{what}").symbols)
             continue
         found[f"{where}.{what}"] = symbol.hash
@@ -72,24 +77,29 @@ class Symbol:
 
 @lru_cache(maxsize=8192)
 def _symbol(source: Module, name: str) -> Symbol | None:
-    statements = source.symbols.get(name)
-    if statements is None:
+    bindings = source.symbols.get(name)
+    if bindings is None:
         return None
     uses: list[tuple[str, str]] = []
     files: list[Path] = []
-    for statement in statements:
-        local = dict(source.imports)
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                local.update(_imports(node, source.name))
-        uses.extend(_uses(statement, source, local))
-        files.extend(_data_files(statement, source.file.parent))
-    return Symbol(_hash(statements), tuple(dict.fromkeys(uses)), tuple(dict.fromkeys(files)))
+    foreign: set[str] = set()
+    for node in (node for binding in bindings for node in binding.nodes):
+        local = {**source.imports}
+        inside = list(ast.walk(node))
+        for inner in inside:
+            if isinstance(inner, ast.Import | ast.ImportFrom):
+                local.update({n: [t] for n, t in _imports(inner, source.name).items()})
+            elif isinstance(inner, ast.Name) and inner.id in source.foreign:
+                foreign.add(f"{inner.id}={source.foreign[inner.id]}")
+        uses.extend(_uses(inside, source, local))
+        files.extend(_data_files(inside, source.file.parent))
+    text = "\n".join([*(binding.text() for binding in bindings), *sorted(foreign)])
+    return Symbol(hashlib.sha256(text.encode()).hexdigest()[:16], tuple(dict.fromkeys(uses)), tuple(dict.fromkeys(files)))
 
 
 def version(symbols: dict[str, str]) -> str:
     """One hash for a set of reached symbols, 64 hex digits."""
-    return of_value({"format": FORMAT, "symbols": symbols})
+    return code_version(symbols)
 
 
 def load(name: str) -> Module:
@@ -120,49 +130,44 @@ def _is_module(name: str) -> bool:
 @lru_cache(maxsize=1024)
 def _parse(name: str, file: Path, mtime: int, size: int) -> Module:
     module = Module(name, file)
-    loose: list[Statement] = []
-    for statement in _flat(ast.parse(file.read_text(encoding="utf-8")).body):
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            module.imports.update(_imports(statement, name))
-        elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            module.symbols.setdefault(statement.name, []).append(statement)
-            if statement.decorator_list:
-                loose.append(statement)
-        elif isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            for target in targets:
-                for node in ast.walk(target):
-                    if isinstance(node, ast.Name):
-                        module.symbols.setdefault(node.id, []).append(statement)
-        else:
-            loose.append(statement)
+    loose: list[Binding] = []
+    for binding in statements(ast.parse(file.read_text(encoding="utf-8")).body):
+        node = binding.node
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for local, target in _imports(node, name).items():
+                module.imports.setdefault(local, []).append(target)
+            for local, origin in _origins(node).items():
+                # An import that a condition decides counts as a definition does.
+                if binding.guards:
+                    module.symbols.setdefault(local, []).append(binding)
+                elif origin.split(".")[0] != "puna":
+                    module.foreign[local] = origin
+            continue
+        names = bound(node)
+        for symbol in sorted(names):
+            module.symbols.setdefault(symbol, []).append(binding)
+        if not names or getattr(node, "decorator_list", None):
+            loose.append(binding)
     # A registration (`@op.register_fake`, `register(op)`) changes what `op` does: it counts wherever op does.
-    for statement in loose:
-        mentions = statement.decorator_list if isinstance(statement, ast.FunctionDef) else [statement]
-        for mention in mentions:
-            for node in ast.walk(mention):
-                if isinstance(node, ast.Name) and node.id in module.symbols and statement not in module.symbols[node.id]:
-                    module.symbols[node.id].append(statement)
+    for binding in loose:
+        for mention in getattr(binding.node, "decorator_list", None) or [binding.node]:
+            for inner in ast.walk(mention):
+                if isinstance(inner, ast.Name) and binding not in module.symbols.get(inner.id, [binding]):
+                    module.symbols[inner.id].append(binding)
     return module
 
 
-def _flat(body: list[Statement]) -> Iterator[Statement]:
-    for statement in body:
-        if isinstance(statement, ast.If):
-            yield from _flat([*statement.body, *statement.orelse])
-        elif isinstance(statement, ast.Try):
-            yield from _flat([*statement.body, *statement.orelse, *statement.finalbody])
-            for handler in statement.handlers:
-                yield from _flat(handler.body)
-        elif isinstance(statement, ast.With):
-            yield from _flat(statement.body)
-        else:
-            yield statement
+def _origins(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
+    """Local name → what an import binds to it, dotted."""
+    if isinstance(node, ast.Import):
+        return {alias.asname or alias.name.split(".")[0]: alias.name if alias.asname else alias.name.split(".")[0] for alias in node.names}
+    base = "puna." if node.level else f"{node.module}."
+    return {alias.asname or alias.name: base + alias.name for alias in node.names}
 
 
-def _imports(node: ast.Import | ast.ImportFrom, where: str) -> dict[str, tuple[str, str | None]]:
+def _imports(node: ast.Import | ast.ImportFrom, where: str) -> dict[str, Target]:
     """Local name → (module, symbol or None) for the first-party names that an import binds."""
-    found: dict[str, tuple[str, str | None]] = {}
+    found: dict[str, Target] = {}
     if isinstance(node, ast.Import):
         for alias in node.names:
             if alias.name.split(".")[0] == "puna":
@@ -188,24 +193,23 @@ def _targets(module: str, symbol: str | None) -> list[tuple[str, str]]:
     return [(module, symbol)]
 
 
-def _uses(statement: Statement, source: Module, local: dict[str, tuple[str, str | None]]) -> Iterator[tuple[str, str]]:
-    """First-party symbols that a statement names: bare names, and attributes of imported modules."""
+def _uses(nodes: list[ast.AST], source: Module, local: dict[str, list[Target]]) -> Iterator[tuple[str, str]]:
+    """First-party symbols that a statement of these nodes names: bare names, and attributes of imported modules."""
     attributes: set[int] = set()
-    for node in ast.walk(statement):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             chain = _chain(node)
-            if chain and chain[0] in local:
-                target = _resolve(local[chain[0]], chain[1:])
-                if target is not None:
-                    yield target
-                    for inner in ast.walk(node):
-                        attributes.add(id(inner))
-    for node in ast.walk(statement):
+            targets = [_resolve(target, chain[1:]) for target in local.get(chain[0], [])] if chain else []
+            yield from (target for target in targets if target is not None)
+            # A module under a condition is a symbol too: its name counts with the attribute.
+            if targets and None not in targets and chain[0] not in source.symbols:
+                attributes.update(id(inner) for inner in ast.walk(node))
+    for node in nodes:
         if isinstance(node, ast.Name) and id(node) not in attributes:
             if node.id in source.symbols:
                 yield source.name, node.id
-            elif node.id in local:
-                yield from _targets(*local[node.id])
+            for target in local.get(node.id, []):
+                yield from _targets(*target)
 
 
 def _chain(node: ast.expr) -> list[str]:
@@ -216,10 +220,10 @@ def _chain(node: ast.expr) -> list[str]:
     return [node.id, *reversed(names)] if isinstance(node, ast.Name) else []
 
 
-def _resolve(bound: tuple[str, str | None], attributes: list[str]) -> tuple[str, str] | None:
+def _resolve(target: Target, attributes: list[str]) -> tuple[str, str] | None:
     """`alias.a.b` where alias is a module: the symbol it means; None when alias is no module."""
-    module = bound[0] if bound[1] is None else f"{bound[0]}.{bound[1]}"
-    if bound[1] is not None and not _is_module(module):
+    module = target[0] if target[1] is None else f"{target[0]}.{target[1]}"
+    if target[1] is not None and not _is_module(module):
         return None
     for index, name in enumerate(attributes):
         if _is_module(f"{module}.{name}") and index + 1 < len(attributes):
@@ -229,33 +233,9 @@ def _resolve(bound: tuple[str, str | None], attributes: list[str]) -> tuple[str,
     return None
 
 
-class _Normal(ast.NodeTransformer):
-    """Removes what does not change behaviour: docstrings and the descriptions of configuration fields."""
-
-    def _body(self, node: ast.AST) -> ast.AST:
-        self.generic_visit(node)
-        body = getattr(node, "body", None)
-        if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) and isinstance(body[0].value.value, str):
-            node.body = body[1:] or [ast.Pass()]  # type: ignore[attr-defined]
-        return node
-
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _body
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id == "Field":
-            node.keywords = [k for k in node.keywords if k.arg != "description"]
-        return node
-
-
-def _hash(statements: list[Statement]) -> str:
-    text = "\n".join(ast.dump(_Normal().visit(ast.parse(ast.unparse(s)))) for s in statements)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _data_files(statement: Statement, folder: Path) -> Iterator[Path]:
-    """Files (and folders of files) beside the module that the statement names in a string."""
-    for node in ast.walk(statement):
+def _data_files(nodes: list[ast.AST], folder: Path) -> Iterator[Path]:
+    """Files (and folders of files) beside the module that a statement of these nodes names in a string."""
+    for node in nodes:
         if not (isinstance(node, ast.Constant) and isinstance(node.value, str) and 0 < len(node.value) < 100):
             continue
         if not all(c.isalnum() or c in "._-/" for c in node.value) or node.value.startswith((".", "/")):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import resource
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -13,9 +12,11 @@ from typing import Any
 from puna.stages.contract import code
 from puna.stages.contract.config import StageConfig
 from puna.stages.contract.declaration import Stage, Value
+from puna.stages.contract.measure import Meter
 from puna.stages.contract.run import Listener, StageRun
 from puna.storage import Artifact, Identity, InputRecord, PunaError, Store, Work
 from puna.storage.artifact import PART_ROWS
+from puna.storage.tables import imbalance
 
 LIBRARIES = ("pyarrow", "duckdb", "torch", "numpy", "transformers", "trl", "peft", "fasttext", "resiliparse", "tokenizers")
 
@@ -70,32 +71,33 @@ def perform(
     """
     started = time.perf_counter()
     identity = identify(stage, config, given)
-    key = store.accepted(identity.key)
-    found = _whole(store, stage.kind, key)
+    found = _accepted(stage, identity, store)
     if found is None:
-        with store.work(key) as work:
-            found = _whole(store, stage.kind, key)
-            if found is None:
+        with store.work(identity.key) as work:
+            found = store.find(stage.kind, identity.key)
+            if found is None or found.damage():
+                if found is not None:
+                    store.set_aside(found.kind, found.key)
                 for items in stage.check(given).values():
                     for item in items:
                         if isinstance(item, Artifact):
                             store.checked(item)
                 if on_start:
                     on_start(identity)
+                work.uses(identity.inputs)
                 made = _make(stage, config, given, StageRun(stage.name, stage.kind, config, work, executor, listener, part_rows), work)
-                return Outcome(work.commit(stage.kind, key, identity, run=run, **made), False, time.perf_counter() - started)
+                artifact = work.commit(stage.kind, identity.key, identity, run=run, **made)
+                return Outcome(artifact, False, time.perf_counter() - started)
             work.discard()
     return Outcome(found, True, time.perf_counter() - started)
 
 
-def _whole(store: Store, kind: str, key: str) -> Artifact | None:
-    try:
-        found = store.find(kind, key)
-        if found is None or not found.damage():
+def _accepted(stage: Stage, identity: Identity, store: Store) -> Artifact | None:
+    """The whole artifact of this identity, or an older one that was declared equivalent; damage is left in place."""
+    for key in dict.fromkeys((store.accepted(identity.key), identity.key)):
+        found = store.find(stage.kind, key)
+        if found is not None and not found.damage():
             return found
-    except PunaError:  # the manifest cannot be read
-        pass
-    store.set_aside(kind, key)
     return None
 
 
@@ -105,34 +107,36 @@ def _make(stage: Stage, config: StageConfig, given: dict[str, Value], run: Stage
     for spec in stage.inputs:
         items = stage.check(given)[spec.name]
         arguments.append(items if spec.many else (items[0] if items else None))
-    wall, cpu = time.perf_counter(), time.process_time()
-    stage.function(*arguments, config, run)
-    filtered = given.get(stage.filters) if stage.filters else None
-    if isinstance(filtered, Artifact):
-        run.count_input(filtered.rows())
-    elif isinstance(filtered, list):
-        for item in filtered:
-            if isinstance(item, Artifact):
-                run.count_input(item.rows())
+    with Meter() as meter:
+        stage.function(*arguments, config, run)
+    filtered = stage.check(given)[stage.filters] if stage.filters else []
+    sources = [item for item in filtered if isinstance(item, Artifact)]
+    for item in sources:
+        run.count_input(item.rows())
     if run.input_rows is not None:
-        _check_rows(stage, run.input_rows, work)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        work.declare("dropped")
+        _check_rows(stage, run.input_rows, sources, work)
     return {
         "metrics": run.metrics,
         "figures": {name: figure.to_json() for name, figure in run.figures.items()},
-        "timings": {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu},
-        "peak_memory_bytes": peak * 1024,
+        "timings": {"seconds": meter.seconds, "cpu_seconds": meter.cpu_seconds},
+        "peak_memory_bytes": meter.peak_bytes,
         "libraries": _libraries(),
         "seed": getattr(config, "seed", None),
     }
 
 
-def _check_rows(stage: Stage, came: int, work: Work) -> None:
+def _check_rows(stage: Stage, came: int, sources: list[Artifact], work: Work) -> None:
+    """PunaError unless every row that came in is kept or dropped, once: by number, and by id where the input has ids."""
     kept, dropped = work.rows(stage.kind), work.rows("dropped")
-    if kept + dropped != came:
-        raise PunaError(
-            f"stage {stage.name}: {came} rows came in, but {kept} were kept and {dropped} dropped; {came - kept - dropped} are lost"
-        )
+    said = f"stage {stage.name}: {came} rows came in, but {kept} were kept and {dropped} dropped"
+    if kept + dropped != came and not sources:
+        raise PunaError(f"{said}; {came - kept - dropped} are lost")
+    if sources:
+        went = work.files(stage.kind) + work.files("dropped")
+        if wrong := imbalance([a.path(f"{a.kind}.parquet") for a in sources], went, work.scratch):
+            shown = "; ".join(f"{i} is lost" if n > 0 else f"{i} is there {-n} times too often" for i, n in wrong)
+            raise PunaError(f"{said}; {came - kept - dropped} are lost: {shown}")
 
 
 def _libraries() -> dict[str, str]:

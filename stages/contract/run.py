@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
@@ -17,6 +18,7 @@ from puna.storage import Artifact, Part, PunaError, Work
 from puna.storage.artifact import PART_ROWS
 from puna.storage.schemas import table_schema
 from puna.storage.tables import write_part
+from puna.storage.work import write_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,8 +56,6 @@ class StageRun:
         self._part_rows = part_rows
         self._written = 0
         self._transforms = 0
-        # The driver writes its rows anew on every try; only workers' parts outlive a crash.
-        work.forget("driver-")
 
     # --- computing -----------------------------------------------------------------------------------
 
@@ -87,13 +87,28 @@ class StageRun:
         and is not made again after a crash.
         """
         parts = self.parts(artifact, table, columns)
-        name = f"transform{self._transforms}-{self._part_rows}"
+        # The rows decide the name: an attempt that cuts them otherwise makes its own parts.
+        names = [f"transform{self._transforms}-{part.start:012d}-{part.stop:012d}" for part in parts]
         self._transforms += 1
-        folder = self._work.parts
-        jobs = [(function, part, f"{name}-{index:06d}", self.kind, str(folder)) for index, part in enumerate(parts)]
-        done, total = 0, sum(part.rows for part in parts)
-        for part, _ in zip(parts, ordered(self._executor, _transform_part, jobs, args), strict=True):
-            done += part.rows
+        self._in_workers(function, parts, names, [part.rows for part in parts], args)
+
+    def produce(self, function: Callable[..., pa.Table | dict[str, pa.Table]], items: Sequence[Any], *args: Any) -> None:
+        """Write `function(item, *args)` for every item, as `transform` does for the parts of a table.
+
+        The rows never pass through this process. A stage must give the same items in every attempt.
+        """
+        names = [f"produce{self._transforms}-{index:06d}" for index in range(len(items))]
+        self._transforms += 1
+        self._in_workers(function, [Item(item) for item in items], names, [1] * len(items), args)
+
+    def _in_workers(self, function: Callable[..., Any], items: Sequence[Part | Item], names: list[str], sizes: list[int], args: Any) -> None:
+        """Write each item's tables under its name, in the worker that makes them."""
+        jobs = [(function, item, name, self.kind, str(self._work.parts)) for item, name in zip(items, names, strict=True)]
+        done, total = 0, sum(sizes)
+        for size, name, made in zip(sizes, names, ordered(self._executor, _transform_part, jobs, args), strict=True):
+            for table in made:
+                self._work.claim(table, name)
+            done += size
             self.progress(done, total)
 
     # --- writing -------------------------------------------------------------------------------------
@@ -106,6 +121,7 @@ class StageRun:
     def write_rows(self, rows: list[dict[str, Any]], name: str | None = None) -> None:
         """Append rows given as dicts; columns that no row names are null."""
         if not rows:
+            self._work.declare(name or self.kind)
             return
         names: dict[str, None] = {}
         for row in rows:
@@ -169,14 +185,26 @@ class StageRun:
         return np.random.default_rng(self.seed(*names))
 
 
-def _transform_part(job: tuple[Any, Part, str, str, str], *args: Any) -> None:
-    """In a worker: compute one part and write its tables; the marker is written last."""
+class Item(NamedTuple):
+    """A piece of work that is no part of a table, in the place of one."""
+
+    value: Any
+
+    def read(self) -> Any:
+        """What the function is given."""
+        return self.value
+
+
+def _transform_part(job: tuple[Any, Part | Item, str, str, str], *args: Any) -> list[str]:
+    """In a worker: compute one part and write its tables; the marker, with their names, is written last."""
     function, part, name, kind, folder = job
-    marker = Path(folder) / f".{name}.done"
+    marker = Path(folder) / f".{name}.json"
     if marker.exists():
-        return
+        names: list[str] = json.loads(marker.read_text())
+        return names
     result = function(part.read(), *args)
     made = result if isinstance(result, dict) else {kind: result}
     for table, rows in made.items():
         write_part(table_schema(table).conform(rows), Path(folder) / table / f"{name}.parquet")
-    marker.touch()
+    write_text(marker, json.dumps(list(made)))
+    return list(made)

@@ -95,11 +95,36 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
                 rules.update(table.column("rule").to_pylist())
             else:
                 run.metric("body_bytes", run.metrics.get("body_bytes", 0) + pc.sum(pc.binary_length(table.column("body"))).as_py())
-    if run.input_rows is None:
-        run.count_input(0)
+    if "body_bytes" not in run.metrics:
+        raise PunaError(f"ingest: no page is kept of {len(jobs)} files with {run.input_rows or 0} records{_why(rules)}")
     run.metric("files", len(jobs))
     for rule, count in sorted(rules.items()):
         run.metric(f"dropped_{rule}", count)
+
+
+def _why(rules: Counter[str]) -> str:
+    """What became of records, for an error message."""
+    return f": {', '.join(f'{count} {rule}' for rule, count in rules.most_common())}" if rules else ""
+
+
+def check_inputs(inputs: list[External], config: IngestConfig) -> None:
+    """PunaError where the inputs cannot be read as configured, as far as a look at their beginnings can tell.
+
+    Parquet files and JSON lines must have the named columns, and not all of the inputs may be without rows.
+    """
+    found = [_has_rows(job, config) for job in _jobs(inputs, config)]
+    if not any(found):
+        raise PunaError(f"the inputs {', '.join(external.uri for external in inputs)} have no rows: there is nothing to read")
+
+
+def _has_rows(job: Job, config: IngestConfig) -> bool:
+    """Whether a file may hold pages; of JSON lines it reads up to the first one."""
+    if job.file is None or job.format not in ("parquet", "jsonl"):
+        return job.file is None or job.file.bytes > 0
+    with job.file.open() as handle:
+        if job.format == "parquet":
+            return bool(pq.ParquetFile(handle).metadata.num_rows)
+        return any(isinstance(row, Page) for row in readers.read_jsonl(handle, job.source, job.file.address, config.columns))
 
 
 def _unrepeated(table: pa.Table, name: str, seen: set[bytes], repeats: Counter[str]) -> tuple[pa.Table, list[dict[str, Any]]]:

@@ -1,8 +1,7 @@
-"""The mixture: which documents are held out, and how often each of the others is read in training."""
+"""The mixture: how often each training document is read."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,22 +11,22 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, field_validator
 
-from puna.stages.contract import Documents, Evaluation, Figure, SeededConfig, Signals, StageRun, stage
+from puna.stages.contract import Documents, Evaluation, Figure, Mixture, SeededConfig, StageRun, stage
 from puna.stages.curate.cluster_weights import FINEWEB_2, cluster_sizes, weights_of
 from puna.stages.curate.draws import uniform
-from puna.storage import PunaError
+from puna.stages.pretrain.corpus import check_mixture
+from puna.storage import Part, PunaError
 
-UNKNOWN = "unknown"
+TOLERANCE = 1e-6
+"""How far weights may be from adding up to 1: what rounding to seven digits leaves."""
 
 
 class MixConfig(SeededConfig):
-    """Held-out split and weights of the knowledge types."""
+    """Weights of the knowledge types."""
 
-    category: str = Field("domain", min_length=1, description="Signal that holds a document's category")
-    heldout_fraction: float = Field(0.02, ge=0, lt=1, description="Share of each category's documents that training never sees, fraction")
-    heldout_least: int = Field(4, ge=0, description="Held-out documents of each category, at least; a third of a smaller category")
     weights: dict[str, float] = Field(
-        default_factory=dict, description="Share of training text of single categories; they replace those of the experiment, fraction"
+        default_factory=dict,
+        description="Share of training text of every category, adding up to 1, in place of the experiment's; none: as there, fraction",
     )
     max_share: float = Field(
         0.5, gt=0, le=1, description="Greatest share of one category where neither configuration nor experiment gives weights, fraction"
@@ -53,8 +52,8 @@ class MixConfig(SeededConfig):
         wrong = [name for name, weight in weights.items() if not 0 <= weight <= 1]
         if wrong:
             raise ValueError(f"weight of {wrong[0]!r} must lie in 0..1")
-        if sum(weights.values()) > 1 + 1e-9:
-            raise ValueError(f"the weights add up to {sum(weights.values()):.3f}; at most 1")
+        if weights and abs(sum(weights.values()) - 1) > TOLERANCE:
+            raise ValueError(f"the weights add up to {sum(weights.values()):.6g}, not to 1: give every category its share")
         return weights
 
 
@@ -69,72 +68,64 @@ class Share(NamedTuple):
 @stage(kind="mixture")
 def mix(
     documents: Documents,
-    signals: Signals,
+    split: Mixture,
     weights: Evaluation | None,
     deduplicated: list[Documents] | None,
     config: MixConfig,
     run: StageRun,
 ) -> None:
-    """Set how often each document is read (Llama 3, section 3.1.2).
+    """Set how often each training document of a split is read (Llama 3, section 3.1.2).
 
     A category's weight comes from the configuration, else from a mixture experiment, else it is the category's
     share of the text, but at most `max_share`: the web has too much of some subjects. The amount of training text
     stays that of one pass over all documents; a category of weight w is read w x all / own times, at most
     `max_repeats` (four passes cost little: Muennighoff et al. 2023). A fractional number of epochs becomes an
-    integer per document by a hash of its id. With the artifacts that removed duplicates, a document that stands for several is
-    read more often than its category's others (`cluster_weights`), and the category as a whole as often as before.
+    integer per document by a hash of its id. What is held out stays so. With the artifacts that removed duplicates, a document
+    that stands for several is read more often than its category's others (`cluster_weights`), and the category as a whole as
+    often as before.
     """
-    ids, sizes = _sizes(documents)
-    categories = _categories(ids, signals, config.category)
-    heldout = held_out(ids, categories, config)
-    training: dict[str, int] = {}
-    for category, size, out in zip(categories, sizes, heldout, strict=True):
-        training[category] = training.get(category, 0) + (0 if out else size)
-    if unknown := sorted(set(config.weights) - set(categories)):
-        names = ", ".join(sorted(set(categories))) or "none"
-        raise PunaError(f"mix.weights.{unknown[0]}: no document has this category; they have {names}")
-    wanted = _experiment(weights) | config.weights
+    check_mixture(documents, split)
+    table = split.read(columns=["id", "category", "split"])
+    ids, categories = table["id"].to_pylist(), table["category"].to_pylist()
+    heldout = np.array(table["split"].to_pylist()) == "heldout"
+    parts = run.parts(documents, columns=["id", "text"])
+    size_of = {id_: size for found in run.map(_sizes, parts, rows=len(parts)) for id_, size in found}
+    sizes = np.array([size_of[id_] for id_ in ids])
+    training = dict.fromkeys(sorted(set(categories)), 0)
+    for category, size, out in zip(categories, sizes.tolist(), heldout.tolist(), strict=True):
+        training[category] += 0 if out else size
+    wanted = dict(config.weights)
+    if weights is not None and not wanted:
+        wanted = _experiment(weights)
+    if wanted:
+        _check_weights(wanted, training, "mix.weights" if config.weights or weights is None else weights.id)
     shares = plan(training, wanted, config.max_repeats, 1.0 if wanted else config.max_share)
     chance = uniform(ids, config.seed, "repeats")
     epochs = np.array([shares[c].epochs for c in categories])
     if deduplicated:
         epochs *= _relative(weights_of(cluster_sizes(ids, deduplicated), config.cluster_weights), categories, np.where(heldout, 0, sizes))
     repeats = np.where(heldout, 0, np.floor(epochs) + (chance < epochs - np.floor(epochs))).astype(np.int32)
-    run.write(
-        pa.table(
-            {
-                "id": ids,
-                "category": categories,
-                "split": np.where(heldout, "heldout", "train").tolist(),
-                "repeats": np.where(heldout, 1, repeats).astype(np.int32),
-                "weight": [shares[c].weight for c in categories],
-            }
-        )
-    )
+    columns = {"id": ids, "category": categories, "split": table["split"], "repeats": np.where(heldout, 1, repeats).astype(np.int32)}
+    run.write(pa.table({**columns, "weight": [shares[c].weight for c in categories]}))
     total = sum(training.values())
     bars = {"text": [(c, s.bytes / max(total, 1)) for c, s in shares.items()], "training": [(c, s.weight) for c, s in shares.items()]}
     run.figure("mixture", Figure("Knowledge types in the text and in training", "knowledge type", "share", bars, "bar"))
     run.metric("documents", len(ids))
     run.metric("heldout_documents", int(heldout.sum()))
-    run.metric("train_bytes", int((np.array(sizes) * repeats).sum()))
+    run.metric("train_bytes", int((sizes * repeats).sum()))
     for category, share in shares.items():
         run.metric(f"epochs_{category}", round(share.epochs, 4))
 
 
 def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: float, max_share: float = 1.0) -> dict[str, Share]:
-    """Weight and epochs of each category. Categories without a wanted weight divide what is left by size.
+    """Weight and epochs of each category: `wanted`, or without any its share of the text (`sizes`, bytes).
 
     What a category at `max_repeats` or `max_share` cannot take goes to the others, in proportion to their weights.
     """
     total = sum(sizes.values())
-    known = {c: float(w) for c, w in wanted.items() if sizes.get(c)}
-    left = max(1.0 - sum(known.values()), 0.0)
-    rest = sum(size for c, size in sizes.items() if c not in known)
-    raw = {c: known[c] if c in known else left * size / rest if rest else 0.0 for c, size in sorted(sizes.items())}
-    scale = sum(raw.values())
-    if not total or not scale:
-        raise PunaError("no category has both text and weight: nothing to mix; check mix.weights")
-    weight = {c: w / scale for c, w in raw.items()}
+    if not total:
+        raise PunaError("mix: the split has no training document with text: there is nothing to mix")
+    weight = {c: float(wanted[c]) if c in wanted else 0.0 if wanted else size / total for c, size in sorted(sizes.items())}
     most = max(max_share, 1.0 / sum(size > 0 for size in sizes.values()))
     ceiling = {c: min(max_repeats * size / total, most) for c, size in sizes.items()}
     capped: dict[str, float] = {}
@@ -157,42 +148,28 @@ def _relative(weights: NDArray[np.float64], categories: Sequence[str], sizes: ND
     return np.asarray(weights / np.where(text > 0, mean, 1.0)[number])
 
 
-def held_out(ids: Sequence[str], categories: Sequence[str], config: MixConfig) -> NDArray[np.bool_]:
-    """Which documents are held out: of each category those with the smallest hash of their id."""
-    chance = uniform(ids, config.seed, "heldout")
-    found = np.zeros(len(ids), dtype=bool)
-    if config.heldout_fraction == 0:
-        return found
-    for category in sorted(set(categories)):
-        members = np.array([i for i, c in enumerate(categories) if c == category])
-        least = min(config.heldout_least, len(members) // 3)
-        count = max(math.ceil(config.heldout_fraction * len(members)) if len(members) > 1 else 0, least)
-        found[members[np.argsort(chance[members], kind="stable")[:count]]] = True
-    return found
+def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], where: str) -> None:
+    """PunaError unless the weights are those of all categories that have training text, and add up to 1."""
+    found = {
+        "no document is of": sorted(set(wanted) - set(training)),
+        "there is no weight for": sorted(c for c, size in training.items() if size and c not in wanted),
+        "there is no training text of": sorted(c for c, weight in wanted.items() if weight > 0 and training.get(c) == 0),
+    }
+    problems = [f"{what} {', '.join(map(repr, names))}" for what, names in found.items() if names]
+    if abs(sum(wanted.values()) - 1) > TOLERANCE:
+        problems.append(f"the weights add up to {sum(wanted.values()):.6g}, not to 1")
+    if problems:
+        known = ", ".join(c for c, size in training.items() if size) or "none"
+        raise PunaError(f"{where}: {'; '.join(problems)}; the categories with training text are {known}")
 
 
-def _sizes(documents: Documents) -> tuple[list[str], list[int]]:
-    ids: list[str] = []
-    sizes: list[int] = []
-    for batch in documents.batches(columns=["id", "text"], rows=1024):
-        ids += batch.column("id").to_pylist()
-        sizes += pc.binary_length(batch.column("text")).to_pylist()
-    return ids, sizes
+def _sizes(part: Part) -> list[tuple[str, int]]:
+    """(id, bytes) of a part's documents."""
+    table = part.read()
+    return list(zip(table["id"].to_pylist(), pc.binary_length(table["text"]).to_pylist(), strict=True))
 
 
-def _categories(ids: list[str], signals: Signals, column: str) -> list[str]:
-    table = signals.read()
-    if column not in table.schema.names:
-        raise PunaError(f"{signals.id} has no signal {column!r}; set mix.category to one of {', '.join(table.schema.names)}")
-    found = dict(zip(table["id"].to_pylist(), table[column].to_pylist(), strict=True))
-    if missing := [i for i in ids if i not in found]:
-        raise PunaError(f"{signals.id} has no row for {len(missing)} documents, for example {missing[0]}; score these documents first")
-    return [found[i] or UNKNOWN for i in ids]
-
-
-def _experiment(weights: Evaluation | None) -> dict[str, float]:
-    if weights is None:
-        return {}
+def _experiment(weights: Evaluation) -> dict[str, float]:
     if "weights" not in weights.tables:
         raise PunaError(f"{weights.id} has no table `weights`; give the artifact of mix_experiment")
     table = weights.read("weights")

@@ -31,6 +31,8 @@ def quality(documents: Documents, language: Signals | None, config: QualityConfi
     documents is `quality.bin`. The score says how much a document reads like the good sources, no more: where they differ
     from the others in subject or language, it learns that too.
     """
+    if not documents.rows():
+        raise PunaError(f"quality: {documents.id} has no documents to learn from; `dropped` of the stages before says why")
     head = documents.read(columns=["id", "source"]).to_pydict()
     ids = np.array(head["id"], dtype="U") if head["id"] else np.empty(0, "U1")
     sources = np.array(head["source"], dtype="U") if head["id"] else np.empty(0, "U1")

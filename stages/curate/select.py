@@ -80,6 +80,8 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     except by rules on measures that do not exist for every document. From kept documents, lines whose words were nearly
     all said before go (`removed_lines`). `rules_sql` gives the same decision as a query.
     """
+    if not documents.rows():
+        raise PunaError(f"select: {documents.id} has no documents to select from; `dropped` of the stages before says why")
     rules = list(active_rules(config))
     carried = carried_signals(signals)
     check_signals(rules, carried)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, Signals, StageConfig, StageRun, Tokenizer, stage
+from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageConfig, StageRun, Tokenizer, stage
 from puna.stages.experiments import laws
 from puna.stages.experiments.pools import Group, Pools, Sizes, build_pools, grouped
 from puna.stages.experiments.proxy import one_thread, remembered, trained
@@ -47,7 +47,6 @@ class Target(StageConfig):
 class MixExperimentConfig(SeededConfig):
     """The proxy runs, and the bounds of the mixture."""
 
-    category: str = Field("domain", min_length=1, description="Signal that holds a document's category")
     categories: int = Field(4, ge=2, le=12, description="Categories told apart: the largest, the others together as one")
     trials: int = Field(12, ge=4, le=500, description="Mixtures tried; at least two more than categories")
     least: float = Field(0.05, ge=0, lt=0.5, description="Least share of a category, tried and recommended, fraction")
@@ -77,7 +76,7 @@ class MixExperimentConfig(SeededConfig):
 
 @stage(kind="evaluation")
 def mix_experiment(
-    documents: Documents, signals: Signals, mixture: Mixture | None, tokenizer: Tokenizer, config: MixExperimentConfig, run: StageRun
+    documents: Documents, split: Mixture, tokenizer: Tokenizer, config: MixExperimentConfig, run: StageRun
 ) -> None:
     """Find mixture weights with small models (Llama 3, section 3.1.2; data mixing laws, Ye et al. 2024).
 
@@ -86,13 +85,12 @@ def mix_experiment(
     are recommended in `weights`. What the laws say of a mixture they were not fitted to is in the rows
     `left_out_error`; and the recommended mixture is trained too, against the natural one.
 
-    With a mixture (one without weights yet), its held-out split is left alone: the pages on which the proxies
-    are measured are chosen among the training documents, and the proxies never read them.
+    What the split holds out is left alone: the pages on which the proxies are measured are chosen among its
+    training documents, and the proxies never read them.
     """
-    if mixture is not None:
-        check_mixture(documents, mixture)
+    check_mixture(documents, split)
     vocabulary = tokenizer_of(tokenizer)
-    groups = grouped(documents, mixture, signals, config.category, config.categories, run)
+    groups = grouped(documents, split, config.categories, run)
     run.metric("categories", len(groups))
     if len(groups) == 1:
         _one_category(groups[0], run)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from puna.stages.contract import StageRun
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from puna.models.training.objectives.base import Targets
 
 OTHER = "other"
-UNKNOWN = "unknown"
 TEXT_PER_TOKEN = 6
 """Bytes of text taken for each token wanted: more than a token holds, so that a pool is seldom short."""
 MOST_PER_TOKEN = 64
@@ -60,17 +58,10 @@ class Group:
         return len(self.rows)
 
 
-def grouped(documents: Artifact, mixture: Artifact | None, signals: Artifact, column: str, most: int, run: StageRun) -> list[Group]:
-    """The largest categories by bytes, the others together, each with its documents in hashed order.
-
-    With a mixture, only documents of its training split count.
-    """
-    file = str(signals.path("signals.parquet"))
-    names = pq.read_schema(file).names
-    if column not in names:
-        raise PunaError(f"{signals.id} has no signal {column!r}; set mix_experiment.category to one of {', '.join(names)}")
+def grouped(documents: Artifact, mixture: Artifact, most: int, run: StageRun) -> list[Group]:
+    """The mixture's largest categories by bytes, the others together, each with its training documents in hashed order."""
     parts = run.parts(documents, columns=["id", "text"])
-    rows = sorted(row for found in run.map(_rows, parts, mixture_file(mixture), file, column, run.seed("order")) for row in found)
+    rows = sorted(row for found in run.map(_rows, parts, mixture_file(mixture), run.seed("order")) for row in found)
     if not rows:
         raise PunaError(f"{documents.id} has no training documents with text: there is nothing to mix")
     sizes: dict[str, int] = {}
@@ -87,23 +78,16 @@ def grouped(documents: Artifact, mixture: Artifact | None, signals: Artifact, co
     ]
 
 
-def _rows(part: Part, mixture: str | None, signals: str | None, column: str, seed: int) -> list[Row]:
-    """A part's training documents; their category is the signal `column`, or `column` itself without signals."""
+def _rows(part: Part, mixture: str | None, seed: int) -> list[Row]:
+    """A part's training documents with text; without a mixture, all of them."""
     documents = [row for row in chosen_of(part, mixture, "train") if row.text]
-    if not documents:
-        return []
-    category = dict.fromkeys((row.id for row in documents), column)
-    if signals is not None:
-        wanted = (pc.field("id") >= documents[0].id) & (pc.field("id") <= documents[-1].id)
-        found = pq.read_table(signals, columns=["id", column], filters=wanted)
-        category = dict(zip(found["id"].to_pylist(), found[column].to_pylist(), strict=True))
-    return [Row(rank(seed, row.id), row.id, category.get(row.id) or UNKNOWN, len(row.text.encode())) for row in documents]
+    return [Row(rank(seed, row.id), row.id, row.category, len(row.text.encode())) for row in documents]
 
 
 def one_group(documents: Artifact, name: str, run: StageRun) -> Group:
     """All documents as one group, in hashed order."""
     parts = run.parts(documents, columns=["id", "text"])
-    rows = sorted(row for found in run.map(_rows, parts, None, None, name, run.seed("order")) for row in found)
+    rows = sorted(row for found in run.map(_rows, parts, None, run.seed("order")) for row in found)
     if not rows:
         raise PunaError(f"{documents.id} has no documents with text")
     return Group(name, {name: sum(row.bytes for row in rows)}, tuple(rows))

@@ -56,13 +56,15 @@ def chosen_of(part: Part, mixture: str | None, split: str) -> list[Chosen]:
 
 
 def check_mixture(documents: Artifact, mixture: Artifact) -> None:
-    """PunaError when the mixture speaks of documents that are not there: it was made of others."""
-    unknown = set(mixture.read(columns=["id"])["id"].to_pylist()).difference(documents.read(columns=["id"])["id"].to_pylist())
-    if unknown:
-        raise PunaError(
-            f"{mixture.id} names {len(unknown)} documents that {documents.id} does not have, for example {min(unknown)}; "
-            "give the documents that the mixture was made of"
-        )
+    """PunaError when the mixture is not of these documents: it names others, or lacks some of them."""
+    said, there = (set(artifact.read(columns=["id"])["id"].to_pylist()) for artifact in (mixture, documents))
+    for more, less, verb in ((said - there, documents, "names"), (there - said, mixture, "lacks")):
+        if more:
+            what = f"that {less.id} does not have" if verb == "names" else f"of {documents.id}"
+            raise PunaError(
+                f"{mixture.id} {verb} {len(more)} documents {what}, for example {min(more)}; "
+                "give the documents that the mixture was made of"
+            )
 
 
 def rank(*parts: object) -> int:

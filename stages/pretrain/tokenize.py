@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageRun, Tokenizer, stage
-from puna.stages.pretrain.corpus import check_mixture, chosen_of, folder, mixture_file, rank
+from puna.stages.pretrain.corpus import check_mixture, chosen, folder, mixture_file, rank
 from puna.stages.pretrain.tokenizer import loaded
 from puna.storage import Part, PunaError
 
-BUCKET_DOCUMENTS = 20_000
-"""Documents shuffled and packed together; their number decides the buckets, so parts and workers do not."""
+BUCKET_DOCUMENTS = 20_480
+"""Documents, consecutive by id, that are shuffled and packed together. Ids are hashes: any of them are a random sample."""
+COUNTS = b"puna.counts"
+"""Where a file of encoded documents holds its `Encoded`, as JSON."""
 
 
 class TokenizeConfig(SeededConfig):
@@ -31,10 +34,11 @@ class TokenizeConfig(SeededConfig):
 
 @dataclass(frozen=True)
 class Encoded:
-    """What one part of the documents gave: its file, and counts for buckets and categories."""
+    """What one part of the documents gave: its file, and its counts."""
 
     file: str
     tokens_in: dict[int, int]
+    """Tokens by bucket."""
     documents: int
     copies: int
     bytes: int
@@ -45,69 +49,72 @@ class Encoded:
 def tokenize(documents: Documents, mixture: Mixture | None, tokenizer: Tokenizer, config: TokenizeConfig, run: StageRun) -> None:
     """Encode the training split and pack it into full rows, as Llama 3 does (section 3.2: masked across documents).
 
-    Each document is framed by begin and end tokens and read as often as the mixture repeats it; all copies are
-    shuffled by a hash of seed, id and copy. Rows are cut every sequence_length tokens: a document that does not
-    fit goes on in the next row, and only the last row of a bucket may be shorter.
+    Each document is framed by begin and end tokens and read as often as the mixture repeats it; the copies of each
+    20,480 documents are shuffled by a hash of seed, id and copy. Rows are cut every sequence_length tokens: a document
+    that does not fit goes on in the next row, and only the last row of such a bucket may be shorter.
     """
     if mixture is not None:
         check_mixture(documents, mixture)
     parts = run.parts(documents, columns=["id", "text"])
-    buckets = 1 + documents.rows() // BUCKET_DOCUMENTS
-    shuffle = run.seed("shuffle")
-    encoded: list[Encoded] = list(
-        run.map(_encode, parts, mixture_file(mixture), folder(tokenizer), str(run.scratch), shuffle, buckets, rows=len(parts))
-    )
-    totals = Counter(dict.fromkeys(range(buckets), 0))
+    arguments = (mixture_file(mixture), folder(tokenizer), str(run.scratch), run.seed("shuffle"), BUCKET_DOCUMENTS)
+    encoded: list[Encoded] = list(run.map(_encode, parts, *arguments, rows=len(parts)))
+    files: dict[int, list[str]] = {}
+    totals: Counter[int] = Counter()
     for part in encoded:
-        totals.update(part.tokens_in)
-    if not sum(totals.values()):
+        for bucket, count in part.tokens_in.items():
+            files.setdefault(bucket, []).append(part.file)
+            totals[bucket] += count
+    if not totals:
         raise PunaError(f"{documents.id} has no training documents in this mixture: there is nothing to tokenize")
-    files = [part.file for part in encoded]
     jobs, first = [], 0
-    for bucket in range(buckets):
-        jobs.append((bucket, first))
+    for bucket in sorted(files):
+        jobs.append((bucket, first, files[bucket]))
         first += -(-totals[bucket] // config.sequence_length)
-    for table in run.map(_pack, jobs, files, config.sequence_length, rows=len(jobs)):
-        run.write(table)
-    _report(encoded, sum(totals.values()), first, run)
+    run.produce(_pack, jobs, config.sequence_length)
+    _report(encoded, totals.total(), first, run)
 
 
-def _encode(part: Part, split_file: str | None, tokenizer_folder: str, scratch: str, shuffle: int, buckets: int) -> Encoded:
-    """Write a part's encoded copies, by bucket and order; the file is found again after a crash."""
-    rows = [row for row in chosen_of(part, split_file, "train") if row.text]
+def _encode(part: Part, split_file: str | None, tokenizer_folder: str, scratch: str, shuffle: int, bucket_documents: int) -> Encoded:
+    """Write a part's encoded copies with their buckets and order; a part that is there from before a crash is kept."""
+    target = Path(scratch) / f"encoded-{part.start:012d}-{part.stop:012d}.parquet"
+    if target.exists():
+        return _found(target)
+    documents = part.read()
+    place = {id_: (part.start + i) // bucket_documents for i, id_ in enumerate(documents["id"].to_pylist())}
+    rows = [row for row in chosen(documents, split_file, "train") if row.text]
     tokenizer = loaded(tokenizer_folder)
     ids = [[tokenizer.bos, *encoding, tokenizer.eos] for encoding in tokenizer.encode_batch([row.text for row in rows])]
-    copies = []
-    for index, row in enumerate(rows):
-        for copy in range(row.repeats):
-            order = rank(shuffle, row.id, copy)
-            copies.append(((order * buckets) >> 63, order, row.id, copy, index))
-    copies.sort()
-    table = pa.table(
-        {
-            "bucket": pa.array([c[0] for c in copies], pa.int32()),
-            "order": pa.array([c[1] for c in copies], pa.int64()),
-            "id": pa.array([c[2] for c in copies], pa.string()),
-            "copy": pa.array([c[3] for c in copies], pa.int32()),
-            "tokens": pa.array([ids[c[4]] for c in copies], pa.list_(pa.int32())),
-        }
-    )
-    target = Path(scratch) / f"encoded-{part.start:012d}-{part.stop:012d}.parquet"
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    pq.write_table(table, temporary, compression="zstd")
-    os.replace(temporary, target)
+    copies = [(index, copy) for index, row in enumerate(rows) for copy in range(row.repeats)]
     tokens_in: Counter[int] = Counter()
     categories: Counter[str] = Counter()
-    for bucket, _, _, _, index in copies:
-        tokens_in[bucket] += len(ids[index])
+    for index, _ in copies:
+        tokens_in[place[rows[index].id]] += len(ids[index])
         categories[rows[index].category] += len(ids[index])
     size = sum(len(row.text.encode()) * row.repeats for row in rows)
-    return Encoded(str(target), dict(tokens_in), len(rows), len(copies), size, dict(categories))
+    made = Encoded(str(target), dict(tokens_in), len(rows), len(copies), size, dict(categories))
+    table = pa.table(
+        {
+            "bucket": pa.array([place[rows[i].id] for i, _ in copies], pa.int32()),
+            "order": pa.array([rank(shuffle, rows[i].id, copy) for i, copy in copies], pa.int64()),
+            "id": pa.array([rows[i].id for i, _ in copies], pa.string()),
+            "copy": pa.array([copy for _, copy in copies], pa.int32()),
+            "tokens": pa.array([ids[i] for i, _ in copies], pa.list_(pa.int32())),
+        }
+    )
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    pq.write_table(table.replace_schema_metadata({COUNTS: json.dumps(asdict(made))}), temporary, compression="zstd")
+    os.replace(temporary, target)
+    return made
 
 
-def _pack(job: tuple[int, int], files: list[str], sequence_length: int) -> pa.Table:
-    """The rows of one bucket; the first of them has the number that comes with the job."""
-    bucket, first = job
+def _found(file: Path) -> Encoded:
+    values = json.loads(pq.read_schema(file).metadata[COUNTS])
+    return Encoded(**values | {"file": str(file), "tokens_in": {int(bucket): count for bucket, count in values["tokens_in"].items()}})
+
+
+def _pack(job: tuple[int, int, list[str]], sequence_length: int) -> pa.Table:
+    """The rows of one bucket, from the files that hold some of it; the first row has the number that comes with the job."""
+    bucket, first, files = job
     table = pq.read_table(files, filters=pc.field("bucket") == bucket)
     table = table.sort_by([("order", "ascending"), ("id", "ascending"), ("copy", "ascending")])
     rows = pack(table["tokens"].combine_chunks(), table["id"].to_pylist(), sequence_length)

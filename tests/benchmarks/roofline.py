@@ -30,12 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from puna.kernels.attention import ForestMask, attention, attention_reference
-from puna.kernels.linear_cross_entropy import (
-    linear_cross_entropy,
-    linear_cross_entropy_reference,
-    linear_token_logprobs,
-    linear_token_logprobs_reference,
-)
+from puna.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from puna.kernels.linear_token_logprobs import linear_token_logprobs, linear_token_logprobs_reference
 from puna.kernels.rms_norm import add_rms_norm, add_rms_norm_reference
 from puna.kernels.rope import rope, rope_reference, rope_table
 from puna.kernels.swiglu import swiglu, swiglu_reference

@@ -113,9 +113,41 @@ def test_sql(store: Store) -> None:
         run(store, "sql", "drop table artifacts")
 
 
-def test_sql_prompt(store: Store) -> None:
-    result = RUNNER.invoke(app, ["sql", "--store", str(store.root)], input="select 40 +\n2 as answer;\nselec;\n.exit\n")
-    assert "42" in result.output and "error: Parser Error" in result.output and result.exit_code == 0
+def piped(store: Store, text: str, *words: str, code: int = 0) -> tuple[str, str]:
+    result = RUNNER.invoke(app, ["sql", "--store", str(store.root), *words], input=text)
+    assert result.exit_code == code, result.output
+    return result.stdout, result.stderr
+
+
+def test_sql_from_a_pipe(store: Store) -> None:
+    out, err = piped(store, "select 40 +\n2 as answer;\nselec;\n.exit\nselect 7 as never;\n", code=1)
+    assert "42" in out and "error: Parser Error" in err and "7" not in out
+
+
+@pytest.mark.parametrize("text", ["select 1 as a;\nselect 2\nas a", "select 1 as a; select 2 as a;", "select 1 as a;select 2 as a\n\n"])
+def test_a_pipe_needs_no_last_semicolon(store: Store, text: str) -> None:
+    assert objects(piped(store, text, "--json")[0]) == [{"a": 1}, {"a": 2}]
+
+
+def test_columns_of_one_name_are_all_shown(store: Store) -> None:
+    text = "select 1 as n, 2 as n, 3 as n_1, 4 as n"
+    assert objects(run(store, "sql", text, "--json")) == [{"n": 1, "n_2": 2, "n_1": 3, "n_3": 4}]
+    assert run(store, "sql", text).split() == ["n", "n_2", "n_1", "n_3", "1", "2", "3", "4"]
+
+
+def test_a_misspelt_kind_is_an_error(store: Store) -> None:
+    with pytest.raises(PunaError, match=r"'document' is no kind of artifact; did you mean documents\? The kinds are pages, "):
+        run(store, "list", "document")
+    with pytest.raises(PunaError, match="did you mean signals"):
+        run(store, "show", "signal/abcd")
+
+
+def test_a_store_may_be_named_by_uri(store: Store) -> None:
+    moved = store.root.rename(store.root.with_name("mein Speicher ü"))
+    expected = RUNNER.invoke(app, ["list", "--json", "--store", str(moved)]).stdout
+    assert len(objects(expected)) == 5
+    for uri in (moved.as_uri(), f"file://{moved}"):
+        assert RUNNER.invoke(app, ["list", "--json", "--store", uri]).stdout == expected
 
 
 def test_verify_names_damage_and_sets_it_aside(store: Store) -> None:

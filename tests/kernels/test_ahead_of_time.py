@@ -14,7 +14,24 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from puna.kernels import adamw, attention, linear_cross_entropy, paged_attention, rms_norm, rope, swiglu  # noqa: E402
+from puna.kernels import (  # noqa: E402
+    adamw,
+    advantages,
+    attention_triton,
+    awq_linear,
+    cached_attention,
+    linear_cross_entropy,
+    linear_token_logprobs,
+    lora,
+    minhash_triton,
+    moe,
+    output_layer,
+    paged_attention,
+    quantized_linear,
+    rms_norm,
+    rope,
+    swiglu,
+)
 from puna.kernels.configurations import configuration  # noqa: E402
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # what one block may have
@@ -22,6 +39,7 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # what one block 
 TENSOR_CORES = {
     "narrow": dict.fromkeys((80, 90, 100), r"mma\.sync"),
     "wide": {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"},
+    "integers": {80: r"mma\.sync.*\.s8", 90: r"wgmma\.mma_async.*\.s8", 100: r"mma\.sync.*\.s8"},
 }
 
 
@@ -35,7 +53,7 @@ class Case:
     constants: dict[str, object]
     warps: int = 4
     stages: int = 3
-    product: str = ""  # "narrow" or "wide", of TENSOR_CORES
+    product: str = ""  # a key of TENSOR_CORES
 
 
 TYPES = {
@@ -65,11 +83,11 @@ CASES = {
     "swiglu_forward": Case(swiglu._forward_kernel, "pppnnn", {"BLOCK": swiglu.BLOCK}, 8),
     "swiglu_backward": Case(swiglu._backward_kernel, "pppppnnn", {"BLOCK": swiglu.BLOCK}, 8),
     "cross_entropy": Case(
-        linear_cross_entropy._cross_entropy_kernel, "plffn", {"GRADIENT": True, "LOWEST": -3e38, "BLOCK": linear_cross_entropy.BLOCK}, 16
+        linear_cross_entropy._cross_entropy_kernel, "plffn", {"GRADIENT": True, "LOWEST": -3e38, "BLOCK": output_layer.BLOCK}, 16
     ),
-    "logprobs": Case(linear_cross_entropy._logprob_kernel, "plfffnx", {"LOWEST": -3e38, "BLOCK": linear_cross_entropy.BLOCK}, 16),
+    "logprobs": Case(linear_token_logprobs._logprob_kernel, "plfffnx", {"LOWEST": -3e38, "BLOCK": output_layer.BLOCK}, 16),
     "logprobs_gradient": Case(
-        linear_cross_entropy._logprob_gradient_kernel, "plffffnx", {"ENTROPY": True, "BLOCK": linear_cross_entropy.BLOCK}, 16
+        linear_token_logprobs._logprob_gradient_kernel, "plffffnx", {"ENTROPY": True, "BLOCK": output_layer.BLOCK}, 16
     ),
     "paged_pieces": Case(
         paged_attention._piece_kernel,
@@ -77,7 +95,34 @@ CASES = {
         {"S": 16, "H": 32, "R": 4, "K": 128, "BLOCK": 128, "M": paged_attention.ROWS, "N": paged_attention.TOKENS, "PRECISION": "tf32"},
         product="narrow",
     ),
-    "paged_merge": Case(paged_attention._merge_kernel, "ffipn", {"H": 32, "K": 128, "BLOCK": 128}, 1),
+    "paged_merge": Case(paged_attention.merge_kernel, "ffipn", {"H": 32, "K": 128, "BLOCK": 128}, 1),
+    "quantize_rows": Case(
+        quantized_linear._quantize_kernel,
+        "pfbfnn",
+        {"TOP": 127.0, "LEAST": quantized_linear.LEAST, "COLUMNS": True, "ROUND": True, "BLOCK": quantized_linear.BLOCK},
+        8,
+    ),
+    "routing": Case(moe._route_kernel, "pffln", {"K": 8, "BLOCK": 128, "NORMALIZE": True}, 1),
+    "advantages": Case(advantages._advantages_kernel, "fffflffxxx", {"BLOCK": advantages.BLOCK}),
+    "awq_weights": Case(awq_linear._weights_kernel, "iipp" + "nnn", {"K": awq_linear.DEPTH, "C": awq_linear.COLUMNS}),
+    "awq_few_rows": Case(
+        awq_linear._few_rows_kernel,
+        "piipf" + "nnnnnn",
+        {"M": awq_linear.ROWS, "C": awq_linear.COLUMNS, "K": awq_linear.DEPTH, "PRECISION": "tf32"},
+        stages=2,
+        product="narrow",
+    ),
+    "minhash": Case(minhash_triton._affine32_kernel, "lliiin", {"P": minhash_triton.PERMUTATIONS, "S": minhash_triton.SHINGLES}),
+    "minhash_mersenne": Case(
+        minhash_triton._wide_kernel, "llllln", {"SCHEME": 2, "P": minhash_triton.PERMUTATIONS, "S": minhash_triton.SHINGLES // 2}
+    ),
+    "cached_pieces": Case(
+        cached_attention._piece_kernel,
+        "ppppffnx" + "n" * 9,
+        {"H": 32, "R": 4, "K": 128, "BLOCK": 128, "PIECE": cached_attention.PIECE, "M": cached_attention.ROWS, "N": cached_attention.COLUMNS}
+        | {"PRECISION": "tf32"},
+        product="narrow",
+    ),
     "rope": Case(rope._rotate_kernel, "pppp" + "nnn", {"BACK": False, "HALF": 64, "HEADS": rope.HEADS, "BLOCK": 64}, 2),
 }
 
@@ -129,9 +174,9 @@ def test_compiles_without_spills(name, capability, tmp_path):
 
 
 ATTENTION = {
-    "attention_forward": (attention._forward_kernel, "pppiiiipf" + "nxnn" + "nnnnnnn"),
-    "attention_query_gradient": (attention._query_gradient_kernel, "ppppiiiiffp" + "nxxnn" + "nnnnnnnnn"),
-    "attention_key_gradient": (attention._key_gradient_kernel, "ppppiiiiffpp" + "nxxnn" + "nnnnnnnnnn"),
+    "attention_forward": (attention_triton._forward_kernel, "pppiiiipf" + "nxnn" + "nnnnnnn"),
+    "attention_query_gradient": (attention_triton._query_gradient_kernel, "ppppiiiiffp" + "nxxnn" + "nnnnnnnnn"),
+    "attention_key_gradient": (attention_triton._key_gradient_kernel, "ppppiiiiffpp" + "nxxnn" + "nnnnnnnnnn"),
 }
 
 
@@ -149,3 +194,31 @@ def test_attention(name, window, capability, tmp_path):
     assert usage.stack == 0 and usage.local == 0, usage
     assert usage.shared <= SHARED_BYTES[capability], usage
     assert re.search(TENSOR_CORES["wide"][capability], usage.ptx)
+
+
+INT32, FP32 = triton.language.int32, triton.language.float32
+SWEEP = {"GROUP": 8, "EVEN": True}
+TF32 = {"PRECISION": "tf32"}
+PRODUCTS = {
+    "int8": (quantized_linear._product_kernel, "bbffpnnn", "scaled_product", SWEEP | {"SUM": INT32}, "integers"),
+    "fp8": (quantized_linear._product_kernel, "eeffpnnn", "scaled_product", SWEEP | {"SUM": FP32}, "wide"),
+    "lora": (lora._updated_kernel, "pppppnnnnxnnnn", "product", SWEEP | {"R": 16, "w_d": 1, "b_r": 1} | TF32, "wide"),
+    "lora_input_gradient": (lora._updated_kernel, "pppppnnnnxnnnn", "product", SWEEP | {"R": 16, "w_n": 1, "b_n": 1} | TF32, "wide"),
+    "grouped": (moe._grouped_kernel, "pplllpnnnnn", "product", {"EVEN": True, "w_d": 1} | TF32, "wide"),
+    "grouped_input_gradient": (moe._grouped_kernel, "pplllpnnnnn", "product", {"EVEN": True, "w_f": 1} | TF32, "wide"),
+    "grouped_weights": (moe._grouped_weights_kernel, "pplpnnnn", "product", TF32, "wide"),
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_matrices(name, capability, tmp_path):
+    kernel, arguments, table, constants, product = PRODUCTS[name]
+    if capability == 80 and "e" in arguments:
+        pytest.skip("this generation has no FP8")
+    tile = configuration(table, capability, 0)
+    constants = constants | {"M": tile.rows, "C": tile.columns, "K": tile.depth}
+    usage = compiled(Case(kernel, arguments, constants, tile.warps, tile.stages), capability, tmp_path)
+    assert usage.stack == 0 and usage.local == 0, usage
+    assert usage.shared <= SHARED_BYTES[capability], usage
+    assert re.search(TENSOR_CORES[product][capability], usage.ptx)

@@ -5,13 +5,11 @@ import math
 import pytest
 import torch
 
-from puna.kernels import linear_cross_entropy as module
-from puna.kernels.linear_cross_entropy import (
-    linear_cross_entropy,
-    linear_cross_entropy_reference,
-    linear_token_logprobs,
-    linear_token_logprobs_reference,
-)
+from puna.kernels import linear_cross_entropy as linear_cross_entropy_module
+from puna.kernels import linear_token_logprobs as token_logprobs_module
+from puna.kernels import output_layer
+from puna.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from puna.kernels.linear_token_logprobs import linear_token_logprobs, linear_token_logprobs_reference
 
 
 def inputs(N=11, D=5, V=7, dtype=torch.float64, scale=1.0):
@@ -26,7 +24,7 @@ def inputs(N=11, D=5, V=7, dtype=torch.float64, scale=1.0):
 @pytest.fixture(params=[1, 3, 11, 100])
 def chunk(request, monkeypatch):
     """Rows of one chunk: one, not a divisor of 11, exactly all, more than all."""
-    monkeypatch.setattr(module, "CHUNK_BYTES", 4 * 7 * request.param)
+    monkeypatch.setattr(output_layer, "CHUNK_BYTES", 4 * 7 * request.param)
 
 
 def test_cross_entropy_equals_the_reference(chunk):
@@ -104,7 +102,7 @@ def test_low_precision_sums_in_fp32():
     targets, weights = torch.randint(0, 16, (400,), generator=generator), torch.full((400,), 1 / 400)
     exact = torch.autograd.grad(linear_cross_entropy_reference(x.double(), w.double(), targets, weights.double()), w)[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CHUNK_BYTES", 1)
+        patch.setattr(output_layer, "CHUNK_BYTES", 1)
         loss = linear_cross_entropy(x, w, targets, weights)
         (ours,) = torch.autograd.grad(loss, w)
     (plain,) = torch.autograd.grad(linear_cross_entropy_reference(x, w, targets, weights.bfloat16()), w)
@@ -132,8 +130,8 @@ def test_operators_are_registered_as_torch_expects(dtype):
     x.requires_grad_()
     w.requires_grad_()
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(module._cross_entropy, (x, w, targets, weights, True, True), test_utils=checks)
-    torch.library.opcheck(module._logprobs, (x, w, targets, 0.7), test_utils=checks)
+    torch.library.opcheck(linear_cross_entropy_module._cross_entropy, (x, w, targets, weights, True, True), test_utils=checks)
+    torch.library.opcheck(token_logprobs_module._logprobs, (x, w, targets, 0.7), test_utils=checks)
 
 
 def test_fp32_on_cpu_equals_the_reference(within_budget):

@@ -44,6 +44,21 @@ def losing(documents: Documents, config: ShorteningConfig, run: StageRun) -> Non
     run.write(documents.read().slice(1))
 
 
+@stage(kind="documents", filters="documents")
+def confusing(documents: Documents, config: ShorteningConfig, run: StageRun) -> None:
+    """Keeps the first row and drops it too, in place of the second: the numbers agree, the rows do not."""
+    rows = documents.read()
+    run.write(rows.slice(0, 1))
+    run.write_rows([{"id": rows["id"][0].as_py(), "rule": "any", "value": None, "threshold": None, "detail": None}], "dropped")
+    run.write(rows.slice(2))
+
+
+@stage(kind="documents", filters="documents")
+def keeping(documents: Documents, config: ShorteningConfig, run: StageRun) -> None:
+    """Keeps everything."""
+    run.write(documents.read())
+
+
 def documents(store: Store, texts: list[str]):
     n = len(texts)
     return store.import_table("documents", pa.table({
@@ -87,6 +102,22 @@ def test_a_lost_row_is_an_error_and_nothing_is_committed(tmp_path: Path) -> None
     assert len(store.artifacts()) == before + 1
 
 
+def test_a_row_counted_twice_in_place_of_another_is_an_error(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given = {"documents": documents(store, ["a", "b", "c"])}
+    with pytest.raises(PunaError, match=f"{0:032x} is there 1 times too often; {1:032x} is lost"):
+        execute(confusing, ShorteningConfig(), given, store)
+
+
+@pytest.mark.parametrize("texts", [["a", "b"], []])
+def test_what_filters_always_has_dropped(tmp_path: Path, texts: list[str]) -> None:
+    store = Store.open(tmp_path)
+    for declared in (shortening, keeping):
+        made = execute(declared, ShorteningConfig(), {"documents": documents(store, texts)}, store)
+        assert made.tables == ("documents", "dropped")
+        assert made.read("dropped").schema.names == ["id", "rule", "value", "threshold", "detail"] and made.rows("dropped") == 0
+
+
 def test_resumes_after_a_crash_without_repeating_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.open(tmp_path)
     given = {"documents": documents(store, ["a"] * 10)}
@@ -95,9 +126,9 @@ def test_resumes_after_a_crash_without_repeating_parts(tmp_path: Path, monkeypat
     original = run_module._transform_part
 
     def failing(job, *args):
-        if "000003" in job[2]:
+        if job[1].start >= 6:
             raise KeyboardInterrupt
-        original(job, *args)
+        return original(job, *args)
 
     CALLS.clear()
     monkeypatch.setattr(run_module, "_transform_part", failing)
@@ -107,6 +138,30 @@ def test_resumes_after_a_crash_without_repeating_parts(tmp_path: Path, monkeypat
     monkeypatch.setattr(run_module, "_transform_part", original)
     made = execute(shortening, ShorteningConfig(), given, store, part_rows=2)
     assert len(CALLS) == 5 and made.rows() == 10
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 100])
+def test_resumes_with_another_part_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    store = Store.open(tmp_path)
+    given = {"documents": documents(store, ["a", "bbbb"] * 5)}
+    from puna.stages.contract import run as run_module
+
+    original = run_module._transform_part
+
+    def failing(job, *args):
+        if job[1].start >= 6:
+            raise KeyboardInterrupt
+        return original(job, *args)
+
+    monkeypatch.setattr(run_module, "_transform_part", failing)
+    with pytest.raises(KeyboardInterrupt):
+        execute(shortening, ShorteningConfig(), given, store, part_rows=2)
+    monkeypatch.setattr(run_module, "_transform_part", original)
+    made = execute(shortening, ShorteningConfig(), given, store, part_rows=rows)
+    other = Store.open(tmp_path / "other")
+    untouched = execute(shortening, ShorteningConfig(), {"documents": documents(other, ["a", "bbbb"] * 5)}, other)
+    assert made.path("documents.parquet").read_bytes() == untouched.path("documents.parquet").read_bytes()
+    assert made.data_digest == untouched.data_digest
 
 
 def test_wrong_inputs_are_refused_by_name(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.storage import Identity, Manifest, PunaError, Store, care, catalog, digest
+from puna.storage import Artifact, Identity, InputRecord, Manifest, PunaError, Store, care, catalog, digest
 from puna.storage.explain import changes, explain
+from puna.storage.manifest import code_version
 
 
 def signals(ids: list[str], words: list[int]) -> pa.Table:
@@ -26,6 +29,7 @@ def test_tables_are_sorted_and_typed(tmp_path: Path) -> None:
     assert made.read().to_pylist() == [{"id": "a", "words": 1}, {"id": "b", "words": 2}, {"id": "c", "words": 3}]
     assert made.read().schema.field("words").metadata[b"unit"] == b"words"
     assert [p.read()["words"].to_pylist() for p in made.parts(rows=2)] == [[1, 2], [3]]
+    assert made.damage() == []
 
 
 @pytest.mark.parametrize(
@@ -108,7 +112,25 @@ def test_work_without_a_manifest_is_no_artifact(tmp_path: Path) -> None:
         raise RuntimeError
     assert store.artifacts() == []
     with store.work("ab" * 32) as work:
-        assert work.rows("signals") == 1
+        assert work.part("signals", "part").is_file()
+
+
+def test_what_an_attempt_did_not_write_is_not_committed(tmp_path: Path) -> None:
+    store, identity = Store.open(tmp_path), Identity("stage")
+    with pytest.raises(RuntimeError), store.work(identity.key) as work:
+        work.add("signals", signals(["a"], [1]), "part")
+        work.add("dropped", pa.table({"id": ["b"], "rule": ["r"], "value": [1.0], "threshold": [1.0], "detail": ["d"]}), "part")
+        (work.output / "model").mkdir()
+        (work.output / "model" / "weights.bin").write_bytes(b"half")
+        (work.output / "dropped.parquet").write_bytes(b"half")
+        raise RuntimeError
+    with store.work(identity.key) as work:
+        assert work.rows("signals") == 0
+        work.add("signals", signals(["a"], [2]), "other")
+        made = work.commit("signals", identity.key, identity)
+    assert made.read()["words"].to_pylist() == [2]
+    assert made.tables == ("signals",) and set(made.manifest.files) == {"signals.parquet"}
+    assert sorted(f.name for f in made.folder.iterdir()) == ["manifest.json", "signals.parquet"]
 
 
 def test_resolving_names(tmp_path: Path) -> None:
@@ -165,6 +187,86 @@ def test_garbage_is_what_no_alias_and_no_recent_run_needs(tmp_path: Path) -> Non
     found = care.collect(store, keep_runs=1, work_days=1, remove=True)
     assert [g.folder for g in found] == [three.folder]
     assert {a.key for a in store.artifacts()} == {one.key, two.key}
+
+
+def altered(artifact: Artifact, **changed: object) -> None:
+    file = artifact.path("manifest.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed, indent=1))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"config": {"most": 2}}, "key is not that of its stage, code, config and inputs"),
+        ({"data_digest": "0" * 64}, "data_digest is not that of its tables and files"),
+        ({"code": {"puna.stages.work.work": "1"}}, "code_version is not that of its code"),
+        ({"stage": "other"}, "key is not"),
+        ({"inputs": []}, "key is not"),
+        ({"key": "0" * 64}, "manifest.json is that of signals/000000000000"),
+        ({"kind": "documents"}, "manifest.json is that of documents/"),
+        ({"metrics": {"kept": 2}}, "checksum is not that of the manifest"),
+        ({"seed": 3}, "checksum is not that of the manifest"),
+        ({"tables": {}}, "data_digest is not"),
+        ({"files": {}}, "signals.parquet is not in the manifest"),
+    ],
+)
+def test_a_manifest_changed_by_hand_is_named(tmp_path: Path, changed: dict, message: str) -> None:
+    store = Store.open(tmp_path)
+    symbols = {"puna.stages.work.work": "0"}
+    record = InputRecord("signals", "signals", "1" * 64, "2" * 64, "import")
+    identity = Identity("stage", code_version(symbols), symbols, {"most": 1, "share": 0.5}, [record])
+    with store.work(identity.key) as work:
+        work.add("signals", signals(["a"], [1]), "p")
+        made = work.commit("signals", identity.key, identity, metrics={"kept": 1, "share": 0.1}, seed=1)
+    assert care.verify(store)[0].damage == []
+    altered(made, **changed)
+    (finding,) = care.verify(store)
+    assert message in "; ".join(finding.damage)
+    with pytest.raises(PunaError, match="is damaged"):
+        store.checked(store.find("signals", identity.key))
+
+
+def aged(folder: Path, days: float) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        os.utime(path, (time.time() - days * 86_400,) * 2)
+
+
+def test_abandoned_work_is_what_nobody_holds_or_wrote_to_lately(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    keys = {name: name[0] * 64 for name in ("abandoned", "busy", "deep")}
+    for key in keys.values():
+        with store.work(key) as work:
+            (work.scratch / "training" / "steps").mkdir(parents=True)
+            aged(work.folder, 30)
+    # A checkpoint far below changes no time of the folders above it.
+    deep = store.root / "work" / keys["deep"]
+    (deep / "scratch" / "training" / "steps" / "100.bin").write_bytes(b"x")
+    for folder in (deep, deep / "scratch", deep / "scratch" / "training"):
+        os.utime(folder, (0, 0))
+    with store.lock(keys["busy"]):
+        found = care.collect(store, keep_runs=1, work_days=7, remove=True)
+    assert [g.folder.name for g in found] == [keys["abandoned"]]
+    assert {f.name for f in (store.root / "work").iterdir()} == {keys["busy"], keys["deep"]}
+
+
+def test_what_was_accepted_or_is_being_read_is_no_garbage(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    accepted, read, unused = (store.import_table("signals", signals(["a"], [n])) for n in (1, 2, 3))
+    store.accept(accepted, "f" * 64)
+    with store.work("e" * 64) as work:
+        work.uses([InputRecord("signals", "signals", read.key, read.data_digest)])
+        found = care.collect(store, keep_runs=0, work_days=7, remove=True)
+    assert [g.folder for g in found] == [unused.folder]
+
+
+def test_garbage_that_is_made_anew_while_it_is_judged_stays(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    made = store.import_table("signals", signals(["a"], [1]))
+    with store.lock(made.key):
+        assert care.collect(store, keep_runs=0, work_days=0, remove=True) == []
+    assert store.artifacts() == [made]
+    assert [g.folder for g in care.collect(store, keep_runs=0, work_days=0, remove=True)] == [made.folder]
+    assert list((store.root / "locks").iterdir()) == []
 
 
 def test_the_catalog_reads_every_table_and_writes_nothing(tmp_path: Path) -> None:

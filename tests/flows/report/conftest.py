@@ -21,7 +21,7 @@ POOL = ["grass", "llama", "wind", "stone", "the", "of", "and", "river", "model",
 NAV = "Share this page\n"
 KINDS = {
     "prompts": "prompts", "ingest": "pages", "language": "signals", "heuristics": "signals", "quality": "signals", "domains": "signals",
-    "tokenizer": "tokenizer", "mix": "mixture", "tokenize": "tokens", "mix_experiment": "evaluation", "scaling_law": "evaluation",
+    "tokenizer": "tokenizer", "split": "mixture", "mix": "mixture", "tokenize": "tokens", "mix_experiment": "evaluation", "scaling_law": "evaluation",
     "evaluate": "evaluation", "instructions": "instructions", "rejection_sample": "instructions", "data_quality": "instructions",
     "sample": "answers", "preferences": "preferences", "pretrain": "model", "sft": "model", "dpo": "model", "ppo": "model",
     "reward_model": "model", "average": "model",
@@ -65,6 +65,9 @@ class Built:
                 loose = pa.schema([f.with_nullable(True) for f in schema])
                 if table:
                     work.add(name, pa.Table.from_pylist(table, schema=loose), "part")
+            if kind == "model":
+                # Content of its own: answers name their model by it.
+                (work.output / "config.json").write_text(json.dumps({"step": step}))
             about |= {"run": self.run, "timings": {"seconds": seconds}, "peak_memory_bytes": int(4e8 + 1e8 * seconds)}
             artifact = work.commit(kind, identity.key, identity, **about)
         event = {"step": step, "stage": stage, "kind": kind, "key": artifact.key, "reused": reused}
@@ -164,15 +167,17 @@ def pretrained(b: Built) -> None:
     documents, domains = b.at["documents"], b.at["domains"]
     texts = documents.read(columns=["id", "text"]).to_pylist()
     types = ("science", "code", "news")
-    vocabulary = b.add("tokenizer", {"documents": documents}, seconds=3, metrics={"vocab_size": 4096})
-    given = {"documents": documents, "signals": domains, "tokenizer": vocabulary}
+    sides = [(d["id"], types[n % 3], "train" if n % 10 else "heldout", 1, 1 / 3) for n, d in enumerate(texts)]
+    split = b.add("split", {"documents": documents, "signals": domains}, mixture=rows("id category split repeats weight", sides))
+    vocabulary = b.add("tokenizer", {"documents": documents, "mixture": split}, seconds=3, metrics={"vocab_size": 4096})
+    given = {"documents": documents, "split": split, "tokenizer": vocabulary}
     bars = figure(
         "Weights", "type", "weight", "bar", natural=[(t, 0.3) for t in types], fitted=[(t, 0.2 + 0.1 * n) for n, t in enumerate(types)]
     )
     shares = rows("category weight", [(t, 0.3) for t in types])
     weights = b.add("mix_experiment", given, seconds=40, figures={"weights": bars}, weights=shares)
     mixed = [(d["id"], types[n % 3], "train" if n % 10 else "heldout", 1 + n % 2, (0.5, 0.3, 0.2)[n % 3]) for n, d in enumerate(texts)]
-    given = {"documents": documents, "signals": domains, "weights": weights}
+    given = {"documents": documents, "split": split, "weights": weights}
     mixture = b.add("mix", given, mixture=rows("id category split repeats weight", mixed))
     packed = [(2 * n + k, [1] * 8, [len(d["text"]) // 4], [d["id"]]) for n, d in enumerate(texts) if n % 10 for k in range(1 + n % 2)]
     given = {"documents": documents, "mixture": mixture, "tokenizer": vocabulary}
@@ -227,13 +232,13 @@ def aligned(b: Built, rounds: int = 2) -> None:
     for r in range(1, rounds + 1):
         tasks = b.add(f"prompts_{r}", prompts=[])
         drawn = [
-            (f"a{m.key[:4]}{i}", f"p{i % 9}", i, m.key, EVIL, [1], [-0.1], True, None, float(b.random.random() < 0.3 + 0.1 * r))
+            (f"a{m.data_digest[:4]}{i}", f"p{i % 9}", i, m.data_digest, EVIL, [1], [-0.1], True, None, float(b.random.random() < 0.3 + 0.1 * r))
             for m in (policy, other) for i in range(80)
         ]  # fmt: skip
         answers = rows("id prompt_id sample model text tokens logprobs finished score gold", drawn)
         drawn_by = b.add(f"sample_{r}", {"models": [policy, other], "prompts": tasks}, seconds=22, answers=answers)
         gone = rows("id rule value threshold detail", [(f"x{i}", "similar", 0.01 * i, 0.05, EVIL) for i in range(5)])
-        kept = [(f"q{i}", "p1", "sum", "train", EVIL, "4", "5", None, "better", 0.5, policy.key, other.key) for i in range(11)]
+        kept = [(f"q{i}", "p1", "sum", "train", EVIL, "4", "5", None, "better", 0.5, policy.data_digest, other.data_digest) for i in range(11)]
         columns = "id prompt_id task split prompt chosen rejected edited level margin chosen_model rejected_model"
         pairs.append(b.add(f"preferences_{r}", {"answers": drawn_by, "prompts": tasks}, preferences=rows(columns, kept), dropped=gone))
         metrics = {"heldout_accuracy": 0.78 + 0.03 * r, "train_accuracy": 0.88, "heldout_pairs": 200}

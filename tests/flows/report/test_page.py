@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from puna.flows.report import write
-from puna.flows.report.alignment import measurements, overall_accuracy
+from puna.flows.report.alignment import _answers_plot, measurements, overall_accuracy
 from puna.flows.report.funnel import characters_per_token, funnel
 from puna.flows.report.run import Run
 from puna.storage import PunaError, Store
@@ -152,7 +152,7 @@ def test_key_figures(page: Page) -> None:
     assert "Reward model 84.0 % of 200 held-out pairs in the right order" in text
     chain = r"Held-out task accuracy 2.0 % 0–6 Base 34.0 % 30–38 SFT 54.0 % 50–58 Round 1 74.0 % 70–78 Round 2"
     assert chain in text and "over 300 held-out questions" in text
-    assert "47 artifacts, 1 of them reused" in text
+    assert "48 artifacts, 1 of them reused" in text
 
 
 def test_every_part_of_the_run_has_its_place(page: Page, built: Any) -> None:
@@ -169,6 +169,12 @@ def test_every_part_of_the_run_has_its_place(page: Page, built: Any) -> None:
         assert key[:12] in text
     reused = [words for words in page.words if "model · reused" in words]
     assert len(reused) == 1
+
+
+def test_answers_are_told_apart_by_their_model(built: Any) -> None:
+    plot = _answers_plot(Run.open(built.store, built.run), "gold", "Verified score")
+    steps = [f"Sample {r}" for r in (1, 2)]
+    assert {name: [x for x, _ in points] for name, points in plot.series.items()} == {"policy": steps, "other model": steps}
 
 
 def test_a_run_without_an_overall_accuracy_is_pooled_over_its_tasks(built: Any) -> None:
@@ -247,7 +253,7 @@ def test_a_record_of_another_tool_does_not_break_the_page(built: Any, tmp_path: 
     store = cut(built, tmp_path, 100)
     with (store.root / "runs" / "partial.jsonl").open("a") as file:
         file.write(json.dumps({"note": "unknown"}) + '\n{"step": "cut sho')
-    assert "47 artifacts" in Page(write(store, "partial", None).read_text(encoding="utf-8")).text
+    assert "48 artifacts" in Page(write(store, "partial", None).read_text(encoding="utf-8")).text
 
 
 def test_a_reused_artifact_hangs_on_the_artifact_of_the_same_content(built: Any, tmp_path: Path) -> None:

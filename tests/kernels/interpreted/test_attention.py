@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.kernels import attention as module
+from puna.kernels import attention_triton as module
 from puna.kernels.attention import ForestMask, attention, attention_reference
 from puna.kernels.configurations import Configuration
 
@@ -18,7 +18,7 @@ NESTED = [50] * 18 + [40] * 4 + [30] * 8 + [40] * 10 + [50] * 10 + [66] * 16
 def small_blocks(monkeypatch):
     """Blocks of 16 queries and 16 keys (32 keys for dq), so that short rows have many."""
     sizes = {"attention_query_gradient": Configuration(16, 32, 4, 1)}
-    monkeypatch.setattr(module, "_tuned", lambda kernel, q, V, window: sizes.get(kernel, Configuration(16, 16, 4, 1)))
+    monkeypatch.setattr(module, "tuned", lambda kernel, q, V, window: sizes.get(kernel, Configuration(16, 16, 4, 1)))
 
 
 def draw(normal, T, H, G, K, V):

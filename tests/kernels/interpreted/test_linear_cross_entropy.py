@@ -3,13 +3,10 @@
 import pytest
 import torch
 
-from puna.kernels import linear_cross_entropy as module
-from puna.kernels.linear_cross_entropy import (
-    linear_cross_entropy,
-    linear_cross_entropy_reference,
-    linear_token_logprobs,
-    linear_token_logprobs_reference,
-)
+from puna.kernels import linear_token_logprobs as token_logprobs_module
+from puna.kernels import output_layer
+from puna.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from puna.kernels.linear_token_logprobs import linear_token_logprobs, linear_token_logprobs_reference
 
 DTYPES = [torch.float32, torch.float16]
 
@@ -17,8 +14,8 @@ DTYPES = [torch.float32, torch.float16]
 @pytest.fixture(params=[16, 4096])
 def block(request, monkeypatch):
     """Rows in several blocks of logits and in one; two rows of fp32 to a chunk."""
-    monkeypatch.setattr(module, "BLOCK", request.param)
-    monkeypatch.setattr(module, "CHUNK_BYTES", 4 * 37 * 2)
+    monkeypatch.setattr(output_layer, "BLOCK", request.param)
+    monkeypatch.setattr(output_layer, "CHUNK_BYTES", 4 * 37 * 2)
 
 
 def draw(normal, N=5, D=8, V=37, scale=1.0):
@@ -65,11 +62,11 @@ def test_extreme_logits():
     assert loss.item() == pytest.approx(400.0)
     assert torch.autograd.grad(loss, x)[0].item() == pytest.approx(2.0)
     logits = torch.tensor([[0.0, 1.0, -torch.inf]])
-    logp, entropy, _ = module._logprob_rows_triton(logits, torch.tensor([1]), 1.0)
+    logp, entropy, _ = token_logprobs_module._logprob_rows_triton(logits, torch.tensor([1]), 1.0)
     expected = torch.distributions.Categorical(logits=torch.tensor([0.0, 1.0]))
     torch.testing.assert_close(logp[0], expected.log_prob(torch.tensor(1)))
     torch.testing.assert_close(entropy[0], expected.entropy())
-    d = module._logprob_gradient_rows_triton(
+    d = token_logprobs_module._logprob_gradient_rows_triton(
         logits, torch.tensor([1]), torch.zeros(1), torch.ones(1), entropy, expected.logits.logsumexp(0)[None] + 0, 1.0
     )
     assert bool(d.isfinite().all()) and d[0, 2] == 0

@@ -13,16 +13,29 @@ import torch
 from puna.models.checkpoint import load
 from puna.models.tokenizer import Tokenizer
 from puna.stages.align.ppo import PpoConfig, ppo
+from puna.stages.align.preferences import PreferencesConfig, preferences
 from puna.stages.align.prompts import PromptsConfig, prompts
 from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sample import SampleConfig, sample
 from puna.stages.align.scoring import score
-from puna.stages.contract import execute, parse
+from puna.stages.contract import StageRun, execute, parse, stage
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 
+from .conftest import TinyConfig, tiny
+
 Tiny = Callable[..., Artifact]
+
+
+@stage(kind="model", version="1")
+def tiny_again(config: TinyConfig, run: StageRun) -> None:
+    """The models of `tiny` under other keys."""
+    tiny.function(config, run)
+
+
+def other_tiny(store: Store, seed: int = 0) -> Artifact:
+    return execute(tiny_again, TinyConfig(seed=seed), {}, store)
 
 
 def asked(store: Store, train: int = 6, heldout: int = 2) -> Artifact:
@@ -51,9 +64,9 @@ def test_answers_carry_models_gold_and_logprobs(tmp_path: Path, tiny_model: Tiny
     rows = made.read().to_pylist()
     train = {r["id"]: r for r in questions.read().to_pylist() if r["split"] == "train"}
     assert len(rows) == 6 * 2 * 3 and {r["prompt_id"] for r in rows} == set(train)
-    assert {r["model"] for r in rows} == {m.key for m in models} and {r["sample"] for r in rows} == {0, 1, 2}
+    assert {r["model"] for r in rows} == {m.data_digest for m in models} and {r["sample"] for r in rows} == {0, 1, 2}
     tokenizer = Tokenizer.load(models[0].path())
-    policies = {m.key: load(m.path()) for m in models}
+    policies = {m.data_digest: load(m.path()) for m in models}
     for row in rows[::5]:
         prompt = train[row["prompt_id"]]
         assert row["gold"] == score(prompt["task"], row["text"], prompt["entry"])
@@ -68,6 +81,28 @@ def test_answers_carry_models_gold_and_logprobs(tmp_path: Path, tiny_model: Tiny
         start = len(ids) - len(row["tokens"])
         expected = [float(logprobs[i - 1, ids[i]]) for i in range(start, len(ids))]
         assert row["logprobs"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_answers_and_preferences_follow_from_what_their_keys_hold(tmp_path: Path, tiny_model: Tiny) -> None:
+    """The same models under other keys, in another order: the same answers and preferences, byte by byte."""
+    store = Store.open(tmp_path)
+    questions = asked(store, train=12)
+    found = []
+    for maker, seeds in ((tiny_model, (0, 1)), (other_tiny, (0, 1)), (tiny_model, (1, 0))):
+        models = [maker(store, seed) for seed in seeds]
+        answers = execute(sample, SampleConfig(answers=4, max_tokens=3), {"models": models, "prompts": questions}, store)
+        table = answers.read()
+        done = table.set_column(table.schema.get_field_index("finished"), "finished", pa.array([True] * len(table)))
+        given = {"answers": store.import_table("answers", done), "prompts": questions}
+        pairs = execute(preferences, PreferencesConfig(noise=2.0), given, store)
+        found.append(({m.key for m in models}, answers, pairs))
+    (keys, answers, pairs), (other_keys, again, _), (_, turned, turned_pairs) = found
+    assert not keys & other_keys and again.key == answers.key != turned.key
+    assert answers.data_digest == turned.data_digest and pairs.data_digest == turned_pairs.data_digest and pairs.rows() > 5
+    digests = {row["model"] for row in answers.read().to_pylist()}
+    assert {row[side] for row in pairs.read().to_pylist() for side in ("chosen_model", "rejected_model")} <= digests and len(digests) == 2
+    with pytest.raises(PunaError, match="the same model is given twice"):
+        execute(sample, SampleConfig(), {"models": [tiny_model(store), other_tiny(store)], "prompts": questions}, store)
 
 
 def test_sampling_refuses_one_model_twice_and_an_empty_split(tmp_path: Path, tiny_model: Tiny) -> None:
@@ -130,6 +165,21 @@ def test_only_the_best_models_answers(tmp_path: Path, tiny_model: Tiny) -> None:
     # Only B's answers count: one of two agrees.
     assert {r["value"] for r in made.read("scores").to_pylist() if r["name"] == "agreement"} == {0.5}
     assert made.rows("scores") == 6 * (2 + 2)
+
+
+def test_a_dropped_prompt_has_its_own_reason(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model, questions = tiny_model(store), asked(store)
+    first, second, third = sorted(r["id"] for r in questions.read().to_pylist() if r["split"] == "train")[:3]
+    table = answers(store, questions, {"A": [("no no", True)] * 2, "B": [("1", True)] * 2}).read()
+    # To the first prompt nobody finished, to the second only A did; B's answers are the better ones.
+    done = [not (r["prompt_id"] == first or (r["prompt_id"] == second and r["model"] == "B")) for r in table.to_pylist()]
+    table = table.set_column(table.schema.get_field_index("finished"), "finished", pa.array(done))
+    inputs = {"answers": store.import_table("answers", table), "reward_model": scorer(store, model), "prompts": questions}
+    made = execute(rejection_sample, RejectionSampleConfig(models=1), inputs, store)
+    dropped = {r["id"]: (r["rule"], r["value"]) for r in made.read("dropped").to_pylist()}
+    assert dropped == {first: ("unfinished", 4.0), second: ("unselected_models", 2.0)}
+    assert third in made.read()["prompt_id"].to_pylist()
 
 
 def test_ppo_raises_the_reward_and_resumes(tmp_path: Path, tiny_model: Tiny) -> None:

@@ -46,7 +46,7 @@ def read(tmp_path, *uris, config=None, store="store", **how):
 
 
 def rules(artifact):
-    return sorted(artifact.read("dropped")["rule"].to_pylist()) if "dropped" in artifact.tables else []
+    return sorted(artifact.read("dropped")["rule"].to_pylist())
 
 
 PACKERS = {
@@ -309,9 +309,11 @@ def test_a_truncated_jsonl_keeps_its_good_lines(tmp_path):
     (tmp_path / "t.jsonl").write_bytes(data[:-8])
     made = read(tmp_path, tmp_path / "t.jsonl")
     assert (made.rows(), rules(made)) == (49, ["truncated_record"])
+    # Text that does not compress, so that there are many blocks before the cut one.
+    data = b"".join(json.dumps({"text": random.Random(n).randbytes(30_000).hex()}).encode() + b"\n" for n in range(50))
     (tmp_path / "u.jsonl.gz").write_bytes(gzip.compress(data)[:-20])
     made = read(tmp_path, tmp_path / "u.jsonl.gz")
-    assert made.rows() <= 49
+    assert 10 <= made.rows() <= 49
     assert rules(made) == ["truncated_record"]
     assert "u.jsonl.gz, line" in made.read("dropped")["detail"][0].as_py()
 

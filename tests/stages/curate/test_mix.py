@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from puna.stages.contract import execute
 from puna.stages.curate.cluster_weights import FINEWEB_2, cluster_sizes, weights_of
@@ -18,14 +18,19 @@ from puna.stages.curate.mix import MixConfig, mix, plan
 from puna.storage import Artifact, PunaError, Store
 
 
-def corpus(store: Store, sizes: dict[str, list[int]]) -> dict[str, Artifact]:
-    rows = [(f"{c}{i:04d}", c, n) for c, all_sizes in sizes.items() for i, n in enumerate(all_sizes)]
+def corpus(store: Store, sizes: dict[str, list[int]], heldout: int = 0) -> dict[str, Artifact]:
+    """Documents of these sizes by category, and a split in which the first `heldout` of each category are held out."""
+    rows = [(f"{c}{i:04d}", c, n, "heldout" if i < heldout else "train") for c, own in sizes.items() for i, n in enumerate(own)]
+    count = len(rows)
     documents = store.import_table("documents", pa.table({
-        "id": [r[0] for r in rows], "url": ["u"] * len(rows), "fetched_at": [datetime(2024, 1, 1, tzinfo=UTC)] * len(rows),
-        "source": ["web"] * len(rows), "title": pa.array([None] * len(rows), pa.string()), "text": ["x" * r[2] for r in rows],
+        "id": [r[0] for r in rows], "url": [f"https://x.org/{r[0]}" for r in rows], "fetched_at": [datetime(2024, 1, 1, tzinfo=UTC)] * count,
+        "source": ["web"] * count, "title": pa.array([None] * count, pa.string()), "text": ["x" * r[2] for r in rows],
     }))  # fmt: skip
-    signals = store.import_table("signals", pa.table({"id": [r[0] for r in rows], "domain": [r[1] for r in rows]}))
-    return {"documents": documents, "signals": signals}
+    split = store.import_table("mixture", pa.table({
+        "id": [r[0] for r in rows], "category": [r[1] for r in rows], "split": [r[3] for r in rows],
+        "repeats": np.ones(count, np.int32), "weight": [0.0] * count,
+    }))  # fmt: skip
+    return {"documents": documents, "split": split}
 
 
 def test_plan_by_hand() -> None:
@@ -33,43 +38,56 @@ def test_plan_by_hand() -> None:
     found = plan({"a": 100, "b": 300}, {"a": 0.5, "b": 0.5}, 4)
     assert found["a"].epochs == pytest.approx(2) and found["b"].epochs == pytest.approx(2 / 3)
     # a wants 0.9: 0.9 * 400 / 100 = 3.6 epochs, more than 2; it gets 2 (weight 0.5), b the rest.
-    found = plan({"a": 100, "b": 300}, {"a": 0.9}, 2)
+    found = plan({"a": 100, "b": 300}, {"a": 0.9, "b": 0.1}, 2)
     assert found["a"].weight == pytest.approx(0.5) and found["b"].epochs == pytest.approx(2 / 3)
+    # A weight of 0 stays 0: what a cannot take is not read.
+    found = plan({"a": 100, "b": 300}, {"a": 1.0, "b": 0.0}, 2)
+    assert found["a"].epochs == pytest.approx(2) and found["b"].epochs == 0
     # No weights: one epoch of everything.
     assert [s.epochs for s in plan({"a": 7, "b": 5, "c": 3}, {}, 4).values()] == pytest.approx([1, 1, 1])
     with pytest.raises(PunaError, match="nothing to mix"):
-        plan({"a": 5}, {"a": 0.0}, 4)
+        plan({"a": 0}, {}, 4)
 
 
 @given(
-    st.dictionaries(st.sampled_from("abcde"), st.integers(1, 10**6), min_size=1),
-    st.dictionaries(st.sampled_from("abcde"), st.floats(0.01, 0.2)),
+    st.dictionaries(st.sampled_from("abcde"), st.tuples(st.integers(1, 10**6), st.floats(0.01, 1)), min_size=1),
+    st.booleans(),
     st.floats(1, 9),
 )
-def test_plan_keeps_the_amount_and_the_ceiling(sizes: dict[str, int], wanted: dict[str, float], most: float) -> None:
+def test_plan_keeps_the_amount_and_the_ceiling(rows: dict[str, tuple[int, float]], weighted: bool, most: float) -> None:
+    sizes, whole = {c: size for c, (size, _) in rows.items()}, sum(weight for _, weight in rows.values())
+    wanted = {c: weight / whole for c, (_, weight) in rows.items()} if weighted else {}
     found = plan(sizes, wanted, most)
     assert sum(s.weight for s in found.values()) == pytest.approx(1)
     assert all(s.epochs <= most + 1e-9 for s in found.values())
     assert sum(s.epochs * s.bytes for s in found.values()) == pytest.approx(sum(sizes.values()))
+    # Whoever is below its ceiling keeps its weight to the others below theirs.
+    free = [c for c, s in found.items() if s.epochs < most - 1e-6]
+    ratios = [found[c].weight / (wanted[c] if wanted else sizes[c]) for c in free]
+    assert ratios == pytest.approx([ratios[0]] * len(ratios)) if ratios else True
 
 
-def test_split_and_repeats(tmp_path: Path) -> None:
+def test_repeats_follow_from_the_weights(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    given_ = corpus(store, {"a": [10] * 1000, "b": [10] * 500, "c": [10] * 5})
-    made = execute(mix, MixConfig(weights={"b": 0.6}, heldout_fraction=0.1), given_, store)
+    given_ = corpus(store, {"a": [10] * 1000, "b": [10] * 500, "c": [10] * 5}, heldout=1)
+    made = execute(mix, MixConfig(weights={"a": 0.398, "b": 0.6, "c": 0.002}), given_, store)
     rows = made.read().to_pylist()
-    assert Counter(r["category"] for r in rows if r["split"] == "heldout") == {"a": 100, "b": 50, "c": 1}
-    # Training text: 900 + 450 + 4 documents; b is read 0.6 * 1354 / 450 = 1.805 times.
-    mean = sum(r["repeats"] for r in rows if r["category"] == "b" and r["split"] == "train") / 450
-    assert mean == pytest.approx(1.805, abs=0.08)
-    assert {r["repeats"] for r in rows if r["category"] == "b" and r["split"] == "train"} == {1, 2}
+    # Training text: 999 + 499 + 4 documents; b is read 0.6 * 1502 / 499 = 1.806 times.
+    repeats = [r["repeats"] for r in rows if r["category"] == "b" and r["split"] == "train"]
+    assert sum(repeats) / 499 == pytest.approx(1.806, abs=0.08) and set(repeats) == {1, 2}
 
 
-def test_the_split_of_a_document_does_not_depend_on_the_weights(tmp_path: Path) -> None:
+def test_the_split_and_the_categories_are_those_that_came_in(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    given_ = corpus(store, {"a": [10] * 50, "b": [30] * 50})
-    splits = [execute(mix, MixConfig(weights=w), given_, store).read()["split"].to_pylist() for w in ({}, {"a": 0.9})]
-    assert splits[0] == splits[1]
+    given_ = corpus(store, {"a": [10] * 50, "b": [30] * 50}, heldout=7)
+    came = given_["split"].read(columns=["id", "category", "split"])
+    for weights in ({}, {"a": 0.9, "b": 0.1}):
+        made = execute(mix, MixConfig(weights=weights), given_, store)
+        assert made.read(columns=["id", "category", "split"]).equals(came)
+        assert {r["repeats"] for r in made.read().to_pylist() if r["split"] == "heldout"} == {1}
+    other = corpus(store, {"a": [10] * 51})
+    with pytest.raises(PunaError, match="give the documents that the mixture was made of"):
+        execute(mix, MixConfig(), {**given_, "documents": other["documents"]}, store)
 
 
 def test_weights_come_from_the_experiment_unless_set(tmp_path: Path) -> None:
@@ -90,10 +108,33 @@ def test_weights_come_from_the_experiment_unless_set(tmp_path: Path) -> None:
     assert made.manifest.metrics["epochs_a"] == pytest.approx(1.4)
     with pytest.raises(PunaError, match="no table `weights`"):
         execute(mix, MixConfig(), {**given_, "weights": store.import_table("evaluation", table)}, store)
-    with pytest.raises(PunaError, match=r"mix\.weights\.c: no document has this category; they have a, b"):
-        execute(mix, MixConfig(weights={"c": 0.5}), given_, store)
-    with pytest.raises(PunaError, match="no signal 'topic'"):
-        execute(mix, MixConfig(category="topic"), given_, store)
+    made = execute(mix, MixConfig(weights={"a": 0.6, "b": 0.4}), {**given_, "weights": experiment}, store)
+    assert made.manifest.metrics["epochs_a"] == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("weights", [{"a": 0.5, "b": 0.4}, {"a": 0.7, "b": 0.4}, {"a": 0.999998}])
+def test_weights_that_do_not_add_up_are_refused(weights: dict[str, float]) -> None:
+    with pytest.raises(ValidationError, match="the weights add up to .*, not to 1: give every category its share"):
+        MixConfig(weights=weights)
+    assert MixConfig(weights={"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}).weights and not MixConfig().weights
+
+
+def test_weights_name_every_category_and_no_other(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given_ = corpus(store, {"a": [10] * 6, "b": [10] * 6, "c": [0] * 6})
+    for weights, message in (
+        ({"x": 0.5, "a": 0.3, "y": 0.2}, "mix.weights: no document is of 'x', 'y'; there is no weight for 'b'; .* are a, b$"),
+        ({"a": 1.0}, "mix.weights: there is no weight for 'b'"),
+        ({"a": 0.5, "b": 0.4, "c": 0.1}, "mix.weights: there is no training text of 'c'"),
+    ):
+        with pytest.raises(PunaError, match=message):
+            execute(mix, MixConfig(weights=weights), given_, store)
+    execute(mix, MixConfig(weights={"a": 0.5, "b": 0.5, "c": 0.0}), given_, store)
+    rows = {"task": ["x"], "metric": ["m"], "value": [0.0], "low": [0.0], "high": [0.0], "n": [1]}
+    for names, shares, message in ((["a", "d"], [0.5, 0.5], "no document is of 'd'"), (["a", "b"], [0.5, 0.3], "add up to 0.8, not to 1")):
+        experiment = store.import_table("evaluation", pa.table(rows), weights=pa.table({"category": names, "weight": shares}))
+        with pytest.raises(PunaError, match=f"{experiment.id}: .*{message}"):
+            execute(mix, MixConfig(), {**given_, "weights": experiment}, store)
 
 
 def test_natural_shares_are_capped(tmp_path: Path) -> None:
@@ -132,7 +173,7 @@ def test_documents_that_stand_for_several_are_read_more_often(tmp_path: Path) ->
     ]  # fmt: skip
     ids = documents["id"].to_pylist()
     assert dict(zip(ids, cluster_sizes(ids, removed).tolist(), strict=True))["b0000"] == 4
-    config = MixConfig(weights={"a": 0.8, "b": 0.2}, heldout_fraction=0, heldout_least=0)
+    config = MixConfig(weights={"a": 0.8, "b": 0.2})
     plain = {r["id"]: r["repeats"] for r in execute(mix, config, given_, store).read().to_pylist()}
     made = execute(mix, config, {**given_, "deduplicated": removed}, store)
     repeats = {r["id"]: r["repeats"] for r in made.read().to_pylist()}

@@ -38,7 +38,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def corpus(store: Store) -> Callable[..., dict[str, Artifact]]:
-    """documents, signals and tokenizer of (category, words) rows."""
+    """documents, their split (nothing held out) and a tokenizer of (category, words) rows."""
 
     def make(rows: list[tuple[str, int]], into: Store | None = None) -> dict[str, Artifact]:
         n, home = len(rows), into or store
@@ -48,8 +48,11 @@ def corpus(store: Store) -> Callable[..., dict[str, Artifact]]:
             "source": ["web"] * n, "title": pa.array([None] * n, pa.string()),
             "text": [text(category, i, words) for i, (category, words) in enumerate(rows)],
         }))  # fmt: skip
-        signals = home.import_table("signals", pa.table({"id": ids, "domain": [category for category, _ in rows]}))
+        split = home.import_table("mixture", pa.table({
+            "id": ids, "category": [category for category, _ in rows], "split": ["train"] * n,
+            "repeats": pa.array([1] * n, pa.int32()), "weight": [1.0] * n,
+        }))  # fmt: skip
         vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=290), {"documents": documents}, home)
-        return {"documents": documents, "signals": signals, "tokenizer": vocabulary}
+        return {"documents": documents, "split": split, "tokenizer": vocabulary}
 
     return make

@@ -154,21 +154,18 @@ def test_held_out_pages_are_not_read(store, corpus, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_held_out_split_is_left_alone(store, corpus) -> None:
-    """With its held-out documents gone altogether, a mixture's experiment comes out the same."""
+    """With its held-out documents gone altogether, an experiment comes out the same."""
     import pyarrow as pa
 
     given = corpus(ROWS)
-    ids = given["documents"].read()["id"].to_pylist()
-    out = set(ids[1::5])
-    n = len(ids)
-    mixture = store.import_table("mixture", pa.table({
-        "id": ids, "category": ["x"] * n, "split": ["heldout" if i in out else "train" for i in ids],
-        "repeats": pa.array([1] * n, pa.int32()), "weight": [1.0] * n,
-    }))  # fmt: skip
-    made = execute(mix_experiment, SETTINGS, {**given, "mixture": mixture}, store)
-    documents = given["documents"].read()
-    kept = store.import_table("documents", documents.filter(pa.array([i not in out for i in ids])))
-    without = execute(mix_experiment, SETTINGS, {**given, "documents": kept}, store)
+    documents, rows = given["documents"].read(), given["split"].read()
+    out = set(documents["id"].to_pylist()[1::5])
+    sides = pa.array(["heldout" if i in out else "train" for i in rows["id"].to_pylist()])
+    split = store.import_table("mixture", rows.set_column(rows.schema.get_field_index("split"), "split", sides))
+    made = execute(mix_experiment, SETTINGS, {**given, "split": split}, store)
+    kept = store.import_table("documents", documents.filter(pa.array([i not in out for i in documents["id"].to_pylist()])))
+    fewer = store.import_table("mixture", rows.filter(pa.array([i not in out for i in rows["id"].to_pylist()])))
+    without = execute(mix_experiment, SETTINGS, {**given, "documents": kept, "split": fewer}, store)
     assert made.read().equals(without.read()) and made.key != without.key
     assert not made.read().equals(execute(mix_experiment, SETTINGS, given, store).read())
 
@@ -184,8 +181,6 @@ def test_wrong_settings_are_refused(store, corpus) -> None:
         with pytest.raises(ValidationError, match=message):
             MixExperimentConfig(**wrong)
     given = corpus(ROWS)
-    with pytest.raises(PunaError, match="has no signal 'topic'; set mix_experiment.category to one of id, domain"):
-        execute(mix_experiment, SETTINGS.model_copy(update={"category": "topic"}), given, store)
     odd = SETTINGS.model_copy(update={"target": Target(categories={"sea": 1.0})})
     with pytest.raises(PunaError, match="'sea' is not among the categories code, high, low"):
         execute(mix_experiment, odd, given, store)

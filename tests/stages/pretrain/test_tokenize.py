@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puna.models.tokenizer import Tokenizer
-from puna.stages.contract import execute
+from puna.stages.contract import StageRun, execute
 from puna.stages.pretrain import tokenize as module
 from puna.stages.pretrain.tokenize import TokenizeConfig, pack, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
@@ -67,7 +68,7 @@ def read(artifact, sequence_length: int) -> dict[str, list[list[int]]]:
 
 def test_rows_hold_the_training_documents_framed_and_repeated(store, documents, mixture, small_tokenizer) -> None:
     docs = documents(TEXTS)
-    rows = [(i, "a" if i % 2 else "b", "heldout" if i % 5 == 0 else "train", (1, 1, 2, 3, 0)[i % 5]) for i in range(24)]
+    rows = [(i, "a" if i % 2 else "b", "heldout" if i % 5 == 0 else "train", (1, 1, 2, 3, 0)[i % 5]) for i in range(25)]
     given_ = {"documents": docs, "mixture": mixture(rows), "tokenizer": small_tokenizer}
     made = execute(tokenize, TokenizeConfig(sequence_length=32), given_, store)
     vocabulary = Tokenizer.load(small_tokenizer.path())
@@ -89,28 +90,70 @@ def test_without_a_mixture_every_document_is_read_once(store, documents, small_t
     assert {id_: len(copies) for id_, copies in read(made, 16).items()} == {f"{i:032x}": 1 for i in range(25)}
 
 
-def test_same_bytes_for_any_parts_and_workers(tmp_path: Path, documents, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BUCKET_DOCUMENTS", 10)  # three buckets
+@pytest.mark.parametrize("bucket", [10, 1000])
+def test_same_bytes_for_any_parts_and_workers(
+    tmp_path: Path, documents, mixture, monkeypatch: pytest.MonkeyPatch, bucket: int
+) -> None:
+    """1, 2 and 4 workers (processes of their own where it says so), parts inside buckets, across them and of them all."""
+    monkeypatch.setattr(module, "BUCKET_DOCUMENTS", bucket)
     found = set()
-    for index, (rows, workers) in enumerate([(4, None), (1000, None), (7, 2)]):
+    threads, processes = ThreadPoolExecutor, lambda n: ProcessPoolExecutor(n, mp_context=multiprocessing.get_context("spawn"))
+    cases = [(4, None), (1000, None), (7, threads(2)), (5, threads(4))]
+    if bucket == 10:
+        cases.append((3, processes(2)))
+    for index, (rows, executor) in enumerate(cases):
         store = Store.open(tmp_path / str(index))
         docs = documents(TEXTS, store)
         vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=300), {"documents": docs}, store)
-        executor = ThreadPoolExecutor(workers) if workers else None
-        made = execute(
-            tokenize,
-            TokenizeConfig(sequence_length=32),
-            {"documents": docs, "tokenizer": vocabulary},
-            store,
-            part_rows=rows,
-            executor=executor,
-        )
+        mixed = mixture([(i, "a", "heldout" if i % 7 == 3 else "train", 1 + i % 3) for i in range(25)], store)
+        given_ = {"documents": docs, "mixture": mixed, "tokenizer": vocabulary}
+        made = execute(tokenize, TokenizeConfig(sequence_length=32), given_, store, part_rows=rows, executor=executor)
         found.add((made.path("tokens.parquet").read_bytes(), made.data_digest))
-        assert len({len(r) for r in made.read()["tokens"].to_pylist()}) > 1  # one short row at each bucket's end
+        short = sum(len(row) < 32 for row in made.read()["tokens"].to_pylist())
+        assert short == (3 if bucket == 10 else 1)  # one at each bucket's end
+        if executor is not None:
+            executor.shutdown()
     assert len(found) == 1
+
+
+def test_rows_do_not_pass_through_the_driver_and_files_are_opened_once(
+    store, documents, small_tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BUCKET_DOCUMENTS", 5)
+    opened: list[str] = []
+    original = module._pack
+
+    def spy(job, sequence_length):
+        opened.extend(job[2])
+        return original(job, sequence_length)
+
+    monkeypatch.setattr(module, "_pack", spy)
+    monkeypatch.setattr(StageRun, "write", None)
+    given_ = {"documents": documents(TEXTS), "tokenizer": small_tokenizer}
+    execute(tokenize, TokenizeConfig(sequence_length=32), given_, store, part_rows=2)
+    # Thirteen parts; two of them lie across the border of two of the five buckets.
+    assert len(opened) == 13 + 2 and len(set(opened)) == 13
+
+
+def test_a_second_attempt_keeps_what_was_encoded(store, documents, small_tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_ = {"documents": documents(TEXTS), "tokenizer": small_tokenizer}
+    config = TokenizeConfig(sequence_length=32)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_pack", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            execute(tokenize, config, given_, store, part_rows=4)
+    encodings = []
+    with monkeypatch.context() as patch:
+        original = Tokenizer.encode_batch
+        patch.setattr(Tokenizer, "encode_batch", lambda self, texts: encodings.append(len(texts)) or original(self, texts))
+        made = execute(tokenize, config, given_, store, part_rows=4)
+    assert not encodings
+    whole = execute(tokenize, config, {**given_, "documents": documents(TEXTS, Store.open(store.root.parent / "b"))}, Store.open(store.root.parent / "b"))
+    assert made.path("tokens.parquet").read_bytes() == whole.path("tokens.parquet").read_bytes()
+    assert made.manifest.metrics == whole.manifest.metrics
 
 
 def test_nothing_to_tokenize_is_an_error(store, documents, mixture, small_tokenizer) -> None:
     with pytest.raises(PunaError, match="nothing to tokenize"):
-        given_ = {"documents": documents(TEXTS), "mixture": mixture([(0, "a", "heldout", 1)]), "tokenizer": small_tokenizer}
+        given_ = {"documents": documents(TEXTS[:1]), "mixture": mixture([(0, "a", "heldout", 1)]), "tokenizer": small_tokenizer}
         execute(tokenize, TokenizeConfig(), given_, store)

@@ -1,0 +1,60 @@
+"""What the operators of the output layer share: logits a chunk of rows at a time, gradients gathered over chunks.
+
+Shapes: N rows, D model width, V vocabulary, C rows of one chunk. The products are the device's library's; what
+stands between them is one pass over a chunk's logits, in place. Softmax and the sums over chunks are in fp32 at
+least, dW too: accumulating dW in low precision is what makes such kernels diverge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from puna.kernels.operators import wide
+
+CHUNK_BYTES = 4 << 20  # one chunk's logits on CPU: about a core's share of the last-level cache
+CHUNK_BYTES_GPU = 512 << 20  # on a GPU: enough rows for products at full speed
+BLOCK = 4096  # logits that a Triton program holds at once
+LOWEST = -3.0e38  # below every logit, and finite, so that differences are defined
+
+
+def chunks(rows: int, w_VD: Tensor) -> Iterator[slice]:
+    """Cuts of the rows, so that one cut's logits keep to the device's budget."""
+    capacity = CHUNK_BYTES_GPU if w_VD.is_cuda else CHUNK_BYTES
+    size = max(1, capacity // (w_VD.element_size() * len(w_VD)))
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def accumulate(dw_VD: Tensor, d_CV: Tensor, x_CD: Tensor) -> None:
+    """dw += d^T x, in dw's precision whatever that of the factors."""
+    if dw_VD.dtype == x_CD.dtype:
+        dw_VD.addmm_(d_CV.T, x_CD)
+    elif x_CD.is_cuda:
+        torch.ops.aten.addmm.dtype_out(dw_VD, d_CV.T, x_CD, dw_VD.dtype, out=dw_VD)
+    else:
+        dw_VD.addmm_(d_CV.T.to(dw_VD.dtype), x_CD.to(dw_VD.dtype))
+
+
+def gradients(x_ND: Tensor, w_VD: Tensor, want_x: bool, want_w: bool) -> tuple[Tensor, Tensor]:
+    """Where dX and dW are gathered; empty where they are not wanted."""
+    dx_ND = torch.empty(x_ND.shape if want_x else 0, dtype=x_ND.dtype, device=x_ND.device)
+    dw_VD = torch.zeros(w_VD.shape if want_w else 0, dtype=wide(w_VD.dtype), device=w_VD.device)
+    return dx_ND, dw_VD
+
+
+def fake_gradients(x_ND: Tensor, w_VD: Tensor, want_x: bool, want_w: bool) -> tuple[Tensor, Tensor]:
+    """`gradients` for tracing, in the types that an operator returns."""
+    return x_ND.new_empty(x_ND.shape if want_x else 0), w_VD.new_empty(w_VD.shape if want_w else 0)
+
+
+def fake_rows(x_ND: Tensor, count: int) -> list[Tensor]:
+    """`count` numbers per row."""
+    return [x_ND.new_empty(len(x_ND), dtype=wide(x_ND.dtype)) for _ in range(count)]
+
+
+def block_size(V: int) -> tuple[int, int]:
+    """(logits that a program holds at once, its warps)."""
+    block = min(BLOCK, max(16, 1 << (V - 1).bit_length()))
+    return block, max(1, min(16, block // 256))

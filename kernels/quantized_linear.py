@@ -1,0 +1,252 @@
+"""Linear layers in 8 bits: INT8 (absolute maximum) and FP8 (e4m3), with one scale per row of either factor.
+
+    q[t] = round(x[t] / s[t]) with s[t] = max |x[t]| / 127 (INT8) or 448 (FP8);  y[t, n] = s[t] s'[n] sum_d q[t, d] q'[n, d]
+
+Products of INT8 are summed in int32, of FP8 in fp32. Rounding passes gradients as if it were not there: dx is again
+an 8-bit product, of the very weights that the forward used (their scales move into dy before it is quantised), and dw
+= dy^T x stays in x's precision, as it must for training to be stable (SwitchBack, Wortsman et al. 2023).
+
+Shapes: T rows, D inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from puna.kernels.configurations import capability, configuration
+from puna.kernels.lazy import triton_jit
+from puna.kernels.linear import product
+from puna.kernels.operators import differentiable, operator, wide
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+Kind = Literal["int8", "fp8"]
+TYPES: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+LEAST = 1e-30  # rows below this are zero
+BLOCK = 4096  # numbers of a row that a program quantises at once
+
+
+def quantize_rows_reference(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    """(q [T, D] int8 or e4m3, scales [T] in x's dtype): x is about q times the scale. A row that is not finite has scale NaN."""
+    top = TOP[TYPES[kind]]
+    peak_T = x_TD.abs().amax(1).clamp_min(LEAST)
+    scaled_TD = x_TD * (top / peak_T)[:, None]
+    q_TD = scaled_TD.round() if kind == "int8" else scaled_TD.clamp(-top, top)
+    return q_TD.nan_to_num(0.0).to(TYPES[kind]), torch.where(peak_T.isfinite(), peak_T / top, torch.nan)
+
+
+def quantized_linear_reference(x_TD: Tensor, q_ND: Tensor, scale_N: Tensor, kind: Kind) -> Tensor:
+    """x, quantised, times the quantised weights, both spelled out in x's dtype."""
+    q_TD, scale_T = quantize_rows_reference(x_TD, kind)
+    return (q_TD.to(x_TD.dtype) * scale_T[:, None]) @ (q_ND.to(x_TD.dtype) * scale_N[:, None].to(x_TD.dtype)).T
+
+
+# --- portable --------------------------------------------------------------------------------------------
+
+
+def _quantize(x_TD: Tensor, columns: Tensor | None, fp8: bool) -> tuple[Tensor, Tensor]:
+    x_TD = x_TD.to(wide(x_TD.dtype))
+    return quantize_rows_reference(x_TD if columns is None else x_TD * columns, "fp8" if fp8 else "int8")
+
+
+def _product(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor, dtype: torch.dtype) -> Tensor:
+    high = wide(a_T.dtype)
+    if a_TD.dtype == torch.int8 and a_TD.device.type == "cpu":
+        sums_TN = torch._int_mm(a_TD, b_ND.T).to(high)
+    else:
+        sums_TN = a_TD.to(high) @ b_ND.to(high).T
+    return sums_TN.mul_(a_T[:, None]).mul_(b_N).to(dtype)
+
+
+# --- Triton ----------------------------------------------------------------------------------------------
+
+
+@triton_jit
+def _quantize_kernel(
+    x, columns, q, scales, width, x_row, TOP: tl.constexpr, LEAST: tl.constexpr,
+    COLUMNS: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """One row: its largest magnitude, then its numbers, which still stand in the cache."""
+    t = tl.program_id(0).to(tl.int64)
+    peaks = tl.zeros([BLOCK], tl.float32)
+    zeros = tl.zeros([BLOCK], tl.float32)  # NaN where a number is not finite
+    for first in range(0, width, BLOCK):
+        d = first + tl.arange(0, BLOCK)
+        row = tl.load(x + t * x_row + d, d < width, 0.0).to(tl.float32)
+        if COLUMNS:
+            row *= tl.load(columns + d, d < width, 0.0)
+        peaks = tl.maximum(peaks, tl.abs(row))
+        zeros += row * 0.0
+    peak = tl.maximum(tl.max(peaks, 0), LEAST) + tl.sum(zeros, 0)
+    tl.store(scales + t, tl.div_rn(peak, TOP))
+    inverse = tl.div_rn(TOP, peak)
+    for first in range(0, width, BLOCK):
+        d = first + tl.arange(0, BLOCK)
+        row = tl.load(x + t * x_row + d, d < width, 0.0).to(tl.float32)
+        if COLUMNS:
+            row *= tl.load(columns + d, d < width, 0.0)
+        row = tl.minimum(tl.maximum(row * inverse, -TOP), TOP)
+        if ROUND:
+            row = (row + 12582912.0) - 12582912.0  # 1.5 * 2^23: what the sum drops are the digits behind the point
+        tl.store(q + t * width + d, row.to(q.dtype.element_ty), d < width)
+
+
+@triton_jit
+def _product_kernel(
+    a, b, a_scales, b_scales, out, T, N, D,
+    M: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SUM: tl.constexpr, EVEN: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """One [M, C] tile of a b^T; programs walk down GROUP tiles before they go right, so that b stays in the cache."""
+    program = tl.program_id(0)
+    tiles = tl.cdiv(N, C)
+    band = program // (GROUP * tiles)
+    height = tl.minimum(tl.cdiv(T, M) - band * GROUP, GROUP)
+    t = (band * GROUP + program % (GROUP * tiles) % height) * M + tl.arange(0, M)
+    n = program % (GROUP * tiles) // height * C + tl.arange(0, C)
+    k = tl.arange(0, K)
+    rows = a + tl.minimum(t, T - 1).to(tl.int64)[:, None] * D + k[None, :]
+    columns = b + tl.minimum(n, N - 1).to(tl.int64)[None, :] * D + k[:, None]
+    acc = tl.zeros([M, C], SUM)
+    for first in range(0, D, K):
+        if EVEN:
+            acc = tl.dot(tl.load(rows + first), tl.load(columns + first), acc, out_dtype=SUM)
+        else:
+            left = tl.load(rows + first, (first + k < D)[None, :], 0.0)
+            acc = tl.dot(left, tl.load(columns + first, (first + k < D)[:, None], 0.0), acc, out_dtype=SUM)
+    y = acc.to(tl.float32) * tl.load(a_scales + t, t < T, 0.0)[:, None] * tl.load(b_scales + n, n < N, 0.0)[None, :]
+    at = out + t.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(at, y.to(out.dtype.element_ty), (t[:, None] < T) & (n[None, :] < N))
+
+
+def _quantize_triton(x_TD: Tensor, columns: Tensor | None, fp8: bool) -> tuple[Tensor, Tensor]:
+    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    kind = torch.float8_e4m3fn if fp8 else torch.int8
+    q_TD, scale_T = torch.empty(x_TD.shape, dtype=kind, device=x_TD.device), x_TD.new_empty(len(x_TD), dtype=torch.float32)
+    block = min(BLOCK, max(16, 1 << (x_TD.shape[1] - 1).bit_length()))
+    if len(x_TD):
+        _quantize_kernel[(len(x_TD),)](
+            x_TD, scale_T if columns is None else columns, q_TD, scale_T, x_TD.shape[1], x_TD.stride(0), TOP=TOP[kind], LEAST=LEAST,
+            COLUMNS=columns is not None, ROUND=not fp8, BLOCK=block, num_warps=max(1, min(8, block // 512)),
+        )  # fmt: skip
+    return q_TD, scale_T
+
+
+def _product_triton(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP8 by the library, whose products are faster, for the shapes and the type that it takes; INT8 and the rest here."""
+    import triton.language as tl
+
+    (T, D), N = a_TD.shape, len(b_ND)
+    fp8 = a_TD.dtype == torch.float8_e4m3fn
+    if fp8 and a_TD.is_cuda and dtype == torch.bfloat16 and T and D % 16 == 0 and N % 16 == 0:
+        return torch._scaled_mm(a_TD, b_ND.T, a_T[:, None], b_N[None], out_dtype=dtype, use_fast_accum=True)
+    out_TN = torch.empty(T, N, dtype=dtype, device=a_TD.device)
+    tile = configuration("scaled_product", capability(a_TD.device), 0)
+    if out_TN.numel():
+        _product_kernel[(-(-T // tile.rows) * -(-N // tile.columns),)](
+            a_TD, b_ND, a_T, b_N, out_TN, T, N, D, M=tile.rows, C=tile.columns, K=tile.depth, GROUP=8,
+            SUM=tl.float32 if fp8 else tl.int32, EVEN=D % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    return out_TN
+
+
+# --- façade ----------------------------------------------------------------------------------------------
+
+
+def _fake_quantize(x_TD: Tensor, columns: Tensor | None, fp8: bool) -> tuple[Tensor, Tensor]:
+    kind = torch.float8_e4m3fn if fp8 else torch.int8
+    return torch.empty(x_TD.shape, dtype=kind, device=x_TD.device), x_TD.new_empty(len(x_TD), dtype=wide(x_TD.dtype))
+
+
+_quantize_rows = operator(
+    "quantize_rows(Tensor x, Tensor? columns, bool fp8) -> (Tensor, Tensor)", _quantize, _quantize_triton, _fake_quantize
+)
+_scaled_product = operator(
+    "scaled_product(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, ScalarType dtype) -> Tensor",
+    _product, _product_triton, lambda a, a_scale, b, b_scale, dtype: a.new_empty(len(a), len(b), dtype=dtype),
+)  # fmt: skip
+
+
+def _forward(x_TD: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:
+    q_TD, scale_T = _quantize_rows(x_TD, None, q_ND.dtype == torch.float8_e4m3fn)
+    return _scaled_product(q_TD, scale_T, q_ND, scale_N, x_TD.dtype)  # type: ignore[no-any-return]
+
+
+def _input_gradient(dy_TN: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:
+    q_TN, scale_T = _quantize_rows(dy_TN, scale_N, q_ND.dtype == torch.float8_e4m3fn)
+    # 8-bit units want both factors' summed axis contiguous; turning bytes around is cheap beside quantising again.
+    return _scaled_product(q_TN, scale_T, q_ND.T.contiguous(), scale_N.new_ones(q_ND.shape[1]), dy_TN.dtype)  # type: ignore[no-any-return]
+
+
+def _low_precision(x_TD: Tensor, w_ND: Tensor, fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
+    q_ND, scale_N = _quantize_rows(w_ND, None, fp8)
+    return _forward(x_TD, q_ND, scale_N), q_ND, scale_N
+
+
+_quantized_linear = operator(
+    "quantized_linear(Tensor x, Tensor q, Tensor scale) -> Tensor", _forward, _forward, lambda x, q, scale: x.new_empty(len(x), len(q))
+)
+_input_gradient_ = operator(
+    "quantized_linear_backward(Tensor dy, Tensor q, Tensor scale) -> Tensor",
+    _input_gradient, _input_gradient, lambda dy, q, scale: dy.new_empty(len(dy), q.shape[1]),
+)  # fmt: skip
+_low_precision_linear = operator(
+    "low_precision_linear(Tensor x, Tensor w, bool fp8) -> (Tensor, Tensor, Tensor)",
+    _low_precision, _low_precision, lambda x, w, fp8: (x.new_empty(len(x), len(w)), *_fake_quantize(w, None, fp8)),
+)  # fmt: skip
+
+
+def _setup_low(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(inputs[0], *output[1:])
+    ctx.dtype = inputs[1].dtype
+
+
+def _backward_low(ctx: Any, dy_TN: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if dy_TN is None:
+        return None, None, None
+    x_TD, q_ND, scale_N = ctx.saved_tensors
+    dx = _input_gradient_(dy_TN, q_ND, scale_N) if ctx.needs_input_grad[0] else None
+    dw = product(dy_TN.T, x_TD.T).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+    return dx, dw, None
+
+
+differentiable(
+    "quantized_linear",
+    lambda ctx, dy: (_input_gradient_(dy, *ctx.saved_tensors), None, None),
+    lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:]),
+)
+differentiable("low_precision_linear", _backward_low, _setup_low)
+
+
+def quantize_rows(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    """(q [T, D] int8 or e4m3, scales [T] fp32 at least). Weights so quantised are what `quantized_linear` takes.
+
+    A row with a number that is not finite has the scale NaN.
+    """
+    return _quantize_rows(x_TD, None, kind == "fp8")  # type: ignore[no-any-return]
+
+
+def quantized_linear(x: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:
+    """x times fixed weights of 8 bits, transposed: [..., D] to [..., N] in x's dtype; x is quantised by its rows.
+
+    Differentiable in x.
+    """
+    if q_ND.dtype not in TOP or x.shape[-1] != q_ND.shape[1] or scale_N.shape != q_ND.shape[:1]:
+        raise ValueError(
+            f"x {list(x.shape)}, weights {q_ND.dtype} {list(q_ND.shape)}, scales {list(scale_N.shape)}: "
+            "weights are int8 or float8_e4m3fn [N, D] with scales [N], as quantize_rows makes them"
+        )
+    return _quantized_linear(x.reshape(-1, x.shape[-1]), q_ND, scale_N).view(*x.shape[:-1], len(q_ND))  # type: ignore[no-any-return]
+
+
+def low_precision_linear(x: Tensor, w_ND: Tensor, kind: Kind) -> Tensor:
+    """x w^T with both factors quantised by their rows, for training: [..., D] and [N, D] to [..., N] in x's dtype."""
+    if kind not in TYPES:
+        raise ValueError(f"kind is 'int8' or 'fp8', not {kind!r}")
+    return _low_precision_linear(x.reshape(-1, x.shape[-1]), w_ND, kind == "fp8")[0].view(*x.shape[:-1], len(w_ND))  # type: ignore[no-any-return]

@@ -1,0 +1,72 @@
+"""What a stage costs: the time and the memory of the process that runs it and of its workers."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import threading
+import time
+from types import TracebackType
+
+import psutil
+
+EVERY_SECONDS = 0.2
+
+
+class Meter:
+    """Measures while it is open; `seconds`, `cpu_seconds` and `peak_bytes` are then those of what ran inside.
+
+    Counted are this process, its `multiprocessing` workers (a pool outlives a stage: its workers count for the time of the
+    stage alone) and every process started meanwhile; not what was running beside, such as a server. `cpu_seconds` is user
+    and system time of all of them. `peak_bytes` is the largest sum of their resident memory, looked at every 0.2 seconds:
+    a shorter peak is missed, and pages that processes share count for each.
+    """
+
+    def __enter__(self) -> Meter:
+        self._me = psutil.Process()
+        workers = {process.pid for process in multiprocessing.active_children()}
+        self._beside = {p.pid for p in self._me.children() if p.pid not in workers}
+        self.peak_bytes = 0
+        self._wall, self._cpu, self._others = time.perf_counter(), time.process_time(), self._cpu_of_others()
+        self._ended = threading.Event()
+        self._watch = threading.Thread(target=self._look, name="memory of the stage", daemon=True)
+        self._watch.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.seconds = time.perf_counter() - self._wall
+        self.cpu_seconds = time.process_time() - self._cpu + max(0.0, self._cpu_of_others() - self._others)
+        self._ended.set()
+        self._watch.join()
+
+    def _look(self) -> None:
+        while True:
+            self.peak_bytes = max(self.peak_bytes, sum(_resident(p) for p in (self._me, *self._below())))
+            if self._ended.wait(EVERY_SECONDS):
+                return
+
+    def _below(self) -> list[psutil.Process]:
+        """The processes below this one that count."""
+        found = [p for p in self._me.children() if p.pid not in self._beside]
+        for process in list(found):
+            with contextlib.suppress(psutil.Error):
+                found += process.children(recursive=True)
+        return found
+
+    def _cpu_of_others(self) -> float:
+        # A process that ends hands its time to the one that waits for it: nothing is lost between two looks.
+        mine = self._me.cpu_times()
+        return float(mine.children_user + mine.children_system) + sum(_cpu(p) for p in self._below())
+
+
+def _resident(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error):
+        return int(process.memory_info().rss)
+    return 0
+
+
+def _cpu(process: psutil.Process) -> float:
+    with contextlib.suppress(psutil.Error):
+        times = process.cpu_times()
+        return float(times.user + times.system + times.children_user + times.children_system)
+    return 0.0

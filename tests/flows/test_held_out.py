@@ -1,0 +1,85 @@
+"""What the pretrain flow trains does not depend on the text of held-out pages; what it measures does."""
+
+from __future__ import annotations
+
+import random
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from puna.flows import pipeline
+from puna.flows.recipe import load
+from puna.stages.contract import execute
+from puna.stages.pretrain.split import SplitConfig, held_out
+from puna.storage import Artifact, Store
+
+WORDS = {
+    "high": ["puna", "llama", "grass", "wind", "stone", "river", "cold", "wool"],
+    "low": ["coast", "wave", "fish", "net", "salt", "boat", "sand", "warm"],
+}
+SMALL = [
+    "tokenizer.vocab_size=290",
+    "mix_experiment.categories=2", "mix_experiment.trials=4", "mix_experiment.phase={name: proxy, steps: 3, rows_per_step: 1, warmup_steps: 1}",
+    "mix_experiment.sequence_length=32", "mix_experiment.heldout_tokens=100",
+    "mix_experiment.model={hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}",
+    "tokenize.sequence_length=32",
+    "pretrain.model={hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}",
+    "pretrain.phases=[{name: initial, steps: 4, rows_per_step: 1, warmup_steps: 1}]", "pretrain.validation_tokens=100",
+    "scaling_law.model={hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}",
+    "scaling_law.phase={name: initial, steps: 4, rows_per_step: 1, warmup_steps: 1}", "scaling_law.widths=[8, 12, 16, 24]",
+    "scaling_law.validation_tokens=100",
+    "evaluate_base.pages={max_bytes: 4000, questions: 0, continuations: 0}",
+    "evaluate_base.answers={prompts_per_task: 1, max_tokens: 2}",
+]  # fmt: skip
+
+
+def curated(store: Store, heldout_words: dict[str, list[str]]) -> pipeline.Curated:
+    """Documents of two categories; those that will be held out are made of other words."""
+    n = 80
+    categories = ["high" if i % 2 else "low" for i in range(n)]
+    addresses = [f"https://x.org/{i}" for i in range(n)]
+    out = held_out(addresses, categories, SplitConfig())
+    texts = []
+    for i, category in enumerate(categories):
+        words = (heldout_words if out[i] else WORDS)[category]
+        texts.append(" ".join(random.Random(i).choices(words, k=60)))
+    ids = [f"{i:032x}" for i in range(n)]
+    documents = store.import_table("documents", pa.table({
+        "id": ids, "url": addresses, "fetched_at": [datetime(2026, 1, 1, tzinfo=UTC)] * n, "source": ["web"] * n,
+        "title": pa.array([None] * n, pa.string()), "text": texts,
+    }))  # fmt: skip
+    domains = store.import_table("signals", pa.table({"id": ids, "domain": categories}))
+    tasks = pipeline.prompts
+    config = load("demo").prompts.model_copy(update={"train": 1, "heldout": 1, "draws": 50})
+    return pipeline.Curated(documents, domains, execute(tasks, config, {}, store))
+
+
+def test_nothing_trained_depends_on_held_out_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Artifact]] = []
+    other = {category: [word[::-1].upper() * 3 for word in words] for category, words in WORDS.items()}
+    for name, words in (("one", WORDS), ("two", other)):
+        store = Store.open(tmp_path / name)
+        steps: dict[str, Artifact] = {}
+
+        def step(stage: Any, config: Any, /, *, label: str = "", steps: dict[str, Artifact] = steps, store: Store = store, **inputs: Any):
+            steps[label or stage.name] = artifact = execute(stage, config, inputs, store)
+            return artifact
+
+        found = curated(store, words)
+        monkeypatch.setattr(pipeline, "step", step)
+        monkeypatch.setattr(pipeline, "curate", lambda recipe, inputs, found=found: found)
+        pipeline.pretrain(load("demo", SMALL), [])
+        made.append(steps)
+    one, two = made
+    assert set(one) == {"split", "tokenizer", "mix_experiment", "mix", "tokenize", "scaling_law", "pretrain", "evaluate_base"}
+    for name in set(one) - {"evaluate_base"}:
+        assert one[name].data_digest == two[name].data_digest, name
+    bits = [steps["evaluate_base"].manifest.metrics["bits_per_byte"] for steps in made]
+    assert bits[0] != pytest.approx(bits[1], rel=0.01)
+    # The pages measured are the ones that the split holds out, and no row of training tokens is of them.
+    sides = {row["id"]: row["split"] for row in one["mix"].read().to_pylist()}
+    trained = {id_ for row in one["tokenize"].read()["documents"].to_pylist() for id_ in row}
+    assert {sides[id_] for id_ in trained} == {"train"} and "heldout" in sides.values()

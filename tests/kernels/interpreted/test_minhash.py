@@ -1,0 +1,22 @@
+"""MinHash signatures, Triton's versions: every bit that of the CPU's loops, which equal the field's libraries."""
+
+import numpy as np
+import pytest
+
+from puna.kernels import minhash_triton
+from puna.kernels.minhash import signatures
+from puna.kernels.minhash_triton import signatures_on
+
+
+@pytest.mark.parametrize("scheme", ["affine32", "affine64", "legacy", "mersenne"])
+@pytest.mark.parametrize("seed", [1, 42])
+def test_every_bit(monkeypatch, scheme, seed):
+    monkeypatch.setattr(minhash_triton, "PERMUTATIONS", 16)
+    monkeypatch.setattr(minhash_triton, "SHINGLES", 16)
+    generator = np.random.default_rng(seed)
+    sizes = [3, 0, 50, 1, 16]
+    hashes = generator.integers(0, 2**64, sum(sizes), dtype=np.uint64)
+    hashes[:4] = [0, 2**64 - 1, 2**32, 2**61 - 1]
+    offsets = np.cumsum([0, *sizes])
+    ours, expected = signatures_on("cpu", hashes, offsets, 24, seed, scheme), signatures(hashes, offsets, 24, seed, scheme)
+    assert ours.dtype == expected.dtype and np.array_equal(ours, expected)

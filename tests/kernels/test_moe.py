@@ -1,0 +1,46 @@
+"""Routing to experts and products by groups of rows, against their definitions."""
+
+import pytest
+import torch
+
+from puna.kernels import moe as module
+from puna.kernels.moe import grouped_linear, grouped_linear_reference, top_k_routing, top_k_routing_reference
+
+OFFSETS = [[0, 3, 3, 10], [0, 0, 0, 10], [0, 10, 10, 10], [0, 1, 2, 10]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("E", "k"), [(8, 2), (5, 1), (4, 4)])
+def test_routing(within_budget, normal, E, k, normalize, dtype):
+    ours, reference = (lambda z, f=f: f(z, k, normalize)[:2] for f in (top_k_routing, top_k_routing_reference))
+    within_budget(ours, reference, (normal(20, E),), dtype)
+    assert torch.autograd.gradcheck(lambda z: top_k_routing(z, k, normalize)[:2], (normal(20, E),))
+    for pick in (0, 1):  # gradients of one output alone
+        within_budget(lambda z, i=pick: ours(z)[i], lambda z, i=pick: reference(z)[i], (normal(20, E),), dtype)
+
+
+def test_routing_by_hand():
+    logits = torch.log(torch.tensor([[0.1, 0.6, 0.3]]))
+    weight, p, chosen = top_k_routing(logits, 2, True)
+    assert chosen.tolist() == [[1, 2]]
+    torch.testing.assert_close(weight, torch.tensor([[2 / 3, 1 / 3]]))
+    torch.testing.assert_close(p, torch.tensor([[0.1, 0.6, 0.3]]))
+    with pytest.raises(ValueError, match="of 3 experts"):
+        top_k_routing(logits, 4, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offsets", OFFSETS)
+def test_grouped_linear(within_budget, normal, offsets, dtype):
+    inputs = (normal(10, 6), normal(3, 4, 6, seed=1), torch.tensor(offsets))
+    within_budget(grouped_linear, grouped_linear_reference, inputs, dtype, ulps=8)
+    assert torch.autograd.gradcheck(lambda x, w: grouped_linear(x, w, inputs[2]), inputs[:2])
+
+
+def test_registered_as_torch_expects(normal):
+    x, w, z = (t.detach().float().requires_grad_() for t in (normal(10, 6), normal(3, 4, 6, seed=1), normal(7, 5)))
+    torch.library.opcheck(module._grouped_linear, (x, w, torch.tensor(OFFSETS[0])))
+    torch.library.opcheck(module._top_k_routing, (z, 2, True))
+    with pytest.raises(ValueError, match="do not fit"):
+        grouped_linear(x, w, torch.tensor([0, 10]))

@@ -1,0 +1,88 @@
+"""8-bit linear layers: rounding by hand, products against their spelled-out definition, error of the approximation."""
+
+import pytest
+import torch
+
+from puna.kernels import quantized_linear as module
+from puna.kernels.quantized_linear import (
+    TYPES,
+    low_precision_linear,
+    quantize_rows,
+    quantize_rows_reference,
+    quantized_linear,
+    quantized_linear_reference,
+)
+
+KINDS = ["int8", "fp8"]
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def test_int8_by_hand():
+    q, scale = quantize_rows(torch.tensor([[127.0, 0.5, 1.5, -2.5], [0.0, 0.0, 0.0, 0.0], [-2.54, 1.2, 0.0, 0.009]]), "int8")
+    assert q.tolist() == [[127, 0, 2, -2], [0, 0, 0, 0], [-127, 60, 0, 0]]
+    torch.testing.assert_close(scale[[0, 2]], torch.tensor([1.0, 0.02]))
+    assert bool(torch.isnan(quantize_rows(torch.tensor([[1.0, float("inf")], [float("nan"), 1.0]]), "int8")[1]).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rounding_errs_by_half_a_step(kind, dtype):
+    x = draw(40, 33, dtype=dtype) * torch.logspace(-6, 6, 40, dtype=torch.float64)[:, None].to(dtype)
+    q, scale = quantize_rows(x, kind)
+    assert q.dtype == TYPES[kind]
+    error = (q.double() * scale.double()[:, None] - x.double()).abs()
+    # e4m3 has three bits behind the point, and steps of 2^-9 below 2^-6.
+    step = scale.double()[:, None] if kind == "int8" else (x.double().abs() / 8).clamp_min(scale.double()[:, None] * 2**-9)
+    assert bool((error <= 0.5 * step * (1 + 1e-5)).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 33, 7), (64, 128, 48)])
+def test_products_equal_their_definition(kind, shape):
+    """The quantised numbers are the same, so that only the sums' rounding is left."""
+    T, D, N = shape
+    x, w, dy = draw(T, D).requires_grad_(), draw(N, D, seed=1), draw(T, N, seed=2)
+    q, scale = quantize_rows(w, kind)
+    y = quantized_linear(x, q, scale)
+    expected = quantized_linear_reference(x.detach(), q, scale, kind)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    g, scale_dy = quantize_rows_reference(dy * scale, kind)
+    torch.testing.assert_close(dx, (g.float() * scale_dy[:, None]) @ q.float(), rtol=1e-5, atol=1e-5)
+    leaf = w.clone().requires_grad_()
+    trained = low_precision_linear(x, leaf, kind)
+    assert torch.equal(trained, y)
+    both = torch.autograd.grad(trained, (x, leaf), dy)
+    assert torch.equal(both[0], dx)
+    torch.testing.assert_close(both[1], dy.T @ x.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("int8", 0.012), ("fp8", 0.04)])
+def test_close_to_the_product_in_full_precision(kind, bound):
+    """Relative error of normal numbers: two roundings of about 1 / (127 * 12 / 3.3)^0.5 or 2^-4 / 3^0.5 each, added in squares."""
+    x, w, dy = draw(256, 512).requires_grad_(), draw(192, 512, seed=1).requires_grad_(), draw(256, 192, seed=2)
+    y, exact = low_precision_linear(x, w, kind), x @ w.T
+    assert (y - exact).norm() < bound * exact.norm()
+    for ours, full in zip(torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(exact, (x, w), dy), strict=True):
+        assert (ours - full).norm() < bound * full.norm()
+
+
+def test_leading_axes_and_no_rows():
+    w = draw(8, 16)
+    assert low_precision_linear(draw(2, 3, 16), w, "int8").shape == (2, 3, 8)
+    assert low_precision_linear(torch.zeros(0, 16), w, "int8").shape == (0, 8)
+    with pytest.raises(ValueError, match="as quantize_rows makes them"):
+        quantized_linear(draw(2, 16), w, torch.ones(8))
+    with pytest.raises(ValueError, match="'int8' or 'fp8'"):
+        low_precision_linear(draw(2, 16), w, "int4")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_registered_as_torch_expects(kind):
+    checks = ("test_autograd_registration", "test_faketensor") + (("test_schema",) if kind == "int8" else ())  # it compares no FP8
+    x, w = draw(4, 16).requires_grad_(), draw(8, 16, seed=1)
+    torch.library.opcheck(module._low_precision_linear, (x, w.requires_grad_(), kind == "fp8"), test_utils=checks)
+    torch.library.opcheck(module._quantized_linear, (x, *quantize_rows(w.detach(), kind)), test_utils=checks)

@@ -1,0 +1,96 @@
+"""The held-out split by its properties: shares, stability, versions of a page, small categories."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from puna.stages.contract import execute
+from puna.stages.pretrain.split import SplitConfig, held_out, split
+from puna.storage import Artifact, PunaError, Store
+
+
+def corpus(store: Store, rows: list[tuple[str, str, int]]) -> dict[str, Artifact]:
+    """Documents and their categories from (address, category, size)."""
+    ids = [f"{i:032x}" for i in range(len(rows))]
+    documents = store.import_table("documents", pa.table({
+        "id": ids, "url": [r[0] for r in rows], "fetched_at": [datetime(2024, 1, 1, tzinfo=UTC)] * len(rows),
+        "source": ["web"] * len(rows), "title": pa.array([None] * len(rows), pa.string()), "text": ["x" * r[2] for r in rows],
+    }))  # fmt: skip
+    return {"documents": documents, "signals": store.import_table("signals", pa.table({"id": ids, "domain": [r[1] for r in rows]}))}
+
+
+def pages(count: int, start: int = 0) -> list[str]:
+    return [f"https://x.org/{i}" for i in range(start, start + count)]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_share_is_met_and_every_category_has_some(seed: int) -> None:
+    config = SplitConfig(seed=seed, heldout_fraction=0.1)
+    categories = ["a"] * 4000 + ["b"] * 20 + ["c"] * 6 + ["d"] * 2
+    found = held_out(pages(4028), categories, config)
+    # 400 expected, standard deviation sqrt(4000 * 0.1 * 0.9) = 19.
+    assert 320 < found[:4000].sum() < 480
+    assert found[4000:4020].sum() >= 4 and found[4020:4026].sum() >= 2
+    assert all((~found[a:b]).sum() > 0 for a, b in ((0, 4000), (4000, 4020), (4020, 4026), (4026, 4028)))
+    assert not held_out(pages(100), ["a"] * 100, SplitConfig(heldout_fraction=0.0)).any()
+
+
+def test_a_page_stays_on_its_side_when_the_corpus_grows() -> None:
+    config = SplitConfig(heldout_fraction=0.1, heldout_least=0)
+    small, large = held_out(pages(300), ["a"] * 300, config), held_out(pages(3000), ["a"] * 3000, config)
+    assert (small == large[:300]).all() and small.any()
+    assert not (small == held_out(pages(300), ["a"] * 300, SplitConfig(seed=1, heldout_fraction=0.1, heldout_least=0))).all()
+
+
+def test_versions_of_a_page_are_on_one_side(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    versions = ["https://x.org/{}", "http://www.x.org/{}/index.html", "https://X.org/{}?utm_source=a", "https://x.org/{}#part"]
+    rows = [(address.format(i), "ab"[(i + k) % 2], 10) for i in range(200) for k, address in enumerate(versions)]
+    made = execute(split, SplitConfig(heldout_fraction=0.2), corpus(store, rows), store)
+    sides = np.array(made.read()["split"].to_pylist()).reshape(200, len(versions))
+    assert (sides == sides[:, :1]).all() and set(sides[:, 0]) == {"train", "heldout"}
+
+
+def test_one_page_alone_is_trained_on() -> None:
+    for address in pages(200):
+        assert not held_out([address] * 9, ["a"] * 9, SplitConfig(heldout_fraction=0.5)).any()
+
+
+def test_what_is_written(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    rows = [(address, "a" if i < 60 else "b", 10 if i < 60 else 30) for i, address in enumerate(pages(100))]
+    made = execute(split, SplitConfig(heldout_fraction=0.1), corpus(store, rows), store)
+    table = made.read().to_pylist()
+    assert [row["category"] for row in table] == [row[1] for row in rows] and {row["repeats"] for row in table} == {1}
+    text = {c: sum(10 if c == "a" else 30 for r in table if r["category"] == c and r["split"] == "train") for c in "ab"}
+    assert {r["weight"] for r in table if r["category"] == "a"} == {text["a"] / (text["a"] + text["b"])}
+    held = [i for i, row in enumerate(table) if row["split"] == "heldout"]
+    assert made.manifest.metrics["heldout_documents"] == len(held)
+    assert made.manifest.metrics["heldout_bytes"] == sum(rows[i][2] for i in held)
+    assert "b" not in {r["category"] for r in table if r["weight"] == 0}
+
+
+def test_same_bytes_for_any_parts(tmp_path: Path) -> None:
+    found = set()
+    for part_rows in (7, 1000):
+        store = Store.open(tmp_path / str(part_rows))
+        rows = [(address, "ab"[i % 2], 10) for i, address in enumerate(pages(50))]
+        found.add(execute(split, SplitConfig(), corpus(store, rows), store, part_rows=part_rows).path("mixture.parquet").read_bytes())
+    assert len(found) == 1
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given = corpus(store, [(address, "a", 10) for address in pages(9)])
+    with pytest.raises(PunaError, match=r"no signal 'topic'; set split.category to one of id, domain"):
+        execute(split, SplitConfig(category="topic"), given, store)
+    other = corpus(store, [(address, "a", 10) for address in pages(8)])
+    with pytest.raises(PunaError, match="has no row for 1 documents"):
+        execute(split, SplitConfig(), {**given, "signals": other["signals"]}, store)
+    with pytest.raises(PunaError, match="nothing to hold out"):
+        execute(split, SplitConfig(), corpus(store, []), store)

@@ -1,0 +1,87 @@
+"""What manifests say a stage cost: its own share, workers included, and nothing that ran before or beside it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from puna.stages.contract import StageConfig, StageRun, perform, stage
+from puna.stages.contract.executor import local
+from puna.stages.contract.measure import EVERY_SECONDS, Meter
+from puna.storage import Store
+
+SIZE = 300_000_000
+
+
+def burn(item: int) -> float:
+    """A fifth of a second of this process's CPU; returns what it used."""
+    started = time.process_time()
+    while time.process_time() - started < 0.2:
+        pass
+    return time.process_time() - started
+
+
+def hold(item: int) -> int:
+    """Memory held for some looks of the meter."""
+    block = np.ones(SIZE, np.uint8)
+    time.sleep(4 * EVERY_SECONDS)
+    return int(block[-1])
+
+
+class CostConfig(StageConfig):
+    """Nothing to choose."""
+
+
+@stage(kind="signals", version="1")
+def costly(config: CostConfig, run: StageRun) -> None:
+    """Uses memory here, and CPU in the workers."""
+    hold(0)
+    run.metric("used", sum(run.map(burn, range(4))))
+    run.write(pa.table({"id": ["a"]}))
+
+
+@stage(kind="signals", version="1")
+def cheap(config: CostConfig, run: StageRun) -> None:
+    """Uses next to nothing."""
+    run.write(pa.table({"id": ["b"]}))
+
+
+def test_a_stage_is_charged_with_its_workers_and_not_with_the_stage_before(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    with local(2) as executor:
+        first = perform(costly, CostConfig(), {}, store, executor=executor).artifact.manifest
+        second = perform(cheap, CostConfig(), {}, store, executor=executor).artifact.manifest
+    assert first.timings["cpu_seconds"] >= first.metrics["used"] - 0.02  # the kernel counts in hundredths
+    assert second.timings["cpu_seconds"] < first.metrics["used"] / 2
+
+
+def test_memory_is_that_of_the_stage_and_not_of_the_one_before(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    first, second = (perform(s, CostConfig(), {}, store).artifact.manifest for s in (costly, cheap))
+    assert first.peak_memory_bytes > SIZE
+    assert 0 < second.peak_memory_bytes < first.peak_memory_bytes - SIZE / 2
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_what_runs_beside_a_stage_is_not_counted(beside: bool) -> None:
+    script = f"import sys; block = bytearray(b'x') * {SIZE}; print(flush=True); sys.stdin.read()"
+
+    def start() -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline()
+        return process
+
+    process = start() if beside else None
+    with Meter() as quiet:
+        process = process or start()
+        time.sleep(3 * EVERY_SECONDS)
+    process.communicate()
+    with Meter() as empty:
+        pass
+    assert (quiet.peak_bytes - empty.peak_bytes > SIZE * 0.9) is not beside
