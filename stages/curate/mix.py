@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import Field, field_validator
+from numpy.typing import NDArray
+from pydantic import Field, PositiveInt, field_validator
 
 from puna.stages.contract import Documents, Evaluation, Figure, Mixture, SeededConfig, StageRun, stage
+from puna.stages.curate.cluster_weights import FINEWEB_2, cluster_sizes, weights_of
 from puna.stages.curate.draws import uniform
 from puna.stages.pretrain.corpus import check_mixture
 from puna.storage import Part, PunaError
@@ -30,6 +32,19 @@ class MixConfig(SeededConfig):
         0.5, gt=0, le=1, description="Greatest share of one category where neither configuration nor experiment gives weights, fraction"
     )
     max_repeats: float = Field(4.0, ge=1, le=100, description="Most times that the documents of a category are read, on average, epochs")
+
+    cluster_weights: dict[PositiveInt, float] = Field(
+        FINEWEB_2,
+        description="Least number of near-duplicates (with itself) that a document stands for → how often it is read compared with one "
+        "that stands for itself alone, within its category; where the artifacts that removed duplicates are given",
+    )
+
+    @field_validator("cluster_weights")
+    @classmethod
+    def _cluster_weights_are_positive(cls, weights: dict[int, float]) -> dict[int, float]:
+        if wrong := [size for size, weight in weights.items() if not 0 < weight <= 100]:
+            raise ValueError(f"weight of clusters from {wrong[0]} documents on must lie in 0..100, above 0")
+        return weights
 
     @field_validator("weights")
     @classmethod
@@ -51,14 +66,23 @@ class Share(NamedTuple):
 
 
 @stage(kind="mixture")
-def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config: MixConfig, run: StageRun) -> None:
+def mix(
+    documents: Documents,
+    split: Mixture,
+    weights: Evaluation | None,
+    deduplicated: list[Documents] | None,
+    config: MixConfig,
+    run: StageRun,
+) -> None:
     """Set how often each training document of a split is read (Llama 3, section 3.1.2).
 
     A category's weight comes from the configuration, else from a mixture experiment, else it is the category's
     share of the text, but at most `max_share`: the web has too much of some subjects. The amount of training text
     stays that of one pass over all documents; a category of weight w is read w x all / own times, at most
     `max_repeats` (four passes cost little: Muennighoff et al. 2023). A fractional number of epochs becomes an
-    integer per document by a hash of its id. What is held out stays so.
+    integer per document by a hash of its id. What is held out stays so. With the artifacts that removed duplicates, a document
+    that stands for several is read more often than its category's others (`cluster_weights`), and the category as a whole as
+    often as before.
     """
     check_mixture(documents, split)
     table = split.read(columns=["id", "category", "split"])
@@ -78,6 +102,8 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
     shares = plan(training, wanted, config.max_repeats, 1.0 if wanted else config.max_share)
     chance = uniform(ids, config.seed, "repeats")
     epochs = np.array([shares[c].epochs for c in categories])
+    if deduplicated:
+        epochs *= _relative(weights_of(cluster_sizes(ids, deduplicated), config.cluster_weights), categories, np.where(heldout, 0, sizes))
     repeats = np.where(heldout, 0, np.floor(epochs) + (chance < epochs - np.floor(epochs))).astype(np.int32)
     columns = {"id": ids, "category": categories, "split": table["split"], "repeats": np.where(heldout, 1, repeats).astype(np.int32)}
     run.write(pa.table({**columns, "weight": [shares[c].weight for c in categories]}))
@@ -112,6 +138,14 @@ def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: flo
         weight = {c: capped[c] if c in capped else w * spare / free for c, w in weight.items()}
     weight |= capped
     return {c: Share(sizes[c], weight[c], weight[c] * total / sizes[c] if sizes[c] else 0.0) for c in sorted(sizes)}
+
+
+def _relative(weights: NDArray[np.float64], categories: Sequence[str], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Weights divided by the mean weight of a byte of training text of their category, float64[n]."""
+    _, number = np.unique(np.array(categories, dtype=object).astype("U"), return_inverse=True)
+    text = np.bincount(number, weights=sizes)
+    mean = np.bincount(number, weights=weights * sizes) / np.maximum(text, 1)
+    return np.asarray(weights / np.where(text > 0, mean, 1.0)[number])
 
 
 def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], where: str) -> None:

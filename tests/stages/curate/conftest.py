@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from puna.storage import Artifact, Store
+from puna.storage import Artifact, Identity, Store
 
 WHEN = datetime(2024, 1, 1, tzinfo=UTC)
 THEMES = {
@@ -44,6 +44,25 @@ def _themed(count: int, seed: int = 0) -> list[tuple[str, str, str]]:
     return rows
 
 
+def _small_model(store: Store, texts: list[str]) -> Artifact:
+    """A small untrained model as an artifact."""
+    import torch
+
+    from puna.models.checkpoint import save
+    from puna.models.config import ModelConfig
+    from puna.models.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
+
+    tokenizer = Tokenizer.train(texts, 400)
+    config = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
+    model = Transformer(config)
+    model.initialise(torch.Generator().manual_seed(0))
+    with store.work("e" * 64) as work:
+        save(model, work.output, tokenizer)
+        return work.commit("model", "e" * 64, Identity(stage="import"))
+
+
 @pytest.fixture
 def make_documents():
     """`make_documents(store, rows)`: a documents artifact of rows (id, source, text)."""
@@ -54,3 +73,9 @@ def make_documents():
 def themed():
     """`themed(count)`: rows of documents of three themes and three sources."""
     return _themed
+
+
+@pytest.fixture(scope="session")
+def small_model():
+    """`small_model(store, texts)`: an untrained model, its tokenizer trained on the texts, as an artifact."""
+    return _small_model

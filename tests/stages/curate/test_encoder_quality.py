@@ -7,25 +7,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from puna.models.checkpoint import save
-from puna.models.config import ModelConfig
-from puna.models.tokenizer import Tokenizer
-from puna.models.transformer import Transformer
 from puna.stages.contract import External, execute
 from puna.stages.curate.encoder_quality import EncoderQualityConfig, encoder_quality, fit
-from puna.storage import Identity, PunaError, Store
-
-
-def own_model(store, texts):
-    """A small untrained model as an artifact."""
-    tokenizer = Tokenizer.train(texts, 400)
-    config = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-                         num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
-    model = Transformer(config)
-    model.initialise(torch.Generator().manual_seed(0))
-    with store.work("e" * 64) as work:
-        save(model, work.output, tokenizer)
-        return work.commit("model", "e" * 64, Identity(stage="import"))
+from puna.storage import PunaError, Store
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -48,10 +32,10 @@ def test_separable_and_constant_columns_do_no_harm():
     assert np.isfinite(p).all() and (p[:2] < 0.5).all() and (p[2:] > 0.5).all()
 
 
-def test_sources_and_judges_as_labels(tmp_path, make_documents, themed):
+def test_sources_and_judges_as_labels(tmp_path, make_documents, themed, small_model):
     store = Store.open(tmp_path)
     rows = themed(96)
-    documents, model = make_documents(store, rows), own_model(store, [text for _, _, text in rows])
+    documents, model = make_documents(store, rows), small_model(store, [text for _, _, text in rows])
     config = EncoderQualityConfig(max_tokens=64)
     made = execute(encoder_quality, config, {"documents": documents, "model": model}, store)
     assert made.manifest.metrics["auc"] > 0.99  # good sources have full stops, the others shout
@@ -93,7 +77,7 @@ def test_a_hugging_face_encoder_by_its_folder(tmp_path, make_documents, themed):
     assert made.manifest.metrics["auc"] > 0.95
 
 
-def test_what_is_missing_is_named(tmp_path, make_documents, themed):
+def test_what_is_missing_is_named(tmp_path, make_documents, themed, small_model):
     store = Store.open(tmp_path / "store")
     rows = themed(24)
     documents = make_documents(store, rows)
@@ -103,6 +87,6 @@ def test_what_is_missing_is_named(tmp_path, make_documents, themed):
     (tmp_path / "none" / "x.txt").write_text("x")
     with pytest.raises(PunaError, match="no config.json"):
         execute(encoder_quality, EncoderQualityConfig(), {"documents": documents, "encoder": External.resolve(str(tmp_path / "none"))[0]}, store)
-    model = own_model(store, [text for _, _, text in rows])
+    model = small_model(store, [text for _, _, text in rows])
     with pytest.raises(PunaError, match="good and other documents are needed"):
         execute(encoder_quality, EncoderQualityConfig(positive_sources=("none",)), {"documents": documents, "model": model}, store)

@@ -12,7 +12,7 @@ import pytest
 from puna.stages.contract import execute
 from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
 from puna.stages.curate.shingles import normalized
-from puna.storage import Store
+from puna.storage import PunaError, Store
 
 START = datetime(2024, 1, 1, tzinfo=UTC)
 
@@ -197,3 +197,32 @@ def test_scripts_without_spaces_are_compared_character_by_character(tmp_path):
     text = "これは文字コードの検出をテストするための日本語の文章です。川にかかる古い橋を修理するかどうかを決める予定です。"
     assert len(normalized(text).split()) > 40
     assert len(run(tmp_path, [text, text[:-3] + "。", "全く別の内容の短い文書がここにあります。"])) == 1
+
+
+def test_the_best_score_survives_whatever_the_length(tmp_path):
+    """Four copies, each a little longer than the one before; scores order them otherwise, a missing one is worst."""
+    base = words(np.random.default_rng(0), 300)
+    texts = [" ".join(base + words(np.random.default_rng(9), n)) for n in range(4)]
+    store = Store.open(tmp_path)
+    rows = [
+        {"id": f"{n}", "url": f"https://x.com/{n}", "fetched_at": START, "source": "web", "title": None, "text": text}
+        for n, text in enumerate(texts)
+    ]
+    documents = store.import_table("documents", pa.Table.from_pylist(rows))
+
+    def survivor(scores, **fields):
+        signals = store.import_table("signals", pa.table({"id": [str(n) for n in range(4)], "quality": pa.array(scores, pa.float64())}))
+        config = MinhashDedupConfig(survivor="best_score", **fields)
+        made = execute(minhash_dedup, config, {"documents": documents, "signals": signals}, store)
+        assert set(made.read("duplicates")["kept_id"].to_pylist()) == set(made.read()["id"].to_pylist())
+        return made.read()["id"].to_pylist()
+
+    assert survivor([0.1, 0.9, 0.3, 0.2]) == ["1"]
+    assert survivor([0.9, 0.1, 0.3, None]) == ["0"]
+    assert survivor([None, None, 0.01, None]) == ["2"]
+    assert survivor([0.5, 0.5, 0.5, 0.5]) == ["3"]  # equal scores: the longest
+    assert survivor([None, None, None, None]) == ["3"]
+    with pytest.raises(PunaError, match="no signal 'other'; it has quality"):
+        survivor([1, 1, 1, 1], score="other")
+    with pytest.raises(PunaError, match="give the signals"):
+        execute(minhash_dedup, MinhashDedupConfig(survivor="best_score"), {"documents": documents}, store)

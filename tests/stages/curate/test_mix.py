@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from puna.stages.contract import execute
+from puna.stages.curate.cluster_weights import FINEWEB_2, cluster_sizes, weights_of
 from puna.stages.curate.mix import MixConfig, mix, plan
 from puna.storage import Artifact, PunaError, Store
 
@@ -148,3 +149,39 @@ def test_natural_shares_are_capped(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     made = execute(mix, MixConfig(), corpus(store, {"a": [10] * 90, "b": [10] * 30}), store)
     assert set(made.read()["weight"].to_pylist()) == {0.5}
+
+
+def test_weights_of_clusters_are_those_of_fineweb_2() -> None:
+    sizes = [1, 2, 3, 4, 5, 99, 100, 999, 1000, 50_000]
+    assert weights_of(np.array(sizes), FINEWEB_2).tolist() == [1, 2, 3, 3, 5, 5, 8, 8, 1, 1]
+    assert weights_of(np.array([1, 2, 3]), {3: 2.5}).tolist() == [1, 1, 2.5]
+
+
+def test_documents_that_stand_for_several_are_read_more_often(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given_ = corpus(store, {"a": [10] * 400, "b": [10] * 100})
+    documents = given_["documents"].read()
+    # The first 200 of a stand for two; one of b stands for four by way of a chain over two artifacts.
+    pairs = [(f"gone{n}", f"a{n:04d}") for n in range(200)]
+    chains = [[("x1", "x2"), ("x3", "x2"), *pairs], [("x2", "b0000")]]
+    removed = [
+        store.import_table("documents", documents.slice(n), duplicates=pa.table({
+            "id": [a for a, _ in chain], "kept_id": [b for _, b in chain], "method": ["m"] * len(chain),
+            "similarity": [1.0] * len(chain), "cluster": [b for _, b in chain],
+        }))
+        for n, chain in enumerate(chains)
+    ]  # fmt: skip
+    ids = documents["id"].to_pylist()
+    assert dict(zip(ids, cluster_sizes(ids, removed).tolist(), strict=True))["b0000"] == 4
+    config = MixConfig(weights={"a": 0.8, "b": 0.2})
+    plain = {r["id"]: r["repeats"] for r in execute(mix, config, given_, store).read().to_pylist()}
+    made = execute(mix, config, {**given_, "deduplicated": removed}, store)
+    repeats = {r["id"]: r["repeats"] for r in made.read().to_pylist()}
+    assert set(plain.values()) == {1}
+    # In a: 200 documents of weight 2 and 200 of weight 1, mean 1.5: 4/3 and 2/3 epochs.
+    double, single = ([repeats[f"a{n:04d}"] for n in some] for some in (range(200), range(200, 400)))
+    assert sum(double) / 200 == pytest.approx(4 / 3, abs=0.1) and sum(single) / 200 == pytest.approx(2 / 3, abs=0.1)
+    # In b: one of weight 3 among 99 of weight 1, mean 1.02.
+    assert repeats["b0000"] in (2, 3) and sum(v for i, v in repeats.items() if i[0] == "b") == pytest.approx(100, abs=6)
+    with pytest.raises(PunaError, match="no table `duplicates`"):
+        execute(mix, config, {**given_, "deduplicated": [given_["documents"]]}, store)
