@@ -21,6 +21,7 @@ from puna.stages.curate.extraction.tags import NUMBER
 from puna.stages.curate.extraction.text import text_of
 from puna.stages.curate.extraction.training import as_arrays
 from puna.stages.curate.extraction.trees import logits
+from puna.stages.curate.extraction.union import found_in
 from puna.stages.curate.extraction.whole import made_whole, with_headline
 
 
@@ -268,3 +269,15 @@ def test_the_headline_is_the_only_first_heading(html, kept, found):
     blocks = [page.text.tobytes()[b[L.START] : b[L.STOP]].decode() for b in page.blocks]
     keep = with_headline(page, np.array([block in kept.split("|") for block in blocks]))
     assert "|".join(block for block, stays in zip(blocks, keep, strict=True) if stays) == found
+
+
+@given(
+    st.lists(st.lists(st.sampled_from("abc"), max_size=8), max_size=6),
+    st.lists(st.sampled_from("abc"), max_size=30),
+)
+def test_blocks_are_found_by_their_runs_of_words(blocks, wanted):
+    def runs(words, length):
+        return {tuple(words[k : k + length]) for k in range(len(words) - length + 1)}
+
+    expected = [bool(block) and runs(block, min(5, len(block))) <= runs(wanted, min(5, len(block))) for block in blocks]
+    assert found_in(blocks, wanted).tolist() == expected
