@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -49,6 +49,7 @@ def test_plan_by_hand() -> None:
         plan({"a": 0}, {}, 4)
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.sampled_from("abcde"), st.tuples(st.integers(1, 10**6), st.floats(0.01, 1)), min_size=1),
     st.booleans(),
