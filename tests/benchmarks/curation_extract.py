@@ -2,8 +2,9 @@
 
     python tests/benchmarks/curation_extract.py --data FOLDER [--limit N] [--json]
 
-FOLDER (or the environment's PUNA_EXTRACTION_DATA) is a set of annotated pages as WCXB has them: `html/ID.html`, and
-`ground-truth/ID.json` or `truth.jsonl` with `file_id`, `_internal.page_type.primary`, `ground_truth.main_content`. Pages that
+FOLDER (or the environment's PUNA_EXTRACTION_DATA, or ../shared/data/web_wcxb_dev) is a set of annotated pages as WCXB has
+them: `html/ID.html`, and `ground-truth/ID.json` or `truth.jsonl` with `file_id`, `_internal.page_type.primary`,
+`ground_truth.main_content`; or the two packed, `*html.tar.zst` and `*truth.jsonl.zst`. Pages that
 the weights were trained on (they carry a list of them) are scored by weights trained here on the pages of other
 domains, one fold of four; that needs lightgbm and minutes. The speed is of the whole stage on one thread: decoding, bounds,
 parsing, reading, judging, text. Peers are left out where they are not installed.
@@ -12,9 +13,12 @@ parsing, reading, judging, text. Peers are left out where they are not installed
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
+import shutil
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable
@@ -61,22 +65,38 @@ def figures(data: Path | None = None, limit: int | None = None) -> dict[str, flo
 
 def _rows(data: Path | None) -> tuple[Path, list[dict[str, Any]]]:
     """The folder of pages and the annotations of those that are there."""
-    given = data or (Path(os.environ["PUNA_EXTRACTION_DATA"]) if "PUNA_EXTRACTION_DATA" in os.environ else None)
-    if given is None or not (given / "html").is_dir():
-        sys.exit(
-            f"{given}: no annotated pages; give --data FOLDER or set PUNA_EXTRACTION_DATA to a folder with html/ and truth (see --help)"
-        )
+    given = _unpacked(data or Path(os.environ.get("PUNA_EXTRACTION_DATA", ROOT.parent / "shared" / "data" / "web_wcxb_dev")))
+    if not (given / "html").is_dir():
+        sys.exit(f"{given}: no annotated pages; give --data FOLDER or set PUNA_EXTRACTION_DATA (see --help)")
     if (given / "truth.jsonl").is_file():
         rows = [json.loads(line) for line in (given / "truth.jsonl").read_text(encoding="utf-8").split("\n") if line.strip()]
     else:
-        rows = [
-            {"file_id": file.stem} | json.loads(file.read_text(encoding="utf-8"))
-            for file in sorted((given / "ground-truth").glob("*.json"))
-        ]
+        files = sorted((given / "ground-truth").glob("*.json"))
+        rows = [{"file_id": file.stem} | json.loads(file.read_text(encoding="utf-8")) for file in files]
     rows = [row for row in rows if "file_id" in row and (given / "html" / f"{row['file_id']}.html").is_file()]
     if not rows:
         sys.exit(f"{given}: no annotation has a page in html/")
     return given / "html", sorted(rows, key=lambda row: row["file_id"])
+
+
+def _unpacked(folder: Path) -> Path:
+    """The folder; where it holds `*html.tar.zst` and `*truth.jsonl.zst`, a folder for this run with what is in them."""
+    pages, truth = sorted(folder.glob("*html.tar.zst")), sorted(folder.glob("*truth.jsonl.zst"))
+    if not pages or not truth:
+        return folder
+    import zstandard
+
+    scratch = Path(tempfile.mkdtemp(prefix="puna-extraction-"))
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    (scratch / "html").mkdir()
+    with pages[0].open("rb") as file, tarfile.open(fileobj=zstandard.ZstdDecompressor().stream_reader(file), mode="r|") as archive:
+        for member in archive:
+            content = archive.extractfile(member)
+            if content is not None and member.name.endswith(".html"):
+                (scratch / "html" / Path(member.name).name).write_bytes(content.read())
+    with truth[0].open("rb") as file, (scratch / "truth.jsonl").open("wb") as out:
+        zstandard.ZstdDecompressor().copy_stream(file, out)
+    return scratch
 
 
 def _unseen(folder: Path, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str] | None]:

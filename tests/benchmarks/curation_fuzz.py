@@ -154,6 +154,16 @@ def fuzz(name: str, inputs: int, seed: int) -> dict[str, Any]:
     return found
 
 
+def figures(inputs: int = 10_000, seed: int = 0) -> dict[str, float]:
+    """fuzz_exceptions, fuzz_vanished, fuzz_slowest (CPU seconds), over all readers."""
+    found = [fuzz(name, inputs, seed) for name in readers()]
+    return {
+        "fuzz_exceptions": float(sum(one["exceptions"] for one in found)),
+        "fuzz_vanished": float(sum(one["vanished"] for one in found)),
+        "fuzz_slowest": max(one["slowest"] for one in found),
+    }
+
+
 def main() -> None:
     """Fuzz every reader and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

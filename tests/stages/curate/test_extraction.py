@@ -208,6 +208,8 @@ def test_trees_give_the_sum_of_their_leaves():
     trees = as_arrays([split(0, 1.5, leaf(1.0), split(1, 0.0, leaf(2.0), leaf(4.0))), leaf(8.0)])
     rows = np.array([[1.5, 9], [2, 0], [2, 0.5]], np.float32)
     assert logits(trees, rows).tolist() == [9.0, 10.0, 12.0]
+    many = np.random.default_rng(0).integers(0, 3, 23)  # rows go in fours and then one by one
+    assert logits(trees, rows[many]).tolist() == np.array([9.0, 10.0, 12.0])[many].tolist()
 
 
 def test_the_model_prefers_sentences_to_menus():
