@@ -12,11 +12,14 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from pydantic import Field
 
 from puna.flows.recipe import FLOWS
 from puna.flows.session import Session, current, session
 from puna.stages.contract import REGISTRY, Stage, StageConfig, Value, parse
+from puna.stages.contract.declaration import InputSpec
 from puna.storage import Artifact, PunaError, Store
 
 if TYPE_CHECKING:  # importing Prefect takes seconds that a run without a server does not spend
@@ -98,13 +101,22 @@ def flow_of(name: str) -> Flow[Any, Any]:
     for spec in stage.inputs:
         kind: Any = list[str] if spec.many else str
         empty = None if spec.optional else inspect.Parameter.empty
-        annotation = kind | None if spec.optional else kind
+        taken: Any = kind | None if spec.optional else kind
+        annotation = Annotated[taken, Field(description=_help(spec))]
         parameters.append(inspect.Parameter(spec.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=empty))
     whole = not any(field.is_required() for field in stage.config.model_fields.values())
     default = stage.config() if whole else inspect.Parameter.empty
     parameters.append(inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, annotation=stage.config, default=default))
-    parameters.append(inspect.Parameter("store", inspect.Parameter.KEYWORD_ONLY, annotation=str, default=DEFAULT_STORE))
+    store = Annotated[str, Field(description="Folder of the artifacts")]
+    parameters.append(inspect.Parameter("store", inspect.Parameter.KEYWORD_ONLY, annotation=store, default=DEFAULT_STORE))
     return as_flow(f"stage-{name}" if name in FLOWS else name, run, stage.doc, inspect.Signature(parameters, return_annotation=str))
+
+
+def _help(spec: InputSpec) -> str:
+    if spec.kind == "external":
+        return "Files or folders to read, [NAME=]URI each"
+    what = f"Artifacts of kind {spec.kind}" if spec.many else f"An artifact of kind {spec.kind}"
+    return f"{what}: {spec.kind}/ and the first digits of its key, or NAME@VERSION; `puna list {spec.kind}` shows them"
 
 
 def as_flow(name: str, run: Callable[..., str], description: str | None, signature: inspect.Signature | None = None) -> Flow[Any, Any]:

@@ -42,13 +42,18 @@ class External:
         """`[NAME=]URI` as inputs: a file, or a folder with everything below it.
 
         Without a name, a folder of archives (WARC, WET, Parquet, JSONL) gives one input per file, named after it;
-        any other URI gives one input named after its last part. `hf://datasets/…` is resolved to its revision.
+        any other URI gives one input named after its last part. `hf://datasets/OWNER/NAME[@REVISION]` is a whole data set,
+        resolved to its commit; a file or folder below it is read as files.
         """
         name, _, uri = text.partition("=") if _named(text) else ("", "", text)
         if not uri:
             raise PunaError(f"input {text!r}: gives no file or folder; write [NAME=]URI")
         if uri.startswith("hf://"):
-            return [_hub(name or PurePosixPath(uri).name, uri)]
+            inside = uri.removeprefix("hf://datasets/").strip("/").split("/")
+            if not uri.startswith("hf://datasets/") or len(inside) < 2 or not all(inside):
+                raise PunaError(f"input {uri}: write hf://datasets/OWNER/NAME, or hf://datasets/OWNER/NAME/FOLDER for some of its files")
+            if len(inside) == 2:
+                return [_hub(name, uri.rstrip("/"))]
         files = list(_files(uri, progress))
         single = len(files) == 1 and files[0].name == PurePosixPath(uri).name
         archives = all(_is_archive(f.name) for f in files)
@@ -111,15 +116,17 @@ def _files(uri: str, progress: Callable[[str], None] | None) -> Iterator[Externa
 
 
 def _hub(name: str, uri: str) -> External:
+    """A whole data set of the hub, `hf://datasets/OWNER/NAME[@REVISION]`: identified by its commit, read as a stream."""
+    import httpx
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    parts = uri.removeprefix("hf://").removeprefix("datasets/").split("/")
-    if len(parts) < 2:
-        raise PunaError(f"input {uri}: write hf://datasets/OWNER/NAME")
-    repository = "/".join(parts[:2])
+    repository, _, revision = uri.removeprefix("hf://datasets/").partition("@")
     try:
-        revision = HfApi().dataset_info(repository).sha
-    except Exception as error:
-        raise PunaError(f"input {uri}: the hub does not give data set {repository} ({error})") from error
-    # The revision stays in the address: what is read later is what was digested now.
-    return External(name, f"hf://datasets/{repository}@{revision}", (), hashlib.sha256(f"{repository}@{revision}".encode()).hexdigest())
+        commit = HfApi().dataset_info(repository, revision=revision or None).sha
+    except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise PunaError(f"input {uri}: the hub does not give data set {repository} ({reason})") from error
+    # The commit stays in the address: what is read later is what was digested now.
+    address = f"{repository}@{commit}"
+    return External(name or repository.rpartition("/")[2], f"hf://datasets/{address}", (), hashlib.sha256(address.encode()).hexdigest())

@@ -171,7 +171,7 @@ def _jobs(inputs: list[External], config: IngestConfig) -> Iterator[Job]:
     """One job per file; what can be refused is refused here, before any page is read."""
     number = 0
     for external in inputs:
-        if external.uri.startswith("hf://"):
+        if not external.files:  # a whole data set of the hub
             shards = _hub(external.uri, config).num_shards
             for shard in range(shards):
                 yield Job(number, external.name, "hub", f"{config.dataset_split}/{shard}", None, external.uri, shard, shards)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from huggingface_hub import HfApi
 
 from puna.stages.contract import External
 from puna.storage import PunaError
@@ -57,3 +61,42 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(PunaError, match="the folder is empty"):
         External.resolve(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize("uri", ["hf://datasets/alone", "hf://someone/texts", "hf://datasets//texts", "hf://datasets/"])
+def test_an_address_that_is_no_data_set_is_refused(uri: str) -> None:
+    with pytest.raises(PunaError, match="write hf://datasets/OWNER/NAME"):
+        External.resolve(uri)
+
+
+def test_a_data_set_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def dataset_info(self: HfApi, repository: str, *, revision: str | None) -> SimpleNamespace:
+        asked.append((repository, revision))
+        return SimpleNamespace(sha="c0ffee")
+
+    monkeypatch.setattr(HfApi, "dataset_info", dataset_info)
+    (pinned,) = External.resolve("hf://datasets/someone/texts@v1")
+    (named,) = External.resolve("news=hf://datasets/someone/texts/")
+    assert asked == [("someone/texts", "v1"), ("someone/texts", None)]
+    assert (pinned.name, pinned.uri, named.name) == ("texts", "hf://datasets/someone/texts@c0ffee", "news")
+    assert pinned.data_digest == named.data_digest
+
+
+def test_files_below_a_data_set_are_read_as_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = MemoryFileSystem()
+    system.pipe("/someone/texts/en/a.jsonl", b"{}")
+    system.pipe("/someone/texts/fr/b.jsonl", b"[]")
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda uri: (system, uri.removeprefix("hf://datasets")))
+    (external,) = External.resolve("hf://datasets/someone/texts/en")
+    assert [(file.name, file.bytes) for file in external.files] == [("a.jsonl", 2)]
+
+
+def test_a_hub_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dataset_info(*_: object, **__: object) -> None:
+        raise httpx.ConnectError("no route\nto the host")
+
+    monkeypatch.setattr(HfApi, "dataset_info", dataset_info)
+    with pytest.raises(PunaError, match=r"the hub does not give data set someone/texts \(no route\)"):
+        External.resolve("hf://datasets/someone/texts")
