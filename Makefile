@@ -28,4 +28,4 @@ types: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .loops .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from pydantic import Field
 
-from puna.flows.recipe import FLOWS
 from puna.flows.session import Session, current, session
 from puna.stages.contract import REGISTRY, Stage, StageConfig, Value, parse
 from puna.stages.contract.declaration import InputSpec
@@ -109,7 +108,7 @@ def flow_of(name: str) -> Flow[Any, Any]:
     parameters.append(inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, annotation=stage.config, default=default))
     store = Annotated[str, Field(description="Folder of the artifacts")]
     parameters.append(inspect.Parameter("store", inspect.Parameter.KEYWORD_ONLY, annotation=store, default=DEFAULT_STORE))
-    return as_flow(f"stage-{name}" if name in FLOWS else name, run, stage.doc, inspect.Signature(parameters, return_annotation=str))
+    return as_flow(name, run, stage.doc, inspect.Signature(parameters, return_annotation=str))
 
 
 def _help(spec: InputSpec) -> str:
@@ -126,11 +125,20 @@ def as_flow(name: str, run: Callable[..., str], description: str | None, signatu
     # A process that Prefect starts for a run imports the flow by this name.
     run.__module__, run.__name__ = "puna.flows.deployments", f"flow_{name}"
     run.__qualname__ = run.__name__
-    run.__doc__ = description
+    shown = signature or inspect.signature(run, eval_str=True)
+    # Prefect's forms take the parameters' descriptions from a docstring of this shape.
+    lines = [f"    {p.name}: {_described(p.annotation)}" for p in shown.parameters.values()]
+    run.__doc__ = "\n".join([description or name, "", "Args:", *lines])
     if signature is not None:
         run.__signature__ = signature  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()} | {"return": str}
     return Flow(run, name=name, description=description, persist_result=False, result_serializer="json")
+
+
+def _described(annotation: Any) -> str:
+    """The description in an `Annotated[…, Field(description=…)]`, or the docstring of a class of settings."""
+    found = next((item.description for item in getattr(annotation, "__metadata__", ()) if getattr(item, "description", None)), None)
+    return found or (inspect.getdoc(annotation) or "").partition("\n")[0]
 
 
 def _session() -> Session:

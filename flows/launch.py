@@ -40,8 +40,8 @@ def run(what: str, recipe: str | None, changes: list[str], inputs: list[str], st
         from puna.flows.report import write
 
         now.console.say(f"report: {write(store, now.run, None)}")
-    elif (name := what.removeprefix("stage-")) in stages:
-        _run_stage(stages[name], recipe, changes, inputs, store, workers, as_json)
+    elif what in stages:
+        _run_stage(stages[what], recipe, changes, inputs, store, workers, as_json)
     else:
         raise PunaError(f"{what}: no such flow or stage; flows are {', '.join(FLOWS)}; `puna stages` lists the stages")
 

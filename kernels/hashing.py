@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from puna.kernels.compiled import njit
 
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]

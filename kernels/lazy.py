@@ -57,7 +57,7 @@ def numba_jit(function: Callable[..., Any]) -> Any:
     """A loop for the CPU: no GIL, cached on disk, sums in any order, NaN and infinities as IEEE has them."""
 
     def compile(function: Callable[..., Any]) -> Any:
-        from numba import njit
+        from puna.kernels.compiled import njit
 
         return njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz", "arcp"})(function)
 

@@ -19,9 +19,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from puna.kernels.compiled import njit
 from puna.kernels.hashing import I64, U64, slice_hashes
 
 __all__ = ["Scheme", "permutations", "signatures", "signatures_reference", "slice_hashes"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from puna.kernels.compiled import njit
 from puna.kernels.hashing import I64, U64, slice_hashes
 from puna.kernels.shingles import _widened
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from puna.kernels.compiled import njit
 from puna.kernels.hashing import I64, U64, xxh64
 
 BASE = np.uint64(0x9E3779B97F4A7C15)  # odd

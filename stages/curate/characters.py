@@ -7,8 +7,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from puna.kernels.compiled import njit
 
 SPACE = 1  # str.isspace
 ALPHABETIC = 2  # str.isalpha

@@ -13,9 +13,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from puna.kernels.compiled import njit
 from puna.kernels.hashing import I64, U64, slice_hashes, xxh64
 from puna.kernels.shingles import Table, Words, code_point, normal_words
 from puna.stages.curate.english_tables import data as english_data

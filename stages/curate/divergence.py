@@ -15,8 +15,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from puna.kernels.compiled import njit
 
 BINS_BITS = 20
 BINS = 1 << BINS_BITS

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from puna.kernels.compiled import njit
 from puna.stages.curate.characters import ALPHANUMERIC, DECIMAL
 from puna.stages.curate.english_tables import LOWER
 

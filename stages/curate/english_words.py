@@ -12,9 +12,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from puna.kernels.compiled import njit
 from puna.stages.curate.characters import SPACE, code_points, tables
 from puna.stages.curate.english_addresses import is_address
 from puna.stages.curate.english_tables import (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from puna.kernels.compiled import njit
 from puna.stages.curate.characters import ALPHANUMERIC, BREAK, SINGLE, SPACE
 from puna.stages.curate.hash_table import ONE, cleared, mix, place
 from puna.stages.curate.words import BASE, DOT, HAS_LETTER, HYPHEN, IS_SYMBOL

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from puna.kernels.compiled import njit
 from puna.stages.curate.characters import code_points
 from puna.stages.curate.hash_table import mix
 from puna.stages.curate.words import IS_SYMBOL, split_codes

@@ -7,9 +7,9 @@ counted as spaCy's sentencizer does. RefinedWeb (arXiv 2306.01116) in `refinedwe
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from puna.kernels.compiled import njit
 from puna.stages.curate.characters import BREAK, DECIMAL, PUNCTUATION, SENTENCE_END, SPACE, TERMINAL
 from puna.stages.curate.english_tables import EnglishTables
 from puna.stages.curate.english_words import split_english

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numba import njit
 from numpy.typing import NDArray
 
+from puna.kernels.compiled import njit
 from puna.stages.curate.characters import decode, tables
 from puna.stages.curate.divergence import BINS_BITS
 from puna.stages.curate.english_tables import EnglishTables, bare_tables, datatrove_flags

@@ -60,7 +60,7 @@ def test_list_and_show(store: Store) -> None:
     assert objects(run(store, "list", "--runs", "--json")) == [{"run": "first-run", "artifacts": 1, "reused": 0, "finished": False}]
     assert listed[0]["id"] in run(store, "list")
     shown = json.loads(run(store, "show", selected(store)[0], "--json"))
-    assert shown["config"] == {"words": {"most": 1}} and shown["metrics"] == {"kept": 0}
+    assert shown["config"] == {"words": {"most": 1}} and shown["metrics"] == {"characters": 0, "kept": 0}
     assert "words" in run(store, "show", selected(store)[0])
 
 

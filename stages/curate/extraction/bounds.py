@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from puna.kernels.compiled import njit
 from puna.stages.curate.extraction.search import tag_name
 from puna.stages.curate.extraction.tags import flags
 

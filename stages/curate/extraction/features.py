@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from puna.kernels.compiled import njit
 from puna.stages.curate.extraction import layout as L
 from puna.stages.curate.extraction.groups import group_sums, groups, ratio
 from puna.stages.curate.extraction.layout import BIT, OFFSET, PRIME, Scan

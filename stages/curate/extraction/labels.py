@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from puna.kernels.compiled import njit
 
 WORD = re.compile(r"\w+")
 GRAM = 5  # words that a block which stands elsewhere in the truth must share with it, again and again

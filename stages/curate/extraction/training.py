@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from puna.kernels.compiled import njit
 from puna.stages.curate.extraction import layout as L
 from puna.stages.curate.extraction.decode import decode
 from puna.stages.curate.extraction.features import BUCKETS

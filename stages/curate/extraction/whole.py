@@ -9,9 +9,9 @@ A heading stays with the block below it. The main heading is another matter: the
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from puna.kernels.compiled import njit
 from puna.stages.curate.extraction import layout as L
 from puna.stages.curate.extraction.layout import Scan
 from puna.stages.curate.extraction.tags import IS_HEADING, NAMES, NUMBER

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from puna.kernels.compiled import njit
 from puna.stages.curate.extraction import layout as L
 from puna.stages.curate.extraction.layout import Scan
 from puna.stages.curate.extraction.search import find, has
