@@ -17,7 +17,7 @@ from numba import njit
 
 __all__ = ["njit"]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("kernels", "stages")
 
 
