@@ -2,7 +2,7 @@
 
     python tests/benchmarks/curation_extract.py --data FOLDER [--limit N] [--json]
 
-FOLDER (or the environment's PUNA_EXTRACTION_DATA, or ../shared/data/web_wcxb_dev) is a set of annotated pages as WCXB has
+FOLDER (or the environment's PUNA_EXTRACTION_DATA) is a set of annotated pages as WCXB has
 them: `html/ID.html`, and `ground-truth/ID.json` or `truth.jsonl` with `file_id`, `_internal.page_type.primary`,
 `ground_truth.main_content`; or the two packed, `*html.tar.zst` and `*truth.jsonl.zst`. Pages that
 the weights were trained on (they carry a list of them) are scored by weights trained here on the pages of other
@@ -65,7 +65,10 @@ def figures(data: Path | None = None, limit: int | None = None) -> dict[str, flo
 
 def _rows(data: Path | None) -> tuple[Path, list[dict[str, Any]]]:
     """The folder of pages and the annotations of those that are there."""
-    given = _unpacked(data or Path(os.environ.get("PUNA_EXTRACTION_DATA", ROOT.parent / "shared" / "data" / "web_wcxb_dev")))
+    named = data or os.environ.get("PUNA_EXTRACTION_DATA")
+    if not named:
+        sys.exit("no annotated pages; give --data FOLDER or set PUNA_EXTRACTION_DATA (see --help)")
+    given = _unpacked(Path(named))
     if not (given / "html").is_dir():
         sys.exit(f"{given}: no annotated pages; give --data FOLDER or set PUNA_EXTRACTION_DATA (see --help)")
     if (given / "truth.jsonl").is_file():
