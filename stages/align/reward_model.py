@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from puna.stages.align.fitting import Example, Fitting, check_lengths, fit, load_model, render, save_model
 from puna.stages.align.preferences import Level
@@ -25,7 +25,19 @@ class RewardModelConfig(SeededConfig):
 
     engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's RewardTrainer")
     levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels that are learned from and measured on")
+    nll_weight: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the best answers' negative log-likelihood under the policy's head (GRM): "
+        "keeps what the policy knows while rewards are still equal; needs engine puna",
+    )
     fitting: Fitting = Field(default_factory=Fitting, description="Optimisation; an example is one prompt with all its preferences")
+
+    @model_validator(mode="after")
+    def _engine(self) -> RewardModelConfig:
+        if self.engine == "trl" and self.nll_weight:
+            raise ValueError(f"TRL's RewardTrainer has no such term: nll_weight must be 0 with engine trl, not {self.nll_weight}")
+        return self
 
 
 @stage(kind="model")
@@ -99,10 +111,11 @@ def _train(
     from puna.models.training.packing import Sampler
 
     model, tokenizer = load_model(artifact, "scalar")
+    head = load_model(artifact, "lm")[0].lm_head.weight.detach() if config.nll_weight else None
     fitting = config.fitting
     examples = render_ranked(tokenizer, rows, fitting.row_tokens)
     sampler = Sampler(examples, fitting.batch_size, collate, length=len, capacity=fitting.row_tokens, seed=run.seed("order"))
-    fit(model, Reward(), sampler, fitting, fitting.steps(len(examples)), run)
+    fit(model, Reward(config.nll_weight, head), sampler, fitting, fitting.steps(len(examples)), run)
     return model, tokenizer
 
 

@@ -277,6 +277,12 @@ CASES = {
         o.Reward(),
         lambda some, _: o.RewardBatch(targets(some), torch.arange(3).repeat(len(some))),
     ),
+    "reward_nll": (
+        "scalar",
+        3,
+        o.Reward(0.5, torch.randn(VOCABULARY, 16, generator=torch.Generator().manual_seed(5))),
+        lambda some, _: o.RewardBatch(targets(some), torch.arange(3).repeat(len(some))),
+    ),
     "ppo": ("lm", 2, o.Ppo(entropy_weight=0.01), ppo_batch),
     "value": ("scalar", 2, o.Value(), ppo_batch),
 }

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from puna.kernels.linear_cross_entropy import linear_cross_entropy
 from puna.models.training.objectives.base import Metrics, Objective, Targets, Totals, divide
 
 
@@ -57,16 +58,28 @@ class RewardBatch:
 class Reward(Objective[RewardBatch]):
     """Bradley-Terry loss of a model with a scalar head, all answers of a prompt in one forest.
 
-    Metrics: ``accuracy`` (pairs in the right order, ties count one half; each prompt weighs the same)
-    and ``margin`` (mean difference of the rewards).
+    With `nll_weight`, the hidden states must also go on predicting the best answers of each prompt through
+    `head`, the policy's language-model head [V, D], which itself stays as it is: the mean over those answers
+    of each answer's mean -log p (the SFT regularisation of Yang et al. 2024, GRM). That keeps what the policy
+    knows from being forgotten before the rewards have learned to read it.
+
+    Metrics: ``accuracy`` (pairs in the right order, ties count one half; each prompt weighs the same),
+    ``margin`` (mean difference of the rewards), and with `nll_weight` ``nll`` (nats a token).
     """
+
+    def __init__(self, nll_weight: float = 0.0, head: Tensor | None = None) -> None:
+        if nll_weight < 0 or (nll_weight > 0 and head is None):
+            raise ValueError(f"nll_weight must not be negative ({nll_weight}), and needs a language-model head")
+        self.nll_weight = nll_weight
+        self.head = head
 
     def totals(self, batch: RewardBatch) -> dict[str, float]:
         better, _, _ = ranked_pairs(batch.targets.prompt, batch.rank)
-        return {"prompts": float(len(torch.unique(batch.targets.prompt[better])))}
+        return {"prompts": float(len(torch.unique(batch.targets.prompt[better]))), "best": float((batch.rank == 0).sum())}
 
     def share(self, model: Any, batch: RewardBatch, totals: Totals) -> tuple[Tensor, Metrics]:
-        rewards = answer_rewards(model, batch.targets)
+        hidden = model.hidden(batch.targets.forest)
+        rewards = _rewards(model, hidden, batch.targets)
         better, worse, weight = ranked_pairs(batch.targets.prompt, batch.rank)
         difference = rewards[better] - rewards[worse]
         loss = reward_loss(rewards[better], rewards[worse], weight, totals["prompts"])
@@ -74,10 +87,29 @@ class Reward(Objective[RewardBatch]):
             right = (difference > 0).float() + 0.5 * (difference == 0).float()
             accuracy = divide((weight * right).sum(), totals["prompts"])
             margin = divide((weight * difference).sum(), totals["prompts"])
-        return loss, {"accuracy": accuracy, "margin": margin}
+        metrics = {"accuracy": accuracy, "margin": margin}
+        if self.nll_weight:
+            nll = self._nll(hidden, batch, totals)
+            loss = loss + self.nll_weight * nll
+            metrics["nll"] = nll.detach()
+        return loss, metrics
+
+    def _nll(self, hidden: Tensor, batch: RewardBatch, totals: Totals) -> Tensor:
+        targets = batch.targets
+        lengths = targets.lengths
+        weight = torch.where(batch.rank == 0, 1.0 / lengths.clamp(min=1), 0.0).repeat_interleave(lengths)
+        asked = (weight > 0).nonzero().squeeze(1)
+        assert self.head is not None
+        head = self.head.to(hidden)
+        loss = linear_cross_entropy(hidden[targets.positions[asked]], head, targets.tokens[asked], weight[asked])
+        return divide(loss, totals["best"])
 
 
 def answer_rewards(model: Any, targets: Targets) -> Tensor:
     """[A] float: the scalar head at each answer's last token."""
-    rewards: Tensor = model.scalar(model.hidden(targets.forest)[targets.last])
+    return _rewards(model, model.hidden(targets.forest), targets)
+
+
+def _rewards(model: Any, hidden: Tensor, targets: Targets) -> Tensor:
+    rewards: Tensor = model.scalar(hidden[targets.last])
     return rewards.float()

@@ -242,3 +242,25 @@ def test_what_cannot_be_trained_is_named(tmp_path: Path, tiny_model: Tiny) -> No
 
 def test_an_example_counts_its_tokens_once() -> None:
     assert len(Example([1, 2, 3], [[4], [5, 6]], [[True], [True, True]], [[0, 1]])) == 6
+
+
+def test_the_reward_models_nll_term_is_that_of_the_best_answers_under_the_policys_head(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model, data = tiny_model(store), preferences(store, 12, edited=True)
+    steps = {**STEPS, "batch_size": 6}  # all six prompts in the first and only step, where rewards are still equal
+    config = RewardModelConfig(nll_weight=0.5, fitting=steps)
+    made = execute(reward_model, config, {"model": model, "preferences": [data]}, store)
+    tokenizer, policy = Tokenizer.load(model.path()), load(model.path()).double()
+    means = []
+    for row in data.read().to_pylist():
+        prompt, answer, _ = tokenizer.render_pair(row["prompt"], row["edited"])
+        logprobs = policy.logits(policy.hidden(Forest.pack([[*prompt, *answer]]))).log_softmax(-1).detach()
+        means.append(-sum(float(logprobs[len(prompt) + i - 1, token]) for i, token in enumerate(answer)) / len(answer))
+    (row,) = log(made)
+    assert row["nll"] == pytest.approx(sum(means) / len(means), rel=1e-4)
+    assert row["loss"] == pytest.approx(math.log(2) + 0.5 * row["nll"], rel=1e-5)
+
+
+def test_trl_has_no_nll_term_for_reward_models() -> None:
+    with pytest.raises(ValueError, match="nll_weight must be 0 with engine trl, not 0.5"):
+        RewardModelConfig(engine="trl", nll_weight=0.5)
