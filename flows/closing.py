@@ -63,16 +63,17 @@ def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, An
 
 
 def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
-    """Share of right answers to held-out prompts, by task."""
-    found_tasks = {task for _, rows in evaluations for task, metric in rows if metric == "accuracy" and not task.startswith("choice/")}
-    tasks = sorted(found_tasks, key=lambda task: (task == "all", task))
-    table = _table("accuracy", *tasks, "95 % interval")
-    for step, rows in evaluations:
-        found = [rows.get((task, "accuracy")) for task in tasks]
-        if any(found):
-            last = rows.get(("all", "accuracy")) or {}
-            interval = f"{last['low']:.3f} to {last['high']:.3f}" if last.get("low") is not None else ""
-            table.add_row(step, *(f"{row['value']:.3f}" if row else "" for row in found), interval)
+    """Share of right answers to held-out prompts: a line per task, a column per evaluation."""
+    asked = [(step, rows) for step, rows in evaluations if any(metric == "accuracy" for _, metric in rows)]
+    found = {task for _, rows in asked for task, metric in rows if metric == "accuracy" and not task.startswith("choice/")}
+    table = _table("accuracy", *(step.removeprefix("evaluate_") for step, _ in asked))
+    for task in sorted(found, key=lambda task: (task == "all", task)):
+        values = [rows.get((task, "accuracy")) for _, rows in asked]
+        table.add_row(task, *(f"{row['value']:.3f}" if row else "" for row in values))
+    overall = [rows.get(("all", "accuracy")) or {} for _, rows in asked]
+    if any(row.get("low") is not None for row in overall):
+        bounds = (f"{row['low']:.3f}-{row['high']:.3f}" if row.get("low") is not None else "" for row in overall)
+        table.add_row("all, 95 % interval", *bounds)
     return table
 
 
