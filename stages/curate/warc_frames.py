@@ -1,0 +1,306 @@
+"""Framing of WARC and WET archives that survives truncation and damage.
+
+FastWARC parses what is inside a record, but it ends quietly where an archive is cut off and stops at the
+first damaged byte. So records are framed here: each one is found by its own header, a bad one is reported
+with its offset in the file, and reading goes on at the next record (ISO 28500).
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import zstandard
+
+CHUNK_BYTES = 1 << 20
+OUTPUT_BYTES = 1 << 24
+MAX_HEADER_BYTES = 1 << 16
+GZIP_MAGIC = b"\x1f\x8b\x08"
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+ZSTD_DICTIONARY_MAGIC = b"\x5d\x2a\x4d\x18"
+LENGTH = re.compile(rb"^content-length[ \t]*:[ \t]*(\d+)[ \t]*\r?$", re.IGNORECASE | re.MULTILINE)
+HEADER_END = re.compile(rb"\r\n\r\n|\n\n")
+RECORD_START = re.compile(rb"\nWARC/\d\.\d\r?\n")
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A stretch of compressed input that cannot be read."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One framed record: its offset in the file (of its compressed member), its bytes, or what is wrong with it."""
+
+    offset: int
+    problem: str = ""
+    rule: str = ""
+    value: float | None = None
+    threshold: float | None = None
+    data: bytes = b""
+
+
+def frames(handle: BinaryIO, max_record_bytes: int) -> Iterator[Frame]:
+    """Every record of a WARC file (plain, gzip or zstd; one or many records per member), good or bad, in order."""
+    head = handle.read(4)
+    handle.seek(0)
+    if head[:3] == GZIP_MAGIC:
+        return _frames(_Buffer(_gzip_blocks(handle), members=True), max_record_bytes)
+    if head in (ZSTD_MAGIC, ZSTD_DICTIONARY_MAGIC):
+        return _frames(_Buffer(_zstd_blocks(handle), members=True), max_record_bytes)
+    return _frames(_Buffer(_plain_blocks(handle), members=False), max_record_bytes)
+
+
+Block = tuple[int, bytes | Damage]
+"""Offset in the file of the bytes (plain) or of the member they come from (compressed), and the bytes or damage."""
+
+
+def _plain_blocks(handle: BinaryIO) -> Iterator[Block]:
+    offset = 0
+    while chunk := handle.read(CHUNK_BYTES):
+        yield offset, chunk
+        offset += len(chunk)
+
+
+def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
+    """Decompressed gzip members; after a damaged one, reading goes on at the next member's magic number."""
+    offset, data = 0, handle.read(CHUNK_BYTES)
+    while data:
+        if not data.strip(b"\0"):  # padding after the last member
+            offset, data = offset + len(data), handle.read(CHUNK_BYTES)
+            continue
+        member, position, engine = offset, offset, zlib.decompressobj(31)
+        held: list[bytes] = []  # a small member is let out only when its checksum was right
+        try:
+            while not engine.eof:
+                out = engine.decompress(data, OUTPUT_BYTES)
+                held.append(out)
+                if sum(map(len, held)) >= OUTPUT_BYTES:
+                    yield member, b"".join(held)
+                    held.clear()
+                left = engine.unused_data if engine.eof else engine.unconsumed_tail
+                position += len(data) - len(left)
+                data = left or handle.read(CHUNK_BYTES)
+                if not data and not engine.eof:
+                    yield member, b"".join(held)
+                    yield member, Damage("the file ends inside a gzip member")
+                    return
+            yield member, b"".join(held)
+            offset = position
+        except zlib.error as error:
+            if "check" not in str(error):  # the bytes before the damage are right; a wrong checksum says nothing about where
+                yield member, b"".join(held)
+            yield member, Damage(f"damaged gzip data ({error})")
+            offset, data = _next_member(handle, position, data, member)
+
+
+def _next_member(handle: BinaryIO, offset: int, data: bytes, damaged: int) -> tuple[int, bytes]:
+    """Offset and first bytes of the first member after the one at `damaged`; empty bytes at the end of the file."""
+    start = 3 if offset == damaged else 0
+    while True:
+        found = data.find(GZIP_MAGIC, start)
+        if found >= 0:
+            tail = data[found:]
+            try:  # the magic number also occurs by chance inside compressed data
+                if zlib.decompressobj(31).decompress(tail, 16).startswith(b"WARC/"):
+                    return offset + found, tail
+            except zlib.error:
+                pass
+            start = found + 1
+            continue
+        keep = data[-2:]
+        more = handle.read(CHUNK_BYTES)
+        if not more:
+            return offset + len(data), b""
+        offset += len(data) - len(keep)
+        data, start = keep + more, 0
+
+
+def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
+    """Decompressed zstd frames; a dictionary may come first, in a skippable frame (WARC-Zstandard)."""
+    dictionary = None
+    offset, data = 0, handle.read(CHUNK_BYTES)
+    if data[:4] == ZSTD_DICTIONARY_MAGIC:
+        size = int.from_bytes(data[4:8], "little")
+        while len(data) < 8 + size and (more := handle.read(CHUNK_BYTES)):
+            data += more
+        raw = data[8 : 8 + size]
+        try:
+            raw = unzstd(raw, OUTPUT_BYTES) if raw[:4] == ZSTD_MAGIC else raw
+        except ValueError as error:
+            yield 0, Damage(f"the archive's dictionary cannot be read: {error}")
+            return
+        dictionary = zstandard.ZstdCompressionDict(raw)
+        offset, data = 8 + size, data[8 + size :] or handle.read(CHUNK_BYTES)
+    decompressor = zstandard.ZstdDecompressor(dict_data=dictionary)
+    while data:
+        member, position, engine = offset, offset, decompressor.decompressobj()
+        try:
+            while not engine.eof:
+                out = engine.decompress(data)
+                if out:
+                    yield member, out
+                left = engine.unused_data if engine.eof else b""
+                position += len(data) - len(left)
+                data = left or handle.read(CHUNK_BYTES)
+                if not data and not engine.eof:
+                    yield member, Damage("the file ends inside a zstd frame")
+                    return
+            offset = position
+        except zstandard.ZstdError as error:
+            yield member, Damage(f"damaged zstd data ({error}); nothing after it is read")
+            return
+
+
+def unzstd(body: bytes, limit: int) -> bytes:
+    """Unpack one zstd stream; ValueError when it is damaged or larger than `limit` bytes."""
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
+            out: bytes = reader.read(limit + 1)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"damaged zstd body ({error})") from error
+    if len(out) > limit:
+        raise ValueError(f"the zstd body unpacks to more than {limit} bytes")
+    return out
+
+
+def _frames(buffer: _Buffer, max_record_bytes: int) -> Iterator[Frame]:
+    """Cut a stream of blocks into records."""
+    while buffer.skip_blank():
+        offset = buffer.offset
+        header = buffer.header()
+        if header is None:
+            problem = buffer.damage or "the file ends inside the record's header"
+            rule = "truncated_record"
+            if buffer.damage is None and buffer.size > MAX_HEADER_BYTES:
+                problem, rule = f"no header of at most {MAX_HEADER_BYTES} bytes", "malformed_record"
+            yield Frame(offset, problem, rule)
+            buffer.resynchronize()
+            continue
+        match = LENGTH.search(header)
+        if not header.startswith(b"WARC/") or match is None:
+            problem = "the record's header has no Content-Length" if header.startswith(b"WARC/") else "no WARC record starts here"
+            yield Frame(offset, problem, "malformed_record")
+            buffer.resynchronize()
+            continue
+        length = int(match[1])
+        size = len(header) + length
+        if length > max_record_bytes and buffer.discard(size):
+            yield Frame(offset, f"the record has {length} bytes", "record_too_large", float(length), float(max_record_bytes))
+            continue
+        data = buffer.take(size) if length <= max_record_bytes else None
+        if data is None:
+            yield Frame(offset, buffer.damage or f"the file ends inside the record ({length} bytes announced)", "truncated_record")
+            buffer.resynchronize()
+            continue
+        yield Frame(offset, data=data)
+
+
+class _Buffer:
+    """Bytes read ahead, with the file offset that they, or the members they came from, begin at."""
+
+    def __init__(self, blocks: Iterator[Block], members: bool) -> None:
+        self._blocks = blocks
+        self._members = members
+        self._data = bytearray()
+        self._starts: deque[tuple[int, int]] = deque()  # (bytes ever dropped or held before a block, its offset)
+        self._dropped = 0
+        self.damage: str | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self._data)
+
+    @property
+    def offset(self) -> int:
+        """File offset of the first byte (plain files) or of its member (compressed files)."""
+        if not self._starts:
+            return 0
+        before, offset = self._starts[0]
+        return offset if self._members else offset + self._dropped - before
+
+    def _more(self) -> bool:
+        """Read one block; False at the end of the file and at damage, which stays until `resynchronize`."""
+        block = next(self._blocks, None) if self.damage is None else None
+        if block is None:
+            return False
+        offset, data = block
+        if not self._data:
+            self._starts.clear()
+        self._starts.append((self._dropped + len(self._data), offset))
+        if isinstance(data, Damage):
+            self.damage = data.reason
+            return False
+        self._data += data
+        return True
+
+    def _drop(self, count: int) -> None:
+        del self._data[:count]
+        self._dropped += count
+        while len(self._starts) > 1 and self._starts[1][0] <= self._dropped:
+            self._starts.popleft()
+
+    def skip_blank(self) -> bool:
+        """Drop line ends between records; True while there is something left (bytes or damage)."""
+        while True:
+            blank = 0
+            while blank < len(self._data) and self._data[blank] in b"\r\n":
+                blank += 1
+            self._drop(blank)
+            if self._data or self.damage is not None:
+                return True
+            if not self._more() and self.damage is None:
+                return False
+
+    def header(self) -> bytes | None:
+        """The header with its blank line, or None when it does not end within bounds."""
+        searched = 0
+        while True:
+            if match := HEADER_END.search(self._data, searched):
+                return bytes(self._data[: match.end()]) if match.end() <= MAX_HEADER_BYTES else None
+            searched = max(0, len(self._data) - 3)
+            if len(self._data) > MAX_HEADER_BYTES or not self._more():
+                return None
+
+    def take(self, count: int) -> bytes | None:
+        """The first `count` bytes, or None (nothing is dropped) when there are fewer."""
+        while len(self._data) < count:
+            if not self._more():
+                return None
+        data = bytes(self._data[:count])
+        self._drop(count)
+        return data
+
+    def discard(self, count: int) -> bool:
+        """Drop `count` bytes without holding them; False when there are fewer."""
+        while count > len(self._data):
+            count -= len(self._data)
+            self._drop(len(self._data))
+            if not self._more():
+                return False
+        self._drop(count)
+        return True
+
+    def resynchronize(self) -> None:
+        """Drop everything up to where the next record may start."""
+        if self.damage is not None:
+            self.damage = None
+            self._drop(len(self._data))
+            return
+        while True:
+            if match := RECORD_START.search(self._data, 1):
+                self._drop(match.start() + 1)
+                return
+            self._drop(max(0, len(self._data) - len(b"\nWARC/1.0\r")))
+            if not self._more():
+                self._drop(len(self._data))
+                return
+
+
+# --- records ---------------------------------------------------------------------------------------------
