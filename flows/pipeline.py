@@ -18,6 +18,7 @@ from puna.stages.align.reward_model import reward_model
 from puna.stages.align.sample import sample
 from puna.stages.align.sft import sft
 from puna.stages.contract import External, Stage, StageConfig, Value
+from puna.stages.curate.code_reasoning import code_reasoning
 from puna.stages.curate.decontaminate import decontaminate
 from puna.stages.curate.domains import domains
 from puna.stages.curate.extract import extract
@@ -67,13 +68,16 @@ def curate(r: Recipe, inputs: list[External]) -> Curated:
     documents = step(extract, r.extract, pages=step(ingest, r.ingest, inputs=inputs))
     documents = step(url_dedup, r.url_dedup, documents=step(url_filter, r.url_filter, documents=documents))
     languages = step(language, r.language, documents=documents)
-    signals = [languages, step(heuristics, r.heuristics, documents=documents, language=languages)]
+    technical = step(code_reasoning, r.code_reasoning, documents=documents)
+    signals = [languages, technical, step(heuristics, r.heuristics, documents=documents, language=languages)]
     documents = step(select, r.select, documents=documents, signals=signals)
     documents = step(pii, r.pii, documents=documents)
     documents = step(minhash_dedup, r.minhash_dedup, documents=documents)
     documents = step(line_dedup, r.line_dedup, documents=documents)
     types = step(domains, r.domains, documents=documents)
-    scores = [types] if r.quality is None else [step(quality, r.quality, documents=documents, language=languages), types]
+    scores = [types, technical]
+    if r.quality is not None:
+        scores.append(step(quality, r.quality, documents=documents, language=languages))
     documents = step(select, r.select_model, label="select_model", documents=documents, signals=scores)
     documents = step(decontaminate, r.decontaminate, documents=documents, prompts=[tasks])
     return Curated(documents, types, tasks)

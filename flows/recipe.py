@@ -22,6 +22,7 @@ from puna.stages.align.reward_model import RewardModelConfig
 from puna.stages.align.sample import SampleConfig
 from puna.stages.align.sft import SftConfig
 from puna.stages.contract import REGISTRY, SeededConfig, Stage, StageConfig, parse
+from puna.stages.curate.code_reasoning import CodeReasoningConfig
 from puna.stages.curate.decontaminate import DecontaminateConfig
 from puna.stages.curate.domains import DomainsConfig
 from puna.stages.curate.extract import ExtractConfig
@@ -61,6 +62,7 @@ class Recipe(StageConfig):
     url_dedup: UrlDedupConfig = Field(UrlDedupConfig(), description="Newest version of each address")
     language: LanguageConfig = Field(LanguageConfig(), description="Language of each document")
     heuristics: HeuristicsConfig = Field(HeuristicsConfig(), description="Numbers about each document")
+    code_reasoning: CodeReasoningConfig = Field(CodeReasoningConfig(), description="Classifiers of pages with code and pages that reason")
     select: SelectConfig = Field(SelectConfig(), description="Rules on those numbers")
     pii: PiiConfig = Field(PiiConfig(), description="Masking personal data")
     minhash_dedup: MinhashDedupConfig = Field(MinhashDedupConfig(), description="Near-duplicate documents")

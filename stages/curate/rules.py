@@ -2,8 +2,9 @@
 
 A rule drops a document when its signal is below (`<`), above (`>`), in or not in the threshold. A rule whose
 threshold is null is off; a group that is null is off as a whole. Each group says which sources it judges, so that
-source code is not measured with the ruler of prose. Groups and rules apply in the order they are written here, and
-the first that fires is the one that is recorded.
+source code is not measured with the ruler of prose; pages with code and pages that reason are a kind of their own
+(`CodeReasoningRules`). Groups and rules apply in the order they are written here, and the first that fires is the one
+that is recorded.
 """
 
 from __future__ import annotations
@@ -38,14 +39,29 @@ class Drop:
 
 
 @dataclass(frozen=True)
+class Kind:
+    """Documents of which `signal` is at least `least`; one whose signal is null (not measured) is not of the kind."""
+
+    signal: str
+    least: float
+
+
+@dataclass(frozen=True)
 class Rule:
-    """One active rule of a configuration."""
+    """One active rule of a configuration. With `kinds` it judges documents of any of them only, or (`of_kind` false) of none."""
 
     name: str
     drop: Drop
     threshold: float | tuple[str, ...]
     sources: tuple[str, ...]
     exempt_sources: tuple[str, ...]
+    kinds: tuple[Kind, ...] = ()
+    of_kind: bool = True
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """Every signal that the rule reads: its own first."""
+        return (self.drop.signal, *(kind.signal for kind in self.kinds))
 
     @property
     def number(self) -> float | None:
@@ -249,6 +265,32 @@ class CodeRules(RuleGroup):
     min_words: Annotated[int | None, Drop("words", "<")] = Field(10, ge=0, description="Least number of words")
 
 
+class CodeReasoningRules(RuleGroup):
+    """Pages with code and pages that reason (Llama 3, section 3.1.3), told by the classifiers of `code_reasoning`.
+
+    Their words and lines are not those of prose: the groups `spared_by` leave them out, and the rules here are theirs alone.
+    """
+
+    min_code: Fraction | None = Field(0.5, description="Least probability of a page with code; null: none is one")
+    min_reasoning: Fraction | None = Field(0.5, description="Least probability of a page that reasons; null: none is one")
+    spared_by: tuple[Literal["gopher_quality", "c4", "fineweb", "divergence", "quality"], ...] = Field(
+        ("gopher_quality", "c4", "fineweb", "divergence", "quality"), description="Groups of rules that do not judge these pages"
+    )
+    min_words: Annotated[int | None, Drop("words", "<")] = Field(50, ge=0, description="Least number of words of such a page")
+    min_alphabetic_words: Annotated[Fraction | None, Drop("alphabetic_word_fraction", "<")] = Field(
+        0.5, description="Least fraction of words with an alphabetic character; operators and brackets are words too"
+    )
+    max_repeated_line_characters: Annotated[Fraction | None, Drop("repeated_line_character_fraction", ">")] = Field(
+        0.1, description="Greatest fraction of characters in lines seen earlier: programs repeat some, generated listings many"
+    )
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What makes a document such a page."""
+        bounds = (("code_score", self.min_code), ("reasoning_score", self.min_reasoning))
+        return tuple(Kind(signal, least) for signal, least in bounds if least is not None)
+
+
 class QualityRules(RuleGroup):
     """The quality classifier's score."""
 
@@ -267,30 +309,38 @@ class DomainRules(RuleGroup):
 
 def active_rules(config: StageConfig) -> Iterator[Rule]:
     """The rules of a configuration whose fields are rule groups, in declared order; those that are off left out."""
-    for group_name in type(config).model_fields:
-        group = getattr(config, group_name)
-        if not isinstance(group, RuleGroup):
+    groups = {name: group for name in type(config).model_fields if isinstance(group := getattr(config, name), RuleGroup)}
+    apart = next((group for group in groups.values() if isinstance(group, CodeReasoningRules)), None)
+    for group_name, group in groups.items():
+        kinds = apart.kinds if apart is not None and (group is apart or group_name in apart.spared_by) else ()
+        if group is apart and not kinds:
             continue
         for name, field in type(group).model_fields.items():
             threshold = getattr(group, name)
             for mark in field.metadata:
                 if isinstance(mark, Drop) and threshold is not None:
-                    yield Rule(f"{group_name}.{name}", mark, threshold, group.sources, group.exempt_sources)
+                    yield Rule(f"{group_name}.{name}", mark, threshold, group.sources, group.exempt_sources, kinds, group is apart)
 
 
 def check_signals(rules: list[Rule], carried: dict[str, str]) -> None:
     """PunaError where a rule reads a signal that no input carries. `carried`: signal → artifact."""
     for rule in rules:
-        if rule.drop.signal not in carried:
-            raise PunaError(
-                f"rule {rule.name} reads the signal {rule.drop.signal!r}, which no input carries "
-                f"(they carry {', '.join(sorted(carried)) or 'none'}); give the stage that writes it, or set {rule.name}=null"
-            )
+        for signal in rule.signals:
+            if signal not in carried:
+                off = rule.name if signal == rule.drop.signal else "code_reasoning"
+                raise PunaError(
+                    f"rule {rule.name} reads the signal {signal!r}, which no input carries "
+                    f"(they carry {', '.join(sorted(carried)) or 'none'}); give the stage that writes it, or set {off}=null"
+                )
 
 
-def fires(rule: Rule, values: pa.ChunkedArray, sources: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which documents the rule drops, bool[n]; `values` are its signal's, `sources` each document's source."""
+def fires(rule: Rule, table: pa.Table, sources: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which documents the rule drops, bool[n]; `table` has its signals, `sources` is each document's source."""
+    values = table[rule.drop.signal]
     judged = np.ones(len(sources), np.bool_)
+    if rule.kinds:
+        # A comparison with NaN, which stands for what was not measured, is false.
+        judged = np.any([numeric(table[kind.signal]) >= kind.least for kind in rule.kinds], axis=0) == rule.of_kind
     if rule.sources:
         judged &= np.isin(sources, rule.sources)
     if rule.exempt_sources:
@@ -317,7 +367,7 @@ def decide(table: pa.Table, rules: list[Rule]) -> pa.Table:
     sources = np.array(table["source"].to_pylist(), dtype=object).astype("U")
     first = np.full(table.num_rows, len(rules), np.int64)
     for index, rule in enumerate(rules):
-        first[fires(rule, table[rule.drop.signal], sources) & (first == len(rules))] = index
+        first[fires(rule, table, sources) & (first == len(rules))] = index
     ids = table["id"].to_pylist()
     rows = []
     for at in np.flatnonzero(first < len(rules)):
@@ -339,57 +389,3 @@ def decide(table: pa.Table, rules: list[Rule]) -> pa.Table:
         [("id", pa.string()), ("rule", pa.string()), ("value", pa.float64()), ("threshold", pa.float64()), ("detail", pa.string())]
     )
     return pa.Table.from_pylist(rows, schema=schema)
-
-
-def rules_sql(config: StageConfig, documents: str = "documents", signals: str = "signals") -> str:
-    """A DuckDB query that gives the rows of `dropped`: the decision of `decide`, from the tables themselves.
-
-    `documents`: a relation with id and source. `signals`: one with id and every signal the rules read; join several
-    artifacts' tables by id first.
-    """
-    rules = list(active_rules(config))
-    if not rules:
-        return f"select id, '' as rule, 0.0::double as value, 0.0::double as threshold, '' as detail from {documents} where false"
-    tests = " ".join(f"when {_condition(rule)} then {index}" for index, rule in enumerate(rules))
-    values, thresholds, details, names = [], [], [], []
-    for index, rule in enumerate(rules):
-        text = isinstance(rule.threshold, tuple)
-        names.append(f"when {index} then {_string(rule.name)}")
-        values.append(f"when {index} then {'null' if text else _number(rule.drop.signal)}")
-        thresholds.append(f"when {index} then {'null' if text else repr(rule.number)}")
-        known = f"s.{_name(rule.drop.signal)}" if text else f"case when {_number(rule.drop.signal)} is null then null else '' end"
-        details.append(f"when {index} then nullif(coalesce({known}, 'not measured'), '')")
-    return (
-        f"select id, case n {' '.join(names)} end as rule, case n {' '.join(values)} end::double as value, "
-        f"case n {' '.join(thresholds)} end::double as threshold, case n {' '.join(details)} end as detail "
-        f"from (select d.id, s.* exclude (id), case {tests} end as n from {documents} d join {signals} s on d.id = s.id) s "
-        "where n is not null order by id"
-    )
-
-
-def _condition(rule: Rule) -> str:
-    if isinstance(rule.threshold, tuple):
-        listed = ", ".join(map(_string, rule.threshold)) or "''"
-        # An empty list has no member; '' is no signal's value.
-        test = f"s.{_name(rule.drop.signal)} {rule.drop.when} ({listed})"
-    else:
-        test = f"{_number(rule.drop.signal)} {rule.drop.when} {float(rule.threshold)!r}"
-    parts = [f"coalesce({test}, {'true' if rule.drop.missing == 'drop' else 'false'})"]
-    if rule.sources:
-        parts.append(f"d.source in ({', '.join(map(_string, rule.sources))})")
-    if rule.exempt_sources:
-        parts.append(f"d.source not in ({', '.join(map(_string, rule.exempt_sources))})")
-    return " and ".join(parts)
-
-
-def _number(signal: str) -> str:
-    name = f"s.{_name(signal)}::double"
-    return f"(case when isnan({name}) then null else {name} end)"
-
-
-def _name(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
-
-
-def _string(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"

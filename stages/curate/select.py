@@ -13,6 +13,7 @@ from puna.stages.contract import Documents, Signals, StageConfig, StageRun, stag
 from puna.stages.curate.rule_sets import RuleSet, filled
 from puna.stages.curate.rules import (
     C4Rules,
+    CodeReasoningRules,
     CodeRules,
     CuratedRules,
     DirtyWordRules,
@@ -28,8 +29,8 @@ from puna.stages.curate.rules import (
     active_rules,
     check_signals,
     decide,
-    rules_sql,
 )
+from puna.stages.curate.rules_sql import rules_sql
 from puna.storage import Artifact, PunaError
 
 LINE_RULE = "lines.max_ngram_coverage"
@@ -61,6 +62,9 @@ class SelectConfig(StageConfig):
     ngram_coverage: NgramCoverageRules | None = Field(NgramCoverageRules(), description="Rules on repetition within the document")
     curated: CuratedRules | None = Field(CuratedRules(), description="Rules on curated sources")
     code: CodeRules | None = Field(CodeRules(), description="Rules on source code")
+    code_reasoning: CodeReasoningRules | None = Field(
+        None, description="Who is a page with code or a page that reasons, what does not judge these, and their own rules"
+    )
     quality: QualityRules | None = Field(None, description="Rules on the quality classifier's score")
     domains: DomainRules | None = Field(None, description="Rules on the knowledge classifier's category")
     lines: LineRules | None = Field(LineRules(), description="Removal of repeated lines from documents that are kept")
@@ -86,7 +90,7 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     carried = carried_signals(signals)
     check_signals(rules, carried)
     needed: dict[str, list[str]] = {}
-    for name in dict.fromkeys(rule.drop.signal for rule in rules):
+    for name in dict.fromkeys(signal for rule in rules for signal in rule.signals):
         needed.setdefault(carried[name], []).append(name)
     sources = [(artifact, needed[artifact.id]) for artifact in signals if artifact.id in needed]
     lines = _line_signals(signals) if config.lines else None

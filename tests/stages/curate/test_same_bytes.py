@@ -17,6 +17,7 @@ import puna.stages.curate
 from puna.stages.contract import External, Stage, execute
 from puna.stages.contract.config import parse
 from puna.stages.curate.block_lists import BlockListsConfig, block_lists
+from puna.stages.curate.code_reasoning import CodeReasoningConfig, code_reasoning
 from puna.stages.curate.decontaminate import DecontaminateConfig, decontaminate
 from puna.stages.curate.domains import DomainsConfig, domains
 from puna.stages.curate.encoder_quality import EncoderQualityConfig, encoder_quality
@@ -148,6 +149,9 @@ SPECS = {
         heuristics, HeuristicsConfig(min_language_words=1), lambda w: {"documents": w.documents, "language": w.made["language"]}
     ),
     "quality": (quality, QualityConfig(**SMALL), lambda w: {"documents": w.documents, "language": w.made["language"]}),
+    "code_reasoning": (
+        code_reasoning, CodeReasoningConfig(**SMALL, min_labels=2, min_reasoning_words=2), lambda w: {"documents": w.documents}
+    ),
     "domains": (domains, DomainsConfig(**SMALL, min_labels=5), lambda w: {"documents": w.documents}),
     "select": (
         select, _rules(quality={"min_rank": 0.2}),

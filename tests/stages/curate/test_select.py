@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from puna.stages.contract import execute
 from puna.stages.contract.config import parse
-from puna.stages.curate.rules import active_rules, decide, rules_sql
-from puna.stages.curate.select import SelectConfig, select
+from puna.stages.curate.rules import active_rules, decide
+from puna.stages.curate.select import SelectConfig, rules_sql, select
 from puna.storage import PunaError, Store
 from puna.storage.schemas import table_schema
 from puna.storage.signals import SIGNALS
@@ -50,15 +50,46 @@ def test_the_first_rule_in_declared_order_is_recorded(tmp_path, make_documents):
     ]
 
 
-@pytest.mark.parametrize("rule", active_rules(SelectConfig(language={}, quality={})), ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", active_rules(SelectConfig(language={}, code_reasoning={}, quality={})), ids=lambda rule: rule.name)
 def test_every_default_rule_fires_beyond_its_threshold_and_not_on_it(rule):
     step = 1e-6 if rule.drop.when == ">" else -1e-6
     values = pa.array([rule.number, rule.number + step], pa.float64())
     source = rule.sources[0] if rule.sources else "web"
-    found = decide(pa.table({"id": ["on", "beyond"], "source": [source] * 2, rule.drop.signal: values}), [rule])
+    kinds = {kind.signal: [kind.least if rule.of_kind else 0.0] * 2 for kind in rule.kinds}
+    found = decide(pa.table({"id": ["on", "beyond"], "source": [source] * 2, **kinds, rule.drop.signal: values}), [rule])
     assert found["id"].to_pylist() == ["beyond"]
     assert found["rule"].to_pylist() == [rule.name]
-    assert rule.drop.signal in SIGNALS
+    assert set(rule.signals) <= set(SIGNALS)
+
+
+def test_code_and_reasoning_pages_have_rules_of_their_own(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    ids = list("abcdefg")
+    given_ = {
+        "documents": make_documents(store, [(i, "code" if i == "g" else "web", i) for i in ids]),
+        "signals": [
+            signals(
+                store, id=ids, words=[60, 60, 60, 30, 30, 60, 30], alphabetic_word_fraction=[0.6, 0.6, 0.6, 0.9, 0.9, 0.4, 0.1],
+                code_score=[0.5, 0.49, 0.0, 0.9, None, None, None], reasoning_score=[0.0, 0.49, 0.7, 0.0, 0.0, 0.8, None],
+            )
+        ],
+    }  # fmt: skip
+    quality = {**dict.fromkeys(["max_words", "min_mean_word_length", "max_mean_word_length", "max_hash_ratio", "max_ellipsis_ratio",
+                                "max_bullet_lines", "max_ellipsis_lines", "min_stop_words"]), "min_words": 20}  # fmt: skip
+    own = {"max_repeated_line_characters": None}
+    made = execute(select, config(gopher_quality=quality, code_reasoning=own), given_, store)
+    # a, c: pages of these kinds whose words pass their own bound; b: of neither, by a hair; e: not measured is of neither kind.
+    assert made.read()["id"].to_pylist() == ["a", "c", "e", "g"]
+    assert {r["id"]: r["rule"] for r in made.read("dropped").to_pylist()} == {
+        "b": "gopher_quality.min_alphabetic_words", "d": "code_reasoning.min_words", "f": "code_reasoning.min_alphabetic_words",
+    }  # fmt: skip
+    judged = execute(select, config(gopher_quality=quality, code_reasoning={**own, "spared_by": []}), given_, store)
+    assert {r["id"] for r in judged.read("dropped").to_pylist() if r["rule"].startswith("gopher")} == {"a", "b", "c", "f"}
+    without = execute(select, config(gopher_quality=quality, code_reasoning={**own, "min_code": None, "min_reasoning": None}), given_, store)
+    assert {r["rule"] for r in without.read("dropped").to_pylist()} == {"gopher_quality.min_alphabetic_words"}
+    bare = {**given_, "signals": [signals(store, id=ids, words=[60] * 7, alphabetic_word_fraction=[0.9] * 7)]}
+    with pytest.raises(PunaError, match=r"'code_score', which no input carries.*set code_reasoning=null"):
+        execute(select, config(gopher_quality=quality, code_reasoning=own), bare, store)
 
 
 def test_one_threshold_can_be_set_and_one_rule_turned_off():
@@ -146,6 +177,7 @@ NUMBERS = st.one_of(st.none(), st.sampled_from([0.0, 0.1, 0.3, 0.65, 3.0, 10.0, 
 def test_sql_replays_the_decision(data):
     groups = {
         "language": {"languages": ["en", "it's"]},
+        "code_reasoning": {"min_code": 0.3, "min_reasoning": 0.65},
         "quality": {"min_quality": 0.3},
         "domains": {"excluded": ["sports"], "min_score": 0.1},
     }
@@ -153,7 +185,7 @@ def test_sql_replays_the_decision(data):
     rules = list(active_rules(chosen))
     count = data.draw(st.integers(1, 8))
     columns = {"id": [f"{n}" for n in range(count)]}
-    for name in dict.fromkeys(rule.drop.signal for rule in rules):
+    for name in dict.fromkeys(signal for rule in rules for signal in rule.signals):
         kind = SIGNALS[name].type
         values = st.sampled_from([None, "en", "de", "it's", "sports"]) if pa.types.is_string(kind) else NUMBERS
         drawn = data.draw(st.lists(values, min_size=count, max_size=count))
