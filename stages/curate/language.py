@@ -12,6 +12,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from puna.stages.contract import Documents, StageConfig, StageRun, stage
+from puna.stages.curate.code_lines import looks_like_code
 from puna.storage import PunaError
 
 NO_LANGUAGE = "zxx"
@@ -20,6 +21,8 @@ WINDOWS = 4
 PROSE = 0.75
 ENOUGH = 40
 NO_LETTER = re.compile(r"[\W\d_]+")
+MIN_PROGRAM_LINES = 5
+BULLETS = "•–-* "
 MARK = re.compile(r"[^\w\s]|[\d_]")
 
 
@@ -58,10 +61,13 @@ def _identify(documents: pa.Table, config: LanguageConfig) -> pa.Table:
 def identify(text: str, max_characters: int = 10_000) -> tuple[str, float]:
     """ISO 639 code and probability of the language of `text`."""
     sample = _sample(text, max_characters)
-    prose = " ".join(line for line in sample.splitlines() if _is_prose(line))
+    lines = [line for line in map(str.strip, sample.splitlines()) if line]
+    prose = " ".join(filter(_is_prose, lines))
     letters = NO_LETTER.sub("", prose)
     shown = prose
     if len(letters) < ENOUGH:
+        if 2 * sum(map(looks_like_code, lines)) > max(len(lines), MIN_PROGRAM_LINES):
+            return NO_LANGUAGE, 1.0
         shown = " ".join(sample.split())
         letters = NO_LETTER.sub("", shown)
     if not letters:
@@ -86,11 +92,15 @@ def _sample(text: str, limit: int) -> str:
 
 
 def _is_prose(line: str) -> bool:
-    """Whether a line is mostly letters and spaces and has several words (or is written without spaces)."""
-    line = line.strip()
+    """Whether a line (without the white space around it) is mostly letters and spaces, has several words (or is written
+    without spaces), and is no code.
+
+    A list's bullet is no word: names in a list are no prose.
+    """
+    line = line.lstrip(BULLETS)
     if len(line) < 4 or (" " not in line and line.isascii()):
         return False
-    return len(MARK.findall(line)) <= (1 - PROSE) * len(line)
+    return len(MARK.findall(line)) <= (1 - PROSE) * len(line) and not looks_like_code(line)
 
 
 @lru_cache(maxsize=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -14,19 +13,12 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, StageConfig, StageRun, stage
+from puna.stages.curate.code_lines import looks_like_code
 from puna.stages.curate.line_dedup_pieces import RADIX, Frequent, by_radix, find_pieces, frequent_of, piece_hashes, without_pieces
 from puna.stages.curate.measure import buffers
 from puna.storage import Part
 from puna.storage.schemas import table_schema
 
-CODE_START = re.compile(
-    r">>>|\.\.\. |[$%#@] ?\w|//|/\*|</?\w|(?:def|class|import|return|raise|yield|elif|assert|await|async|lambda|public|private|static|"
-    r"void|const|var|let|fn|func|struct|enum|#include) |from \S+ import |(?:if|for|while|with|except|try|else|switch)\b.*[:{]$|"
-    r"(?:pass|break|continue|else:|try:|finally:)$|(?:SELECT|INSERT INTO|UPDATE|DELETE FROM|CREATE|DROP|ALTER|FROM|WHERE|JOIN|VALUES) |"
-    r"[\w.]+(?:\[.*\])?(?:: ?[\w.\[\], |]+)? ?[-+*/|&]?= ?\S|[\w.]+\(.*\)[,:;]?$"
-)
-CODE_MARK = re.compile(r"[(){}\[\]<>=;_\"'`|&*/+\\@#%^~$]")
-CODE_MARKS = 0.15
 # Hashes that one process counts at a time, 16 bytes each.
 JOB_PIECES = 1 << 24
 
@@ -81,15 +73,6 @@ def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> 
     everything = [one for many in frequent.values() for one in many]
     run.metric("frequent_lines", sum(len(one.hash) for one in everything))
     run.metric("frequent_occurrences", sum(int(one.occurrences.sum()) for one in everything))
-
-
-def looks_like_code(line: str) -> bool:
-    """Whether a line (without the white space around it) is more likely code than prose or boilerplate."""
-    if line.startswith(("•", "–")):
-        return False
-    if CODE_START.match(line) or line[-1] in "{};([\\" or not any(map(str.isalnum, line)):
-        return True
-    return len(CODE_MARK.findall(line)) > max(2, CODE_MARKS * len(line))
 
 
 def _buckets(start: int, rows: int, size: int) -> list[tuple[int, int, int]]:

@@ -206,7 +206,7 @@ class FineWebRules(WebRules):
         0.67, description="Greatest fraction of lines of at most 30 characters"
     )
     max_repeated_line_characters: Annotated[Fraction | None, Drop("repeated_line_character_fraction", ">")] = Field(
-        0.01, description="Greatest fraction of characters in lines seen earlier"
+        0.01, description="Greatest fraction of characters in lines seen earlier; datatrove: 0.01, the paper: 0.1"
     )
     max_newline_ratio: Annotated[float | None, Drop("newline_ratio", ">")] = Field(
         0.3, ge=0, description="Greatest number of newlines per word"
@@ -291,8 +291,8 @@ class CodeReasoningRules(RuleGroup):
         return tuple(Kind(signal, least) for signal, least in bounds if least is not None)
 
 
-class QualityRules(RuleGroup):
-    """The quality classifier's score."""
+class QualityRules(WebRules):
+    """The quality classifier's score. The sources that it learned from are good by definition, and are not judged by it."""
 
     min_quality: Annotated[Fraction | None, Drop("quality", "<")] = Field(None, description="Least probability of good quality")
     min_rank: Annotated[Fraction | None, Drop("quality_rank", "<")] = Field(

@@ -40,6 +40,17 @@ def test_the_prose_of_a_manual_decides_not_its_code():
     assert identify(f"{SENTENCES['de']}\n{CODE * 40}{SENTENCES['de']}")[0] == "de"
 
 
+def test_names_in_a_list_are_no_prose():
+    names = [f"• {verb}_{thing}" for verb in ("create", "delete", "describe") for thing in ("alias", "cluster", "gateway_endpoint", "vpc")]
+    assert identify("\n".join([SENTENCES["en"], *names * 3])) == identify(SENTENCES["en"])
+
+
+def test_program_text_without_prose_has_no_language_and_with_comments_theirs():
+    program = "\n".join(f"from package import part{n}\nvalue_{n} = part{n}.make(width={n})" for n in range(20))
+    assert identify(program) == ("zxx", 1.0)
+    assert identify(f'"""{SENTENCES["en"]}\n{SENTENCES["en"]}\n"""\n{program}')[0] == "en"
+
+
 @pytest.mark.parametrize("text", ["", "  \n", "123 456.7", "{}[]();", "— … —"])
 def test_text_without_letters_has_no_language(text):
     assert identify(text) == ("zxx", 1.0)

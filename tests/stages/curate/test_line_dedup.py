@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puna.stages.contract import execute
-from puna.stages.curate.line_dedup import LineDedupConfig, line_dedup, looks_like_code
+from puna.stages.curate.code_lines import looks_like_code
+from puna.stages.curate.line_dedup import LineDedupConfig, line_dedup
 from puna.storage import Store
 
 
@@ -120,14 +121,16 @@ def test_code_in_manuals_can_be_protected(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", [")", "});", "x = 1", "def f(x):", "import os", ">>> f(1)", "for x in y:", "return None", "</div>", "foo(bar)"]
+    "line", [")", "});", "x = 1", "def f(x):", "import os", ">>> f(1)", "for x in y:", "return None", "</div>", "foo(bar)",
+     "NextToken (string)", "Key (string, required)"]
 )
 def test_lines_of_code(line):
     assert looks_like_code(line)
 
 
 @pytest.mark.parametrize(
-    "line", ["Read more", "See also", "© 2024 All rights reserved.", "Home > News", "5 comments", "From our editors", "Parameters:"]
+    "line", ["Read more", "See also", "© 2024 All rights reserved.", "Home > News", "5 comments", "From our editors", "Parameters:",
+     "Comments (none)", "English (required)"]
 )
 def test_lines_of_prose(line):
     assert not looks_like_code(line)

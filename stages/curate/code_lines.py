@@ -1,0 +1,28 @@
+"""Telling lines of code from lines of prose, in manuals and other pages that mix them."""
+
+from __future__ import annotations
+
+import re
+
+CODE_START = re.compile(
+    r">>>|\.\.\. |[$%#@] ?\w|//|/\*|</?\w|(?:def|class|import|return|raise|yield|elif|assert|await|async|lambda|public|private|static|"
+    r"void|const|var|let|fn|func|struct|enum|#include) |from \S+ import |(?:if|for|while|with|except|try|else|switch)\b.*[:{]$|"
+    r"(?:pass|break|continue|else:|try:|finally:)$|(?:SELECT|INSERT INTO|UPDATE|DELETE FROM|CREATE|DROP|ALTER|FROM|WHERE|JOIN|VALUES) |"
+    r"[\w.]+(?:\[.*\])?(?:: ?[\w.\[\], |]+)? ?[-+*/|&]?= ?\S|[\w.]+\(.*\)[,:;]?$"
+)
+# "name (string, required)", as references of programs introduce a parameter.
+CODE_PARAMETER = re.compile(
+    r"[A-Za-z_]\w*(?:\.\w+)* \((?:str|string|int|integer|long|float|double|number|bool|boolean|bytes|blob|list|tuple|dict|map|array|object|"
+    r"structure|datetime|date|timestamp|callable|any)(?:, ?(?:required|optional))?\)$"
+)
+CODE_MARK = re.compile(r"[(){}\[\]<>=;_\"'`|&*/+\\@#%^~$]")
+CODE_MARKS = 0.15
+
+
+def looks_like_code(line: str) -> bool:
+    """Whether a line (without the white space around it) is more likely code than prose or boilerplate."""
+    if line.startswith(("•", "–")):
+        return False
+    if CODE_START.match(line) or CODE_PARAMETER.match(line) or line[-1] in "{};([\\" or not any(map(str.isalnum, line)):
+        return True
+    return len(CODE_MARK.findall(line)) > max(2, CODE_MARKS * len(line))
