@@ -11,6 +11,7 @@ import typer
 
 from puna.flows import look, plan
 from puna.flows.console import fail
+from puna.stages.contract import did_you_mean
 from puna.storage import PunaError, Store
 
 app = typer.Typer(
@@ -68,7 +69,7 @@ def fields(stage: Annotated[str, typer.Argument(help="Name of a stage")]) -> Non
 
     found = load_stages()
     if stage not in found:
-        raise PunaError(f"there is no stage {stage!r}; the stages are {', '.join(found)}")
+        raise PunaError(f"{stage}: no such stage{did_you_mean(stage, found)}")
     typer.echo(json.dumps(found[stage].config.model_json_schema(), indent=1))
 
 

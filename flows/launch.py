@@ -11,7 +11,7 @@ from puna.flows.closing import closing_table
 from puna.flows.console import Console
 from puna.flows.recipe import FLOWS, Recipe, load, load_stages, overridden
 from puna.flows.session import session
-from puna.stages.contract import External, Stage, parse
+from puna.stages.contract import External, Stage, did_you_mean, parse
 from puna.stages.sample import SampleReport, build_sample
 from puna.storage import PunaError, Store
 from puna.storage.schemas import KINDS
@@ -43,7 +43,7 @@ def run(what: str, recipe: str | None, changes: list[str], inputs: list[str], st
     elif what in stages:
         _run_stage(stages[what], recipe, changes, inputs, store, workers, as_json)
     else:
-        raise PunaError(f"{what}: no such flow or stage; flows are {', '.join(FLOWS)}; `puna stages` lists the stages")
+        raise PunaError(f"{what}: no such flow or stage{did_you_mean(what, [*FLOWS, *stages])}")
 
 
 def whole(flow: str, recipe: str, changes: list[str], inputs: list[str], store: str) -> str:

@@ -149,7 +149,12 @@ def load(name: str, changes: list[str] | None = None) -> Recipe:
             stage_values = values.get(field) if info.default is None else values.setdefault(field, {})
             if isinstance(stage_values, dict):
                 stage_values.setdefault("seed", seed)
-    return parse(Recipe, values, "")
+    try:
+        return parse(Recipe, values, "")
+    except PunaError as error:
+        if file.parent == RECIPES:  # what is wrong there is what --set changed
+            raise
+        raise PunaError(f"recipe {file}: {error}") from error
 
 
 def overridden(values: dict[str, Any], change: str) -> None:

@@ -41,9 +41,12 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        with written(root):
-            for name in FOLDERS:
-                (root / name).mkdir(parents=True, exist_ok=True)
+        try:
+            with written(root):
+                for name in FOLDERS:
+                    (root / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PunaError(f"store {root}: cannot be made ({error}); name another folder with --store") from error
 
     @classmethod
     def open(cls, uri: str | Path) -> Store:

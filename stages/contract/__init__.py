@@ -1,6 +1,6 @@
 """The stage contract: what a stage declares, what it is given, and how one is run."""
 
-from puna.stages.contract.config import SeededConfig, StageConfig, describe, parse
+from puna.stages.contract.config import SeededConfig, StageConfig, did_you_mean, parse
 from puna.stages.contract.declaration import (
     REGISTRY,
     Answers,
@@ -29,6 +29,6 @@ from puna.stages.contract.run import Listener, StageRun
 __all__ = [
     "REGISTRY", "Answers", "Documents", "Evaluation", "External", "ExternalFile", "Figure", "Instructions", "Kind",
     "Listener", "Lists", "Mixture", "Model", "Outcome", "Pages", "Preferences", "Prompts", "SeededConfig", "Signals",
-    "Stage", "StageConfig", "StageRun", "Tokenizer", "Tokens", "Value", "describe", "execute", "identify", "parse",
+    "Stage", "StageConfig", "StageRun", "Tokenizer", "Tokens", "Value", "did_you_mean", "execute", "identify", "parse",
     "perform", "stage",
 ]  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import difflib
+from collections.abc import Iterable
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -41,16 +43,49 @@ def parse(kind: type[C], values: dict[str, Any], where: str) -> C:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise PunaError(describe(error, where)) from error
+        raise PunaError(describe(error, where, kind)) from error
 
 
-def describe(error: ValidationError, where: str) -> str:
-    """A validation error as lines of `field: what is wrong`."""
+def describe(error: ValidationError, where: str, kind: type[BaseModel]) -> str:
+    """What is wrong with values of a `kind`, as lines of `field: what is wrong`."""
     lines = []
     for item in error.errors():
-        name = ".".join([where, *(str(part) for part in item["loc"])]) if where else ".".join(map(str, item["loc"]))
+        *path, last = item["loc"] or ("",)
+        name = ".".join(str(part) for part in (where, *path, last) if part != "")
         if item["type"] == "extra_forbidden":
-            lines.append(f"{name}: no such field")
+            lines.append(f"{name}: no such field{_meant(str(last), kind, path)}")
+        elif item["type"] == "missing":
+            lines.append(f"{name}: is missing")
         else:
-            lines.append(f"{name}: {item['msg']} (got {item['input']!r})")
+            lines.append(f"{name}: {item['msg']} (got {_short(item['input'])})")
     return "\n".join(lines)
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """The end of a message about a name that is none of `known`: the one it is likely to stand for, or else all there are."""
+    names = list(known)
+    near = difflib.get_close_matches(wrong, names, 1)
+    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(names)}" if names else "; there are none"
+
+
+def _meant(wrong: str, kind: type[BaseModel], path: Iterable[int | str]) -> str:
+    for part in path:
+        if isinstance(part, str):
+            field = kind.model_fields.get(part)
+            groups = _groups(field.annotation) if field else []
+            if len(groups) != 1:  # one of several alternatives: which one was meant is not known
+                return ""
+            kind = groups[0]
+    return did_you_mean(wrong, kind.model_fields)
+
+
+def _groups(annotation: Any) -> list[type[BaseModel]]:
+    """The models that an annotation names."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [group for argument in get_args(annotation) for group in _groups(argument)]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"

@@ -95,11 +95,13 @@ def _files(uri: str, progress: Callable[[str], None] | None) -> Iterator[Externa
 
     try:
         system, root = fsspec.core.url_to_fs(uri)
-    except (ValueError, ImportError) as error:
-        raise PunaError(f"input {uri}: {error}") from error
-    if not system.exists(root):
-        raise PunaError(f"input {uri}: there is no such file or folder")
-    addresses = [root] if system.isfile(root) else sorted(system.find(root))
+        if not system.exists(root):
+            raise PunaError(f"input {uri}: there is no such file or folder")
+        addresses = [root] if system.isfile(root) else sorted(system.find(root))
+    except PunaError:
+        raise
+    except Exception as error:  # every file system of fsspec has errors of its own: credentials, hosts, protocols
+        raise PunaError(f"input {uri}: cannot be looked at ({str(error).strip() or type(error).__name__}); give a path or another URI") from error
     addresses = [a for a in addresses if not any(p.startswith(".") for p in PurePosixPath(a[len(root) :]).parts)]
     if not addresses:
         raise PunaError(f"input {uri}: the folder is empty")

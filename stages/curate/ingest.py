@@ -102,7 +102,11 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     run.produce(_kept, files)
     run.metric("body_bytes", body_bytes)
     if not body_bytes:
-        raise PunaError(f"ingest: no page is kept of {len(jobs)} files with {run.input_rows or 0} records{_why(rules)}")
+        inputs_named = ", ".join(dict.fromkeys(job.uri or (job.file.address if job.file else job.name) for job in jobs[:3]))
+        raise PunaError(
+            f"ingest: {inputs_named}{', …' if len(jobs) > 3 else ''}: no page is kept of {len(jobs)} files "
+            f"with {run.input_rows or 0} records{_why(rules)}"
+        )
     run.metric("files", len(jobs))
     for rule, count in sorted(rules.items()):
         run.metric(f"dropped_{rule}", count)

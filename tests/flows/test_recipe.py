@@ -67,7 +67,9 @@ def test_a_change_reaches_a_nested_field() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("select.gopher_quality.min_wrods=60", "select.gopher_quality.min_wrods: no such field"),
+        ("select.gopher_quality.min_wrods=60", "select.gopher_quality.min_wrods: no such field; did you mean min_words"),
+        ("pretrain.phases=[{stpes: 3}]", "pretrain.phases.0.stpes: no such field; did you mean steps"),
+        ("url_filter.x=1", "url_filter.x: no such field; there are "),
         ("line_dedup.max_occurrences=0", "line_dedup.max_occurrences: .*greater than or equal to 1"),
         ("nosuchstage.x=1", "nosuchstage: no such field"),
         ("pretrain.seed=many", "pretrain.seed: .*integer"),
@@ -100,3 +102,19 @@ def test_rounds_differ_in_their_seed_alone() -> None:
     first, second = (in_round(load("demo").sample, n) for n in (1, 2))
     assert first.seed != second.seed
     assert first.model_copy(update={"seed": 0}) == second.model_copy(update={"seed": 0})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prompts: {tasks: [{task: chain_sum}]}\nminhash_dedpu: {bands: 3}", "minhash_dedpu: no such field; did you mean minhash_dedup"),
+        ("rounds: 3", "prompts.tasks: is missing"),
+        ("[a, b]", "is not a mapping of stages"),
+        ("a: [1, 2", "expected ',' or ']'"),
+    ],
+)
+def test_a_wrong_recipe_is_named(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(PunaError, match=f"(?s)recipe {file}: .*{message}"):
+        load(str(file))
