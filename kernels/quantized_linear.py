@@ -224,6 +224,16 @@ differentiable(
 differentiable("low_precision_linear", _backward_low, _setup_low)
 
 
+def require_products(kind: Kind, device: torch.device) -> None:
+    """Raise ValueError where `device` has no 8-bit products of this kind: FP8 needs compute capability 8.9.
+
+    A CPU computes FP8's products in fp32: right, and slower than without.
+    """
+    if kind == "fp8" and device.type == "cuda" and capability(device) < 89:
+        name, known = torch.cuda.get_device_name(device), capability(device) / 10
+        raise ValueError(f"{name} (compute capability {known}) has no FP8 products, which need 8.9: choose int8, or neither")
+
+
 def quantize_rows(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     """(q [T, D] int8 or e4m3, scales [T] fp32 at least). Weights so quantised are what `quantized_linear` takes.
 

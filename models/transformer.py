@@ -21,6 +21,7 @@ from puna.kernels.linear import linear
 from puna.kernels.linear_cross_entropy import linear_cross_entropy
 from puna.kernels.linear_token_logprobs import linear_token_logprobs
 from puna.kernels.moe import grouped_linear, top_k_routing
+from puna.kernels.quantized_linear import Kind, low_precision_linear
 from puna.kernels.rms_norm import add_rms_norm, rms_norm
 from puna.kernels.rope import rope
 from puna.kernels.swiglu import swiglu
@@ -35,7 +36,12 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 class Linear(nn.Linear):
     """A matrix [N, D], without bias unless asked for. Its weights come from a generator or a checkpoint,
-    never from torch's global random numbers."""
+    never from torch's global random numbers.
+
+    With `eight_bits`, passes that keep what a gradient needs multiply in 8 bits; all others do as ever.
+    """
+
+    eight_bits: Kind | None = None
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -44,7 +50,10 @@ class Linear(nn.Linear):
         """Nothing: see `Transformer.initialise`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, self.weight)
+        if self.eight_bits is not None and torch.is_grad_enabled():
+            y = low_precision_linear(x, self.weight, self.eight_bits)
+        else:
+            y = linear(x, self.weight)
         return y if self.bias is None else y + self.bias
 
 

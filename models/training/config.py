@@ -35,6 +35,9 @@ class TrainConfig:
     activation_checkpointing    keep each layer's input only and compute the layer again in the backward pass
     precision       fp32; or bf16: the model computes in bf16, gradients are added up in fp32 and
                     AdamW works on fp32 weights (for GPUs: a CPU is far slower in bf16)
+    linear_precision    same: the layers' matrices multiply in `precision`; or int8, fp8: both factors rounded to
+                    8 bits with a scale per row, forward and for the gradient of the input, never for that of
+                    the weights (`kernels.quantized_linear`). Embedding, heads and routers stay as they are
     """
 
     steps: int
@@ -58,6 +61,7 @@ class TrainConfig:
     max_skipped: int = 5
     activation_checkpointing: bool = False
     precision: Literal["fp32", "bf16"] = "fp32"
+    linear_precision: Literal["same", "int8", "fp8"] = "same"
 
     def __post_init__(self) -> None:
         problems = [
@@ -83,6 +87,7 @@ class TrainConfig:
             (self.clip is None or self.clip > 0, "clip must be positive or None"),
             (self.max_skipped >= 1, "max_skipped must be at least 1"),
             (self.precision in ("fp32", "bf16"), "precision must be fp32 or bf16"),
+            (self.linear_precision in ("same", "int8", "fp8"), "linear_precision must be same, int8 or fp8"),
         ]
         wrong = [text for holds, text in problems if not holds]
         if wrong:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from puna.kernels.quantized_linear import Kind, require_products
 from puna.models import accounting
 from puna.models.config import ModelConfig
 from puna.models.training.config import TrainConfig
 from puna.models.training.muon import Muon, inner_matrices
 from puna.models.training.spikes import NO_LIMITS, Limits
-from puna.models.transformer import Decoder
+from puna.models.transformer import Decoder, Experts, Linear
 
 Row = dict[str, float]
 RESERVED = ("step", "loss", "learning_rate", "gradient_norm", "tokens", "seconds", "skipped")
@@ -29,7 +30,7 @@ class Updater:
 
     `weights` are the trained tensors by name, fp32: the model's own parameters, or, in bf16, the
     originals that the optimiser works on while the model holds rounded copies. As a context manager it gives
-    a bf16 model its fp32 weights back on leaving.
+    a bf16 model its fp32 weights back on leaving, and 8-bit layers their products.
     """
 
     def __init__(
@@ -51,6 +52,9 @@ class Updater:
         self._decoders = [m for m in model.modules() if isinstance(m, Decoder)]
         for decoder in self._decoders:
             decoder.checkpointing = config.activation_checkpointing
+        self._linears = [] if config.linear_precision == "same" else eight_bit_linears(model, config.linear_precision)
+        for matrix in self._linears:
+            matrix.eight_bits = config.linear_precision
 
     def __enter__(self) -> Updater:
         return self
@@ -58,6 +62,8 @@ class Updater:
     def __exit__(self, *error: object) -> None:
         for decoder in self._decoders:
             decoder.checkpointing = False
+        for matrix in self._linears:
+            matrix.eight_bits = None
         for parameter, data in self._originals:
             parameter.grad = None
             parameter.data = data
@@ -228,6 +234,22 @@ def optimizers(
         betas = (config.beta1, config.beta2)
         made.append(torch.optim.AdamW(groups, config.learning_rate, betas, config.epsilon, fused=True))
     return made
+
+
+def eight_bit_linears(model: nn.Module, kind: Kind) -> list[Linear]:
+    """The matrices inside the layers, which `linear_precision` puts into 8 bits: not embeddings, heads or routers.
+
+    Raises ValueError where 8 bits would not be what they promise: on a device without such products, in a model
+    whose experts are multiplied together, or without a layer of ours.
+    """
+    names = inner_matrices(model)
+    found = [m for name, m in model.named_modules() if isinstance(m, Linear) and f"{name}.weight" in names]
+    if any(isinstance(m, Experts) for m in model.modules()):
+        raise ValueError(f"linear_precision = {kind!r}: a mixture of experts is not trained in 8 bits; set it to 'same'")
+    if not found:
+        raise ValueError(f"linear_precision = {kind!r}: the model has no decoder layer of puna.models.transformer")
+    require_products(kind, found[0].weight.device)
+    return found
 
 
 def undecayed(model: nn.Module) -> set[str]:

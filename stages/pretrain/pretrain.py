@@ -82,6 +82,9 @@ class Optimizer(StageConfig):
         False, description="Keep each layer's input only and compute the layer again in the backward pass: less memory, more time"
     )
     precision: Literal["fp32", "bf16"] = Field("fp32", description="fp32, or computing in bf16 over fp32 weights (GPU)")
+    linear_precision: Literal["same", "int8", "fp8"] = Field(
+        "same", description="Products of the layers' matrices: as the rest, or in 8 bits with a scale per row (fp8: GPU from 8.9 on)"
+    )
 
     @model_validator(mode="after")
     def _window_holds(self) -> Optimizer:

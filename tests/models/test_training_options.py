@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.models import accounting
+from puna.kernels import quantized_linear
+from puna.models import accounting, transformer
 from puna.models.config import ModelConfig, Moe
 from puna.models.training import objectives as o
 from puna.models.training.loop import TrainConfig, TrainingDiverged, Updater, train, weights_digest
@@ -20,7 +21,7 @@ from puna.models.training.muon import Muon, inner_matrices, orthogonalise
 from puna.models.training.packing import Sampler, cut_lengths, pack, step_indices
 from puna.models.training.schedules import Ramp
 from puna.models.training.spikes import NO_LIMITS, spike_limits
-from puna.models.transformer import Transformer
+from puna.models.transformer import Linear, Transformer
 
 CONFIG = ModelConfig(19, 16, 32, 2, 4, 2)
 EXPERTS = dataclasses.replace(CONFIG, moe=Moe(4, 2, 32, router_aux_loss_coef=0.1), model_type="mixtral")
@@ -245,3 +246,55 @@ def test_pack_is_best_fit_decreasing(lengths: list[int]):
         else:
             rows.append([index])
     assert pack(lengths, 50) == [sorted(row) for row in rows]
+
+
+# ---- 8-bit layers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("int8", 0.04), ("fp8", 0.12)])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_in_8_bits_follows_full_precision(kind, bound: float, checkpointing: bool):
+    """The losses fall together: what differs is rounding, a small part of what the training has gained."""
+
+    def run(**how: object) -> tuple[list[float], Transformer]:
+        made = model()
+        settings_ = TrainConfig(steps=30, learning_rate=0.02, activation_checkpointing=checkpointing, **how)
+        log = train(made, o.LanguageModeling(), lambda step: batches(step % 3), settings_, seed=1)
+        return [row["loss"] for row in log], made
+
+    full, _ = run()
+    losses, made = run(linear_precision=kind)
+    gained = full[0] - full[-1]
+    assert gained > 0.5 and losses != full
+    assert max(abs(a - b) for a, b in zip(losses, full, strict=True)) < bound * gained
+    assert losses[0] == pytest.approx(full[0], rel=1e-4)
+    assert all(m.eight_bits is None for m in made.modules() if isinstance(m, Linear))
+
+
+@pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, qkv_bias=True, model_type="")])
+def test_only_the_layers_matrices_are_in_8_bits_and_only_where_a_gradient_is_kept(config: ModelConfig, monkeypatch: pytest.MonkeyPatch):
+    made, used, original = model(config), [], transformer.low_precision_linear
+    monkeypatch.setattr(transformer, "low_precision_linear", lambda x, w, k: used.append((id(w), k)) or original(x, w, k))
+    with Updater(made, o.LanguageModeling(), TrainConfig(steps=3, learning_rate=0.01, linear_precision="int8")) as updater:
+        updater.step(1, batches(1, 1), seed=0)
+        names = {id(p): name for name, p in made.named_parameters()}
+        assert sorted(names[w] for w, _ in used) == sorted(inner_matrices(made)) and {k for _, k in used} == {"int8"}
+        used.clear()
+        with torch.no_grad():
+            made.hidden(batches(1, 1)[0].forest)
+        assert not used
+
+
+def test_8_bits_are_refused_where_they_cannot_be_used(monkeypatch: pytest.MonkeyPatch):
+    asked = TrainConfig(steps=3, learning_rate=0.01, linear_precision="fp8")
+    with pytest.raises(ValueError, match="mixture of experts is not trained in 8 bits"):
+        Updater(model(EXPERTS), o.LanguageModeling(), asked)
+    with pytest.raises(ValueError, match="no decoder layer"):
+        Updater(torch.nn.Linear(3, 3), o.LanguageModeling(), asked)
+    monkeypatch.setattr(quantized_linear, "capability", lambda device: 80)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    with pytest.raises(ValueError, match=r"A100 \(compute capability 8.0\) has no FP8 products"):
+        quantized_linear.require_products("fp8", torch.device("cuda"))
+    quantized_linear.require_products("int8", torch.device("cuda"))
+    with pytest.raises(ValueError, match="linear_precision must be"):
+        TrainConfig(steps=3, learning_rate=0.01, linear_precision="int4")
