@@ -7,7 +7,7 @@ them: `html/ID.html`, and `ground-truth/ID.json` or `truth.jsonl` with `file_id`
 `ground_truth.main_content`; or the two packed, `*html.tar.zst` and `*truth.jsonl.zst`. Pages that
 the weights were trained on (they carry a list of them) are scored by weights trained here on the pages of other
 domains, one fold of four; that needs lightgbm and minutes. The speed is of the whole stage on one thread: decoding, bounds,
-parsing, reading, judging, text. Peers are left out where they are not installed.
+parsing, reading, judging, text. trafilatura runs in an environment of its own (`peers.py`).
 """
 
 from __future__ import annotations
@@ -22,19 +22,34 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / ".pkg"))
+sys.path[:0] = [str(ROOT / ".pkg"), str(Path(__file__).parent)]
 
 HELD_OUT = 0  # the fold that is scored where the pages are those of training
 
 
+def prepare(data: Path | None = None) -> None:
+    """Exit with what is missing, before anything is measured: the pages, lightgbm, the peer's environment."""
+    import peers
+
+    _named(data)
+    if find_spec("lightgbm") is None:
+        sys.exit("extraction: training on three quarters of the pages needs lightgbm; install the extra `training`")
+    peers.python("trafilatura")
+
+
 def figures(data: Path | None = None, limit: int | None = None) -> dict[str, float]:
-    """extract_f1 and extract_pages_s, the same of the peers (trafilatura_f1, ...), F1 by type (extract_f1_article, ...), pages."""
+    """extract_f1 and extract_pages_s, the same of the peers (trafilatura_f1, ...), F1 by type (extract_f1_article, ...),
+    extract_pages."""
+    import peers
+    from resiliparse.extract.html2text import extract_plain_text
+
     from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
-    from puna.stages.curate.extraction.training import word_f1
+    from puna.stages.curate.extraction.decode import decode
 
     folder, rows = _rows(data)
     rows, texts = _unseen(folder, rows[:limit])
@@ -45,30 +60,54 @@ def figures(data: Path | None = None, limit: int | None = None) -> dict[str, flo
         except Unreadable:
             return ""
 
-    systems: dict[str, Callable[[bytes], str]] = {"extract": ours, **_peers()}
-    bodies = [(folder / f"{row['file_id']}.html").read_bytes() for row in rows]
-    found: dict[str, float] = {"pages": float(len(rows))}
-    for name, system in systems.items():
-        system(bodies[0])  # compiles and loads
-        began = time.process_time()
-        made = [system(body) for body in bodies]
-        found[f"{name}_pages_s"] = len(bodies) / (time.process_time() - began)
-        if name == "extract" and texts is not None:
-            made = [texts.get(row["file_id"], "") for row in rows]
-        scores = [word_f1(text, row["ground_truth"].get("main_content") or "") for text, row in zip(made, rows, strict=True)]
-        found[f"{name}_f1"] = sum(scores) / len(scores)
-        for kind in sorted({row["_internal"]["page_type"]["primary"] for row in rows}):
-            of_kind = [score for score, row in zip(scores, rows, strict=True) if row["_internal"]["page_type"]["primary"] == kind]
-            found[f"{name}_f1_{kind}"] = sum(of_kind) / len(of_kind)
+    def resiliparse(body: bytes) -> str:
+        return str(extract_plain_text(decode(body, None, html=True), main_content=True))
+
+    files = [folder / f"{row['file_id']}.html" for row in rows]
+    bodies = [file.read_bytes() for file in files]
+    seconds, made = _timed(ours, bodies)
+    if texts is not None:
+        made = [texts.get(row["file_id"], "") for row in rows]
+    found = {"extract_pages": float(len(rows)), **_scores("extract", seconds, made, rows)}
+    found |= _scores("resiliparse", *_timed(resiliparse, bodies), rows)
+    theirs = peers.run("trafilatura", "peer_extract_trafilatura.py", files=[str(file.absolute()) for file in files])
+    return found | _scores("trafilatura", theirs["seconds"], theirs["texts"], rows)
+
+
+def _timed(system: Callable[[bytes], str], bodies: list[bytes]) -> tuple[float, list[str]]:
+    """CPU seconds for all pages, after one that compiles and loads, and the texts."""
+    system(bodies[0])
+    began = time.process_time()
+    made = [system(body) for body in bodies]
+    return time.process_time() - began, made
+
+
+def _scores(name: str, seconds: float, made: list[str], rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Pages a second and F1 of one system, over all pages and by type."""
+    from puna.stages.curate.extraction.training import word_f1
+
+    scores = [word_f1(text, row["ground_truth"].get("main_content") or "") for text, row in zip(made, rows, strict=True)]
+    found = {f"{name}_pages_s": len(rows) / seconds, f"{name}_f1": sum(scores) / len(scores)}
+    kinds = [row["_internal"]["page_type"]["primary"] for row in rows]
+    for kind in sorted(set(kinds)):
+        of_kind = [score for score, other in zip(scores, kinds, strict=True) if other == kind]
+        found[f"{name}_f1_{kind}"] = sum(of_kind) / len(of_kind)
     return found
+
+
+def _named(data: Path | None) -> Path:
+    """The folder of annotated pages that was named."""
+    named = data or os.environ.get("PUNA_EXTRACTION_DATA")
+    if not named:
+        sys.exit("extraction: no annotated pages; give --data FOLDER or set PUNA_EXTRACTION_DATA (see curation_extract.py --help)")
+    if not Path(named).is_dir():
+        sys.exit(f"extraction: {named} is no folder; give --data FOLDER or set PUNA_EXTRACTION_DATA (see curation_extract.py --help)")
+    return Path(named)
 
 
 def _rows(data: Path | None) -> tuple[Path, list[dict[str, Any]]]:
     """The folder of pages and the annotations of those that are there."""
-    named = data or os.environ.get("PUNA_EXTRACTION_DATA")
-    if not named:
-        sys.exit("no annotated pages; give --data FOLDER or set PUNA_EXTRACTION_DATA (see --help)")
-    given = _unpacked(Path(named))
+    given = _unpacked(_named(data))
     if not (given / "html").is_dir():
         sys.exit(f"{given}: no annotated pages; give --data FOLDER or set PUNA_EXTRACTION_DATA (see --help)")
     if (given / "truth.jsonl").is_file():
@@ -123,24 +162,6 @@ def _unseen(folder: Path, rows: list[dict[str, Any]]) -> tuple[list[dict[str, An
     return [row for row in rows if row["file_id"] in texts], texts
 
 
-def _peers() -> dict[str, Callable[[bytes], str]]:
-    """What extracts beside us, by name, where it is installed."""
-    from resiliparse.extract.html2text import extract_plain_text
-
-    from puna.stages.curate.extraction.decode import decode
-
-    found: dict[str, Callable[[bytes], str]] = {
-        "resiliparse": lambda body: str(extract_plain_text(decode(body, None, html=True), main_content=True))
-    }
-    try:
-        import trafilatura
-    except ImportError as error:
-        print(f"trafilatura is left out: {error}", file=sys.stderr)
-    else:
-        found["trafilatura"] = lambda body: trafilatura.extract(body) or ""
-    return found
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -148,6 +169,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="take the first N pages")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    prepare(arguments.data)
     found = figures(arguments.data, arguments.limit)
     if arguments.json:
         print(json.dumps(found))

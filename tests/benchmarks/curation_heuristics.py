@@ -71,6 +71,13 @@ def decided(texts: Any) -> dict[str, list[str | None]]:
     return out
 
 
+def prepare() -> None:
+    """See that the peer is there."""
+    import peers
+
+    peers.python("datatrove")
+
+
 def figures() -> dict[str, float]:
     """Speeds in MB of UTF-8 per CPU second on one thread, ratio and agreement."""
     import corpus

@@ -58,6 +58,14 @@ def best(function: Callable[[], Any]) -> tuple[float, Any]:
     return least, result
 
 
+def prepare() -> None:
+    """See that the peers are there."""
+    import peers
+
+    for name in ("datatrove", "rensa"):
+        peers.python(name)
+
+
 def figures() -> dict[str, float]:
     """Ratios (above 1: Puna is faster), CPU seconds of each side, recall, and equality with datatrove as 0 to 1."""
     import peers
@@ -183,6 +191,7 @@ def main() -> None:
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(variable, "1")  # before numpy is imported
     sys.path[:0] = [str(HERE.parents[1] / ".pkg"), str(HERE)]
+    prepare()
     found = figures()
     if arguments.json:
         print(json.dumps(found))

@@ -20,18 +20,21 @@ HERE = Path(__file__).parent
 PEERS: dict[str, tuple[str, ...]] = {
     "datatrove": ("datatrove==0.10.1", "spacy==3.8.18", "xxhash<4", "regex", "nltk", "ftfy", "tokenizers", "orjson"),
     "rensa": ("rensa==0.5.0",),
+    "trafilatura": ("trafilatura==2.3.1",),
 }
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
 
 
 def python(name: str) -> Path:
-    """The interpreter of a peer's environment; made and filled when it is not there."""
+    """The interpreter of a peer's environment; made and filled when it is not there. Exits where that fails."""
     folder = Path(os.environ.get("PUNA_PEERS", ".peers")).absolute() / name
-    made = folder / "bin" / "python"
-    if not made.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    made, filled = folder / "bin" / "python", folder / "filled"
+    if not filled.exists():
         install = [str(made), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PEERS[name]]
-        subprocess.run(install, check=True, stdout=sys.stderr)
+        for command in ([sys.executable, "-m", "venv", str(folder)], install):
+            if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+                sys.exit(f"{name} is missing, and this failed: {' '.join(command)}. Fill {folder} by hand and make the file {filled}")
+        filled.touch()
     return made
 
 
