@@ -208,7 +208,8 @@ def _measure(
         one[3], one[4] = signs / max(words, 1), ellipses / max(words, 1)
         one[5], one[6] = line_numbers(codes, about.flags)
         one[7], one[8] = _stop_words(about, room.hash[:words])
-        _repetition(codes, about.flags, room, hashes, words, newlines + 1, one[AT_REPETITION:])
+        # What occurs once is no repetition, though datatrove counts it: a sentence would have the top 4-gram of a spam page.
+        _repetition(codes, about.flags, room, hashes, words, newlines + 1, 2 if universal else 1, one[AT_REPETITION:])
         c4_numbers(codes, about.flags, about.lower, about.english, start, stop, room.line, one[AT_C4:])
         if universal and one[1] != one[1]:
             # C4 counts words between white space: a line of a script without spaces has one, and none would be kept.
@@ -266,9 +267,10 @@ def _repetition(
     hashes: NDArray[np.uint64],
     words: int,
     lines: int,
+    least: int,
     out: NDArray[np.float64],
 ) -> None:
-    """Write Gopher's repetition numbers to out[: len(REPETITION)]."""
+    """Write Gopher's repetition numbers to out[: len(REPETITION)]; a top n-gram occurs at least `least` times."""
     size = max(len(codes), 1)
     keys = cleared(room.keys, lines)
     pieces, repeated, characters = duplicate_pieces(codes, flags, hashes, room.powers, 0, len(codes), 1, False, keys)
@@ -281,7 +283,7 @@ def _repetition(
     joined, spaced, length = room.joined[: words + 1], room.spaced[: words + 1], room.length[: words + 1]
     at = 4
     for n in TOP_N:
-        out[at] = top_gram_characters(spaced, length, room.powers, n, room.keys, room.counts, room.firsts) / size
+        out[at] = top_gram_characters(spaced, length, room.powers, n, room.keys, room.counts, room.firsts, least) / size
         at += 1
     for n in DUPLICATE_N:
         out[at] = duplicate_gram_characters(joined, length, room.powers, n, room.keys) / size

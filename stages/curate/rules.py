@@ -145,7 +145,7 @@ class GopherQualityRules(WebRules):
         0.3, description="Greatest fraction of lines that end with an ellipsis"
     )
     min_alphabetic_words: Annotated[Fraction | None, Drop("alphabetic_word_fraction", "<")] = Field(
-        0.8, description="Least fraction of words with an alphabetic character"
+        0.8, description="Least fraction of words with an alphabetic character; punctuation is a word for datatrove alone"
     )
     min_stop_words: Annotated[int | None, Drop("stop_words", "<")] = Field(
         2, ge=0, description="Least number of distinct stop words of any one language"
