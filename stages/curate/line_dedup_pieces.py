@@ -203,7 +203,7 @@ def _blank_before(data: U8, at: int, first: int) -> bool:
     while start > first and data[start - 1] != NEWLINE:
         start -= 1
     start, stop = _stripped(data, start, at - 1)
-    return start == stop
+    return bool(start == stop)
 
 
 @njit(cache=True)

@@ -215,6 +215,9 @@ def _measure(
             # C4 counts words between white space: a line of a script without spaces has one, and none would be kept.
             one[AT_C4] = one[AT_C4 + 3] = np.nan
         one[AT_FINEWEB], one[AT_FINEWEB + 1], one[AT_FINEWEB + 2] = fineweb_numbers(codes, about.flags)
+        if universal and one[1] != one[1]:
+            # 30 characters are a short line of letters, but a sentence of a script without spaces.
+            one[AT_FINEWEB + 2] = np.nan
         one[AT_FINEWEB + 3] = newlines / max(words, 1)
         keys = cleared(room.keys, newlines + 1)
         repeated = duplicate_pieces(codes, about.flags, hashes, power, 0, characters, 1, True, keys)[2]

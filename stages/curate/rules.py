@@ -186,7 +186,8 @@ class FineWebRules(WebRules):
     min_terminated_lines: Annotated[Fraction | None, Drop("terminated_line_fraction", "<")] = Field(
         0.12, description="Least fraction of lines that end a sentence"
     )
-    max_short_lines: Annotated[Fraction | None, Drop("short_line_fraction", ">")] = Field(
+    # Not measured for scripts written without spaces.
+    max_short_lines: Annotated[Fraction | None, Drop("short_line_fraction", ">", "keep")] = Field(
         0.67, description="Greatest fraction of lines of at most 30 characters"
     )
     max_repeated_line_characters: Annotated[Fraction | None, Drop("repeated_line_character_fraction", ">")] = Field(
