@@ -129,7 +129,7 @@ def test_code_in_manuals_can_be_protected(tmp_path):
 
 @pytest.mark.parametrize(
     "line", [")", "});", "x = 1", "def f(x):", "import os", ">>> f(1)", "for x in y:", "return None", "</div>", "foo(bar)",
-     "NextToken (string)", "Key (string, required)"]
+     "int count;", "NextToken (string)", "Key (string, required)"]
 )
 def test_lines_of_code(line):
     assert looks_like_code(line)
@@ -137,7 +137,7 @@ def test_lines_of_code(line):
 
 @pytest.mark.parametrize(
     "line", ["Read more", "See also", "© 2024 All rights reserved.", "Home > News", "5 comments", "From our editors", "Parameters:",
-     "Comments (none)", "English (required)"]
+     "Comments (none)", "English (required)", "in small groups, so that everyone is heard;"]
 )
 def test_lines_of_prose(line):
     assert not looks_like_code(line)
