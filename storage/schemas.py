@@ -139,7 +139,7 @@ TABLES: dict[str, TableSchema] = {
         _table(
             "removed_lines", ID,
             column("line", pa.int32(), "number of the line in the input document", "from 0"),
-            column("text", pa.string(), "the line"),
+            column("text", pa.string(), "the line, and blank lines after it that went with it"),
             column("rule", pa.string(), "rule that removed the line"),
             column("value", NUMBER, "the line's value of the rule's signal"),
             key=("id", "line"),

@@ -17,12 +17,15 @@ CODE_PARAMETER = re.compile(
 )
 CODE_MARK = re.compile(r"[(){}\[\]<>=;_\"'`|&*/+\\@#%^~$]")
 CODE_MARKS = 0.15
+STATEMENT_WORDS = 3
 
 
 def looks_like_code(line: str) -> bool:
     """Whether a line (without the white space around it) is more likely code than prose or boilerplate."""
     if line.startswith(("•", "–")):
         return False
-    if CODE_START.match(line) or CODE_PARAMETER.match(line) or line[-1] in "{};([\\" or not any(map(str.isalnum, line)):
+    if CODE_START.match(line) or CODE_PARAMETER.match(line) or line[-1] in "{}([\\" or not any(map(str.isalnum, line)):
+        return True
+    if line[-1] == ";" and line.count(" ") < STATEMENT_WORDS:  # the items of a list in prose end so too
         return True
     return len(CODE_MARK.findall(line)) > max(2, CODE_MARKS * len(line))

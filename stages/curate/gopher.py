@@ -55,20 +55,22 @@ def word_numbers(
 ) -> tuple[int, float, float]:
     """Non-symbol words, their mean length, share of words with a letter (0 for a text without words).
 
-    With the universal splitter the mean length is NaN where most words are of a script written without spaces: a word
-    is one character there.
+    With the universal splitter the share is of the non-symbol words (datatrove: of all, so that the brackets and quotes of
+    code count as words without a letter), and the mean length is NaN where most words are of a script written without
+    spaces: a word is one character there.
     """
     count, characters, letters, single = 0, 0, 0, 0
     for word in range(len(start)):
-        if not word_flags[word] & IS_SYMBOL:
+        symbol = word_flags[word] & IS_SYMBOL
+        if not symbol:
             count += 1
             characters += stop[word] - start[word]
             if flags[codes[start[word]]] & SINGLE:
                 single += 1
-        if word_flags[word] & HAS_LETTER:
+        if word_flags[word] & HAS_LETTER and not (universal and symbol):
             letters += 1
     mean = np.nan if universal and 2 * single > count else characters / max(count, 1)
-    return count, mean, letters / max(len(start), 1)
+    return count, mean, letters / max(count if universal else len(start), 1)
 
 
 @njit(cache=True)
@@ -185,11 +187,12 @@ def top_gram_characters(
     space: NDArray[np.uint64],
     counts: NDArray[np.int32],
     firsts: NDArray[np.int32],
+    least: int,
 ) -> int:
     """Characters (spaces between words included) of the most frequent n-gram, times its count.
 
-    Of equally frequent n-grams the first counts. 0 for a text of fewer than n words. `space`, `counts`, `firsts`: room
-    for a table.
+    Of equally frequent n-grams the first counts. 0 where none occurs `least` times. `space`, `counts`, `firsts`: room for a
+    table.
     """
     grams = len(spaced) - n
     if grams < 1:
@@ -207,6 +210,8 @@ def top_gram_characters(
         if counts[where] > best or (counts[where] == best and firsts[where] < best_first):
             best = counts[where]
             best_first = firsts[where]
+    if best < least:
+        return 0
     return int((length[best_first + n] - length[best_first] + n - 1) * best)
 
 

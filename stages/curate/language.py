@@ -20,6 +20,7 @@ NO_LANGUAGE = "zxx"
 WINDOWS = 4
 PROSE = 0.75
 ENOUGH = 40
+PROGRAM_ENOUGH = 120
 NO_LETTER = re.compile(r"[\W\d_]+")
 MIN_PROGRAM_LINES = 5
 BULLETS = "•–-* "
@@ -65,9 +66,9 @@ def identify(text: str, max_characters: int = 10_000) -> tuple[str, float]:
     prose = " ".join(filter(_is_prose, lines))
     letters = NO_LETTER.sub("", prose)
     shown = prose
+    if len(letters) < PROGRAM_ENOUGH and 2 * sum(map(looks_like_code, lines)) > max(len(lines), MIN_PROGRAM_LINES):
+        return NO_LANGUAGE, 1.0
     if len(letters) < ENOUGH:
-        if 2 * sum(map(looks_like_code, lines)) > max(len(lines), MIN_PROGRAM_LINES):
-            return NO_LANGUAGE, 1.0
         shown = " ".join(sample.split())
         letters = NO_LETTER.sub("", shown)
     if not letters:

@@ -14,7 +14,16 @@ from pydantic import Field
 
 from puna.stages.contract import Documents, StageConfig, StageRun, stage
 from puna.stages.curate.code_lines import looks_like_code
-from puna.stages.curate.line_dedup_pieces import RADIX, Frequent, by_radix, find_pieces, frequent_of, piece_hashes, without_pieces
+from puna.stages.curate.line_dedup_pieces import (
+    RADIX,
+    Frequent,
+    by_radix,
+    find_pieces,
+    frequent_of,
+    piece_hashes,
+    with_blank_lines,
+    without_pieces,
+)
 from puna.stages.curate.measure import buffers
 from puna.storage import Part
 from puna.storage.schemas import table_schema
@@ -55,7 +64,8 @@ class Counted(NamedTuple):
 def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> None:
     """Remove lines that occur more than `max_occurrences` times in a bucket of documents (Llama 3, section 3.1.1).
 
-    Lines are compared without the white space around them; blank ones do not count. They are told apart by 64-bit
+    Lines are compared without the white space around them; blank ones do not count, and go with a line that goes where they
+    would pile up. They are told apart by 64-bit
     hashes: among a billion different lines about one pair in 40 such corpora is expected to be mistaken for one line.
     Hashes are parted by their first byte, so that a bucket is counted piece by piece in bounded memory. A document of
     which nothing is left is dropped. `removed_lines` holds every removed line, so that the input can be rebuilt.
@@ -153,6 +163,8 @@ def _remove(documents: pa.Table, config: LineDedupConfig, files: dict[int, str],
     if config.protect_code and len(row):
         chosen = ~_code(data, begin, end, hashes)
         row, number, begin, end, value = row[chosen], number[chosen], begin[chosen], end[chosen], value[chosen]
+    if config.unit == "line":
+        end = with_blank_lines(data, offsets, row, begin, end)
     made, bounds, empty = without_pieces(data, offsets, config.newlines, row, begin, end)
     text = pa.LargeStringArray.from_buffers(len(ids), pa.py_buffer(bounds), pa.py_buffer(made)).cast(pa.string())
     place = documents.schema.get_field_index("text")

@@ -195,6 +195,40 @@ def find_pieces(
 
 
 @njit(cache=True)
+def _blank_before(data: U8, at: int, first: int) -> bool:
+    """Whether the line that ends before the newline at `at - 1` is blank, in a text that begins at `first`; True without one."""
+    if at == first:
+        return True
+    start = at - 1
+    while start > first and data[start - 1] != NEWLINE:
+        start -= 1
+    start, stop = _stripped(data, start, at - 1)
+    return bool(start == stop)
+
+
+@njit(cache=True)
+def with_blank_lines(data: U8, offsets: I64, documents: I64, starts: I64, stops: I64) -> I64:
+    """Where lines to remove end if each takes the blank lines after it along, int64 like `stops`.
+
+    It does where what stays before it is nothing or ends in a blank line, so that no more blank lines follow each other
+    than before.
+    """
+    out = stops.copy()
+    blank = True  # what stays before this line is nothing, or ends in a blank line
+    for i in range(len(documents)):
+        first, last = offsets[documents[i]], offsets[documents[i] + 1]
+        if i == 0 or documents[i] != documents[i - 1] or starts[i] != out[i - 1] + 1:
+            blank = _blank_before(data, starts[i], first)
+        while blank and out[i] < last:
+            end = _piece_end(data, out[i] + 1, last, 1)
+            inked, ink_end = _stripped(data, out[i] + 1, end)
+            if inked < ink_end:
+                break
+            out[i] = end
+    return out
+
+
+@njit(cache=True)
 def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts: I64, stops: I64) -> tuple[U8, I64, NDArray[np.bool_]]:
     """The texts without the given pieces: bytes, offsets, and which documents lost pieces and have no ink left.
 

@@ -178,7 +178,8 @@ def c4_numbers(
     ellipsis, then without it (FineWeb's use).
 
     A line counts for the last two when it passed the rules before: no word of more than 1000 characters, the terminal
-    punctuation, three words; for curly brackets no "javascript". `line`: room for the longest line. Words of a line
+    punctuation, three words; for curly brackets no "javascript". A curly bracket costs C4 the page, not the line: the
+    sentences of such a line count. `line`: room for the longest line. Words of a line
     with citation marks are found anew without the marks, with `english` if it has exceptions.
     """
     out[:6] = 0
@@ -207,12 +208,13 @@ def c4_numbers(
         if kinds & LOREM_IPSUM:
             out[1] += ends
             out[4] += 1
-        elif kinds & JAVASCRIPT:
             continue
-        elif curly:
+        if kinds & JAVASCRIPT:
+            continue
+        if curly:
             out[2] += ends and out[1] == 0
             out[5] += out[4] == 0
-        elif not kinds & POLICY:
+        if not kinds & POLICY:
             found = _sentences_anew(text, flags, english) if marked else sentences(codes, flags, start, stop, first_word, word, a, b)
             out[0] += found if ends else 0
             out[3] += found

@@ -208,12 +208,16 @@ def _measure(
         one[3], one[4] = signs / max(words, 1), ellipses / max(words, 1)
         one[5], one[6] = line_numbers(codes, about.flags)
         one[7], one[8] = _stop_words(about, room.hash[:words])
-        _repetition(codes, about.flags, room, hashes, words, newlines + 1, one[AT_REPETITION:])
+        # What occurs once is no repetition, though datatrove counts it: a sentence would have the top 4-gram of a spam page.
+        _repetition(codes, about.flags, room, hashes, words, newlines + 1, 2 if universal else 1, one[AT_REPETITION:])
         c4_numbers(codes, about.flags, about.lower, about.english, start, stop, room.line, one[AT_C4:])
         if universal and one[1] != one[1]:
             # C4 counts words between white space: a line of a script without spaces has one, and none would be kept.
             one[AT_C4] = one[AT_C4 + 3] = np.nan
         one[AT_FINEWEB], one[AT_FINEWEB + 1], one[AT_FINEWEB + 2] = fineweb_numbers(codes, about.flags)
+        if universal and one[1] != one[1]:
+            # 30 characters are a short line of letters, but a sentence of a script without spaces.
+            one[AT_FINEWEB + 2] = np.nan
         one[AT_FINEWEB + 3] = newlines / max(words, 1)
         keys = cleared(room.keys, newlines + 1)
         repeated = duplicate_pieces(codes, about.flags, hashes, power, 0, characters, 1, True, keys)[2]
@@ -266,9 +270,10 @@ def _repetition(
     hashes: NDArray[np.uint64],
     words: int,
     lines: int,
+    least: int,
     out: NDArray[np.float64],
 ) -> None:
-    """Write Gopher's repetition numbers to out[: len(REPETITION)]."""
+    """Write Gopher's repetition numbers to out[: len(REPETITION)]; a top n-gram occurs at least `least` times."""
     size = max(len(codes), 1)
     keys = cleared(room.keys, lines)
     pieces, repeated, characters = duplicate_pieces(codes, flags, hashes, room.powers, 0, len(codes), 1, False, keys)
@@ -281,7 +286,7 @@ def _repetition(
     joined, spaced, length = room.joined[: words + 1], room.spaced[: words + 1], room.length[: words + 1]
     at = 4
     for n in TOP_N:
-        out[at] = top_gram_characters(spaced, length, room.powers, n, room.keys, room.counts, room.firsts) / size
+        out[at] = top_gram_characters(spaced, length, room.powers, n, room.keys, room.counts, room.firsts, least) / size
         at += 1
     for n in DUPLICATE_N:
         out[at] = duplicate_gram_characters(joined, length, room.powers, n, room.keys) / size

@@ -161,7 +161,7 @@ class GopherQualityRules(WebRules):
         0.3, description="Greatest fraction of lines that end with an ellipsis"
     )
     min_alphabetic_words: Annotated[Fraction | None, Drop("alphabetic_word_fraction", "<")] = Field(
-        0.8, description="Least fraction of words with an alphabetic character"
+        0.8, description="Least fraction of words with an alphabetic character; punctuation is a word for datatrove alone"
     )
     min_stop_words: Annotated[int | None, Drop("stop_words", "<")] = Field(
         2, ge=0, description="Least number of distinct stop words of any one language"
@@ -202,7 +202,8 @@ class FineWebRules(WebRules):
     min_terminated_lines: Annotated[Fraction | None, Drop("terminated_line_fraction", "<")] = Field(
         0.12, description="Least fraction of lines that end a sentence"
     )
-    max_short_lines: Annotated[Fraction | None, Drop("short_line_fraction", ">")] = Field(
+    # Not measured for scripts written without spaces.
+    max_short_lines: Annotated[Fraction | None, Drop("short_line_fraction", ">", "keep")] = Field(
         0.67, description="Greatest fraction of lines of at most 30 characters"
     )
     max_repeated_line_characters: Annotated[Fraction | None, Drop("repeated_line_character_fraction", ">")] = Field(

@@ -175,14 +175,33 @@ def remove_lines(documents: pa.Table, lines: Artifact, rules: LineRules) -> tupl
         & (pc.field("words") >= rules.min_words)
         & (pc.field("ngram_coverage") > rules.max_ngram_coverage),
     )
-    out: dict[str, dict[int, float]] = {}
+    found: dict[str, dict[int, float]] = {}
     for row in repeated.filter(pc.is_in(repeated["id"], judged["id"].combine_chunks())).to_pylist():
-        out.setdefault(row["id"], {})[row["line"]] = row["ngram_coverage"]
+        found.setdefault(row["id"], {})[row["line"]] = row["ngram_coverage"]
     texts, removed = [], []
     for identity, text in zip(documents["id"].to_pylist(), documents["text"].to_pylist(), strict=True):
-        gone = out.get(identity, {})
-        pieces = text.split("\n") if gone else [text]
-        removed += [{"id": identity, "line": n, "text": pieces[n], "rule": LINE_RULE, "value": value} for n, value in sorted(gone.items())]
-        texts.append("\n".join(piece for n, piece in enumerate(pieces) if n not in gone))
+        gone = found.get(identity, {})
+        kept, out = without_lines(text, set(gone)) if gone else (text, {})
+        removed += [{"id": identity, "line": n, "text": line, "rule": LINE_RULE, "value": gone[n]} for n, line in out.items()]
+        texts.append(kept)
     at = documents.schema.get_field_index("text")
     return documents.set_column(at, documents.schema.field(at), pa.array(texts, pa.string())), pa.Table.from_pylist(removed, schema=schema)
+
+
+def without_lines(text: str, gone: set[int]) -> tuple[str, dict[int, str]]:
+    """The text without the lines of these numbers, and the removed lines.
+
+    As in `line_dedup`, a line takes the blank lines after it along where what stays before it is nothing or ends in a blank
+    line.
+    """
+    lines, kept, removed, at = text.split("\n"), [], {}, 0
+    while at < len(lines):
+        stop = at + 1
+        if at not in gone:
+            kept.append(lines[at])
+        else:
+            while stop < len(lines) and stop not in gone and not lines[stop].strip() and not (kept and kept[-1].strip()):
+                stop += 1
+            removed[at] = "\n".join(lines[at:stop])
+        at = stop
+    return "\n".join(kept), removed

@@ -51,6 +51,11 @@ def test_program_text_without_prose_has_no_language_and_with_comments_theirs():
     assert identify(f'"""{SENTENCES["en"]}\n{SENTENCES["en"]}\n"""\n{program}')[0] == "en"
 
 
+def test_the_items_of_a_list_are_prose():
+    text = "Le mot peut se rapporter :\nà une personne qui vit dans une petite ville ;\n" + "à un grand jardin près de la rivière ;\n" * 4
+    assert identify(text)[0] == "fr"
+
+
 @pytest.mark.parametrize("text", ["", "  \n", "123 456.7", "{}[]();", "— … —"])
 def test_text_without_letters_has_no_language(text):
     assert identify(text) == ("zxx", 1.0)

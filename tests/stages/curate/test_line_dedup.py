@@ -44,16 +44,23 @@ def plain(texts, config):
         counts = Counter(line.strip() for text in bucket for line in text.split(separator) if line.strip())
         seen = set()
         for n, text in enumerate(bucket, start):
-            kept, gone = [], 0
+            kept, gone, open_ = [], 0, False
             for number, line in enumerate(text.split(separator)):
                 key = line.strip()
+                # A blank line goes with the removed line before it, where none stays before that or the last one is blank.
+                if not key and open_ and config.unit == "line":
+                    _, at, with_, value = removed[-1]
+                    removed[-1] = (n, at, f"{with_}\n{line}", value)
+                    continue
                 first = key not in seen
                 seen.add(key)
                 if counts[key] > config.max_occurrences and not (config.policy == "keep_first" and first):
                     removed.append((n, number, line, float(counts[key])))
                     gone += 1
+                    open_ = not (kept and kept[-1].strip())
                 else:
                     kept.append(line)
+                    open_ = False
             out.append(None if gone and not "".join(kept).strip() else separator.join(kept))
     return out, removed
 
@@ -122,7 +129,7 @@ def test_code_in_manuals_can_be_protected(tmp_path):
 
 @pytest.mark.parametrize(
     "line", [")", "});", "x = 1", "def f(x):", "import os", ">>> f(1)", "for x in y:", "return None", "</div>", "foo(bar)",
-     "NextToken (string)", "Key (string, required)"]
+     "int count;", "NextToken (string)", "Key (string, required)"]
 )
 def test_lines_of_code(line):
     assert looks_like_code(line)
@@ -130,21 +137,22 @@ def test_lines_of_code(line):
 
 @pytest.mark.parametrize(
     "line", ["Read more", "See also", "© 2024 All rights reserved.", "Home > News", "5 comments", "From our editors", "Parameters:",
-     "Comments (none)", "English (required)"]
+     "Comments (none)", "English (required)", "in small groups, so that everyone is heard;"]
 )
 def test_lines_of_prose(line):
     assert not looks_like_code(line)
 
 
 def test_the_input_can_be_rebuilt_from_the_evidence(tmp_path):
-    texts = [f"menu\n\n  body {n}  \nmenu\nfooter" for n in range(8)]
+    texts = [f"menu\n\n  body {n}  \n\nmenu\n\n\nfooter\n\nend {n}\nmenu\n" for n in range(8)]
     made = run(tmp_path, texts)
     removed = made.read("removed_lines").to_pylist()
     for row in made.read().to_pylist():
         rebuilt = row["text"].split("\n")
         for gone in sorted((r for r in removed if r["id"] == row["id"]), key=lambda r: r["line"]):
-            rebuilt.insert(gone["line"], gone["text"])
+            rebuilt[gone["line"] : gone["line"]] = gone["text"].split("\n")
         assert "\n".join(rebuilt) == texts[int(row["id"])]
+        assert row["text"] == f"  body {int(row['id'])}  \n\nend {int(row['id'])}\n"
 
 
 def test_no_documents(tmp_path):

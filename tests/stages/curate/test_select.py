@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from puna.stages.contract import execute
 from puna.stages.contract.config import parse
 from puna.stages.curate.rules import active_rules, decide
-from puna.stages.curate.select import SelectConfig, rules_sql, select
+from puna.stages.curate.select import SelectConfig, rules_sql, select, without_lines
 from puna.storage import PunaError, Store
 from puna.storage.schemas import table_schema
 from puna.storage.signals import SIGNALS
@@ -167,6 +167,13 @@ def test_repeated_lines_of_kept_documents_go(tmp_path, make_documents):
         {"id": "a", "line": 1, "text": "two", "rule": "lines.max_ngram_coverage", "value": 1.0}
     ]
     assert made.read("dropped").num_rows == 0
+
+
+def test_blank_lines_do_not_pile_up_where_lines_go():
+    text = "log\n\none\n\nlog\n\n\nlog\n\ntwo\nlog\n\nthree"
+    kept, removed = without_lines(text, {0, 4, 7, 10})
+    assert kept == "one\n\ntwo\n\nthree"
+    assert removed == {0: "log\n", 4: "log\n\n", 7: "log\n", 10: "log"}
 
 
 NUMBERS = st.one_of(st.none(), st.sampled_from([0.0, 0.1, 0.3, 0.65, 3.0, 10.0, 50.0, 1e6, math.nan]))
