@@ -22,7 +22,11 @@ class CodeReasoningConfig(ClassifierConfig):
 
     dimension: int = Field(16, ge=8, le=1000, description="Length of a word's vector")
     learning_rate: float = Field(0.5, gt=0, le=10, description="Learning rate at the start, decaying to 0")
-    epochs: int = Field(10, ge=1, le=1000, description="Passes over the training documents")
+    epochs: int = Field(15, ge=1, le=1000, description="Passes over the training documents")
+    max_characters: int = Field(2000, ge=1, description="Read of each document, characters")
+    class_ratio: float = Field(
+        10.0, ge=1, description="Pages of neither kind that are trained on for each page of the kind, at most: most pages are of neither"
+    )
     exempt_sources: tuple[str, ...] = Field(
         ("code",), description="Sources whose documents are neither examples nor scored: they are code as a whole, by source alone"
     )
@@ -31,7 +35,7 @@ class CodeReasoningConfig(ClassifierConfig):
     max_code_line_fraction: float = Field(
         0.02, ge=0, lt=1, description="Greatest fraction of lines of code of a page that is labelled as having none"
     )
-    min_reasoning_words: int = Field(4, ge=1, description="Least number of different words of deduction that label a page as reasoning")
+    min_reasoning_words: int = Field(3, ge=1, description="Least number of different words of deduction that label a page as reasoning")
     min_formulas: int = Field(
         3, ge=1, description="Marks of formulas that label a page as reasoning together with half of these words"
     )

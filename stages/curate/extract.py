@@ -16,6 +16,7 @@ from puna.stages.curate.extraction.layout import DEPTH
 from puna.stages.curate.extraction.library import library_text
 from puna.stages.curate.extraction.model import content, load
 from puna.stages.curate.extraction.scan import read_page
+from puna.stages.curate.extraction.technical import prepared
 from puna.stages.curate.extraction.text import text_of
 from puna.stages.curate.extraction.union import Origin, united
 from puna.stages.curate.extraction.whole import with_headline
@@ -38,6 +39,11 @@ class ExtractConfig(StageConfig):
     )
     headline: bool = Field(
         False, description="Whether the model's texts and unions have the page's main heading (h1), which is left to the title otherwise"
+    )
+    code_and_maths: bool = Field(
+        True,
+        description="Whether the markup of code and formulas is read before the main content is looked for: numbers of lines go, "
+        "lines of code in tables and formulas on lines of their own become blocks of code, MathML becomes TeX",
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Larger HTML pages are dropped, bytes")
     max_depth: int = Field(
@@ -86,8 +92,8 @@ class PageText(NamedTuple):
 def extract(pages: Pages, config: ExtractConfig, run: StageRun) -> None:
     """Turn pages into documents: the main content of HTML, plain text and code as they are.
 
-    Structure of code, lists and tables is kept, maths in images' alternative texts, MathML and scripts too;
-    permalink marks and Markdown-like markers are not written.
+    Structure of code, lists and tables is kept, maths in images' alternative texts, MathML and scripts too
+    (`puna.stages.curate.extraction.technical`); permalink marks and Markdown-like markers are not written.
     """
     run.transform(_extract, pages, config)
 
@@ -153,6 +159,8 @@ def html_text(html: str, config: ExtractConfig) -> PageText:
     try:
         tree = HTMLTree.parse(html)
         title = CONTROLS.sub("", tree.title or "").strip() or None
+        if config.code_and_maths:
+            html = prepared(tree, html)
         if config.extractor == "resiliparse":
             return PageText(title, library_text(html, config.fallback_fraction))
         page = read_page(tree)

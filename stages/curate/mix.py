@@ -31,6 +31,11 @@ class MixConfig(SeededConfig):
     max_share: float = Field(
         0.5, gt=0, le=1, description="Greatest share of one category where neither configuration nor experiment gives weights, fraction"
     )
+    down_sample: dict[str, float] = Field(
+        {"arts_entertainment": 0.5},
+        description="Knowledge type that the web has too much of → share of its weight that it keeps, the others gaining the rest in "
+        "proportion; not with `weights`, which are final, fraction",
+    )
     max_repeats: float = Field(4.0, ge=1, le=100, description="Most times that the documents of a category are read, on average, epochs")
 
     cluster_weights: dict[PositiveInt, float] = Field(
@@ -45,6 +50,13 @@ class MixConfig(SeededConfig):
         if wrong := [size for size, weight in weights.items() if not 0 < weight <= 100]:
             raise ValueError(f"weight of clusters from {wrong[0]} documents on must lie in 0..100, above 0")
         return weights
+
+    @field_validator("down_sample")
+    @classmethod
+    def _factors_are_shares(cls, factors: dict[str, float]) -> dict[str, float]:
+        if wrong := [name for name, factor in factors.items() if not 0 <= factor <= 1]:
+            raise ValueError(f"what is left of the weight of {wrong[0]!r} must lie in 0..1")
+        return factors
 
     @field_validator("weights")
     @classmethod
@@ -77,7 +89,8 @@ def mix(
     """Set how often each training document of a split is read (Llama 3, section 3.1.2).
 
     A category's weight comes from the configuration, else from a mixture experiment, else it is the category's
-    share of the text, but at most `max_share`: the web has too much of some subjects. The amount of training text
+    share of the text, but at most `max_share`. The web has too much of some subjects, the report names arts and
+    entertainment: these keep the fraction `down_sample` of their weight. The amount of training text
     stays that of one pass over all documents; a category of weight w is read w x all / own times, at most
     `max_repeats` (four passes cost little: Muennighoff et al. 2023). A fractional number of epochs becomes an
     integer per document by a hash of its id. What is held out stays so. With the artifacts that removed duplicates, a document
@@ -99,7 +112,11 @@ def mix(
         wanted = _experiment(weights)
     if wanted:
         _check_weights(wanted, training, "mix.weights" if config.weights or weights is None else weights.id)
-    shares = plan(training, wanted, config.max_repeats, 1.0 if wanted else config.max_share)
+    max_share = 1.0 if wanted else config.max_share
+    factors = {} if config.weights else _factors(config, training)
+    if any(factors.get(category, 1.0) < 1 for category in training):
+        wanted = down_sampled(wanted or training, factors)
+    shares = plan(training, wanted, config.max_repeats, max_share)
     chance = uniform(ids, config.seed, "repeats")
     epochs = np.array([shares[c].epochs for c in categories])
     if deduplicated:
@@ -109,12 +126,17 @@ def mix(
     run.write(pa.table({**columns, "weight": [shares[c].weight for c in categories]}))
     total = sum(training.values())
     bars = {"text": [(c, s.bytes / max(total, 1)) for c, s in shares.items()], "training": [(c, s.weight) for c, s in shares.items()]}
-    run.figure("mixture", Figure("Knowledge types in the text and in training", "knowledge type", "share", bars, "bar"))
+    note = _explained(shares, factors, config.max_repeats, max_share, total)
+    run.figure("mixture", Figure("Knowledge types in the text and in training", "knowledge type", "share", bars, "bar", note=note))
     run.metric("documents", len(ids))
     run.metric("heldout_documents", int(heldout.sum()))
     run.metric("train_bytes", int((sizes * repeats).sum()))
     for category, share in shares.items():
         run.metric(f"epochs_{category}", round(share.epochs, 4))
+        run.metric(f"share_{category}", round(share.bytes / max(total, 1), 6))
+        run.metric(f"weight_{category}", round(share.weight, 6))
+        if factors.get(category, 1.0) < 1:
+            run.metric(f"down_sample_{category}", factors[category])
 
 
 def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: float, max_share: float = 1.0) -> dict[str, Share]:
@@ -138,6 +160,35 @@ def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: flo
         weight = {c: capped[c] if c in capped else w * spare / free for c, w in weight.items()}
     weight |= capped
     return {c: Share(sizes[c], weight[c], weight[c] * total / sizes[c] if sizes[c] else 0.0) for c in sorted(sizes)}
+
+
+def down_sampled(weights: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
+    """Weights of which some are multiplied by a factor of 0 to 1, scaled to add up to 1; PunaError where none is left."""
+    left = {category: weight * factors.get(category, 1.0) for category, weight in weights.items()}
+    total = sum(left.values())
+    if not total:
+        raise PunaError(f"mix.down_sample leaves nothing of any category with training text ({', '.join(sorted(weights))})")
+    return {category: weight / total for category, weight in left.items()}
+
+
+def _factors(config: MixConfig, training: Mapping[str, int]) -> dict[str, float]:
+    """The factors of categories that there are; one that the user names and that no document is of is refused."""
+    unknown = sorted(set(config.down_sample) - set(training))
+    if unknown and "down_sample" in config.model_fields_set:
+        raise PunaError(f"mix.down_sample: no document is of {unknown[0]!r}; the categories are {', '.join(training)}")
+    return {category: factor for category, factor in config.down_sample.items() if category in training}
+
+
+def _explained(shares: Mapping[str, Share], factors: Mapping[str, float], max_repeats: float, max_share: float, total: int) -> str:
+    """Which categories are held down, and by what."""
+    said = [f"{category} keeps {factor:g} of its weight (down_sample)" for category, factor in sorted(factors.items()) if factor < 1]
+    most = max(max_share, 1.0 / max(1, sum(share.bytes > 0 for share in shares.values())))
+    for category, share in shares.items():
+        if share.epochs >= max_repeats - TOLERANCE:
+            said.append(f"{category} is read {max_repeats:g} times, as often as any may be (max_repeats)")
+        elif max_share < 1 and share.weight >= most - TOLERANCE and share.bytes > most * total:
+            said.append(f"{category} is held at {most:.3g} of the training text (max_share)")
+    return "; ".join(said)
 
 
 def _relative(weights: NDArray[np.float64], categories: Sequence[str], sizes: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -266,7 +266,7 @@ class CodeRules(RuleGroup):
     min_words: Annotated[int | None, Drop("words", "<")] = Field(10, ge=0, description="Least number of words")
 
 
-class CodeReasoningRules(RuleGroup):
+class CodeReasoningRules(WebRules):
     """Pages with code and pages that reason (Llama 3, section 3.1.3), told by the classifiers of `code_reasoning`.
 
     Their words and lines are not those of prose: the groups `spared_by` leave them out, and the rules here are theirs alone.

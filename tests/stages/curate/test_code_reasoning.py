@@ -76,10 +76,10 @@ def test_formulas_by_hand():
         ("code", Technical(20, 2, 0, 0), None),  # a tenth of the lines, but two only
         ("code", Technical(31, 3, 0, 0), None),
         ("code", Technical(50, 1, 0, 0), False),
-        ("reasoning", Technical(9, 0, 0, 4), True),
+        ("reasoning", Technical(9, 0, 0, 3), True),
         ("reasoning", Technical(9, 0, 3, 2), True),
         ("reasoning", Technical(9, 0, 3, 1), None),
-        ("reasoning", Technical(9, 0, 2, 3), None),
+        ("reasoning", Technical(9, 0, 2, 2), None),
         ("reasoning", Technical(9, 0, 0, 1), False),
         ("reasoning", Technical(9, 0, 1, 0), None),
     ],

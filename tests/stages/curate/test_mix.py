@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from puna.stages.contract import execute
 from puna.stages.curate.cluster_weights import FINEWEB_2, cluster_sizes, weights_of
-from puna.stages.curate.mix import MixConfig, mix, plan
+from puna.stages.curate.mix import MixConfig, down_sampled, mix, plan
 from puna.storage import Artifact, PunaError, Store
 
 
@@ -186,3 +186,45 @@ def test_documents_that_stand_for_several_are_read_more_often(tmp_path: Path) ->
     assert repeats["b0000"] in (2, 3) and sum(v for i, v in repeats.items() if i[0] == "b") == pytest.approx(100, abs=6)
     with pytest.raises(PunaError, match="no table `duplicates`"):
         execute(mix, config, {**given_, "deduplicated": [given_["documents"]]}, store)
+
+
+def test_what_the_web_has_too_much_of_is_read_less(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given_ = corpus(store, {"arts_entertainment": [10] * 400, "science": [10] * 300, "sports": [10] * 300})
+    made = execute(mix, MixConfig(), given_, store)
+    # 0.4 halved is 0.2 of 0.8: a quarter of the training text, 0.625 epochs; the others gain alike, 0.3 / 0.8 each.
+    metrics = made.manifest.metrics
+    assert metrics["weight_arts_entertainment"] == pytest.approx(0.25) and metrics["share_arts_entertainment"] == pytest.approx(0.4)
+    assert metrics["epochs_arts_entertainment"] == pytest.approx(0.625)
+    assert metrics["weight_science"] == metrics["weight_sports"] == pytest.approx(0.375)
+    assert metrics["down_sample_arts_entertainment"] == 0.5 and "down_sample_science" not in metrics
+    assert [r["weight"] for r in made.read().to_pylist()[:400]] == pytest.approx([0.25] * 400)
+    assert made.manifest.figures["mixture"]["note"] == "arts_entertainment keeps 0.5 of its weight (down_sample)"
+    # Weights that are given are final; nothing is held down without factors.
+    final = execute(mix, MixConfig(weights={"arts_entertainment": 0.5, "science": 0.5, "sports": 0.0}), given_, store)
+    assert final.manifest.metrics["weight_arts_entertainment"] == pytest.approx(0.5)
+    plain = execute(mix, MixConfig(down_sample={}), given_, store)
+    assert plain.manifest.metrics["epochs_arts_entertainment"] == pytest.approx(1)
+    with pytest.raises(PunaError, match="mix.down_sample: no document is of 'sport'; the categories are arts_entertainment, science, sports"):
+        execute(mix, MixConfig(down_sample={"sport": 0.5}), given_, store)
+    with pytest.raises(PunaError, match="leaves nothing"):
+        execute(mix, MixConfig(down_sample={"arts_entertainment": 0, "science": 0, "sports": 0}), given_, store)
+    with pytest.raises(ValidationError, match="must lie in 0..1"):
+        MixConfig(down_sample={"sports": 1.5})
+
+
+def test_bounds_that_hold_a_category_are_told(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    made = execute(mix, MixConfig(down_sample={}), corpus(store, {"a": [10] * 80, "b": [10] * 15, "c": [10] * 5}), store)
+    assert made.manifest.figures["mixture"]["note"] == "a is held at 0.5 of the training text (max_share)"
+    made = execute(mix, MixConfig(weights={"a": 0.5, "b": 0.1, "c": 0.4}), corpus(store, {"a": [10] * 80, "b": [10] * 15, "c": [10] * 5}), store)
+    assert made.manifest.figures["mixture"]["note"] == "c is read 4 times, as often as any may be (max_repeats)"
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from("abcde"), st.floats(0.01, 1), min_size=2), st.dictionaries(st.sampled_from("abcde"), st.floats(0.1, 1)))
+def test_down_sampling_keeps_the_ratios_of_the_others(weights: dict[str, float], factors: dict[str, float]) -> None:
+    found = down_sampled(weights, factors)
+    assert sum(found.values()) == pytest.approx(1)
+    ratios = [found[c] / (weights[c] * factors.get(c, 1)) for c in weights]
+    assert ratios == pytest.approx([ratios[0]] * len(ratios))

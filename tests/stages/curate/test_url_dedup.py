@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+import itertools
+from datetime import UTC, datetime, timedelta, timezone
 
 import pyarrow as pa
 import pytest
@@ -101,3 +102,49 @@ def test_equal_to_a_plain_loop(tmp_path_factory, pages):
         if url not in best or day > best[url][1]:
             best[url] = (identity, day)
     assert made.read()["id"].to_pylist() == sorted(identity for identity, _ in best.values())
+
+
+def versions(store, rows):
+    table = [{"id": i, "url": url, "fetched_at": when, "source": "s", "title": None, "text": i} for i, url, when in rows]
+    return store.import_table("documents", pa.Table.from_pylist(table))
+
+
+def test_newer_by_a_second_or_less_wins(tmp_path):
+    store, noon = Store.open(tmp_path), datetime(2024, 1, 1, 12, tzinfo=UTC)
+    rows = [
+        ("a", "https://x.com/1", noon + timedelta(seconds=1)), ("b", "https://x.com/1", noon),
+        ("c", "https://x.com/2", noon), ("d", "https://x.com/2", noon + timedelta(microseconds=1)),
+        ("e", "https://x.com/3", datetime(2023, 12, 31, 23, 59, 59, tzinfo=UTC)), ("f", "https://x.com/3", datetime(2024, 1, 1, tzinfo=UTC)),
+    ]  # fmt: skip
+    made = execute(url_dedup, UrlDedupConfig(), {"documents": versions(store, rows)}, store)
+    assert made.read()["id"].to_pylist() == ["a", "d", "f"]
+
+
+def test_times_of_other_zones_are_instants(tmp_path):
+    store = Store.open(tmp_path)
+    zone = timezone(timedelta(hours=9))
+    # 08:00 in a zone nine hours ahead is 23:00 of the day before: older than 00:30 UTC, though its date reads later.
+    early = pa.array([datetime(2024, 1, 2, 8, tzinfo=zone)], pa.timestamp("us", tz="+09:00"))
+    late = pa.array([datetime(2024, 1, 2, 0, 30, tzinfo=UTC)], pa.timestamp("us", tz="UTC"))
+    table = {"id": ["a", "b"], "url": ["https://x.com/1"] * 2, "source": ["s"] * 2, "title": pa.nulls(2, pa.string()), "text": ["a", "b"]}
+    for first, second, kept in ((early, late, "b"), (late, early, "a")):
+        times = pa.concat_arrays([first.cast(late.type), second.cast(late.type)])
+        for zoned in (times, times.cast(early.type)):
+            made = execute(url_dedup, UrlDedupConfig(), {"documents": store.import_table("documents", pa.table({**table, "fetched_at": zoned}))}, store)
+            assert made.read()["id"].to_pylist() == [kept]
+
+
+def test_equal_instants_go_to_the_smallest_id_in_any_order(tmp_path):
+    noon = datetime(2024, 1, 1, 12, 0, 5, tzinfo=UTC)
+    rows = [
+        ("d", "https://x.com/1", noon), ("b", "http://www.x.com/1/", noon.astimezone(timezone(timedelta(hours=-5)))),
+        ("c", "https://x.com/1", noon), ("a", "https://x.com/1", noon - timedelta(seconds=1)),
+    ]  # fmt: skip
+    digests = set()
+    for number, order in enumerate(itertools.permutations(rows)):
+        store = Store.open(tmp_path / str(number))
+        made = execute(url_dedup, UrlDedupConfig(), {"documents": versions(store, order)}, store, part_rows=1 + number % 4)
+        assert made.read()["id"].to_pylist() == ["b"]
+        assert {r["kept_id"] for r in made.read("duplicates").to_pylist()} == {"b"}
+        digests.add(made.data_digest)
+    assert len(digests) == 1

@@ -1,0 +1,105 @@
+"""Pages with code and maths: what their markup says is put where the extractor keeps it, before it reads the page.
+
+Numbers of lines go; lines of code that are cells of a table, or elements of an editor, become one `pre`, as do formulas
+that stand on lines of their own; and MathML that has no annotation in TeX gets one, because a fraction or a power in
+plain text is another formula.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# A page without any of these is left alone: most pages are.
+HINT = re.compile(r"<math|math/tex|blob-code|hljs-ln|CodeMirror|lineno|line-number|gutter", re.IGNORECASE)
+NUMBERS = (
+    "td.linenos, td.lineno, td.gutter, td.rouge-gutter, td.blob-num, td.hljs-ln-numbers, pre.lineno, pre.linenos, "
+    "pre .lineno, pre .linenos, pre .line-numbers-rows, pre .line-number, .CodeMirror-linenumber, .CodeMirror-gutters"
+)
+LINES = "td.blob-code, td.hljs-ln-code"
+EDITOR = ".CodeMirror-code"
+DISPLAY = 'script[type="math/tex; mode=display"], script[type="math/tex;mode=display"]'
+# MathML element → its number of children and how TeX writes it.
+TEX = {
+    "msqrt": (1, r"\sqrt{{{0}}}"), "mfrac": (2, r"\frac{{{0}}}{{{1}}}"), "mroot": (2, r"\sqrt[{1}]{{{0}}}"),
+    "msup": (2, "{0}^{{{1}}}"), "msub": (2, "{0}_{{{1}}}"), "msubsup": (3, "{0}_{{{1}}}^{{{2}}}"),
+    "mover": (2, r"\overset{{{1}}}{{{0}}}"), "munder": (2, "{0}_{{{1}}}"), "munderover": (3, "{0}_{{{1}}}^{{{2}}}"),
+}  # fmt: skip
+RELATIONS = "=<>≤≥≠≈≡∈⊂→⇒∼"
+BETWEEN = {"mtr": " & ", "mtable": r" \\ "}
+MAX_NESTING = 50  # of one formula
+MAX_FORMULAS = 2000  # of a page, in time that stays short; what is beyond stays as it was
+MAX_STEPS = 3  # from a cell to its table: row, body, table
+
+
+def prepared(tree: Any, html: str) -> str:
+    """Rewrite code and maths of the page `html` that Resiliparse has parsed, in place; returns the page as it is then."""
+    document = tree.document
+    if document is None or not HINT.search(html):
+        return html
+    changed = False
+    for element in document.query_selector_all(NUMBERS):
+        element.parent.remove_child(element)  # not destroyed: what is in it may be among them as well
+        changed = True
+    for math in document.query_selector_all("math")[:MAX_FORMULAS]:
+        if not _inside(math, "math") and math.query_selector("annotation") is None and (text := tex(math)):
+            _replaced(tree, math, "pre" if math.getattr("display") == "block" else "span", text)
+            changed = True
+    for script in document.query_selector_all(DISPLAY):
+        _replaced(tree, script, "pre", script.text)
+        changed = True
+    for table, lines in _tables(document):
+        _replaced(tree, table, "pre", "\n".join(lines))
+        changed = True
+    for editor in document.query_selector_all(EDITOR):
+        lines = [line.text.replace("\u200b", "") for line in editor.query_selector_all("pre")]
+        if lines:
+            _replaced(tree, editor, "pre", "\n".join(lines))
+            changed = True
+    return str(document.html) if changed else html
+
+
+def _inside(node: Any, tag: str) -> bool:
+    """Whether an ancestor of the node is such an element."""
+    above = node.parent
+    while above is not None and above.tag != tag:
+        above = above.parent
+    return above is not None
+
+
+def _tables(document: Any) -> list[tuple[Any, list[str]]]:
+    """Tables in which each row is a line of code, with the lines."""
+    found: list[tuple[Any, list[str]]] = []
+    for cell in document.query_selector_all(LINES):
+        table = cell
+        for _ in range(MAX_STEPS):
+            table = table.parent if table is not None and table.tag != "table" else table
+        if table is None or table.tag != "table":
+            continue
+        if not found or found[-1][0] != table:
+            found.append((table, []))
+        found[-1][1].append(cell.text.strip("\n"))
+    return found
+
+
+def _replaced(tree: Any, node: Any, tag: str, text: str) -> None:
+    """Put an element with the text in the place of a node."""
+    element = tree.create_element(tag)
+    element.text = text
+    if node.parent is not None:
+        node.parent.replace_child(element, node)
+
+
+def tex(node: Any, depth: int = 0) -> str:
+    """A MathML element as TeX; what is nested deeper than any formula is written as plain text."""
+    if node.tag == "#text" or depth > MAX_NESTING:
+        return " ".join((node.text or "").split())
+    children = [child for child in node.child_nodes if child.tag != "#comment" and (child.tag != "#text" or child.text.strip())]
+    parts = [tex(child, depth + 1) for child in children]
+    if node.tag == "msqrt":
+        parts = ["".join(parts)]  # the root of all its children, which are a row
+    count, form = TEX.get(node.tag, (0, ""))
+    if count and count == len(parts):
+        return form.format(*parts)
+    text = BETWEEN.get(node.tag, "").join(parts)
+    return f" {text} " if node.tag == "mo" and text and text in RELATIONS else text

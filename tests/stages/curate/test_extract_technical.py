@@ -1,0 +1,82 @@
+"""Code and maths of pages: lines of code without their numbers, formulas that say what they said."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from puna.stages.curate.extract import ExtractConfig, html_text
+
+BEFORE = "<p>To sort a list in Python, call the function sorted, which returns a new list, in the order of its items.</p>"
+AFTER = "<p>This works because the function compares the numbers of the list with each other, one after another.</p>"
+LINES = "def f(x):\n    return 1\n\nf(2)"
+
+
+def text(body, **config):
+    page = f"<html><head><title>t</title></head><body><main>{BEFORE}{body}{AFTER}</main></body></html>"
+    return html_text(page, ExtractConfig(**config)).text
+
+
+def cells(number, line):
+    rows = "".join(f"<tr><td {number}>{n}</td><td {line}>{row}</td></tr>" for n, row in enumerate(LINES.split("\n"), 1))
+    return f"<table>{rows}</table>"
+
+
+CODE = {
+    "gutter in a cell": '<table class="highlighttable"><tr><td class="linenos"><pre class="linenos">1\n2\n3\n4</pre></td>'
+    f'<td class="code"><div><pre>{LINES}</pre></div></td></tr></table>',
+    "numbers in the lines": "<pre>" + "\n".join(f'<span class="lineno">{n} </span>{row}' for n, row in enumerate(LINES.split("\n"))) + "</pre>",
+    "a row for a line": cells('class="blob-num"', 'class="blob-code"'),
+    "a row for a line of another highlighter": cells('class="hljs-ln-numbers"', 'class="hljs-ln-code"'),
+    "an editor": '<div class="CodeMirror-gutters">9</div><div class="CodeMirror-code">'
+    + "".join(f'<div><div class="CodeMirror-linenumber">{n}</div><pre>{row}</pre></div>' for n, row in enumerate(LINES.split("\n")))
+    + "</div>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CODE)
+@pytest.mark.parametrize("extractor", ["model", "union"])
+def test_code_keeps_its_lines_and_loses_their_numbers(name, extractor):
+    found = text(CODE[name], extractor=extractor)
+    assert f"\n\n{LINES}\n\n" in found
+    assert text(CODE[name], extractor=extractor, code_and_maths=False) != found
+
+
+FORMULAS = {
+    "<mfrac><mrow><mi>a</mi><mo>+</mo><mn>1</mn></mrow><mi>b</mi></mfrac>": r"\frac{a+1}{b}",
+    "<mi>E</mi><mo>=</mo><mi>m</mi><msup><mi>c</mi><mn>2</mn></msup>": "E = mc^{2}",
+    "<msub><mi>x</mi><mn>1</mn></msub><mo>≤</mo><msubsup><mi>y</mi><mi>i</mi><mn>2</mn></msubsup>": "x_{1} ≤ y_{i}^{2}",
+    "<msqrt><mi>x</mi><mo>+</mo><mn>1</mn></msqrt><mroot><mi>x</mi><mn>3</mn></mroot>": r"\sqrt{x+1}\sqrt[3]{x}",
+    "<munderover><mo>∑</mo><mi>i</mi><mi>n</mi></munderover><mover><mi>x</mi><mo>¯</mo></mover>": r"∑_{i}^{n}\overset{¯}{x}",
+    "<mtable><mtr><mtd><mn>1</mn></mtd><mtd><mn>2</mn></mtd></mtr><mtr><mtd><mn>3</mn></mtd><mtd><mn>4</mn></mtd></mtr></mtable>": r"1 & 2 \\ 3 & 4",
+    "<mfrac><mi>a</mi></mfrac>": "a",  # a fraction needs two children
+}
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_formulas_without_an_annotation(formula):
+    assert f"value of {FORMULAS[formula]} is" in text(f"<p>It was the Greeks who said that the value of <math>{formula}</math> is known to all.</p>")
+    assert f"\n\n{FORMULAS[formula]}\n\n" in text(f'<math display="block">{formula}</math>')
+
+
+def test_formulas_on_lines_of_their_own_are_kept():
+    assert "\n\n\\int_0^1 x dx\n\n" in text('<script type="math/tex; mode=display">\\int_0^1 x dx</script>')
+    annotated = '<math><semantics><mi>x</mi><annotation encoding="application/x-tex">x^2</annotation></semantics></math>'
+    found = text(f"<p>It was the Greeks who said that the value of {annotated} is known to all of us.</p>")
+    assert "value of x^2 is" in found
+
+
+def test_nested_and_broken_markup_is_read():
+    pieces = [
+        "<math>", "</math>", "<msup>", "</msup>", "<mi>x</mi>", "<table>", "</table>", "<tr>", '<td class="blob-code">a', '<td class="blob-num">1',
+        '<td class="linenos"><pre class="lineno">1</pre>', "</td>", "<pre>", "</pre>", '<span class="lineno">2</span>', "<annotation>",
+        '<div class="CodeMirror-code">', "</div>", '<script type="math/tex; mode=display">y</script>', '<math display="block">', "<mfrac>",
+    ]  # fmt: skip
+    generator = random.Random(0)
+    for _ in range(300):
+        body = "".join(generator.choice(pieces) for _ in range(generator.randrange(1, 60)))
+        for extractor in ("model", "resiliparse"):
+            assert isinstance(text(body, extractor=extractor), str)
+    deep = "<math><msup>" * 200 + "<mi>xyz</mi>"
+    assert "xyz" in text(f"<p>It was the Greeks who said that the value is known to all of us, and they called it {deep}")
