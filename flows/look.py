@@ -55,6 +55,14 @@ def _text(value: Any) -> str:
     return value.isoformat() if isinstance(value, datetime) else value.hex() if isinstance(value, bytes) else str(value)
 
 
+def _when(created_at: str) -> str:
+    return f"{datetime.fromisoformat(created_at):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _number(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
 def _cell(value: Any) -> str:
     text = (
         ""
@@ -87,35 +95,45 @@ def list_(
         return _print(rows, as_json, ["run", "artifacts", "reused", "finished"])
     if kind is not None:
         known_kind(kind)
-    names = {key: name for name, key in opened.aliases().items()}
+    artifacts = [a for a in opened.artifacts() if kind in (None, a.kind)]
+    if as_json:
+        return _print([summary(a, aliases=opened.aliases_of(a)) for a in artifacts], True)
     rows = [
-        {**summary(a), "alias": names.get(a.key, ""), "main rows": a.rows() if a.kind in a.tables else None}
-        for a in opened.artifacts()
-        if kind in (None, a.kind)
-    ]
-    _print(rows, as_json, ["id", "stage", "main rows", "created_at", "alias"])
+        {
+            "id": a.id, "stage": a.manifest.stage, "rows": a.rows() if a.kind in a.tables else None,
+            "created at": _when(a.manifest.created_at), "aliases": ", ".join(opened.aliases_of(a)),
+        }
+        for a in artifacts
+    ]  # fmt: skip
+    _print(rows, False, ["id", "stage", "rows", "created at", "aliases"])
 
 
 @app.command()
 def show(name: IdArgument, store: StoreOption = ".puna", as_json: JsonOption = False) -> None:
-    """Show one artifact's manifest: configuration, inputs, tables, metrics, timings."""
-    artifact = existing(store).resolve(name)
-    if as_json:
-        typer.echo(json.dumps(json.loads(artifact.manifest.to_json())))
-        return
+    """Show one artifact's manifest: configuration, inputs, tables, files, metrics, timings."""
+    opened = existing(store)
+    artifact = opened.resolve(name)
     m = artifact.manifest
-    typer.echo(f"{artifact.id}  made by {m.stage} at {m.created_at}\n{artifact.folder}")
-    for title, content in (("configuration", m.config), ("metrics", m.metrics), ("timings, s", m.timings)):
-        if content:
+    if as_json:
+        typer.echo(json.dumps(json.loads(m.to_json())))
+        return
+    typer.echo(f"{artifact.id}  made by {m.stage}, {_when(m.created_at)}{''.join(f', {n}' for n in opened.aliases_of(artifact))}")
+    typer.echo(artifact.folder)
+    measured = {**m.timings, "peak_memory_bytes": m.peak_memory_bytes}
+    sections: dict[str, list[tuple[str, str]]] = {
+        # A field as `--set` names it.
+        "configuration": [(field, json.dumps(value)) for field, value in explaining.flat(m.config).items() if field],
+        "inputs": [(i.name, i.key if i.kind == "external" else f"{i.kind}/{i.key[:12]} {i.stage}") for i in m.inputs],
+        "tables": [(n, f"{r.rows:,} rows: {', '.join(r.columns)}") for n, r in m.tables.items()],
+        "files": [(n, f"{r.bytes:,} bytes") for n, r in m.files.items()],
+        "metrics": [(n, _number(v)) for n, v in m.metrics.items()],
+        "measured": [(n, _number(v)) for n, v in measured.items()],
+    }
+    for title, lines in sections.items():
+        if lines:
             typer.echo(f"\n{title}")
-            for field, value in content.items():
-                typer.echo(f"  {field:32s} {json.dumps(value)}")
-    typer.echo("\ninputs")
-    for item in m.inputs:
-        typer.echo(f"  {item.name:20s} {item.kind}/{item.key[:12]} {item.stage}")
-    typer.echo("\ntables")
-    for table, record in m.tables.items():
-        typer.echo(f"  {table:20s} {record.rows:,} rows: {', '.join(record.columns)}")
+            for field, text in lines:
+                typer.echo(f"  {field:40s} {text}")
 
 
 @app.command()
