@@ -180,7 +180,7 @@ def explain(name: IdArgument, store: StoreOption = ".puna", as_json: JsonOption 
     if before is None:
         typer.echo(f"{artifact.id}: the first artifact of stage {artifact.manifest.stage}")
         return
-    typer.echo(f"{artifact.id} differs from {before.id} (made {before.manifest.created_at}):")
+    typer.echo(f"{artifact.id} differs from {before.id} (made {_when(before.manifest.created_at)}):")
     for change in found:
         typer.echo(f"  {change}")
 

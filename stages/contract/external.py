@@ -101,8 +101,8 @@ def _files(uri: str, progress: Callable[[str], None] | None) -> Iterator[Externa
     except PunaError:
         raise
     except Exception as error:  # every file system of fsspec has errors of its own: credentials, hosts, protocols
-        reason = str(error).strip() or type(error).__name__
-        raise PunaError(f"input {uri}: cannot be looked at ({reason}); give a path or another URI") from error
+        said = str(error).strip() or type(error).__name__
+        raise PunaError(f"input {uri}: cannot be looked at ({said}); give a path or another URI") from error
     addresses = [a for a in addresses if not any(p.startswith(".") for p in PurePosixPath(a[len(root) :]).parts)]
     if not addresses:
         raise PunaError(f"input {uri}: the folder is empty")
