@@ -13,7 +13,7 @@ from puna.storage.work import Identity
 
 @dataclass(frozen=True)
 class Change:
-    """One difference: what (`config`, `code`, `input`), which field, and its values before and now."""
+    """One difference: what (`config`, `code`, `input`, the `artifact` itself), which field, and its values before and now."""
 
     what: str
     name: str
@@ -43,6 +43,8 @@ def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
     Of several earlier artifacts the nearest counts: fewest differences, then newest.
     """
     keys = {event["key"] for run in store.runs() for event in store.events(run) if event.get("step") == step}
+    if identity.key in keys:
+        return [Change("artifact", identity.key[:12], "made before", "damaged or removed since")]
     earlier = [a.manifest for a in store.artifacts() if a.key in keys and a.manifest.stage == identity.stage]
     about = [changes(m, identity) for m in reversed(earlier)]
     return min(about, key=len) if about else None

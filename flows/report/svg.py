@@ -257,7 +257,11 @@ def _rows(plot: Plot) -> Html:
             top = 24 + names.index(str(place)) * pitch + index * thick
             a, b = sorted((x.at(0), x.at(value)))
             bars.append(_rect(a, top, max(b - a, 0.8), thick - 1, f"{place}, {name}: {number(value)}"))
-            bars.append(_text(b + 5, top + thick / 2 + 3.6, number(value, 3), "value", "start"))
+            said = number(value, 3)
+            if plot.lines:
+                size = {"x": f"{b + 2:.1f}", "y": f"{top:.1f}", "width": f"{6 + LETTER * len(said):.1f}", "height": f"{thick:.1f}"}
+                bars.append(tag("rect", **size, class_="behind"))
+            bars.append(_text(b + 5, top + thick / 2 + 3.6, said, "value", "start"))
         parts.append(tag("g", bars, style=colour(index), class_="series"))
     for name, value in plot.lines.items():
         parts.append(_text(x.at(value), height - 2, f"{name} {number(value, 3)}", "levelname"))
