@@ -245,24 +245,27 @@ def _rows(plot: Plot) -> Html:
     pitch = thick * len(plot.series) + 8
     height = 22 + pitch * len(names) + (16 if plot.lines else 0)
     parts: list[Content] = [_text(0, 12, plot.y, "label", "start")]
-    # Below the bars and their values, which stay readable.
-    parts += [_line(x.at(value), 20, x.at(value), height - 14, "named") for value in plot.lines.values()]
     for row, name in enumerate(names):
         middle = 24 + row * pitch + (pitch - 8) / 2
         shown = _clip(name.replace("_", " "), int((left - 8) / LETTER))
         parts.append(tag("text", tag("title", name), shown, x=f"{left - 8:.1f}", y=f"{middle + 4:.1f}", class_="tick", text_anchor="end"))
+    written: list[Content] = []
     for index, (name, points) in enumerate(plot.series.items()):
         bars: list[Content] = []
         for place, value in points:
             top = 24 + names.index(str(place)) * pitch + index * thick
             a, b = sorted((x.at(0), x.at(value)))
             bars.append(_rect(a, top, max(b - a, 0.8), thick - 1, f"{place}, {name}: {number(value)}"))
-            said = number(value, 3)
-            if plot.lines:
-                size = {"x": f"{b + 2:.1f}", "y": f"{top:.1f}", "width": f"{6 + LETTER * len(said):.1f}", "height": f"{thick:.1f}"}
-                bars.append(tag("rect", **size, class_="behind"))
-            bars.append(_text(b + 5, top + thick / 2 + 3.6, said, "value", "start"))
+            written += _value(b, top, thick, number(value, 3), bool(plot.lines))
         parts.append(tag("g", bars, style=colour(index), class_="series"))
     for name, value in plot.lines.items():
-        parts.append(_text(x.at(value), height - 2, f"{name} {number(value, 3)}", "levelname"))
-    return _svg(plot, height, parts)
+        at = x.at(value)
+        parts += [_line(at, 20, at, height - 14, "named"), _text(at, height - 2, f"{name} {number(value, 3)}", "levelname")]
+    return _svg(plot, height, parts, written)
+
+
+def _value(x: float, top: float, thick: float, said: str, clear: bool) -> list[Content]:
+    """What a bar that ends at `x` says; `clear`: on a ground of its own, so that no line runs through it."""
+    size = {"x": f"{x + 2:.1f}", "y": f"{top:.1f}", "width": f"{6 + LETTER * len(said):.1f}", "height": f"{thick:.1f}"}
+    ground = tag("rect", **size, class_="behind") if clear else None
+    return [ground, _text(x + 5, top + thick / 2 + 3.6, said, "value", "start")]
