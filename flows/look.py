@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from puna.flows.console import summary
+from puna.flows.settings import DEFAULT_STORE
 from puna.storage import Artifact, PunaError, Store, care, catalog
 from puna.storage import explain as explaining
 from puna.storage.schemas import known_kind
@@ -80,7 +81,7 @@ def _cell(value: Any) -> str:
 def list_(
     kind: Annotated[str | None, typer.Argument(help="Only artifacts of this kind")] = None,
     runs: Annotated[bool, typer.Option("--runs", help="List runs instead")] = False,
-    store: StoreOption = ".puna",
+    store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
     """List artifacts, oldest first."""
@@ -109,7 +110,7 @@ def list_(
 
 
 @app.command()
-def show(name: IdArgument, store: StoreOption = ".puna", as_json: JsonOption = False) -> None:
+def show(name: IdArgument, store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
     """Show one artifact's manifest: configuration, inputs, tables, files, metrics, timings."""
     opened = existing(store)
     artifact = opened.resolve(name)
@@ -137,7 +138,7 @@ def show(name: IdArgument, store: StoreOption = ".puna", as_json: JsonOption = F
 
 
 @app.command()
-def lineage(name: IdArgument, store: StoreOption = ".puna", as_json: JsonOption = False) -> None:
+def lineage(name: IdArgument, store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
     """Show what an artifact was made from, back to the files that came from outside."""
     opened = existing(store)
     rows: list[dict[str, Any]] = []
@@ -168,7 +169,7 @@ def lineage(name: IdArgument, store: StoreOption = ".puna", as_json: JsonOption 
 
 
 @app.command()
-def explain(name: IdArgument, store: StoreOption = ".puna", as_json: JsonOption = False) -> None:
+def explain(name: IdArgument, store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
     """Say why an artifact was made again: which field, which code, which input differs from before."""
     opened = existing(store)
     artifact = opened.resolve(name)
@@ -189,7 +190,7 @@ def explain(name: IdArgument, store: StoreOption = ".puna", as_json: JsonOption 
 def accept(
     old: Annotated[str, typer.Argument(help="The artifact made by the code before")],
     new: Annotated[str, typer.Argument(help="The artifact made by the code after")],
-    store: StoreOption = ".puna",
+    store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Declare a refactoring equivalent: where NEW is asked for, OLD is used."""
     opened = existing(store)
@@ -206,7 +207,7 @@ def accept(
 @app.command()
 def why(
     document: Annotated[str, typer.Argument(help="A document's id (or its first digits), or its URL")],
-    store: StoreOption = ".puna",
+    store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
     """Tell what became of a document: each stage that kept, changed or dropped it, and by which rule."""
@@ -253,7 +254,7 @@ def fate(store: Store, document: str) -> list[dict[str, Any]]:
 @app.command()
 def sql(
     text: Annotated[str | None, typer.Argument(metavar="QUERY", help="One SQL statement; without it, a prompt opens")] = None,
-    store: StoreOption = ".puna",
+    store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
     """Query every artifact with DuckDB, read-only: one view per table, and artifacts, lineage, metrics."""
@@ -306,7 +307,7 @@ def _table(table: pa.Table, as_json: bool) -> None:
 def verify(
     name: Annotated[str | None, typer.Argument(metavar="ID", help="One artifact (default: all)")] = None,
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Set damaged artifacts aside, so that they are made again")] = False,
-    store: StoreOption = ".puna",
+    store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
     """Compare every file with its checksum."""
@@ -333,7 +334,7 @@ def gc(
     keep_runs: Annotated[int, typer.Option(min=0, help="Runs whose artifacts stay")] = 5,
     work_days: Annotated[float, typer.Option(min=0, help="Unfinished work younger than this stays, days")] = 7.0,
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only say what would go")] = False,
-    store: StoreOption = ".puna",
+    store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
     """Remove artifacts that no alias and no recent run needs, abandoned work, and quarantined artifacts."""
