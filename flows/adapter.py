@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from pydantic import Field
 
 from puna.flows.session import Session, current, session
+from puna.flows.settings import DEFAULT_STORE
 from puna.stages.contract import REGISTRY, Stage, StageConfig, Value, parse
 from puna.stages.contract.declaration import InputSpec
 from puna.storage import Artifact, PunaError, Store
 
 if TYPE_CHECKING:  # importing Prefect takes seconds that a run without a server does not spend
     from prefect import Flow, Task
-
-DEFAULT_STORE = ".puna"
 
 
 def step(stage: Stage, config: StageConfig, /, *, label: str = "", **inputs: Value) -> Artifact:

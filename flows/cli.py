@@ -11,6 +11,8 @@ import typer
 
 from puna.flows import look, plan
 from puna.flows.console import fail
+from puna.flows.look import StoreOption
+from puna.flows.settings import DEFAULT_STORE
 from puna.stages.contract import did_you_mean
 from puna.storage import PunaError, Store
 
@@ -20,7 +22,6 @@ app = typer.Typer(
 app.add_typer(look.app)
 app.add_typer(plan.app)
 
-StoreOption = Annotated[str, typer.Option("--store", envvar="PUNA_STORE", help="Folder of the artifacts")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object per artifact on standard output")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field, for example select.gopher_quality.min_words=60")
@@ -38,7 +39,7 @@ def run(
     ] = None,
     changes: SetOption = None,
     inputs: InputOption = None,
-    store: StoreOption = ".puna",
+    store: StoreOption = DEFAULT_STORE,
     workers: Annotated[int | None, typer.Option(min=1, help="Local processes (default: one per core)")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -75,7 +76,7 @@ def fields(stage: Annotated[str, typer.Argument(help="Name of a stage")]) -> Non
 
 @app.command()
 def sample(
-    folder: Annotated[Path, typer.Argument(help="Where the WARC files go")] = Path(".puna/sample"),
+    folder: Annotated[Path, typer.Argument(help="Where the WARC files go")] = Path(DEFAULT_STORE, "sample"),
     as_json: JsonOption = False,
 ) -> None:
     """Fetch the sample of real pages: a few thousand documents, as WARC files."""
@@ -91,7 +92,7 @@ def sample(
 
 @app.command()
 def serve(
-    store: StoreOption = ".puna",
+    store: StoreOption = DEFAULT_STORE,
     cron: Annotated[
         list[str] | None, typer.Option(metavar="NAME=CRON", help="Run a flow or stage on a schedule (UTC), for example align='0 3 * * *'")
     ] = None,
@@ -121,7 +122,7 @@ def serve(
 def report(
     run_name: Annotated[str, typer.Argument(metavar="RUN", help="A run; `puna list --runs` shows them, `latest` is the newest")] = "latest",
     output: Annotated[Path | None, typer.Option(help="HTML file to write (default: runs/RUN.html in the store)")] = None,
-    store: StoreOption = ".puna",
+    store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Write one self-contained HTML page about a run."""
     from puna.flows.report import write

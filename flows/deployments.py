@@ -13,9 +13,10 @@ from prefect.types.entrypoint import EntrypointType
 from pydantic import Field
 
 from puna.flows import pipeline
-from puna.flows.adapter import DEFAULT_STORE, as_flow, flow_of
+from puna.flows.adapter import as_flow, flow_of
 from puna.flows.launch import whole
 from puna.flows.recipe import FLOWS, load_stages
+from puna.flows.settings import DEFAULT_STORE
 from puna.storage import PunaError
 
 

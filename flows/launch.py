@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from puna.flows.adapter import opened, perform
+from puna.flows.adapter import flow_of, opened, perform
 from puna.flows.closing import closing_table
 from puna.flows.console import Console
 from puna.flows.recipe import FLOWS, Recipe, load, load_stages, overridden
@@ -26,9 +26,9 @@ def run(what: str, recipe: str | None, changes: list[str], inputs: list[str], st
     stages = load_stages()
     if what in FLOWS:
         recipe = recipe or "demo"
-        check_sources(load(recipe, changes), inputs)
+        config = load(recipe, changes)
         server = reached_server()
-        externals = pages(inputs, store, as_json)
+        externals = _pages_for(config, inputs, store, quiet=as_json)
         with session(store, flow=what, workers=workers, json=as_json) as now:
             now.inputs = externals
             if server:
@@ -52,7 +52,7 @@ def whole(flow: str, recipe: str, changes: list[str], inputs: list[str], store: 
 
     config = load(recipe, changes)
     with opened(store, flow) as now:
-        getattr(pipeline, flow)(config, now.inputs if now.inputs is not None else pages(inputs, now.store, quiet=True))
+        getattr(pipeline, flow)(config, now.inputs if now.inputs is not None else _pages_for(config, inputs, now.store, quiet=True))
         closing_table(now)
         return now.run
 
@@ -73,10 +73,18 @@ def reached_server() -> str | None:
     return url
 
 
-def check_sources(recipe: Recipe, inputs: list[str]) -> None:
+def _pages_for(recipe: Recipe, inputs: list[str], store: Store, *, quiet: bool) -> list[External]:
+    """The external inputs of a flow, fit for its recipe; each file is read once, to know its content."""
+    found = pages(inputs, store, quiet)
+    if inputs:
+        check_sources(recipe, found)
+    return found
+
+
+def check_sources(recipe: Recipe, inputs: list[External]) -> None:
     """PunaError where the quality classifier is to learn from a source that no input has the name of."""
-    named = {item.name for text in inputs for item in External.resolve(text)}
-    if inputs and recipe.quality is not None and not named & set(recipe.quality.positive_sources):
+    named = {item.name for item in inputs}
+    if recipe.quality is not None and not named & set(recipe.quality.positive_sources):
         raise PunaError(
             f"quality.positive_sources={list(recipe.quality.positive_sources)}: no input has such a name "
             f"(they are {', '.join(sorted(named))}). "
@@ -109,8 +117,6 @@ def _run_stage(
     server = reached_server()
     with session(store, flow=stage.name, workers=workers, json=as_json) as now:
         if server:
-            from puna.flows.adapter import flow_of
-
             flow_of(stage.name)(**now.parameters(stage, given), config=config, store=str(store.root))
         else:
             perform(stage, config, stage.name, given)

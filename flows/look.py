@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from puna.flows.console import summary
+from puna.flows.settings import DEFAULT_STORE
 from puna.storage import Artifact, PunaError, Store, care, catalog
 from puna.storage import explain as explaining
 from puna.storage.schemas import known_kind
@@ -55,6 +56,14 @@ def _text(value: Any) -> str:
     return value.isoformat() if isinstance(value, datetime) else value.hex() if isinstance(value, bytes) else str(value)
 
 
+def _when(created_at: str) -> str:
+    return f"{datetime.fromisoformat(created_at):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _number(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
 def _cell(value: Any) -> str:
     text = (
         ""
@@ -72,7 +81,7 @@ def _cell(value: Any) -> str:
 def list_(
     kind: Annotated[str | None, typer.Argument(help="Only artifacts of this kind")] = None,
     runs: Annotated[bool, typer.Option("--runs", help="List runs instead")] = False,
-    store: StoreOption = ".puna",
+    store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
     """List artifacts, oldest first."""
@@ -87,39 +96,49 @@ def list_(
         return _print(rows, as_json, ["run", "artifacts", "reused", "finished"])
     if kind is not None:
         known_kind(kind)
-    names = {key: name for name, key in opened.aliases().items()}
-    rows = [
-        {**summary(a), "alias": names.get(a.key, ""), "main rows": a.rows() if a.kind in a.tables else None}
-        for a in opened.artifacts()
-        if kind in (None, a.kind)
-    ]
-    _print(rows, as_json, ["id", "stage", "main rows", "created_at", "alias"])
-
-
-@app.command()
-def show(name: IdArgument, store: StoreOption = ".puna", as_json: JsonOption = False) -> None:
-    """Show one artifact's manifest: configuration, inputs, tables, metrics, timings."""
-    artifact = existing(store).resolve(name)
+    artifacts = [a for a in opened.artifacts() if kind in (None, a.kind)]
     if as_json:
-        typer.echo(json.dumps(json.loads(artifact.manifest.to_json())))
-        return
-    m = artifact.manifest
-    typer.echo(f"{artifact.id}  made by {m.stage} at {m.created_at}\n{artifact.folder}")
-    for title, content in (("configuration", m.config), ("metrics", m.metrics), ("timings, s", m.timings)):
-        if content:
-            typer.echo(f"\n{title}")
-            for field, value in content.items():
-                typer.echo(f"  {field:32s} {json.dumps(value)}")
-    typer.echo("\ninputs")
-    for item in m.inputs:
-        typer.echo(f"  {item.name:20s} {item.kind}/{item.key[:12]} {item.stage}")
-    typer.echo("\ntables")
-    for table, record in m.tables.items():
-        typer.echo(f"  {table:20s} {record.rows:,} rows: {', '.join(record.columns)}")
+        return _print([summary(a, aliases=opened.aliases_of(a)) for a in artifacts], True)
+    rows = [
+        {
+            "id": a.id, "stage": a.manifest.stage, "rows": a.rows() if a.kind in a.tables else None,
+            "created at": _when(a.manifest.created_at), "aliases": ", ".join(opened.aliases_of(a)),
+        }
+        for a in artifacts
+    ]  # fmt: skip
+    _print(rows, False, ["id", "stage", "rows", "created at", "aliases"])
 
 
 @app.command()
-def lineage(name: IdArgument, store: StoreOption = ".puna", as_json: JsonOption = False) -> None:
+def show(name: IdArgument, store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+    """Show one artifact's manifest: configuration, inputs, tables, files, metrics, timings."""
+    opened = existing(store)
+    artifact = opened.resolve(name)
+    m = artifact.manifest
+    if as_json:
+        typer.echo(json.dumps(json.loads(m.to_json())))
+        return
+    typer.echo(f"{artifact.id}  made by {m.stage}, {_when(m.created_at)}{''.join(f', {n}' for n in opened.aliases_of(artifact))}")
+    typer.echo(artifact.folder)
+    measured = {**m.timings, "peak_memory_bytes": m.peak_memory_bytes}
+    sections: dict[str, list[tuple[str, str]]] = {
+        # A field as `--set` names it.
+        "configuration": [(field, json.dumps(value)) for field, value in explaining.flat(m.config).items() if field],
+        "inputs": [(i.name, i.key if i.kind == "external" else f"{i.kind}/{i.key[:12]} {i.stage}") for i in m.inputs],
+        "tables": [(n, f"{r.rows:,} rows: {', '.join(r.columns)}") for n, r in m.tables.items()],
+        "files": [(n, f"{r.bytes:,} bytes") for n, r in m.files.items()],
+        "metrics": [(n, _number(v)) for n, v in m.metrics.items()],
+        "measured": [(n, _number(v)) for n, v in measured.items()],
+    }
+    for title, lines in sections.items():
+        if lines:
+            typer.echo(f"\n{title}")
+            for field, text in lines:
+                typer.echo(f"  {field:40s} {text}")
+
+
+@app.command()
+def lineage(name: IdArgument, store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
     """Show what an artifact was made from, back to the files that came from outside."""
     opened = existing(store)
     rows: list[dict[str, Any]] = []
@@ -150,7 +169,7 @@ def lineage(name: IdArgument, store: StoreOption = ".puna", as_json: JsonOption 
 
 
 @app.command()
-def explain(name: IdArgument, store: StoreOption = ".puna", as_json: JsonOption = False) -> None:
+def explain(name: IdArgument, store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
     """Say why an artifact was made again: which field, which code, which input differs from before."""
     opened = existing(store)
     artifact = opened.resolve(name)
@@ -162,7 +181,7 @@ def explain(name: IdArgument, store: StoreOption = ".puna", as_json: JsonOption 
     if before is None:
         typer.echo(f"{artifact.id}: the first artifact of stage {artifact.manifest.stage}")
         return
-    typer.echo(f"{artifact.id} differs from {before.id} (made {before.manifest.created_at}):")
+    typer.echo(f"{artifact.id} differs from {before.id} (made {_when(before.manifest.created_at)}):")
     for change in found:
         typer.echo(f"  {change}")
 
@@ -171,7 +190,7 @@ def explain(name: IdArgument, store: StoreOption = ".puna", as_json: JsonOption 
 def accept(
     old: Annotated[str, typer.Argument(help="The artifact made by the code before")],
     new: Annotated[str, typer.Argument(help="The artifact made by the code after")],
-    store: StoreOption = ".puna",
+    store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Declare a refactoring equivalent: where NEW is asked for, OLD is used."""
     opened = existing(store)
@@ -188,7 +207,7 @@ def accept(
 @app.command()
 def why(
     document: Annotated[str, typer.Argument(help="A document's id (or its first digits), or its URL")],
-    store: StoreOption = ".puna",
+    store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
     """Tell what became of a document: each stage that kept, changed or dropped it, and by which rule."""
@@ -235,7 +254,7 @@ def fate(store: Store, document: str) -> list[dict[str, Any]]:
 @app.command()
 def sql(
     text: Annotated[str | None, typer.Argument(metavar="QUERY", help="One SQL statement; without it, a prompt opens")] = None,
-    store: StoreOption = ".puna",
+    store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
     """Query every artifact with DuckDB, read-only: one view per table, and artifacts, lineage, metrics."""
@@ -288,7 +307,7 @@ def _table(table: pa.Table, as_json: bool) -> None:
 def verify(
     name: Annotated[str | None, typer.Argument(metavar="ID", help="One artifact (default: all)")] = None,
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Set damaged artifacts aside, so that they are made again")] = False,
-    store: StoreOption = ".puna",
+    store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
     """Compare every file with its checksum."""
@@ -315,7 +334,7 @@ def gc(
     keep_runs: Annotated[int, typer.Option(min=0, help="Runs whose artifacts stay")] = 5,
     work_days: Annotated[float, typer.Option(min=0, help="Unfinished work younger than this stays, days")] = 7.0,
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only say what would go")] = False,
-    store: StoreOption = ".puna",
+    store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
     """Remove artifacts that no alias and no recent run needs, abandoned work, and quarantined artifacts."""

@@ -1,10 +1,11 @@
-"""Prefect's settings, made before it is imported: offline, without telemetry, its state inside the store."""
+"""The default store, and Prefect's settings, made before it is imported: offline, without telemetry, its state inside the store."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+DEFAULT_STORE = ".puna"
 OFFLINE = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",

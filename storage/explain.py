@@ -13,7 +13,7 @@ from puna.storage.work import Identity
 
 @dataclass(frozen=True)
 class Change:
-    """One difference: what (`config`, `code`, `input`), which field, and its values before and now."""
+    """One difference: what (`config`, `code`, `input`, the `artifact` itself), which field, and its values before and now."""
 
     what: str
     name: str
@@ -29,7 +29,7 @@ class Change:
 
 def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Change]:
     """Every difference that enters the key."""
-    found = [Change("config", n, b, a) for n, b, a in _differences(_flat(before.config), _flat(now.config))]
+    found = [Change("config", n, b, a) for n, b, a in _differences(flat(before.config), flat(now.config))]
     found += [Change("code", n, b, a) for n, b, a in _differences(before.code, now.code)]
     if not found and before.code_version != now.code_version:
         found.append(Change("code", "version", before.code_version, now.code_version))
@@ -43,6 +43,8 @@ def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
     Of several earlier artifacts the nearest counts: fewest differences, then newest.
     """
     keys = {event["key"] for run in store.runs() for event in store.events(run) if event.get("step") == step}
+    if identity.key in keys:
+        return [Change("artifact", identity.key[:12], "made before", "damaged or removed since")]
     earlier = [a.manifest for a in store.artifacts() if a.key in keys and a.manifest.stage == identity.stage]
     about = [changes(m, identity) for m in reversed(earlier)]
     return min(about, key=len) if about else None
@@ -61,11 +63,12 @@ def explain(store: Store, artifact: Artifact) -> tuple[Artifact | None, list[Cha
     return nearest, changes(nearest.manifest, now)
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested values by dotted path; a list, or a group without fields, is a value."""
     if isinstance(value, dict) and value:
         found: dict[str, Any] = {}
         for name, item in value.items():
-            found.update(_flat(item, f"{prefix}.{name}" if prefix else name))
+            found.update(flat(item, f"{prefix}.{name}" if prefix else name))
         return found
     return {prefix: value}
 

@@ -203,6 +203,10 @@ class Store:
         files = sorted((self.root / "refs").glob("[!.]*/*.json"))
         return {f"{f.parent.name}@{f.stem}": json.loads(f.read_text())["key"] for f in files}
 
+    def aliases_of(self, artifact: Artifact) -> list[str]:
+        """The aliases that point to an artifact."""
+        return [name for name, key in self.aliases().items() if key == artifact.key]
+
     # --- runs --------------------------------------------------------------------------------------
 
     def record(self, run: str, event: dict[str, Any]) -> None:

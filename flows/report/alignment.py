@@ -93,7 +93,9 @@ def accuracy_view(run: Run) -> Html:
     tasks = {t: v for (t, metric), v in measured.items() if metric == "accuracy" and t not in OVERALL and len(v) > 1}
     if len(tasks) > 1:
         names = sorted(tasks)
-        groups = [names[i : i + TASKS_IN_A_PLOT] for i in range(0, len(names), TASKS_IN_A_PLOT)]
+        # Evenly: a plot of one task alone would have no legend that names it.
+        size = -(-len(names) // -(-len(names) // TASKS_IN_A_PLOT))
+        groups = [names[i : i + size] for i in range(0, len(names), size)]
         for number_, group in enumerate(groups, 1):
             of = f" ({number_} of {len(groups)})" if len(groups) > 1 else ""
             plots.append(_plot(f"Accuracy by task{of}", "accuracy", {t: tasks[t] for t in group}))

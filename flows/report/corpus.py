@@ -114,7 +114,7 @@ def _mixture_row(name: str, group: Mapping[str, float], natural: float, read: fl
         for kind, share in (("gone", before), ("kept", after))
     ]
     counts: list[Content] = [percent(before, 1), percent(after, 1), f"{number(group['repeats'])} ×", number(group["heldout"])]
-    return [name, join(bars), number(group["weight"], 3), *counts]
+    return [name, join(bars), percent(group["weight"], 1), *counts]
 
 
 def _share(value: float, whole: float) -> float:

@@ -12,6 +12,7 @@ from puna.flows.report.markup import short
 # Quantities that grow by factors: their axis is logarithmic when the values span one decade or more.
 GROWING = ("flop", "operations", "parameters", "compute", "log")
 POINTS = 240
+COUNTED = 6  # whole numbers in a span below this are counted: no ticks lie between them
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 Point = tuple[float | str, float]
@@ -19,7 +20,10 @@ Point = tuple[float | str, float]
 
 @dataclass(frozen=True)
 class Axis:
-    """Maps values to the span from `start` to `stop` (pixels). `names`: an axis of words instead of numbers."""
+    """Maps values to the span from `start` to `stop` (pixels).
+
+    `names`: an axis of words instead of numbers. `whole`: only whole numbers get ticks.
+    """
 
     low: float
     high: float
@@ -27,6 +31,7 @@ class Axis:
     stop: float
     log: bool = False
     names: tuple[str, ...] = ()
+    whole: bool = False
 
     @classmethod
     def of_numbers(cls, values: Sequence[float], start: float, stop: float, label: str = "", *, zero: bool = False) -> Axis:
@@ -48,7 +53,8 @@ class Axis:
         wide = cls.of_numbers(values, start, stop, label)
         if wide.log or min(values) == max(values):
             return wide
-        return cls(min(values), max(values), start, stop)
+        few = max(values) - min(values) < COUNTED and all(v == int(v) for v in values)
+        return cls(min(values), max(values), start, stop, whole=few)
 
     @classmethod
     def of_names(cls, names: Sequence[str], start: float, stop: float) -> Axis:
@@ -70,6 +76,8 @@ class Axis:
         if self.log:
             return [(self.at(v), _power(v)) for v in _decades(self.low, self.high)]
         step = _step(self.high - self.low, count)
+        if self.whole:
+            step = max(1.0, math.ceil(step))
         first = math.ceil(self.low / step - 1e-9)
         values = [i * step for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
         return [(self.at(v), _written(v, step)) for v in values]

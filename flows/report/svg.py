@@ -12,8 +12,9 @@ from puna.flows.report.scale import Axis, is_curve, thinned
 
 WIDTH, HEIGHT = 380, 236
 LEFT, RIGHT, TOP, BOTTOM = 48, 14, 26, 40
-ENDS = 4  # so many curves have their last value written at their end, in a margin of ROOM
+ENDS = 4  # so many curves have their last value written at their end, in a margin of ROOM or more
 ROOM = 40
+VALUE = 11.0  # least height of a bar with its value beside it, so that values of neighbours do not touch
 COLOURS = 8
 MARKED_POINTS = 48
 LETTER = 6.6  # mean width of a letter at the plots' font size, in units of the view box
@@ -75,7 +76,7 @@ def _field(plot: Plot) -> Html:
     values += [v for spans in plot.intervals.values() for _, low, high in spans for v in (low, high)]
     y = Axis.of_numbers(values, HEIGHT - BOTTOM, TOP, plot.y, zero=plot.kind == "bar")
     names = plot.names
-    left, right = LEFT, WIDTH - (ROOM if _labelled(plot) else RIGHT)
+    left, right = LEFT, WIDTH - (_room(plot) if _labelled(plot) else RIGHT)
     if names:
         x = Axis.of_names(names, left, right)
     else:
@@ -91,6 +92,12 @@ def _field(plot: Plot) -> Html:
 
 def _labelled(plot: Plot) -> bool:
     return plot.kind == "line" and len(plot.series) - len(plot.faint) <= ENDS
+
+
+def _room(plot: Plot) -> float:
+    """Width of the margin that holds the last values of the curves."""
+    last = [number(points[-1][1], 3) for name, points in plot.series.items() if points and name not in plot.faint]
+    return max(ROOM, 8 + LETTER * max(map(len, last), default=0))
 
 
 def _ends(plot: Plot, x: Axis, y: Axis) -> Html:
@@ -231,10 +238,10 @@ def _rows(plot: Plot) -> Html:
     """Bars by name, one row each (one thin row per series), with the value at the bar's end."""
     names = plot.names
     longest = max(len(n) for n in names)
-    left = min(156.0, 12 + longest * LETTER)
+    left = min(176.0, 12 + longest * LETTER)
     values = [v for points in plot.series.values() for _, v in points] + list(plot.lines.values())
     x = Axis.of_numbers(values, left, WIDTH - 52, zero=True)
-    thick = 18.0 if len(plot.series) == 1 else max(8.0, 26.0 / len(plot.series))
+    thick = 18.0 if len(plot.series) == 1 else max(VALUE, 26.0 / len(plot.series))
     pitch = thick * len(plot.series) + 8
     height = 22 + pitch * len(names) + (16 if plot.lines else 0)
     parts: list[Content] = [_text(0, 12, plot.y, "label", "start")]
@@ -242,15 +249,23 @@ def _rows(plot: Plot) -> Html:
         middle = 24 + row * pitch + (pitch - 8) / 2
         shown = _clip(name.replace("_", " "), int((left - 8) / LETTER))
         parts.append(tag("text", tag("title", name), shown, x=f"{left - 8:.1f}", y=f"{middle + 4:.1f}", class_="tick", text_anchor="end"))
+    written: list[Content] = []
     for index, (name, points) in enumerate(plot.series.items()):
         bars: list[Content] = []
         for place, value in points:
             top = 24 + names.index(str(place)) * pitch + index * thick
             a, b = sorted((x.at(0), x.at(value)))
             bars.append(_rect(a, top, max(b - a, 0.8), thick - 1, f"{place}, {name}: {number(value)}"))
-            bars.append(_text(b + 5, top + thick / 2 + 3.6, number(value, 3), "value", "start"))
+            written += _value(b, top, thick, number(value, 3), bool(plot.lines))
         parts.append(tag("g", bars, style=colour(index), class_="series"))
     for name, value in plot.lines.items():
         at = x.at(value)
         parts += [_line(at, 20, at, height - 14, "named"), _text(at, height - 2, f"{name} {number(value, 3)}", "levelname")]
-    return _svg(plot, height, parts)
+    return _svg(plot, height, parts, written)
+
+
+def _value(x: float, top: float, thick: float, said: str, clear: bool) -> list[Content]:
+    """What a bar that ends at `x` says; `clear`: on a ground of its own, so that no line runs through it."""
+    size = {"x": f"{x + 2:.1f}", "y": f"{top:.1f}", "width": f"{6 + LETTER * len(said):.1f}", "height": f"{thick:.1f}"}
+    ground = tag("rect", **size, class_="behind") if clear else None
+    return [ground, _text(x + 5, top + thick / 2 + 3.6, said, "value", "start")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -61,7 +62,17 @@ def test_list_and_show(store: Store) -> None:
     assert listed[0]["id"] in run(store, "list")
     shown = json.loads(run(store, "show", selected(store)[0], "--json"))
     assert shown["config"] == {"words": {"most": 1}} and shown["metrics"] == {"characters": 0, "kept": 0}
-    assert "words" in run(store, "show", selected(store)[0])
+    told = run(store, "show", selected(store)[0])
+    for line in ("words.most +1", "documents +documents/[0-9a-f]{12} import", "dropped +1 rows: id, rule", r"dropped.parquet +[\d,]+ bytes", "kept +0"):
+        assert re.search(rf"^  {line}", told, re.MULTILINE), line
+
+
+def test_every_alias_of_an_artifact_is_listed(store: Store) -> None:
+    store.set_alias("best@latest", store.resolve(selected(store)[0]))
+    store.set_alias("best@first", store.resolve(selected(store)[0]))
+    named = {row["id"]: row["aliases"] for row in objects(run(store, "list", "documents", "--json")) if row["aliases"]}
+    assert named == {selected(store)[0]: ["best@first", "best@latest"]}
+    assert "best@first, best@latest" in run(store, "list") and "best@first, best@latest" in run(store, "show", "best@first")
 
 
 def test_lineage_goes_back_to_the_inputs(store: Store) -> None:

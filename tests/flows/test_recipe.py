@@ -10,6 +10,7 @@ import pytest
 from puna.flows import launch, pipeline
 from puna.flows.launch import check_sources, is_artifact
 from puna.flows.recipe import FLOWS, in_round, load, load_stages, overridden
+from puna.stages.contract import External
 from puna.storage import PunaError, Store
 
 
@@ -45,9 +46,32 @@ def test_a_source_that_quality_learns_from_must_be_there(tmp_path: Path) -> None
     page = tmp_path / "news.jsonl"
     page.write_text('{"text": "x"}\n')
     with pytest.raises(PunaError, match=r"positive_sources=\['wikipedia'\]: no input has such a name \(they are news\)"):
-        check_sources(load("demo", []), [str(page)])
-    check_sources(load("demo", []), [f"wikipedia={page}"])
-    check_sources(load("demo", ["quality=null"]), [str(page)])
+        check_sources(load("demo", []), External.resolve(str(page)))
+    check_sources(load("demo", []), External.resolve(f"wikipedia={page}"))
+    check_sources(load("demo", ["quality=null"]), External.resolve(str(page)))
+
+
+def test_inputs_are_read_once_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "news.jsonl"
+    page.write_text('{"text": "x"}\n')
+    read: list[str] = []
+
+    def resolve(text: str) -> list[External]:
+        read.append(text)
+        return original(text)
+
+    def session(*_, **__):
+        raise InterruptedError
+
+    original = External.resolve
+    monkeypatch.setattr(launch.External, "resolve", resolve)
+    monkeypatch.setattr(launch, "session", session)
+    store = Store.open(tmp_path / "store")
+    with pytest.raises(PunaError, match="positive_sources"):
+        launch.run("curate", None, [], [str(page)], store, 1, False)
+    with pytest.raises(InterruptedError):
+        launch.run("curate", None, [], [f"wikipedia={page}"], store, 1, False)
+    assert read == [str(page), f"wikipedia={page}"] and store.runs() == []
 
 
 @pytest.mark.parametrize("text", ["documents/3f2a91", "3f2a", "policy@latest", "model/0123456789ab"])

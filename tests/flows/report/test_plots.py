@@ -99,6 +99,31 @@ def test_a_plot_stays_inside_its_box(kind: str, names: bool) -> None:
     assert "<b>" not in drawn and "<i>" not in drawn and drawn.count("</svg>") == 1
 
 
+def written(svg: str) -> list[tuple[float, float, str]]:
+    """Place and text of every value that a plot writes."""
+    found = re.findall(r'<text x="([\d.-]+)" y="([\d.-]+)" class="value(?: own)?" text-anchor="start">([^<]*)', svg)
+    return [(float(x), float(y), said) for x, y, said in found]
+
+
+def test_values_beside_bars_do_not_touch() -> None:
+    series = {name: [("one", 3.0), ("two", 3.1)] for name in ("model", "gzip", "lzma")}
+    values = sorted(y for _, y, _ in written(str(draw(Plot("bits", "", "bits", series, "bar", lines={"all": 3.05})))))
+    assert len(values) == 6 and all(b - a >= 11 for a, b in pairwise(values))
+
+
+def test_a_long_last_value_fits() -> None:
+    (x, _, said), = written(str(draw(Plot("loss", "step", "loss", {"loss": [(1, 0.0014), (2, -0.00312)]}))))
+    assert said == "-0.00312" and x + 6.6 * len(said) <= 380
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [([1, 2, 3, 4], ["1", "2", "3", "4"]), ([1, 2], ["1", "2"]), ([1, 1.5, 2], ["1.0", "1.2", "1.4", "1.6", "1.8", "2.0"])],
+)
+def test_counted_steps_have_whole_ticks(values: list[float], said: list[str]) -> None:
+    assert [words for _, words in Axis.tight(values, 0, 100, "step").ticks(6)] == said
+
+
 def test_values_that_are_missing_are_not_drawn() -> None:
     figure = {"title": "t", "x": "x", "y": "y", "kind": "line", "series": {"a": [[0, 1.0], [1, None], [2, math.nan], [3, 2.0]], "b": []}}
     assert Plot.of(figure).series == {"a": [(0.0, 1.0), (3.0, 2.0)], "b": []}
