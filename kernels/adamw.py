@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 16  # elements of one program
 BLOCK = 2048  # elements that a program holds at once
+CPU_CHUNK = 1 << 16  # elements whose clipped gradient stays in a core's cache until it is used
 
 
 def adamw_reference(
@@ -53,6 +54,10 @@ def _adamw(
     norms = torch.stack(torch._foreach_norm([g if g.dtype == torch.float64 else g.float() for g in gradients]))
     norm = torch.linalg.vector_norm(norms)
     factor = (clip / norm).clamp_max(1.0) if clip else torch.ones_like(norm)
+    every = (*parameters, *gradients, *first, *second)
+    if all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in every):
+        _fused_on_cpu(parameters, gradients, first, second, step, lr, beta1, beta2, eps, weight_decay, factor)
+        return norm
     for p, g, m, v in zip(parameters, gradients, first, second, strict=True):
         clipped = g.to(m.dtype) * factor
         m.lerp_(clipped, 1 - beta1)
@@ -61,6 +66,20 @@ def _adamw(
         wide = p.to(m.dtype).mul(1 - lr * weight_decay).addcdiv_(m, divisor, value=-lr / (1 - beta1**step))
         p.copy_(wide)
     return norm
+
+
+def _fused_on_cpu(
+    parameters: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor],
+    step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, factor: Tensor,
+) -> None:  # fmt: skip
+    """torch's one pass over all four tensors, piece by piece, so that clipping costs no pass of its own."""
+    clips, count = float(factor) != 1.0, torch.tensor(float(step))
+    for tensors in zip(parameters, gradients, first, second, strict=True):
+        for p, g, m, v in zip(*(t.view(-1).split(CPU_CHUNK) for t in tensors), strict=True):
+            torch._fused_adamw_(
+                [p], [g * factor if clips else g], [m], [v], [], [count],
+                lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
 
 
 # --- Triton ----------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 LOG2_E = math.log2(math.e)  # exp2 is the GPU's own instruction: scores are kept in units of ln 2
+DELTA_ROWS = 32  # with 64 the compiler for sm_100 needs a stack
 
 
 @triton_jit
@@ -288,7 +289,7 @@ def backward(
     if not T:
         return dq, dk, dv
     delta = torch.empty_like(lse)
-    _delta_kernel[(-(-T // 64), H)](grad, out, delta, T, out.stride(0), *grad.stride()[:2], V=V, BLOCK_V=_power(V), M=64)
+    _delta_kernel[(-(-T // DELTA_ROWS), H)](grad, out, delta, T, out.stride(0), *grad.stride()[:2], V=V, BLOCK_V=_power(V), M=DELTA_ROWS)
     shared = (q, k, v, grad, end, depths)
     scales = (T, K**-0.5 * LOG2_E, K**-0.5, window)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *grad.stride()[:2])

@@ -137,6 +137,7 @@ def _cross_entropy_by(rows_function: Callable[..., tuple[Tensor, Tensor]]) -> Ca
                 dx_ND[rows] = product(d_CV, w_VD.T)
             if want_w:
                 accumulate(dw_VD, d_CV, x_ND[rows])
+            del logits_CV, d_CV  # or the next chunk's would lie beside them
         return (nll * weights).sum(), nll, dx_ND, dw_VD.to(_kept(w_VD.dtype)), scale
 
     return cross_entropy

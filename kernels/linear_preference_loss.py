@@ -116,14 +116,16 @@ def _by(logprobs: Callable[..., tuple[Tensor, Tensor]], gradient_rows: Callable[
                 found.append(logprobs(logits_CV, targets[cut]))
             logp, lse = (torch.cat([f[i] for f in found]) if found else weights.new_empty(0) for i in (0, 1))
             local = answer[tokens] - answers.start
-            relative = logp.new_zeros(answers.stop - answers.start).index_add_(0, local, logp * weights[tokens]) - reference[answers]
+            sums = torch.segment_reduce(logp * weights[tokens], "sum", lengths=lengths[answers], unsafe=True, initial=0)
+            relative = sums - reference[answers]
             mine = torch.tensor(members, device=x_ND.device, dtype=torch.int64)
             better, worse = chosen[mine] - answers.start, rejected[mine] - answers.start
             margins[mine] = relative[better] - relative[worse]
             losses = preference_losses(margins[mine], kind, beta, smoothing, target)  # type: ignore[arg-type]
             loss += losses.sum() / max(1, len(chosen)) - (nll[tokens] * logp).sum()
             slopes = _slopes(margins[mine], kind, beta, smoothing, target) / max(1, len(chosen))
-            by_answer = torch.zeros_like(relative).index_add_(0, better, slopes).index_add_(0, worse, -slopes)
+            signs_MA = F.one_hot(better, len(relative)) - F.one_hot(worse, len(relative))  # no atomics: an answer may be in several pairs
+            by_answer = (slopes[:, None] * signs_MA).sum(0)
             dlogp = by_answer[local] * weights[tokens] - nll[tokens]
             for cut in cuts if want_x or want_w else ():
                 here = slice(cut.start - tokens.start, cut.stop - tokens.start)

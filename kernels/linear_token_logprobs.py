@@ -162,6 +162,7 @@ def _logprobs_backward_by(rows_function: Callable[..., Tensor]) -> Callable[...,
                 dx_ND[rows] = product(d_CV, w_VD.T)
             if want_w:
                 accumulate(dw_VD, d_CV, x_ND[rows])
+            del logits_CV, d_CV  # or the next chunk's would lie beside them
         return dx_ND, dw_VD.to(w_VD.dtype)
 
     return backward

@@ -1,7 +1,9 @@
 """Mixture of experts: each token's k likeliest experts, and one product with a matrix of its own for each expert's rows.
 
 Routing: p = softmax(logits); the k largest p are the weights, divided by their sum if asked for. Its backward spreads the
-weights' gradients over the softmax. Products: rows sorted by expert, offsets[e] : offsets[e + 1] are those of expert e.
+weights' gradients over the softmax. Dispatch copies each token's row to its experts, combine adds the experts' rows up
+again; both gather, and sum a token's k rows in the order of its choices, so that no sum depends on a GPU's schedule as
+scattering's does. Products: rows sorted by expert, offsets[e] : offsets[e + 1] are those of expert e.
 On a GPU the offsets stay there: tiles that are too many in the grid stop at once, so nothing waits for the counts.
 
 Shapes: T tokens, E experts, k of them per token, N = T k rows sorted by expert, D inputs, F outputs.
@@ -38,6 +40,18 @@ def grouped_linear_reference(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) ->
     return torch.cat([x_ND[cuts[e] : cuts[e + 1]] @ w_EFD[e].T for e in range(len(w_EFD))])
 
 
+def dispatch_reference(x_TD: Tensor, order_N: Tensor) -> Tensor:
+    """[N, D]: the rows of the tokens whose choices `order_N` names."""
+    return x_TD[order_N // (len(order_N) // len(x_TD))]
+
+
+def combine_reference(y_ND: Tensor, weight_Tk: Tensor, order_N: Tensor) -> Tensor:
+    """[T, D]: each token's rows, wherever they lie among those of the experts, times its weights, added up."""
+    token_N = order_N // weight_Tk.shape[1]
+    weighted = y_ND * weight_Tk.flatten()[order_N, None].to(y_ND.dtype)
+    return y_ND.new_zeros(len(weight_Tk), y_ND.shape[1]).index_add(0, token_N, weighted)
+
+
 # --- portable --------------------------------------------------------------------------------------------
 
 
@@ -56,6 +70,26 @@ def _route_backward(
             dweight_Tk = (dweight_Tk - (dweight_Tk * weight_Tk).sum(1, keepdim=True)) / sums_T1
         g_TE.scatter_add_(1, chosen_Tk, dweight_Tk)
     return p_TE * (g_TE - (g_TE * p_TE).sum(1, keepdim=True))
+
+
+def _dispatch(x_TD: Tensor, order_N: Tensor, place_N: Tensor) -> Tensor:
+    return x_TD.index_select(0, order_N // (len(order_N) // max(1, len(x_TD)) or 1))
+
+
+def _dispatch_backward(dy_ND: Tensor, place_N: Tensor, k: int) -> Tensor:
+    return dy_ND.index_select(0, place_N).view(-1, k, dy_ND.shape[1]).sum(1)
+
+
+def _combine(y_ND: Tensor, weight_Tk: Tensor, order_N: Tensor, place_N: Tensor) -> Tensor:
+    y_TkD = y_ND.index_select(0, place_N).view(*weight_Tk.shape, y_ND.shape[1])
+    return y_TkD.mul_(weight_Tk[..., None].to(y_ND.dtype)).sum(1)
+
+
+def _combine_backward(dy_TD: Tensor, y_ND: Tensor, weight_Tk: Tensor, order_N: Tensor, place_N: Tensor) -> tuple[Tensor, Tensor]:
+    dy_ND = dy_TD.index_select(0, order_N // weight_Tk.shape[1])
+    dweight_N = (dy_ND.to(weight_Tk.dtype) * y_ND).sum(1)
+    dy_ND *= weight_Tk.flatten()[order_N, None].to(dy_ND.dtype)
+    return dy_ND, dweight_N[place_N].view(weight_Tk.shape)
 
 
 def _grouped(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Tensor:
@@ -227,6 +261,29 @@ _grouped_weight_gradient = operator(
     _grouped_weights, _grouped_weights_triton, lambda dy, x, offsets: dy.new_empty(len(offsets) - 1, dy.shape[1], x.shape[1]),
 )  # fmt: skip
 
+_dispatch_rows = operator(
+    "moe_dispatch(Tensor x, Tensor order, Tensor place) -> Tensor",
+    _dispatch, _dispatch, lambda x, order, place: x.new_empty(len(order), x.shape[1]),
+)  # fmt: skip
+_dispatch_gradient = operator(
+    "moe_dispatch_backward(Tensor dy, Tensor place, int k) -> Tensor",
+    _dispatch_backward, _dispatch_backward, lambda dy, place, k: dy.new_empty(len(place) // k, dy.shape[1]),
+)  # fmt: skip
+_combine_rows = operator(
+    "moe_combine(Tensor y, Tensor weight, Tensor order, Tensor place) -> Tensor",
+    _combine, _combine, lambda y, weight, order, place: y.new_empty(len(weight), y.shape[1]),
+)  # fmt: skip
+_combine_gradients = operator(
+    "moe_combine_backward(Tensor dy, Tensor y, Tensor weight, Tensor order, Tensor place) -> (Tensor, Tensor)",
+    _combine_backward, _combine_backward, lambda dy, y, weight, order, place: (torch.empty_like(y), torch.empty_like(weight)),
+)  # fmt: skip
+
+
+def _setup_dispatch(ctx: Any, inputs: Any, output: Any) -> None:
+    x_TD, order_N, place_N = inputs
+    ctx.k = len(order_N) // max(1, len(x_TD)) or 1
+    ctx.save_for_backward(place_N)
+
 
 def _setup_route(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.normalize, ctx.dtype = inputs[2], inputs[0].dtype
@@ -248,6 +305,12 @@ def _backward_grouped(ctx: Any, dy_NF: Tensor) -> tuple[Any, ...]:
 
 differentiable("top_k_routing", _backward_route, _setup_route)
 differentiable("grouped_linear", _backward_grouped, lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+differentiable("moe_dispatch", lambda ctx, dy: (_dispatch_gradient(dy, *ctx.saved_tensors, ctx.k), None, None), _setup_dispatch)
+differentiable(
+    "moe_combine",
+    lambda ctx, dy: (*_combine_gradients(dy, *ctx.saved_tensors), None, None),
+    lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 def top_k_routing(logits_TE: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -268,3 +331,28 @@ def grouped_linear(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Tensor:
     if x_ND.shape[1] != w_EFD.shape[2] or len(offsets_E1) != len(w_EFD) + 1:
         raise ValueError(f"x {list(x_ND.shape)}, w {list(w_EFD.shape)} and {len(offsets_E1)} offsets do not fit")
     return _grouped_linear(x_ND, w_EFD, offsets_E1)  # type: ignore[no-any-return]
+
+
+def sort_by_expert(chosen_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(order [N], place [N], offsets [E + 1]), int64, of all tokens' choices, numbered token by token: N = T k.
+
+    order[n] is the choice whose row is the n-th of the experts' rows, place its inverse; rows of one expert stay in the
+    order of their tokens.
+    """
+    chosen_N = chosen_Tk.flatten()
+    order_N = chosen_N.argsort(stable=True)
+    place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
+    counts_E = torch.bincount(chosen_N, minlength=experts)
+    return order_N, place_N, torch.cat([counts_E.new_zeros(1), counts_E.cumsum(0)])
+
+
+def dispatch(x_TD: Tensor, order_N: Tensor, place_N: Tensor) -> Tensor:
+    """[N, D]: each token's row once for each of its experts, sorted by expert as `sort_by_expert` says. Differentiable in x."""
+    return _dispatch_rows(x_TD, order_N, place_N)  # type: ignore[no-any-return]
+
+
+def combine(y_ND: Tensor, weight_Tk: Tensor, order_N: Tensor, place_N: Tensor) -> Tensor:
+    """[T, D] in y's dtype: the sum of each token's k rows times its weights. The inverse of `dispatch`; differentiable in y and weight."""
+    if y_ND.shape[0] != weight_Tk.numel():
+        raise ValueError(f"{len(y_ND)} rows for weights {list(weight_Tk.shape)}: each weight has one")
+    return _combine_rows(y_ND, weight_Tk, order_N, place_N)  # type: ignore[no-any-return]

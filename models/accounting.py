@@ -196,7 +196,7 @@ def peak_bytes(
     """Largest memory of a training step on `tokens` tokens at once, in bytes: tensors, not the process itself.
 
     The largest of three moments. The output layer: weights and moments, all activations, the layer's inputs and
-    their gradient, its weights' gradient, and either two chunks of logits or that gradient scaled. The last layer's
+    their gradient, its weights' gradient, and either a chunk of logits or that gradient scaled. The last layer's
     backward pass: the output layer's gradient, and the layer's own gradients of activations. The end: all
     gradients, and the embedding's inputs.
     """
@@ -205,8 +205,8 @@ def peak_bytes(
     resting = state_bytes(config, precision) - (4 if precision == "fp32" else 8) * total
     kept = activation_bytes(config, tokens, precision, checkpointing)
     limit = CHUNK_BYTES if precision == "fp32" else CHUNK_BYTES_GPU
-    chunks = 2 * min(limit, element * tokens * config.vocab_size)
-    head = 4 * vocabulary + element * tokens * 3 * width + max(4 * vocabulary, chunks)
+    chunk = min(limit, element * tokens * config.vocab_size)
+    head = 4 * vocabulary + element * tokens * 3 * width + max(4 * vocabulary, chunk)
     inner = config.intermediate_size if config.moe is None else (
         config.moe.num_experts_per_tok * config.moe.moe_intermediate_size
     )

@@ -20,7 +20,7 @@ from puna.kernels.attention import ForestMask, attention
 from puna.kernels.linear import linear
 from puna.kernels.linear_cross_entropy import linear_cross_entropy
 from puna.kernels.linear_token_logprobs import linear_token_logprobs
-from puna.kernels.moe import grouped_linear, top_k_routing
+from puna.kernels.moe import combine, dispatch, grouped_linear, sort_by_expert, top_k_routing
 from puna.kernels.quantized_linear import Kind, low_precision_linear
 from puna.kernels.rms_norm import add_rms_norm, rms_norm
 from puna.kernels.rope import rope
@@ -191,14 +191,11 @@ class MoeMLP(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         E, k = self.moe.num_experts, self.moe.num_experts_per_tok
         weight_Tk, p_TE, chosen_Tk = top_k_routing(self.gate(x_TD), k, self.moe.norm_topk_prob)
-        counts = torch.bincount(chosen_Tk.flatten(), minlength=E)
+        order_N, place_N, offsets_E1 = sort_by_expert(chosen_Tk, E)
         if torch.is_grad_enabled():
-            self.balance = E * (counts.to(p_TE.dtype) / len(x_TD) * p_TE.mean(0)).sum()
-        order = chosen_Tk.flatten().argsort(stable=True)
-        token = order // k
-        offsets_E1 = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        y_ND = self.experts(x_TD[token], offsets_E1) * weight_Tk.flatten()[order, None].to(x_TD.dtype)
-        return torch.zeros_like(x_TD).index_add(0, token, y_ND)
+            self.balance = E * (offsets_E1.diff().to(p_TE.dtype) / len(x_TD) * p_TE.mean(0)).sum()
+        y_ND = self.experts(dispatch(x_TD, order_N, place_N), offsets_E1)
+        return combine(y_ND, weight_Tk, order_N, place_N)
 
 
 class Block(nn.Module):

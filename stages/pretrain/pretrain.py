@@ -204,8 +204,14 @@ def pretrain(tokens: Tokens, tokenizer: Tokenizer, config: PretrainConfig, run: 
 def _initial(config: PretrainConfig, vocab_size: int, positions: int, seed: int) -> Transformer:
     import torch
 
+    from puna.kernels.quantized_linear import require_products
     from puna.models.transformer import Transformer
 
+    if config.optimizer.linear_precision != "same":
+        try:
+            require_products(config.optimizer.linear_precision, device())
+        except ValueError as error:
+            raise PunaError(f"optimizer.linear_precision: {error}") from error
     shape = config.model.model(vocab_size, positions)
     return Transformer(shape, generator=torch.Generator().manual_seed(seed)).to(device())
 

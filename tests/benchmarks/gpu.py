@@ -6,20 +6,27 @@ Without a GPU, `TRITON_INTERPRET=1 PYTHONPATH=.pkg python tests/benchmarks/gpu.p
 script, the Triton versions included, at shapes that Triton's interpreter can bear; its times mean nothing.
 
 1. every operator against its fp64 definition; the script ends here, with status 1, if one is wrong
-2. the table of `roofline.py`
-3. training: a Llama-3.2-1B shape, one row of 8192 tokens, bf16 with fp32 weights: tokens/s, model FLOPs utilisation
-   against the maker's dense rate, peak memory; transformers' model (SDPA, fused AdamW) where it is installed
+2. training: a Llama-3.2-1B shape, steps of 4 rows of 8192 tokens, bf16 with fp32 weights: tokens/s, model FLOPs
+   utilisation against the maker's dense bf16 rate, peak memory; the same with the layers' matrices in FP8, and with
+   activation checkpointing
+3. the table of `roofline.py`, beside SDPA, varlen, torch.compile and, where it is installed, Liger-Kernel
 4. generation: the same model in bf16, 64 answers of 128 tokens to 8 prompts of 512: tokens/s
+5. the training step of transformers' model (SDPA, autocast, fused AdamW), where it is installed
+6. each goal beside what was reached
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Literal
 
 import torch
-from roofline import table, verified
+from roofline import Line, table, verified
 from roofline_cases import Machine
 
 from puna.models import accounting
@@ -32,6 +39,23 @@ from puna.models.training.updater import Updater
 from puna.models.transformer import Transformer
 
 SECONDS = 480.0  # of the whole script
+# What each figure has to be: at least, or with True at most.
+GOALS: dict[str, tuple[float, bool]] = {
+    "add + RMSNorm forward: ceiling": (0.9, False),
+    "add + RMSNorm backward: ceiling": (0.85, False),
+    "SwiGLU forward: ceiling": (0.9, False),
+    "SwiGLU backward: ceiling": (0.9, False),
+    "linear + cross-entropy: ms": (75, True),
+    "linear + cross-entropy: GB beyond dW": (0.6, True),
+    "attention, one document forward: TFLOP/s": (520, False),
+    "attention, one document backward: TFLOP/s": (400, False),
+    "attention forward: packed over one document": (0.9, False),
+    "attention backward: packed over one document": (0.9, False),
+    "AdamW with clipping forward: ceiling": (0.9, False),
+    "fp8 linear, training forward: ratio": (1.6, False),
+    "plain utilisation": (0.5, False),
+    "fp8 gain": (1.25, False),
+}
 BILLION = ModelConfig(
     vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
     head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True,
@@ -60,22 +84,60 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def training(config: ModelConfig, tokens: int, device: torch.device, rounds: int) -> None:
-    """Print tokens per second of a training step, ours and transformers'."""
-    precision = "bf16" if device.type == "cuda" else "fp32"
+def training(config: ModelConfig, rows: int, tokens: int, device: torch.device, rounds: int, figures: dict[str, float]) -> None:
+    """Print tokens per second of a training step, rows one after the other, in bf16 (on CPU fp32), with FP8 layers, and with checkpointing."""
+    precision: Literal["fp32", "bf16"] = "bf16" if device.type == "cuda" else "fp32"
     model = Transformer(config, generator=torch.Generator().manual_seed(0)).to(device)
-    row = torch.randint(0, config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(1))
-    with Updater(model, LanguageModeling(), TrainConfig(steps=1000, learning_rate=1e-4, precision=precision)) as updater:
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        taken = best_seconds(lambda number: updater.step(number, Targets.from_documents([row]), seed=0), device, rounds)
+    generator = torch.Generator().manual_seed(1)
+    batch = [Targets.from_documents([torch.randint(0, config.vocab_size, (tokens,), generator=generator)]) for _ in range(rows)]
     peak = accounting.peak_flops(device.type, precision)
-    share = accounting.training_flops(config, [tokens]) / taken / peak if peak else float("nan")
-    memory = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else float("nan")
-    print(f"training, {precision}, one row of {tokens}: {tokens / taken:.0f} tokens/s, utilisation {share:.3f}, peak {memory:.1f} GB", flush=True)
+    flops = accounting.training_flops(config, [tokens] * rows)
+    plain = TrainConfig(steps=1000, learning_rate=1e-4, precision=precision)
+    ways = {"plain": plain, "fp8 layers": replace(plain, linear_precision="fp8")}
+    ways["checkpointing"] = replace(plain, activation_checkpointing=True)
+    for name, settings in ways.items():
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            with Updater(model, LanguageModeling(), settings) as updater:
+                taken = best_seconds(partial(updater.step, batch=batch, seed=0), device, rounds)
+        except ValueError as error:  # FP8 on a GPU without it
+            print(f"# training, {name}: {error}", flush=True)
+            continue
+        share = flops / taken / peak if peak else math.nan
+        memory = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else math.nan
+        figures[f"{name} tokens/s"], figures[f"{name} utilisation"] = rows * tokens / taken, share
+        print(
+            f"training, {precision}, {name}, {rows} rows of {tokens}: {rows * tokens / taken:.0f} tokens/s,"
+            f" utilisation {share:.3f}, peak {memory:.1f} GB", flush=True,
+        )  # fmt: skip
+    if {"plain tokens/s", "fp8 layers tokens/s"} <= figures.keys():
+        figures["fp8 gain"] = figures["fp8 layers tokens/s"] / figures["plain tokens/s"]
 
 
-def transformers_training(config: ModelConfig, tokens: int, device: torch.device, rounds: int) -> None:
+def judge(machine: Machine, lines: list[Line], figures: dict[str, float]) -> None:
+    """Print each goal, what was reached, and whether that is enough; goals are those of an H200."""
+    by_name = {line.op: line for line in lines}
+    found = dict(figures)
+    for line in lines:
+        found[f"{line.op}: ceiling"] = line.ceiling
+        found[f"{line.op}: ratio"] = line.ratio
+        found[f"{line.op}: TFLOP/s"] = line.gigaflops / line.milliseconds
+    for phase in ("forward", "backward"):
+        one, packed = (found.get(f"attention, {kind} {phase}: TFLOP/s", math.nan) for kind in ("one document", "packed"))
+        found[f"attention {phase}: packed over one document"] = packed / one
+    if step := by_name.get("linear + cross-entropy, step forward"):
+        found["linear + cross-entropy: ms"] = step.milliseconds
+        # Beyond dW in fp32, in which it is summed.
+        found["linear + cross-entropy: GB beyond dW"] = step.peak_gigabytes - 4 * machine.V * machine.D / 1e9
+    for name, (goal, most) in GOALS.items():
+        value = found.get(name, math.nan)
+        verdict = "not measured" if math.isnan(value) else "reached" if (value <= goal if most else value >= goal) else "MISSED"
+        print(f"goal: {name} {'<=' if most else '>='} {goal:g}: {value:.3g}, {verdict}", flush=True)
+
+
+def transformers_training(config: ModelConfig, rows: int, tokens: int, device: torch.device, rounds: int) -> None:
     """The same step as transformers' users would write it: bf16 autocast over fp32 weights."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -90,14 +152,15 @@ def transformers_training(config: ModelConfig, tokens: int, device: torch.device
     ids = torch.randint(0, config.vocab_size, (1, tokens), device=device)
 
     def step(_: int) -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = peer(input_ids=ids, labels=ids).loss
-        loss.backward()
+        for _ in range(rows):
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                loss = peer(input_ids=ids, labels=ids).loss / rows
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    print(f"training, transformers: {tokens / best_seconds(step, device, rounds):.0f} tokens/s", flush=True)
+    print(f"training, transformers: {rows * tokens / best_seconds(step, device, rounds):.0f} tokens/s", flush=True)
 
 
 def generation(config: ModelConfig, prompt: int, answer: int, answers: int, device: torch.device) -> None:
@@ -125,11 +188,15 @@ def main() -> None:
     device = machine.device
     if not verified(machine, options.small):
         raise SystemExit(1)
-    parts: list[tuple[float, str, Callable[[], None]]] = [
-        (0, "operators", lambda: table(machine, 0.0 if options.small else 1.0, [])),
-        (60, "training", lambda: training(*((TINY, 48) if options.small else (BILLION, 8192)), device, 1 if options.small else 5)),
-        (40, "generation", lambda: generation(*((TINY, 12, 3, 2) if options.small else (BILLION, 512, 128, 64)), device)),
-        (40, "peer", lambda: transformers_training(*((TINY, 48) if options.small else (BILLION, 8192)), device, 1 if options.small else 5)),
+    lines: list[Line] = []
+    figures: dict[str, float] = {}
+    model, rounds = ((TINY, 1, 48), 1) if options.small else ((BILLION, 4, 8192), 5)
+    answers = (12, 3, 2) if options.small else (512, 128, 64)
+    parts: list[tuple[float, str, Callable[[], object]]] = [
+        (0, "training", lambda: training(*model, device, rounds, figures)),
+        (0, "operators", lambda: lines.extend(table(machine, 0.0 if options.small else 1.0, [], until=started + SECONDS - 90))),
+        (40, "generation", lambda: generation(model[0], *answers, device)),
+        (40, "peer", lambda: transformers_training(*model, device, rounds)),
     ]
     for needed, name, part in parts:
         spent = time.perf_counter() - started
@@ -139,6 +206,7 @@ def main() -> None:
         part()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    judge(machine, lines, figures)
     print(f"# {time.perf_counter() - started:.0f} seconds", flush=True)
 
 

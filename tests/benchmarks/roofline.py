@@ -132,8 +132,10 @@ def _peak(function: Function, device: torch.device) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
-def table(machine: Machine, seconds: float, only: list[str], as_json: bool = False) -> None:
-    """Print one line per operator and direction."""
+def table(machine: Machine, seconds: float, only: list[str], as_json: bool = False, until: float = math.inf) -> list[Line]:
+    """Print one line per operator and direction, and return them. Operators whose turn comes after `until`, a time of
+    `time.perf_counter`, are named and left out."""
+    lines: list[Line] = []
     bandwidth, rate = ceilings(machine)
     print(f"# copy {bandwidth / 1e9:.1f} GB/s, {machine.dtype} product {rate / 1e12:.3g} TFLOP/s, torch {torch.__version__}", flush=True)
     header = f"{'op':38} {'GB':>8} {'GFLOP':>9} {'ms':>9} {'ceiling':>8} {'peer':>18} {'ms':>9} {'ratio':>6} {'peak GB':>8}"
@@ -141,7 +143,11 @@ def table(machine: Machine, seconds: float, only: list[str], as_json: bool = Fal
     for case in cases(machine):
         if only and not any(part.lower() in case.name.lower() for part in only):
             continue
+        if time.perf_counter() > until:
+            print(f"# {case.name}: left out, no time", flush=True)
+            continue
         for line in measure(case, machine, bandwidth, rate, seconds):
+            lines.append(line)
             if as_json:
                 print(json.dumps(asdict(line)), flush=True)
                 continue
@@ -150,6 +156,7 @@ def table(machine: Machine, seconds: float, only: list[str], as_json: bool = Fal
                 f" {line.peer:>18} {line.peer_milliseconds:9.3f} {line.ratio:6.2f} {line.peak_gigabytes:8.2f}",
                 flush=True,
             )
+    return lines
 
 
 def verified(machine: Machine, small: bool = False) -> bool:

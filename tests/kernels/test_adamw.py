@@ -46,6 +46,18 @@ def test_steps_equal_the_reference(dtype):
         torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=1e-6)
 
 
+def test_pieces_on_a_cpu_equal_the_reference(monkeypatch):
+    monkeypatch.setattr("puna.kernels.adamw.CPU_CHUNK", 16)  # 130 elements are nine pieces
+    test_steps_equal_the_reference(torch.float32)
+
+
+def test_a_norm_that_is_not_finite_shows_in_the_parameters():
+    parameters, gradients, first, second = draw(torch.float32)
+    gradients[0][1][0, 0] = torch.nan
+    assert bool(adamw_(parameters, gradients[0], first, second, step=1, clip=1.0, **SETTINGS).isnan())
+    assert all(bool(p.isnan().all()) for p in parameters)
+
+
 def test_the_operator_says_what_it_changes():
     from puna.kernels.adamw import _adamw_
 

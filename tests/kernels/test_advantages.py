@@ -1,7 +1,11 @@
 """Advantages: by hand, against the definition, and against a sum over each token's future."""
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from puna.kernels import advantages as module
 from puna.kernels.advantages import advantages, advantages_reference
@@ -32,15 +36,22 @@ def test_the_definition(lengths, dtype):
         torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=1e-5)
 
 
-def test_with_lambda_one_returns_are_discounted_futures():
-    *given, counts = draw([7, 5])
-    logp, ref, _, scores = given
-    _, returns = advantages(*given, counts, 0.2, 0.9, 1.0)
-    reward = -0.2 * (logp - ref)
-    reward[6] += scores[0]
-    reward[11] += scores[1]
-    for t, stop in ((0, 7), (3, 7), (7, 12), (11, 12)):
-        torch.testing.assert_close(returns[t], sum(0.9 ** (s - t) * reward[s] for s in range(t, stop)))
+@drawn(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.floats(0, 1), st.floats(0, 1), st.integers(0, 99))
+@settings(max_examples=50, deadline=None)
+def test_advantages_are_discounted_sums_of_temporal_differences(lengths, gamma, lam, seed):
+    """a_t = sum over k >= t of (gamma lambda)^(k - t) delta_k (Schulman et al. 2016, equation 16)."""
+    *tokens, counts = draw(lengths, seed=seed)
+    ours, returns = advantages(*tokens, counts, 0.3, gamma, lam)
+    logp, reference, values, scores = (x.numpy() for x in tokens)
+    expected, start = [], 0
+    for n, score in zip(lengths, scores, strict=True):
+        rewards, v = -0.3 * (logp - reference)[start : start + n], np.append(values[start : start + n], 0.0)
+        rewards[n - 1 :] += score
+        delta = rewards + gamma * v[1:] - v[:-1]
+        expected += [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
+        start += n
+    np.testing.assert_allclose(ours.numpy(), expected, atol=1e-12)
+    np.testing.assert_allclose(returns.numpy(), np.array(expected) + values, atol=1e-12)
 
 
 def test_refusals_and_registration():

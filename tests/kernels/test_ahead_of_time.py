@@ -71,6 +71,7 @@ TYPES = {
 
 CHUNKS = {"CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK}
 CASES = {
+    "attention_delta": Case(attention_triton._delta_kernel, "ppf" + "nnnn", {"V": 128, "BLOCK_V": 128, "M": attention_triton.DELTA_ROWS}),
     "adamw_norm": Case(adamw._norm_kernel, "lllf", {**CHUNKS, "GRADIENT": triton.language.bfloat16}, 8),
     "adamw_update": Case(
         adamw._update_kernel,

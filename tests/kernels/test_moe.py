@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from puna.kernels import moe as module
-from puna.kernels.moe import grouped_linear, grouped_linear_reference, top_k_routing, top_k_routing_reference
+from puna.kernels.moe import (
+    combine,
+    combine_reference,
+    dispatch,
+    dispatch_reference,
+    grouped_linear,
+    grouped_linear_reference,
+    sort_by_expert,
+    top_k_routing,
+    top_k_routing_reference,
+)
 
 OFFSETS = [[0, 3, 3, 10], [0, 0, 0, 10], [0, 10, 10, 10], [0, 1, 2, 10]]
 
@@ -44,3 +54,35 @@ def test_registered_as_torch_expects(normal):
     torch.library.opcheck(module._top_k_routing, (z, 2, True))
     with pytest.raises(ValueError, match="do not fit"):
         grouped_linear(x, w, torch.tensor([0, 10]))
+
+
+def sorted_choices(T, E, k, seed=0):
+    chosen = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(100 * seed + t))[:k] for t in range(T)])
+    return chosen, *sort_by_expert(chosen, E)
+
+
+@pytest.mark.parametrize(("T", "E", "k"), [(20, 8, 2), (5, 5, 1), (9, 4, 4), (1, 3, 2)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_to_the_experts_and_back(within_budget, normal, T, E, k, dtype):
+    for seed in range(3):
+        chosen, order, place, offsets = sorted_choices(T, E, k, seed)
+        for e in range(E):  # the rows of expert e are those of the tokens that chose it, in their order
+            assert (order[offsets[e] : offsets[e + 1]] // k).tolist() == [t for t in range(T) if e in chosen[t]]
+        assert order[place].tolist() == list(range(T * k))
+        within_budget(lambda x, o=order, p=place: dispatch(x, o, p), lambda x, o=order: dispatch_reference(x, o), (normal(T, 6),), dtype)
+        inputs = (normal(T * k, 6, seed=seed), normal(T, k, seed=seed + 1))
+        within_budget(
+            lambda y, w, o=order, p=place: combine(y, w, o, p), lambda y, w, o=order: combine_reference(y, w, o), inputs, dtype, ulps=8
+        )
+    assert torch.autograd.gradcheck(lambda x: dispatch(x, order, place), (normal(T, 6),))
+    assert torch.autograd.gradcheck(lambda y, w: combine(y, w, order, place), inputs)
+    torch.library.opcheck(module._dispatch_rows, (normal(T, 6).detach().float().requires_grad_(), order, place))
+    torch.library.opcheck(module._combine_rows, (*(x.detach().float().requires_grad_() for x in inputs), order, place))
+
+
+def test_no_tokens_and_rows_that_do_not_fit():
+    order, place, offsets = sort_by_expert(torch.empty(0, 2, dtype=torch.int64), 3)
+    assert offsets.tolist() == [0, 0, 0, 0] and dispatch(torch.empty(0, 4), order, place).shape == (0, 4)
+    assert combine(torch.empty(0, 4), torch.empty(0, 2), order, place).shape == (0, 4)
+    with pytest.raises(ValueError, match="each weight has one"):
+        combine(torch.empty(3, 4), torch.empty(1, 2), order, place)

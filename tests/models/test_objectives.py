@@ -82,54 +82,6 @@ def test_dpo_at_known_logits(logit: float, loss: float, slope: float):
     assert chosen.grad.item() == pytest.approx(0.1 * slope, rel=1e-9)
 
 
-def test_gae_by_hand():
-    # gamma .9, lambda .95, so each advantage is delta + .855 * the next.
-    # First answer: r = 1, 2, 3 and v = .5, 1, 1.5.
-    #   delta_2 = 3 - 1.5                 = 1.5
-    #   delta_1 = 2 + .9 * 1.5 - 1        = 2.35
-    #   delta_0 = 1 + .9 * 1 - .5         = 1.4
-    #   a_2 = 1.5; a_1 = 2.35 + .855 * 1.5 = 3.6325; a_0 = 1.4 + .855 * 3.6325 = 4.5057875
-    # Second answer, one token: r = -1, v = 2: a = -3. The third has no token.
-    rewards = torch.tensor([1.0, 2.0, 3.0, -1.0], dtype=torch.float64)
-    values = torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.float64)
-    advantages, returns = o.gae(rewards, values, torch.tensor([3, 1, 0]), 0.9, 0.95)
-    assert advantages.tolist() == pytest.approx([4.5057875, 3.6325, 1.5, -3.0], abs=1e-12)
-    assert returns.tolist() == pytest.approx([5.0057875, 4.6325, 3.0, -1.0], abs=1e-12)
-
-
-def test_gae_of_nothing():
-    nothing = torch.zeros(0)
-    advantages, returns = o.gae(nothing, nothing, torch.zeros(0, dtype=torch.int64), 1.0, 1.0)
-    assert len(advantages) == len(returns) == 0
-
-
-@given(
-    st.lists(st.integers(0, 6), min_size=1, max_size=6), st.floats(0, 1), st.floats(0, 1), st.integers(0, 99)
-)
-@settings(max_examples=50, deadline=None)
-def test_gae_equals_its_definition(lengths: list[int], gamma: float, lam: float, seed: int):
-    rng = np.random.default_rng(seed)
-    rewards, values = rng.normal(size=sum(lengths)), rng.normal(size=sum(lengths))
-    expected, start = [], 0
-    for n in lengths:
-        r, v = rewards[start : start + n], np.append(values[start : start + n], 0.0)
-        delta = r + gamma * v[1:] - v[:-1]
-        expected += [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
-        start += n
-    got, _ = o.gae(torch.tensor(rewards), torch.tensor(values), torch.tensor(lengths), gamma, lam)
-    np.testing.assert_allclose(got.numpy(), expected, atol=1e-12)
-
-
-def test_token_rewards_by_hand():
-    # KL penalty .1 * (logprob - reference) off each token; scores 5 and 7 at the ends of the answers.
-    logprobs = torch.tensor([-1.0, -2.0, -3.0])
-    reference = torch.tensor([-2.0, -2.0, -1.0])
-    rewards = o.token_rewards(
-        logprobs, reference, torch.tensor([5.0, 9.0, 7.0]), torch.tensor([2, 0, 1]), 0.1
-    )
-    assert rewards.tolist() == pytest.approx([-0.1, 5.0, 7.2])
-
-
 def test_whiten():
     # 1, 3 have mean 2 and biased variance 1; the masked 100 counts for nothing.
     got = o.whiten(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]))

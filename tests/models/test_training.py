@@ -1,4 +1,4 @@
-"""The loop: schedules, skipping, bit-exact resumption, batches by step."""
+"""The loop: schedules, skipping, bit-exact resumption."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from torch import nn
 from puna.models.config import ModelConfig
 from puna.models.training import objectives as o
 from puna.models.training.loop import TrainConfig, TrainingDiverged, Updater, train, weights_digest
-from puna.models.training.packing import Sampler, pack, pack_documents, step_indices
 from puna.models.training.state import load_state, save_state
 from puna.models.training.updater import TIMED, undecayed
 from puna.models.transformer import Transformer
@@ -358,53 +356,3 @@ def test_the_mode_of_the_model_is_put_back():
 
     train(made, objective, lambda step: torch.ones(3, 2), TrainConfig(steps=1, learning_rate=0.1), 0)
     assert not made.training
-
-
-# ---- batches ------------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
-def test_each_epoch_visits_each_example_once(count: int, batch: int, seed: int):
-    steps = 3 * count  # three epochs and a rest
-    seen = [i for step in range(1, -(-steps // batch) + 1) for i in step_indices(step, count, batch, seed)]
-    for epoch in range(len(seen) // count):
-        assert Counter(seen[epoch * count : (epoch + 1) * count]) == Counter(range(count))
-
-
-@given(st.lists(st.integers(1, 20), max_size=40), st.integers(20, 60))
-@settings(max_examples=60, deadline=None)
-def test_pack(lengths: list[int], capacity: int):
-    rows = pack(lengths, capacity)
-    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in row) <= capacity for row in rows)
-    assert len(rows) <= 11 / 9 * math.ceil(sum(lengths) / capacity) * 2 + 1
-
-
-def test_pack_refuses_what_fits_no_row():
-    with pytest.raises(ValueError, match="example 1 has 9 tokens"):
-        pack([3, 9], 8)
-
-
-@given(st.lists(st.integers(0, 15), max_size=12), st.integers(1, 10))
-@settings(max_examples=60, deadline=None)
-def test_pack_documents(sizes: list[int], length: int):
-    documents = [[1000 * d + i for i in range(n)] for d, n in enumerate(sizes)]
-    rows, pieces = pack_documents(documents, length)
-    stream = [t for d in documents for t in d]
-    assert rows.shape == (len(stream) // length, length)
-    assert rows.flatten().tolist() == stream[: rows.size]
-    for row, parts in zip(rows.tolist(), pieces, strict=True):
-        assert [t // 1000 for t in row] == [d for d, n in parts for _ in range(n)]
-
-
-def test_sampler_gives_the_same_batch_for_a_step():
-    some = [[i] * (i % 5 + 2) for i in range(13)]
-    sampler = Sampler(some, 4, o.Targets.from_documents, length=len, capacity=8, seed=1)
-    for step in (1, 5, 1000):
-        first, again = sampler(step), sampler(step)
-        assert [b.forest.tokens.tolist() for b in first] == [b.forest.tokens.tolist() for b in again]
-        assert all(len(b) <= 8 for b in first)
-    assert sampler.steps(1.0) == 4
-    with pytest.raises(ValueError, match="no examples"):
-        Sampler([], 4, len, length=len, capacity=8, seed=1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from puna.kernels import quantized_linear
 from puna.models import accounting, transformer
@@ -246,6 +247,33 @@ def test_pack_is_best_fit_decreasing(lengths: list[int]):
         else:
             rows.append([index])
     assert pack(lengths, 50) == [sorted(row) for row in rows]
+
+
+class Scattered(TorchDispatchMode):
+    """Names of the operators that add to one number from several places, in a GPU's own order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.overloadpacket.__name__
+        accumulates = name.startswith("index_put") and (args[3:4] == (True,) or (kwargs or {}).get("accumulate"))
+        if name.rstrip("_") in ("index_add", "scatter_reduce", "index_reduce") or accumulates:
+            self.names.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_experts_add_up_in_one_order_on_any_device():
+    x = torch.randn(30, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    block = model(EXPERTS).model.layers[0].mlp
+    with Scattered() as seen:
+        block(x).square().sum().backward()
+    assert not seen.names
+    with Scattered() as seen:  # the mode does see what it looks for
+        torch.zeros(3, 16).index_add(0, torch.tensor([1, 1]), x[torch.tensor([0, 0])].detach())
+        x[torch.tensor([1, 1])].sum().backward()
+    assert {name.lstrip("_") for name in seen.names} >= {"index_add"} and len(seen.names) >= 2
 
 
 # ---- 8-bit layers -------------------------------------------------------------------------------------

@@ -7,10 +7,8 @@ from puna.models.training.objectives.ppo import (
     Ppo,
     PpoBatch,
     Value,
-    gae,
     ppo_policy_loss,
     ppo_value_loss,
-    token_rewards,
     token_values,
     whiten,
 )
@@ -38,7 +36,6 @@ __all__ = [
     "answer_rewards",
     "cache_reference",
     "dpo_loss",
-    "gae",
     "language_modeling_loss",
     "ppo_policy_loss",
     "ppo_value_loss",
@@ -48,7 +45,6 @@ __all__ = [
     "sft_loss",
     "sum_segments",
     "target_logprobs",
-    "token_rewards",
     "token_values",
     "whiten",
 ]

@@ -98,6 +98,9 @@ class Dpo(Objective[DpoBatch]):
         if batch.reference is None:
             raise ValueError("the batch has no reference log-probs: compute them with reference_logprobs")
         targets, pairs = batch.targets, totals["pairs"]
+        # Log-probabilities, not `kernels.linear_preference_loss`: neither keeps logits, and that one gives no log-probs,
+        # of which the NLL term (with the tokens that the mask hides) and six metrics are made. What it would save is one of
+        # four products of the output layer where both answers of a pair fit one chunk of logits; with longer ones nothing.
         logprobs = target_logprobs(model, targets)
         answers = targets.sum_by_answer(logprobs)
         chosen, rejected = answers[batch.chosen], answers[batch.rejected]

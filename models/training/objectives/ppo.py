@@ -1,6 +1,6 @@
 """Proximal policy optimisation (Schulman et al. 2017) on answers, as pure functions and two objectives.
 
-Everything is flat: N answer tokens in A answers, `lengths` [A] int64 adding up to N, no padding.
+Everything is flat: N answer tokens, answer by answer, no padding. Advantages and returns come from `kernels.advantages`.
 """
 
 from __future__ import annotations
@@ -12,51 +12,6 @@ import torch
 from torch import Tensor
 
 from puna.models.training.objectives.base import Metrics, Objective, Targets, Totals, divide
-
-
-def token_rewards(
-    logprobs: Tensor, reference: Tensor, scores: Tensor, lengths: Tensor, kl_coefficient: float
-) -> Tensor:
-    """Reward of each token: the KL penalty everywhere, the answer's score at its last token.
-
-    logprobs, reference [N] float: of the sampled tokens under policy and reference; scores [A] float ->
-    [N]: ``-kl_coefficient * (logprobs - reference)``, plus the score where an answer ends (Ziegler et
-    al. 2019). An answer without tokens has nowhere to put its score.
-    """
-    rewards = -kl_coefficient * (logprobs - reference)
-    filled = lengths > 0
-    last = lengths.cumsum(0)[filled] - 1
-    return rewards.index_add(0, last, scores[filled].to(rewards.dtype))
-
-
-def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016), each answer an episode of its own.
-
-    rewards, values [N] float, lengths [A] int64 -> (advantages [N], returns [N]) with
-    ``delta_t = r_t + gamma * v_{t+1} - v_t``, ``a_t = delta_t + gamma * lam * a_{t+1}``, both 0 past an
-    answer's end, and ``returns = advantages + values``.
-    """
-    count, longest = len(lengths), int(lengths.max()) if len(lengths) else 0
-    if not longest:
-        return rewards.clone(), values.clone()
-    column = torch.arange(longest, device=rewards.device)
-    inside = column[:, None] < lengths[None, :]  # [longest, A]: step t of answer a exists
-    start = lengths.cumsum(0) - lengths
-    index = (start[None, :] + column[:, None])[inside]
-    reward_TA = rewards.new_zeros(longest, count)
-    value_TA = rewards.new_zeros(longest + 1, count)
-    reward_TA[inside] = rewards[index]
-    value_TA[:-1][inside] = values[index]
-    delta_TA = reward_TA + gamma * value_TA[1:] - value_TA[:-1]
-    advantage_TA = torch.empty_like(delta_TA)
-    running = rewards.new_zeros(count)
-    for t in range(longest - 1, -1, -1):
-        # Past an answer's end reward and value are 0, so that delta and the running sum stay 0.
-        running = delta_TA[t] + gamma * lam * running
-        advantage_TA[t] = running
-    advantages = torch.empty_like(rewards)
-    advantages[index] = advantage_TA[inside]
-    return advantages, advantages + values
 
 
 def whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
