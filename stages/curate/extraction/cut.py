@@ -7,23 +7,35 @@ from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
 
+LEVELS = 128  # cuts that are tried, and states of the page that they are tried against
+TOGETHER = 0.6  # weight of the view that a page's blocks are content or not all together
+
 
 @njit(cache=True)
-def best_cut(p: NDArray[np.float32], words: NDArray[np.float64]) -> tuple[NDArray[np.int64], int, float]:
-    """Blocks by falling probability, how many of them to keep for the highest expected F1 of words, and that F1.
+def best_cut(p: NDArray[np.float32], words: NDArray[np.float64]) -> tuple[float, float]:
+    """The probability from which on blocks are kept, a multiple of 1 / LEVELS, for the highest expected F1 of words, and that F1.
 
-    For a kept set the expectation is taken as 2 * (expected right words) / (kept words + expected content words).
+    The expectation is a mean of two. Were blocks independent, it is near 2 * (expected right words) / (kept words +
+    expected content words). But a page's cards are all content or all not: so also with content being the blocks above
+    a level that is drawn evenly, the F1 of which with a cut is 2 * min / sum of the words above the two.
     """
-    order = np.argsort(-p, kind="mergesort")
-    content = 0.0
+    above, right = np.zeros(LEVELS + 1), np.zeros(LEVELS + 1)  # words, expected right words of blocks from a level on
     for b in range(len(p)):
-        content += p[b] * words[b]
-    right = kept = highest = 0.0
-    count = 0
-    for k in range(len(order)):
-        right += p[order[k]] * words[order[k]]
-        kept += words[order[k]]
-        f1 = 2 * right / (kept + content)
+        level = min(LEVELS - 1, int(p[b] * LEVELS))
+        above[level] += words[b]
+        right[level] += p[b] * words[b]
+    for level in range(LEVELS - 1, -1, -1):
+        above[level] += above[level + 1]
+        right[level] += right[level + 1]
+    highest, cut = 0.0, 0
+    for level in range(LEVELS - 1, -1, -1):
+        if above[level] == above[level + 1]:
+            continue
+        together = 0.0
+        for drawn in range(LEVELS):
+            if above[drawn] > 0:
+                together += 2 * min(above[level], above[drawn]) / (above[level] + above[drawn])
+        f1 = TOGETHER * together / LEVELS + (1 - TOGETHER) * 2 * right[level] / (above[level] + right[0])
         if f1 >= highest:
-            highest, count = f1, k + 1
-    return order, count, highest
+            highest, cut = f1, level
+    return cut / LEVELS, highest

@@ -126,20 +126,17 @@ def text_scores(page: Scan, weights: NDArray[np.float32], total: NDArray[np.floa
 
 
 @njit(cache=True)
-def _copies(page: Scan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """How often each block's words stand on the page, and how often before it."""
-    blocks = page.blocks
-    n = len(blocks)
-    keys = np.empty(n, np.uint64)
+def text_keys(page: Scan) -> NDArray[np.uint64]:
+    """A hash of each block's words [blocks]."""
+    keys = np.empty(len(page.blocks), np.uint64)
     start = 0
-    for b in range(n):
+    for b in range(len(keys)):
         state = OFFSET
-        for t in range(start, blocks[b, L.HASHES]):
+        for t in range(start, page.blocks[b, L.HASHES]):
             state = (state ^ page.hashes[t]) * PRIME
-        start = blocks[b, L.HASHES]
+        start = page.blocks[b, L.HASHES]
         keys[b] = state
-    size, before = groups(keys)
-    return size, before
+    return keys
 
 
 @njit(cache=True)
@@ -247,7 +244,7 @@ def _totals(page: Scan, text: NDArray[np.float32]) -> tuple[Totals, int]:
     while e >= 0:
         inside[e] = True
         e = elements[e, L.PARENT]
-    copies, before = _copies(page)
+    copies, before = groups(text_keys(page))
     group, sign = group_sums(paths, values), group_sums(signs, values)
     return Totals(sums, group, sign, paths, groups(paths)[1], copies, before, _title_words(page), inside, about), focus
 

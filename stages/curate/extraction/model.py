@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from puna.stages.curate.extraction import features
 from puna.stages.curate.extraction import layout as L
+from puna.stages.curate.extraction.alike import agreed, once
 from puna.stages.curate.extraction.cut import best_cut
 from puna.stages.curate.extraction.layout import Scan
 from puna.stages.curate.extraction.tags import NUMBER
@@ -77,21 +78,23 @@ def block_rows(
     return rows
 
 
+def chances(page: Scan, trees: Trees, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Chance of each block to be content [blocks], from what the trees see of it."""
+    return 1 / (1 + np.exp(-agreed(page, logits(trees, rows))))
+
+
 def judge(page: Scan, model: Model) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Chance of each block to be content [blocks], and logits of the page's type [page types]."""
     types = model.type_bias + model.type_weights[page_words(page)].sum(0)
     rows = block_rows(page, model.class_weights, model.text_weights, types)
-    return 1 / (1 + np.exp(-logits(model.trees, rows))), types
+    return chances(page, model.trees, rows), types
 
 
 def chosen(page: Scan, p: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Which blocks to keep [blocks], given each block's chance to be content; code, lists and tables stay whole."""
-    keep = np.zeros(len(page.blocks), np.bool_)
-    if len(keep):
-        order, count, _ = best_cut(p, page.blocks[:, L.WORDS] + 0.01)
-        keep[order[:count]] = True
-    whole: NDArray[np.bool_] = made_whole(page, keep)
-    return whole
+    """Which blocks to keep [blocks], given each block's chance to be content; code, lists and tables stay whole, copies go."""
+    cut, _ = best_cut(p, page.blocks[:, L.WORDS] + 0.01)
+    keep: NDArray[np.bool_] = once(page, made_whole(page, p >= cut))
+    return keep
 
 
 def content(page: Scan, model: Model) -> NDArray[np.bool_]:

@@ -28,10 +28,10 @@ from puna.stages.curate.extraction.decode import decode
 from puna.stages.curate.extraction.features import BUCKETS
 from puna.stages.curate.extraction.labels import label
 from puna.stages.curate.extraction.layout import Scan
-from puna.stages.curate.extraction.model import FEATURES, PAGE_TYPES, TYPE_BUCKETS, block_rows, chosen, page_words
+from puna.stages.curate.extraction.model import FEATURES, PAGE_TYPES, TYPE_BUCKETS, block_rows, chances, chosen, page_words
 from puna.stages.curate.extraction.scan import read_page
 from puna.stages.curate.extraction.text import text_of
-from puna.stages.curate.extraction.trees import Trees, logits
+from puna.stages.curate.extraction.trees import Trees
 from puna.storage import PunaError
 
 FOLDS = 4
@@ -291,7 +291,7 @@ def unseen_texts(data: Corpus, rows: NDArray[np.float32], fold: int) -> dict[str
     texts = {}
     for number, page in enumerate(data.pages):
         if page.fold == fold:
-            p = 1 / (1 + np.exp(-logits(trees, rows[data.page == number])))
+            p = chances(page.scan, trees, rows[data.page == number])
             texts[page.file] = text_of(page.scan, chosen(page.scan, p))
     return texts
 

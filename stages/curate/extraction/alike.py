@@ -1,0 +1,56 @@
+"""Blocks that are alike: those of one path are judged together, those of one text are taken once."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.compiled import njit
+from puna.stages.curate.extraction import layout as L
+from puna.stages.curate.extraction.features import text_keys
+from puna.stages.curate.extraction.groups import group_sums
+from puna.stages.curate.extraction.layout import Scan
+
+PULL = np.float32(0.35)  # of the way to the mean of the blocks with the same path
+COPIED_WORDS = 5  # shorter texts may stand on a page again and again
+
+
+@njit(cache=True)
+def agreed(page: Scan, scores: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Logits [blocks], each drawn towards the mean of the blocks with the same tags and classes up to the root.
+
+    Titles of cards, messages of a thread, cells of a column are content all or none; words weigh by their root.
+    """
+    blocks = page.blocks
+    n = len(blocks)
+    paths, sums = np.empty(n, np.uint64), np.empty((n, 2), np.float32)
+    for b in range(n):
+        paths[b] = page.signs[blocks[b, L.ELEMENT], 1]
+        sums[b, 1] = np.sqrt(blocks[b, L.WORDS]) + 0.01
+        sums[b, 0] = scores[b] * sums[b, 1]
+    sums = group_sums(paths, sums)
+    out = np.empty(n, np.float32)
+    for b in range(n):
+        out[b] = scores[b] + PULL * (sums[b, 0] / sums[b, 1] - scores[b])
+    return out
+
+
+@njit(cache=True)
+def once(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """`keep` [blocks] without what repeats the words of a block kept before in another place: copies for narrow screens, quotations.
+
+    Under the same path it is no copy: messages of a thread, entries of a reference may say the same.
+    """
+    keys = text_keys(page)
+    out = keep.copy()
+    order = np.argsort(keys, kind="mergesort")
+    first = -1  # kept block of these words
+    for k in range(len(order)):
+        b = order[k]
+        if k == 0 or keys[b] != keys[order[k - 1]]:
+            first = -1
+        if keep[b] and first < 0:
+            first = b
+        elif keep[b] and page.blocks[b, L.WORDS] >= COPIED_WORDS and page.blocks[b, L.PRE] == 0:
+            out[b] = page.signs[page.blocks[b, L.ELEMENT], 1] == page.signs[page.blocks[first, L.ELEMENT], 1]
+    return out
