@@ -63,14 +63,33 @@ def suffix(name: str) -> str:
     return PurePosixPath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
+class _Pieces(io.RawIOBase):
+    """What a decompressor gives, piece by piece: what comes before a fault is not lost with it."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, room: Any) -> int:
+        piece = self._source.read1(len(room))
+        room[: len(piece)] = piece
+        return len(piece)
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+
 def unpacked(handle: BinaryIO, name: str) -> io.BufferedReader:
     """The file's bytes, decompressed as its name says."""
     ending = PurePosixPath(name.lower()).suffix
     raw: Any = handle
     if ending == ".gz":
-        raw = gzip.GzipFile(fileobj=handle)
+        raw = _Pieces(gzip.GzipFile(fileobj=handle))
     elif ending == ".xz":
-        raw = lzma.LZMAFile(handle)  # noqa: SIM115  closed with the reader around it
+        raw = _Pieces(lzma.LZMAFile(handle))  # noqa: SIM115  closed with the reader around it
     elif ending == ".zst":
         raw = zstandard.ZstdDecompressor().stream_reader(handle, read_across_frames=True)
     return io.BufferedReader(raw, 1 << 20)

@@ -29,9 +29,8 @@ def test_a_name_is_a_flow_or_a_stage() -> None:
 @pytest.mark.parametrize(("what", "ran"), [("base", "flow base"), ("pretrain", "stage pretrain")])
 def test_the_flow_of_the_base_model_and_its_stage_both_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, ran: str) -> None:
     found: list[str] = []
-    monkeypatch.setattr(launch, "check_sources", lambda *_: found.append(f"flow {what}"))
     monkeypatch.setattr(launch, "_run_stage", lambda stage, *_: found.append(f"stage {stage.name}"))
-    monkeypatch.setattr(launch, "pages", lambda *_: 1 / 0)
+    monkeypatch.setattr(launch, "pages", lambda *_: found.append(f"flow {what}") or 1 / 0)
     with contextlib.suppress(ZeroDivisionError):
         launch.run(what, None, [], [], Store.open(tmp_path), 1, True)
     assert found == [ran]

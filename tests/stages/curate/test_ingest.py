@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import lzma
 import random
 import zlib
 from datetime import UTC, datetime
@@ -303,6 +304,20 @@ def test_jsonl(tmp_path, suffix):
         (f"file:///t/t.{suffix}/6", b"two"),
     }
     assert rules(made) == ["malformed_record"] * 4
+
+
+@pytest.mark.parametrize("ending", ["gz", "xz"])
+def test_a_truncated_archive_of_lines_keeps_what_comes_before(tmp_path, ending):
+    lines = [json.dumps({"text": f"page {n} {random.Random(n).random()}", "url": f"https://x.org/{n}"}).encode() + b"\n" for n in range(3000)]
+    whole = b"".join(lines)
+    packed = (gzip.compress if ending == "gz" else lzma.compress)(whole)[:-2000]
+    # What a decompressor can give of the bytes that are there.
+    machine = zlib.decompressobj(31) if ending == "gz" else lzma.LZMADecompressor()
+    readable = machine.decompress(packed).count(b"\n")
+    file = tmp_path / f"rows.jsonl.{ending}"
+    file.write_bytes(packed)
+    made = execute(ingest, IngestConfig(), {"inputs": External.resolve(str(file))}, Store.open(tmp_path / "store"))
+    assert 2000 < readable == made.rows() < 3000 and rules(made) == ["truncated_record"]
 
 
 def test_a_truncated_jsonl_keeps_its_good_lines(tmp_path):
