@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_the_bytes_do_not_depend_on_the_parts(tmp_path, monkeypatch, name, seed)
     expected = merged(name, [shuffled[::2], shuffled[1::2]], tmp_path / "sorted")
     assert pq.read_table(tmp_path / "sorted" / "merged.parquet").select(list(whole[0])).to_pylist() == whole
     cuts = [0, *sorted(generator.integers(0, len(whole), 9).tolist()), len(whole)]
-    pieces = [whole[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    pieces = [whole[a:b] for a, b in pairwise(cuts)]
     monkeypatch.setattr(tables.duckdb, "connect", lambda **_: pytest.fail("sorted parts need no sorting"))
     assert merged(name, [pieces[n] for n in generator.permutation(len(pieces))], tmp_path / "in_order") == expected
 
