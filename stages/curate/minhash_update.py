@@ -117,7 +117,7 @@ def _decided(indices: list[Index], members: Members, config: MinhashDedupConfig)
     from puna.kernels import near_duplicates
 
     names = [index.ids() for index in indices]
-    if np.isin(names[-1], np.concatenate(names[:-1])).any():
+    if any((known[np.minimum(np.searchsorted(known, names[-1]), len(known) - 1)] == names[-1]).any() for known in names[:-1]):
         raise PunaError("minhash_update: a document with the same id was deduplicated before; give documents that are new")
     ids = np.concatenate([names[s][members.row[members.segment == s]] for s in range(len(indices))])
     facts, signatures = _gathered(indices, members, "facts"), _gathered(indices, members, "signatures")
