@@ -16,6 +16,7 @@ are the rows of document d in a flat array.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -24,12 +25,14 @@ from numpy.typing import NDArray
 from puna.kernels.compiled import njit
 from puna.kernels.hashing import I64, U64, slice_hashes
 
-__all__ = ["Scheme", "permutations", "signatures", "signatures_reference", "slice_hashes"]
+__all__ = ["Device", "Scheme", "chosen_device", "permutations", "signatures", "signatures_reference", "slice_hashes"]
 
 Scheme = Literal["affine32", "affine64", "legacy", "mersenne"]
+Device = Literal["cpu", "cuda"]
 
 MERSENNE = (1 << 61) - 1
 PRIME = np.uint64(MERSENNE)
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # there where NVIDIA's driver is loaded, on Linux and under Windows
 TOP32 = np.uint32(0xFFFFFFFF)
 TOP64 = np.uint64(0xFFFFFFFFFFFFFFFF)
 
@@ -82,11 +85,30 @@ def _fmix_reference(h: NDArray[Any]) -> NDArray[Any]:
     return h ^ (h >> kind(half))
 
 
-def signatures(hashes_S: U64, offsets_D1: I64, number: int = 112, seed: int = 1, scheme: Scheme = "affine32") -> NDArray[Any]:
-    """Signatures [D, P]: uint32 for affine32, uint64 otherwise. See `signatures_reference`."""
-    a_P, b_P = permutations(number, seed, scheme)
+def signatures(
+    hashes_S: U64, offsets_D1: I64, number: int = 112, seed: int = 1, scheme: Scheme = "affine32", device: Device = "cpu"
+) -> NDArray[Any]:
+    """Signatures [D, P]: uint32 for affine32, uint64 otherwise, every bit the same on all devices. See `signatures_reference`."""
+    hashes_S, offsets_D1 = np.ascontiguousarray(hashes_S, dtype=np.uint64), np.ascontiguousarray(offsets_D1)
+    if device == "cuda":
+        from puna.kernels.minhash_triton import signatures_on
+
+        return signatures_on(device, hashes_S, offsets_D1, number, seed, scheme)
     kernel = {"affine32": _affine32, "affine64": _affine64, "legacy": _legacy, "mersenne": _mersenne}[scheme]
-    return kernel(np.ascontiguousarray(hashes_S, dtype=np.uint64), np.ascontiguousarray(offsets_D1), a_P, b_P)  # type: ignore[no-any-return]
+    return kernel(hashes_S, offsets_D1, *permutations(number, seed, scheme))  # type: ignore[no-any-return]
+
+
+def chosen_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
+    """The device that is meant: for auto cuda where torch sees one. RuntimeError where cuda is wanted and there is none."""
+    if wanted == "cpu" or (wanted == "auto" and not any(Path(file).exists() for file in DRIVERS)):
+        return "cpu"  # without torch, whose import takes longer than the signatures of many documents
+    from puna.kernels.minhash_triton import usable
+
+    if usable():
+        return "cuda"
+    if wanted == "cuda":
+        raise RuntimeError("there is no CUDA device that torch and triton can use")
+    return "cpu"
 
 
 # --- CPU -------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Apart from `minhash.py`, which the curation's workers import, so that these need
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from puna.kernels.hashing import I64, U64
 from puna.kernels.lazy import triton_jit
 from puna.kernels.minhash import Scheme, permutations
+from puna.kernels.operators import INTERPRETED
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -75,10 +77,16 @@ def _wide_kernel(hashes, offsets, a, b, out, number, SCHEME: tl.constexpr, P: tl
     tl.store(out + d * number + p, tl.min(least, 0).to(tl.int64, bitcast=True), p < number)
 
 
+def usable() -> bool:
+    """Whether these kernels can run here: on a CUDA device, or by Triton's interpreter, which stands in for one."""
+    return find_spec("triton") is not None and (INTERPRETED or torch.cuda.is_available())
+
+
 def signatures_on(
     device: torch.device | str, hashes_S: U64, offsets_D1: I64, number: int = 112, seed: int = 1, scheme: Scheme = "affine32"
 ) -> NDArray[Any]:
-    """`minhash.signatures`, computed on `device`: arrays go there and signatures [D, P] come back."""
+    """`minhash.signatures`, computed on `device`: arrays go there and signatures [D, P] come back. The interpreter's is the CPU."""
+    device = "cpu" if INTERPRETED else device
     hashes, offsets = (torch.from_numpy(np.ascontiguousarray(x).view(np.int64)).to(device) for x in (hashes_S, offsets_D1))
     kind = np.uint32 if scheme == "affine32" else np.uint64
     return signatures_tensor(hashes, offsets, *permutation_tensors(number, seed, scheme, device), scheme).cpu().numpy().view(kind)

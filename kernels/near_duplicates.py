@@ -114,17 +114,82 @@ def common(left_S: Any, right_S: Any) -> Any:
     return found
 
 
+class Sets(NamedTuple):
+    """Sets of shingles of members, each made when it is needed first.
+
+    `values` uint64[S]: a member's distinct shingles, from `start_M[m]` on, in text order; `sizes` int64[M]: how many, 0 for not
+    yet made. `slots` int32: for each member an open-addressing hash table over its values, of a power of two slots from
+    `first_M[m]` to `first_M[m + 1]`, each with 1 + the place of a value, or 0. Shingles are hashes already: their low bits
+    are the slot.
+    """
+
+    values: U64
+    sizes: I64
+    slots: NDArray[np.int32]
+    start_M: I64
+    first_M1: I64
+
+
 @njit(cache=True, nogil=True)
-def longest_absent_run(sequence_S: Any, known_K: Any) -> Any:
-    """Length of the longest run of values of `sequence_S` that are not in the sorted array `known_K`."""
-    longest = run = 0
+def empty_sets(start_M: Any, count_M: Any) -> Any:
+    """`Sets` of members with so many shingles, none of them made."""
+    first = np.zeros(len(count_M) + 1, dtype=np.int64)
+    shingles = 0
+    for m in range(len(count_M)):
+        size = 1
+        while size < 2 * count_M[m]:
+            size *= 2
+        first[m + 1] = first[m] + size
+        shingles = max(shingles, start_M[m] + count_M[m])
+    sizes = np.zeros(len(count_M), dtype=np.int64)
+    return Sets(np.empty(shingles, dtype=np.uint64), sizes, np.zeros(first[-1], dtype=np.int32), start_M, first)
+
+
+@njit(cache=True, nogil=True)
+def make_set(sets: Any, m: Any, sequence_S: Any) -> None:
+    """Make the set of member m, whose shingles are `sequence_S`, where it is not made yet."""
+    if sets.sizes[m]:
+        return
+    slots = sets.slots[sets.first_M1[m] : sets.first_M1[m + 1]]
+    values = sets.values[sets.start_M[m] : sets.start_M[m] + len(sequence_S)]
+    size, mask = 0, np.uint64(len(slots) - 1)
     for value in sequence_S:
-        at = np.searchsorted(known_K, value)
-        if at < len(known_K) and known_K[at] == value:
-            run = 0
-        else:
-            run += 1
-            longest = max(longest, run)
+        at = value & mask
+        while slots[at] != 0 and values[slots[at] - 1] != value:
+            at = (at + np.uint64(1)) & mask
+        if slots[at] == 0:
+            values[size] = value
+            size += 1
+            slots[at] = size
+    sets.sizes[m] = size
+
+
+@njit(cache=True, nogil=True)
+def shared(sets: Any, m: Any, k: Any) -> Any:
+    """How many shingles the sets of two members share."""
+    slots = sets.slots[sets.first_M1[k] : sets.first_M1[k + 1]]
+    values = sets.values[sets.start_M[k] : sets.start_M[k] + sets.sizes[k]]
+    found, mask = 0, np.uint64(len(slots) - 1)
+    for value in sets.values[sets.start_M[m] : sets.start_M[m] + sets.sizes[m]]:
+        at = value & mask
+        while slots[at] != 0 and values[slots[at] - 1] != value:
+            at = (at + np.uint64(1)) & mask
+        found += slots[at] != 0
+    return found
+
+
+@njit(cache=True, nogil=True)
+def longest_absent_run(sequence_S: Any, sets: Any, k: Any) -> Any:
+    """Length of the longest run of values of `sequence_S` that are not in the set of member k."""
+    slots = sets.slots[sets.first_M1[k] : sets.first_M1[k + 1]]
+    values = sets.values[sets.start_M[k] : sets.start_M[k] + sets.sizes[k]]
+    longest, run, mask = 0, 0, np.uint64(len(slots) - 1)
+    for value in sequence_S:
+        at = value & mask
+        while slots[at] != 0 and values[slots[at] - 1] != value:
+            at = (at + np.uint64(1)) & mask
+        run = run + 1 if slots[at] == 0 else 0
+        longest = max(longest, run)
     return longest
 
 
@@ -220,8 +285,7 @@ def _resolve(
     passage, saved = np.zeros(members, dtype=np.int64), np.zeros(members, dtype=np.bool_)
     newest, before, seen = _lists(groups_MB)
     needed = estimate * signatures_MP.shape[1]
-    # Sets are made when they are needed first: `sizes` 0 means not yet.
-    sets, sizes = np.empty_like(sequence_S), np.zeros(members, dtype=np.int64)
+    sets = empty_sets(start_M, count_M)
     for m in range(members):
         sequence = sequence_S[start_M[m] : start_M[m] + count_M[m]]
         bound = max(float(new_words), new_share * words_M[m])
@@ -232,12 +296,14 @@ def _resolve(
                     seen[k] = m
                     if _agreeing(signatures_MP, m, k) >= needed:
                         rest = sequence_S[start_M[k] : start_M[k] + count_M[k]]
-                        own, other = _set(sequence, start_M, m, sets, sizes), _set(rest, start_M, k, sets, sizes)
-                        found = _similarity(own, other, containment)
+                        make_set(sets, m, sequence)
+                        make_set(sets, k, rest)
+                        own, other = sets.sizes[m], sets.sizes[k]
+                        found = _similarity(shared(sets, m, k), own, other, containment)
                         better = found > similarity[m] or (found == similarity[m] and k < survivor[m])
                         wanted = found >= least[0] and (survivor[m] < 0 or better)
                         if wanted and _same_order(sequence, own, rest, other, width, containment, least, shares):
-                            run = max(0, longest_absent_run(sequence, other) - width + 1)
+                            run = max(0, longest_absent_run(sequence, sets, k) - width + 1)
                             if run <= bound:
                                 survivor[m], similarity[m], passage[m] = k, found, run
                             else:
@@ -252,42 +318,34 @@ def _resolve(
     return survivor, similarity, passage, saved
 
 
-@njit(cache=True, nogil=True)
-def _set(sequence: Any, start_M: Any, m: Any, sets: Any, sizes: Any) -> Any:
-    """The set of member m's shingles, made on first use."""
-    if sizes[m] == 0:
-        values = distinct(sequence)
-        sizes[m] = len(values)
-        sets[start_M[m] : start_M[m] + len(values)] = values
-    return sets[start_M[m] : start_M[m] + sizes[m]]
-
-
-@njit(cache=True, nogil=True)
-def _similarity(own: Any, other: Any, containment: Any) -> Any:
-    shared = common(own, other)
-    return shared / (len(own) if containment else len(own) + len(other) - shared)
+@njit(cache=True, nogil=True, inline="always")
+def _similarity(both: Any, own: Any, other: Any, containment: Any) -> Any:
+    """Of sets of `own` and `other` shingles that share `both`."""
+    return both / (own if containment else own + other - both)
 
 
 @njit(cache=True, nogil=True)
 def _same_order(first: Any, own: Any, second: Any, other: Any, width: Any, containment: Any, least: Any, shares: Any) -> Any:
-    """Whether texts with similar sets of shingles are not just the same few words in another order.
+    """Whether texts with similar sets (of `own` and `other` shingles) are not just the same few words in another order.
 
     Tables over a small vocabulary share all short runs whatever their order: they must also agree in runs so long that they
     could not by chance.
     """
-    level = 0
+    level, similarity = 0, 1.0
     while _repetitive(first, own, width, shares[level]) or _repetitive(second, other, width, shares[level]):
         first, second = _widened(first, width), _widened(second, width)
-        own, other = distinct(first), distinct(second)
+        one, two = distinct(first), distinct(second)
+        own, other = len(one), len(two)
+        similarity = _similarity(common(one, two), own, other, containment)
         width *= 2
         level += 1
-    return level == 0 or _similarity(own, other, containment) >= least[level]
+    return level == 0 or similarity >= least[level]
 
 
 @njit(cache=True, nogil=True)
 def _repetitive(sequence: Any, own: Any, width: Any, share: Any) -> Any:
     """Fewer than `share` of the shingles are distinct, and longer ones are far more varied: a few words in any order. (A text
     that repeats its own passages has hardly more distinct long shingles than short ones.)"""
-    if len(own) >= share * len(sequence) or len(sequence) <= width:
+    if own >= share * len(sequence) or len(sequence) <= width:
         return False
-    return len(distinct(_widened(sequence, width))) > GROWTH * len(own)
+    return len(distinct(_widened(sequence, width))) > GROWTH * own

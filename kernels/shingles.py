@@ -35,9 +35,10 @@ class Table(NamedTuple):
         if any(len(form) != 1 for form in forms[:128]):
             raise ValueError("an ASCII character is replaced by one byte")
         forms = [*forms, b" "]
-        sizes = ((len(form), 2 if c < 0x800 else 3 if c < 0x10000 else 4) for c, form in enumerate(forms) if c >= 128)
-        growth = max(1, *(-(-length // size) for length, size in sizes))
-        where = np.cumsum([0, *map(len, forms)]).astype(np.int64)
+        lengths = np.fromiter(map(len, forms), np.int64, len(forms))
+        bytes_in_utf8 = np.repeat([1, 2, 3, 4], np.diff([0, 0x80, 0x800, 0x10000, max(0x10000, len(forms))]))[: len(forms)]
+        growth = max(1, *(-(-lengths // bytes_in_utf8)).tolist())
+        where = np.append(0, np.cumsum(lengths))
         return cls(np.frombuffer(b"".join(forms[:128]), np.uint8), where, np.frombuffer(b"".join(forms), np.uint8), growth)
 
 

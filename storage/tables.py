@@ -1,19 +1,24 @@
 """Writing and reading the Parquet tables of an artifact.
 
-Parts arrive in any order and any size; `merge` sorts them by primary key (DuckDB, out of core) and
-writes fixed row groups, so that equal rows give equal bytes whoever computed which part.
+Parts arrive in any order and any size; `merge` sorts them by primary key and writes fixed row groups, so that equal rows
+give equal bytes whoever computed which part. Most stages write sorted parts that do not overlap, which are only put one after
+another; all others are sorted by DuckDB, out of core.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from puna.storage.errors import PunaError
@@ -71,21 +76,71 @@ def merge(name: str, parts: Sequence[Path], target: Path, memory_limit: str = "2
     for part in parts:
         names.update(dict.fromkeys(pq.read_schema(part).names))
     schema = table.schema_for(names)
-    rows = 0
-    last: tuple[object, ...] | None = None
-    with duckdb.connect(config={"memory_limit": memory_limit, "temp_directory": str(target.parent / ".sort")}) as connection:
-        connection.execute("set TimeZone='UTC'")
-        connection.execute("set preserve_insertion_order=false")
-        query = (
-            f"select * from {parquet(parts)} order by {', '.join(_quote(k) for k in table.key)}"
-        )
-        reader = connection.sql(query).to_arrow_reader(table.group_rows)
-        with pq.ParquetWriter(target, schema, compression="zstd", compression_level=3, store_schema=True) as writer:
-            for group in _regroup(reader, schema, table.group_rows):
+    ordered = _in_order(parts, table.key)
+    rows, last = 0, None
+    with contextlib.ExitStack() as stack, pq.ParquetWriter(target, schema, compression="zstd", compression_level=3) as writer:
+        if ordered is None:
+            batches = _sorted(stack, parts, table, target.parent / ".sort", memory_limit)
+        else:
+            batches = (batch for part in ordered for batch in pq.ParquetFile(part).iter_batches(table.group_rows))
+        for group in _regroup(batches, schema, table.group_rows):
+            if ordered is None:
                 last = _check_unique(table, group, last)
-                writer.write_table(group, row_group_size=table.group_rows)
-                rows += group.num_rows
+            writer.write_table(group, row_group_size=table.group_rows)
+            rows += group.num_rows
     return rows, schema
+
+
+def _sorted(
+    stack: contextlib.ExitStack, parts: Sequence[Path], table: TableSchema, scratch: Path, memory_limit: str
+) -> Iterator[pa.RecordBatch]:
+    """The rows of all parts in order of the key, by DuckDB."""
+    connection = stack.enter_context(duckdb.connect(config={"memory_limit": memory_limit, "temp_directory": str(scratch)}))
+    connection.execute("set TimeZone='UTC'")
+    connection.execute("set preserve_insertion_order=false")
+    query = f"select * from {parquet(parts)} order by {', '.join(_quote(k) for k in table.key)}"
+    yield from connection.sql(query).to_arrow_reader(table.group_rows)
+
+
+def _in_order(parts: Sequence[Path], key: tuple[str, ...]) -> list[Path] | None:
+    """The parts that have rows, in order, where all their keys grow from row to row and from part to part; None where not."""
+    found = []
+    for part in parts:
+        bounds = _bounds(part, key)
+        if bounds is None:
+            return None
+        if bounds:
+            found.append((*bounds, part))
+    found.sort(key=lambda one: one[0])
+    if any(before[1] >= after[0] for before, after in pairwise(found)):
+        return None
+    return [part for _, _, part in found]
+
+
+def _bounds(part: Path, key: tuple[str, ...]) -> tuple[Any, ...] | None:
+    """The first and the last key of a part; empty where it has no rows, None where its keys do not grow from row to row."""
+    first: tuple[Any, ...] = ()
+    last: tuple[Any, ...] = ()
+    for batch in pq.ParquetFile(part).iter_batches(columns=list(key)):
+        columns = [batch.column(name) for name in key]
+        if any(column.null_count for column in columns):
+            return None
+        if batch.num_rows:
+            low, high = (tuple(column[at].as_py() for column in columns) for at in (0, batch.num_rows - 1))
+            if not _grow(columns) or (last and last >= low):
+                return None
+            first, last = first or low, high
+    return (first, last) if first else ()
+
+
+def _grow(columns: list[pa.Array]) -> bool:
+    """Whether each row of some columns is larger than the one before, by the first column, then the second, and so on."""
+    larger = None
+    for column in reversed(columns):
+        before, after = column[:-1], column[1:]
+        more = pc.less(before, after)
+        larger = more if larger is None else pc.or_(more, pc.and_(pc.equal(before, after), larger))
+    return pc.all(larger, min_count=0).as_py() is True
 
 
 def empty(name: str, target: Path) -> None:
@@ -135,14 +190,14 @@ def _quote(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def _regroup(reader: pa.RecordBatchReader, schema: pa.Schema, rows: int) -> Iterator[pa.Table]:
+def _regroup(batches: Iterable[pa.RecordBatch], schema: pa.Schema, rows: int) -> Iterator[pa.Table]:
     """Tables of exactly `rows` rows (the last may have fewer) with `schema`."""
     held: list[pa.Table] = []
     count = 0
-    for batch in reader:
+    for batch in batches:
         if not batch.num_rows:
             continue
-        held.append(pa.Table.from_batches([batch]).select(schema.names).cast(schema))
+        held.append(_filled(pa.Table.from_batches([batch]), schema))
         count += batch.num_rows
         while count >= rows:
             whole = pa.concat_tables(held)
@@ -150,6 +205,14 @@ def _regroup(reader: pa.RecordBatchReader, schema: pa.Schema, rows: int) -> Iter
             held, count = [whole.slice(rows)], count - rows
     if count:
         yield pa.concat_tables(held).combine_chunks()
+
+
+def _filled(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """`table` with this schema; a column that its part has not is null."""
+    for field in schema:
+        if field.name not in table.schema.names:
+            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
+    return table.select(schema.names).cast(schema)
 
 
 def _check_unique(table: TableSchema, group: pa.Table, last: tuple[object, ...] | None) -> tuple[object, ...]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field
 
 from puna.stages.contract import StageConfig
+from puna.storage import PunaError
 
 if TYPE_CHECKING:
+    from puna.kernels.minhash import Device
     from puna.kernels.near_duplicates import Criteria
 
 SLACK = 4.0  # standard errors of a signature's estimate below the threshold at which pairs are still compared
@@ -18,7 +20,28 @@ MARGIN = 1.4  # covers the scatter of short texts
 LEVELS = 40  # doublings of the shingles' width; no text is so long
 
 
-class MinhashDedupConfig(StageConfig):
+class SignatureConfig(StageConfig):
+    """Where signatures are computed, which they do not depend on: it is no part of the identity."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where signatures are computed, bit by bit the same: on a GPU, the CPU, or a GPU where there is one (auto)"
+    )
+
+    def identity(self) -> dict[str, Any]:
+        """All but the device."""
+        return {name: value for name, value in super().identity().items() if name != "device"}
+
+    def chosen_device(self) -> Device:
+        """The device meant, for all workers; PunaError where there is none."""
+        from puna.kernels.minhash import chosen_device
+
+        try:
+            return chosen_device(self.device)
+        except RuntimeError as error:
+            raise PunaError(f"device: cuda was asked for, but {error}; give auto or cpu") from error
+
+
+class MinhashDedupConfig(SignatureConfig):
     """How candidates are found, what counts as a duplicate, and which document survives."""
 
     normal_form: Literal["puna", "datatrove"] = Field(

@@ -38,7 +38,7 @@ def minhash_dedup(documents: Documents, signals: Signals | None, config: Minhash
     Memory: some 50 bytes per document and the shingles of one job of candidates; all else lies in files.
     """
     parts = run.parts(documents, columns=["fetched_at", "source", "text"])
-    sketches = list(run.map(sketch, list(enumerate(parts)), config, str(run.scratch), rows=len(parts)))
+    sketches = list(run.map(sketch, list(enumerate(parts)), config, config.chosen_device(), str(run.scratch), rows=len(parts)))
     if not sketches:
         return
     rows = Rows.of(sketches, scores(documents, signals, config))

@@ -90,8 +90,8 @@ class Index(NamedTuple):
         return cls.open(artifact.path(INDEX))
 
     def ids(self) -> NDArray[np.bytes_]:
-        """The ids of all documents."""
-        return np.load(self.folder / "ids.npy")  # type: ignore[no-any-return]
+        """The ids of all documents, in order."""
+        return np.asarray(np.load(self.folder / "ids.npy", mmap_mode="r"))
 
     def sharing(self, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Rows of the documents that share a band with one of the given documents [M, B]."""
@@ -104,8 +104,7 @@ class Index(NamedTuple):
 
     def shingles(self, rows: NDArray[np.int64], config: MinhashDedupConfig) -> Shingles:
         """The shingles of some documents, from their stored texts."""
-        from puna.kernels.shingles import normal_words
-        from puna.stages.curate.shingles import unchanged
+        from puna.stages.curate.shingles import words_of
 
         codec = pa.Codec("zstd")
         texts = np.memmap(self.folder / "texts.bin", np.uint8, "r") if (self.folder / "texts.bin").stat().st_size else np.zeros(0, np.uint8)
@@ -114,4 +113,4 @@ class Index(NamedTuple):
             piece = texts[int(fact["text"]) : int(fact["text"] + fact["bytes"])]
             pieces.append(codec.decompress(piece.tobytes(), int(fact["raw"]), asbytes=True))
         offsets = np.cumsum([0, *map(len, pieces)]).astype(np.int64)
-        return of_words(normal_words(np.frombuffer(b"".join(pieces), np.uint8), offsets, unchanged()), config)
+        return of_words(words_of(np.frombuffer(b"".join(pieces), np.uint8), offsets), config)

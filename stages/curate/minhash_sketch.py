@@ -15,6 +15,7 @@ from puna.stages.curate.minhash_config import MinhashDedupConfig
 from puna.storage import Part
 
 if TYPE_CHECKING:
+    from puna.kernels.minhash import Device
     from puna.kernels.shingles import Words
 
 
@@ -80,21 +81,21 @@ def _sha1(words: Words, where: NDArray[np.int64], config: MinhashDedupConfig) ->
     return np.array(found, dtype=np.uint64)
 
 
-def signed(found: Shingles, config: MinhashDedupConfig) -> tuple[NDArray[Any], NDArray[np.uint64]]:
+def signed(found: Shingles, config: MinhashDedupConfig, device: Device = "cpu") -> tuple[NDArray[Any], NDArray[np.uint64]]:
     """Signatures [D, P] and band keys [D, B]."""
     from puna.kernels.minhash import signatures
     from puna.kernels.near_duplicates import band_keys
 
-    values = signatures(found.values, found.offsets, config.bands * config.rows, config.seed, config.scheme)
+    values = signatures(found.values, found.offsets, config.bands * config.rows, config.seed, config.scheme, device)
     return values, band_keys(values, config.bands, config.rows)
 
 
-def sketch(job: tuple[int, Part], config: MinhashDedupConfig, scratch: str) -> Sketches:
+def sketch(job: tuple[int, Part], config: MinhashDedupConfig, device: Device, scratch: str) -> Sketches:
     """Signatures and band keys of one part, in files: the driver holds a few bytes per document."""
     number, part = job
     read = part.read()
     found = shingled(read.column("text"), config)
-    values, keys = signed(found, config)
+    values, keys = signed(found, config, device)
     files = [str(Path(scratch) / f"{name}-{number:06d}.npy") for name in ("signatures", "keys")]
     np.save(files[0], values)
     np.save(files[1], np.ascontiguousarray(keys.T))

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from puna.stages.contract import Documents, Signals, StageConfig, StageRun, stage
-from puna.stages.curate.minhash_config import MinhashDedupConfig
+from puna.stages.contract import Documents, Signals, StageRun, stage
+from puna.stages.curate.minhash_config import MinhashDedupConfig, SignatureConfig
 from puna.stages.curate.minhash_decide import Found, Job, collapse, decide, groups_of, preference
 from puna.stages.curate.minhash_dedup import scores
 from puna.stages.curate.minhash_index import INDEX, Index, write_index
@@ -19,8 +19,8 @@ from puna.stages.curate.removal import without, write_removed
 from puna.storage import Artifact, PunaError
 
 
-class MinhashUpdateConfig(StageConfig):
-    """Nothing to choose: the configuration is that of the `minhash_dedup` which is continued."""
+class MinhashUpdateConfig(SignatureConfig):
+    """Nothing else to choose: the configuration is that of the `minhash_dedup` which is continued."""
 
 
 @stage(kind="documents", filters="documents")
@@ -36,7 +36,7 @@ def minhash_update(
     """
     chosen, indices = _configuration(previous), [Index.of(artifact) for artifact in previous]
     parts = run.parts(documents, columns=["fetched_at", "source", "text"])
-    sketches = list(run.map(sketch, list(enumerate(parts)), chosen, str(run.scratch), rows=len(parts)))
+    sketches = list(run.map(sketch, list(enumerate(parts)), chosen, config.chosen_device(), str(run.scratch), rows=len(parts)))
     if not sketches:
         return
     write_index(run.folder / INDEX, documents, sketches, scores(documents, signals, chosen), chosen)
@@ -117,7 +117,7 @@ def _decided(indices: list[Index], members: Members, config: MinhashDedupConfig)
     from puna.kernels import near_duplicates
 
     names = [index.ids() for index in indices]
-    if np.isin(names[-1], np.concatenate(names[:-1])).any():
+    if any((known[np.minimum(np.searchsorted(known, names[-1]), len(known) - 1)] == names[-1]).any() for known in names[:-1]):
         raise PunaError("minhash_update: a document with the same id was deduplicated before; give documents that are new")
     ids = np.concatenate([names[s][members.row[members.segment == s]] for s in range(len(indices))])
     facts, signatures = _gathered(indices, members, "facts"), _gathered(indices, members, "signatures")

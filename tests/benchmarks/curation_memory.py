@@ -19,6 +19,10 @@ import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from puna.storage import Artifact, Store
 
 HERE = Path(__file__).parent
 MEGABYTES = (64, 256)
@@ -30,19 +34,18 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def grown(megabytes: int, store: object) -> object:
+def grown(megabytes: int, store: Store, key: str) -> Artifact:
     """An artifact of so many megabytes of documents, written a few hundred at a time."""
     import corpus
     import pyarrow as pa
 
-    from puna.storage import Identity, Store
+    from puna.storage import Identity
     from puna.storage.schemas import table_schema
 
-    assert isinstance(store, Store)
     texts = [text.split(" ") for text in corpus.texts(4_000_000)]
     schema, when = table_schema("documents").schema, datetime(2024, 1, 1, tzinfo=UTC)
     written = number = 0
-    with store.work(f"{megabytes:064x}") as work:
+    with store.work(key) as work:
         while written < megabytes * 1_000_000:
             rows = []
             for _ in range(CHUNK):
@@ -58,22 +61,21 @@ def grown(megabytes: int, store: object) -> object:
                 written += len(text.encode())
                 number += 1
             work.add("documents", pa.Table.from_pylist(rows, schema=schema), f"made-{number:09d}")
-        return work.commit("documents", f"{megabytes:064x}", Identity(stage="import"))
+        return work.commit("documents", key, Identity(stage="import"))
 
 
 def measured(megabytes: int, folder: str) -> None:
     """Print peak memory and CPU seconds of one size, as JSON."""
     from puna.stages.contract import execute
     from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
-    from puna.storage import Artifact, Store
+    from puna.storage import Store
 
     store = Store.open(Path(folder))
     documents = store.find("documents", f"{megabytes:064x}")
     if documents is None:
-        grown(megabytes, store)
+        grown(megabytes, store, f"{megabytes:064x}")
         print(json.dumps({}))
         return
-    assert isinstance(documents, Artifact)
     started, before = time.process_time(), peak()
     made = execute(minhash_dedup, MinhashDedupConfig(), {"documents": documents}, store)
     seconds = time.process_time() - started

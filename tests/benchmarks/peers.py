@@ -32,10 +32,15 @@ def python(name: str) -> Path:
     if not filled.exists():
         install = [str(made), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PEERS[name]]
         for command in ([sys.executable, "-m", "venv", str(folder)], install):
-            if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+            if subprocess.run(command, stdout=sys.stderr, check=False, env=_apart()).returncode:
                 sys.exit(f"{name} is missing, and this failed: {' '.join(command)}. Fill {folder} by hand and make the file {filled}")
         filled.touch()
     return made
+
+
+def _apart() -> dict[str, str]:
+    """The environment without what leads to our own packages."""
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
 
 def run(name: str, script: str, **given: Any) -> Any:
@@ -44,6 +49,7 @@ def run(name: str, script: str, **given: Any) -> Any:
         file = Path(folder) / "given.json"
         file.write_text(json.dumps(given), encoding="utf-8")
         command = [str(python(name)), str(HERE / script), str(file)]
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | ONE_THREAD
-        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=False, env=_apart() | ONE_THREAD)
+    if done.returncode:
+        sys.exit(f"{name} failed: {' '.join(command)}")
     return json.loads(done.stdout)

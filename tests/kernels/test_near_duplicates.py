@@ -31,15 +31,25 @@ def test_band_keys_agree_exactly_where_rows_agree():
     assert near_duplicates.band_keys(signatures[:0], 4, 3).shape == (0, 4)
 
 
-@given(st.lists(st.integers(0, 30)), st.sets(st.integers(0, 30)))
+SHINGLES = st.lists(st.integers(0, 30) | st.sampled_from([2**63, 2**64 - 1]))  # small ones share slots of a table
+
+
+@given(st.lists(SHINGLES, min_size=2, max_size=5))
 @settings(max_examples=100, deadline=None)
-def test_sets_and_absent_runs(sequence, right):
-    a, b = np.array(sequence, dtype=np.uint64), np.array(sorted(right), dtype=np.uint64)
-    own = near_duplicates.distinct(a)
-    assert own.tolist() == sorted(set(sequence))
-    assert near_duplicates.common(own, b) == len(set(sequence) & right)
-    runs = [len(list(group)) for absent, group in itertools.groupby(v not in right for v in sequence) if absent]
-    assert near_duplicates.longest_absent_run(a, b) == max(runs, default=0)
+def test_sets_and_absent_runs(members):
+    counts = np.array([len(one) for one in members])
+    starts = np.cumsum(counts) - counts
+    sets = near_duplicates.empty_sets(starts, counts)
+    arrays = [np.array(one, dtype=np.uint64) for one in members]
+    for m in (0, 1, 0, *range(2, len(members))):  # a second time nothing happens
+        near_duplicates.make_set(sets, m, arrays[m])
+    for m, k in itertools.permutations(range(len(members)), 2):
+        left, right = set(members[m]), set(members[k])
+        assert near_duplicates.distinct(arrays[m]).tolist() == sorted(left)
+        assert near_duplicates.common(near_duplicates.distinct(arrays[m]), near_duplicates.distinct(arrays[k])) == len(left & right)
+        assert (sets.sizes[m], near_duplicates.shared(sets, m, k)) == (len(left), len(left & right))
+        runs = [len(list(group)) for absent, group in itertools.groupby(v not in right for v in members[m]) if absent]
+        assert near_duplicates.longest_absent_run(arrays[m], sets, k) == max(runs, default=0)
 
 
 def brute_force(documents, groups, signatures, criteria):

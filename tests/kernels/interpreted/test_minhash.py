@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from puna.kernels import minhash_triton
-from puna.kernels.minhash import signatures
-from puna.kernels.minhash_triton import signatures_on
+from puna.kernels.minhash import chosen_device, signatures
 
 
 @pytest.mark.parametrize("scheme", ["affine32", "affine64", "legacy", "mersenne"])
@@ -18,5 +17,15 @@ def test_every_bit(monkeypatch, scheme, seed):
     hashes = generator.integers(0, 2**64, sum(sizes), dtype=np.uint64)
     hashes[:4] = [0, 2**64 - 1, 2**32, 2**61 - 1]
     offsets = np.cumsum([0, *sizes])
-    ours, expected = signatures_on("cpu", hashes, offsets, 24, seed, scheme), signatures(hashes, offsets, 24, seed, scheme)
+    ours, expected = signatures(hashes, offsets, 24, seed, scheme, "cuda"), signatures(hashes, offsets, 24, seed, scheme)
     assert ours.dtype == expected.dtype and np.array_equal(ours, expected)
+
+
+def test_the_interpreter_stands_in_for_a_device(monkeypatch):
+    called = []
+    launched = minhash_triton.signatures_tensor
+    monkeypatch.setattr(minhash_triton, "signatures_tensor", lambda *given: called.append(1) or launched(*given))
+    assert chosen_device("cuda") == "cuda" and chosen_device("cpu") == "cpu"
+    one = np.arange(3, dtype=np.uint64)
+    assert np.array_equal(signatures(one, np.array([0, 3]), 8, 1, "affine32", "cpu"), signatures(one, np.array([0, 3]), 8, 1, "affine32", "cuda"))
+    assert called == [1]  # by Triton's kernel, once

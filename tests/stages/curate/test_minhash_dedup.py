@@ -9,7 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from puna.kernels.shingles import normal_words
 from puna.stages.contract import execute
+from puna.stages.curate import shingles
 from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
 from puna.stages.curate.shingles import normalized
 from puna.storage import PunaError, Store
@@ -226,3 +228,21 @@ def test_the_best_score_survives_whatever_the_length(tmp_path):
         survivor([1, 1, 1, 1], score="other")
     with pytest.raises(PunaError, match="give the signals"):
         execute(minhash_dedup, MinhashDedupConfig(survivor="best_score"), {"documents": documents}, store)
+
+
+def test_the_device_is_checked_and_no_part_of_the_identity(tmp_path, monkeypatch):
+    assert MinhashDedupConfig(device="cuda").identity() == MinhashDedupConfig(device="cpu").identity()
+    assert MinhashDedupConfig(bands=3).identity() != MinhashDedupConfig().identity()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(PunaError, match=r"device: cuda was asked for, but there is no CUDA device .*; give auto or cpu"):
+        run(tmp_path, ["one text"], MinhashDedupConfig(device="cuda"))
+
+
+def test_the_table_of_characters_and_the_words_of_normal_texts():
+    points = [chr(p) for p in range(shingles.LIMIT)]
+    assert [shingles._form(c) for c in points] == [shingles.character(c).encode() for c in points]
+    generator = np.random.default_rng(0)
+    texts = ["", "a", *(" ".join(words(generator, int(n))) for n in generator.integers(0, 9, 20)), "", "これは b", ""]
+    made = shingles.words_of(*shingles.packed([normalized(text) for text in texts]))
+    expected = normal_words(*shingles.packed(texts), shingles.table())
+    assert all(np.array_equal(one, other) for one, other in zip(made, expected, strict=True))
