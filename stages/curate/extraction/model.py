@@ -80,8 +80,8 @@ def block_rows(
 
 def chances(page: Scan, trees: Trees, rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """Chance of each block to be content [blocks], from what the trees see of it."""
-    scores: NDArray[np.float32] = agreed(page, logits(trees, rows))
-    return 1 / (1 + np.exp(-scores))
+    found: NDArray[np.float32] = 1 / (1 + np.exp(-agreed(page, logits(trees, rows))))
+    return found
 
 
 def judge(page: Scan, model: Model) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
