@@ -108,6 +108,8 @@ class World:
         self.crawl, self.lists = crawl(folder / "crawl", range(42)), lists_of_sites(folder)
         self.old, self.new = (self.imported(self.store, [r for n, r in enumerate(self.rows) if (n % 3 == 0) == late]) for late in (False, True))
         self.model = small_model(self.store, [row["text"] for row in self.rows])
+        grades = {f"{kind}_judgement": [float(n % k) * 3 for n in range(72)] for kind, k in (("code", 2), ("reasoning", 3))}
+        self.grades = self.store.import_table("signals", pa.table({"id": [row["id"] for row in self.rows], **grades}))
         self.made = {}
         for name in SPECS:
             self.made[name] = self.run(name, self.store)
@@ -150,7 +152,7 @@ SPECS = {
     ),
     "quality": (quality, QualityConfig(**SMALL), lambda w: {"documents": w.documents, "language": w.made["language"]}),
     "code_reasoning": (
-        code_reasoning, CodeReasoningConfig(**SMALL, min_labels=2, min_reasoning_words=2), lambda w: {"documents": w.documents}
+        code_reasoning, CodeReasoningConfig(**SMALL), lambda w: {"documents": w.documents, "labels": w.grades}
     ),
     "domains": (domains, DomainsConfig(**SMALL, min_labels=5), lambda w: {"documents": w.documents}),
     "select": (
