@@ -96,13 +96,13 @@ def list_(
         return _print(rows, as_json, ["run", "artifacts", "reused", "finished"])
     if kind is not None:
         known_kind(kind)
-    artifacts = [a for a in opened.artifacts() if kind in (None, a.kind)]
+    artifacts, names = [a for a in opened.artifacts() if kind in (None, a.kind)], opened.names()
     if as_json:
-        return _print([summary(a, aliases=opened.aliases_of(a)) for a in artifacts], True)
+        return _print([summary(a, aliases=names.get(a.key, [])) for a in artifacts], True)
     rows = [
         {
             "id": a.id, "stage": a.manifest.stage, "rows": a.rows() if a.kind in a.tables else None,
-            "created at": _when(a.manifest.created_at), "aliases": ", ".join(opened.aliases_of(a)),
+            "created at": _when(a.manifest.created_at), "aliases": ", ".join(names.get(a.key, [])),
         }
         for a in artifacts
     ]  # fmt: skip
@@ -118,7 +118,7 @@ def show(name: IdArgument, store: StoreOption = DEFAULT_STORE, as_json: JsonOpti
     if as_json:
         typer.echo(json.dumps(json.loads(m.to_json())))
         return
-    typer.echo(f"{artifact.id}  made by {m.stage}, {_when(m.created_at)}{''.join(f', {n}' for n in opened.aliases_of(artifact))}")
+    typer.echo(f"{artifact.id}  made by {m.stage}, {_when(m.created_at)}{''.join(f', {n}' for n in opened.names().get(artifact.key, []))}")
     typer.echo(artifact.folder)
     measured = {**m.timings, "peak_memory_bytes": m.peak_memory_bytes}
     sections: dict[str, list[tuple[str, str]]] = {

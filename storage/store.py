@@ -203,9 +203,12 @@ class Store:
         files = sorted((self.root / "refs").glob("[!.]*/*.json"))
         return {f"{f.parent.name}@{f.stem}": json.loads(f.read_text())["key"] for f in files}
 
-    def aliases_of(self, artifact: Artifact) -> list[str]:
-        """The aliases that point to an artifact."""
-        return [name for name, key in self.aliases().items() if key == artifact.key]
+    def names(self) -> dict[str, list[str]]:
+        """Every key that an alias points to, with all its aliases."""
+        found: dict[str, list[str]] = {}
+        for name, key in self.aliases().items():
+            found.setdefault(key, []).append(name)
+        return found
 
     # --- runs --------------------------------------------------------------------------------------
 

@@ -368,3 +368,11 @@ def test_files_outside_the_store_are_not_read(tmp_path: Path) -> None:
     with pytest.raises(PunaError, match="(?i)permission|disabled"):
         catalog.query(store, f"select * from read_text('{tmp_path}/secret')")
     assert catalog.query(store, "select count(*) as n from signals")["n"].to_pylist() == [3]
+
+
+def test_a_store_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PunaError, match=f"store {tmp_path}/file: is a file"):
+        Store.open(tmp_path / "file")
+    with pytest.raises(PunaError, match=f"store {tmp_path}/file/below: cannot be made .*--store"):
+        Store.open(tmp_path / "file" / "below")
