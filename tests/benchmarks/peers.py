@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 PEERS: dict[str, tuple[str, ...]] = {
     "datatrove": ("datatrove==0.10.1", "spacy==3.8.18", "xxhash<4", "regex", "nltk", "ftfy", "tokenizers", "orjson"),
     "rensa": ("rensa==0.5.0",),
-    "trafilatura": ("trafilatura==2.3.1",),
+    "trafilatura": ("trafilatura==2.3.1", "lxml_html_clean"),
 }
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
 
@@ -31,7 +31,7 @@ def python(name: str) -> Path:
     made, filled = folder / "bin" / "python", folder / "filled"
     if not filled.exists():
         install = [str(made), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PEERS[name]]
-        for command in ([sys.executable, "-m", "venv", str(folder)], install):
+        for command in ([sys.executable, "-m", "venv", str(folder)], install, [str(made), "-c", f"import {name}"]):
             if subprocess.run(command, stdout=sys.stderr, check=False, env=_apart()).returncode:
                 sys.exit(f"{name} is missing, and this failed: {' '.join(command)}. Fill {folder} by hand and make the file {filled}")
         filled.touch()
