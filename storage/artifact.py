@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from puna.storage import digest
 from puna.storage.errors import PunaError
 from puna.storage.manifest import NAME, Manifest
-from puna.storage.tables import Part
+from puna.storage.tables import Part, batches_of
 
 PART_ROWS = 1024
 
@@ -75,7 +75,7 @@ class Artifact:
 
     def batches(self, table: str | None = None, columns: list[str] | None = None, rows: int = 8192) -> Iterator[pa.RecordBatch]:
         """A table in batches, in order, within bounded memory."""
-        yield from pq.ParquetFile(self._file(table)).iter_batches(batch_size=rows, columns=columns)
+        yield from batches_of(self._file(table), rows, columns)
 
     def parts(self, table: str | None = None, columns: list[str] | None = None, rows: int = PART_ROWS) -> list[Part]:
         """The table cut into parts of at most `rows` rows, to be read where the work is done."""

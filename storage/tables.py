@@ -53,6 +53,13 @@ class Part:
         return table.slice(self.start - (first or 0), self.rows)
 
 
+def batches_of(file: Path, rows: int = 8192, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """The rows of a Parquet file in batches of at most `rows`, within bounded memory."""
+    # With its buffers on, Arrow keeps what it has read of every row group until the file is closed.
+    with pq.ParquetFile(file, pre_buffer=False) as source:
+        yield from source.iter_batches(batch_size=rows, columns=columns)
+
+
 def write_part(table: pa.Table, file: Path) -> None:
     """Write rows to `file` so that it exists whole or not at all, a loss of power included."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +89,7 @@ def merge(name: str, parts: Sequence[Path], target: Path, memory_limit: str = "2
         if ordered is None:
             batches = _sorted(stack, parts, table, target.parent / ".sort", memory_limit)
         else:
-            batches = (batch for part in ordered for batch in pq.ParquetFile(part).iter_batches(table.group_rows))
+            batches = (batch for part in ordered for batch in batches_of(part, table.group_rows))
         for group in _regroup(batches, schema, table.group_rows):
             if ordered is None:
                 last = _check_unique(table, group, last)
@@ -121,7 +128,7 @@ def _bounds(part: Path, key: tuple[str, ...]) -> tuple[Any, ...] | None:
     """The first and the last key of a part; empty where it has no rows, None where its keys do not grow from row to row."""
     first: tuple[Any, ...] = ()
     last: tuple[Any, ...] = ()
-    for batch in pq.ParquetFile(part).iter_batches(columns=list(key)):
+    for batch in batches_of(part, columns=list(key)):
         columns = [batch.column(name) for name in key]
         if any(column.null_count for column in columns):
             return None

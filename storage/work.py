@@ -182,10 +182,9 @@ def inputs_of(folder: Path) -> list[str]:
 
 def _batches(file: Path, table: str, characters: dict[str, int]) -> Iterator[pa.RecordBatch]:
     """The rows of a table; adds the characters of its column `text`, where it has one, to `characters`."""
-    source = pq.ParquetFile(file)
-    if "text" in source.schema_arrow.names:
+    if "text" in pq.read_schema(file).names:
         characters[table] = 0
-    for batch in source.iter_batches():
+    for batch in tables.batches_of(file):
         yield batch
         if table in characters:
             characters[table] += pc.sum(pc.utf8_length(batch.column("text"))).as_py() or 0
