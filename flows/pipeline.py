@@ -45,9 +45,10 @@ from puna.storage import Artifact
 
 @dataclass(frozen=True)
 class Curated:
-    """Clean documents, their knowledge types, and the tasks they were decontaminated against."""
+    """Clean documents, what they stand for as near-duplicates, their knowledge types, and the tasks kept out of them."""
 
     documents: Artifact
+    deduplicated: Artifact
     domains: Artifact
     prompts: Artifact
 
@@ -72,15 +73,15 @@ def curate(r: Recipe, inputs: list[External]) -> Curated:
     signals = [languages, technical, step(heuristics, r.heuristics, documents=documents, language=languages)]
     documents = step(select, r.select, documents=documents, signals=signals)
     documents = step(pii, r.pii, documents=documents)
-    documents = step(minhash_dedup, r.minhash_dedup, documents=documents)
-    documents = step(line_dedup, r.line_dedup, documents=documents)
+    deduplicated = step(minhash_dedup, r.minhash_dedup, documents=documents)
+    documents = step(line_dedup, r.line_dedup, documents=deduplicated)
     types = step(domains, r.domains, documents=documents)
     scores = [types, technical]
     if r.quality is not None:
         scores.append(step(quality, r.quality, documents=documents, language=languages))
     documents = step(select, r.select_model, label="select_model", documents=documents, signals=scores)
     documents = step(decontaminate, r.decontaminate, documents=documents, prompts=[tasks])
-    return Curated(documents, types, tasks)
+    return Curated(documents, deduplicated, types, tasks)
 
 
 def base(r: Recipe, inputs: list[External]) -> Base:
@@ -89,7 +90,7 @@ def base(r: Recipe, inputs: list[External]) -> Base:
     sides = step(split, r.split, documents=c.documents, signals=c.domains)
     vocabulary = step(tokenizer, r.tokenizer, documents=c.documents, mixture=sides)
     weights = step(mix_experiment, r.mix_experiment, documents=c.documents, split=sides, tokenizer=vocabulary)
-    mixture = step(mix, r.mix, documents=c.documents, split=sides, weights=weights)
+    mixture = step(mix, r.mix, documents=c.documents, split=sides, weights=weights, deduplicated=[c.deduplicated])
     tokens = step(tokenize, r.tokenize, documents=c.documents, mixture=mixture, tokenizer=vocabulary)
     step(scaling_law, r.scaling_law, tokens=tokens, tokenizer=vocabulary)
     model = step(pretrain, r.pretrain, tokens=tokens, tokenizer=vocabulary)

@@ -12,7 +12,8 @@ import pyarrow as pa
 from pydantic import Field
 
 from puna.stages.contract import External, ExternalFile, StageConfig, StageRun, stage
-from puna.stages.curate import readers, urls
+from puna.stages.curate import urls
+from puna.stages.curate.reading import readers
 from puna.storage import PunaError
 
 KINDS = {"domains": "domain", "urls": "url", "words": "word", "expressions": "expression"}

@@ -163,7 +163,7 @@ def _write_labels(
 
 
 def _prepare(part: Part, scratch: str, limit: int) -> str:
-    from puna.stages.curate.words import split
+    from puna.stages.curate.text.words import split
 
     file = Path(scratch) / f"lines-{part.start}-{part.stop}.parquet"
     if not file.exists():

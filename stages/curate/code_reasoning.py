@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from puna.stages.contract import Documents, Figure, Signals, StageRun, stage
 from puna.stages.curate.classifier import ClassifierConfig, auc, calibration, out_of_fold, prepare
 from puna.stages.curate.select import signals_of
-from puna.stages.curate.technical import Technical, measured
+from puna.stages.curate.text.technical import Technical, measured
 from puna.storage import Artifact, Part, PunaError
 
 KINDS = ("code", "reasoning")

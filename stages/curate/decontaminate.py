@@ -116,7 +116,7 @@ def heldout_rows(prompts: Artifact) -> list[dict[str, Any]]:
 
 def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tuple[Index, Counter[str]]:
     """The index of held-out prompts, and per task how many are too short to be matched at all."""
-    from puna.stages.curate.grams import gram_hashes, normal_words
+    from puna.stages.curate.text.grams import gram_hashes, normal_words
 
     rows = sorted(rows, key=lambda row: (row["task"], row["id"]))
     unmatchable: Counter[str] = Counter()
@@ -164,7 +164,7 @@ class Match:
 
 def match(text: str, index: Index) -> Match | None:
     """What a document holds of the indexed prompts, or None."""
-    from puna.stages.curate.grams import gram_hashes, normal_words
+    from puna.stages.curate.text.grams import gram_hashes, normal_words
 
     words, ranges, lowered = normal_words(text)
     hits: dict[int, set[tuple[int, int]]] = {}

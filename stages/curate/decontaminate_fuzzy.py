@@ -30,7 +30,7 @@ class FuzzyIndex:
 
 def build_fuzzy(texts: list[str], n: int, step: int, misses: int, min_words: int) -> FuzzyIndex:
     """The index of some prompts; those of fewer than `min_words` words have no n-grams in it."""
-    from puna.stages.curate.grams import gram_hashes, normal_words
+    from puna.stages.curate.text.grams import gram_hashes, normal_words
 
     found = []
     for text in texts:
@@ -61,7 +61,7 @@ class FuzzyMatch:
 
 def fuzzy_match(text: str, index: FuzzyIndex) -> FuzzyMatch | None:
     """The prompt that one passage of the document covers best, or None; of equals the first."""
-    from puna.stages.curate.grams import gram_hashes, normal_words
+    from puna.stages.curate.text.grams import gram_hashes, normal_words
 
     words, ranges, lowered = normal_words(text)
     grams = gram_hashes(words, index.n)

@@ -46,7 +46,7 @@ class Lexicon(NamedTuple):
 @lru_cache(maxsize=1)
 def lexicon() -> Lexicon:
     """The seed words; a word that is listed for two types (in any two languages) points to none."""
-    from puna.stages.curate.words import folded_hashes
+    from puna.stages.curate.text.words import folded_hashes
 
     types: list[str] = []
     owner: dict[int, int] = {}
@@ -65,8 +65,8 @@ def lexicon() -> Lexicon:
 
 def seed_counts(text: str) -> NDArray[np.int64]:
     """Different seed words of each type in `text`, int64[types]."""
-    from puna.stages.curate.characters import code_points
-    from puna.stages.curate.words import split_codes
+    from puna.stages.curate.text.characters import code_points
+    from puna.stages.curate.text.words import split_codes
 
     words = lexicon()
     found = np.intersect1d(split_codes(code_points(text)).folded, words.hashes)

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, Figure, SeededConfig, Signals, StageRun, stage
-from puna.stages.curate.divergence import BINS, LENGTHS, Corpus, expected_at
-from puna.stages.curate.measure import NAMES, Measurements, measure
 from puna.stages.curate.select import signals_of
+from puna.stages.curate.signals.divergence import BINS, LENGTHS, Corpus, expected_at
+from puna.stages.curate.signals.measure import NAMES, Measurements, measure
 from puna.storage import Artifact, Part
 from puna.storage.signals import SIGNALS
 
@@ -41,7 +41,7 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
     """Measure documents with every number that Gopher's, C4's and FineWeb's rules ask for, and three of Llama 3's.
 
     Gopher (arXiv 2112.11446), C4 (1910.10683) and FineWeb (2406.17557) as datatrove 0.10 defines them, with words and
-    symbols as `puna.stages.curate.words` and `gopher` say. Llama 3 (2407.21783, section 3.1.1): n-grams seen earlier in
+    symbols as `puna.stages.curate.text.words` and `gopher` say. Llama 3 (2407.21783, section 3.1.1): n-grams seen earlier in
     the document, per document and per line (`line_signals`); adult vocabulary; Kullback-Leibler divergence of the
     document's words from the corpus's. With the signals of `language`, a document is compared with its own language.
     """

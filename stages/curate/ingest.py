@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from puna.stages.contract import External, ExternalFile, StageConfig, StageRun, stage
-from puna.stages.curate import readers
-from puna.stages.curate.pages import Page, Rejected, page_id, rejected_id, repeated_id
-from puna.stages.curate.warc import read_warc
-from puna.stages.curate.warc_frames import GZIP_MAGIC, ZSTD_DICTIONARY_MAGIC, ZSTD_MAGIC
+from puna.stages.curate.reading import readers
+from puna.stages.curate.reading.pages import Page, Rejected, page_id, rejected_id, repeated_id
+from puna.stages.curate.reading.warc import read_warc
+from puna.stages.curate.reading.warc_frames import GZIP_MAGIC, ZSTD_DICTIONARY_MAGIC, ZSTD_MAGIC
 from puna.storage import PunaError
 from puna.storage.schemas import table_schema
 

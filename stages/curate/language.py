@@ -12,7 +12,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from puna.stages.contract import Documents, StageConfig, StageRun, stage
-from puna.stages.curate.code_lines import looks_like_code
+from puna.stages.curate.text.code_lines import looks_like_code
 from puna.storage import PunaError
 
 NO_LANGUAGE = "zxx"

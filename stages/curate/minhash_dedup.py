@@ -13,10 +13,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from puna.stages.contract import Documents, Signals, StageRun, stage
-from puna.stages.curate.minhash_config import MinhashDedupConfig
-from puna.stages.curate.minhash_decide import Found, Job, company, preference, resolved
-from puna.stages.curate.minhash_index import INDEX, write_index
-from puna.stages.curate.minhash_sketch import Place, Sketches, band_edges, sketch, store_shingles
+from puna.stages.curate.minhash.config import MinhashDedupConfig
+from puna.stages.curate.minhash.decide import Found, Job, company, preference, resolved
+from puna.stages.curate.minhash.index import INDEX, write_index
+from puna.stages.curate.minhash.sketch import Place, Sketches, band_edges, sketch, store_shingles
 from puna.stages.curate.removal import without, write_removed
 from puna.storage import Artifact, PunaError
 

@@ -10,11 +10,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from puna.stages.contract import Documents, Signals, StageRun, stage
-from puna.stages.curate.minhash_config import MinhashDedupConfig, SignatureConfig
-from puna.stages.curate.minhash_decide import Found, Job, collapse, decide, groups_of, preference
+from puna.stages.curate.minhash.config import MinhashDedupConfig, SignatureConfig
+from puna.stages.curate.minhash.decide import Found, Job, collapse, decide, groups_of, preference
+from puna.stages.curate.minhash.index import INDEX, Index, write_index
+from puna.stages.curate.minhash.sketch import sketch
 from puna.stages.curate.minhash_dedup import scores
-from puna.stages.curate.minhash_index import INDEX, Index, write_index
-from puna.stages.curate.minhash_sketch import sketch
 from puna.stages.curate.removal import without, write_removed
 from puna.storage import Artifact, PunaError
 

@@ -37,11 +37,10 @@ class MixConfig(SeededConfig):
         "proportion; not with `weights`, which are final, fraction",
     )
     max_repeats: float = Field(4.0, ge=1, le=100, description="Most times that the documents of a category are read, on average, epochs")
-
     cluster_weights: dict[PositiveInt, float] = Field(
-        FINEWEB_2,
+        default_factory=dict,
         description="Least number of near-duplicates (with itself) that a document stands for → how often it is read compared with one "
-        "that stands for itself alone, within its category; where the artifacts that removed duplicates are given",
+        f"that stands for itself alone, within its category; none: all alike. FineWeb-2's: {FINEWEB_2}",
     )
 
     @field_validator("cluster_weights")
@@ -93,11 +92,13 @@ def mix(
     entertainment: these keep the fraction `down_sample` of their weight. The amount of training text
     stays that of one pass over all documents; a category of weight w is read w x all / own times, at most
     `max_repeats` (four passes cost little: Muennighoff et al. 2023). A fractional number of epochs becomes an
-    integer per document by a hash of its id. What is held out stays so. With the artifacts that removed duplicates, a document
-    that stands for several is read more often than its category's others (`cluster_weights`), and the category as a whole as
-    often as before.
+    integer per document by a hash of its id. What is held out stays so. With `cluster_weights`, and the artifacts that removed
+    duplicates, a document that stands for several is read more often than its category's others, and the category as a whole
+    as often as before.
     """
     check_mixture(documents, split)
+    if config.cluster_weights and not deduplicated:
+        raise PunaError("mix.cluster_weights needs to know what was removed: give the artifacts of minhash_dedup as `deduplicated`")
     table = split.read(columns=["id", "category", "split"])
     ids, categories = table["id"].to_pylist(), table["category"].to_pylist()
     heldout = np.array(table["split"].to_pylist()) == "heldout"
@@ -119,7 +120,7 @@ def mix(
     shares = plan(training, wanted, config.max_repeats, max_share)
     chance = uniform(ids, config.seed, "repeats")
     epochs = np.array([shares[c].epochs for c in categories])
-    if deduplicated:
+    if config.cluster_weights and deduplicated:
         epochs *= _relative(weights_of(cluster_sizes(ids, deduplicated), config.cluster_weights), categories, np.where(heldout, 0, sizes))
     repeats = np.where(heldout, 0, np.floor(epochs) + (chance < epochs - np.floor(epochs))).astype(np.int32)
     columns = {"id": ids, "category": categories, "split": table["split"], "repeats": np.where(heldout, 1, repeats).astype(np.int32)}

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 from pydantic import Field, model_validator
 
 from puna.stages.contract import Documents, Signals, StageConfig, StageRun, stage
-from puna.stages.curate.rule_sets import RuleSet, filled
-from puna.stages.curate.rules import (
+from puna.stages.curate.rules.decide import decide
+from puna.stages.curate.rules.groups import (
     C4Rules,
     CodeReasoningRules,
     CodeRules,
@@ -28,14 +28,11 @@ from puna.stages.curate.rules import (
     Rule,
     active_rules,
     check_signals,
-    decide,
 )
-from puna.stages.curate.rules_sql import rules_sql
+from puna.stages.curate.rules.sets import RuleSet, filled
 from puna.storage import Artifact, PunaError
 
 LINE_RULE = "lines.max_ngram_coverage"
-
-__all__ = ["LineRules", "SelectConfig", "rules_sql", "select"]
 
 
 class LineRules(StageConfig):
@@ -82,7 +79,7 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     `dropped` says for each other document the first rule, in declared order, that fired, with its value and threshold.
     A document without a signal that a rule reads is an error; one whose signal is null (not measured) is dropped,
     except by rules on measures that do not exist for every document. From kept documents, lines whose words were nearly
-    all said before go (`removed_lines`). `rules_sql` gives the same decision as a query.
+    all said before go (`removed_lines`). `rules.sql` gives the same decision as a query.
     """
     if not documents.rows():
         raise PunaError(f"select: {documents.id} has no documents to select from; `dropped` of the stages before says why")

@@ -75,7 +75,7 @@ def semantic_dedup(documents: Documents, config: SemanticDedupConfig, run: Stage
 def _words(texts: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     """Hashes of the normal words of all texts, and the documents' offsets in them."""
     from puna.kernels.shingles import normal_words, shingle_hashes
-    from puna.stages.curate.shingles import bytes_of, table
+    from puna.stages.curate.text.shingles import bytes_of, table
 
     return shingle_hashes(normal_words(*bytes_of(texts), table()), 1)  # type: ignore[no-any-return]
 

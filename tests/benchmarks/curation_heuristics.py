@@ -29,7 +29,7 @@ def best(function: Callable[[], Any]) -> tuple[float, Any]:
 
 def measured(texts: Any, splitter: str) -> list[Any]:
     """Measurements part by part, as the stage makes them."""
-    from puna.stages.curate.measure import measure
+    from puna.stages.curate.signals.measure import measure
 
     return [measure(texts.slice(at, PART), splitter, 5, 0.5) for at in range(0, len(texts), PART)]
 
@@ -38,7 +38,7 @@ def everything(texts: Any) -> None:
     """All signals: measurements, then the divergence from the whole."""
     import numpy as np
 
-    from puna.stages.curate.divergence import BINS, Corpus
+    from puna.stages.curate.signals.divergence import BINS, Corpus
 
     parts = measured(texts, "universal")
     total = np.zeros(BINS, np.int64)
@@ -54,10 +54,11 @@ def decided(texts: Any) -> dict[str, list[str | None]]:
     import numpy as np
     import pyarrow as pa
 
-    from puna.stages.curate.measure import NAMES
-    from puna.stages.curate.rule_sets import DATATROVE_REASONS, RULE_SETS
-    from puna.stages.curate.rules import active_rules, decide
+    from puna.stages.curate.rules.decide import decide
+    from puna.stages.curate.rules.groups import active_rules
+    from puna.stages.curate.rules.sets import DATATROVE_REASONS, RULE_SETS
     from puna.stages.curate.select import SelectConfig
+    from puna.stages.curate.signals.measure import NAMES
 
     values = np.concatenate([part.values for part in measured(texts, "datatrove")])
     ids = [str(n) for n in range(len(texts))]

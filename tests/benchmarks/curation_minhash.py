@@ -71,8 +71,8 @@ def figures() -> dict[str, float]:
     import peers
     import pyarrow as pa
 
-    from puna.stages.curate.minhash_config import MinhashDedupConfig
-    from puna.stages.curate.minhash_decide import near_duplicates
+    from puna.stages.curate.minhash.config import MinhashDedupConfig
+    from puna.stages.curate.minhash.decide import near_duplicates
 
     texts = corpus(SPEED_BYTES)
     own, _ = best(lambda: near_duplicates(texts))
@@ -125,7 +125,7 @@ def stage_seconds(texts: list[str]) -> float:
 def equality(column: Any, parity: Any, found: Any, datatrove: dict[str, Any]) -> dict[str, float]:
     """Shares of datatrove's signatures and edges that are equal here, and whether the clusters are the same."""
     from puna.kernels import near_duplicates
-    from puna.stages.curate.minhash_sketch import shingled, signed
+    from puna.stages.curate.minhash.sketch import shingled, signed
 
     shingles = shingled(column, parity)
     signatures, keys = signed(shingles, parity)
@@ -153,8 +153,8 @@ def equality(column: Any, parity: Any, found: Any, datatrove: dict[str, Any]) ->
 def recall() -> dict[str, float]:
     """Share of the pairs with a Jaccard similarity of at least 0.8 of which one is removed, by brute force over Python sets;
     removed documents that are not so similar to their survivor; and removed ones in all."""
-    from puna.stages.curate.minhash_decide import near_duplicates
-    from puna.stages.curate.shingles import normalized
+    from puna.stages.curate.minhash.decide import near_duplicates
+    from puna.stages.curate.text.shingles import normalized
 
     texts = corpus(SPEED_BYTES)[-RECALL_TEXTS:]
     generator = random.Random(1)

@@ -44,7 +44,8 @@ def figures() -> dict[str, float]:
     """Seconds of the best of three runs, and documents dropped."""
     import duckdb
 
-    from puna.stages.curate.select import SelectConfig, rules_sql
+    from puna.stages.curate.rules.sql import rules_sql
+    from puna.stages.curate.select import SelectConfig
 
     with tempfile.TemporaryDirectory() as folder:
         write_signals(Path(folder), ROWS)

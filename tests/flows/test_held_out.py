@@ -54,7 +54,7 @@ def curated(store: Store, heldout_words: dict[str, list[str]]) -> pipeline.Curat
     domains = store.import_table("signals", pa.table({"id": ids, "domain": categories}))
     tasks = pipeline.prompts
     config = load("demo").prompts.model_copy(update={"train": 1, "heldout": 1, "draws": 50})
-    return pipeline.Curated(documents, domains, execute(tasks, config, {}, store))
+    return pipeline.Curated(documents, documents, domains, execute(tasks, config, {}, store))
 
 
 def test_nothing_trained_depends_on_held_out_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

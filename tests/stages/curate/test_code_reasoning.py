@@ -8,9 +8,9 @@ import pytest
 
 from puna.stages.contract import execute
 from puna.stages.contract.config import parse
-from puna.stages.curate.characters import code_points
 from puna.stages.curate.code_reasoning import CodeReasoningConfig, _label, code_reasoning
-from puna.stages.curate.technical import Technical, code_lines, formula_marks, measured
+from puna.stages.curate.text.characters import code_points
+from puna.stages.curate.text.technical import Technical, code_lines, formula_marks, measured
 from puna.storage import PunaError, Store
 
 SMALL = {"dimension": 8, "buckets": 10_000, "epochs": 20}

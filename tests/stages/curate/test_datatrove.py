@@ -18,12 +18,13 @@ from datatrove.data import Document
 from datatrove.pipeline.filters import C4QualityFilter, FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter
 from datatrove.utils.word_tokenizers import load_word_tokenizer
 
-from puna.stages.curate.english_tables import DATA, data
-from puna.stages.curate.english_words import english_words
-from puna.stages.curate.measure import NAMES, measure
-from puna.stages.curate.rule_sets import DATATROVE_REASONS
-from puna.stages.curate.rules import active_rules, decide
+from puna.stages.curate.rules.decide import decide
+from puna.stages.curate.rules.groups import active_rules
+from puna.stages.curate.rules.sets import DATATROVE_REASONS
 from puna.stages.curate.select import SelectConfig
+from puna.stages.curate.signals.measure import NAMES, measure
+from puna.stages.curate.text.english_tables import DATA, data
+from puna.stages.curate.text.english_words import english_words
 
 FILTERS = {
     "gopher_quality": ("datatrove", GopherQualityFilter()),

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puna.stages.contract import execute
-from puna.stages.curate.characters import SYMBOL, TERMINAL, tables
-from puna.stages.curate.divergence import BINS, Corpus, expected_at
 from puna.stages.curate.heuristics import HeuristicsConfig, Tally, heuristics
-from puna.stages.curate.measure import NAMES, measure
-from puna.stages.curate.words import split
+from puna.stages.curate.signals.divergence import BINS, Corpus, expected_at
+from puna.stages.curate.signals.measure import NAMES, measure
+from puna.stages.curate.text.characters import SYMBOL, TERMINAL, tables
+from puna.stages.curate.text.words import split
 from puna.storage import Store
 
 PIECES = ("the", "and", "of", "de", "la", "alpha", "beta.", "Gamma", "#", "...", "…", "- x", "• y", "\n", "\n\n", "\r\n", "12",

@@ -18,9 +18,9 @@ from fastwarc.warc import ArchiveIterator
 
 from puna.stages.contract import External, execute
 from puna.stages.curate.ingest import IngestConfig, ingest
-from puna.stages.curate.pages import Page, Rejected
-from puna.stages.curate.warc import media_type, read_warc
-from puna.stages.curate.warc_frames import frames
+from puna.stages.curate.reading.pages import Page, Rejected
+from puna.stages.curate.reading.warc import media_type, read_warc
+from puna.stages.curate.reading.warc_frames import frames
 from puna.storage import PunaError, Store
 
 

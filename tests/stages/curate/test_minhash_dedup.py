@@ -11,9 +11,9 @@ import pytest
 
 from puna.kernels.shingles import normal_words
 from puna.stages.contract import execute
-from puna.stages.curate import shingles
 from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
-from puna.stages.curate.shingles import normalized
+from puna.stages.curate.text import shingles
+from puna.stages.curate.text.shingles import normalized
 from puna.storage import PunaError, Store
 
 START = datetime(2024, 1, 1, tzinfo=UTC)

@@ -174,9 +174,11 @@ def test_documents_that_stand_for_several_are_read_more_often(tmp_path: Path) ->
     ]  # fmt: skip
     ids = documents["id"].to_pylist()
     assert dict(zip(ids, cluster_sizes(ids, removed).tolist(), strict=True))["b0000"] == 4
-    config = MixConfig(weights={"a": 0.8, "b": 0.2})
-    plain = {r["id"]: r["repeats"] for r in execute(mix, config, given_, store).read().to_pylist()}
-    made = execute(mix, config, {**given_, "deduplicated": removed}, store)
+    shares = {"a": 0.8, "b": 0.2}
+    config = MixConfig(weights=shares, cluster_weights=FINEWEB_2)
+    everything = {**given_, "deduplicated": removed}
+    plain = {r["id"]: r["repeats"] for r in execute(mix, MixConfig(weights=shares), everything, store).read().to_pylist()}
+    made = execute(mix, config, everything, store)
     repeats = {r["id"]: r["repeats"] for r in made.read().to_pylist()}
     assert set(plain.values()) == {1}
     # In a: 200 documents of weight 2 and 200 of weight 1, mean 1.5: 4/3 and 2/3 epochs.
@@ -186,6 +188,8 @@ def test_documents_that_stand_for_several_are_read_more_often(tmp_path: Path) ->
     assert repeats["b0000"] in (2, 3) and sum(v for i, v in repeats.items() if i[0] == "b") == pytest.approx(100, abs=6)
     with pytest.raises(PunaError, match="no table `duplicates`"):
         execute(mix, config, {**given_, "deduplicated": [given_["documents"]]}, store)
+    with pytest.raises(PunaError, match="cluster_weights needs to know what was removed"):
+        execute(mix, config, given_, store)
 
 
 def test_what_the_web_has_too_much_of_is_read_less(tmp_path: Path) -> None:

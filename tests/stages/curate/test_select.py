@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from puna.stages.contract import execute
 from puna.stages.contract.config import parse
-from puna.stages.curate.rules import active_rules, decide
-from puna.stages.curate.select import SelectConfig, rules_sql, select, without_lines
+from puna.stages.curate.rules.decide import decide
+from puna.stages.curate.rules.groups import active_rules
+from puna.stages.curate.rules.sql import rules_sql
+from puna.stages.curate.select import SelectConfig, select, without_lines
 from puna.storage import PunaError, Store
 from puna.storage.schemas import table_schema
 from puna.storage.signals import SIGNALS

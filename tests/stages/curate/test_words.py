@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.stages.curate.characters import TERMINAL, code_points, tables
-from puna.stages.curate.words import BASE, HAS_LETTER, IS_SYMBOL, split, split_codes
+from puna.stages.curate.text.characters import TERMINAL, code_points, tables
+from puna.stages.curate.text.words import BASE, HAS_LETTER, IS_SYMBOL, split, split_codes
 
 CASES = {
     "Hello,  world!\n": ["Hello", ",", "world", "!"],

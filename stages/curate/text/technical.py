@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-SEEDS = Path(__file__).parent / "data" / "reasoning.txt"
+SEEDS = Path(__file__).parents[1] / "data" / "reasoning.txt"
 NEWLINE, BACKSLASH = 10, 92
 MARKS = "{}[]()=<>;_\\*&|#+@$^~`"  # what code has many of and prose has few
 ENDS = "{}"
@@ -43,7 +43,7 @@ IS_SPACE, IS_DIGIT = _ascii(" \t\n\r\v\f"), _ascii("0123456789")
 @lru_cache(maxsize=1)
 def reasoning_hashes() -> NDArray[np.uint64]:
     """Hashes of the words of deduction of all languages, uint64[n], sorted."""
-    from puna.stages.curate.words import folded_hashes
+    from puna.stages.curate.text.words import folded_hashes
 
     lines = [line for line in SEEDS.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     return np.unique(np.concatenate([folded_hashes(line.partition(":")[2].split()) for line in lines]))
@@ -51,8 +51,8 @@ def reasoning_hashes() -> NDArray[np.uint64]:
 
 def measured(text: str) -> Technical:
     """Code and reasoning in `text`."""
-    from puna.stages.curate.characters import code_points
-    from puna.stages.curate.words import split_codes
+    from puna.stages.curate.text.characters import code_points
+    from puna.stages.curate.text.words import split_codes
 
     codes = code_points(text)
     if not len(codes):

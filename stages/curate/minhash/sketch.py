@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from puna.stages.curate.minhash_config import MinhashDedupConfig
+from puna.stages.curate.minhash.config import MinhashDedupConfig
 from puna.storage import Part
 
 if TYPE_CHECKING:
@@ -48,15 +48,15 @@ class Sketches(NamedTuple):
 
 def shingled(texts: pa.ChunkedArray, config: MinhashDedupConfig) -> Shingles:
     """The shingles of a column of texts."""
-    from puna.stages.curate.shingles import bytes_of
+    from puna.stages.curate.text.shingles import bytes_of
 
     data, offsets = bytes_of(texts)
     if config.normal_form == "datatrove":
-        from puna.stages.curate.datatrove_words import datatrove_words
+        from puna.stages.curate.text.datatrove_words import datatrove_words
 
         return of_words(datatrove_words(data, offsets), config)
     from puna.kernels.shingles import normal_words
-    from puna.stages.curate.shingles import table
+    from puna.stages.curate.text.shingles import table
 
     return of_words(normal_words(data, offsets, table()), config)
 

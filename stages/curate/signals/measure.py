@@ -11,11 +11,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
-from puna.stages.curate.characters import decode, tables
-from puna.stages.curate.divergence import BINS_BITS
-from puna.stages.curate.english_tables import EnglishTables, bare_tables, datatrove_flags
-from puna.stages.curate.english_words import english_tables, split_english
-from puna.stages.curate.gopher import (
+from puna.stages.curate.signals.divergence import BINS_BITS
+from puna.stages.curate.signals.gopher import (
     DUPLICATE_N,
     TOP_N,
     chain,
@@ -27,11 +24,14 @@ from puna.stages.curate.gopher import (
     top_gram_characters,
     word_numbers,
 )
-from puna.stages.curate.hash_table import cleared, contains, mix, place, size_for, table_of
-from puna.stages.curate.line_rules import c4_numbers, fineweb_numbers, ngram_coverage
-from puna.stages.curate.words import IS_SYMBOL, describe, exact_hashes, folded_hashes, powers, prefix_hashes, split_ranges
+from puna.stages.curate.signals.line_rules import c4_numbers, fineweb_numbers, ngram_coverage
+from puna.stages.curate.text.characters import decode, tables
+from puna.stages.curate.text.english_tables import EnglishTables, bare_tables, datatrove_flags
+from puna.stages.curate.text.english_words import english_tables, split_english
+from puna.stages.curate.text.hash_table import cleared, contains, mix, place, size_for, table_of
+from puna.stages.curate.text.words import IS_SYMBOL, describe, exact_hashes, folded_hashes, powers, prefix_hashes, split_ranges
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 Splitter = Literal["universal", "datatrove"]
 
 QUALITY = (

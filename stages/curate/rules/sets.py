@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from puna.stages.curate.rules import (
+from puna.stages.curate.rules.groups import (
     C4Rules,
     FineWebRules,
     GopherQualityRules,

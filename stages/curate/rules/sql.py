@@ -1,9 +1,9 @@
-"""Rules as SQL: the decision of `puna.stages.curate.rules` replayed over stored signals."""
+"""Rules as SQL: the decision of `puna.stages.curate.rules.decide` replayed over stored signals."""
 
 from __future__ import annotations
 
 from puna.stages.contract import StageConfig
-from puna.stages.curate.rules import Rule, active_rules
+from puna.stages.curate.rules.groups import Rule, active_rules
 
 
 def rules_sql(config: StageConfig, documents: str = "documents", signals: str = "signals") -> str:

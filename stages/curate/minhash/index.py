@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from puna.stages.curate.minhash_config import MinhashDedupConfig
-from puna.stages.curate.minhash_sketch import Shingles, Sketches, of_words
+from puna.stages.curate.minhash.config import MinhashDedupConfig
+from puna.stages.curate.minhash.sketch import Shingles, Sketches, of_words
 from puna.storage import Artifact, PunaError
 
 INDEX = "index"
@@ -104,7 +104,7 @@ class Index(NamedTuple):
 
     def shingles(self, rows: NDArray[np.int64], config: MinhashDedupConfig) -> Shingles:
         """The shingles of some documents, from their stored texts."""
-        from puna.stages.curate.shingles import words_of
+        from puna.stages.curate.text.shingles import words_of
 
         codec = pa.Codec("zstd")
         texts = np.memmap(self.folder / "texts.bin", np.uint8, "r") if (self.folder / "texts.bin").stat().st_size else np.zeros(0, np.uint8)

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from puna.stages.curate.characters import POINTS, SENTENCE_END, SYMBOL, TERMINAL, tables
-from puna.stages.curate.hash_table import mix, place, size_for
-from puna.stages.curate.words import BASE
+from puna.stages.curate.text.characters import POINTS, SENTENCE_END, SYMBOL, TERMINAL, tables
+from puna.stages.curate.text.hash_table import mix, place, size_for
+from puna.stages.curate.text.words import BASE
 
-DATA = Path(__file__).parent / "data" / "english_words.json"
+DATA = Path(__file__).parents[1] / "data" / "english_words.json"
 
 ALPHA, LOWER, UPPER, PREFIX, SUFFIX, ICON, QUOTE, BEFORE_DOT, CURRENCY, DIGIT, PLAIN = (1 << k for k in range(11))
 CLASSES = {

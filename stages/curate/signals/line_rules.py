@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
-from puna.stages.curate.characters import BREAK, DECIMAL, PUNCTUATION, SENTENCE_END, SPACE, TERMINAL
-from puna.stages.curate.english_tables import EnglishTables
-from puna.stages.curate.english_words import split_english
-from puna.stages.curate.gopher import stripped
-from puna.stages.curate.hash_table import cleared, mix, place
-from puna.stages.curate.words import BASE, DOT, HAS_LETTER, IS_SYMBOL, powers, prefix_hashes, split_ranges
+from puna.stages.curate.signals.gopher import stripped
+from puna.stages.curate.text.characters import BREAK, DECIMAL, PUNCTUATION, SENTENCE_END, SPACE, TERMINAL
+from puna.stages.curate.text.english_tables import EnglishTables
+from puna.stages.curate.text.english_words import split_english
+from puna.stages.curate.text.hash_table import cleared, mix, place
+from puna.stages.curate.text.words import BASE, DOT, HAS_LETTER, IS_SYMBOL, powers, prefix_hashes, split_ranges
 
 NEWLINE, RETURN, CURLY, OPEN, CLOSE, BLANK = 0x0A, 0x0D, 0x7B, 0x5B, 0x5D, 0x20
 MAX_WORD_CHARACTERS = 1000

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
-from puna.stages.curate.characters import ALPHANUMERIC, DECIMAL
-from puna.stages.curate.english_tables import LOWER
+from puna.stages.curate.text.characters import ALPHANUMERIC, DECIMAL
+from puna.stages.curate.text.english_tables import LOWER
 
 DOT, PLUS, MINUS, COLON, SLASH, AT, QUESTION, NUMBER_SIGN, UNDERSCORE = (ord(c) for c in ".+-:/@?#_")
 MAX_LABEL, MAX_TOP_LABEL = 64, 63

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
-from puna.stages.curate.characters import (
+from puna.stages.curate.text.characters import (
     ALPHABETIC,
     CASED,
     DECIMAL,
@@ -28,7 +28,7 @@ from puna.stages.curate.characters import (
     code_points,
     tables,
 )
-from puna.stages.curate.hash_table import ONE, mix
+from puna.stages.curate.text.hash_table import ONE, mix
 
 BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying by it loses nothing
 DOT, HYPHEN, COMMA, APOSTROPHE, QUOTE, DOUBLE_QUOTE, ZERO = 0x2E, 0x2D, 0x2C, 0x27, 0x2019, 0x22, 0x30

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 from fastwarc.stream_io import BrotliReader
 from fastwarc.warc import WarcRecord
 
-from puna.stages.curate.pages import Page, Rejected, microseconds
-from puna.stages.curate.warc_frames import GZIP_MAGIC, MAX_HEADER_BYTES, ZSTD_MAGIC, frames, unzstd
+from puna.stages.curate.reading.pages import Page, Rejected, microseconds
+from puna.stages.curate.reading.warc_frames import GZIP_MAGIC, MAX_HEADER_BYTES, ZSTD_MAGIC, frames, unzstd
 
 
 def read_warc(handle: BinaryIO, name: str, max_body_bytes: int) -> Iterator[Page | Rejected]:

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from puna.kernels.compiled import njit
 from puna.kernels.hashing import I64, U64, slice_hashes, xxh64
 from puna.kernels.shingles import Table, Words, code_point, normal_words
-from puna.stages.curate.english_tables import data as english_data
-from puna.stages.curate.english_words import english_words
-from puna.stages.curate.hash_table import place, size_for
+from puna.stages.curate.text.english_tables import data as english_data
+from puna.stages.curate.text.english_words import english_words
+from puna.stages.curate.text.hash_table import place, size_for
 
 LIMIT = 0x40000
 CONTROLS = {*range(9), 11, 12, *range(13, 32), *range(127, 160)}

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import zstandard
 
-from puna.stages.curate.pages import Page, Rejected, microseconds
+from puna.stages.curate.reading.pages import Page, Rejected, microseconds
 from puna.storage import PunaError
 
 MEDIA_TYPES = {

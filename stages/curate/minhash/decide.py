@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from puna.stages.curate.minhash_config import MinhashDedupConfig
-from puna.stages.curate.minhash_sketch import Shingles, shingled, signed
+from puna.stages.curate.minhash.config import MinhashDedupConfig
+from puna.stages.curate.minhash.sketch import Shingles, shingled, signed
 
 BLOCK_DOCUMENTS = 512
 

@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
-from puna.stages.curate.characters import code_points
-from puna.stages.curate.hash_table import mix
-from puna.stages.curate.words import IS_SYMBOL, split_codes
+from puna.stages.curate.text.characters import code_points
+from puna.stages.curate.text.hash_table import mix
+from puna.stages.curate.text.words import IS_SYMBOL, split_codes
 
 
 def normal_words(text: str) -> tuple[NDArray[np.uint64], list[tuple[int, int]], str]:

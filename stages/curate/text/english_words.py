@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
-from puna.stages.curate.characters import SPACE, code_points, tables
-from puna.stages.curate.english_addresses import is_address
-from puna.stages.curate.english_tables import (
+from puna.stages.curate.text.characters import SPACE, code_points, tables
+from puna.stages.curate.text.english_addresses import is_address
+from puna.stages.curate.text.english_tables import (
     ALPHA,
     BEFORE_DOT,
     CURRENCY,
@@ -39,8 +39,8 @@ from puna.stages.curate.english_tables import (
     hash_of,
     table_with_values,
 )
-from puna.stages.curate.hash_table import mix, place
-from puna.stages.curate.words import powers, prefix_hashes
+from puna.stages.curate.text.hash_table import mix, place
+from puna.stages.curate.text.words import powers, prefix_hashes
 
 DOT, COMMA, PLUS, MINUS, STAR, CARET, COLON, LESS, EQUALS, MORE, SLASH, TILDE = (ord(c) for c in ".,+-*^:<=>/~")
 DOLLAR, DEGREE, QUOTE_1, QUOTE_2, EN_DASH, EM_DASH, ELLIPSIS = (ord(c) for c in "$°'’–—…")

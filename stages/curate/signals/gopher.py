@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
-from puna.stages.curate.characters import ALPHANUMERIC, BREAK, SINGLE, SPACE
-from puna.stages.curate.hash_table import ONE, cleared, mix, place
-from puna.stages.curate.words import BASE, DOT, HAS_LETTER, HYPHEN, IS_SYMBOL
+from puna.stages.curate.text.characters import ALPHANUMERIC, BREAK, SINGLE, SPACE
+from puna.stages.curate.text.hash_table import ONE, cleared, mix, place
+from puna.stages.curate.text.words import BASE, DOT, HAS_LETTER, HYPHEN, IS_SYMBOL
 
 HASH_SIGN, ELLIPSIS, BULLET, NEWLINE, RETURN = 0x23, 0x2026, 0x2022, 0x0A, 0x0D
 GAP = np.uint64(0x20) + ONE  # the space between the words of an n-gram
