@@ -31,6 +31,8 @@ from puna.stages.curate.mix import mix
 from puna.stages.curate.pii import pii
 from puna.stages.curate.quality import quality
 from puna.stages.curate.select import select
+from puna.stages.curate.semantic_dedup import semantic_dedup
+from puna.stages.curate.substring_dedup import substring_dedup
 from puna.stages.curate.url_dedup import url_dedup
 from puna.stages.curate.url_filter import url_filter
 from puna.stages.experiments.mix_experiment import mix_experiment
@@ -74,7 +76,12 @@ def curate(r: Recipe, inputs: list[External]) -> Curated:
     documents = step(select, r.select, documents=documents, signals=signals)
     documents = step(pii, r.pii, documents=documents)
     deduplicated = step(minhash_dedup, r.minhash_dedup, documents=documents)
-    documents = step(line_dedup, r.line_dedup, documents=deduplicated)
+    documents = deduplicated
+    if r.semantic_dedup is not None:
+        documents = step(semantic_dedup, r.semantic_dedup, documents=documents)
+    documents = step(line_dedup, r.line_dedup, documents=documents)
+    if r.substring_dedup is not None:
+        documents = step(substring_dedup, r.substring_dedup, documents=documents)
     types = step(domains, r.domains, documents=documents)
     scores = [types, technical]
     if r.quality is not None:

@@ -35,6 +35,8 @@ from puna.stages.curate.mix import MixConfig
 from puna.stages.curate.pii import PiiConfig
 from puna.stages.curate.quality import QualityConfig
 from puna.stages.curate.select import SelectConfig
+from puna.stages.curate.semantic_dedup import SemanticDedupConfig
+from puna.stages.curate.substring_dedup import SubstringDedupConfig
 from puna.stages.curate.url_dedup import UrlDedupConfig
 from puna.stages.curate.url_filter import UrlFilterConfig
 from puna.stages.experiments.mix_experiment import MixExperimentConfig
@@ -66,7 +68,9 @@ class Recipe(StageConfig):
     select: SelectConfig = Field(SelectConfig(), description="Rules on those numbers")
     pii: PiiConfig = Field(PiiConfig(), description="Masking personal data")
     minhash_dedup: MinhashDedupConfig = Field(MinhashDedupConfig(), description="Near-duplicate documents")
+    semantic_dedup: SemanticDedupConfig | None = Field(None, description="Documents in nearly the same words, in any order; null: none")
     line_dedup: LineDedupConfig = Field(LineDedupConfig(), description="Lines that repeat across documents")
+    substring_dedup: SubstringDedupConfig | None = Field(None, description="Passages that repeat across documents; null: none")
     quality: QualityConfig | None = Field(
         QualityConfig(), description="Quality classifier, learned from the sources that it names as good; null: none"
     )

@@ -39,6 +39,20 @@ def test_the_flow_of_the_base_model_and_its_stage_both_run(tmp_path: Path, monke
 def test_a_stage_that_is_left_out_stays_out() -> None:
     recipe = load("demo", ["seed=7", "ppo=null", "quality=null"])
     assert recipe.ppo is None and recipe.quality is None
+    assert recipe.semantic_dedup is None and recipe.substring_dedup is None
+
+
+def test_a_stage_that_is_off_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load("demo", ["seed=7", "semantic_dedup={}", "substring_dedup.words=40"])
+    assert recipe.semantic_dedup is not None and recipe.semantic_dedup.seed == 7
+    ran: list[str] = []
+    monkeypatch.setattr(pipeline, "check_inputs", lambda *_: None)
+    monkeypatch.setattr(pipeline, "step", lambda stage, config, label=None, **inputs: ran.append(label or stage.name))
+    pipeline.curate(load("demo"), [])
+    plain, ran[:] = list(ran), []
+    pipeline.curate(recipe, [])
+    assert [name for name in ran if name not in plain] == ["semantic_dedup", "substring_dedup"]
+    assert [name for name in ran if name in plain] == plain
 
 
 def test_a_source_that_quality_learns_from_must_be_there(tmp_path: Path) -> None:
