@@ -95,6 +95,25 @@ def answer_row(
     }
 
 
+def read_answers(answers: Artifact, prompts: Artifact) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]:
+    """The prompts by id, and the answers (without their tokens) by the id of their prompt, as data to learn from.
+
+    PunaError where there are none, where a prompt is not among `prompts`, and where one is held out.
+    """
+    columns = ["id", "prompt_id", "model", "sample", "text", "finished", "gold"]
+    if not answers.rows():
+        raise PunaError(f"{answers.id} has no answers; sample some first")
+    asked = {row["id"]: row for row in prompts.read().to_pylist()}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for answer in answers.read(columns=columns).to_pylist():
+        if answer["prompt_id"] not in asked:
+            raise PunaError(f"answer {answer['id']}: its prompt {answer['prompt_id']} is not among {prompts.id}'s prompts")
+        found.setdefault(answer["prompt_id"], []).append(answer)
+    if held := sorted(id_ for id_ in found if asked[id_]["split"] == "heldout"):
+        raise PunaError(f"{answers.id} answers {len(held)} held-out prompts, for example {held[0]}; nothing may be learned from them")
+    return asked, found
+
+
 def answer_text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
     """The answer without special tokens."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True))

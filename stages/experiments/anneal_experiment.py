@@ -19,6 +19,7 @@ from puna.stages.experiments.proxy import one_thread, remembered
 from puna.stages.pretrain import bits_per_byte, intervals
 from puna.stages.pretrain.packed import Packed, Reader, mean_loss
 from puna.stages.pretrain.pretrain import Optimizer, Phase
+from puna.stages.pretrain.tokenizer import check_tokens
 from puna.storage import Artifact, PunaError
 
 ARMS = ("default", "candidate")
@@ -71,6 +72,7 @@ def anneal_experiment(
     candidates take off the held-out loss: of candidates it has not read, of default documents that pretraining
     set aside, and of the gold answers to held-out prompts. Pairs of runs over other rows give its interval.
     """
+    check_tokens(tokens, model)
     packed = Packed.read(tokens.path("tokens.parquet"))
     row = int(np.diff(packed.starts[packed.rows]).max())
     wanted = math.ceil(config.phase.steps * config.phase.rows_per_step * row * config.share)

@@ -16,7 +16,7 @@ from puna.stages.experiments.laws import PowerLaw, fit_power_law, predict
 from puna.stages.experiments.proxy import one_thread, remembered, trained
 from puna.stages.pretrain.packed import Packed, Reader, mean_loss
 from puna.stages.pretrain.pretrain import Optimizer, Phase, Shape
-from puna.stages.pretrain.tokenizer import tokenizer_of
+from puna.stages.pretrain.tokenizer import check_tokens, tokenizer_of
 
 if TYPE_CHECKING:
     from puna.models.config import ModelConfig
@@ -99,6 +99,7 @@ def scaling_law(tokens: Tokens, tokenizer: Tokenizer, config: ScalingLawConfig, 
     to their losses and read off at the target's compute, with a bootstrap interval. As a test of the method on
     what is known, the largest small run is predicted from the others.
     """
+    check_tokens(tokens, tokenizer)
     vocabulary = tokenizer_of(tokenizer)
     file = str(tokens.path("tokens.parquet"))
     # The longest run first, so that no worker waits for it at the end.

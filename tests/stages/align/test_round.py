@@ -109,7 +109,7 @@ def test_answers_and_preferences_follow_from_what_their_keys_hold(tmp_path: Path
 def test_sampling_refuses_one_model_twice_and_an_empty_split(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     model = tiny_model(store)
-    with pytest.raises(PunaError, match="the same model is given twice"):
+    with pytest.raises(PunaError, match="is given twice as 'models'"):
         execute(sample, SampleConfig(), {"models": [model, model], "prompts": asked(store)}, store)
     with pytest.raises(PunaError, match="has no prompts of the split 'heldout'"):
         execute(sample, SampleConfig(split="heldout"), {"models": [model], "prompts": asked(store, heldout=0)}, store)
