@@ -135,7 +135,10 @@ def _anneal(
     candidates = Pools.read(pools)
     share = config.share if job.arm == "candidate" else 0.0
     new = candidates.training[0]
-    readers = [Reader(packed, held, 1, job.seed, begin), Reader(new, np.zeros(len(new.owners), dtype=bool), 1, job.seed, begin)]
+    # A document may be both a candidate and among the default ones: what is held out on either side is read on none.
+    set_aside = {packed.ids[owner] for owner in np.unique(packed.owners[held])}
+    excluded = (held | packed.of(candidates.heldout_ids[0]), new.of(set_aside))
+    readers = [Reader(source, out, 1, job.seed, begin) for source, out in zip((packed, new), excluded, strict=True)]
     mixed = Mixed(readers, np.array([1.0 - share, share]), config.phase.rows_per_step)
     with one_thread():
         network = load(Path(model))

@@ -94,6 +94,11 @@ def mix_experiment(
     if len(groups) == 1:
         _one_category(groups[0], run)
         return
+    if config.most * len(groups) < 1:
+        raise PunaError(
+            f"mix_experiment: {documents.id} has {len(groups)} categories, whose shares of at most most={config.most} do not add up to 1; "
+            f"raise most to {1 / len(groups):.2f} at least"
+        )
     wanted = config.phase.steps * config.phase.rows_per_step * config.sequence_length
     sizes = Sizes(wanted, config.heldout_tokens, config.sequence_length, config.document_tokens)
     pools = build_pools(documents, groups, tokenizer, sizes, run)

@@ -74,17 +74,20 @@ def shortened(phase: Phase, share: float, rate: float) -> Phase:
     rows = max(1, round(phase.rows_per_step * share**0.5))
     share *= phase.rows_per_step / rows
     steps = max(2, round(phase.steps * share))
-    parts = {name: round(getattr(phase, name) * share) for name in ("warmup_steps", "anneal_steps")}
-    decay = max(1, round(phase.decay_steps * share)) if phase.decay_steps else 0
+    # Each is rounded for itself: together they must not be longer than the run.
+    warmup = min(round(phase.warmup_steps * share), steps - 1)
+    anneal = min(round(phase.anneal_steps * share), steps - warmup)
+    decay = min(max(1, round(phase.decay_steps * share)), steps - warmup) if phase.decay_steps else 0
     return phase.model_copy(
         update={
-            **parts,
             "steps": steps,
+            "warmup_steps": warmup,
+            "anneal_steps": anneal,
             "rows_per_step": rows,
             "rows_ramp": tuple(max(1, round(r * rows / phase.rows_per_step)) for r in phase.rows_ramp),
             "ramp_steps": max(1, round(phase.ramp_steps * share)) if phase.ramp_steps else 0,
             "decay_steps": decay,
-            "average": min(phase.average, parts["anneal_steps"]),
+            "average": min(phase.average, anneal),
             "learning_rate": min(1.0, phase.learning_rate * rate),
         }
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from puna.stages.contract import Figure, SeededConfig, StageConfig, StageRun, To
 from puna.stages.pretrain.packed import Packed, Reader, mean_loss
 from puna.stages.pretrain.tokenizer import check_tokens, tokenizer_of
 from puna.storage import PunaError
+from puna.storage.work import write_text
 
 if TYPE_CHECKING:
     import torch
@@ -267,7 +267,7 @@ def _train(model: Transformer, phase: Phase, number: int, reader: Reader, watch:
     def measure(step: int, weights: Callable[[], Transformer]) -> None:
         if (step % config.validate_every == 0 or step == phase.steps) and str(step) not in measured:
             measured[str(step)] = watch.loss(weights())
-            _replace(file, json.dumps(measured))
+            write_text(file, json.dumps(measured))
 
     def on_step(row: dict[str, float]) -> None:
         measure(int(row["step"]), lambda: model)
@@ -311,12 +311,6 @@ def _restored(model: Transformer, tensors: dict[str, torch.Tensor]) -> Transform
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     restored.load_state_dict(weights)
     return restored.to(device())
-
-
-def _replace(file: Path, text: str) -> None:
-    temporary = file.with_suffix(".new")
-    temporary.write_text(text)
-    os.replace(temporary, file)
 
 
 SMOOTH = 100
