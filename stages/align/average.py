@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from puna.stages.align.fitting import check_one_tokenizer
 from puna.stages.contract import Model, StageConfig, StageRun, stage
 from puna.storage import PunaError
 
@@ -23,6 +24,7 @@ def average(models: list[Model], config: AverageConfig, run: StageRun) -> None:
 
     if config.weights and len(config.weights) != len(models):
         raise PunaError(f"average: {len(config.weights)} weights are given for {len(models)} models")
+    check_one_tokenizer(models, "average: the rows of their embeddings stand for different tokens")
     try:
         average_checkpoints([m.path() for m in models], run.folder, config.weights or None)
     except ValueError as error:

@@ -246,13 +246,15 @@ def greedy(
     A vector is kept while its largest cosine to the kept ones is below `max_similarity`.
     """
     kept: list[int] = []
+    held = np.empty_like(vectors)
     left_out = []
-    for i in range(len(vectors)):
+    for i, vector in enumerate(vectors):
         if kept:
-            cosines = vectors[kept] @ vectors[i]
+            cosines = held[: len(kept)] @ vector
             nearest = int(np.argmax(cosines))
             if cosines[nearest] >= max_similarity:
                 left_out.append((i, kept[nearest], float(cosines[nearest])))
                 continue
+        held[len(kept)] = vector
         kept.append(i)
     return left_out

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from puna.stages.align.fitting import Example, Fitting, fit, load_model, save_model
+from puna.stages.align.fitting import Example, Fitting, check_trl, fit, load_model, save_model
 from puna.stages.align.preferences import Level
 from puna.stages.align.reward_model import CLEAR, read_preferences, render_ranked
 from puna.stages.contract import Model, Preferences, SeededConfig, StageRun, stage
@@ -33,6 +33,14 @@ class DpoConfig(SeededConfig):
         description="The best of a preference's ranked answers against the worst alone, or against each of the others",
     )
     fitting: Fitting = Field(default_factory=Fitting, description="Optimisation; an example is one prompt with all its preferences")
+
+    @model_validator(mode="after")
+    def _engine(self) -> DpoConfig:
+        if self.engine == "trl":
+            check_trl(self.fitting)
+            if self.nll_weight and self.nll_normalization != "tokens":
+                raise ValueError("TRL's likelihood term is a mean over tokens: nll_normalization must be tokens with engine trl")
+        return self
 
 
 @stage(kind="model")

@@ -65,6 +65,12 @@ class Fitting(StageConfig):
         return max(1, math.ceil(self.epochs * examples / self.batch_size))
 
 
+def check_trl(fitting: Fitting) -> None:
+    """ValueError for settings that TRL's trainers do not have."""
+    if fitting.optimizer != "adamw":
+        raise ValueError(f"engine trl trains with adamw: fitting.optimizer cannot be {fitting.optimizer}")
+
+
 @dataclass(frozen=True)
 class Example:
     """One prompt with its answers as token ids.
@@ -111,13 +117,37 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_model(artifact: Artifact, head: Literal["lm", "scalar"]) -> tuple[Transformer, Tokenizer]:
-    """A model artifact's weights and tokenizer; a scalar head that it lacks is zero."""
-    from puna.models.checkpoint import load
+HEADS = {"lm": "a language model", "scalar": "a reward model"}
+
+
+def load_model(artifact: Artifact, head: Literal["lm", "scalar"], *, new: bool = False) -> tuple[Transformer, Tokenizer]:
+    """A model artifact's weights and tokenizer; PunaError when it has another head.
+
+    `new`: a scalar head that it lacks is made, of zeros.
+    """
+    from puna.models.checkpoint import CheckpointError, load
     from puna.models.tokenizer import Tokenizer
 
-    model = load(artifact.path(), head)
+    try:
+        model = load(artifact.path())
+        if model.head != head and new and head == "scalar":
+            model = load(artifact.path(), head)
+    except CheckpointError as error:
+        raise PunaError(f"{artifact.id} cannot be read: {error}") from error
+    if model.head != head:
+        raise PunaError(f"{artifact.id} is {HEADS[model.head]}, made by {artifact.manifest.stage}; give {HEADS[head]}")
     return model.to(device()), Tokenizer.load(artifact.path())
+
+
+def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:
+    """PunaError when the models do not all have one tokenizer: a token id would mean different texts to them."""
+    from tokenizers import Tokenizer as Backend
+
+    # As this release writes them: two releases may write one tokenizer in different ways.
+    first, *others = [Backend.from_file(str(model.path("tokenizer.json"))).to_str() for model in models]
+    for model, other in zip(models[1:], others, strict=True):
+        if other != first:
+            raise PunaError(f"{models[0].id} and {model.id} have different tokenizers: {why}")
 
 
 @contextlib.contextmanager

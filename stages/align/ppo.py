@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
-from puna.stages.align.fitting import divergence_named, load_model, save_model, write_log
+from puna.stages.align.fitting import check_one_tokenizer, divergence_named, load_model, save_model, write_log
 from puna.stages.contract import Model, Prompts, SeededConfig, StageRun, stage
 from puna.storage import PunaError
 
@@ -64,6 +64,7 @@ def ppo(policy: Model, reward_model: Model, prompts: Prompts, config: PpoConfig,
     """
     from puna.models.training.ppo import reward_model_scorer, train_ppo
 
+    check_one_tokenizer([policy, reward_model], "ppo: the reward model reads the policy's tokens")
     model, tokenizer = load_model(policy, "lm")
     scorer, _ = load_model(reward_model, "scalar")
     rows = [row for row in prompts.read().to_pylist() if row["split"] == "train"]

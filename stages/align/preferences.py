@@ -25,6 +25,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from puna.stages.align.prompts import identifier
+from puna.stages.align.sample import read_answers
 from puna.stages.align.scoring import is_correct
 from puna.stages.contract import Answers, Figure, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.storage import PunaError
@@ -76,23 +77,18 @@ def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, r
 
     Rows in are the drawn pairs; `dropped` holds those with identical, similar or unfinished answers.
     """
-    if not answers.rows():
-        raise PunaError(f"preferences: {answers.id} has no answers; sample some first")
-    asked = {row["id"]: row for row in prompts.read().to_pylist()}
-    by_prompt: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for answer in answers.read().to_pylist():
-        if answer["prompt_id"] not in asked:
-            raise PunaError(f"answer {answer['id']}: its prompt {answer['prompt_id']} is not among {prompts.id}'s prompts")
-        if answer["gold"] is None:
-            raise PunaError(f"answer {answer['id']} has no gold score; sample prompts that carry the scorer's entry")
-        by_prompt[answer["prompt_id"]].append(answer)
+    asked, by_prompt = read_answers(answers, prompts)
+    if missing := [answer["id"] for group in by_prompt.values() for answer in group if answer["gold"] is None]:
+        raise PunaError(f"answer {missing[0]} has no gold score; sample prompts that carry the scorer's entry")
     kept: list[dict[str, Any]] = []
     dropped: list[dict[str, Any]] = []
     for prompt_id in sorted(by_prompt):
         prompt = asked[prompt_id]
         generator = run.generator("pairs", prompt_id)
         split = "heldout" if _fraction(config.seed, prompt_id) < config.heldout_fraction else "train"
-        for first, second in draw_pairs(by_prompt[prompt_id], generator, config.pairs_per_prompt):
+        drawn = list(draw_pairs(by_prompt[prompt_id], generator, config.pairs_per_prompt))
+        run.count_input(len(drawn))
+        for first, second in drawn:
             row, rule, margin = judge(prompt, first, second, config, float(generator.standard_normal()))
             if rule is None:
                 kept.append({**row, "split": split})
@@ -100,7 +96,6 @@ def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, r
                 threshold = config.thresholds.marginally_better if rule == "similar" else None
                 detail = f"{first['text']!r} / {second['text']!r}"
                 dropped.append({"id": row["id"], "rule": rule, "value": margin, "threshold": threshold, "detail": detail})
-    run.count_input(len(kept) + len(dropped))
     run.write_rows(kept)
     run.write_rows(dropped, "dropped")
     _report(kept, dropped, run)

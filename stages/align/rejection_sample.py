@@ -11,9 +11,9 @@ from pydantic import Field
 from puna.stages.align.fitting import Example, check_lengths, load_model, render
 from puna.stages.align.prompts import identifier
 from puna.stages.align.reward_model import score_answers
+from puna.stages.align.sample import read_answers
 from puna.stages.align.scoring import is_correct
 from puna.stages.contract import Answers, Figure, Model, Prompts, StageConfig, StageRun, stage
-from puna.storage import PunaError
 
 
 class RejectionSampleConfig(StageConfig):
@@ -35,14 +35,7 @@ def rejection_sample(
     (`unfinished`) or were finished by other models than the best `models` only (`unselected_models`).
     Metrics compare the gold accuracy of the picked answers with the mean and with the best that was there.
     """
-    if not answers.rows():
-        raise PunaError(f"rejection_sample: {answers.id} has no answers; sample some first")
-    asked = {row["id"]: row for row in prompts.read().to_pylist()}
-    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for answer in answers.read(columns=["id", "prompt_id", "model", "sample", "text", "finished", "gold"]).to_pylist():
-        if answer["prompt_id"] not in asked:
-            raise PunaError(f"answer {answer['id']}: its prompt {answer['prompt_id']} is not among {prompts.id}'s prompts")
-        groups[answer["prompt_id"]].append(answer)
+    asked, groups = read_answers(answers, prompts)
     finished = {key: [a for a in group if a["finished"]] for key, group in groups.items()}
     candidates = {key: finished[key] for key in sorted(finished) if finished[key]}
     _score(candidates, asked, reward_model, config, run)

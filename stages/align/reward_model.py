@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from puna.stages.align.fitting import Example, Fitting, check_lengths, fit, load_model, render, save_model
+from puna.stages.align.fitting import Example, Fitting, check_lengths, check_trl, fit, load_model, render, save_model
 from puna.stages.align.preferences import Level
 from puna.stages.contract import Model, Preferences, SeededConfig, StageRun, stage
 from puna.storage import Artifact, PunaError
@@ -37,6 +37,8 @@ class RewardModelConfig(SeededConfig):
     def _engine(self) -> RewardModelConfig:
         if self.engine == "trl" and self.nll_weight:
             raise ValueError(f"TRL's RewardTrainer has no such term: nll_weight must be 0 with engine trl, not {self.nll_weight}")
+        if self.engine == "trl":
+            check_trl(self.fitting)
         return self
 
 
@@ -47,6 +49,7 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
 
     The metric `heldout_accuracy` is the share of held-out pairs, chosen against rejected, in the right order.
     """
+    _check_splits(preferences)
     rows = read_preferences(preferences, config.levels)
     train = [row for row in rows if row["split"] == "train"]
     if not train:
@@ -66,6 +69,21 @@ def read_preferences(artifacts: Sequence[Artifact], levels: Sequence[str]) -> li
     """The rows of the given levels, in an order that does not depend on that of the artifacts."""
     rows = [row for artifact in artifacts for row in artifact.read().to_pylist() if row["level"] in levels]
     return sorted(rows, key=lambda row: str(row["id"]))
+
+
+def _check_splits(artifacts: Sequence[Artifact]) -> None:
+    """PunaError when one set of preferences trains on a prompt that another holds out: its accuracy would be no held-out one."""
+    where: dict[str, dict[str, str]] = {"train": {}, "heldout": {}}
+    for artifact in artifacts:
+        table = artifact.read(columns=["prompt_id", "split"])
+        for prompt, split in zip(table["prompt_id"].to_pylist(), table["split"].to_pylist(), strict=True):
+            where[split].setdefault(prompt, artifact.id)
+    if both := sorted(set(where["train"]) & set(where["heldout"])):
+        prompt = both[0]
+        raise PunaError(
+            f"prompt {prompt} is held out in {where['heldout'][prompt]} and trained on in {where['train'][prompt]}; "
+            "make both with one seed and one heldout_fraction"
+        )
 
 
 def ranked(row: dict[str, Any]) -> list[str]:
@@ -110,7 +128,7 @@ def _train(
     from puna.models.training.objectives import Reward
     from puna.models.training.packing import Sampler
 
-    model, tokenizer = load_model(artifact, "scalar")
+    model, tokenizer = load_model(artifact, "scalar", new=True)
     head = load_model(artifact, "lm")[0].lm_head.weight.detach() if config.nll_weight else None
     fitting = config.fitting
     examples = render_ranked(tokenizer, rows, fitting.row_tokens)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -16,6 +17,11 @@ from puna.storage import Artifact, PunaError
 if TYPE_CHECKING:
     from puna.models.generation import Completion
     from puna.models.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
+
+STRETCH = 2048
+"""Prompts that are answered together; the next ones are begun when their answers are on disk."""
+Progress = Callable[[int, int], None]
 
 
 class SampleConfig(SeededConfig):
@@ -41,20 +47,45 @@ def sample(models: list[Model], prompts: Prompts, config: SampleConfig, run: Sta
     if len({model.data_digest for model in models}) < len(models):
         raise PunaError("sample: the same model is given twice; preferences need answers of different models")
     for number, model in enumerate(models):
-        answers = _answer(model, rows, config, run, number, len(models))
-        run.write_rows(answers)
-        right = sum(is_correct(answer["gold"]) for answer in answers)
-        run.metric(f"accuracy_{model.data_digest[:12]}", right / len(answers))
-        run.metric(f"finished_{model.data_digest[:12]}", sum(answer["finished"] for answer in answers) / len(answers))
+        _answer(model, rows, config, run, number, len(models))
     run.metric("prompts", len(rows))
 
 
 def _answer(
     artifact: Artifact, rows: Sequence[dict[str, Any]], config: SampleConfig, run: StageRun, number: int, models: int
+) -> None:
+    """Write a model's answers, STRETCH prompts at a time."""
+    total = len(rows) * config.answers
+    right = finished = 0
+    loaded = cache(lambda: load_model(artifact, "lm"))
+    for start in range(0, len(rows), STRETCH):
+        before = number * total + start * config.answers
+
+        def progress(done: int, _: int, before: int = before) -> None:
+            run.progress(before + done, models * total, f"model {number + 1} of {models}")
+
+        def make(stretch: Sequence[dict[str, Any]] = rows[start : start + STRETCH], progress: Progress = progress) -> list[dict[str, Any]]:
+            return _generate(artifact.data_digest, *loaded(), stretch, config, run, progress)
+
+        made = run.once(f"{artifact.data_digest}-{start:09d}", make, ["gold", "finished"])
+        right += sum(map(is_correct, made["gold"].to_pylist()))
+        finished += sum(made["finished"].to_pylist())
+    run.metric(f"accuracy_{artifact.data_digest[:12]}", right / total)
+    run.metric(f"finished_{artifact.data_digest[:12]}", finished / total)
+
+
+def _generate(
+    name: str,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    rows: Sequence[dict[str, Any]],
+    config: SampleConfig,
+    run: StageRun,
+    progress: Progress,
 ) -> list[dict[str, Any]]:
+    """Rows of the answers table for these prompts."""
     from puna.models.generation import Engine, Sampling
 
-    model, tokenizer = load_model(artifact, "lm")
     asked = [tokenizer.chat([{"role": "user", "content": row["prompt"]}], add_generation_prompt=True) for row in rows]
     sampling = Sampling(
         n=config.answers,
@@ -63,14 +94,9 @@ def _answer(
         max_tokens=config.max_tokens,
         stop=(tokenizer.eot, tokenizer.eos),
     )
-    completions = Engine(model, tokenizer).generate(
-        asked,
-        sampling,
-        run.seed("sample", artifact.data_digest),
-        progress=lambda done, total: run.progress(number * total + done, models * total, f"model {number + 1} of {models}"),
-    )
+    completions = Engine(model, tokenizer).generate(asked, sampling, run.seed("sample", name), progress)
     return [
-        answer_row(row, artifact.data_digest, index, completion, tokenizer)
+        answer_row(row, name, index, completion, tokenizer)
         for row, found in zip(rows, completions, strict=True)
         for index, completion in enumerate(found)
     ]
@@ -93,6 +119,25 @@ def answer_row(
         "score": None,
         "gold": score(prompt["task"], text, prompt["entry"]),
     }
+
+
+def read_answers(answers: Artifact, prompts: Artifact) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]:
+    """The prompts by id, and the answers (without their tokens) by the id of their prompt, as data to learn from.
+
+    PunaError where there are none, where a prompt is not among `prompts`, and where one is held out.
+    """
+    columns = ["id", "prompt_id", "model", "sample", "text", "finished", "gold"]
+    if not answers.rows():
+        raise PunaError(f"{answers.id} has no answers; sample some first")
+    asked = {row["id"]: row for row in prompts.read().to_pylist()}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for answer in answers.read(columns=columns).to_pylist():
+        if answer["prompt_id"] not in asked:
+            raise PunaError(f"answer {answer['id']}: its prompt {answer['prompt_id']} is not among {prompts.id}'s prompts")
+        found.setdefault(answer["prompt_id"], []).append(answer)
+    if held := sorted(id_ for id_ in found if asked[id_]["split"] == "heldout"):
+        raise PunaError(f"{answers.id} answers {len(held)} held-out prompts, for example {held[0]}; nothing may be learned from them")
+    return asked, found
 
 
 def answer_text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from puna.stages.align.fitting import Example, Fitting, check_lengths, fit, load_model, render, save_model
+from puna.stages.align.fitting import Example, Fitting, check_lengths, check_trl, fit, load_model, render, save_model
 from puna.stages.align.lora import Lora
 from puna.stages.contract import Instructions, Model, SeededConfig, StageRun, stage
 from puna.storage import Artifact, PunaError
@@ -24,6 +24,12 @@ class SftConfig(SeededConfig):
     method: Literal["full", "lora"] = Field("full", description="All weights, or low-rank adapters that are merged at the end")
     fitting: Fitting = Field(default_factory=Fitting, description="Optimisation; an example is one instruction")
     lora: Lora = Field(default_factory=Lora, description="The adapters, where method is `lora`")
+
+    @model_validator(mode="after")
+    def _engine(self) -> SftConfig:
+        if self.engine == "trl":
+            check_trl(self.fitting)
+        return self
 
 
 @stage(kind="model")

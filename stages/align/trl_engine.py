@@ -64,7 +64,7 @@ def train_reward(
     from puna.models.hub import PunaForSequenceClassification
     from puna.stages.align.reward_model import render_ranked
 
-    model, tokenizer = load_model(artifact, "scalar")
+    model, tokenizer = load_model(artifact, "scalar", new=True)
     examples = render_ranked(tokenizer, rows, config.fitting.row_tokens)
     pairs = [
         {"chosen_ids": e.prompt + e.answers[better], "rejected_ids": e.prompt + e.answers[worse]}

@@ -65,6 +65,9 @@ class InputSpec:
             if kind != self.kind:
                 said = item.id if isinstance(item, Artifact) else str(item)
                 raise PunaError(f"stage {stage}: input {self.name!r} takes {self.kind}, but {said} is of kind {kind}")
+        keys = [item.key for item in given if isinstance(item, Artifact)]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise PunaError(f"stage {stage}: {self.kind}/{twice[:12]} is given twice as {self.name!r}; give each artifact once")
         return given
 
 

@@ -7,9 +7,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
+
+from puna.storage import PunaError
 
 # What numpy, torch, numba, Arrow and tokenizers read when they are loaded, and not again.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS")
@@ -76,7 +78,10 @@ def _follow(parent: int) -> None:
 def ordered(
     executor: Executor | None, function: Callable[..., Any], items: Iterable[Any], arguments: tuple[Any, ...], ahead: int = 64
 ) -> Iterator[Any]:
-    """Results of `function(item, *arguments)` in the order of `items`; at most `ahead` of them under way."""
+    """Results of `function(item, *arguments)` in the order of `items`; at most `ahead` of them under way.
+
+    PunaError when a worker is gone: what it did is not known, and the pool takes no more work.
+    """
     if executor is None:
         for item in items:
             yield function(item, *arguments)
@@ -89,6 +94,15 @@ def ordered(
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+    except BrokenExecutor as error:
+        raise _gone(error) from error
     finally:
         for future in waiting:
             future.cancel()
+
+
+def _gone(error: BrokenExecutor) -> PunaError:
+    return PunaError(
+        f"a worker process ended in the middle of its work ({error}); mostly the system did so for want of memory: "
+        "use fewer workers, or a machine with more memory; what is finished is kept"
+    )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from puna.stages.contract.executor import cores, ordered
 from puna.storage import PunaError
 
 
@@ -38,7 +40,7 @@ class External:
     data_digest: str
 
     @classmethod
-    def resolve(cls, text: str, progress: Callable[[str], None] | None = None) -> list[External]:
+    def resolve(cls, text: str) -> list[External]:
         """`[NAME=]URI` as inputs: a file, or a folder with everything below it.
 
         Without a name, a folder of archives (WARC, WET, Parquet, JSONL) gives one input per file, named after it;
@@ -54,7 +56,7 @@ class External:
                 raise PunaError(f"input {uri}: write hf://datasets/OWNER/NAME, or hf://datasets/OWNER/NAME/FOLDER for some of its files")
             if len(inside) == 2:
                 return [_hub(name, uri.rstrip("/"))]
-        files = list(_files(uri, progress))
+        files = list(_files(uri))
         single = len(files) == 1 and files[0].name == PurePosixPath(uri).name
         archives = all(_is_archive(f.name) for f in files)
         if not name and not single and archives and not any("/" in f.name for f in files):
@@ -90,7 +92,7 @@ def _external(name: str, uri: str, files: tuple[ExternalFile, ...]) -> External:
     return External(name, uri, files, state.hexdigest())
 
 
-def _files(uri: str, progress: Callable[[str], None] | None) -> Iterator[ExternalFile]:
+def _files(uri: str) -> Iterator[ExternalFile]:
     import fsspec
 
     try:
@@ -106,16 +108,21 @@ def _files(uri: str, progress: Callable[[str], None] | None) -> Iterator[Externa
     addresses = [a for a in addresses if not any(p.startswith(".") for p in PurePosixPath(a[len(root) :]).parts)]
     if not addresses:
         raise PunaError(f"input {uri}: the folder is empty")
-    for address in addresses:
-        name = address[len(root) :].lstrip("/") or PurePosixPath(address).name
-        if progress:
-            progress(name)
-        state, size = hashlib.sha256(), 0
-        with system.open(address, "rb") as handle:
-            while chunk := handle.read(CHUNK_BYTES):
-                state.update(chunk)
-                size += len(chunk)
-        yield ExternalFile(name, system.unstrip_protocol(address), size, state.hexdigest())
+    names = [address[len(root) :].lstrip("/") or PurePosixPath(address).name for address in addresses]
+    # Hashing leaves the interpreter's lock, and a remote file system mostly waits.
+    with ThreadPoolExecutor(cores()) as pool:
+        for name, address, digested in zip(names, addresses, ordered(pool, _digest, addresses, (system,)), strict=True):
+            yield ExternalFile(name, system.unstrip_protocol(address), *digested)
+
+
+def _digest(address: str, system: Any) -> tuple[int, str]:
+    """Size in bytes and sha256 of a file."""
+    state, size = hashlib.sha256(), 0
+    with system.open(address, "rb") as handle:
+        while chunk := handle.read(CHUNK_BYTES):
+            state.update(chunk)
+            size += len(chunk)
+    return size, state.hexdigest()
 
 
 def _hub(name: str, uri: str) -> External:

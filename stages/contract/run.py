@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from puna.stages.contract.config import StageConfig
 from puna.stages.contract.executor import ordered
@@ -122,22 +123,22 @@ class StageRun:
 
     def write_rows(self, rows: list[dict[str, Any]], name: str | None = None) -> None:
         """Append rows given as dicts; columns that no row names are null."""
-        if not rows:
+        if rows:
+            self.write(_table(rows, name or self.kind), name)
+        else:
             self._work.declare(name or self.kind)
-            return
-        names: dict[str, None] = {}
-        for row in rows:
-            names.update(dict.fromkeys(row))
-        schema = table_schema(name or self.kind).schema_for(names)
-        if missing := [f.name for f in schema if not f.nullable and f.name not in names]:
-            raise PunaError(f"table {name or self.kind}: column {missing[0]!r} is missing")
-        # Nullability is checked when the part is written, with a message that names the column.
-        loose = pa.schema([f.with_nullable(True) for f in schema])
-        try:
-            table = pa.Table.from_pylist(rows, schema=loose)
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise PunaError(f"table {name or self.kind}: {error}") from error
-        self.write(table, name)
+
+    def once(self, name: str, make: Callable[[], list[dict[str, Any]]], columns: list[str]) -> pa.Table:
+        """Write the rows that `make` gives to the main table, in this process; returns these columns of them.
+
+        After a crash they are read back, not made again. Rows of one name must be the same in every attempt.
+        """
+        file = self._work.part(self.kind, f"once-{name}")
+        if file.exists():
+            self._work.claim(self.kind, file.stem)
+        else:
+            self._work.add(self.kind, _table(make(), self.kind), file.stem)
+        return pq.read_table(file, columns=columns)
 
     @property
     def folder(self) -> Path:
@@ -185,6 +186,22 @@ class StageRun:
         import numpy as np
 
         return np.random.default_rng(self.seed(*names))
+
+
+def _table(rows: list[dict[str, Any]], name: str) -> pa.Table:
+    """Rows of a table given as dicts; columns that no row names are null."""
+    names: dict[str, None] = {}
+    for row in rows:
+        names.update(dict.fromkeys(row))
+    schema = table_schema(name).schema_for(names)
+    if missing := [f.name for f in schema if not f.nullable and f.name not in names]:
+        raise PunaError(f"table {name}: column {missing[0]!r} is missing")
+    # Nullability is checked when the part is written, with a message that names the column.
+    loose = pa.schema([f.with_nullable(True) for f in schema])
+    try:
+        return pa.Table.from_pylist(rows, schema=loose)
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise PunaError(f"table {name}: {error}") from error
 
 
 class Item(NamedTuple):

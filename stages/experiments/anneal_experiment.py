@@ -19,6 +19,7 @@ from puna.stages.experiments.proxy import one_thread, remembered
 from puna.stages.pretrain import bits_per_byte, intervals
 from puna.stages.pretrain.packed import Packed, Reader, mean_loss
 from puna.stages.pretrain.pretrain import Optimizer, Phase
+from puna.stages.pretrain.tokenizer import check_tokens
 from puna.storage import Artifact, PunaError
 
 ARMS = ("default", "candidate")
@@ -71,6 +72,7 @@ def anneal_experiment(
     candidates take off the held-out loss: of candidates it has not read, of default documents that pretraining
     set aside, and of the gold answers to held-out prompts. Pairs of runs over other rows give its interval.
     """
+    check_tokens(tokens, model)
     packed = Packed.read(tokens.path("tokens.parquet"))
     row = int(np.diff(packed.starts[packed.rows]).max())
     wanted = math.ceil(config.phase.steps * config.phase.rows_per_step * row * config.share)
@@ -133,7 +135,10 @@ def _anneal(
     candidates = Pools.read(pools)
     share = config.share if job.arm == "candidate" else 0.0
     new = candidates.training[0]
-    readers = [Reader(packed, held, 1, job.seed, begin), Reader(new, np.zeros(len(new.owners), dtype=bool), 1, job.seed, begin)]
+    # A document may be both a candidate and among the default ones: what is held out on either side is read on none.
+    set_aside = {packed.ids[owner] for owner in np.unique(packed.owners[held])}
+    excluded = (held | packed.of(candidates.heldout_ids[0]), new.of(set_aside))
+    readers = [Reader(source, out, 1, job.seed, begin) for source, out in zip((packed, new), excluded, strict=True)]
     mixed = Mixed(readers, np.array([1.0 - share, share]), config.phase.rows_per_step)
     with one_thread():
         network = load(Path(model))

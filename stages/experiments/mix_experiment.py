@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,11 @@ def mix_experiment(
     if len(groups) == 1:
         _one_category(groups[0], run)
         return
+    if config.most * len(groups) < 1:
+        raise PunaError(
+            f"mix_experiment: {documents.id} has {len(groups)} categories, whose shares of at most most={config.most} do not add up to 1; "
+            f"raise most to {math.ceil(100 / len(groups)) / 100} at least"
+        )
     wanted = config.phase.steps * config.phase.rows_per_step * config.sequence_length
     sizes = Sizes(wanted, config.heldout_tokens, config.sequence_length, config.document_tokens)
     pools = build_pools(documents, groups, tokenizer, sizes, run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from puna.stages.contract import StageRun
 from puna.stages.pretrain.corpus import chosen_of, folder, mixture_file, rank
@@ -19,6 +17,7 @@ from puna.stages.pretrain.packed import Packed, Reader
 from puna.stages.pretrain.tokenize import pack
 from puna.stages.pretrain.tokenizer import loaded
 from puna.storage import Artifact, Part, PunaError
+from puna.storage.tables import write_part
 
 if TYPE_CHECKING:
     from puna.models.training.objectives.base import Targets
@@ -160,18 +159,16 @@ def _encode(part: Part, uses: dict[str, tuple[int, int]], tokenizer: str, most: 
 
 def _write(file: Path, rows: list[tuple[int, str, list[int]]], sequence_length: int) -> None:
     packed = pack(pa.array([ids for _, _, ids in rows], pa.list_(pa.int32())), [id_ for _, id_, _ in rows], sequence_length)
-    table = pa.table({"row": pa.array(range(len(packed["tokens"])), pa.int64()), **packed})
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    pq.write_table(table, temporary)
-    os.replace(temporary, file)
+    write_part(pa.table({"row": pa.array(range(len(packed["tokens"])), pa.int64()), **packed}), file)
 
 
 @dataclass(frozen=True)
 class Pools:
-    """Packed text of each group, and its held-out pieces."""
+    """Packed text of each group, its held-out pieces, and the ids of their documents."""
 
     training: tuple[Packed, ...]
     heldout: tuple[list[Any], ...]
+    heldout_ids: tuple[frozenset[str], ...]
 
     @staticmethod
     @lru_cache(maxsize=1)
@@ -180,9 +177,11 @@ class Pools:
         path = Path(folder)
         count = len(list(path.glob("pool-*.parquet")))
         limit = int((path / "limit").read_text())
+        held = [Packed.read(path / f"heldout-{i}.parquet") for i in range(count)]
         return Pools(
             tuple(Packed.read(path / f"pool-{i}.parquet") for i in range(count)),
-            tuple(_pieces(Packed.read(path / f"heldout-{i}.parquet"), limit) for i in range(count)),
+            tuple(_pieces(packed, limit) for packed in held),
+            tuple(frozenset(packed.ids) for packed in held),
         )
 
     def mixed(self, shares: Sequence[float], rows_per_step: int, begin: int) -> Mixed:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from puna.stages.align.fitting import divergence_named
+from puna.storage.work import write_text
 
 if TYPE_CHECKING:
     from puna.models.config import ModelConfig
@@ -68,9 +68,6 @@ def trained(
 def remembered(file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The JSON object in `file`, made and written first where there is none."""
     if not file.exists():
-        made = make()
-        temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(made))
-        os.replace(temporary, file)
+        write_text(file, json.dumps(make()))
     found: dict[str, Any] = json.loads(file.read_text())
     return found

@@ -16,7 +16,7 @@ from puna.stages.experiments.laws import PowerLaw, fit_power_law, predict
 from puna.stages.experiments.proxy import one_thread, remembered, trained
 from puna.stages.pretrain.packed import Packed, Reader, mean_loss
 from puna.stages.pretrain.pretrain import Optimizer, Phase, Shape
-from puna.stages.pretrain.tokenizer import tokenizer_of
+from puna.stages.pretrain.tokenizer import check_tokens, tokenizer_of
 
 if TYPE_CHECKING:
     from puna.models.config import ModelConfig
@@ -74,17 +74,20 @@ def shortened(phase: Phase, share: float, rate: float) -> Phase:
     rows = max(1, round(phase.rows_per_step * share**0.5))
     share *= phase.rows_per_step / rows
     steps = max(2, round(phase.steps * share))
-    parts = {name: round(getattr(phase, name) * share) for name in ("warmup_steps", "anneal_steps")}
-    decay = max(1, round(phase.decay_steps * share)) if phase.decay_steps else 0
+    # Each is rounded for itself: together they must not be longer than the run.
+    warmup = min(round(phase.warmup_steps * share), steps - 1)
+    anneal = min(round(phase.anneal_steps * share), steps - warmup)
+    decay = min(max(1, round(phase.decay_steps * share)), steps - warmup) if phase.decay_steps else 0
     return phase.model_copy(
         update={
-            **parts,
             "steps": steps,
+            "warmup_steps": warmup,
+            "anneal_steps": anneal,
             "rows_per_step": rows,
             "rows_ramp": tuple(max(1, round(r * rows / phase.rows_per_step)) for r in phase.rows_ramp),
             "ramp_steps": max(1, round(phase.ramp_steps * share)) if phase.ramp_steps else 0,
             "decay_steps": decay,
-            "average": min(phase.average, parts["anneal_steps"]),
+            "average": min(phase.average, anneal),
             "learning_rate": min(1.0, phase.learning_rate * rate),
         }
     )
@@ -99,6 +102,7 @@ def scaling_law(tokens: Tokens, tokenizer: Tokenizer, config: ScalingLawConfig, 
     to their losses and read off at the target's compute, with a bootstrap interval. As a test of the method on
     what is known, the largest small run is predicted from the others.
     """
+    check_tokens(tokens, tokenizer)
     vocabulary = tokenizer_of(tokenizer)
     file = str(tokens.path("tokens.parquet"))
     # The longest run first, so that no worker waits for it at the end.

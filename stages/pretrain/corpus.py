@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -57,14 +58,65 @@ def chosen_of(part: Part, mixture: str | None, split: str) -> list[Chosen]:
 
 def check_mixture(documents: Artifact, mixture: Artifact) -> None:
     """PunaError when the mixture is not of these documents: it names others, or lacks some of them."""
-    said, there = (set(artifact.read(columns=["id"])["id"].to_pylist()) for artifact in (mixture, documents))
-    for more, less, verb in ((said - there, documents, "names"), (there - said, mixture, "lacks")):
-        if more:
-            what = f"that {less.id} does not have" if verb == "names" else f"of {documents.id}"
+    counts: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for side, id_ in _differences(_ids(mixture), _ids(documents)):
+        counts[side] += 1
+        examples.setdefault(side, id_)
+    said = {"left": f"names {{}} documents that {documents.id} does not have", "right": f"lacks {{}} documents of {documents.id}"}
+    for side, what in said.items():
+        if side in counts:
             raise PunaError(
-                f"{mixture.id} {verb} {len(more)} documents {what}, for example {min(more)}; "
-                "give the documents that the mixture was made of"
+                f"{mixture.id} {what.format(counts[side])}, for example {examples[side]}; give the documents that the mixture was made of"
             )
+
+
+def _differences(left: Iterator[str], right: Iterator[str]) -> Iterator[tuple[str, str]]:
+    """(side, id) of every id that only one of two ascending sequences has; in constant memory."""
+    one, other = next(left, None), next(right, None)
+    while one is not None or other is not None:
+        if one == other:
+            one, other = next(left, None), next(right, None)
+        elif other is None or (one is not None and one < other):
+            yield "left", str(one)
+            one = next(left, None)
+        else:
+            yield "right", other
+            other = next(right, None)
+
+
+def _ids(artifact: Artifact) -> Iterator[str]:
+    """Its ids, ascending, as its tables are sorted."""
+    for batch in artifact.batches(columns=["id"]):
+        yield from batch.column("id").to_pylist()
+
+
+Ranked = tuple[int, str, int, Any]
+"""A document in a hashed order: its hash, id, size in bytes, and what is wanted of it."""
+
+
+def smallest(found: Iterable[Iterable[Ranked]], most: int, held: int = 10_000) -> list[Ranked]:
+    """The documents with the smallest hashes, in order, as many as fit into `most` bytes together; one at least.
+
+    However many are looked at, only about that many and `held` more are in memory.
+    """
+    kept: list[Ranked] = []
+    waiting: list[Ranked] = []
+    for rows in found:
+        waiting += rows
+        if len(waiting) > max(held, len(kept)):
+            kept, waiting = _fitting([*kept, *waiting], most), []
+    return _fitting([*kept, *waiting], most)
+
+
+def _fitting(rows: list[Ranked], most: int) -> list[Ranked]:
+    size = 0
+    rows.sort(key=lambda row: row[:2])
+    for number, row in enumerate(rows):
+        size += row[2]
+        if number and size > most:
+            return rows[:number]
+    return rows
 
 
 def rank(*parts: object) -> int:

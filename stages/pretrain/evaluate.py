@@ -13,8 +13,8 @@ from puna.stages.align.sample import answer_text
 from puna.stages.align.scoring import is_correct, score
 from puna.stages.contract import Documents, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.pretrain import bits_per_byte, choice, intervals
-from puna.stages.pretrain.corpus import Chosen, check_mixture, chosen_of, mixture_file, rank
-from puna.storage import Artifact, PunaError
+from puna.stages.pretrain.corpus import Chosen, Ranked, check_mixture, chosen_of, mixture_file, rank, smallest
+from puna.storage import Artifact, Part, PunaError
 
 if TYPE_CHECKING:
     from puna.models.tokenizer import Tokenizer
@@ -95,22 +95,18 @@ def _pages(documents: Artifact, mixture: Artifact | None, config: EvaluateConfig
     """The held-out pages with the smallest hashes, until max_bytes is reached."""
     if mixture is not None:
         check_mixture(documents, mixture)
-    parts = run.parts(documents, columns=["id", "text"])
-    found = [row for rows in run.map(chosen_of, parts, mixture_file(mixture), "heldout") for row in rows]
-    seed = run.seed("pages")
-    pages: list[Chosen] = []
-    size = 0
-    for row in sorted(found, key=lambda row: (rank(seed, row.id), row.id)):
-        length = len(row.text.encode())
-        if not length or length > config.pages.max_page_bytes:
-            continue
-        if pages and size + length > config.pages.max_bytes:
-            break
-        pages.append(row)
-        size += length
+    parts, limits = run.parts(documents, columns=["id", "text"]), config.pages
+    found = run.map(_ranked, parts, mixture_file(mixture), run.seed("pages"), limits.max_page_bytes, limits.max_bytes)
+    pages = [row[3] for row in smallest(found, limits.max_bytes)]
     if not pages:
         raise PunaError(f"{documents.id} has no held-out page of at most {config.pages.max_page_bytes} bytes")
     return pages
+
+
+def _ranked(part: Part, mixture: str | None, seed: int, max_page_bytes: int, max_bytes: int) -> list[Ranked]:
+    """Those of a part's held-out pages that may be among the chosen ones."""
+    sized = [(len(row.text.encode()), row) for row in chosen_of(part, mixture, "heldout")]
+    return smallest([[(rank(seed, row.id), row.id, size, row) for size, row in sized if 0 < size <= max_page_bytes]], max_bytes)
 
 
 def _by_category(pages: Sequence[Any]) -> Iterator[tuple[str, list[int]]]:

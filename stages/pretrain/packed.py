@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -73,6 +73,11 @@ class Packed:
     def piece(self, index: int) -> npt.NDArray[np.int32]:
         """Tokens of one piece."""
         return self.tokens[self.starts[index] : self.starts[index + 1]]
+
+    def of(self, ids: Collection[str]) -> npt.NDArray[np.bool_]:
+        """[P]: pieces of these documents."""
+        among = np.array([id_ in ids for id_ in self.ids], dtype=bool)
+        return np.asarray(among[self.owners], dtype=np.bool_)
 
     def validation(self, share: float, tokens: int) -> npt.NDArray[np.bool_]:
         """[P]: pieces of the documents set aside to watch the training loss on, never trained on.

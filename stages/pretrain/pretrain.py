@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,10 +16,13 @@ from pydantic import Field, model_validator
 from puna.stages.align.fitting import device, divergence_named, save_model
 from puna.stages.contract import Figure, SeededConfig, StageConfig, StageRun, Tokenizer, Tokens, stage
 from puna.stages.pretrain.packed import Packed, Reader, mean_loss
-from puna.stages.pretrain.tokenizer import tokenizer_of
+from puna.stages.pretrain.tokenizer import check_tokens, tokenizer_of
 from puna.storage import PunaError
+from puna.storage.work import write_text
 
 if TYPE_CHECKING:
+    import torch
+
     from puna.models.config import ModelConfig
     from puna.models.training.config import TrainConfig
     from puna.models.training.schedules import Ramp
@@ -185,6 +187,7 @@ def pretrain(tokens: Tokens, tokenizer: Tokenizer, config: PretrainConfig, run: 
     averages the checkpoints on the way. A few training documents are set aside: their loss is in the log, and
     the metrics hold it before and after averaging. After a crash it goes on from the last checkpoint, bit by bit.
     """
+    check_tokens(tokens, tokenizer)
     packed = Packed.read(tokens.path("tokens.parquet"))
     vocabulary = tokenizer_of(tokenizer)
     if int(packed.tokens.max()) >= vocabulary.vocab_size:
@@ -255,19 +258,26 @@ def _train(model: Transformer, phase: Phase, number: int, reader: Reader, watch:
     from puna.models import accounting
     from puna.models.training.loop import train
     from puna.models.training.objectives import LanguageModeling
+    from puna.models.training.state import load_state
 
     done = len(watch.log)
     file = watch.file(number)
     measured: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
 
-    def on_step(row: dict[str, float]) -> None:
-        step = int(row["step"])
+    def measure(step: int, weights: Callable[[], Transformer]) -> None:
         if (step % config.validate_every == 0 or step == phase.steps) and str(step) not in measured:
-            measured[str(step)] = watch.loss(model)
-            _replace(file, json.dumps(measured))
-        run.progress(done + step, watch.total, f"{phase.name}: loss {row['loss']:.3f}")
+            measured[str(step)] = watch.loss(weights())
+            write_text(file, json.dumps(measured))
+
+    def on_step(row: dict[str, float]) -> None:
+        measure(int(row["step"]), lambda: model)
+        run.progress(done + row["step"], watch.total, f"{phase.name}: loss {row['loss']:.3f}")
 
     folder = run.scratch / f"phase-{number}"
+    # A crash between a checkpoint and its measurement: the weights of that step are in the checkpoint alone.
+    if found := load_state(folder):
+        tensors, record = found
+        measure(record["step"], lambda: _restored(model, tensors))
     with divergence_named(f"{run.stage}, phase {phase.name},"):
         log = train(
             model,
@@ -279,11 +289,6 @@ def _train(model: Transformer, phase: Phase, number: int, reader: Reader, watch:
             checkpoint_every=config.checkpoint_every,
             on_step=on_step,
         )
-    # A crash between the last checkpoint and its measurement leaves the last loss unmeasured: the weights
-    # before averaging are in that checkpoint.
-    if str(phase.steps) not in measured:
-        measured[str(phase.steps)] = watch.loss(_last(model, folder))
-        _replace(file, json.dumps(measured))
     watch.before = measured[str(phase.steps)]
     watch.after = watch.loss(model) if phase.average or phase.ema else watch.before
     watch.flops += sum(accounting.training_flops(model.config, reader.lengths(step)) for step in range(1, phase.steps + 1))
@@ -296,26 +301,16 @@ def _train(model: Transformer, phase: Phase, number: int, reader: Reader, watch:
     run.metric(f"epochs_{phase.name}", reader.rows_before(phase.steps + 1) / reader.epoch_rows)
 
 
-def _last(model: Transformer, folder: Path) -> Transformer:
-    """A model with the weights of the last step, before averaging."""
-    from puna.models.training.state import load_state
+def _restored(model: Transformer, tensors: dict[str, torch.Tensor]) -> Transformer:
+    """A model with the weights of a checkpoint, before averaging."""
     from puna.models.transformer import Transformer
 
-    found = load_state(folder)
-    if found is None:
-        raise PunaError(f"{folder} has no checkpoint of the last step")
-    last = Transformer(model.config)
-    weights = {name.removeprefix("weight."): value for name, value in found[0].items() if name.startswith("weight.")}
+    restored = Transformer(model.config)
+    weights = {name.removeprefix("weight."): value for name, value in tensors.items() if name.startswith("weight.")}
     if model.config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    last.load_state_dict(weights)
-    return last.to(device())
-
-
-def _replace(file: Path, text: str) -> None:
-    temporary = file.with_suffix(".new")
-    temporary.write_text(text)
-    os.replace(temporary, file)
+    restored.load_state_dict(weights)
+    return restored.to(device())
 
 
 SMOOTH = 100

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, Stage
 from puna.stages.pretrain.corpus import check_mixture, chosen, folder, mixture_file, rank
 from puna.stages.pretrain.tokenizer import loaded
 from puna.storage import Part, PunaError
+from puna.storage.tables import write_part
 
 BUCKET_DOCUMENTS = 20_480
 """Documents, consecutive by id, that are shuffled and packed together. Ids are hashes: any of them are a random sample."""
@@ -101,9 +101,7 @@ def _encode(part: Part, split_file: str | None, tokenizer_folder: str, scratch: 
             "tokens": pa.array([ids[i] for i, _ in copies], pa.list_(pa.int32())),
         }
     )
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    pq.write_table(table.replace_schema_metadata({COUNTS: json.dumps(asdict(made))}), temporary, compression="zstd")
-    os.replace(temporary, target)
+    write_part(table.replace_schema_metadata({COUNTS: json.dumps(asdict(made))}), target)
     return made
 
 

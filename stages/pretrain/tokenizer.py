@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageRun, stage
-from puna.stages.pretrain.corpus import check_mixture, chosen_of, mixture_file, rank
+from puna.stages.pretrain.corpus import Chosen, Ranked, check_mixture, chosen_of, mixture_file, rank, smallest
 from puna.storage import Artifact, Part, PunaError
+from puna.storage.manifest import content_digest
 
 if TYPE_CHECKING:
     from puna.models.tokenizer import Tokenizer
 
 TRAIN_SPLIT = "train"
+FILES = ("tokenizer.json", "tokenizer_config.json")
+"""What a tokenizer artifact holds, and a model artifact beside its weights."""
 
 
 class TokenizerConfig(SeededConfig):
@@ -39,10 +41,12 @@ def tokenizer(documents: Documents, mixture: Mixture | None, config: TokenizerCo
         check_mixture(documents, mixture)
     split_file = mixture_file(mixture)
     parts = run.parts(documents, columns=["id", "text"])
-    sample, size = _sample(list(run.map(_sizes, parts, split_file, run.seed("sample"))), config.max_bytes)
+    seed = run.seed("sample")
+    sample = smallest(run.map(_sizes, parts, split_file, seed, config.max_bytes), config.max_bytes)
     if not sample:
         raise PunaError(f"{documents.id} has no training documents with text: there is nothing to learn a vocabulary from")
-    made = Tokenizer.train(_texts(parts, split_file, sample), config.vocab_size)
+    size, last = sum(row[2] for row in sample), sample[-1][:2]
+    made = Tokenizer.train((row.text for part in parts for row in _sampled(part, split_file, seed, last)), config.vocab_size)
     made.save(run.folder)
     if made.vocab_size < config.vocab_size:
         raise PunaError(
@@ -52,35 +56,24 @@ def tokenizer(documents: Documents, mixture: Mixture | None, config: TokenizerCo
     run.metric("vocab_size", made.vocab_size)
     run.metric("sample_documents", len(sample))
     run.metric("sample_bytes", size)
-    _measure(list(run.map(_lengths, parts, split_file, sample, str(run.folder), rows=len(parts))), run)
+    _measure(list(run.map(_lengths, parts, split_file, seed, last, str(run.folder), rows=len(parts))), run)
 
 
-def _sizes(part: Part, split_file: str | None, seed: int) -> list[tuple[int, str, int]]:
-    """(hash, id, bytes) of a part's training documents."""
-    return [(rank(seed, row.id), row.id, len(row.text.encode())) for row in chosen_of(part, split_file, TRAIN_SPLIT) if row.text]
+def _sizes(part: Part, split_file: str | None, seed: int, max_bytes: int) -> list[Ranked]:
+    """Those of a part's training documents that may be in the sample."""
+    rows = chosen_of(part, split_file, TRAIN_SPLIT)
+    return smallest([[(rank(seed, row.id), row.id, len(row.text.encode()), None) for row in rows if row.text]], max_bytes)
 
 
-def _sample(found: list[list[tuple[int, str, int]]], max_bytes: int) -> tuple[set[str], int]:
-    """Ids with the smallest hashes, as many as fit into max_bytes (one at least), and their bytes together."""
-    sample: set[str] = set()
-    size = 0
-    for _, id_, length in sorted(row for rows in found for row in rows):
-        if sample and size + length > max_bytes:
-            break
-        sample.add(id_)
-        size += length
-    return sample, size
+def _sampled(part: Part, split_file: str | None, seed: int, last: tuple[int, str]) -> list[Chosen]:
+    """A part's documents of the sample, which ends with the hash and id `last`."""
+    return [row for row in chosen_of(part, split_file, TRAIN_SPLIT) if row.text and (rank(seed, row.id), row.id) <= last]
 
 
-def _texts(parts: list[Part], split_file: str | None, sample: set[str]) -> Iterator[str]:
-    for part in parts:
-        yield from (row.text for row in chosen_of(part, split_file, TRAIN_SPLIT) if row.id in sample)
-
-
-def _lengths(part: Part, split_file: str | None, sample: set[str], folder: str) -> dict[str, tuple[int, int]]:
+def _lengths(part: Part, split_file: str | None, seed: int, last: tuple[int, str], folder: str) -> dict[str, tuple[int, int]]:
     """Bytes and tokens of a part's sampled documents by category; refuses a tokenizer that loses text."""
+    rows = _sampled(part, split_file, seed, last)
     tokenizer = loaded(folder)
-    rows = [row for row in chosen_of(part, split_file, TRAIN_SPLIT) if row.id in sample]
     totals: dict[str, tuple[int, int]] = {}
     for row, ids in zip(rows, tokenizer.encode_batch([row.text for row in rows]), strict=True):
         if tokenizer.decode(ids) != row.text:
@@ -124,3 +117,11 @@ def loaded(folder: str) -> Tokenizer:
 def tokenizer_of(artifact: Artifact) -> Tokenizer:
     """The tokenizer of a tokenizer or model artifact."""
     return loaded(str(artifact.path()))
+
+
+def check_tokens(tokens: Artifact, vocabulary: Artifact) -> None:
+    """PunaError when `tokens` were made by another tokenizer than that of a tokenizer or model artifact."""
+    own = {name: record for name, record in vocabulary.manifest.files.items() if name in FILES}
+    for made in tokens.manifest.inputs:
+        if made.kind == "tokenizer" and made.data_digest != content_digest({}, own):
+            raise PunaError(f"{tokens.id} was made by tokenizer/{made.key[:12]}, not by the tokenizer of {vocabulary.id}")

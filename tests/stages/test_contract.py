@@ -60,6 +60,13 @@ def keeping(documents: Documents, config: ShorteningConfig, run: StageRun) -> No
     run.write(documents.read())
 
 
+@stage(kind="documents")
+def uniting(sets: list[Documents], config: ShorteningConfig, run: StageRun) -> None:
+    """All rows of several sets."""
+    for one in sets:
+        run.write(one.read())
+
+
 def documents(store: Store, texts: list[str]):
     n = len(texts)
     return store.import_table("documents", pa.table({
@@ -193,3 +200,10 @@ def test_a_damaged_input_is_refused_and_a_damaged_hit_is_made_again(tmp_path: Pa
     docs.path("documents.parquet").write_bytes(b"short")
     with pytest.raises(PunaError, match="is damaged: documents.parquet has 5 bytes instead of"):
         execute(shortening, ShorteningConfig(most=2), {"documents": docs}, store)
+
+
+def test_one_artifact_is_not_given_twice(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    one, other = documents(store, ["a"]), documents(store, ["b"])
+    with pytest.raises(PunaError, match=f"stage uniting: {one.id} is given twice as 'sets'; give each artifact once"):
+        execute(uniting, ShorteningConfig(), {"sets": [one, other, one]}, store)

@@ -40,7 +40,7 @@ def instructions(store: Store, count: int = 24) -> Artifact:
 
 def preferences(store: Store, count: int = 24, edited: bool = False, split: str = "train") -> Artifact:
     rows = [
-        {"id": f"{i:02d}{split}", "prompt_id": f"{i // 2:02d}", "task": "t", "split": split, "prompt": f"say {i // 2} + 1",
+        {"id": f"{i:02d}{split}", "prompt_id": f"{split}{i // 2:02d}", "task": "t", "split": split, "prompt": f"say {i // 2} + 1",
          "chosen": str(i // 2 + 1), "rejected": f"no {i % 4}", "edited": f"{i // 2 + 1} !" if edited else None, "level": "better",
          "margin": 0.5, "chosen_model": "a", "rejected_model": "b"}
         for i in range(count)
@@ -118,7 +118,7 @@ def test_dpo_engines_agree_without_what_trl_cannot_do(tmp_path: Path, tiny_model
 def test_trl_masks_format_tokens_too(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     given = {"model": tiny_model(store), "preferences": [preferences(store, 8)]}
-    made = execute(dpo, DpoConfig(engine="trl", fitting=STEPS), given, store)
+    made = execute(dpo, DpoConfig(engine="trl", nll_normalization="tokens", fitting=STEPS), given, store)
     tokenizer = Tokenizer.load(given["model"].path())
     policy = load(given["model"].path()).double()
     total = count = 0
@@ -264,3 +264,17 @@ def test_the_reward_models_nll_term_is_that_of_the_best_answers_under_the_policy
 def test_trl_has_no_nll_term_for_reward_models() -> None:
     with pytest.raises(ValueError, match="nll_weight must be 0 with engine trl, not 0.5"):
         RewardModelConfig(engine="trl", nll_weight=0.5)
+
+
+@pytest.mark.parametrize("kind", [SftConfig, RewardModelConfig, DpoConfig])
+def test_settings_that_trl_has_not_are_refused(kind: type) -> None:
+    other = {"nll_normalization": "tokens"} if kind is DpoConfig else {}
+    kind(engine="trl", **other)
+    with pytest.raises(ValueError, match="fitting.optimizer cannot be muon"):
+        kind(engine="trl", fitting={"optimizer": "muon"}, **other)
+
+
+def test_trl_takes_the_likelihood_over_tokens_only() -> None:
+    with pytest.raises(ValueError, match="nll_normalization must be tokens with engine trl"):
+        DpoConfig(engine="trl")
+    DpoConfig(engine="trl", nll_weight=0)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from puna.models.checkpoint import load
 from puna.models.tokenizer import Tokenizer
+from puna.stages.align import sample as module
 from puna.stages.align.ppo import PpoConfig, ppo
 from puna.stages.align.preferences import PreferencesConfig, preferences
 from puna.stages.align.prompts import PromptsConfig, prompts
@@ -109,10 +110,34 @@ def test_answers_and_preferences_follow_from_what_their_keys_hold(tmp_path: Path
 def test_sampling_refuses_one_model_twice_and_an_empty_split(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     model = tiny_model(store)
-    with pytest.raises(PunaError, match="the same model is given twice"):
+    with pytest.raises(PunaError, match="is given twice as 'models'"):
         execute(sample, SampleConfig(), {"models": [model, model], "prompts": asked(store)}, store)
     with pytest.raises(PunaError, match="has no prompts of the split 'heldout'"):
         execute(sample, SampleConfig(split="heldout"), {"models": [model], "prompts": asked(store, heldout=0)}, store)
+
+
+def test_answers_survive_a_crash_stretch_by_stretch(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = [Store.open(tmp_path / name) for name in ("whole", "killed")]
+    models, questions = [tiny_model(stores[0], 0), tiny_model(stores[0], 1)], asked(stores[0])
+    given, config = {"models": models, "prompts": questions}, SampleConfig(answers=3, max_tokens=4)
+    whole = execute(sample, config, given, stores[0])
+    monkeypatch.setattr(module, "STRETCH", 4)
+    original, calls = module._generate, []
+
+    def crashing(*args: Any) -> Any:
+        calls.append(len(args[3]))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(module, "_generate", crashing)
+    with pytest.raises(KeyboardInterrupt):
+        execute(sample, config, given, stores[1])
+    made = execute(sample, config, given, stores[1])
+    # Two models, stretches of 4 and 2 prompts; only the third was begun twice.
+    assert calls == [4, 2, 4, 4, 2]
+    columns = ["id", "tokens", "finished", "gold"]
+    assert made.read(columns=columns).equals(whole.read(columns=columns)) and made.manifest.metrics == whole.manifest.metrics
 
 
 def answers(store: Store, questions: Artifact, texts: dict[str, list[tuple[str, bool]]]) -> Artifact:

@@ -78,3 +78,30 @@ def test_trials_are_not_repeated_after_a_crash(store, given, monkeypatch: pytest
         execute(anneal_experiment, SETTINGS, given, store)
     execute(anneal_experiment, SETTINGS, given, store)
     assert len(calls) == 5
+
+
+def test_what_is_held_out_on_one_side_is_not_read_on_the_other(store, given, corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates that are among the default documents already: neither loss may be of documents that were read."""
+    both = {**given, "documents": corpus([("high", 60)] * 40)["documents"]}
+    original, read, measured = module.Reader, [], []
+
+    def spying(packed, excluded, *rest):
+        read.append({packed.ids[owner] for owner in packed.owners[~excluded]})
+        return original(packed, excluded, *rest)
+
+    def measuring(model, pieces):
+        measured.append([tuple(piece) for piece in pieces])
+        return 1.0
+
+    monkeypatch.setattr(module, "Reader", spying)
+    monkeypatch.setattr(module, "mean_loss", measuring)
+    execute(anneal_experiment, SETTINGS.model_copy(update={"repeats": 2}), both, store)
+    packed = module.Packed.read(given["tokens"].path("tokens.parquet"))
+    owners: dict[tuple[int, ...], set[str]] = {}
+    for index, owner in enumerate(packed.owners):
+        owners.setdefault(tuple(packed.piece(index)), set()).add(packed.ids[owner])
+    aside = set().union(*(owners[piece] for piece in measured[1]))
+    assert aside and not aside & (read[0] | read[1])
+    # Document by document, the candidates' held-out ones are those that neither side reads.
+    assert len(read[0]) < len(packed.ids) - len(aside) and not read[1] - set(packed.ids)
+    assert read[0] >= read[1]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from puna.models import accounting
@@ -100,3 +102,16 @@ def test_wrong_widths_are_refused() -> None:
     ):
         with pytest.raises(ValidationError, match=message):
             ScalingLawConfig(model=MODEL, widths=widths)
+
+
+@hypothesis.given(
+    steps=st.integers(2, 60), parts=st.tuples(st.floats(0, 1), st.floats(0, 1)), rows=st.integers(1, 9), share=st.floats(0.001, 1.0),
+    wsd=st.booleans(),
+)  # fmt: skip
+def test_a_shortened_phase_can_be_run(steps: int, parts: tuple[float, float], rows: int, share: float, wsd: bool) -> None:
+    """Warm-up and annealing are rounded on their own; together they still fit."""
+    warmup = int(parts[0] * (steps - 1))
+    end = int(parts[1] * (steps - warmup))
+    ends = {"schedule": "wsd", "decay_steps": max(1, end)} if wsd else {"anneal_steps": end, "average": min(end, 3)}
+    phase = Phase(steps=steps, rows_per_step=rows, warmup_steps=warmup, **ends)
+    Phase.model_validate(shortened(phase, share, 1.0).model_dump())

@@ -15,6 +15,7 @@ from puna.models import accounting
 from puna.models.checkpoint import load
 from puna.models.tokenizer import Tokenizer
 from puna.stages.contract import execute
+from puna.stages.experiments.scaling_law import ScalingLawConfig, scaling_law
 from puna.stages.pretrain import pretrain as module
 from puna.stages.pretrain.packed import Packed, mean_loss
 from puna.stages.pretrain.pretrain import Optimizer, Phase, PretrainConfig, Shape, pretrain
@@ -100,6 +101,29 @@ def test_resumes_bit_by_bit(tmp_path: Path, store, given, monkeypatch: pytest.Mo
     assert made.read("training_log", columns).equals(whole.read("training_log", columns))
 
 
+def test_a_loss_that_a_crash_left_unmeasured_is_measured(tmp_path: Path, store, given, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint of step 20 is written, and the run is killed before the loss after step 20 is known."""
+    phase = Phase(steps=30, rows_per_step=4, learning_rate=1e-2, warmup_steps=5)
+    settings = config(phases=(phase,), checkpoint_every=20, validate_every=20)
+    original, calls = module.Watch.loss, []
+
+    def crashing(self, model):
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return original(self, model)
+
+    monkeypatch.setattr(module.Watch, "loss", crashing)
+    with pytest.raises(KeyboardInterrupt):
+        execute(pretrain, settings, given, store)
+    resumed = execute(pretrain, settings, given, store).read("training_log", ["step", "loss", "validation_loss"]).to_pylist()
+    assert [row["step"] for row in resumed if row["validation_loss"] is not None] == [20, 30]
+    from puna.storage import Store
+
+    whole = execute(pretrain, settings, given, Store.open(tmp_path / "other")).read("training_log", ["step", "loss", "validation_loss"])
+    assert resumed == whole.to_pylist()
+
+
 def test_a_long_context_phase_lengthens_the_context(store, given) -> None:
     phases = (config().phases[0], Phase(name="long", steps=5, rows_per_step=1, join_rows=4, rope_theta=50_000.0, warmup_steps=1))
     made = execute(pretrain, config(phases=phases), given, store)
@@ -141,5 +165,20 @@ def test_every_phase_the_form_accepts_is_one_the_loop_accepts() -> None:
 
 def test_tokens_of_another_tokenizer_are_refused(store, given, documents) -> None:
     smaller = execute(tokenizer, TokenizerConfig(vocab_size=270), {"documents": documents([sentences(0, 50)])}, store)
-    with pytest.raises(PunaError, match="has 270 tokens"):
+    with pytest.raises(PunaError, match="was made by tokenizer/"):
         execute(pretrain, config(), {**given, "tokenizer": smaller}, store)
+    # Rows that no stage made do not say which tokenizer they are of.
+    imported = store.import_table("tokens", given["tokens"].read())
+    with pytest.raises(PunaError, match="has 270 tokens"):
+        execute(pretrain, config(), {"tokens": imported, "tokenizer": smaller}, store)
+
+
+def test_tokens_of_a_tokenizer_of_the_same_size_are_refused(store, documents, given) -> None:
+    """With as many tokens in it, every id has a meaning, but another one."""
+    other = execute(tokenizer, TokenizerConfig(vocab_size=300), {"documents": documents([sentences(i, 50)[::-1] for i in range(30)])}, store)
+    wrong = {"tokens": given["tokens"], "tokenizer": other}
+    message = f"{given['tokens'].id} was made by {given['tokenizer'].id}, not by the tokenizer of {other.id}"
+    with pytest.raises(PunaError, match=message):
+        execute(pretrain, config(), wrong, store)
+    with pytest.raises(PunaError, match=message):
+        execute(scaling_law, ScalingLawConfig(model=SHAPE, widths=(8, 12, 16, 24)), wrong, store)

@@ -1,0 +1,123 @@
+"""Artifacts of different runs that do not belong together are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+
+from puna.models.checkpoint import load, save
+from puna.models.tokenizer import Tokenizer
+from puna.stages.align.average import AverageConfig, average
+from puna.stages.align.instructions import InstructionsConfig, instructions
+from puna.stages.align.ppo import PpoConfig, ppo
+from puna.stages.align.preferences import PreferencesConfig, preferences
+from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
+from puna.stages.align.reward_model import RewardModelConfig, reward_model
+from puna.stages.align.sample import SampleConfig, sample
+from puna.stages.align.sft import SftConfig, sft
+from puna.stages.contract import SeededConfig, StageRun, execute, stage
+from puna.storage import Artifact, PunaError, Store
+from puna.storage.schemas import table_schema
+
+from .conftest import TEXT, TinyConfig, tiny
+from .test_round import asked, scorer
+
+Tiny = Callable[..., Artifact]
+
+
+class FrenchConfig(SeededConfig):
+    """Only a seed."""
+
+
+@stage(kind="model", version="1")
+def tiny_french(config: FrenchConfig, run: StageRun) -> None:
+    """A model of the same shape as `tiny`, with a tokenizer of as many tokens that learned other words."""
+    tiny.function(TinyConfig(seed=config.seed), run)
+    model = load(run.folder)
+    vocabulary = Tokenizer.train(["donne la bonne réponse à la question suivante " * 9 + TEXT], model.config.vocab_size)
+    assert vocabulary.vocab_size == model.config.vocab_size
+    save(model, run.folder, vocabulary)
+
+
+def french(store: Store) -> Artifact:
+    return execute(tiny_french, FrenchConfig(), {}, store)
+
+
+def test_models_of_different_tokenizers_are_not_averaged(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    with pytest.raises(PunaError, match="have different tokenizers: average"):
+        execute(average, AverageConfig(), {"models": [tiny_model(store), french(store)]}, store)
+
+
+def test_a_policy_is_not_scored_by_a_reward_model_of_another_tokenizer(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    given = {"policy": tiny_model(store), "reward_model": scorer(store, french(store)), "prompts": asked(store)}
+    with pytest.raises(PunaError, match="have different tokenizers: ppo"):
+        execute(ppo, PpoConfig(rollouts=1, prompts=2, answers=2, max_tokens=2), given, store)
+
+
+def test_a_language_model_is_no_reward_model(tmp_path: Path, tiny_model: Tiny) -> None:
+    """Its rewards would all be 0, and the answer with the largest id the best."""
+    store = Store.open(tmp_path)
+    model, questions = tiny_model(store), asked(store)
+    given = execute(sample, SampleConfig(answers=2, max_tokens=2), {"models": [model], "prompts": questions}, store)
+    inputs = {"answers": given, "reward_model": model, "prompts": questions}
+    message = rf"{model.id} is a language model, made by tiny; give a reward model"
+    with pytest.raises(PunaError, match=message):
+        execute(rejection_sample, RejectionSampleConfig(), inputs, store)
+    inputs = {"policy": model, "reward_model": model, "prompts": questions}
+    with pytest.raises(PunaError, match=message):
+        execute(ppo, PpoConfig(rollouts=1, prompts=2, answers=2, max_tokens=2), inputs, store)
+
+
+def test_a_reward_model_is_no_language_model(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    questions = asked(store)
+    rewards = scorer(store, tiny_model(store))
+    message = f"{rewards.id} is a reward model, made by reward_model; give a language model"
+    with pytest.raises(PunaError, match=message):
+        execute(sample, SampleConfig(), {"models": [rewards], "prompts": questions}, store)
+    gold = execute(instructions, InstructionsConfig(), {"prompts": questions}, store)
+    with pytest.raises(PunaError, match=message):
+        execute(sft, SftConfig(), {"model": rewards, "instructions": [gold]}, store)
+
+
+def test_a_reward_model_may_be_trained_further(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    first = scorer(store, tiny_model(store))
+    again = scorer(store, first)
+    torch.testing.assert_close(load(first.path()).score.weight, load(again.path()).score.weight, rtol=0, atol=0.2)
+    assert first.data_digest != again.data_digest
+
+
+def test_answers_to_held_out_prompts_are_never_trained_on(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model, questions = tiny_model(store), asked(store)
+    given = execute(sample, SampleConfig(answers=2, max_tokens=2, split="heldout"), {"models": [model], "prompts": questions}, store)
+    message = r"answers 2 held-out prompts, for example [0-9a-f]{32}; nothing may be learned from them"
+    with pytest.raises(PunaError, match=message):
+        execute(preferences, PreferencesConfig(), {"answers": given, "prompts": questions}, store)
+    inputs = {"answers": given, "reward_model": scorer(store, model), "prompts": questions}
+    with pytest.raises(PunaError, match=message):
+        execute(rejection_sample, RejectionSampleConfig(), inputs, store)
+
+
+def pairs(store: Store, split: str, prompts: range, name: str) -> Artifact:
+    rows = [
+        {"id": f"{name}{i}", "prompt_id": f"{i:02d}", "task": "t", "split": split, "prompt": f"say {i}", "chosen": "1",
+         "rejected": "no no", "edited": None, "level": "better", "margin": 0.5, "chosen_model": "a", "rejected_model": "b"}
+        for i in prompts
+    ]  # fmt: skip
+    return store.import_table("preferences", pa.Table.from_pylist(rows, schema=table_schema("preferences").schema))
+
+
+def test_prompts_held_out_in_one_set_of_preferences_are_not_trained_on_in_another(tmp_path: Path, tiny_model: Tiny) -> None:
+    """The accuracy on held-out pairs would be that on prompts the reward model was trained on."""
+    store = Store.open(tmp_path)
+    given = [pairs(store, "train", range(6), "a"), pairs(store, "heldout", range(5, 8), "b")]
+    with pytest.raises(PunaError, match=r"prompt 05 is held out in preferences/\w+ and trained on in preferences/\w+"):
+        execute(reward_model, RewardModelConfig(), {"model": tiny_model(store), "preferences": given}, store)
