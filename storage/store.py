@@ -4,7 +4,7 @@ objects/<kind>/<k[:2]>/<key>/   committed artifacts, immutable
 work/<key>/                     an unfinished stage, part by part
 locks/<key>                     held by the process that works on it
 refs/<name>/<version>.json      aliases, changed by compare-and-swap
-runs/<run>.jsonl                what each run made or reused
+runs/<run>.jsonl                what each run made or reused; held by the process at work on it
 quarantine/                     artifacts that failed their checksums
 """
 
@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 from urllib.parse import unquote, urlsplit
 
 import duckdb
@@ -30,6 +30,7 @@ from puna.storage import digest
 from puna.storage.artifact import Artifact
 from puna.storage.errors import PunaError
 from puna.storage.manifest import IMPORT, NAME
+from puna.storage.runs import RunLog
 from puna.storage.schemas import known_kind, table_schema
 from puna.storage.work import Identity, Work, write_text
 
@@ -129,9 +130,9 @@ class Store:
                     yield True
                     return
 
-    def _opened(self, file: Path) -> TextIO:
+    def _opened(self, file: Path, mode: str = "w") -> TextIO:
         with written(self.root):
-            return file.open("w")
+            return cast("TextIO", file.open(mode))
 
     @contextlib.contextmanager
     def work(self, key: str) -> Iterator[Work]:
@@ -222,6 +223,13 @@ class Store:
                 line = line if file.read(1) == b"\n" else b"\n" + line
             file.write(line)
 
+    @contextlib.contextmanager
+    def at_work(self, run: str) -> Iterator[None]:
+        """Hold the log of a run while it is at work: `gc` then keeps what the run has, and a run that was killed is told from it."""
+        with self._opened(self.root / "runs" / f"{run}.jsonl", "a") as log:
+            fcntl.flock(log, fcntl.LOCK_EX)
+            yield
+
     def runs(self) -> list[str]:
         """Names of the runs, oldest first."""
         return [f.stem for f in sorted((self.root / "runs").glob("*.jsonl"), key=lambda f: (f.stat().st_mtime_ns, f.name))]
@@ -236,6 +244,16 @@ class Store:
             with contextlib.suppress(ValueError):
                 found.append(json.loads(line))
         return found
+
+    def log(self, run: str) -> RunLog:
+        """What the events of a run say."""
+        events = self.events(run)
+        with (self.root / "runs" / f"{run}.jsonl").open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return RunLog.of(run, events, at_work=True)
+        return RunLog.of(run, events, at_work=False)
 
 
 @contextlib.contextmanager
