@@ -153,7 +153,7 @@ class Store:
     def accepted(self, key: str) -> str:
         """The key of the artifact that stands for `key`: itself, or an older one declared equivalent."""
         file = self.root / "refs" / ".accepted" / f"{key}.json"
-        return str(json.loads(file.read_text())["stands_for"]) if file.is_file() else key
+        return _pointer(file, "stands_for") if file.is_file() else key
 
     def accept(self, old: Artifact, new_key: str) -> None:
         """Declare that the artifact `old` is what `new_key` would be (a refactoring that changes nothing)."""
@@ -165,7 +165,7 @@ class Store:
     def acceptances(self) -> dict[str, str]:
         """Every key that an older artifact stands for, and the older one's key."""
         files = sorted((self.root / "refs" / ".accepted").glob("[!.]*.json"))
-        return {f.stem: str(json.loads(f.read_text())["stands_for"]) for f in files}
+        return {f.stem: _pointer(f, "stands_for") for f in files}
 
     # --- aliases -----------------------------------------------------------------------------------
 
@@ -174,10 +174,10 @@ class Store:
         file = self._reference(name)
         if not file.is_file():
             raise PunaError(f"{name}: no such alias in {self.root}")
-        data = json.loads(file.read_text())
-        artifact = self.find(data["kind"], data["key"])
+        kind, key = _pointer(file, "kind"), _pointer(file, "key")
+        artifact = self.find(kind, key)
         if artifact is None:
-            raise PunaError(f"{name}: points to {data['kind']}/{data['key'][:12]}, which is not in the store")
+            raise PunaError(f"{name}: points to {kind}/{key[:12]}, which is not in the store")
         return artifact
 
     def set_alias(self, name: str, artifact: Artifact, expected: str | None = None) -> None:
@@ -188,7 +188,7 @@ class Store:
             with (file.parent / ".lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if expected is not None:
-                    now = json.loads(file.read_text())["key"] if file.is_file() else ""
+                    now = _pointer(file, "key") if file.is_file() else ""
                     if now != expected:
                         raise PunaError(f"{name}: points to {now[:12] or 'nothing'}, not to {expected[:12]}; it was changed meanwhile")
                 write_text(file, json.dumps({"kind": artifact.kind, "key": artifact.key}) + "\n")
@@ -202,7 +202,7 @@ class Store:
     def aliases(self) -> dict[str, str]:
         """Every alias and the key it points to."""
         files = sorted((self.root / "refs").glob("[!.]*/*.json"))
-        return {f"{f.parent.name}@{f.stem}": json.loads(f.read_text())["key"] for f in files}
+        return {f"{f.parent.name}@{f.stem}": _pointer(f, "key") for f in files}
 
     def names(self) -> dict[str, list[str]]:
         """Every key that an alias points to, with all its aliases."""
@@ -254,6 +254,14 @@ class Store:
             except BlockingIOError:
                 return RunLog.of(run, events, at_work=True)
         return RunLog.of(run, events, at_work=False)
+
+
+def _pointer(file: Path, field: str) -> str:
+    """What a file of `refs/` says in `field`; PunaError where it cannot be read."""
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))[field])
+    except (ValueError, KeyError, TypeError) as error:
+        raise PunaError(f"{file}: does not say what it points to ({error}); remove it, the next run sets it again") from error
 
 
 @contextlib.contextmanager

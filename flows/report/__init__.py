@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def write(store: Store, run: str, output: Path | None) -> Path:
         temporary.write_bytes(content)
         os.replace(temporary, target)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise PunaError(f"report {target}: cannot be written ({error})") from error
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise PunaError(f"report {target}: cannot be written ({error}); name another file with --output") from error
     return target

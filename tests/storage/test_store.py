@@ -324,6 +324,30 @@ def test_the_catalog_reads_every_table_and_writes_nothing(tmp_path: Path) -> Non
             catalog.query(store, writing)
 
 
+@pytest.mark.parametrize("left", [None, b"", b"PAR1 cut short"])
+def test_a_table_that_is_gone_is_named(tmp_path: Path, left: bytes | None) -> None:
+    store = Store.open(tmp_path)
+    file = store.import_table("signals", signals(["a"], [1])).path("signals.parquet")
+    file.unlink()
+    if left is not None:
+        file.write_bytes(left)
+    with pytest.raises(PunaError, match="table signals of an artifact cannot be read.*signals.parquet.*puna verify"):
+        catalog.query(store, "select 1")
+
+
+@pytest.mark.parametrize("text", ["", "no json", "{}", "[]"])
+def test_a_broken_alias_is_named(tmp_path: Path, text: str) -> None:
+    store = Store.open(tmp_path)
+    made = store.import_table("signals", signals(["a"], [1]))
+    store.set_alias("best@latest", made)
+    (tmp_path / "refs" / "best" / "latest.json").write_text(text)
+    for use in (lambda: store.alias("best@latest"), store.names, lambda: care.collect(store, keep_runs=0, work_days=0, remove=True)):
+        with pytest.raises(PunaError, match="latest.json: does not say what it points to"):
+            use()
+    store.set_alias("best@latest", made)
+    assert store.alias("best@latest") == made
+
+
 def manifest(**changed: object) -> Manifest:
     values: dict = {
         "kind": "signals", "key": "k", "stage": "s", "data_digest": "d", "code_version": "c", "code": {"f": "1"},
