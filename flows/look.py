@@ -31,7 +31,7 @@ MOST_ROWS = 200
 def existing(store: str) -> Store:
     """The store at a path or `file://` URI that must be there already."""
     if not (located(store) / "objects").is_dir():
-        raise PunaError(f"store {store}: not found; `puna run` makes one, --store or PUNA_STORE names another")
+        raise PunaError(f"store {located(store)}: not found; `puna run` makes one, --store or PUNA_STORE names another")
     return Store.open(store)
 
 
@@ -290,15 +290,24 @@ def sql(
 
 
 def _statements(asked: bool) -> Iterator[str]:
-    """What a person types or a pipe gives, up to each line that ends with `;`, to `.exit` or to the end."""
+    """What a person types or a pipe gives, up to each line that ends with `;`, to `.exit` or to the end.
+
+    Ctrl-C forgets what was typed of a statement.
+    """
     held: list[str] = []
     while True:
         try:
             line = input(("  ... " if held else "puna> ") if asked else "")
-        except (EOFError, KeyboardInterrupt) as end:
+        except KeyboardInterrupt:
+            if not asked:
+                raise
+            typer.echo("")
+            held = []
+            continue
+        except EOFError:
             if asked:
                 typer.echo("")
-            if isinstance(end, EOFError) and any(line.strip() for line in held):
+            if any(line.strip() for line in held):
                 yield "\n".join(held)
             return
         if not held and line.strip() in (".exit", ".quit", "exit", "quit"):

@@ -84,7 +84,7 @@ def run(connection: duckdb.DuckDBPyConnection, text: str) -> pa.Table:
         relation = connection.sql(text)
         table = relation.to_arrow_table() if relation is not None else pa.table({})
         return table.rename_columns(_distinct(table.schema.names))
-    except duckdb.Error as error:
+    except (duckdb.Error, RuntimeError) as error:  # Ctrl-C ends a query with a RuntimeError
         raise PunaError(str(error)) from error
 
 

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from puna.flows.cli import app
+from puna.flows.look import _statements
 from puna.storage import Identity, InputRecord, PunaError, Store, runs
 
 RUNNER = CliRunner()
@@ -135,6 +136,19 @@ def piped(store: Store, text: str, *words: str, code: int = 0) -> tuple[str, str
 def test_sql_from_a_pipe(store: Store) -> None:
     out, err = piped(store, "select 40 +\n2 as answer;\nselec;\n.exit\nselect 7 as never;\n", code=1)
     assert "42" in out and "error: Parser Error" in err and "7" not in out
+
+
+def test_ctrl_c_forgets_a_statement_and_keeps_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = iter(["select 'half", KeyboardInterrupt(), "select 1;", KeyboardInterrupt(), EOFError()])
+
+    def typing(prompt: str) -> str:
+        line = next(typed)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", typing)
+    assert list(_statements(True)) == ["select 1;"]
 
 
 @pytest.mark.parametrize("text", ["select 1 as a;\nselect 2\nas a", "select 1 as a; select 2 as a;", "select 1 as a;select 2 as a\n\n"])
