@@ -6,19 +6,23 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from puna.storage import PunaError
 
 
 @dataclass(frozen=True)
 class ExternalFile:
-    """One file of an external input: its name relative to the URI, its full address, size in bytes and digest."""
+    """One file of an external input: its name relative to the URI, its full address, size in bytes and digest.
+
+    `state`: what its file system tells versions of a file apart by, when it was digested.
+    """
 
     name: str
     address: str
     bytes: int
     digest: str
+    state: str
 
     def open(self) -> BinaryIO:
         """The file, opened for reading bytes."""
@@ -26,6 +30,14 @@ class ExternalFile:
 
         handle: BinaryIO = fsspec.open(self.address, "rb").open()
         return handle
+
+    def changed(self) -> bool:
+        """Whether it was written or removed since it was digested."""
+        import fsspec
+
+        system, path = fsspec.core.url_to_fs(self.address)
+        system.invalidate_cache()
+        return not system.exists(path) or _state(system.info(path)) != self.state
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,12 @@ class External:
     uri: str
     files: tuple[ExternalFile, ...]
     data_digest: str
+
+    def check_unchanged(self) -> None:
+        """PunaError where a file is no longer the one that was digested."""
+        for file in self.files:
+            if file.changed():
+                raise PunaError(f"input {self.name}: {file.address} was changed or removed while it was read; run again when it rests")
 
     @classmethod
     def resolve(cls, text: str, progress: Callable[[str], None] | None = None) -> list[External]:
@@ -110,12 +128,18 @@ def _files(uri: str, progress: Callable[[str], None] | None) -> Iterator[Externa
         name = address[len(root) :].lstrip("/") or PurePosixPath(address).name
         if progress:
             progress(name)
+        # Before the first byte is read: what is written from now on is seen as a change.
+        version = _state(system.info(address))
         state, size = hashlib.sha256(), 0
         with system.open(address, "rb") as handle:
             while chunk := handle.read(CHUNK_BYTES):
                 state.update(chunk)
                 size += len(chunk)
-        yield ExternalFile(name, system.unstrip_protocol(address), size, state.hexdigest())
+        yield ExternalFile(name, system.unstrip_protocol(address), size, state.hexdigest(), version)
+
+
+def _state(info: dict[str, Any]) -> str:
+    return str([info.get(name) for name in ("size", "mtime", "ETag", "etag", "LastModified", "last_modified", "generation", "updated")])
 
 
 def _hub(name: str, uri: str) -> External:
