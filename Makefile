@@ -10,8 +10,9 @@ BIN := $(VENV)/bin
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: requirements.lock deploy/setup.sh
+$(VENV)/.ready: requirements.lock deploy/setup.sh pyproject.toml
 	PYTHON=$(PYTHON) VENV=$(VENV) sh deploy/setup.sh
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@echo "compiling the loops of curation, once (about a minute)"
 	$(BIN)/python deploy/compile.py
 	touch $@

@@ -15,6 +15,7 @@ from puna.flows.look import StoreOption
 from puna.flows.settings import DEFAULT_STORE
 from puna.stages.contract import did_you_mean
 from puna.storage import PunaError, Store
+from puna.storage.store import located
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Raw web pages to an aligned language model."
@@ -76,13 +77,14 @@ def fields(stage: Annotated[str, typer.Argument(help="Name of a stage")]) -> Non
 
 @app.command()
 def sample(
-    folder: Annotated[Path, typer.Argument(help="Where the WARC files go")] = Path(DEFAULT_STORE, "sample"),
-    as_json: JsonOption = False,
+    folder: Annotated[Path | None, typer.Argument(help="Where the WARC files go (default: sample in the store)")] = None,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
 ) -> None:
     """Fetch the sample of real pages: a few thousand documents, as WARC files."""
-    from puna.flows.launch import make_sample
+    from puna.flows.launch import make_sample, sample_folder
 
-    made = make_sample(folder, quiet=as_json)
+    made = make_sample(folder or sample_folder(located(store)), quiet=as_json)
     if as_json:
         typer.echo(json.dumps(asdict(made), default=str))
     else:

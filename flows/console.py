@@ -79,6 +79,11 @@ class Console:
             self._bar.remove_task(self._task)
             self._task = None
 
+    def broken(self, step: str) -> None:
+        """A stage was ended by an error or by the person who watches it."""
+        self.done()
+        self.say(f"{step:24s} [red]not finished[/]")
+
     def finished(self, step: str, outcome: Outcome) -> None:
         """A stage has its artifact."""
         self.done()

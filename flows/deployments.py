@@ -5,10 +5,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import signal
+import time
 from typing import Annotated, Any
 
-from prefect import Flow, serve
+import psutil
+from prefect import Flow
 from prefect.client.schemas.schedules import CronSchedule
+from prefect.runner import Runner
+from prefect.settings import get_current_settings
 from prefect.types.entrypoint import EntrypointType
 from pydantic import Field
 
@@ -18,6 +25,8 @@ from puna.flows.launch import whole
 from puna.flows.recipe import FLOWS, load_stages
 from puna.flows.settings import DEFAULT_STORE
 from puna.storage import PunaError
+
+GRACE_SECONDS = 20.0
 
 
 def _whole(name: str) -> Flow[Any, Any]:
@@ -53,17 +62,47 @@ def serve_all(store: str, schedules: dict[str, str], limit: int) -> None:
     """
     if unknown := sorted(set(schedules) - set(SERVED)):
         raise PunaError(f"--cron {unknown[0]}: there is no such flow or stage; they are {', '.join(SERVED)}")
-    deployments: list[Any] = [
-        flow.to_deployment(
+    runner = _Runner(limit=limit)
+    for name, flow in SERVED.items():
+        deployment: Any = flow.to_deployment(
             name=name,
             tags=["flow" if name in FLOWS else "stage"],
             parameters={"store": store},
             cron=_cron(name, schedules[name]) if name in schedules else None,
             entrypoint_type=EntrypointType.MODULE_PATH,
         )
-        for name, flow in SERVED.items()
-    ]
-    serve(*deployments, limit=limit)
+        runner.add_deployment(deployment)
+    for name in schedules:
+        print(f"{name}: every run of `{schedules[name]}`, UTC")
+    print(f"{len(SERVED)} flows and stages of {store} are offered at {get_current_settings().ui_url}/deployments; Ctrl-C ends", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(runner.start())
+
+
+class _Runner(Runner):
+    """Starts the runs that are asked for; ended by a supervisor's SIGTERM, it ends them as Ctrl-C does.
+
+    Prefect's own kills them, and a server counts a run that was killed with its runner as running for ever.
+    """
+
+    def handle_sigterm(self, *args: Any, **kwargs: Any) -> None:
+        """End the runs in progress, each of which tells the server, then the runner."""
+        runs = psutil.Process().children()
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + GRACE_SECONDS
+        # They are left to the runner to be waited for.
+        while any(_works(run) for run in runs) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        signal.raise_signal(signal.SIGINT)
+
+
+def _works(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _cron(name: str, text: str) -> str:

@@ -135,12 +135,17 @@ def is_artifact(text: str) -> bool:
 def pages(inputs: list[str], store: Store, quiet: bool) -> list[External]:
     """The external inputs that a person named, or the sample."""
     if not inputs:
-        inputs = [str(path) for path in make_sample(store.root / "sample", quiet=quiet).paths]
+        inputs = [str(path) for path in make_sample(sample_folder(store.root), quiet=quiet).paths]
     found = [item for text in inputs for item in External.resolve(text)]
     names = [item.name for item in found]
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise PunaError(f"two inputs have the name {twice[0]!r}; name them: --input NAME=URI")
     return sorted(found, key=lambda item: item.name)
+
+
+def sample_folder(root: Path) -> Path:
+    """Where the sample lies that a run without inputs reads, in the store at `root`."""
+    return root / "sample"
 
 
 def make_sample(folder: Path, *, quiet: bool = False) -> SampleReport:

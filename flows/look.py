@@ -31,7 +31,7 @@ MOST_ROWS = 200
 def existing(store: str) -> Store:
     """The store at a path or `file://` URI that must be there already."""
     if not (located(store) / "objects").is_dir():
-        raise PunaError(f"store {store}: not found; `puna run` makes one, --store or PUNA_STORE names another")
+        raise PunaError(f"store {located(store)}: not found; `puna run` makes one, --store or PUNA_STORE names another")
     return Store.open(store)
 
 
@@ -65,16 +65,25 @@ def _number(value: Any) -> str:
 
 
 def _cell(value: Any) -> str:
-    text = (
-        ""
-        if value is None
-        else f"{value:.6g}"
-        if isinstance(value, float)
-        else value
-        if isinstance(value, str)
-        else json.dumps(value, default=_text)
-    )
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        text = f"{value:.6g}"
+    elif isinstance(value, bytes):
+        text = f"{len(value):,} bytes"
+    elif isinstance(value, (str, datetime)):
+        text = str(value)
+    else:
+        text = json.dumps(value, default=_text, ensure_ascii=False)
     return escape(text if len(text) <= 300 else text[:297] + "…")
+
+
+def _size(count: int) -> str:
+    """A number of bytes for people."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
 
 
 @app.command("list")
@@ -87,13 +96,12 @@ def list_(
     """List artifacts, oldest first."""
     opened = existing(store)
     if runs:
-        rows = []
-        for name in opened.runs():
-            events = opened.events(name)
-            made = [e for e in events if "key" in e]
-            finished = any(e.get("event") == "finished" for e in events)
-            rows.append({"run": name, "artifacts": len(made), "reused": sum(e["reused"] for e in made), "finished": finished})
-        return _print(rows, as_json, ["run", "artifacts", "reused", "finished"])
+        logs = [opened.log(name) for name in opened.runs()]
+        rows = [
+            {"run": log.name, "state": log.state, "artifacts": len(log.made), "reused": sum(m.reused for m in log.made), "error": log.error}
+            for log in logs
+        ]
+        return _print(rows, as_json, ["run", "state", "artifacts", "reused", "error"])
     if kind is not None:
         known_kind(kind)
     artifacts, names = [a for a in opened.artifacts() if kind in (None, a.kind)], opened.names()
@@ -195,6 +203,8 @@ def accept(
     """Declare a refactoring equivalent: where NEW is asked for, OLD is used."""
     opened = existing(store)
     before, after = opened.resolve(old), opened.resolve(new)
+    if before.key == after.key:
+        raise PunaError(f"{old} and {new} are one artifact, {before.id}: there is nothing to declare")
     if before.manifest.stage != after.manifest.stage or before.kind != after.kind:
         raise PunaError(f"{before.id} was made by {before.manifest.stage}, {after.id} by {after.manifest.stage}: they cannot be equivalent")
     other = [str(change) for change in explaining.changes(before.manifest, after.manifest) if change.what != "code"]
@@ -280,15 +290,24 @@ def sql(
 
 
 def _statements(asked: bool) -> Iterator[str]:
-    """What a person types or a pipe gives, up to each line that ends with `;`, to `.exit` or to the end."""
+    """What a person types or a pipe gives, up to each line that ends with `;`, to `.exit` or to the end.
+
+    Ctrl-C forgets what was typed of a statement.
+    """
     held: list[str] = []
     while True:
         try:
             line = input(("  ... " if held else "puna> ") if asked else "")
-        except (EOFError, KeyboardInterrupt) as end:
+        except KeyboardInterrupt:
+            if not asked:
+                raise
+            typer.echo("")
+            held = []
+            continue
+        except EOFError:
             if asked:
                 typer.echo("")
-            if isinstance(end, EOFError) and any(line.strip() for line in held):
+            if any(line.strip() for line in held):
                 yield "\n".join(held)
             return
         if not held and line.strip() in (".exit", ".quit", "exit", "quit"):
@@ -331,17 +350,18 @@ def verify(
 
 @app.command()
 def gc(
-    keep_runs: Annotated[int, typer.Option(min=0, help="Runs whose artifacts stay")] = 5,
+    keep_runs: Annotated[int, typer.Option(min=0, help="So many last runs keep what they made or reused")] = 5,
     work_days: Annotated[float, typer.Option(min=0, help="Unfinished work younger than this stays, days")] = 7.0,
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only say what would go")] = False,
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove artifacts that no alias and no recent run needs, abandoned work, and quarantined artifacts."""
+    """Remove artifacts that no alias and no recent run needs, abandoned work, and quarantined artifacts; what is at work stays."""
     found = care.collect(existing(store), keep_runs=keep_runs, work_days=work_days, remove=yes)
     if as_json:
         return _print([{"folder": str(g.folder), "reason": g.reason, "bytes": g.bytes, "removed": yes} for g in found], True)
     for item in found:
-        typer.echo(f"{item.bytes / 1e6:9.1f} MB  {item.folder}  ({item.reason})")
-    total = sum(g.bytes for g in found) / 1e6
-    typer.echo(f"{len(found)} folders, {total:.1f} MB {'removed' if yes else 'would be removed; add --yes'}")
+        typer.echo(f"{_size(item.bytes):>10s}  {item.folder}  ({item.reason})")
+    total = _size(sum(g.bytes for g in found))
+    said = "" if not found else " removed" if yes else " would be removed; add --yes"
+    typer.echo(f"{len(found)} folders, {total}{said}")

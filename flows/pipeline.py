@@ -42,7 +42,7 @@ from puna.stages.pretrain.pretrain import pretrain
 from puna.stages.pretrain.split import split
 from puna.stages.pretrain.tokenize import tokenize
 from puna.stages.pretrain.tokenizer import tokenizer
-from puna.storage import Artifact
+from puna.storage import Artifact, PunaError
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Curated:
 
     documents: Artifact
     deduplicated: Artifact
-    domains: Artifact
+    domains: Artifact | None
     prompts: Artifact
 
 
@@ -82,8 +82,8 @@ def curate(r: Recipe, inputs: list[External]) -> Curated:
     documents = step(line_dedup, r.line_dedup, documents=documents)
     if r.substring_dedup is not None:
         documents = step(substring_dedup, r.substring_dedup, documents=documents)
-    types = step(domains, r.domains, documents=documents)
-    scores = [types, technical]
+    types = step(domains, r.domains, documents=documents) if r.domains is not None else None
+    scores = [technical] if types is None else [types, technical]
     if r.quality is not None:
         scores.append(step(quality, r.quality, documents=documents, language=languages))
     documents = step(select, r.select_model, label="select_model", documents=documents, signals=scores)
@@ -93,6 +93,8 @@ def curate(r: Recipe, inputs: list[External]) -> Curated:
 
 def base(r: Recipe, inputs: list[External]) -> Base:
     """Clean documents to a base model, by way of the experiments that set its mixture and predict its loss."""
+    if r.domains is None:
+        raise PunaError("domains: null is for the flow curate alone; a base model's data are mixed by knowledge types")
     c = curate(r, inputs)
     sides = step(split, r.split, documents=c.documents, signals=c.domains)
     vocabulary = step(tokenizer, r.tokenizer, documents=c.documents, mixture=sides)

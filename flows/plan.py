@@ -121,8 +121,8 @@ def _readable(name: str, value: Any) -> str:
     if name.startswith("share"):
         return f"{value:.0%}"
     if name.endswith("seconds"):
-        return f"{value:,.0f} s ({value / 3600:,.1f} h)"
-    for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if abs(value) >= size:
+        return f"{value:,.0f} s ({value / 3600:,.1f} h)" if value >= 10 else f"{value:.3g} s"
+    for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(size, 1e4):
             return f"{value / size:,.4g} {letter}{'B' if 'bytes' in name else ''}"
     return f"{value:,.4g}"

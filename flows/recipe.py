@@ -74,7 +74,7 @@ class Recipe(StageConfig):
     quality: QualityConfig | None = Field(
         QualityConfig(), description="Quality classifier, learned from the sources that it names as good; null: none"
     )
-    domains: DomainsConfig = Field(DomainsConfig(), description="Knowledge types")
+    domains: DomainsConfig | None = Field(DomainsConfig(), description="Knowledge types; null: none, in the flow curate alone")
     select_model: SelectConfig = Field(SelectConfig(), description="Rules on the classifiers' scores")
     decontaminate: DecontaminateConfig = Field(DecontaminateConfig(), description="Removing evaluation data")
     split: SplitConfig = Field(SplitConfig(), description="Pages held out from all training, and their knowledge types")

@@ -14,7 +14,7 @@ from typing import Any
 from puna.flows.console import Console
 from puna.stages.contract import External, Outcome, Stage, StageConfig, Value, perform
 from puna.stages.contract.executor import local
-from puna.storage import Artifact, Identity, Store
+from puna.storage import Artifact, Identity, PunaError, Store, runs
 from puna.storage.explain import against
 
 
@@ -37,17 +37,15 @@ class Session:
             self.console.started(step, against(self.store, identity, step))
 
         self.console.step = step
-        outcome = perform(stage, config, given, self.store, executor=self.executor, listener=self.console, run=self.run, on_start=started)
+        try:
+            outcome = perform(
+                stage, config, given, self.store, executor=self.executor, listener=self.console, run=self.run, on_start=started
+            )
+        except BaseException:
+            self.console.broken(step)
+            raise
         made = outcome.artifact
-        event = {
-            "step": step,
-            "stage": stage.name,
-            "kind": made.kind,
-            "key": made.key,
-            "reused": outcome.reused,
-            "seconds": outcome.seconds,
-        }
-        self.store.record(self.run, event)
+        self.store.record(self.run, runs.Made(step, stage.name, made.kind, made.key, outcome.reused, outcome.seconds).event())
         self.outcomes.append((step, outcome))
         self.console.finished(step, outcome)
         return outcome
@@ -96,13 +94,21 @@ def session(store: Store, *, flow: str, workers: int | None = None, json: bool =
     """Open a session: workers are started when first needed and stopped at the end."""
     run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{flow}-{uuid.uuid4().hex[:6]}"
     executor = local(workers)
-    with Console(json=json) as console:
+    with Console(json=json) as console, store.at_work(run):
         made = Session(store, console, executor, run)
         token = _CURRENT.set(made)
         try:
-            store.record(run, {"event": "started", "flow": flow})
+            store.record(run, runs.started(flow))
             yield made
-            store.record(run, {"event": "finished"})
+            store.record(run, runs.finished())
+        except Exception as error:
+            # A disk that is full may not hold this line either: the run then counts as stopped.
+            with contextlib.suppress(OSError, PunaError):
+                store.record(run, runs.failed(str(error) or type(error).__name__))
+            raise
+        except KeyboardInterrupt:
+            console.say("stopped; what is finished is kept, and the same command goes on from there")
+            raise
         finally:
             _CURRENT.reset(token)
             if executor is not None:

@@ -44,9 +44,9 @@ class Garbage:
 def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> list[Garbage]:
     """Artifacts that nothing needs, and abandoned work.
 
-    Needed is what an alias, one of the last `keep_runs` runs, an accepted equivalence or kept work names, and all that it
-    was made from. Work stays while a process holds it, and for `work_days` days after anything in it was last written.
-    With `remove=False` nothing is touched.
+    Needed is what an alias, a run at work, one of the last `keep_runs` runs that made or reused anything, an accepted
+    equivalence or kept work names, and all that it was made from. Work stays while a process holds it, and for `work_days`
+    days after anything in it was last written. With `remove=False` nothing is touched.
     """
     old = time.time() - work_days * 86_400
     works = sorted((store.root / "work").iterdir())
@@ -84,9 +84,10 @@ def _remove(store: Store, folder: Path) -> None:
 def _needed(store: Store, keep_runs: int, works: list[Path]) -> set[str]:
     by_key = {a.key: a for a in store.artifacts()}
     todo = [*store.aliases().values(), *store.acceptances().values()]
-    runs = store.runs()
-    for run in runs[len(runs) - keep_runs :] if keep_runs else []:
-        todo += [e["key"] for e in store.events(run) if "key" in e]
+    # A run that ended before its first artifact holds no place among the last ones.
+    logs = [log for log in map(store.log, store.runs()) if log.made]
+    recent = logs[len(logs) - keep_runs :] if keep_runs else []
+    todo += [made.key for log in logs if log in recent or log.state == "at work" for made in log.made]
     for folder in works:
         todo += inputs_of(folder)
     needed: set[str] = set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import duckdb
 import pyarrow as pa
@@ -36,16 +37,14 @@ def connect(store: Store) -> duckdb.DuckDBPyConnection:
     artifacts = store.artifacts()
     _meta(connection, artifacts)
     for name in TABLES:
-        files = [a.folder.resolve() / f"{name}.parquet" for a in artifacts if name in a.manifest.tables]
-        if files:
-            # The key is the folder's name: …/<key>/<table>.parquet
-            connection.execute(
-                f"""create view "{name}" as select split_part(filename, '/', -2) as artifact, * exclude (filename)
-                from {parquet(files, filename=True)}"""
-            )
-        else:
-            columns = ", ".join(f'"{f.name}" {_duck(f.type)}' for f in TABLES[name].schema)
-            connection.execute(f'create table "{name}" (artifact varchar, {columns})')
+        try:
+            _view(connection, name, [a.folder.resolve() / f"{name}.parquet" for a in artifacts if name in a.manifest.tables])
+        except duckdb.Error as error:
+            connection.close()
+            raise PunaError(
+                f"the table {name} of an artifact cannot be read ({str(error).partition(chr(10))[0]}); "
+                "`puna verify` names the damaged one, with --quarantine it is set aside"
+            ) from error
     # Only the store's own files can be read, whatever a statement says; a view names them by pattern.
     objects = store.root.resolve() / "objects"
     allowed = ", ".join(literal(f"{form}/") for form in sorted({str(objects), pattern(objects)}))
@@ -53,6 +52,19 @@ def connect(store: Store) -> duckdb.DuckDBPyConnection:
     connection.execute("set enable_external_access = false")
     connection.execute("set lock_configuration = true")
     return connection
+
+
+def _view(connection: duckdb.DuckDBPyConnection, name: str, files: list[Path]) -> None:
+    """The view of a table over its files; an empty table where there are none."""
+    if files:
+        # The key is the folder's name: …/<key>/<table>.parquet
+        connection.execute(
+            f"""create view "{name}" as select split_part(filename, '/', -2) as artifact, * exclude (filename)
+            from {parquet(files, filename=True)}"""
+        )
+    else:
+        columns = ", ".join(f'"{f.name}" {_duck(f.type)}' for f in TABLES[name].schema)
+        connection.execute(f'create table "{name}" (artifact varchar, {columns})')
 
 
 def query(store: Store, text: str) -> pa.Table:
@@ -72,7 +84,7 @@ def run(connection: duckdb.DuckDBPyConnection, text: str) -> pa.Table:
         relation = connection.sql(text)
         table = relation.to_arrow_table() if relation is not None else pa.table({})
         return table.rename_columns(_distinct(table.schema.names))
-    except duckdb.Error as error:
+    except (duckdb.Error, RuntimeError) as error:  # Ctrl-C ends a query with a RuntimeError
         raise PunaError(str(error)) from error
 
 

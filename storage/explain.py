@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,8 @@ class Change:
         if self.what == "code":
             done = "changed" if self.before and self.now else ("new" if self.now else "no longer reached")
             return f"code {self.name} {done}"
+        if self.what == "input" and None in (self.before, self.now):
+            return f"input {self.name}: {'no longer given' if self.now is None else f'new, {self.now}'}"
         return f"{self.what} {self.name}: {_short(self.before)} → {_short(self.now)}"
 
 
@@ -33,8 +37,7 @@ def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Chang
     found += [Change("code", n, b, a) for n, b, a in _differences(before.code, now.code)]
     if not found and before.code_version != now.code_version:
         found.append(Change("code", "version", before.code_version, now.code_version))
-    inputs = [{f"{i.name}[{index}]": f"{i.kind} {i.data_digest[:12]}" for index, i in enumerate(m.inputs)} for m in (before, now)]
-    return found + [Change("input", n, b, a) for n, b, a in _differences(*inputs)]
+    return found + [Change("input", n, b, a) for n, b, a in _differences(_inputs(before), _inputs(now))]
 
 
 def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
@@ -42,25 +45,52 @@ def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
 
     Of several earlier artifacts the nearest counts: fewest differences, then newest.
     """
-    keys = {event["key"] for run in store.runs() for event in store.events(run) if event.get("step") == step}
+    keys = {made.key for run in store.runs() for made in store.log(run).made if made.step == step}
     if identity.key in keys:
         return [Change("artifact", identity.key[:12], "made before", "damaged or removed since")]
-    earlier = [a.manifest for a in store.artifacts() if a.key in keys and a.manifest.stage == identity.stage]
-    about = [changes(m, identity) for m in reversed(earlier)]
-    return min(about, key=len) if about else None
+    nearest = _nearest((a for a in store.artifacts() if a.key in keys and a.manifest.stage == identity.stage), identity)
+    return nearest[1] if nearest else None
 
 
 def explain(store: Store, artifact: Artifact) -> tuple[Artifact | None, list[Change]]:
-    """The nearest earlier artifact of the same stage (fewest differences, then newest) and what differs."""
-    now = artifact.manifest
-    earlier = [
+    """The nearest earlier artifact of the same step (fewest differences, then newest) and what differs.
+
+    Where no log of a run tells the artifact's step any more, it is one of the same stage.
+    """
+    now, steps_of = artifact.manifest, _steps(store)
+    steps = steps_of.get(artifact.key, set())
+    earlier = (
         a for a in store.artifacts()
         if a.manifest.stage == now.stage and a.key != artifact.key and a.manifest.created_at < now.created_at
-    ]  # fmt: skip
-    if not earlier:
-        return None, []
-    nearest = min(reversed(earlier), key=lambda a: len(changes(a.manifest, now)))
-    return nearest, changes(nearest.manifest, now)
+        and (not steps or steps & steps_of.get(a.key, steps))
+    )  # fmt: skip
+    return _nearest(earlier, now) or (None, [])
+
+
+def _steps(store: Store) -> dict[str, set[str]]:
+    """The steps that each key was an artifact of, in any run."""
+    found: dict[str, set[str]] = {}
+    for run in store.runs():
+        for made in store.log(run).made:
+            found.setdefault(made.key, set()).add(made.step)
+    return found
+
+
+def _nearest(earlier: Iterable[Artifact], now: Manifest | Identity) -> tuple[Artifact, list[Change]] | None:
+    """Of some artifacts, oldest first, the newest of those with the fewest differences, and what differs."""
+    about = [(artifact, changes(artifact.manifest, now)) for artifact in earlier]
+    return min(reversed(about), key=lambda one: len(one[1])) if about else None
+
+
+def _inputs(manifest: Manifest | Identity) -> dict[str, str]:
+    """The inputs by name; the second of a list is `name[1]`."""
+    places: Counter[str] = Counter()
+    found = {}
+    for item in manifest.inputs:
+        place = places[item.name]
+        places[item.name] += 1
+        found[f"{item.name}[{place}]" if place else item.name] = f"{item.kind} {item.data_digest[:12]}"
+    return found
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:

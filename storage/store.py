@@ -4,7 +4,7 @@ objects/<kind>/<k[:2]>/<key>/   committed artifacts, immutable
 work/<key>/                     an unfinished stage, part by part
 locks/<key>                     held by the process that works on it
 refs/<name>/<version>.json      aliases, changed by compare-and-swap
-runs/<run>.jsonl                what each run made or reused
+runs/<run>.jsonl                what each run made or reused; held by the process at work on it
 quarantine/                     artifacts that failed their checksums
 """
 
@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 from urllib.parse import unquote, urlsplit
 
 import duckdb
@@ -30,6 +30,7 @@ from puna.storage import digest
 from puna.storage.artifact import Artifact
 from puna.storage.errors import PunaError
 from puna.storage.manifest import IMPORT, NAME
+from puna.storage.runs import RunLog
 from puna.storage.schemas import known_kind, table_schema
 from puna.storage.work import Identity, Work, write_text
 
@@ -129,9 +130,9 @@ class Store:
                     yield True
                     return
 
-    def _opened(self, file: Path) -> TextIO:
+    def _opened(self, file: Path, mode: str = "w") -> TextIO:
         with written(self.root):
-            return file.open("w")
+            return cast("TextIO", file.open(mode))
 
     @contextlib.contextmanager
     def work(self, key: str) -> Iterator[Work]:
@@ -152,7 +153,7 @@ class Store:
     def accepted(self, key: str) -> str:
         """The key of the artifact that stands for `key`: itself, or an older one declared equivalent."""
         file = self.root / "refs" / ".accepted" / f"{key}.json"
-        return str(json.loads(file.read_text())["stands_for"]) if file.is_file() else key
+        return _pointer(file, "stands_for") if file.is_file() else key
 
     def accept(self, old: Artifact, new_key: str) -> None:
         """Declare that the artifact `old` is what `new_key` would be (a refactoring that changes nothing)."""
@@ -164,7 +165,7 @@ class Store:
     def acceptances(self) -> dict[str, str]:
         """Every key that an older artifact stands for, and the older one's key."""
         files = sorted((self.root / "refs" / ".accepted").glob("[!.]*.json"))
-        return {f.stem: str(json.loads(f.read_text())["stands_for"]) for f in files}
+        return {f.stem: _pointer(f, "stands_for") for f in files}
 
     # --- aliases -----------------------------------------------------------------------------------
 
@@ -173,10 +174,10 @@ class Store:
         file = self._reference(name)
         if not file.is_file():
             raise PunaError(f"{name}: no such alias in {self.root}")
-        data = json.loads(file.read_text())
-        artifact = self.find(data["kind"], data["key"])
+        kind, key = _pointer(file, "kind"), _pointer(file, "key")
+        artifact = self.find(kind, key)
         if artifact is None:
-            raise PunaError(f"{name}: points to {data['kind']}/{data['key'][:12]}, which is not in the store")
+            raise PunaError(f"{name}: points to {kind}/{key[:12]}, which is not in the store")
         return artifact
 
     def set_alias(self, name: str, artifact: Artifact, expected: str | None = None) -> None:
@@ -187,7 +188,7 @@ class Store:
             with (file.parent / ".lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if expected is not None:
-                    now = json.loads(file.read_text())["key"] if file.is_file() else ""
+                    now = _pointer(file, "key") if file.is_file() else ""
                     if now != expected:
                         raise PunaError(f"{name}: points to {now[:12] or 'nothing'}, not to {expected[:12]}; it was changed meanwhile")
                 write_text(file, json.dumps({"kind": artifact.kind, "key": artifact.key}) + "\n")
@@ -201,7 +202,7 @@ class Store:
     def aliases(self) -> dict[str, str]:
         """Every alias and the key it points to."""
         files = sorted((self.root / "refs").glob("[!.]*/*.json"))
-        return {f"{f.parent.name}@{f.stem}": json.loads(f.read_text())["key"] for f in files}
+        return {f"{f.parent.name}@{f.stem}": _pointer(f, "key") for f in files}
 
     def names(self) -> dict[str, list[str]]:
         """Every key that an alias points to, with all its aliases."""
@@ -222,6 +223,13 @@ class Store:
                 line = line if file.read(1) == b"\n" else b"\n" + line
             file.write(line)
 
+    @contextlib.contextmanager
+    def at_work(self, run: str) -> Iterator[None]:
+        """Hold the log of a run while it is at work: `gc` then keeps what the run has, and a run that was killed is told from it."""
+        with self._opened(self.root / "runs" / f"{run}.jsonl", "a") as log:
+            fcntl.flock(log, fcntl.LOCK_EX)
+            yield
+
     def runs(self) -> list[str]:
         """Names of the runs, oldest first."""
         return [f.stem for f in sorted((self.root / "runs").glob("*.jsonl"), key=lambda f: (f.stat().st_mtime_ns, f.name))]
@@ -236,6 +244,24 @@ class Store:
             with contextlib.suppress(ValueError):
                 found.append(json.loads(line))
         return found
+
+    def log(self, run: str) -> RunLog:
+        """What the events of a run say."""
+        events = self.events(run)
+        with (self.root / "runs" / f"{run}.jsonl").open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return RunLog.of(run, events, at_work=True)
+        return RunLog.of(run, events, at_work=False)
+
+
+def _pointer(file: Path, field: str) -> str:
+    """What a file of `refs/` says in `field`; PunaError where it cannot be read."""
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))[field])
+    except (ValueError, KeyError, TypeError) as error:
+        raise PunaError(f"{file}: does not say what it points to ({error}); remove it, the next run sets it again") from error
 
 
 @contextlib.contextmanager

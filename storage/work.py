@@ -97,7 +97,7 @@ class Work:
         return sum(pq.read_metadata(file).num_rows for file in self.files(table))
 
     def discard(self) -> None:
-        """Remove the work folder: the artifact exists already."""
+        """Remove the work folder and all that was done: the artifact exists already, or cannot come of it."""
         shutil.rmtree(self.folder)
 
     def commit(self, kind: str, key: str, identity: Identity, **about: Any) -> Artifact:
@@ -107,22 +107,8 @@ class Work:
         is added where the main table has a column `text`.
         """
         self._check_output()
-        merged: dict[str, TableRecord] = {}
-        characters: dict[str, int] = {}
-        for name in sorted({*self._claimed, *({kind} if self._has_table(kind) else ())}):
-            target = self.output / f"{name}.parquet"
-            if target.exists():
-                raise PunaError(f"{kind}/{key[:12]}: a file of the stage has the name of its table: {target.name}; call it otherwise")
-            files = self.files(name)
-            if files:
-                rows, schema = tables.merge(name, files, target)
-            else:
-                tables.empty(name, target)
-                rows, schema = 0, table_schema(name).schema
-            shutil.rmtree(self.output / ".sort", ignore_errors=True)
-            content = digest.of_batches(schema, _batches(target, name, characters))
-            merged[name] = TableRecord(rows, content, {f.name: str(f.type) for f in schema})
-        files_found = {
+        merged, characters = self._merged(kind)
+        files = {
             str(f.relative_to(self.output)): FileRecord(f.stat().st_size, digest.of_file(f))
             for f in sorted(self.output.rglob("*"))
             if f.is_file()
@@ -133,33 +119,57 @@ class Work:
             kind=kind,
             key=key,
             stage=identity.stage,
-            data_digest=content_digest(merged, files_found),
+            data_digest=content_digest(merged, files),
             code_version=identity.code_version,
             code=identity.code,
             config=identity.config,
             inputs=identity.inputs,
             tables=merged,
-            files=files_found,
+            files=files,
             created_at=datetime.now(UTC).isoformat(),
             **about,
         )
         for path in self.output.rglob("*"):
             sync(path)
         write_text(self.output / NAME, manifest.to_json())
-        target_folder = self.store.folder(kind, key)
-        target_folder.parent.mkdir(parents=True, exist_ok=True)
-        if target_folder.exists() and not (target_folder / NAME).is_file():
-            self.store.set_aside(kind, key)
-        try:
-            os.rename(self.output, target_folder)
-        except OSError as error:
-            if not (target_folder / NAME).is_file():
-                raise PunaError(f"cannot commit {kind}/{key[:12]} to {target_folder}: {error}") from error
-        for folder in target_folder.parents[:3]:
-            sync(folder)
+        placed = self._placed(kind, key)
         # A worker of an attempt that failed may still be writing; what it leaves, `gc` removes.
         shutil.rmtree(self.folder, ignore_errors=True)
-        return Artifact.at(target_folder)
+        return placed
+
+    def _merged(self, kind: str) -> tuple[dict[str, TableRecord], dict[str, int]]:
+        """Make every table of the artifact out of its parts; also gives the characters of each column `text`."""
+        merged: dict[str, TableRecord] = {}
+        characters: dict[str, int] = {}
+        for name in sorted({*self._claimed, *({kind} if self._has_table(kind) else ())}):
+            target = self.output / f"{name}.parquet"
+            if target.exists():
+                raise PunaError(f"{target}: a file of the stage has the name of its table; call it otherwise")
+            files = self.files(name)
+            if files:
+                rows, schema = tables.merge(name, files, target)
+            else:
+                tables.empty(name, target)
+                rows, schema = 0, table_schema(name).schema
+            shutil.rmtree(self.output / ".sort", ignore_errors=True)
+            content = digest.of_batches(schema, _batches(target, name, characters))
+            merged[name] = TableRecord(rows, content, {f.name: str(f.type) for f in schema})
+        return merged, characters
+
+    def _placed(self, kind: str, key: str) -> Artifact:
+        """Move the output to where the artifact lies, in one step; what another writer put there first stays."""
+        target = self.store.folder(kind, key)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and not (target / NAME).is_file():
+            self.store.set_aside(kind, key)
+        try:
+            os.rename(self.output, target)
+        except OSError as error:
+            if not (target / NAME).is_file():
+                raise PunaError(f"cannot commit {kind}/{key[:12]} to {target}: {error}") from error
+        for folder in target.parents[:3]:
+            sync(folder)
+        return Artifact.at(target)
 
     def _check_output(self) -> None:
         """PunaError where the stage wrote what cannot be committed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -18,23 +19,25 @@ def write(store: Store, run: str, output: Path | None) -> Path:
     """Write the page about `run` ("latest": the newest) and return where it is.
 
     The page needs nothing but itself: style, script and plots are inside, and no address is fetched.
-    Default of `output`: runs/<run>.html in the store. A run that is at work or was stopped gives a page too.
+    Default of `output`: runs/<run>.html in the store. A run that is at work, failed or was stopped gives a page too.
     Raises PunaError when there is no such run, or one of its artifacts cannot be read.
     """
     about = Run.open(store, run)
-    target = output if output is not None else store.root / "runs" / f"{about.name}.html"
+    name = about.log.name
+    target = output if output is not None else store.root / "runs" / f"{name}.html"
     if target.is_dir():
         raise PunaError(f"report {target}: is a folder; give the name of an HTML file")
     try:
         content = page(about).encode("utf-8")
     except (pa.ArrowException, FileNotFoundError) as error:
-        raise PunaError(f"report of run {about.name}: an artifact cannot be read ({error}); `puna verify` names the damaged one") from error
+        raise PunaError(f"report of run {name}: an artifact cannot be read ({error}); `puna verify` names the damaged one") from error
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(content)
         os.replace(temporary, target)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise PunaError(f"report {target}: cannot be written ({error})") from error
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise PunaError(f"report {target}: cannot be written ({error}); name another file with --output") from error
     return target

@@ -21,14 +21,15 @@ def page(run: Run) -> Html:
         _curation(run, levels, per_token), _corpus(run), _experiments(run), _pretraining(run), _alignment(run), _times(run), _lineage(run),
     ]  # fmt: skip
     links = [tag("a", title, href=f"#{name}") for name, title in NAVIGATION.items() if any(f' id="{name}"' in s for s in sections)]
+    again = tag("code", f"puna report {run.log.name}")
     body = tag(
         "body",
         tag("header", _head(run), tag("nav", links, aria_label="Sections"), _tiles(run, levels), _notices(run)),
         tag("main", sections),
-        tag("footer", "Everything here was read from the store's artifacts. ", tag("code", f"puna report {run.name}"), " makes it again."),
+        tag("footer", "Everything here was read from the store's artifacts. ", again, " makes it again."),
         Html(f"<script>{(HERE / 'page.js').read_text(encoding='utf-8')}</script>"),
     )
-    title = f"Puna: {run.flow or 'run'} {run.name}"
+    title = f"Puna: {run.log.flow or 'run'} {run.log.name}"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -47,16 +48,18 @@ NAVIGATION = {
 
 
 def _head(run: Run) -> Html:
-    when = run.started.strftime("%-d %B %Y, %H:%M UTC") if run.started else ""
-    kind = f"{run.flow} run" if run.flow else "run"
+    log = run.log
+    when = log.opened.strftime("%-d %B %Y, %H:%M UTC") if log.opened else ""
+    kind = f"{log.flow} run" if log.flow else "run"
     toggle = tag("button", "Light / dark", type="button", id="theme")
-    return tag("div", tag("div", tag("h1", "Puna"), tag("p", f"{kind} of {when}", tag("code", run.name))), toggle, class_="masthead")
+    return tag("div", tag("div", tag("h1", "Puna"), tag("p", f"{kind} of {when}", tag("code", log.name))), toggle, class_="masthead")
 
 
 def _notices(run: Run) -> Content:
     said = []
-    if not run.finished:
-        said.append("This run has not finished: it is still at work, or it was stopped. The page shows what there is.")
+    if run.log.state != "finished":
+        how = {"at work": "is still at work", "failed": f"failed: {run.log.error}"}.get(run.log.state, "was stopped")
+        said.append(f"This run {how.rstrip('.')}. The page shows what there is.")
     if run.missing:
         said.append(f"No longer in the store, and left out here: {', '.join(run.missing)}.")
     if not run.steps:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from puna.storage import Artifact, InputRecord, PunaError, Store
+from puna.storage.runs import RunLog
 
 ROUND = re.compile(r"(?:^|_)(?:round_?)?(\d+)$")
 
@@ -79,13 +79,9 @@ class Run:
     """Everything the report reads, through one place that remembers what was read."""
 
     store: Store
-    name: str
-    flow: str
+    log: RunLog
     steps: list[Step]
     missing: list[str]
-    started: datetime | None
-    ended: datetime | None
-    finished: bool
     _lengths: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @classmethod
@@ -96,26 +92,19 @@ class Run:
             if not names:
                 raise PunaError(f"store {store.root}: holds no run yet; `puna run pipeline` makes one")
             name = names[-1]
-        events = store.events(name)
-        if not events:
+        if not store.events(name):
             raise PunaError(f"run {name}: its log is empty")
+        log = store.log(name)
         latest: dict[str, Step] = {}
         missing: dict[str, None] = {}
-        for event in events:
-            if "key" not in event:
-                continue
-            step = str(event.get("step") or event.get("stage"))
-            artifact = store.find(str(event["kind"]), str(event["key"]))
+        for made in log.made:
+            artifact = store.find(made.kind, made.key)
             if artifact is None:
-                missing[f"{step} ({event['kind']}/{str(event['key'])[:12]})"] = None
+                missing[f"{made.step} ({made.kind}/{made.key[:12]})"] = None
                 continue
-            latest.pop(step, None)
-            latest[step] = Step(step, str(event["stage"]), artifact, bool(event["reused"]), float(event["seconds"]))
-        marks = {str(e.get("event")): e for e in events if "event" in e}
-        times = [datetime.fromisoformat(str(e["time"])) for e in events if "time" in e]
-        flow = str(marks.get("started", {}).get("flow", ""))
-        started, ended = (times[0], times[-1]) if times else (None, None)
-        return cls(store, name, flow, list(latest.values()), list(missing), started, ended, "finished" in marks)
+            latest.pop(made.step, None)
+            latest[made.step] = Step(made.step, made.stage, artifact, made.reused, made.seconds)
+        return cls(store, log, list(latest.values()), list(missing))
 
     def kind(self, *kinds: str) -> list[Step]:
         """Steps that wrote one of these kinds, in order."""

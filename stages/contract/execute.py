@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from puna.stages.contract import code
 from puna.stages.contract.config import StageConfig
 from puna.stages.contract.declaration import Stage, Value
+from puna.stages.contract.external import External
 from puna.stages.contract.measure import Meter
 from puna.stages.contract.run import Listener, StageRun
 from puna.storage import Artifact, Identity, InputRecord, PunaError, Store, Work
@@ -109,6 +111,13 @@ def _make(stage: Stage, config: StageConfig, given: dict[str, Value], run: Stage
         arguments.append(items if spec.many else (items[0] if items else None))
     with Meter() as meter:
         stage.function(*arguments, config, run)
+    try:
+        for item in chain.from_iterable(stage.check(given).values()):
+            if isinstance(item, External):
+                item.check_unchanged()
+    except PunaError:
+        work.discard()  # its parts are of other content than its key says
+        raise
     filtered = stage.check(given)[stage.filters] if stage.filters else []
     sources = [item for item in filtered if isinstance(item, Artifact)]
     for item in sources:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections import deque
@@ -65,6 +66,8 @@ class _Context(SpawnContext):
 
 def _start(parent: int) -> None:
     """Prepare a worker."""
+    # Ctrl-C reaches every process of a terminal: the worker ends at once, and the driver alone says so.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
 
 

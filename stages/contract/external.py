@@ -15,12 +15,16 @@ from puna.storage import PunaError
 
 @dataclass(frozen=True)
 class ExternalFile:
-    """One file of an external input: its name relative to the URI, its full address, size in bytes and digest."""
+    """One file of an external input: its name relative to the URI, its full address, size in bytes and digest.
+
+    `state`: what its file system tells versions of a file apart by, when it was digested.
+    """
 
     name: str
     address: str
     bytes: int
     digest: str
+    state: str
 
     def open(self) -> BinaryIO:
         """The file, opened for reading bytes."""
@@ -28,6 +32,14 @@ class ExternalFile:
 
         handle: BinaryIO = fsspec.open(self.address, "rb").open()
         return handle
+
+    def changed(self) -> bool:
+        """Whether it was written or removed since it was digested."""
+        import fsspec
+
+        system, path = fsspec.core.url_to_fs(self.address)
+        system.invalidate_cache()
+        return not system.exists(path) or _state(system.info(path)) != self.state
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,12 @@ class External:
     uri: str
     files: tuple[ExternalFile, ...]
     data_digest: str
+
+    def check_unchanged(self) -> None:
+        """PunaError where a file is no longer the one that was digested."""
+        for file in self.files:
+            if file.changed():
+                raise PunaError(f"input {self.name}: {file.address} was changed or removed while it was read; run again when it rests")
 
     @classmethod
     def resolve(cls, text: str) -> list[External]:
@@ -111,18 +129,24 @@ def _files(uri: str) -> Iterator[ExternalFile]:
     names = [address[len(root) :].lstrip("/") or PurePosixPath(address).name for address in addresses]
     # Hashing leaves the interpreter's lock, and a remote file system mostly waits.
     with ThreadPoolExecutor(cores()) as pool:
-        for name, address, digested in zip(names, addresses, ordered(pool, _digest, addresses, (system,)), strict=True):
-            yield ExternalFile(name, system.unstrip_protocol(address), *digested)
+        for name, address, found in zip(names, addresses, ordered(pool, _digested, addresses, (system,)), strict=True):
+            yield ExternalFile(name, system.unstrip_protocol(address), *found)
 
 
-def _digest(address: str, system: Any) -> tuple[int, str]:
-    """Size in bytes and sha256 of a file."""
+def _digested(address: str, system: Any) -> tuple[int, str, str]:
+    """Size in bytes, sha256 and state of a file."""
+    # Before the first byte is read: what is written from now on is seen as a change.
+    version = _state(system.info(address))
     state, size = hashlib.sha256(), 0
     with system.open(address, "rb") as handle:
         while chunk := handle.read(CHUNK_BYTES):
             state.update(chunk)
             size += len(chunk)
-    return size, state.hexdigest()
+    return size, state.hexdigest(), version
+
+
+def _state(info: dict[str, Any]) -> str:
+    return str([info.get(name) for name in ("size", "mtime", "ETag", "etag", "LastModified", "last_modified", "generation", "updated")])
 
 
 def _hub(name: str, uri: str) -> External:

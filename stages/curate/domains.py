@@ -103,7 +103,8 @@ def domains(documents: Documents, config: DomainsConfig, run: StageRun) -> None:
     if scored and len(kept) < 2:
         raise PunaError(
             f"domains: the seed words label {len(labels)} documents of {', '.join(kept) or 'no type'}; two types with at least "
-            f"domains.min_labels={config.min_labels} are needed"
+            f"domains.min_labels={config.min_labels} are needed. Give more pages or a lower number; the flow curate can do "
+            "without knowledge types, --set domains=null"
         )
     names: list[str] = []
     values: list[float] = []

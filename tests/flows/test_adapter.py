@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from puna.flows.settings import OFFLINE
@@ -134,8 +135,8 @@ def result(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.fixture(scope="module")
-def served(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], Store]]:
-    """What `puna serve` offers, by name, and its store."""
+def serving(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], Store, subprocess.Popen[bytes]]]:
+    """What `puna serve` offers, by name, its store and its process."""
     store = Store.open(tmp_path_factory.mktemp("served"))
     process = server.start("-m", "puna.flows.cli", "serve", "--store", str(store.root), "--cron", "align=0 3 * * *")
 
@@ -144,9 +145,15 @@ def served(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         found = {made["name"]: made for made in server.ask("POST", "/deployments/filter", {})}
         return found if "url_filter" in found else {}
 
-    yield until(offered), store
+    yield until(offered), store, process
     process.terminate()
     process.wait(60)
+
+
+@pytest.fixture
+def served(serving: tuple[dict[str, Any], Store, subprocess.Popen[bytes]]) -> tuple[dict[str, Any], Store]:
+    """What is offered, by name, and the store."""
+    return serving[:2]
 
 
 def test_every_flow_and_stage_is_a_form(served: tuple[dict[str, Any], Store]) -> None:
@@ -182,6 +189,23 @@ def test_a_value_out_of_range_is_refused_before_a_run(server: Server, served: tu
     asked = {"parameters": {"config": {**CONFIG, "heldout": -1}}, "state": {"type": "SCHEDULED"}}
     with pytest.raises(urllib.error.HTTPError, match="409"):
         server.ask("POST", f"/deployments/{offered['prompts']['id']}/create_flow_run", asked)
+
+
+def test_a_supervisor_that_ends_the_serving_ends_its_runs(server: Server, serving: tuple[dict[str, Any], Store, subprocess.Popen[bytes]]) -> None:
+    offered, store, process = serving
+    asked = {"parameters": {"config": {**CONFIG, "train": 2_000_000}}, "state": {"type": "SCHEDULED"}}
+    run = server.ask("POST", f"/deployments/{offered['prompts']['id']}/create_flow_run", asked)["id"]
+
+    def at_work() -> list[str]:
+        return [name for name in store.runs() if store.log(name).state == "at work"]
+
+    until(at_work)
+    below = psutil.Process(process.pid).children(recursive=True)
+    assert below
+    process.terminate()
+    assert process.wait(60) == 0
+    assert server.ask("GET", f"/flow_runs/{run}")["state"]["type"] == "CRASHED"
+    assert at_work() == [] and not any(one.is_running() for one in below)
 
 
 def test_a_run_without_a_server_loads_no_prefect(tmp_path: Path) -> None:

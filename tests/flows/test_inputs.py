@@ -1,7 +1,9 @@
-"""What inputs hold is looked at before any stage starts."""
+"""What inputs hold is looked at before any stage starts, and what changes meanwhile is no input."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,8 +12,9 @@ import pytest
 
 from puna.flows import pipeline
 from puna.flows.recipe import load
-from puna.stages.contract import External
-from puna.storage import PunaError
+from puna.stages.contract import External, perform
+from puna.stages.curate.ingest import IngestConfig, ingest
+from puna.storage import PunaError, Store
 
 
 class Started(Exception):
@@ -62,3 +65,25 @@ def test_inputs_without_rows_are_refused(tmp_path: Path) -> None:
             curate(*files)
     with pytest.raises(Started):  # an empty shard among others is none of our business
         curate(nothing, jsonl(tmp_path / "rows.jsonl", '{"text": "a page"}'))
+
+
+@pytest.mark.parametrize("change", ["longer", "as_long", "gone"])
+def test_an_input_that_changes_while_it_is_read_is_refused(tmp_path: Path, change: str) -> None:
+    file = jsonl(tmp_path / "rows.jsonl", '{"text": "a page"}')
+    os.utime(file, ns=(0, 0))
+    inputs = External.resolve(str(file))
+
+    def meanwhile(*inputs_and_run) -> None:
+        ingest.function(*inputs_and_run)
+        if change == "gone":
+            file.unlink()
+        else:
+            jsonl(file, '{"text": "a leaf"}' if change == "as_long" else '{"text": "a longer page"}')
+
+    stage = dataclasses.replace(ingest, function=meanwhile, version="1")
+    store = Store.open(tmp_path / "store")
+    with pytest.raises(PunaError, match=r"input rows: .*rows.jsonl was changed or removed while it was read"):
+        perform(stage, IngestConfig(), {"inputs": inputs}, store)
+    assert store.artifacts() == [] and list((store.root / "work").iterdir()) == []
+    jsonl(file, '{"text": "a longer page"}')
+    assert perform(ingest, IngestConfig(), {"inputs": External.resolve(str(file))}, store).artifact.rows() == 1

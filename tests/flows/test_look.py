@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from puna.flows.cli import app
-from puna.storage import Identity, InputRecord, PunaError, Store
+from puna.flows.look import _statements
+from puna.storage import Identity, InputRecord, PunaError, Store, runs
 
 RUNNER = CliRunner()
 ID = "ab" * 16
@@ -33,8 +34,8 @@ def store(tmp_path: Path) -> Store:
             dropped = {"id": [ID], "rule": ["words"], "value": [5.0], "threshold": [float(most)], "detail": pa.array([None], pa.string())}
             work.add("dropped", pa.table(dropped), "all")
             work.commit("documents", identity.key, identity, metrics={"kept": 0})
-    store.record("first-run", {"event": "started"})
-    store.record("first-run", {"key": pages.key, "step": "ingest", "reused": False, "seconds": 1.0})
+    store.record("first-run", runs.started("curate"))
+    store.record("first-run", runs.Made("ingest", "import", "pages", pages.key, False, 1.0).event())
     return store
 
 
@@ -58,7 +59,9 @@ def test_list_and_show(store: Store) -> None:
     listed = objects(run(store, "list", "--json"))
     assert [row["kind"] for row in listed] == ["pages", "documents", "signals", "documents", "documents"]
     assert [row["rows"] for row in objects(run(store, "list", "signals", "--json"))] == [{"signals": 1}]
-    assert objects(run(store, "list", "--runs", "--json")) == [{"run": "first-run", "artifacts": 1, "reused": 0, "finished": False}]
+    assert objects(run(store, "list", "--runs", "--json")) == [
+        {"run": "first-run", "state": "stopped", "artifacts": 1, "reused": 0, "error": ""}
+    ]
     assert listed[0]["id"] in run(store, "list")
     shown = json.loads(run(store, "show", selected(store)[0], "--json"))
     assert shown["config"] == {"words": {"most": 1}} and shown["metrics"] == {"characters": 0, "kept": 0}
@@ -133,6 +136,19 @@ def piped(store: Store, text: str, *words: str, code: int = 0) -> tuple[str, str
 def test_sql_from_a_pipe(store: Store) -> None:
     out, err = piped(store, "select 40 +\n2 as answer;\nselec;\n.exit\nselect 7 as never;\n", code=1)
     assert "42" in out and "error: Parser Error" in err and "7" not in out
+
+
+def test_ctrl_c_forgets_a_statement_and_keeps_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = iter(["select 'half", KeyboardInterrupt(), "select 1;", KeyboardInterrupt(), EOFError()])
+
+    def typing(prompt: str) -> str:
+        line = next(typed)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", typing)
+    assert list(_statements(True)) == ["select 1;"]
 
 
 @pytest.mark.parametrize("text", ["select 1 as a;\nselect 2\nas a", "select 1 as a; select 2 as a;", "select 1 as a;select 2 as a\n\n"])

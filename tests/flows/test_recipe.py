@@ -135,6 +135,24 @@ def test_values_are_yaml() -> None:
     assert values == {"a": {"b": 1, "c": [1, 2]}, "d": None}
 
 
+def test_knowledge_types_may_be_left_out_of_curation_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: dict[str, dict] = {}
+
+    def step(stage, config, /, *, label="", **inputs):
+        steps[label or stage.name] = inputs
+        return stage.name
+
+    monkeypatch.setattr(pipeline, "step", step)
+    monkeypatch.setattr(pipeline, "check_inputs", lambda *_: None)
+    without = load("demo", ["domains=null", "quality=null"])
+    assert pipeline.curate(without, []).domains is None
+    assert "domains" not in steps and steps["select_model"]["signals"] == ["code_reasoning"]
+    steps.clear()
+    with pytest.raises(PunaError, match="domains: null is for the flow curate alone"):
+        pipeline.base(without, [])
+    assert steps == {}
+
+
 def test_rounds_differ_in_their_seed_alone() -> None:
     first, second = (in_round(load("demo").sample, n) for n in (1, 2))
     assert first.seed != second.seed

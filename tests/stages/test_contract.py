@@ -13,6 +13,7 @@ from pydantic import Field
 from puna.stages.contract import Documents, StageConfig, StageRun, execute, identify, perform, stage
 from puna.storage import PunaError, Store
 from puna.storage.explain import against
+from puna.storage.runs import Made
 
 CALLS: list[str] = []
 
@@ -194,7 +195,7 @@ def test_a_damaged_input_is_refused_and_a_damaged_hit_is_made_again(tmp_path: Pa
     file.write_bytes(bytes(data))
     again = perform(shortening, ShorteningConfig(), {"documents": docs}, store)
     assert not again.reused and again.artifact.data_digest == made.data_digest and not again.artifact.damage()
-    store.record("run", {"step": "shortening", "key": made.key})
+    store.record("run", Made("shortening", "shortening", made.kind, made.key, False, 1.0).event())
     told = against(store, identify(shortening, ShorteningConfig(), {"documents": docs}), "shortening")
     assert [str(c) for c in told or ()] == [f"artifact {made.key[:12]}: made before → damaged or removed since"]
     docs.path("documents.parquet").write_bytes(b"short")

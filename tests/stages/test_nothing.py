@@ -40,10 +40,10 @@ CASES: list[tuple[Any, Any, dict[str, str], str]] = [
     (quality, QualityConfig(), {"documents": "documents"}, "quality: documents/.* has no documents"),
     (tokenizer, TokenizerConfig(), {"documents": "documents"}, "documents/.* has no training documents with text"),
     (instructions, InstructionsConfig(), {"prompts": "prompts"}, "instructions: prompts/.* has no training prompts"),
-    (preferences, PreferencesConfig(), {"answers": "answers", "prompts": "prompts"}, "preferences: answers/.* has no answers"),
+    (preferences, PreferencesConfig(), {"answers": "answers", "prompts": "prompts"}, "answers/.* has no answers"),
     (
         rejection_sample, RejectionSampleConfig(), {"answers": "answers", "reward_model": "model", "prompts": "prompts"},
-        "rejection_sample: answers/.* has no answers",
+        "answers/.* has no answers",
     ),
     (data_quality, DataQualityConfig(), {"instructions": "instructions", "model": "model"}, "data_quality: instructions/.* has no instr"),
 ]  # fmt: skip

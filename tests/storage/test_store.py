@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.storage import Artifact, Identity, InputRecord, Manifest, PunaError, Store, care, catalog, digest
+from puna.storage import Artifact, Identity, InputRecord, Manifest, PunaError, Store, care, catalog, digest, runs
 from puna.storage.explain import changes, explain
 from puna.storage.manifest import code_version
 
@@ -179,11 +179,44 @@ def test_damage_is_found_and_set_aside(tmp_path: Path, harm: str) -> None:
     assert store.artifacts() == [] and care.verify(store) == []
 
 
+def made(step: str, artifact: Artifact) -> dict:
+    return runs.Made(step, artifact.manifest.stage, artifact.kind, artifact.key, False, 1.0).event()
+
+
+def test_what_a_run_at_work_has_is_no_garbage(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    artifact = store.import_table("signals", signals(["a"], [1]))
+    with store.at_work("run"):
+        store.record("run", runs.started("curate"))
+        store.record("run", made("one", artifact))
+        assert store.log("run").state == "at work"
+        assert care.collect(store, keep_runs=0, work_days=0, remove=True) == [] and store.artifacts() == [artifact]
+    assert store.log("run").state == "stopped"
+    assert [g.folder for g in care.collect(store, keep_runs=0, work_days=0, remove=True)] == [artifact.folder]
+
+
+@pytest.mark.parametrize(("events", "state", "error"), [
+    ([], "stopped", ""), ([runs.finished()], "finished", ""), ([runs.failed("field: wrong")], "failed", "field: wrong"),
+])  # fmt: skip
+def test_a_log_tells_how_a_run_ended(tmp_path: Path, events: list[dict], state: str, error: str) -> None:
+    store = Store.open(tmp_path)
+    artifact = store.import_table("signals", signals(["a"], [1]))
+    for event in (runs.started("curate"), made("one", artifact), {"note": "of another version"}, *events):
+        store.record("run", event)
+    log = store.log("run")
+    assert (log.flow, log.state, log.error) == ("curate", state, error)
+    assert log.made == (runs.Made("one", "import", "signals", artifact.key, False, 1.0),)
+    assert log.opened is not None and log.closed is not None and log.opened <= log.closed
+
+
 def test_garbage_is_what_no_alias_and_no_recent_run_needs(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     one, two, three = (store.import_table("signals", signals(["a"], [n])) for n in (1, 2, 3))
     store.set_alias("kept@latest", one)
-    store.record("run", {"key": two.key, "reused": False})
+    store.record("run", made("two", two))
+    # A run that made nothing does not push another out.
+    store.record("vain", runs.started("curate"))
+    store.record("vain", runs.failed("no such file"))
     found = care.collect(store, keep_runs=1, work_days=1, remove=True)
     assert [g.folder for g in found] == [three.folder]
     assert {a.key for a in store.artifacts()} == {one.key, two.key}
@@ -289,6 +322,30 @@ def test_the_catalog_reads_every_table_and_writes_nothing(tmp_path: Path) -> Non
     ):
         with pytest.raises(PunaError):
             catalog.query(store, writing)
+
+
+@pytest.mark.parametrize("left", [None, b"", b"PAR1 cut short"])
+def test_a_table_that_is_gone_is_named(tmp_path: Path, left: bytes | None) -> None:
+    store = Store.open(tmp_path)
+    file = store.import_table("signals", signals(["a"], [1])).path("signals.parquet")
+    file.unlink()
+    if left is not None:
+        file.write_bytes(left)
+    with pytest.raises(PunaError, match="table signals of an artifact cannot be read.*signals.parquet.*puna verify"):
+        catalog.query(store, "select 1")
+
+
+@pytest.mark.parametrize("text", ["", "no json", "{}", "[]"])
+def test_a_broken_alias_is_named(tmp_path: Path, text: str) -> None:
+    store = Store.open(tmp_path)
+    made = store.import_table("signals", signals(["a"], [1]))
+    store.set_alias("best@latest", made)
+    (tmp_path / "refs" / "best" / "latest.json").write_text(text)
+    for use in (lambda: store.alias("best@latest"), store.names, lambda: care.collect(store, keep_runs=0, work_days=0, remove=True)):
+        with pytest.raises(PunaError, match="latest.json: does not say what it points to"):
+            use()
+    store.set_alias("best@latest", made)
+    assert store.alias("best@latest") == made
 
 
 def manifest(**changed: object) -> Manifest:

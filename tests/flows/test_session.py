@@ -1,0 +1,86 @@
+"""How a run that does not reach its end is told: by the terminal, by its log, by the commands that look."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from puna.flows.session import session
+from puna.storage import PunaError, Store
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("error", "state", "said"), [
+    (PunaError("field: wrong"), "failed", "field: wrong"), (ValueError(), "failed", "ValueError"), (KeyboardInterrupt(), "stopped", ""),
+])  # fmt: skip
+def test_the_log_tells_what_ended_a_run(tmp_path: Path, error: BaseException, state: str, said: str) -> None:
+    store = Store.open(tmp_path)
+    with pytest.raises(type(error)), session(store, flow="curate", workers=1) as now:
+        assert store.log(now.run).state == "at work"
+        raise error
+    log = store.log(now.run)
+    assert (log.flow, log.state, log.error) == ("curate", state, said)
+
+
+def test_a_step_that_fails_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    words = [sys.executable, "-m", "puna.flows.cli", "run", "ingest", "--store", str(tmp_path / "store"), "--input", str(tmp_path / "empty.jsonl")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / ".pkg"), "PREFECT_API_URL": ""}
+    done = subprocess.run([*words, "--workers", "1", "--json"], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1 and done.stdout == ""
+    first, second = done.stderr.splitlines()
+    assert first.split() == ["ingest", "not", "finished"] and second.startswith("error: ingest: ")
+    listed = subprocess.run(
+        [sys.executable, "-m", "puna.flows.cli", "list", "--runs", "--json", "--store", str(tmp_path / "store")],
+        capture_output=True, text=True, env=environment, check=True,
+    )  # fmt: skip
+    row = json.loads(listed.stdout)
+    assert (row["state"], row["artifacts"]) == ("failed", 0) and second == f"error: {row['error']}"
+
+
+WAITING = """
+import time
+from pathlib import Path
+from puna.flows.session import session
+from puna.stages.contract.executor import ordered
+from puna.storage import Store
+
+def wait(name):
+    Path(name).touch()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    import sys
+    with session(Store.open(sys.argv[1]), flow="curate", workers=2) as now:
+        list(ordered(now.executor, wait, [sys.argv[1] + "/a", sys.argv[1] + "/b"], ()))
+"""
+
+
+def test_ctrl_c_ends_the_driver_and_its_workers_in_peace(tmp_path: Path) -> None:
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / ".pkg"), "PREFECT_API_URL": ""}
+    # A shell starts background work with SIGINT ignored; a terminal does not.
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not ((tmp_path / "a").exists() and (tmp_path / "b").exists()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert "the same command goes on from there" in out
+    assert error.count("Traceback") == 1 and "_process_worker" not in error  # the script's own: `puna` prints none
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
