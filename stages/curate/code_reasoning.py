@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from puna.stages.contract import Documents, Figure, Signals, StageRun, stage
-from puna.stages.curate.classifier import ClassifierConfig, auc, calibration, out_of_fold, prepare
+from puna.stages.curate.learned.classifier import ClassifierConfig, auc, calibration, out_of_fold, prepare
 from puna.stages.curate.select import signals_of
 from puna.stages.curate.text.technical import Technical, measured
 from puna.storage import Artifact, Part, PunaError
@@ -66,7 +66,7 @@ def code_reasoning(documents: Documents, labels: list[Signals] | None, config: C
     `code_judgement` and `reasoning_judgement`, which `judge` makes by its `signal`; null: not judged). Without them the
     text labels itself: where lines of code, or words of deduction and formulas, are plainly many or plainly missing; pages
     between are scored but not learned from. Then the figures measure consistency, not truth. `code_score` and
-    `reasoning_score` are probabilities out of fold (`puna.stages.curate.classifier`); `code_line_fraction`, `formulas` and
+    `reasoning_score` are probabilities out of fold (`puna.stages.curate.learned.classifier`); `code_line_fraction`, `formulas` and
     `reasoning_words` are what was counted in the characters read. The models trained on all labels are `code.bin` and `reasoning.bin`.
     """
     parts = run.parts(documents, columns=["id", "source", "text"])

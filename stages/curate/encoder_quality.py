@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, External, Model, SeededConfig, Signals, StageRun, stage
-from puna.stages.curate.draws import folds
-from puna.stages.curate.neural.place import Place, place_of, reading
+from puna.stages.curate.learned.place import Place, place_of, reading
 from puna.stages.curate.quality import ranks_within, report
+from puna.stages.curate.rows.draws import folds
 from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, Part, PunaError
 

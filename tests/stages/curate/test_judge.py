@@ -15,7 +15,7 @@ from puna.stages.contract.config import parse
 from puna.stages.curate.code_reasoning import CodeReasoningConfig, code_reasoning
 from puna.stages.curate.encoder_quality import EncoderQualityConfig, encoder_quality
 from puna.stages.curate.judge import JudgeConfig, judge
-from puna.stages.curate.neural.questions import SCALES, TEXT, TOP, built_in, tokens_apart
+from puna.stages.curate.learned.questions import SCALES, TEXT, TOP, built_in, tokens_apart
 from puna.storage import Identity, PunaError, Store
 
 PROMPT = "How good is this? {text} Say it."

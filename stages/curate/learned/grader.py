@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from puna.stages.curate.neural.place import Place
-from puna.stages.curate.neural.questions import TEXT, Question, tokens_apart
+from puna.stages.curate.learned.place import Place
+from puna.stages.curate.learned.questions import TEXT, Question, tokens_apart
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
