@@ -131,7 +131,8 @@ def _graded(
 
 def _batches(documents: Artifact, chosen: NDArray[np.int64], size: int) -> Iterator[list[str]]:
     """The texts of the chosen rows, `size` at a time: the same together however the table is cut."""
-    first, waiting = 0, []
+    first = 0
+    waiting: list[str] = []
     for batch in documents.batches(columns=["text"]):
         low, high = np.searchsorted(chosen, [first, first + batch.num_rows])
         waiting += batch.column(0).take(pa.array(chosen[low:high] - first)).to_pylist()
