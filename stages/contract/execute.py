@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import time
 from collections.abc import Callable
@@ -148,7 +149,9 @@ def _check_rows(stage: Stage, came: int, sources: list[Artifact], work: Work) ->
             raise PunaError(f"{said}; {came - kept - dropped} are lost: {shown}")
 
 
+@functools.cache
 def _libraries() -> dict[str, str]:
+    """Versions of the libraries that results may depend on; a process has one of each."""
     found = {}
     for name in LIBRARIES:
         try:

@@ -12,8 +12,8 @@ import pyarrow as pa
 from pydantic import Field
 
 from puna.stages.contract import External, ExternalFile, StageConfig, StageRun, stage
-from puna.stages.curate import urls
 from puna.stages.curate.reading import readers
+from puna.stages.curate.text import urls
 from puna.storage import PunaError
 
 KINDS = {"domains": "domain", "urls": "url", "words": "word", "expressions": "expression"}

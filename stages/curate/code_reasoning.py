@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from puna.stages.contract import Documents, Figure, Signals, StageRun, stage
-from puna.stages.curate.classifier import ClassifierConfig, auc, calibration, out_of_fold, prepare
+from puna.stages.curate.learned.classifier import ClassifierConfig, auc, calibration, out_of_fold, prepare
 from puna.stages.curate.select import signals_of
 from puna.stages.curate.text.technical import Technical, measured
 from puna.storage import Artifact, Part, PunaError
@@ -57,16 +58,16 @@ class CodeReasoningConfig(ClassifierConfig):
 
 
 @stage(kind="signals")
-def code_reasoning(documents: Documents, labels: Signals | None, config: CodeReasoningConfig, run: StageRun) -> None:
+def code_reasoning(documents: Documents, labels: list[Signals] | None, config: CodeReasoningConfig, run: StageRun) -> None:
     """Score documents with two fastText classifiers of their own: pages with code, pages that reason.
 
     The classifiers of Llama 3 (arXiv 2407.21783, section 3.1.3) learn from pages that a language model has graded for
     code interleaved with prose and for deduction in mathematics and the sciences. `labels` takes such grades (signals
-    `code_judgement` and `reasoning_judgement`; null: not judged). Without them the text labels itself: where lines of code, or words of
-    deduction and formulas, are plainly many or plainly missing; pages between are scored but not learned from. Then
-    the figures measure consistency, not truth. `code_score` and `reasoning_score` are probabilities out of fold
-    (`puna.stages.curate.classifier`); `code_line_fraction`, `formulas` and `reasoning_words` are what was counted in the
-    characters read. The models trained on all labels are `code.bin` and `reasoning.bin`.
+    `code_judgement` and `reasoning_judgement`, which `judge` makes by its `signal`; null: not judged). Without them the
+    text labels itself: where lines of code, or words of deduction and formulas, are plainly many or plainly missing; pages
+    between are scored but not learned from. Then the figures measure consistency, not truth. `code_score` and
+    `reasoning_score` are probabilities out of fold (`puna.stages.curate.learned.classifier`); `code_line_fraction`, `formulas` and
+    `reasoning_words` are what was counted in the characters read. The models trained on all labels are `code.bin` and `reasoning.bin`.
     """
     parts = run.parts(documents, columns=["id", "source", "text"])
     counts: dict[str, Technical] = {}
@@ -75,7 +76,7 @@ def code_reasoning(documents: Documents, labels: Signals | None, config: CodeRea
         counts.update(found)
         exempt += spared
     ids = sorted(counts)
-    graded = None if labels is None else _grades(ids, labels, config)
+    graded = _grades(ids, labels, config) if labels else None
     files = prepare(run, documents, config) if ids else []
     columns: dict[str, list[float | None]] = {
         "code_line_fraction": [round(counts[i].code_lines / max(counts[i].lines, 1), DIGITS) for i in ids],
@@ -115,15 +116,19 @@ def _label(kind: str, found: Technical, config: CodeReasoningConfig) -> bool | N
     return False if words <= config.max_reasoning_words and not found.formulas else None
 
 
-def _grades(ids: list[str], labels: Artifact, config: CodeReasoningConfig) -> dict[str, dict[str, bool]]:
+def _grades(ids: list[str], labels: list[Artifact], config: CodeReasoningConfig) -> dict[str, dict[str, bool]]:
     """Kind → document → whether its grade is good enough; documents that were not judged are left out."""
-    names = {kind: f"{kind}_judgement" for kind in KINDS}
-    there = [name for name in labels.read().schema.names if name != "id"]
-    if missing := [name for name in names.values() if name not in there]:
-        raise PunaError(f"code_reasoning: {labels.id} has no signal {missing[0]!r} of a judge's grades; it has {', '.join(there)}")
-    table = signals_of(labels, pa.chunked_array([pa.array(ids, pa.string())]), list(names.values()))
-    grades = {kind: zip(ids, table[name].to_pylist(), strict=True) for kind, name in names.items()}
-    return {kind: {i: grade >= config.min_judgement for i, grade in pairs if grade is not None} for kind, pairs in grades.items()}
+    found = {}
+    for kind in KINDS:
+        name = f"{kind}_judgement"
+        having = [artifact for artifact in labels if name in pq.read_schema(artifact.path("signals.parquet")).names]
+        if len(having) != 1:
+            given = ", ".join(artifact.id for artifact in labels)
+            said = f"one of {given} is to have the signal {name!r} of a judge's grades; {len(having)} have it"
+            raise PunaError(f"code_reasoning.labels: {said}")
+        grades = signals_of(having[0], pa.chunked_array([pa.array(ids, pa.string())]), [name])[name].to_pylist()
+        found[kind] = {i: grade >= config.min_judgement for i, grade in zip(ids, grades, strict=True) if grade is not None}
+    return found
 
 
 def _scores(

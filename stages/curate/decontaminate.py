@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, Figure, Prompts, StageConfig, StageRun, stage
-from puna.stages.curate.decontaminate_fuzzy import FuzzyIndex, build_fuzzy, fuzzy_match
+from puna.stages.curate.text.fuzzy_match import FuzzyIndex, build_fuzzy, fuzzy_match
 from puna.storage import Artifact, Part
 
 RULE = "decontaminate.ngram"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, Figure, StageRun, stage
-from puna.stages.curate.classifier import ClassifierConfig, out_of_fold, prepare
+from puna.stages.curate.learned.classifier import ClassifierConfig, out_of_fold, prepare
 from puna.storage import Part, PunaError
 
 CODE = "code"

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, External, Model, SeededConfig, Signals, StageRun, stage
-from puna.stages.curate.draws import folds
+from puna.stages.curate.learned.place import Place, place_of, reading
 from puna.stages.curate.quality import ranks_within, report
+from puna.stages.curate.rows.draws import folds
 from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, Part, PunaError
 
@@ -68,16 +69,14 @@ def encoder_quality(
     of `quality`, so that `select` applies the same rules; the head trained on all labels is `head.npz`, and the metric
     `threshold` the quality that the share `keep` of the documents reaches.
     """
-    if (model is None) == (encoder is None):
-        raise PunaError("encoder_quality: give one encoder, an artifact of a model or the folder of a Hugging Face encoder")
+    place = place_of("encoder_quality", "encoder", model, encoder)
     head = documents.read(columns=["id", "source"]).to_pydict()
     ids, sources = head["id"], np.array(head["source"], dtype=object)
     scored = np.flatnonzero(~np.isin(sources, config.exempt_sources))
     chosen = [ids[row] for row in scored]
     known, positive = _labels(chosen, sources[scored], labels, config)
     parts = run.parts(documents, columns=["id", "source", "text"])
-    place = ("model", str(model.path())) if model is not None else ("encoder", _folder(encoder))
-    files = list(run.map(_embed, parts, place, config, str(run.scratch), rows=len(parts)))
+    files = list(run.map(_embed, parts, place, model is not None, config, str(run.scratch), rows=len(parts)))
     vectors = np.concatenate([np.load(file, mmap_mode="r") for file in files]) if files else np.zeros((0, 1), np.float32)
     values = _out_of_fold(vectors, chosen, known, positive, config)
     final = fit(vectors[known], positive[known], config.penalty)
@@ -123,15 +122,6 @@ def _labels(
     return known, positive
 
 
-def _folder(encoder: External | None) -> str:
-    """The local folder of a Hugging Face encoder; PunaError where there is none."""
-    assert encoder is not None
-    folder = Path(encoder.uri.removeprefix("file://"))
-    if not (folder / "config.json").is_file():
-        raise PunaError(f"encoder_quality.encoder: {encoder.uri} is no local folder of a Hugging Face model (it has no config.json)")
-    return str(folder)
-
-
 def _out_of_fold(
     vectors: NDArray[np.float32], ids: list[str], known: NDArray[np.int64], positive: NDArray[np.bool_], config: EncoderQualityConfig
 ) -> NDArray[np.float64]:
@@ -167,13 +157,11 @@ def fit(vectors: NDArray[np.float32], positive: NDArray[np.bool_], penalty: floa
     return Head(mean, scale, weights[:-1], float(weights[-1]))
 
 
-def _embed(part: Part, place: tuple[str, str], config: EncoderQualityConfig, scratch: str) -> str:
-    """In a worker: mean hidden states of a part's documents in a file, float32[n, D].
+def _embed(part: Part, place: Place, own: bool, config: EncoderQualityConfig, scratch: str) -> str:
+    """In a worker: mean hidden states of a part's documents in a file, float32[n, D]; `own`: by the pipeline's model.
 
-    One document at a time, on one thread: a vector must not depend on its company.
+    One document at a time: a vector must not depend on its company.
     """
-    import torch
-
     file = Path(scratch) / f"vectors-{part.start}-{part.stop}.npy"
     if file.exists():
         return str(file)
@@ -183,14 +171,9 @@ def _embed(part: Part, place: tuple[str, str], config: EncoderQualityConfig, scr
         for text, source in zip(table["text"].to_pylist(), table["source"].to_pylist(), strict=True)
         if source not in config.exempt_sources
     ]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.no_grad():
-            encode, width = (_own if place[0] == "model" else _hugging_face)(place[1], config.max_tokens)
-            vectors = np.array([encode(text) for text in texts], np.float32).reshape(len(texts), width)
-    finally:
-        torch.set_num_threads(threads)
+    with reading():
+        encode, width = (_own if own else _hugging_face)(place.folder, config.max_tokens)
+        vectors = np.array([encode(text) for text in texts], np.float32).reshape(len(texts), width)
     temporary = file.with_suffix(f".{part.start}.tmp.npy")
     np.save(temporary, vectors)
     temporary.replace(file)

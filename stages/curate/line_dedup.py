@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, StageConfig, StageRun, stage
-from puna.stages.curate.line_dedup_pieces import (
+from puna.stages.curate.signals.measure import buffers
+from puna.stages.curate.text.code_lines import looks_like_code
+from puna.stages.curate.text.line_pieces import (
     RADIX,
     Frequent,
     by_radix,
@@ -23,8 +25,6 @@ from puna.stages.curate.line_dedup_pieces import (
     with_blank_lines,
     without_pieces,
 )
-from puna.stages.curate.signals.measure import buffers
-from puna.stages.curate.text.code_lines import looks_like_code
 from puna.storage import Part
 from puna.storage.schemas import table_schema
 

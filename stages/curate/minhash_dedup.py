@@ -17,7 +17,7 @@ from puna.stages.curate.minhash.config import MinhashDedupConfig
 from puna.stages.curate.minhash.decide import Found, Job, company, preference, resolved
 from puna.stages.curate.minhash.index import INDEX, write_index
 from puna.stages.curate.minhash.sketch import Place, Sketches, band_edges, sketch, store_shingles
-from puna.stages.curate.removal import without, write_removed
+from puna.stages.curate.rows.removal import without, write_removed
 from puna.storage import Artifact, PunaError
 
 __all__ = ["MinhashDedupConfig", "minhash_dedup"]

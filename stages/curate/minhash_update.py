@@ -15,7 +15,7 @@ from puna.stages.curate.minhash.decide import Found, Job, collapse, decide, grou
 from puna.stages.curate.minhash.index import INDEX, Index, write_index
 from puna.stages.curate.minhash.sketch import sketch
 from puna.stages.curate.minhash_dedup import scores
-from puna.stages.curate.removal import without, write_removed
+from puna.stages.curate.rows.removal import without, write_removed
 from puna.storage import Artifact, PunaError
 
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, field_validator
 
 from puna.stages.contract import Documents, Evaluation, Figure, Mixture, SeededConfig, StageRun, stage
-from puna.stages.curate.cluster_weights import FINEWEB_2, cluster_sizes, weights_of
-from puna.stages.curate.draws import uniform
+from puna.stages.curate.rows.cluster_weights import FINEWEB_2, cluster_sizes, weights_of
+from puna.stages.curate.rows.draws import uniform
 from puna.stages.pretrain.corpus import check_mixture
 from puna.storage import Part, PunaError
 

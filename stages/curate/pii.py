@@ -9,7 +9,7 @@ import pyarrow as pa
 from pydantic import Field, PositiveInt
 
 from puna.stages.contract import Documents, StageConfig, StageRun, stage
-from puna.stages.curate.personal import find, masked
+from puna.stages.curate.text.personal import find, masked
 from puna.storage.schemas import table_schema
 
 Entity = Literal["email", "iban", "card", "ssn", "ip_address", "address", "phone"]

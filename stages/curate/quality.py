@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, Figure, Signals, StageRun, stage
-from puna.stages.curate.classifier import ClassifierConfig, auc, calibration, out_of_fold, prepare
+from puna.stages.curate.learned.classifier import ClassifierConfig, auc, calibration, out_of_fold, prepare
 from puna.stages.curate.select import signals_of
 from puna.storage import PunaError
 
@@ -25,7 +25,7 @@ def quality(documents: Documents, language: Signals | None, config: QualityConfi
     """Score documents with a fastText classifier: positives are the documents of good sources, negatives all others.
 
     Llama 3 (arXiv 2407.21783, section 3.1.3) and DCLM (2406.11794) train such classifiers; ours is trained in the run, on
-    the documents themselves, and every score is out of fold (`puna.stages.curate.classifier`). `quality` is the
+    the documents themselves, and every score is out of fold (`puna.stages.curate.learned.classifier`). `quality` is the
     probability of a good source, `quality_rank` the share of scored documents with a lower one, within the document's
     language where the signals of `language` are given. Null for documents of exempt sources. The model trained on all
     documents is `quality.bin`. The score says how much a document reads like the good sources, no more: where they differ

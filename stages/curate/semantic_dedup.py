@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, SeededConfig, StageRun, stage
-from puna.stages.curate.removal import without, write_removed
+from puna.stages.curate.rows.removal import without, write_removed
 from puna.storage import Artifact, Part
 
 BLOCK = 4096

@@ -6,8 +6,8 @@ import pyarrow as pa
 from pydantic import Field
 
 from puna.stages.contract import Documents, StageConfig, StageRun, stage
-from puna.stages.curate import urls
-from puna.stages.curate.removal import without, write_removed
+from puna.stages.curate.rows.removal import without, write_removed
+from puna.stages.curate.text import urls
 from puna.storage import Part
 
 

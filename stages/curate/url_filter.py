@@ -14,8 +14,8 @@ from pydantic import Field
 from xxhash import xxh64_intdigest
 
 from puna.stages.contract import Documents, Lists, StageConfig, StageRun, stage
-from puna.stages.curate import urls
 from puna.stages.curate.block_lists import DEPTH, parsed
+from puna.stages.curate.text import urls
 from puna.storage import PunaError
 from puna.storage.schemas import table_schema
 

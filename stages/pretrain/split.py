@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, SeededConfig, Signals, StageRun, stage
-from puna.stages.curate import urls
-from puna.stages.curate.draws import uniform
+from puna.stages.curate.rows.draws import uniform
+from puna.stages.curate.text import urls
 from puna.storage import Artifact, Part, PunaError
 
 UNKNOWN = "unknown"

@@ -1,6 +1,6 @@
 """Other toolkits, each in a virtual environment of its own: their dependencies do not fit ours nor each other's.
 
-    run("datatrove", "peer_datatrove.py", texts=[...])
+    run("datatrove", "peer_minhash_datatrove.py", texts=[...])
 
 makes the environment on first use (below PUNA_PEERS, `.peers` otherwise), runs the script with it on one thread, and
 returns what it prints as JSON. A script gets the path of a JSON file: {"texts": [...], ...}.

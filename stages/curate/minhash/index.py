@@ -113,4 +113,5 @@ class Index(NamedTuple):
             piece = texts[int(fact["text"]) : int(fact["text"] + fact["bytes"])]
             pieces.append(codec.decompress(piece.tobytes(), int(fact["raw"]), asbytes=True))
         offsets = np.cumsum([0, *map(len, pieces)]).astype(np.int64)
-        return of_words(words_of(np.frombuffer(b"".join(pieces), np.uint8), offsets), config)
+        # A writable array, as everywhere else: for others the loops would be compiled and loaded once more.
+        return of_words(words_of(np.frombuffer(bytearray().join(pieces), np.uint8), offsets), config)

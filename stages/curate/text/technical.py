@@ -1,4 +1,8 @@
-"""How much of a text is code and how much of it reasons, measured on the text alone."""
+"""How much of a text is code and how much of it reasons, measured on the text alone.
+
+Its lines of code are the certain ones, counted in array operations over a whole page; `puna.stages.curate.text.code_lines` says
+why there is another notion, which in doubt takes a line for code.
+"""
 
 from __future__ import annotations
 

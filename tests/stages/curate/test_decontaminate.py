@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from puna.stages.contract import execute
 from puna.stages.curate.decontaminate import DecontaminateConfig, build_index, decontaminate, match
-from puna.stages.curate.decontaminate_fuzzy import build_fuzzy, fuzzy_match
+from puna.stages.curate.text.fuzzy_match import build_fuzzy, fuzzy_match
 from puna.storage import Store
 
 QUESTION = "A train leaves the old station at nine and meets another one at noon, where do they meet?"

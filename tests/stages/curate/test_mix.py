@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from puna.stages.contract import execute
-from puna.stages.curate.cluster_weights import FINEWEB_2, cluster_sizes, weights_of
 from puna.stages.curate.mix import MixConfig, down_sampled, mix, plan
+from puna.stages.curate.rows.cluster_weights import FINEWEB_2, cluster_sizes, weights_of
 from puna.storage import Artifact, PunaError, Store
 
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puna.stages.contract import execute
-from puna.stages.curate.personal import FINDERS, find, luhn, masked
 from puna.stages.curate.pii import PiiConfig, pii
+from puna.stages.curate.text.personal import FINDERS, find, luhn, masked
 from puna.storage import Store
 
 ALL = tuple(FINDERS)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from puna.stages.contract import execute
-from puna.stages.curate.classifier import _balanced, auc, calibration
-from puna.stages.curate.draws import folds, uniform
+from puna.stages.curate.learned.classifier import _balanced, auc, calibration
 from puna.stages.curate.quality import QualityConfig, quality, ranks_within
+from puna.stages.curate.rows.draws import folds, uniform
 from puna.storage import PunaError, Store
 
 SMALL = {"dimension": 8, "buckets": 10_000, "epochs": 20, "learning_rate": 0.5}

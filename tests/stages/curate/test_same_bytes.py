@@ -24,6 +24,7 @@ from puna.stages.curate.encoder_quality import EncoderQualityConfig, encoder_qua
 from puna.stages.curate.extract import ExtractConfig, extract
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.curate.ingest import IngestConfig, ingest
+from puna.stages.curate.judge import JudgeConfig, judge
 from puna.stages.curate.language import LanguageConfig, language
 from puna.stages.curate.line_dedup import LineDedupConfig, line_dedup
 from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
@@ -152,7 +153,7 @@ SPECS = {
     ),
     "quality": (quality, QualityConfig(**SMALL), lambda w: {"documents": w.documents, "language": w.made["language"]}),
     "code_reasoning": (
-        code_reasoning, CodeReasoningConfig(**SMALL), lambda w: {"documents": w.documents, "labels": w.grades}
+        code_reasoning, CodeReasoningConfig(**SMALL), lambda w: {"documents": w.documents, "labels": [w.grades]}
     ),
     "domains": (domains, DomainsConfig(**SMALL, min_labels=5), lambda w: {"documents": w.documents}),
     "select": (
@@ -171,6 +172,8 @@ SPECS = {
     "split": (split, SplitConfig(), lambda w: {"documents": w.documents, "signals": w.made["domains"]}),
     "mix": (mix, MixConfig(), lambda w: {
         "documents": w.documents, "split": w.made["split"], "deduplicated": [w.made["minhash_dedup"], w.made["url_dedup"]]}),
+    "judge": (judge, JudgeConfig(max_tokens=32, prompt="Grade {text}", sample=10, batch_documents=3), lambda w: {
+        "documents": w.documents, "model": w.model, "language": w.made["language"]}),
     "encoder_quality": (encoder_quality, EncoderQualityConfig(max_tokens=32), lambda w: {
         "documents": w.documents, "model": w.model, "language": w.made["language"]}),
 }  # fmt: skip

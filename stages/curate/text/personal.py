@@ -12,7 +12,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from puna.stages.curate.postal import postal_addresses
+from puna.stages.curate.text.postal import postal_addresses
 
 
 class Span(NamedTuple):
@@ -220,7 +220,7 @@ def phones(text: str) -> Iterator[Span]:
 
 
 def addresses(text: str) -> Iterator[Span]:
-    """Postal addresses, see `puna.stages.curate.postal`."""
+    """Postal addresses, see `puna.stages.curate.text.postal`."""
     for start, stop in postal_addresses(text, lambda block: any(any(finder(block)) for finder in (emails, phones))):
         yield Span(start, stop, "address")
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import SeededConfig, StageRun
-from puna.stages.curate.draws import folds, uniform
+from puna.stages.curate.rows.draws import folds, uniform
 from puna.storage import Artifact, Part, PunaError
 
 BATCH = 1024
