@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from puna.models.training.loop import TrainConfig
     from puna.models.transformer import Transformer
 
-CHECKPOINT_STEPS = 200
+CHECKPOINT_STEPS = 50
 """Steps between checkpoints of a run; they change no result."""
 
 
