@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +14,7 @@ from pydantic import Field
 from puna.stages.contract import Documents, Figure, SeededConfig, Signals, StageRun, stage
 from puna.stages.curate.select import signals_of
 from puna.stages.curate.signals.divergence import BINS, LENGTHS, Corpus, expected_at
-from puna.stages.curate.signals.measure import NAMES, Measurements, measure
+from puna.stages.curate.signals.measure import Measurements, Splitter, measure, names
 from puna.storage import Artifact, Part
 from puna.storage.signals import SIGNALS
 
@@ -26,8 +26,10 @@ LINE_SCHEMA = pa.schema([("id", pa.string()), ("line", pa.int32()), ("words", pa
 class HeuristicsConfig(SeededConfig):
     """What is measured; thresholds are `select`'s."""
 
-    words: Literal["universal", "datatrove"] = Field(
-        "universal", description="How words are split: for any script, or exactly as datatrove 0.10 does in English"
+    words: Splitter = Field(
+        "universal",
+        description="How words are split: for any script, or exactly as datatrove 0.10 does in English; "
+        "dolma: what dolma 1.2 measures is measured as it does, with words between white space, the rest as for any script",
     )
     coverage_n: int = Field(5, ge=2, le=20, description="Length of the n-grams of ngram_coverage, words")
     line_coverage: float = Field(0.5, ge=0, le=1, description="Lines covered at least so much get a row in line_signals, fraction of words")
@@ -41,9 +43,10 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
     """Measure documents with every number that Gopher's, C4's and FineWeb's rules ask for, and three of Llama 3's.
 
     Gopher (arXiv 2112.11446), C4 (1910.10683) and FineWeb (2406.17557) as datatrove 0.10 defines them, with words and
-    symbols as `puna.stages.curate.text.words` and `gopher` say. Llama 3 (2407.21783, section 3.1.1): n-grams seen earlier in
-    the document, per document and per line (`line_signals`); adult vocabulary; Kullback-Leibler divergence of the
-    document's words from the corpus's. With the signals of `language`, a document is compared with its own language.
+    symbols as `puna.stages.curate.text.words` and `gopher` say; where it is asked for, Gopher and C4 as dolma 1.2 does
+    (`puna.stages.curate.signals.dolma`). Llama 3 (2407.21783, section 3.1.1): n-grams seen earlier in the document, per
+    document and per line (`line_signals`); adult vocabulary; Kullback-Leibler divergence of the document's words from the
+    corpus's. With the signals of `language`, a document is compared with its own language.
     """
     parts = run.parts(documents, columns=["id", "text"])
     files = []
@@ -137,7 +140,8 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
         languages = [""] * len(ids)
         if language is not None:
             languages = [name or "" for name in signals_of(language, documents["id"], ["language"])["language"].to_pylist()]
-        table = _table(documents["id"], languages, measure(documents["text"], config.words, config.coverage_n, config.line_coverage))
+        found = measure(documents["text"], config.words, config.coverage_n, config.line_coverage)
+        table = _table(documents["id"], languages, names(config.words), found)
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
@@ -145,10 +149,10 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
     return {"file": str(file), "counts": _language_counts(_read(file))}
 
 
-def _table(ids: pa.ChunkedArray, languages: list[str], found: Measurements) -> pa.Table:
+def _table(ids: pa.ChunkedArray, languages: list[str], measured: tuple[str, ...], found: Measurements) -> pa.Table:
     """One row per document: id, signals, language, and the lists that later steps need."""
     columns: dict[str, pa.Array] = {"id": ids.combine_chunks()}
-    for name, values in zip(NAMES, found.values.T, strict=True):
+    for name, values in zip(measured, found.values.T, strict=True):
         values = pa.array(values, from_pandas=True)  # NaN is null
         columns[name] = values.cast(SIGNALS[name].type)
     columns["_language"] = pa.array(languages, pa.string())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,6 +23,7 @@ from puna.stages.curate.rules.groups import (
     GopherQualityRules,
     GopherRepetitionRules,
     LanguageRules,
+    LineRules,
     NgramCoverageRules,
     QualityRules,
     Rule,
@@ -32,17 +33,8 @@ from puna.stages.curate.rules.groups import (
 from puna.stages.curate.rules.sets import RuleSet, filled
 from puna.storage import Artifact, PunaError
 
-LINE_RULE = "lines.max_ngram_coverage"
-
-
-class LineRules(StageConfig):
-    """Lines of kept documents that only repeat what the document said before, such as logs (Llama 3, section 3.1.1)."""
-
-    max_ngram_coverage: Annotated[float, Field(ge=0.5, le=1)] = Field(
-        0.9, description="Greatest fraction of a line's words inside n-grams seen earlier in the document"
-    )
-    min_words: int = Field(10, ge=1, description="Shorter lines stay, words")
-    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents keep all lines")
+# How a line ends that C4 keeps.
+FINAL_PUNCTUATION = (".", "?", "!", '"')
 
 
 class SelectConfig(StageConfig):
@@ -64,7 +56,7 @@ class SelectConfig(StageConfig):
     )
     quality: QualityRules | None = Field(None, description="Rules on the quality classifier's score")
     domains: DomainRules | None = Field(None, description="Rules on the knowledge classifier's category")
-    lines: LineRules | None = Field(LineRules(), description="Removal of repeated lines from documents that are kept")
+    lines: LineRules | None = Field(LineRules(), description="Removal of lines from documents that are kept")
 
     @model_validator(mode="before")
     @classmethod
@@ -78,8 +70,9 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
 
     `dropped` says for each other document the first rule, in declared order, that fired, with its value and threshold.
     A document without a signal that a rule reads is an error; one whose signal is null (not measured) is dropped,
-    except by rules on measures that do not exist for every document. From kept documents, lines whose words were nearly
-    all said before go (`removed_lines`). `rules.sql` gives the same decision as a query.
+    except by rules on measures that do not exist for every document. From kept documents, lines go whose words were nearly
+    all said before, and where it is asked for those that C4 takes out (`removed_lines`); a document of which C4's rules
+    leave nothing is dropped. `rules.sql` gives the decision on documents as a query.
     """
     if not documents.rows():
         raise PunaError(f"select: {documents.id} has no documents to select from; `dropped` of the stages before says why")
@@ -90,7 +83,7 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     for name in dict.fromkeys(signal for rule in rules for signal in rule.signals):
         needed.setdefault(carried[name], []).append(name)
     sources = [(artifact, needed[artifact.id]) for artifact in signals if artifact.id in needed]
-    lines = _line_signals(signals) if config.lines else None
+    lines = _line_signals(signals) if config.lines and config.lines.max_ngram_coverage is not None else None
     run.metric("rules", len(rules))
     run.transform(_select, documents, rules, sources, lines, config.lines)
 
@@ -153,36 +146,69 @@ def _select(
     dropped = decide(table, rules)
     kept = documents.filter(pc.invert(pc.is_in(documents["id"], dropped["id"].combine_chunks())))
     made = {"documents": kept, "dropped": dropped}
-    if lines is not None and line_rules is not None:
-        made["documents"], made["removed_lines"] = remove_lines(kept, lines, line_rules)
+    if line_rules is not None:
+        shorter, made["removed_lines"] = remove_lines(kept, lines, line_rules)
+        left = pc.or_(pc.not_equal(shorter["text"], ""), pc.equal(kept["text"], ""))
+        made["documents"] = shorter.filter(left)
+        gone = _nothing_left(shorter.filter(pc.invert(left))["id"], dropped.schema)
+        made["dropped"] = pa.concat_tables([dropped, gone]).sort_by("id")
     return made
 
 
-def remove_lines(documents: pa.Table, lines: Artifact, rules: LineRules) -> tuple[pa.Table, pa.Table]:
-    """Documents without their repeated lines, and the rows of `removed_lines`."""
+def _nothing_left(ids: pa.ChunkedArray, schema: pa.Schema) -> pa.Table:
+    """Rows of `dropped` for documents that lost all lines."""
+    rows = [{"id": identity, "rule": "lines", "detail": "no line was left"} for identity in ids.to_pylist()]
+    return pa.Table.from_pylist(rows, schema=schema)
+
+
+def remove_lines(documents: pa.Table, lines: Artifact | None, rules: LineRules) -> tuple[pa.Table, pa.Table]:
+    """Documents without the lines that the rules remove, and the rows of `removed_lines`.
+
+    `lines` has the table of line signals; None where none are asked for.
+    """
     schema = pa.schema([("id", pa.string()), ("line", pa.int32()), ("text", pa.string()), ("rule", pa.string()), ("value", pa.float64())])
-    judged = documents.filter(pc.invert(pc.is_in(documents["source"], pa.array(rules.exempt_sources, pa.string()))))
-    if not judged.num_rows:
-        return documents, schema.empty_table()
-    bounds = pc.min_max(judged["id"])
-    repeated = pq.read_table(
+    judged = pc.invert(pc.is_in(documents["source"], pa.array(rules.exempt_sources, pa.string())))
+    repeated = {} if lines is None else _repeated_lines(documents["id"].filter(judged), lines, rules)
+    texts, removed = [], []
+    for identity, text, is_judged in zip(documents["id"].to_pylist(), documents["text"].to_pylist(), judged.to_pylist(), strict=True):
+        gone = (_c4_lines(text, rules) | repeated.get(identity, {})) if is_judged else {}
+        kept, out = without_lines(text, set(gone)) if gone else (text, {})
+        for number, line in out.items():
+            rule, value = gone[number]
+            removed.append({"id": identity, "line": number, "text": line, "rule": f"lines.{rule}", "value": value})
+        texts.append(kept)
+    at = documents.schema.get_field_index("text")
+    return documents.set_column(at, documents.schema.field(at), pa.array(texts, pa.string())), pa.Table.from_pylist(removed, schema=schema)
+
+
+def _repeated_lines(ids: pa.ChunkedArray, lines: Artifact, rules: LineRules) -> dict[str, dict[int, tuple[str, float]]]:
+    """Document → number of a repeated line → the rule and the line's value."""
+    if not len(ids):
+        return {}
+    bounds = pc.min_max(ids)
+    table = pq.read_table(
         lines.path("line_signals.parquet"),
         filters=(pc.field("id") >= bounds["min"])
         & (pc.field("id") <= bounds["max"])
         & (pc.field("words") >= rules.min_words)
         & (pc.field("ngram_coverage") > rules.max_ngram_coverage),
     )
-    found: dict[str, dict[int, float]] = {}
-    for row in repeated.filter(pc.is_in(repeated["id"], judged["id"].combine_chunks())).to_pylist():
-        found.setdefault(row["id"], {})[row["line"]] = row["ngram_coverage"]
-    texts, removed = [], []
-    for identity, text in zip(documents["id"].to_pylist(), documents["text"].to_pylist(), strict=True):
-        gone = found.get(identity, {})
-        kept, out = without_lines(text, set(gone)) if gone else (text, {})
-        removed += [{"id": identity, "line": n, "text": line, "rule": LINE_RULE, "value": gone[n]} for n, line in out.items()]
-        texts.append(kept)
-    at = documents.schema.get_field_index("text")
-    return documents.set_column(at, documents.schema.field(at), pa.array(texts, pa.string())), pa.Table.from_pylist(removed, schema=schema)
+    found: dict[str, dict[int, tuple[str, float]]] = {}
+    for row in table.filter(pc.is_in(table["id"], ids.combine_chunks())).to_pylist():
+        found.setdefault(row["id"], {})[row["line"]] = ("max_ngram_coverage", row["ngram_coverage"])
+    return found
+
+
+def _c4_lines(text: str, rules: LineRules) -> dict[int, tuple[str, float]]:
+    """Number of a line that C4 takes out → the rule and the line's value."""
+    found: dict[int, tuple[str, float]] = {}
+    if rules.final_punctuation or rules.min_line_words:
+        for number, line in enumerate(text.split("\n")):
+            if rules.final_punctuation and not line.rstrip().endswith(FINAL_PUNCTUATION):
+                found[number] = ("final_punctuation", 0.0)
+            elif rules.min_line_words and (words := len(line.split())) < rules.min_line_words:
+                found[number] = ("min_line_words", float(words))
+    return found
 
 
 def without_lines(text: str, gone: set[int]) -> tuple[str, dict[int, str]]:

@@ -1,13 +1,16 @@
-"""Heuristics: every signal in one pass, against datatrove's four filters on the same texts.
+"""Heuristics: every signal in one pass, against datatrove's four filters and dolma's two taggers on the same texts.
 
 `heuristics_mb_s`: all signals of texts in memory with the default splitter, divergence from the corpus included.
 `heuristics_vs_datatrove`: datatrove's seconds for Gopher repetition, Gopher quality, C4 and FineWeb over Puna's for all
 signals with datatrove's words and the four sets of rules. `heuristics_equal`: share of (document, filter) with the same
-decision and reason.
+decision and reason. `heuristics_vs_dolma`: seconds of dolma's taggers gopher_v2 and c4_v2 over Puna's for all signals as dolma
+measures them and its two sets of rules. `dolma_different`: documents of which a value or a rule's decision, with scores of five
+digits as dolma's files have them, is not dolma's; texts without blank lines are compared with gopher_v1 too.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -72,11 +75,78 @@ def decided(texts: Any) -> dict[str, list[str | None]]:
     return out
 
 
+def decided_as_dolma(texts: Any) -> Any:
+    """The signals that dolma's sets of rules read, by rule, and which texts each rule drops: {rule: (rule, values, drops)}."""
+    import numpy as np
+    import pyarrow as pa
+
+    from puna.stages.curate.rules.decide import fires
+    from puna.stages.curate.rules.groups import active_rules
+    from puna.stages.curate.select import SelectConfig
+    from puna.stages.curate.signals.measure import names
+
+    values = np.concatenate([part.values for part in measured(texts, "dolma")])
+    table = pa.table(dict(zip(names("dolma"), values.T, strict=True)))
+    sources = np.full(len(texts), "web")
+    sets = [SelectConfig(rule_set=name, language=None) for name in ("dolma", "dolma_c4")]
+    return {
+        rule.name: (rule, np.array(table[rule.drop.signal]), fires(rule, table, sources)) for one in sets for rule in active_rules(one)
+    }
+
+
+def different(ours: Any, theirs: list[dict[str, list[float]]]) -> set[int]:
+    """Numbers of the texts of which a value or a decision differs; `theirs`: attributes of the taggers that measured them."""
+    from puna.stages.curate.rules.sets import DOLMA_ATTRIBUTES
+
+    found = set()
+    measured_there = {name for attributes in theirs for name in attributes}
+    for rule, values, drops in ours.values():
+        name = DOLMA_ATTRIBUTES[rule.name]
+        marks = name.startswith("has_")
+        if name not in measured_there and not marks:
+            raise SystemExit(f"dolma did not measure {name} of any text")
+        for number, attributes in enumerate(theirs):
+            scores = attributes.get(name, [])
+            if marks:  # a span on the document, or none
+                same = bool(values[number]) == bool(scores) == bool(drops[number])
+            else:
+                score = scores[0] if scores else 0.0  # too few words have no n-gram
+                rounded = round(float(score), 5)
+                out = bool(scores) and (rounded < rule.threshold if rule.drop.when == "<" else rounded > rule.threshold)
+                same = values[number] == score and drops[number] == out
+            if not same:
+                found.add(number)
+    return found
+
+
+def beside_dolma(some: list[str], size: float) -> dict[str, float]:
+    """Agreement with dolma, and both speeds, on texts of `size` MB."""
+    import peers
+    import pyarrow as pa
+
+    seconds, ours = best(lambda: decided_as_dolma(pa.array(some, pa.large_string())))
+    theirs = peers.run("dolma", "peer_heuristics_dolma.py", texts=some, taggers=["gopher_v2", "c4_v2"])
+    both = [a | b for a, b in zip(theirs["attributes"]["gopher_v2"], theirs["attributes"]["c4_v2"], strict=True)]
+    squeezed = [re.sub("\n+", "\n", text) for text in some]
+    first = peers.run("dolma", "peer_heuristics_dolma.py", texts=squeezed, taggers=["gopher_v1"])["attributes"]["gopher_v1"]
+    gopher = {name: one for name, one in decided_as_dolma(pa.array(squeezed, pa.large_string())).items() if name.startswith("gopher")}
+    gopher_seconds, c4_seconds = theirs["seconds"]["gopher_v2"], theirs["seconds"]["c4_v2"]
+    return {
+        "heuristics_vs_dolma": (gopher_seconds + c4_seconds) / seconds,
+        "heuristics_as_dolma_mb_s": size / seconds,
+        "dolma_gopher_mb_s": size / gopher_seconds,
+        "dolma_c4_mb_s": size / c4_seconds,
+        "dolma_compared": len(some),
+        "dolma_different": len(different(ours, both) | different(gopher, first)),
+    }
+
+
 def prepare() -> None:
-    """See that the peer is there."""
+    """See that the peers are there."""
     import peers
 
     peers.python("datatrove")
+    peers.python("dolma")
 
 
 def figures() -> dict[str, float]:
@@ -102,4 +172,4 @@ def figures() -> dict[str, float]:
         "heuristics_vs_datatrove": theirs["seconds"] / seconds,
         "datatrove_filters_mb_s": small / theirs["seconds"],
         "heuristics_equal": sum(a == b for a, b in pairs) / len(pairs),
-    }
+    } | beside_dolma(some, small)

@@ -146,6 +146,16 @@ class GopherQualityRules(WebRules):
     max_mean_word_length: Annotated[float | None, Drop("mean_word_length", ">", "keep")] = Field(
         10.0, ge=0, description="Greatest mean length of words, characters"
     )
+    # dolma's; measured with `heuristics.words: dolma` alone.
+    min_median_word_length: Annotated[float | None, Drop("median_word_length", "<")] = Field(
+        None, ge=0, description="Least median length of words between white space, characters; dolma: 3"
+    )
+    max_median_word_length: Annotated[float | None, Drop("median_word_length", ">")] = Field(
+        None, ge=0, description="Greatest median length of words between white space, characters; dolma: 10"
+    )
+    max_symbol_words: Annotated[Fraction | None, Drop("symbol_word_fraction", ">")] = Field(
+        None, description="Greatest fraction of words between white space with a # or an ellipsis; dolma: 0.1"
+    )
     max_hash_ratio: Annotated[float | None, Drop("hash_ratio", ">")] = Field(0.1, ge=0, description="Greatest number of # per word")
     max_ellipsis_ratio: Annotated[float | None, Drop("ellipsis_ratio", ">")] = Field(
         0.1, ge=0, description="Greatest number of ellipses per word"
@@ -164,6 +174,10 @@ class GopherQualityRules(WebRules):
     )
     min_english_stop_words: Annotated[int | None, Drop("english_stop_words", "<")] = Field(
         None, ge=0, description="Least number of distinct English stop words; Gopher's 2 drops every other language"
+    )
+    # dolma's; measured with `heuristics.words: dolma` alone.
+    min_english_stop_word_occurrences: Annotated[int | None, Drop("english_stop_word_occurrences", "<")] = Field(
+        None, ge=0, description="Least number of English stop words, each as often as it occurs; dolma: 2"
     )
 
 
@@ -188,6 +202,16 @@ class C4Rules(WebRules):
     )
     min_terminated_sentences: Annotated[int | None, Drop("c4_sentences", "<", "keep")] = Field(
         None, ge=0, description="The same with only lines that end in terminal punctuation; C4: 5"
+    )
+    # dolma's; measured with `heuristics.words: dolma` alone.
+    max_any_curly_bracket_lines: Annotated[int | None, Drop("curly_bracket_lines", ">")] = Field(
+        None, ge=0, description="Greatest number of lines with '{', whatever else they are; dolma: 0"
+    )
+    max_any_lorem_ipsum_lines: Annotated[int | None, Drop("lorem_ipsum_lines", ">")] = Field(
+        None, ge=0, description="Greatest number of lines with 'lorem ipsum', whatever else they are; dolma: 0"
+    )
+    max_any_javascript_lines: Annotated[int | None, Drop("javascript_lines", ">")] = Field(
+        None, ge=0, description="Greatest number of lines with 'javascript', whatever else they are; dolma: 0"
     )
 
 
@@ -302,6 +326,20 @@ class DomainRules(RuleGroup):
 
     excluded: Annotated[tuple[str, ...] | None, Drop("domain", "in")] = Field(None, description="Knowledge types to drop")
     min_score: Annotated[Fraction | None, Drop("domain_score", "<")] = Field(None, description="Least probability of the knowledge type")
+
+
+class LineRules(StageConfig):
+    """Lines of kept documents that go: those that only repeat what the document said before, such as logs (Llama 3, section
+    3.1.1), and those that C4 takes out (Raffel et al. 2020), as dolma does it: every line is judged, blank ones too.
+    """
+
+    max_ngram_coverage: Annotated[float, Field(ge=0.5, le=1)] | None = Field(
+        0.9, description="Greatest fraction of a line's words inside n-grams seen earlier in the document; null: any"
+    )
+    min_words: int = Field(10, ge=1, description="Shorter lines are not judged by their n-grams, words")
+    final_punctuation: bool = Field(False, description="Whether lines go that end in none of . ? ! and the double quote; C4: true")
+    min_line_words: int = Field(0, ge=0, description="Least number of words of a line between white space; C4: 3")
+    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents keep all lines")
 
 
 def active_rules(config: StageConfig) -> Iterator[Rule]:

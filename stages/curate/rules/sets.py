@@ -10,18 +10,21 @@ from puna.stages.curate.rules.groups import (
     GopherQualityRules,
     GopherRepetitionRules,
     LanguageRules,
+    LineRules,
     RuleGroup,
 )
 
-RuleSet = Literal["puna", "datatrove", "fineweb"]
+RuleSet = Literal["puna", "datatrove", "fineweb", "dolma", "dolma_c4"]
 
 _ALL: dict[str, Any] = {"exempt_sources": ()}
+# Both of dolma's sets keep what is at least as probably English as not.
+_ENGLISH = LanguageRules(**_ALL, min_score=0.5, languages=("en",))
 _GOPHER = {
     "gopher_repetition": GopherRepetitionRules(**_ALL),
     # Gopher's eight words are English.
     "gopher_quality": GopherQualityRules(**_ALL, min_stop_words=None, min_english_stop_words=2),
 }
-RULE_SETS: dict[RuleSet, dict[str, RuleGroup | None]] = {
+RULE_SETS: dict[RuleSet, dict[str, RuleGroup | LineRules]] = {
     # The defaults of the groups themselves.
     "puna": {},
     # The default settings of datatrove 0.10's filters; with `heuristics.words: datatrove` every decision is datatrove's.
@@ -40,6 +43,31 @@ RULE_SETS: dict[RuleSet, dict[str, RuleGroup | None]] = {
         "c4": C4Rules(**_ALL, max_curly_bracket_lines=0),
         "fineweb": FineWebRules(**_ALL),
     },
+    # The Dolma corpus (Soldaini et al. 2024, section 5.2): Gopher's rules with its thresholds for Common Crawl, on signals of
+    # `heuristics.words: dolma`. Its configurations of versions 1.5 and 1.6 name the three attributes of top n-grams without
+    # the last letter that the tagger gives them; the rules are on here. The corpus lost its lines without final punctuation
+    # before these rules: an earlier select with `lines.final_punctuation` alone does the same.
+    "dolma": {
+        "language": _ENGLISH,
+        "gopher_repetition": GopherRepetitionRules(
+            **_ALL, min_characters=None, max_duplicate_paragraphs=None, max_duplicate_paragraph_characters=None,
+            max_duplicate_line_characters=0.30,
+        ),
+        "gopher_quality": GopherQualityRules(
+            **_ALL, min_mean_word_length=None, max_mean_word_length=None, min_median_word_length=3, max_median_word_length=10,
+            max_hash_ratio=None, max_ellipsis_ratio=None, max_symbol_words=0.1, min_stop_words=None,
+            min_english_stop_word_occurrences=2,
+        ),
+    },
+    # C4 as dolma's public configuration `c4-replication` makes it, without its list of words.
+    "dolma_c4": {
+        "language": _ENGLISH,
+        "c4": C4Rules(
+            **_ALL, max_lorem_ipsum_lines=None, min_sentences=None, max_any_curly_bracket_lines=0, max_any_lorem_ipsum_lines=0,
+            max_any_javascript_lines=0,
+        ),
+        "lines": LineRules(**_ALL, max_ngram_coverage=None, final_punctuation=True, min_line_words=3),
+    },
 }  # fmt: skip
 assert tuple(RULE_SETS) == get_args(RuleSet)
 
@@ -54,7 +82,7 @@ def filled(given: dict[str, Any], groups: list[str]) -> dict[str, Any]:
         return given
     out: dict[str, Any] = dict.fromkeys(groups) | dict(chosen) | given
     for name, group in chosen.items():
-        if group is not None and isinstance(given.get(name), dict):
+        if isinstance(given.get(name), dict):
             out[name] = group.model_dump() | given[name]
     return out
 
@@ -89,4 +117,24 @@ DATATROVE_REASONS: dict[str, str] = {
     "fineweb.max_short_lines": "short_line_ratio",
     "fineweb.max_repeated_line_characters": "char_dup_ratio",
     "fineweb.max_newline_ratio": "list_ratio",
+}
+
+# What dolma's taggers gopher_v2 and c4_v2 call the attribute that each rule of its sets reads.
+DOLMA_ATTRIBUTES: dict[str, str] = {
+    "gopher_repetition.max_duplicate_lines": "fraction_of_duplicate_lines",
+    "gopher_repetition.max_duplicate_line_characters": "fraction_of_characters_in_duplicate_lines",
+    **{f"gopher_repetition.max_top_{n}gram": f"fraction_of_characters_in_most_common_{n}grams" for n in (2, 3, 4)},
+    **{f"gopher_repetition.max_duplicate_{n}grams": f"fraction_of_characters_in_duplicate_{n}grams" for n in range(5, 11)},
+    "gopher_quality.min_words": "word_count",
+    "gopher_quality.max_words": "word_count",
+    "gopher_quality.min_median_word_length": "median_word_length",
+    "gopher_quality.max_median_word_length": "median_word_length",
+    "gopher_quality.max_symbol_words": "symbol_to_word_ratio",
+    "gopher_quality.max_bullet_lines": "fraction_of_lines_starting_with_bullet_point",
+    "gopher_quality.max_ellipsis_lines": "fraction_of_lines_ending_with_ellipsis",
+    "gopher_quality.min_alphabetic_words": "fraction_of_words_with_alpha_character",
+    "gopher_quality.min_english_stop_word_occurrences": "required_word_count",
+    "c4.max_any_curly_bracket_lines": "has_curly_brace",
+    "c4.max_any_lorem_ipsum_lines": "has_lorem_ipsum",
+    "c4.max_any_javascript_lines": "has_javascript",
 }

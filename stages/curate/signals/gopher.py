@@ -188,8 +188,9 @@ def top_gram_characters(
     counts: NDArray[np.int32],
     firsts: NDArray[np.int32],
     least: int,
+    between: int,
 ) -> int:
-    """Characters (spaces between words included) of the most frequent n-gram, times its count.
+    """Characters of the most frequent n-gram, with `between` characters from one of its words to the next, times its count.
 
     Of equally frequent n-grams the first counts. 0 where none occurs `least` times. `space`, `counts`, `firsts`: room for a
     table.
@@ -212,7 +213,7 @@ def top_gram_characters(
             best_first = firsts[where]
     if best < least:
         return 0
-    return int((length[best_first + n] - length[best_first] + n - 1) * best)
+    return int((length[best_first + n] - length[best_first] + between * (n - 1)) * best)
 
 
 @njit(cache=True)

@@ -55,7 +55,7 @@ def starts_with(codes: NDArray[np.uint32], lower: NDArray[np.uint32], at: int, s
 
 
 @njit(cache=True)
-def _phrases(codes: NDArray[np.uint32], lower: NDArray[np.uint32], a: int, b: int) -> int:
+def phrase_kinds(codes: NDArray[np.uint32], lower: NDArray[np.uint32], a: int, b: int) -> int:
     """Which kinds of C4's phrases a..b contains, as bits."""
     found = 0
     code = lower[codes[a]] if a < b else 0
@@ -204,7 +204,7 @@ def c4_numbers(
         marked = size < b - a
         text = line[:size] if marked else codes[a:b]
         ends = _ends_sentence(text)
-        kinds = _phrases(text, lower, 0, size)
+        kinds = phrase_kinds(text, lower, 0, size)
         if kinds & LOREM_IPSUM:
             out[1] += ends
             out[4] += 1

@@ -11,6 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
+from puna.stages.curate.signals import dolma
 from puna.stages.curate.signals.divergence import BINS_BITS
 from puna.stages.curate.signals.gopher import (
     DUPLICATE_N,
@@ -32,7 +33,7 @@ from puna.stages.curate.text.hash_table import cleared, contains, mix, place, si
 from puna.stages.curate.text.words import IS_SYMBOL, describe, exact_hashes, folded_hashes, powers, prefix_hashes, split_ranges
 
 DATA = Path(__file__).parents[1] / "data"
-Splitter = Literal["universal", "datatrove"]
+Splitter = Literal["universal", "datatrove", "dolma"]
 
 QUALITY = (
     "words", "mean_word_length", "alphabetic_word_fraction", "hash_ratio", "ellipsis_ratio", "bullet_line_fraction",
@@ -53,10 +54,22 @@ OTHER = (
     "dirty_word_ratio",
 )  # fmt: skip
 NAMES = (*QUALITY, *REPETITION, *C4, *FINEWEB, *OTHER)
+# Measured with the splitter dolma alone.
+DOLMA = (
+    "median_word_length", "symbol_word_fraction", "english_stop_word_occurrences", "unpunctuated_lines", "few_word_lines",
+    "curly_bracket_lines", "lorem_ipsum_lines", "javascript_lines",
+)  # fmt: skip
 AT_REPETITION = len(QUALITY)
 AT_C4 = AT_REPETITION + len(REPETITION)
 AT_FINEWEB = AT_C4 + len(C4)
 AT_OTHER = AT_FINEWEB + len(FINEWEB)
+AT_DOLMA = len(NAMES)
+AT_TOP, AT_DUPLICATE = AT_REPETITION + 4, AT_REPETITION + 4 + len(TOP_N)
+
+
+def names(splitter: Splitter) -> tuple[str, ...]:
+    """The signals that are measured with a splitter."""
+    return (*NAMES, *DOLMA) if splitter == "dolma" else NAMES
 
 
 class Vocabulary(NamedTuple):
@@ -74,7 +87,7 @@ class Vocabulary(NamedTuple):
     dirty: NDArray[np.uint64]
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=3)
 def vocabulary(splitter: Splitter) -> Vocabulary:
     """The tables for a splitter."""
     lines = [line.split() for line in _lines("stop_words.txt")]
@@ -133,7 +146,7 @@ def _space(characters: int) -> Space:
 
 
 class Measurements(NamedTuple):
-    """Of D documents. `values` float64[D, len(NAMES)], NaN where not measured.
+    """Of D documents. `values` float64[D, len(names(splitter))], NaN where not measured.
 
     Document d's words for the divergence: `bins` and `counts` uint32 in bin_offsets[d : d + 2]. Its lines that are
     covered enough: `line` (number), `line_words`, `line_covered` int32 in line_offsets[d : d + 2].
@@ -157,8 +170,9 @@ def measure(texts: pa.Array | pa.ChunkedArray, splitter: Splitter, coverage_n: i
     """
     data, offsets = buffers(texts)
     longest = int(np.diff(offsets).max(initial=0))
-    values = np.full((len(offsets) - 1, len(NAMES)), np.nan)
-    found = _measure(data, offsets, vocabulary(splitter), _space(longest), values, splitter == "universal", coverage_n, line_coverage)
+    values = np.full((len(offsets) - 1, len(names(splitter))), np.nan)
+    universal, as_dolma = splitter != "datatrove", splitter == "dolma"
+    found = _measure(data, offsets, vocabulary(splitter), _space(longest), values, universal, as_dolma, coverage_n, line_coverage)
     return Measurements(values, *found)
 
 
@@ -181,6 +195,7 @@ def _measure(
     room: Space,
     values: NDArray[np.float64],
     universal: bool,
+    as_dolma: bool,
     coverage_n: int,
     line_coverage: float,
 ) -> tuple[
@@ -209,7 +224,9 @@ def _measure(
         one[5], one[6] = line_numbers(codes, about.flags)
         one[7], one[8] = _stop_words(about, room.hash[:words])
         # What occurs once is no repetition, though datatrove counts it: a sentence would have the top 4-gram of a spam page.
-        _repetition(codes, about.flags, room, hashes, words, newlines + 1, 2 if universal else 1, one[AT_REPETITION:])
+        _line_repetition(codes, about.flags, room, hashes, newlines + 1, one[AT_REPETITION:])
+        if not as_dolma:
+            _gram_repetition(room, words, max(characters, 1), 2 if universal else 1, one[AT_TOP:])
         c4_numbers(codes, about.flags, about.lower, about.english, start, stop, room.line, one[AT_C4:])
         if universal and one[1] != one[1]:
             # C4 counts words between white space: a line of a script without spaces has one, and none would be kept.
@@ -237,6 +254,8 @@ def _measure(
                 line[at], line_words[at], line_covered[at] = number, of_line[number], covered[number]
                 at += 1
         line_offsets[d + 1] = at
+        if as_dolma:
+            _measure_as_dolma(about, room, codes, hashes, newlines, one)
     last, end = bin_offsets[documents], line_offsets[documents]
     return (
         bin_offsets, bins[:last].copy(), counts[:last].copy(),
@@ -263,17 +282,10 @@ def _stop_words(about: Vocabulary, hashes: NDArray[np.uint64]) -> tuple[int, int
 
 
 @njit(cache=True)
-def _repetition(
-    codes: NDArray[np.uint32],
-    flags: NDArray[np.uint16],
-    room: Space,
-    hashes: NDArray[np.uint64],
-    words: int,
-    lines: int,
-    least: int,
-    out: NDArray[np.float64],
+def _line_repetition(
+    codes: NDArray[np.uint32], flags: NDArray[np.uint16], room: Space, hashes: NDArray[np.uint64], lines: int, out: NDArray[np.float64]
 ) -> None:
-    """Write Gopher's repetition numbers to out[: len(REPETITION)]; a top n-gram occurs at least `least` times."""
+    """Write Gopher's numbers of repeated lines and paragraphs to out[:4]."""
     size = max(len(codes), 1)
     keys = cleared(room.keys, lines)
     pieces, repeated, characters = duplicate_pieces(codes, flags, hashes, room.powers, 0, len(codes), 1, False, keys)
@@ -282,15 +294,48 @@ def _repetition(
     keys[:] = 0
     pieces, repeated, characters = duplicate_pieces(codes, flags, hashes, room.powers, first, last, 2, False, keys)
     out[2], out[3] = repeated / pieces, characters / size
+
+
+@njit(cache=True)
+def _gram_repetition(room: Space, words: int, size: int, least: int, out: NDArray[np.float64]) -> None:
+    """Write Gopher's numbers of repeated n-grams, of `size` characters, to `out`; a top n-gram occurs at least `least` times."""
     chain(room.hash, room.power, room.start[:words], room.stop[:words], room.joined, room.spaced, room.length)
     joined, spaced, length = room.joined[: words + 1], room.spaced[: words + 1], room.length[: words + 1]
-    at = 4
+    at = 0
     for n in TOP_N:
-        out[at] = top_gram_characters(spaced, length, room.powers, n, room.keys, room.counts, room.firsts, least) / size
+        out[at] = top_gram_characters(spaced, length, room.powers, n, room.keys, room.counts, room.firsts, least, 1) / size
         at += 1
     for n in DUPLICATE_N:
         out[at] = duplicate_gram_characters(joined, length, room.powers, n, room.keys) / size
         at += 1
+
+
+@njit(cache=True)
+def _measure_as_dolma(
+    about: Vocabulary, room: Space, codes: NDArray[np.uint32], hashes: NDArray[np.uint64], newlines: int, out: NDArray[np.float64]
+) -> None:
+    """Write what dolma measures to a document's signals, over what it measures in another way; the words in `room` are lost."""
+    words, lettered, symbols = dolma.split_white_space(
+        codes, about.flags, hashes, room.powers, room.start, room.stop, room.hash, room.power
+    )
+    start, stop = room.start[:words], room.stop[:words]
+    chain(room.hash, room.power, start, stop, room.joined, room.spaced, room.length)
+    spaced, length = room.spaced[: words + 1], room.length[: words + 1]
+    size = max(length[words], 1)  # characters that are no white space
+    out[0], out[2] = words, lettered / max(words, 1)
+    keys = cleared(room.keys, newlines + 1)
+    out[5], out[6], out[AT_REPETITION], repeated = dolma.line_numbers(codes, hashes, room.powers, keys, room.counts)
+    out[AT_REPETITION + 1] = repeated / size
+    at = AT_TOP
+    for n in TOP_N:
+        out[at] = top_gram_characters(spaced, length, room.powers, n, room.keys, room.counts, room.firsts, 1, 0) / size
+        at += 1
+    for n in DUPLICATE_N:
+        out[at] = dolma.repeated_gram_share(spaced, length, room.powers, n, room.keys, room.counts)
+        at += 1
+    out[AT_DOLMA], out[AT_DOLMA + 1] = dolma.median_length(start, stop, room.counts), symbols / max(words, 1)
+    out[AT_DOLMA + 2] = dolma.occurrences(room.hash[:words], about.stop_keys, about.stop_languages)
+    dolma.c4_lines(codes, about.flags, about.lower, out[AT_DOLMA + 3 :])
 
 
 @njit(cache=True)

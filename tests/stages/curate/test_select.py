@@ -171,6 +171,27 @@ def test_repeated_lines_of_kept_documents_go(tmp_path, make_documents):
     assert made.read("dropped").num_rows == 0
 
 
+def test_lines_that_c4_takes_out(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    text = 'Menu\nThis one stays.\n\nSo does "this one." \nToo short.\r\nNo end to this line…\nA\u00a0line\u2028of four!\nend of it?'
+    docs = make_documents(store, [("a", "web", text), ("b", "code", "x = 1"), ("c", "web", "Menu\n\nHome"), ("d", "web", ""), ("e", "web", "no")])
+    lines = {"max_ngram_coverage": None, "final_punctuation": True, "min_line_words": 3, "exempt_sources": ["code"]}
+    bounds = {f: None for f in type(SelectConfig().gopher_quality).model_fields if f[:3] in ("min", "max")} | {"min_words": 1}
+    found = signals(store, id=list("abcde"), words=[9, 9, 9, 9, 0])
+    made = execute(select, config(lines=lines, gopher_quality=bounds), {"documents": docs, "signals": [found]}, store)
+    kept = [line for line in text.split("\n") if line.strip()[-1:] in {".", "?", "!", '"'} and len(line.split()) > 2]
+    assert made.read()["text"].to_pylist() == ["\n".join(kept), "x = 1", ""]
+    assert len(kept) == 4
+    removed = made.read("removed_lines").to_pylist()
+    assert [(row["line"], row["rule"], row["value"]) for row in removed if row["id"] == "a"] == [
+        (0, "lines.final_punctuation", 0.0), (2, "lines.final_punctuation", 0.0), (4, "lines.min_line_words", 2.0),
+        (5, "lines.final_punctuation", 0.0),
+    ]  # fmt: skip
+    assert [(row["id"], row["rule"], row["detail"]) for row in made.read("dropped").to_pylist()] == [
+        ("c", "lines", "no line was left"), ("e", "gopher_quality.min_words", None),
+    ]  # fmt: skip
+
+
 def test_blank_lines_do_not_pile_up_where_lines_go():
     text = "log\n\none\n\nlog\n\n\nlog\n\ntwo\nlog\n\nthree"
     kept, removed = without_lines(text, {0, 4, 7, 10})
