@@ -16,6 +16,7 @@ from puna.kernels.advantages import advantages
 from puna.kernels.attention import ForestMask, attention
 from puna.kernels.awq_linear import awq_linear, quantize_awq
 from puna.kernels.cached_attention import cached_attention
+from puna.kernels.kv_append import kv_append_
 from puna.kernels.linear_cross_entropy import linear_cross_entropy
 from puna.kernels.linear_preference_loss import linear_preference_loss
 from puna.kernels.linear_token_logprobs import linear_token_logprobs, linear_token_logprobs_reference
@@ -23,7 +24,7 @@ from puna.kernels.lora import lora_linear, lora_linear_reference
 from puna.kernels.minhash_triton import permutation_tensors, signatures_tensor
 from puna.kernels.moe import grouped_linear, grouped_linear_reference, top_k_routing, top_k_routing_reference
 from puna.kernels.operators import uses_triton
-from puna.kernels.paged_attention import DecodePlan, Run, append_, paged_attention
+from puna.kernels.paged_attention import DecodePlan, Run, paged_attention
 from puna.kernels.quantized_linear import low_precision_linear, quantize_rows, quantized_linear
 from puna.kernels.rms_norm import add_rms_norm
 from puna.kernels.rope import rope, rope_reference, rope_table
@@ -228,7 +229,13 @@ def _decoding(m: Machine, size: int) -> Iterator[Case]:
     yield Case("paged attention, shared prompt", partial(paged_attention, plan=plan), (q, k_PSGK, v_PSGK), (read, 0), (products, 0))
     new = [m.normal(B, m.G, m.K).detach() for _ in range(2)]
     places = torch.arange(B, device=m.device) * S
-    yield Case("append keys and values", append_, (k_PSGK, v_PSGK, *new, places), (4 * new[0].numel() * size, 0), (0, 0))
+
+    def copies(k_PSGK: Tensor, v_PSGK: Tensor, k: Tensor, v: Tensor, places: Tensor) -> None:
+        k_PSGK.flatten(0, 1).index_copy_(0, places, k)
+        v_PSGK.flatten(0, 1).index_copy_(0, places, v)
+
+    moved = 4 * new[0].numel() * size
+    yield Case("KV append", kv_append_, (k_PSGK, v_PSGK, *new, places), (moved, 0), (0, 0), {"index_copy_": copies})
 
 
 def _linear_layers(m: Machine, size: int) -> Iterator[Case]:

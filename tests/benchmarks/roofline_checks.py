@@ -15,6 +15,7 @@ from puna.kernels.advantages import advantages, advantages_reference
 from puna.kernels.attention import ForestMask, attention, attention_reference
 from puna.kernels.awq_linear import awq_linear, awq_linear_reference, quantize_awq
 from puna.kernels.cached_attention import cached_attention, cached_attention_reference
+from puna.kernels.kv_append import kv_append_, kv_append_reference
 from puna.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from puna.kernels.linear_preference_loss import linear_preference_loss, linear_preference_loss_reference
 from puna.kernels.linear_token_logprobs import linear_token_logprobs, linear_token_logprobs_reference
@@ -133,6 +134,14 @@ def more_checks(machine: Machine, small: bool = False) -> Iterator[str]:
     plan = DecodePlan.from_runs(runs, 4, 16, dev)
     ours = lambda q, k, v: paged_attention(q, k, v, plan)  # noqa: E731
     yield done("paged attention", ours, lambda q, k, v: paged_attention_reference(q, k, v, runs), [fixed(4, 8, 32), *(fixed(8, 16, 2, 32) for _ in "kv")])
+
+    def appended(append: Function, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        pages = torch.zeros(2, 3, 16, 2, 32, dtype=k.dtype, device=dev)
+        append(*pages, k, v, torch.tensor([33, 0, 47, 16], device=dev))
+        return pages[0], pages[1]
+
+    ours, plain = (partial(appended, f) for f in (kv_append_, kv_append_reference))
+    yield done("KV append", ours, plain, [fixed(4, 2, 32), fixed(4, 2, 32)])
     targets, sizes = torch.randint(0, 90, (70 // n,), device=dev), torch.tensor([30, 20, 20] if n == 1 else [3, 2, 3], device=dev)
     given = (targets, torch.ones(70 // n, device=dev), torch.zeros(70 // n, device=dev), sizes)
     given += tuple(torch.tensor(t, device=dev) for t in ([0, 2], [1, 0], [0.5, -1.0, 0.0]))

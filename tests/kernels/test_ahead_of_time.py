@@ -20,6 +20,7 @@ from puna.kernels import (  # noqa: E402
     attention_triton,
     awq_linear,
     cached_attention,
+    kv_append,
     linear_cross_entropy,
     linear_token_logprobs,
     lora,
@@ -97,6 +98,7 @@ CASES = {
         product="narrow",
     ),
     "paged_merge": Case(paged_attention.merge_kernel, "ffipn", {"H": 32, "K": 128, "BLOCK": 128}, 1),
+    "kv_append": Case(kv_append._append_kernel, "ppppl" + "nnnn", {"BLOCK": kv_append.BLOCK}),
     "quantize_rows": Case(
         quantized_linear._quantize_kernel,
         "pfbfnn",
