@@ -238,8 +238,8 @@ def elementwise_bytes(config: ModelConfig, tokens: int, precision: Precision = "
 
 
 def optimizer_bytes(config: ModelConfig) -> int:
-    """Bytes that clipping and AdamW read and write: the norm (4 per parameter), clipping (8), the update (28)."""
-    return 40 * parameters(config).total
+    """Bytes that AdamW with clipping reads and writes: the norm (4 per parameter) and the update (28)."""
+    return 32 * parameters(config).total
 
 
 @dataclass(frozen=True)

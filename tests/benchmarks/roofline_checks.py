@@ -10,7 +10,7 @@ import torch
 from roofline_cases import Function, Machine
 from torch import Tensor
 
-from puna.kernels.adamw import adamw_, adamw_reference
+from puna.kernels.adamw import adamw_, adamw_reference, clipping_factor, gradient_norm, gradient_norm_reference
 from puna.kernels.advantages import advantages, advantages_reference
 from puna.kernels.attention import ForestMask, attention, attention_reference
 from puna.kernels.awq_linear import awq_linear, awq_linear_reference, quantize_awq
@@ -161,9 +161,11 @@ def more_checks(machine: Machine, small: bool = False) -> Iterator[str]:
     yield equal("GAE with KL rewards", advantages(*given, lengths, 0.1, 0.99, 0.95)[0], exact[0], 1e-5)
     five = [fixed(1000 // n, 7).float(), fixed(1000 // n, 7).float(), *(torch.zeros(1000 // n, 7, device=dev) for _ in "mv")]
     wide = [[x.double()] for x in five]
-    norm = adamw_(*([x] for x in five), step=1, lr=0.01, clip=1.0)
-    adamw_reference(*wide, 1, 0.01, 0.9, 0.95, 1e-8, 0.0, 1.0)
-    yield equal("AdamW", five[0], wide[0][0], 1e-6) if bool(norm.isfinite()) else "AdamW: WRONG, its norm is not finite"
+    norm, expected = gradient_norm([five[1]]), gradient_norm_reference(wide[1])
+    yield equal("gradient norm", norm, expected, 1e-5)
+    adamw_(*([x] for x in five), step=1, lr=0.01, factor=clipping_factor(norm, 1.0))
+    adamw_reference(*wide, clipping_factor(expected, 1.0), 1, 0.01, 0.9, 0.95, 1e-8, 0.0)
+    yield equal("AdamW", five[0], wide[0][0], 1e-6)
     if uses_triton(scores.float()):
         hashes = np.random.default_rng(0).integers(0, 2**64, 300 // n, dtype=np.uint64)
         cuts = np.array([0, 0, 7, 300 // n])

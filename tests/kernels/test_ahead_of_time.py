@@ -76,7 +76,7 @@ CASES = {
     "adamw_norm": Case(adamw._norm_kernel, "lllf", {**CHUNKS, "GRADIENT": triton.language.bfloat16}, 8),
     "adamw_update": Case(
         adamw._update_kernel,
-        "lllf" + "x" * 7,
+        "lllf" + "x" * 6,
         {**CHUNKS, "PARAMETER": triton.language.float32, "GRADIENT": triton.language.bfloat16, "CLIP": True},
         8,
     ),
