@@ -16,13 +16,22 @@ from puna.kernels.advantages import advantages
 from puna.kernels.attention import ForestMask, attention
 from puna.kernels.awq_linear import awq_linear, quantize_awq
 from puna.kernels.cached_attention import cached_attention
+from puna.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 from puna.kernels.kv_append import kv_append_
 from puna.kernels.linear_cross_entropy import linear_cross_entropy
 from puna.kernels.linear_preference_loss import linear_preference_loss
 from puna.kernels.linear_token_logprobs import linear_token_logprobs, linear_token_logprobs_reference
 from puna.kernels.lora import lora_linear, lora_linear_reference
 from puna.kernels.minhash_triton import permutation_tensors, signatures_tensor
-from puna.kernels.moe import grouped_linear, grouped_linear_reference, top_k_routing, top_k_routing_reference
+from puna.kernels.moe import (
+    combine,
+    combine_reference,
+    dispatch,
+    dispatch_reference,
+    sort_by_expert,
+    top_k_routing,
+    top_k_routing_reference,
+)
 from puna.kernels.operators import uses_triton
 from puna.kernels.paged_attention import DecodePlan, Run, paged_attention
 from puna.kernels.quantized_linear import low_precision_linear, quantize_rows, quantized_linear
@@ -265,6 +274,18 @@ def _experts(m: Machine, size: int) -> Iterator[Case]:
     yield Case(
         "top-k routing", lambda z: top_k_routing(z, k, True)[:2], (logits,), (routed, routed), (0, 0),
         {"torch": lambda z: top_k_routing_reference(z.float(), k, True)[:2]},
+    )  # fmt: skip
+    few = max(1, m.T // k)  # so that the experts' rows are as many as tokens elsewhere
+    order, place, _ = sort_by_expert(top_k_routing(logits[:few].detach(), k, True)[2], E)
+    rows, weight, tokens = m.normal(few * k, m.D), torch.rand(few, k, device=m.device).requires_grad_(), m.normal(few, m.D)
+    large, small = rows.numel() * size, tokens.numel() * size
+    yield Case(
+        "MoE dispatch", lambda x: dispatch(x, order, place), (tokens,), (large + small, large + small), (0, 0),
+        {"torch": lambda x: dispatch_reference(x, order)},
+    )  # fmt: skip
+    yield Case(
+        "MoE combine", lambda y, w: combine(y, w, order, place), (rows, weight), (large + small, 2 * large + small), (0, 0),
+        {"torch": lambda y, w: combine_reference(y, w, order)},
     )  # fmt: skip
     N = m.T
     shares = torch.distributions.Dirichlet(torch.full((E,), 4.0)).sample()

@@ -15,6 +15,7 @@ from puna.kernels.advantages import advantages, advantages_reference
 from puna.kernels.attention import ForestMask, attention, attention_reference
 from puna.kernels.awq_linear import awq_linear, awq_linear_reference, quantize_awq
 from puna.kernels.cached_attention import cached_attention, cached_attention_reference
+from puna.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 from puna.kernels.kv_append import kv_append_, kv_append_reference
 from puna.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from puna.kernels.linear_preference_loss import linear_preference_loss, linear_preference_loss_reference
@@ -22,7 +23,15 @@ from puna.kernels.linear_token_logprobs import linear_token_logprobs, linear_tok
 from puna.kernels.lora import lora_linear, lora_linear_reference
 from puna.kernels.minhash import signatures
 from puna.kernels.minhash_triton import signatures_on
-from puna.kernels.moe import grouped_linear, grouped_linear_reference, top_k_routing, top_k_routing_reference
+from puna.kernels.moe import (
+    combine,
+    combine_reference,
+    dispatch,
+    dispatch_reference,
+    sort_by_expert,
+    top_k_routing,
+    top_k_routing_reference,
+)
 from puna.kernels.operators import uses_triton
 from puna.kernels.paged_attention import DecodePlan, Run, paged_attention, paged_attention_reference
 from puna.kernels.quantized_linear import low_precision_linear, quantize_rows_reference
@@ -120,6 +129,10 @@ def more_checks(machine: Machine, small: bool = False) -> Iterator[str]:
     inputs = [draw(T, D), fixed(N, D), draw(9, D), draw(N, 9)]
     yield done("LoRA", partial(lora_linear, scale=0.5), partial(lora_linear_reference, scale=0.5), inputs)
     yield done("routing", lambda z: top_k_routing(z, 4, True)[:2], lambda z: top_k_routing_reference(z, 4, True)[:2], [draw(50, 20)])
+    order, place, _ = sort_by_expert(torch.rand(T, 6, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :3].to(dev), 6)
+    yield done("MoE dispatch", lambda x: dispatch(x, order, place), lambda x: dispatch_reference(x, order), [draw(T, D)])
+    ours, plain = (lambda y, w: combine(y, w, order, place)), (lambda y, w: combine_reference(y, w, order))
+    yield done("MoE combine", ours, plain, [draw(3 * T, D), draw(T, 3)])
     offsets = torch.tensor([0, T // 2, T // 2, T - 3, T], device=dev)
     ours, plain = (lambda x, w, f=f: f(x, w, offsets) for f in (grouped_linear, grouped_linear_reference))
     yield done("grouped linear", ours, plain, [draw(T, D), draw(4, N, D)])

@@ -20,6 +20,7 @@ from puna.kernels import (  # noqa: E402
     attention_triton,
     awq_linear,
     cached_attention,
+    grouped_linear,
     kv_append,
     linear_cross_entropy,
     linear_token_logprobs,
@@ -106,6 +107,8 @@ CASES = {
         8,
     ),
     "routing": Case(moe._route_kernel, "pffln", {"K": 8, "BLOCK": 128, "NORMALIZE": True}, 1),
+    "combine": Case(moe._sum_kernel, "pflpn", {"K": 8, "WEIGHTED": True, "BLOCK": moe.BLOCK}),
+    "combine_gradients": Case(moe._combine_gradients_kernel, "ppflpfn", {"K": 8, "BLOCK": moe.BLOCK}),
     "advantages": Case(advantages._advantages_kernel, "fffflffxxx", {"BLOCK": advantages.BLOCK}),
     "awq_weights": Case(awq_linear._weights_kernel, "iipp" + "nnn", {"K": awq_linear.DEPTH, "C": awq_linear.COLUMNS}),
     "awq_few_rows": Case(
@@ -207,9 +210,9 @@ PRODUCTS = {
     "fp8": (quantized_linear._product_kernel, "eeffpnnn", "scaled_product", SWEEP | {"SUM": FP32}, "wide"),
     "lora": (lora._updated_kernel, "pppppnnnnxnnnn", "product", SWEEP | {"R": 16, "w_d": 1, "b_r": 1} | TF32, "wide"),
     "lora_input_gradient": (lora._updated_kernel, "pppppnnnnxnnnn", "product", SWEEP | {"R": 16, "w_n": 1, "b_n": 1} | TF32, "wide"),
-    "grouped": (moe._grouped_kernel, "pplllpnnnnn", "product", {"EVEN": True, "w_d": 1} | TF32, "wide"),
-    "grouped_input_gradient": (moe._grouped_kernel, "pplllpnnnnn", "product", {"EVEN": True, "w_f": 1} | TF32, "wide"),
-    "grouped_weights": (moe._grouped_weights_kernel, "pplpnnnn", "product", TF32, "wide"),
+    "grouped": (grouped_linear._grouped_kernel, "pplllpnnnnn", "product", {"EVEN": True, "w_d": 1} | TF32, "wide"),
+    "grouped_input_gradient": (grouped_linear._grouped_kernel, "pplllpnnnnn", "product", {"EVEN": True, "w_f": 1} | TF32, "wide"),
+    "grouped_weights": (grouped_linear._grouped_weights_kernel, "pplpnnnn", "product", TF32, "wide"),
 }
 
 
