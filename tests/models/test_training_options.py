@@ -189,6 +189,13 @@ def test_a_spike_is_skipped_and_logged():
 # ---- memory, experts, the log -------------------------------------------------------------------------
 
 
+def test_a_layer_computed_again_keeps_no_graph_alive():
+    made = model(EXPERTS)
+    with Updater(made, o.LanguageModeling(), TrainConfig(steps=1, learning_rate=0.01, activation_checkpointing=True)) as updater:
+        assert updater.step(1, batches(1)[0], seed=0)["balance_loss"] > 0
+    assert all(layer.mlp.balance is None for layer in made.model.layers)
+
+
 @pytest.mark.parametrize("config", [CONFIG, EXPERTS])
 def test_activation_checkpointing_changes_no_number(config: ModelConfig):
     results = []
