@@ -97,6 +97,8 @@ def _phase(recipe: Recipe, number: int, machine: Machine, gpu: str | None, gpus:
     flops = accounting.training_flops(config, step)
     # What is sharded is the state; every GPU holds the activations of its own rows.
     resting = accounting.state_bytes(config, precision)
+    accumulated = at_once < sum(step)
+    peak, checkpointing = (accounting.peak_bytes(config, at_once, precision, less, accumulated) for less in (False, True))
     return {
         "name": phase.name,
         "steps": phase.steps,
@@ -105,8 +107,8 @@ def _phase(recipe: Recipe, number: int, machine: Machine, gpu: str | None, gpus:
         "flops": flops * steps,
         "flops_per_token": flops / sum(step),
         "arithmetic_intensity": accounting.intensity(config, step, precision),
-        "peak_bytes": accounting.peak_bytes(config, at_once, precision) - resting + resting // gpus,
-        "peak_bytes_checkpointing": accounting.peak_bytes(config, at_once, precision, True) - resting + resting // gpus,
+        "peak_bytes": peak - resting + resting // gpus,
+        "peak_bytes_checkpointing": checkpointing - resting + resting // gpus,
         "seconds_per_step": time.total / gpus,
         "share_of_matrices": time.matrices / time.total,
         "share_of_attention": time.attention / time.total,

@@ -1,22 +1,22 @@
-"""AdamW (Loshchilov and Hutter 2019) with clipping by the global norm, over many tensors in one pass.
+"""AdamW (Loshchilov and Hutter 2019) with clipping by the global norm, each over many tensors in one pass.
 
-    g = gradient min(1, clip / norm);  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+    g = gradient factor;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
     p = p (1 - lr weight_decay) - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
 
-The norm is over all gradients and costs one read of them; the clipped gradient is never written. Moments are in
-fp32, arithmetic too; parameters and gradients may be bf16.
+The norm costs one read of the gradients; the factor that follows from it is multiplied in on the way, so that clipped
+gradients are never written. Moments are in fp32, arithmetic too; parameters and gradients may be bf16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from puna.kernels.lazy import triton_jit
-from puna.kernels.operators import operator
+from puna.kernels.operators import operator, wide
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -26,54 +26,54 @@ BLOCK = 2048  # elements that a program holds at once
 CPU_CHUNK = 1 << 16  # elements whose clipped gradient stays in a core's cache until it is used
 
 
+def gradient_norm_reference(gradients: Sequence[Tensor]) -> Tensor:
+    """The root of the sum of all squares, a scalar."""
+    return torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
+
+
 def adamw_reference(
     parameters: Sequence[Tensor], gradients: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor],
-    step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, clip: float,
-) -> Tensor:  # fmt: skip
-    """The definition, in place and in the tensors' dtypes. Returns the norm before clipping."""
-    norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt() if gradients else torch.zeros(())
-    factor = (clip / norm).clamp_max(1.0) if clip else 1.0
-    for p, g, m, v in zip(parameters, gradients, first, second, strict=True):
-        m.copy_(beta1 * m + (1 - beta1) * (g * factor))
-        v.copy_(beta2 * v + (1 - beta2) * (g * factor).square())
+    factor: Tensor | None, step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+) -> None:  # fmt: skip
+    """The definition, in place and in the tensors' dtypes."""
+    for p, gradient, m, v in zip(parameters, gradients, first, second, strict=True):
+        g = gradient if factor is None else gradient * factor
+        m.copy_(beta1 * m + (1 - beta1) * g)
+        v.copy_(beta2 * v + (1 - beta2) * g.square())
         update = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps)
         p.copy_(p * (1 - lr * weight_decay) - lr * update)
-    return norm
 
 
 # --- portable --------------------------------------------------------------------------------------------
 
 
+def _norm(gradients: list[Tensor]) -> Tensor:
+    norms = torch._foreach_norm([g.to(wide(g.dtype)) for g in gradients])
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
 def _adamw(
     parameters: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor],
-    step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, clip: float,
-) -> Tensor:  # fmt: skip
-    """torch's horizontal operators, from which this differs in no step but the clipping."""
-    if not parameters:
-        return torch.zeros(())
-    norms = torch.stack(torch._foreach_norm([g if g.dtype == torch.float64 else g.float() for g in gradients]))
-    norm = torch.linalg.vector_norm(norms)
-    factor = (clip / norm).clamp_max(1.0) if clip else torch.ones_like(norm)
+    factor: Tensor | None, step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+) -> None:  # fmt: skip
     every = (*parameters, *gradients, *first, *second)
     if all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in every):
-        _fused_on_cpu(parameters, gradients, first, second, step, lr, beta1, beta2, eps, weight_decay, factor)
-        return norm
-    for p, g, m, v in zip(parameters, gradients, first, second, strict=True):
-        clipped = g.to(m.dtype) * factor
-        m.lerp_(clipped, 1 - beta1)
-        v.mul_(beta2).addcmul_(clipped, clipped, value=1 - beta2)
+        _fused_on_cpu(parameters, gradients, first, second, factor, step, lr, beta1, beta2, eps, weight_decay)
+        return
+    for p, gradient, m, v in zip(parameters, gradients, first, second, strict=True):
+        g = gradient.to(m.dtype) if factor is None else gradient.to(m.dtype) * factor
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         divisor = v.sqrt().div_((1 - beta2**step) ** 0.5).add_(eps)
-        wide = p.to(m.dtype).mul(1 - lr * weight_decay).addcdiv_(m, divisor, value=-lr / (1 - beta1**step))
-        p.copy_(wide)
-    return norm
+        p.copy_(p.to(m.dtype).mul(1 - lr * weight_decay).addcdiv_(m, divisor, value=-lr / (1 - beta1**step)))
 
 
 def _fused_on_cpu(
     parameters: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor],
-    step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, factor: Tensor,
+    factor: Tensor | None, step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
     """torch's one pass over all four tensors, piece by piece, so that clipping costs no pass of its own."""
-    clips, count = float(factor) != 1.0, torch.tensor(float(step))
+    clips, count = factor is not None and float(factor) != 1.0, torch.tensor(float(step))
     for tensors in zip(parameters, gradients, first, second, strict=True):
         for p, g, m, v in zip(*(t.view(-1).split(CPU_CHUNK) for t in tensors), strict=True):
             torch._fused_adamw_(
@@ -91,7 +91,7 @@ def _norm_kernel(addresses, sizes, chunks, partial, CHUNK: tl.constexpr, BLOCK: 
     tensor = tl.load(chunks + 2 * tl.program_id(0))
     first = tl.load(chunks + 2 * tl.program_id(0) + 1)
     size = tl.load(sizes + tensor)
-    gradient = tl.load(addresses + 4 * tensor + 1).to(tl.pointer_type(GRADIENT))
+    gradient = tl.load(addresses + tensor).to(tl.pointer_type(GRADIENT))
     squares = tl.zeros([BLOCK], tl.float32)
     for block in range(0, CHUNK, BLOCK):
         at = first + block + tl.arange(0, BLOCK)
@@ -102,7 +102,7 @@ def _norm_kernel(addresses, sizes, chunks, partial, CHUNK: tl.constexpr, BLOCK: 
 
 @triton_jit
 def _update_kernel(
-    addresses, sizes, chunks, norm, clip, decay, rate, beta1, beta2, root2, eps,
+    addresses, sizes, chunks, factor, decay, rate, beta1, beta2, root2, eps,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, CLIP: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """One chunk's step. rate = lr / (1 - b1^t), decay = 1 - lr weight_decay, root2 = sqrt(1 - b2^t)."""
@@ -113,13 +113,13 @@ def _update_kernel(
     gradient = tl.load(addresses + 4 * tensor + 1).to(tl.pointer_type(GRADIENT))
     first_moment = tl.load(addresses + 4 * tensor + 2).to(tl.pointer_type(tl.float32))
     second_moment = tl.load(addresses + 4 * tensor + 3).to(tl.pointer_type(tl.float32))
-    factor = 1.0
+    clipping = 1.0
     if CLIP:
-        factor = tl.minimum(clip / tl.load(norm), 1.0)
+        clipping = tl.load(factor)
     for block in range(0, CHUNK, BLOCK):
         at = first + block + tl.arange(0, BLOCK)
         inside = at < size
-        g = tl.load(gradient + at, inside, 0.0).to(tl.float32) * factor
+        g = tl.load(gradient + at, inside, 0.0).to(tl.float32) * clipping
         m = tl.load(first_moment + at, inside, 0.0)
         v = tl.load(second_moment + at, inside, 0.0)
         p = tl.load(parameter + at, inside, 0.0).to(tl.float32)
@@ -131,78 +131,105 @@ def _update_kernel(
         tl.store(parameter + at, p.to(PARAMETER), inside)
 
 
-def _tables(tensors: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """(addresses [n, 4], sizes [n], chunks [programs, 2]), int64 on the tensors' device."""
+def _tables(tensors: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
+    """(addresses [n, tensors of a row], sizes [n], chunks [programs, 2]), int64 on the tensors' device.
+
+    The tensors of a row have one shape.
+    """
+    uneven = next((x for row in tensors for x in row if not x.is_contiguous()), None)
+    if uneven is not None:
+        raise ValueError(f"parameters, gradients and moments must be contiguous; one of shape {list(uneven.shape)} is not")
     device = tensors[0][0].device
-    sizes = torch.tensor([four[0].numel() for four in tensors])
+    sizes = torch.tensor([row[0].numel() for row in tensors])
     counts = -(-sizes // CHUNK)
     which = torch.arange(len(tensors)).repeat_interleave(counts)
     before = (counts.cumsum(0) - counts)[which]
     chunks = torch.stack([which, (torch.arange(len(which)) - before) * CHUNK], 1)
-    addresses = torch.tensor([[tensor.data_ptr() for tensor in four] for four in tensors], dtype=torch.int64)
+    addresses = torch.tensor([[tensor.data_ptr() for tensor in row] for row in tensors], dtype=torch.int64)
     return tuple(t.contiguous().to(device, non_blocking=True) for t in (addresses, sizes, chunks))  # type: ignore[return-value]
+
+
+def _element(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+
+
+def _norm_triton(gradients: list[Tensor]) -> Tensor:
+    kinds: dict[torch.dtype, list[tuple[Tensor]]] = {}
+    for g in gradients:
+        kinds.setdefault(g.dtype, []).append((g,))
+    sums = []
+    for kind, members in kinds.items():
+        addresses, sizes, chunks = _tables(members)
+        partial = torch.empty(len(chunks), dtype=torch.float32, device=chunks.device)
+        if len(chunks):
+            _norm_kernel[(len(chunks),)](
+                addresses, sizes, chunks, partial, CHUNK=CHUNK, BLOCK=BLOCK, GRADIENT=_element(kind), num_warps=8
+            )
+        sums.append(partial)
+    return torch.cat(sums).sum().sqrt()
 
 
 def _adamw_triton(
     parameters: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor],
-    step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, clip: float,
-) -> Tensor:  # fmt: skip
-    import triton.language as tl
-
-    element = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-    kinds: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
+    factor: Tensor | None, step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+) -> None:  # fmt: skip
+    kinds: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, ...]]] = {}
     for four in zip(parameters, gradients, first, second, strict=True):
-        if not all(t.is_contiguous() for t in four):
-            raise ValueError(f"parameters, gradients and moments must be contiguous; one of shape {list(four[0].shape)} is not")
-        if four[0].numel():
-            kinds.setdefault((four[0].dtype, four[1].dtype), []).append(four)
-    tables = {kind: _tables(members) for kind, members in kinds.items()}
-    sums = []
-    for (_, kind), (addresses, sizes, chunks) in tables.items():
-        partial = torch.empty(len(chunks), dtype=torch.float32, device=chunks.device)
-        _norm_kernel[(len(chunks),)](addresses, sizes, chunks, partial, CHUNK=CHUNK, BLOCK=BLOCK, GRADIENT=element[kind], num_warps=8)
-        sums.append(partial)
-    norm = torch.cat(sums).sum().sqrt() if sums else torch.zeros((), device=parameters[0].device)
-    numbers = (clip, 1 - lr * weight_decay, lr / (1 - beta1**step), beta1, beta2, (1 - beta2**step) ** 0.5, eps)
-    for (own, kind), (addresses, sizes, chunks) in tables.items():
-        _update_kernel[(len(chunks),)](
-            addresses, sizes, chunks, norm, *numbers,
-            CHUNK=CHUNK, BLOCK=BLOCK, PARAMETER=element[own], GRADIENT=element[kind], CLIP=clip > 0, num_warps=8,
-        )  # fmt: skip
-    return norm
+        kinds.setdefault((four[0].dtype, four[1].dtype), []).append(four)
+    numbers = (1 - lr * weight_decay, lr / (1 - beta1**step), beta1, beta2, (1 - beta2**step) ** 0.5, eps)
+    for (own, kind), members in kinds.items():
+        addresses, sizes, chunks = _tables(members)
+        if len(chunks):
+            _update_kernel[(len(chunks),)](
+                addresses, sizes, chunks, factor if factor is not None else addresses, *numbers,
+                CHUNK=CHUNK, BLOCK=BLOCK, PARAMETER=_element(own), GRADIENT=_element(kind), CLIP=factor is not None, num_warps=8,
+            )  # fmt: skip
 
 
 # --- façade ----------------------------------------------------------------------------------------------
 
 
+_gradient_norm = operator(
+    "gradient_norm(Tensor[] gradients) -> Tensor",
+    _norm, _norm_triton, lambda gradients: gradients[0].new_empty((), dtype=wide(gradients[0].dtype)),
+)  # fmt: skip
 _adamw_ = operator(
-    "adamw_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] first, Tensor(c!)[] second, int step, float lr,"
-    " float beta1, float beta2, float eps, float weight_decay, float clip) -> Tensor",
-    _adamw, _adamw_triton,
-    lambda parameters, *_: torch.empty((), dtype=torch.float32, device=parameters[0].device if parameters else None),
+    "adamw_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] first, Tensor(c!)[] second, Tensor? factor, int step,"
+    " float lr, float beta1, float beta2, float eps, float weight_decay) -> ()",
+    _adamw, _adamw_triton, lambda *_: None,
 )  # fmt: skip
 
 
-@torch.no_grad()
+def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The global norm: the root of the sum of all squares, a scalar in fp32 at least on the gradients' device. 0 of none."""
+    return _gradient_norm(list(gradients)) if gradients else torch.zeros(())  # type: ignore[no-any-return]
+
+
+def clipping_factor(norm: Tensor, clip: float) -> Tensor:
+    """What gradients of this norm are multiplied by so that it is at most `clip`, as torch.nn.utils.clip_grad_norm_ has it."""
+    if clip <= 0:
+        raise ValueError(f"clip must be positive, not {clip}")
+    return (clip / (norm + 1e-6)).clamp_max(1.0)
+
+
 def adamw_(
-    parameters: Sequence[Tensor], gradients: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor],
-    *, step: int, lr: float, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0,
-    clip: float | None = None,
-) -> Tensor:  # fmt: skip
-    """One step, in place. Returns the gradients' norm before clipping, a scalar on their device.
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], *,
+    step: int, lr: float, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0,
+    factor: Tensor | None = None,
+) -> None:  # fmt: skip
+    """One step of all parameters, in place.
 
     `first`, `second`: moments like the parameters, fp32 (fp64 for fp64 parameters), zero before the first step.
-    `step` counts from 1. `clip`: largest norm, None for no clipping. Groups with decay rates of their own take
-    one call each, which clips by the group's norm.
+    `step` counts from 1. `factor`: what the gradients are multiplied by, a scalar of `clipping_factor`; None: one.
     """
     if step < 1:
         raise ValueError(f"step counts from 1, not {step}")
-    if clip is not None and clip <= 0:
-        raise ValueError(f"clip must be positive, not {clip}")
     for p, g, m, v in zip(parameters, gradients, first, second, strict=True):
         if not p.shape == g.shape == m.shape == v.shape:
             raise ValueError(
                 f"parameter {list(p.shape)}, gradient {list(g.shape)}, moments {list(m.shape)} and {list(v.shape)}: they must be alike"
             )
-    numbers = (step, lr, *betas, eps, weight_decay, clip or 0.0)
-    return _adamw_(list(parameters), list(gradients), list(first), list(second), *numbers)  # type: ignore[no-any-return]
+    if parameters:
+        _adamw_(list(parameters), list(gradients), list(first), list(second), factor, step, lr, *betas, eps, weight_decay)

@@ -215,9 +215,3 @@ def paged_attention(q_BHK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, plan: DecodeP
             f"q {list(q_BHK.shape)}, pages {list(k_PSGK.shape)}, {list(v_PSGK.shape)}, a plan of {len(plan.parts)}: they do not fit"
         )
     return _paged_attention(q_BHK, k_PSGK, v_PSGK, plan.items, plan.pages, plan.parts) if B else q_BHK  # type: ignore[no-any-return]
-
-
-def append_(k_PSGK: Tensor, v_PSGK: Tensor, k_NGK: Tensor, v_NGK: Tensor, places: Tensor) -> None:
-    """Write N new keys and values into the pages, in place. `places` [N] int64: page times page size plus row, all different."""
-    for cache, new in ((k_PSGK, k_NGK), (v_PSGK, v_NGK)):
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, places, new.to(cache.dtype))

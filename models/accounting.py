@@ -167,7 +167,7 @@ def _layer_elements(config: ModelConfig) -> int:
     width, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     inner = 3 * config.intermediate_size
     if config.moe is not None:
-        inner = config.moe.num_experts_per_tok * (4 * config.moe.moe_intermediate_size + 2 * width)
+        inner = config.moe.num_experts_per_tok * (3 * config.moe.moe_intermediate_size + 2 * width)
         inner += 2 * config.moe.num_experts
     kept = (2 if config.parallel_block else 4) * width + 2 * config.head_dim * (heads + groups) + inner
     if config.qk_norm:
@@ -186,35 +186,52 @@ def activation_bytes(
     The output layer works in chunks and keeps its inputs' gradient instead of logits.
     """
     width, layers = config.hidden_size, config.num_hidden_layers
-    kept = layers * width + _layer_elements(config) if checkpointing else layers * _layer_elements(config)
+    layer = _layer_elements(config)
+    kept = (layers - 1) * width + layer if checkpointing else layers * layer
     return ELEMENT_BYTES[precision] * tokens * (kept + width)
 
 
 def peak_bytes(
-    config: ModelConfig, tokens: int, precision: Precision = "fp32", checkpointing: bool = False
+    config: ModelConfig,
+    tokens: int,
+    precision: Precision = "fp32",
+    checkpointing: bool = False,
+    accumulated: bool = False,
 ) -> int:
     """Largest memory of a training step on `tokens` tokens at once, in bytes: tensors, not the process itself.
 
-    The largest of three moments. The output layer: weights and moments, all activations, the layer's inputs and
-    their gradient, its weights' gradient, and either a chunk of logits or that gradient scaled. The last layer's
-    backward pass: the output layer's gradient, and the layer's own gradients of activations. The end: all
-    gradients, and the embedding's inputs.
+    Weights and moments, the gradients of earlier micro-batches if `accumulated`, and the largest of four moments:
+
+    1. the output layer: what the forward pass kept, that layer's inputs and their gradient, its weights' gradient,
+       and either a chunk of logits or that gradient scaled;
+    2. the backward pass of SwiGLU in the last layer: its product is done with, three gradients of its size and
+       that of the layer's output are there, and the gradients of the output layer and of the down projection;
+    3. the same in the first layer: nothing else is kept any more, but all other layers' gradients are there;
+    4. the end: all gradients, the one that the embedding adds to a tied output layer's, and the embedding's inputs.
     """
-    element, total = ELEMENT_BYTES[precision], parameters(config).total
-    width, vocabulary = config.hidden_size, config.vocab_size * config.hidden_size
-    resting = state_bytes(config, precision) - (4 if precision == "fp32" else 8) * total
-    kept = activation_bytes(config, tokens, precision, checkpointing)
+    element, counts = ELEMENT_BYTES[precision], parameters(config)
+    width, layers, inner = config.hidden_size, config.num_hidden_layers, config.intermediate_size
+    vocabulary, down = config.vocab_size * width, width * inner
+    if config.moe is not None:
+        inner = config.moe.num_experts_per_tok * config.moe.moe_intermediate_size
+        down = config.moe.num_experts * width * config.moe.moe_intermediate_size
+    # In bf16 beside fp32 weights; each micro-batch's gradients are in the type that the model computes in.
+    resting = (12 if precision == "fp32" else 14) * counts.total + (4 * counts.total if accumulated else 0)
     limit = CHUNK_BYTES if precision == "fp32" else CHUNK_BYTES_GPU
     chunk = min(limit, element * tokens * config.vocab_size)
-    head = 4 * vocabulary + element * tokens * 3 * width + max(4 * vocabulary, chunk)
-    inner = config.intermediate_size if config.moe is None else (
-        config.moe.num_experts_per_tok * config.moe.moe_intermediate_size
-    )
-    layer = 4 * vocabulary + element * tokens * (2 * width + 3 * inner)
-    end = state_bytes(config, precision) - resting + element * tokens * 2 * width
-    # At the output layer no layer is being computed again yet.
-    again = element * tokens * _layer_elements(config) if checkpointing else 0
-    return resting + max(kept - again + head, kept + layer, end)
+    layer = _layer_elements(config)
+    kept = width if checkpointing else layer
+    output = element * tokens * (layers * kept + 4 * width) + 4 * vocabulary + max(4 * vocabulary, chunk)
+    # In fp32 gradients are added to earlier ones as they come.
+    fresh = not (accumulated and precision == "fp32")
+    one = element * (tokens * (layer + 2 * inner + width) + fresh * (vocabulary + down))
+    last = one + element * tokens * (layers - 1) * kept
+    first = one + fresh * element * (counts.layers + counts.norms) * (layers - 1) // layers
+    beside = vocabulary if config.tie_word_embeddings or not fresh else 0
+    end = element * (fresh * counts.total + beside + 2 * tokens * width)
+    if precision == "bf16" and not accumulated:
+        end = max(end, 4 * counts.total)  # the gradients in fp32, which those in bf16 make way for
+    return resting + max(output, last, first, end)
 
 
 def cache_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32") -> int:
@@ -238,8 +255,8 @@ def elementwise_bytes(config: ModelConfig, tokens: int, precision: Precision = "
 
 
 def optimizer_bytes(config: ModelConfig) -> int:
-    """Bytes that clipping and AdamW read and write: the norm (4 per parameter), clipping (8), the update (28)."""
-    return 40 * parameters(config).total
+    """Bytes that AdamW with clipping reads and writes: the norm (4 per parameter) and the update (28)."""
+    return 32 * parameters(config).total
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from puna.kernels.attention import ForestMask, attention
+from puna.kernels.grouped_linear import grouped_linear
 from puna.kernels.linear import linear
 from puna.kernels.linear_cross_entropy import linear_cross_entropy
 from puna.kernels.linear_token_logprobs import linear_token_logprobs
-from puna.kernels.moe import combine, dispatch, grouped_linear, sort_by_expert, top_k_routing
+from puna.kernels.moe import combine, dispatch, sort_by_expert, top_k_routing
 from puna.kernels.quantized_linear import Kind, low_precision_linear
 from puna.kernels.rms_norm import add_rms_norm, rms_norm
 from puna.kernels.rope import rope
@@ -193,7 +194,10 @@ class MoeMLP(nn.Module):
         weight_Tk, p_TE, chosen_Tk = top_k_routing(self.gate(x_TD), k, self.moe.norm_topk_prob)
         order_N, place_N, offsets_E1 = sort_by_expert(chosen_Tk, E)
         if torch.is_grad_enabled():
-            self.balance = E * (offsets_E1.diff().to(p_TE.dtype) / len(x_TD) * p_TE.mean(0)).sum()
+            balance = E * (offsets_E1.diff().to(p_TE.dtype) / len(x_TD) * p_TE.mean(0)).sum()
+            # Computed again in a backward pass, under checkpointing, it would keep the layer's graph from being freed.
+            if torch._C._current_graph_task_id() == -1:
+                self.balance = balance
         y_ND = self.experts(dispatch(x_TD, order_N, place_N), offsets_E1)
         return combine(y_ND, weight_Tk, order_N, place_N)
 

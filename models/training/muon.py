@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -42,10 +42,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of all parameters with a gradient. `closure` is not supported."""
-        if closure is not None:
-            raise ValueError("Muon evaluates no closure")
+    def step(self, factor: Tensor | None = None) -> None:  # type: ignore[override]
+        """One update of all parameters with a gradient, each gradient multiplied by the scalar `factor`."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -53,8 +51,9 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["momentum"] = torch.zeros_like(parameter)
-                momentum = state["momentum"].mul_(group["momentum"]).add_(parameter.grad)
-                update = orthogonalise(parameter.grad.add(momentum, alpha=group["momentum"]))
+                gradient = parameter.grad if factor is None else parameter.grad * factor
+                momentum = state["momentum"].mul_(group["momentum"]).add_(gradient)
+                update = orthogonalise(gradient.add(momentum, alpha=group["momentum"]))
                 size = 0.2 * math.sqrt(max(parameter.shape[-2:]))
                 parameter.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * size)
 

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from puna.kernels.adamw import clipping_factor, gradient_norm
 from puna.kernels.quantized_linear import Kind, require_products
 from puna.models import accounting
 from puna.models.config import ModelConfig
+from puna.models.training.adamw import AdamW
 from puna.models.training.config import TrainConfig
 from puna.models.training.muon import Muon, inner_matrices
 from puna.models.training.spikes import NO_LIMITS, Limits
@@ -75,17 +77,18 @@ class Updater:
         rate = self.config.rate(step)
         micro = list(batch) if isinstance(batch, list | tuple) else [batch]
         loss, metrics = self._accumulate(micro, _step_seed(seed, step))
-        norm = self._gradient_norm()
+        norm = gradient_norm([w.grad for w in self.weights.values() if w.grad is not None]).to(self.device)
         names = list(metrics)
         # One transfer for everything that is logged.
         values = torch.stack([loss, norm, *metrics.values()]).tolist()
         # A value that is not a number is within no limit.
         skipped = not (values[0] <= limits[0] and 0 <= values[1] <= limits[1])
         if not skipped:
+            factor = None if self.config.clip is None else clipping_factor(norm, self.config.clip)
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
-                optimizer.step()
+                optimizer.step(factor)
             self._publish()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -170,14 +173,6 @@ class Updater:
         for name, parameter in self.parameters.items() if self._originals else ():
             parameter.copy_(self.weights[name])
 
-    def _gradient_norm(self) -> Tensor:
-        parameters = list(self.weights.values())
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if self.config.clip is not None and gradients:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.clip, norm)
-        return norm.to(self.device, torch.float32)
-
     def tensors(self) -> dict[str, Tensor]:
         """Weights and the optimisers' moments, by name."""
         state: dict[str, Tensor] = {}
@@ -198,7 +193,7 @@ class Updater:
                 name = names[id(weight)]
                 moments = {
                     # Copies: what was read from a file lies in memory mapped from it.
-                    key: tensors[f"{key}.{name}"].to(weight.device, copy=True)
+                    key: tensors[f"{key}.{name}"].to("cpu" if key == "step" else weight.device, copy=True)
                     for key in ("step", "exp_avg", "exp_avg_sq", "momentum")
                     if f"{key}.{name}" in tensors
                 }
@@ -215,7 +210,7 @@ class Updater:
 
 def optimizers(
     model: nn.Module, weights: dict[str, nn.Parameter], config: TrainConfig
-) -> list[torch.optim.Optimizer]:
+) -> list[AdamW | Muon]:
     """AdamW for all weights, or Muon for the matrices inside the layers and AdamW for the others."""
     plain = undecayed(model)
     inner = inner_matrices(model) & weights.keys() if config.optimizer == "muon" else set()
@@ -226,13 +221,13 @@ def optimizers(
         }
         for skip in (False, True)
     ]
-    made: list[torch.optim.Optimizer] = []
+    made: list[AdamW | Muon] = []
     if inner:
         matrices = [w for name, w in weights.items() if name in inner]
         made.append(Muon(matrices, config.learning_rate, config.momentum, config.weight_decay))
     if groups := [group for group in groups if group["params"]]:
         betas = (config.beta1, config.beta2)
-        made.append(torch.optim.AdamW(groups, config.learning_rate, betas, config.epsilon, fused=True))
+        made.append(AdamW(groups, config.learning_rate, betas, config.epsilon))
     return made
 
 

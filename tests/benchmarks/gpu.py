@@ -1,6 +1,6 @@
 """Everything that a GPU has to show, in one call of at most 8 minutes: correctness, rooflines, training, generation.
 
-    PYTHONPATH=.pkg python tests/benchmarks/gpu.py > gpu.txt
+    PYTHONPATH=.pkg python tests/benchmarks/gpu.py --json gpu.json > gpu.txt
 
 Without a GPU, `TRITON_INTERPRET=1 PYTHONPATH=.pkg python tests/benchmarks/gpu.py --device cpu --small` runs the same
 script, the Triton versions included, at shapes that Triton's interpreter can bear; its times mean nothing.
@@ -18,11 +18,13 @@ script, the Triton versions included, at shapes that Triton's interpreter can be
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -116,8 +118,8 @@ def training(config: ModelConfig, rows: int, tokens: int, device: torch.device, 
         figures["fp8 gain"] = figures["fp8 layers tokens/s"] / figures["plain tokens/s"]
 
 
-def judge(machine: Machine, lines: list[Line], figures: dict[str, float]) -> None:
-    """Print each goal, what was reached, and whether that is enough; goals are those of an H200."""
+def judge(machine: Machine, lines: list[Line], figures: dict[str, float]) -> list[dict[str, object]]:
+    """Print and return each goal, what was reached, and whether that is enough; goals are those of an H200."""
     by_name = {line.op: line for line in lines}
     found = dict(figures)
     for line in lines:
@@ -131,13 +133,18 @@ def judge(machine: Machine, lines: list[Line], figures: dict[str, float]) -> Non
         found["linear + cross-entropy: ms"] = step.milliseconds
         # Beyond dW in fp32, in which it is summed.
         found["linear + cross-entropy: GB beyond dW"] = step.peak_gigabytes - 4 * machine.V * machine.D / 1e9
+    goals: list[dict[str, object]] = []
     for name, (goal, most) in GOALS.items():
         value = found.get(name, math.nan)
         verdict = "not measured" if math.isnan(value) else "reached" if (value <= goal if most else value >= goal) else "MISSED"
         print(f"goal: {name} {'<=' if most else '>='} {goal:g}: {value:.3g}, {verdict}", flush=True)
+        goals.append({"name": name, "at_most" if most else "at_least": goal, "value": value, "verdict": verdict})
+    return goals
 
 
-def transformers_training(config: ModelConfig, rows: int, tokens: int, device: torch.device, rounds: int) -> None:
+def transformers_training(
+    config: ModelConfig, rows: int, tokens: int, device: torch.device, rounds: int, figures: dict[str, float]
+) -> None:
     """The same step as transformers' users would write it: bf16 autocast over fp32 weights."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -160,10 +167,13 @@ def transformers_training(config: ModelConfig, rows: int, tokens: int, device: t
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    print(f"training, transformers: {rows * tokens / best_seconds(step, device, rounds):.0f} tokens/s", flush=True)
+    figures["transformers tokens/s"] = rows * tokens / best_seconds(step, device, rounds)
+    print(f"training, transformers: {figures['transformers tokens/s']:.0f} tokens/s", flush=True)
 
 
-def generation(config: ModelConfig, prompt: int, answer: int, answers: int, device: torch.device) -> None:
+def generation(
+    config: ModelConfig, prompt: int, answer: int, answers: int, device: torch.device, figures: dict[str, float]
+) -> None:
     """Print drawn tokens per second, prompts included in the time."""
     model = Transformer(config, generator=torch.Generator().manual_seed(0)).to(device)
     if device.type == "cuda":
@@ -171,14 +181,30 @@ def generation(config: ModelConfig, prompt: int, answer: int, answers: int, devi
     prompts = torch.randint(0, config.vocab_size, (max(1, answers // 8), prompt), generator=torch.Generator().manual_seed(2)).tolist()
     sampling = Sampling(n=min(8, answers), max_tokens=answer, stop=())
     taken = best_seconds(lambda number: Engine(model).generate(prompts, sampling, seed=number), device, 1)
-    drawn = len(prompts) * sampling.n * answer
-    print(f"generation, {len(prompts) * sampling.n} answers of {answer} after {prompt}: {drawn / taken:.0f} tokens/s", flush=True)
+    figures["generation tokens/s"] = len(prompts) * sampling.n * answer / taken
+    print(
+        f"generation, {len(prompts) * sampling.n} answers of {answer} after {prompt}: {figures['generation tokens/s']:.0f} tokens/s",
+        flush=True,
+    )
+
+
+def write(file: Path, machine: Machine, lines: list[Line], figures: dict[str, float], goals: list[dict[str, object]]) -> None:
+    """Everything measured as one JSON object; what was not is null."""
+
+    def known(row: Mapping[str, object]) -> dict[str, object]:
+        return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
+
+    name = torch.cuda.get_device_name() if machine.device.type == "cuda" else "cpu"
+    whole = {"device": name, "torch": torch.__version__, "figures": known(figures)}
+    whole |= {"operators": [known(asdict(line)) for line in lines], "goals": [known(goal) for goal in goals]}
+    file.write_text(json.dumps(whole, indent=1, allow_nan=False), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny shapes, for Triton's interpreter")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, the table and the goals there, too")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("there is no GPU here: see --help for how to check the script without one")
@@ -195,8 +221,8 @@ def main() -> None:
     parts: list[tuple[float, str, Callable[[], object]]] = [
         (0, "training", lambda: training(*model, device, rounds, figures)),
         (0, "operators", lambda: lines.extend(table(machine, 0.0 if options.small else 1.0, [], until=started + SECONDS - 90))),
-        (40, "generation", lambda: generation(model[0], *answers, device)),
-        (40, "peer", lambda: transformers_training(*model, device, rounds)),
+        (40, "generation", lambda: generation(model[0], *answers, device, figures)),
+        (40, "peer", lambda: transformers_training(*model, device, rounds, figures)),
     ]
     for needed, name, part in parts:
         spent = time.perf_counter() - started
@@ -206,7 +232,9 @@ def main() -> None:
         part()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    judge(machine, lines, figures)
+    goals = judge(machine, lines, figures)
+    if options.json:
+        write(options.json, machine, lines, figures, goals)
     print(f"# {time.perf_counter() - started:.0f} seconds", flush=True)
 
 

@@ -11,19 +11,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from puna.kernels.adamw import adamw_
+from puna.kernels.adamw import adamw_, clipping_factor, gradient_norm
 from puna.kernels.advantages import advantages
 from puna.kernels.attention import ForestMask, attention
 from puna.kernels.awq_linear import awq_linear, quantize_awq
 from puna.kernels.cached_attention import cached_attention
+from puna.kernels.grouped_linear import grouped_linear, grouped_linear_reference
+from puna.kernels.kv_append import kv_append_
 from puna.kernels.linear_cross_entropy import linear_cross_entropy
 from puna.kernels.linear_preference_loss import linear_preference_loss
 from puna.kernels.linear_token_logprobs import linear_token_logprobs, linear_token_logprobs_reference
 from puna.kernels.lora import lora_linear, lora_linear_reference
 from puna.kernels.minhash_triton import permutation_tensors, signatures_tensor
-from puna.kernels.moe import grouped_linear, grouped_linear_reference, top_k_routing, top_k_routing_reference
+from puna.kernels.moe import (
+    combine,
+    combine_reference,
+    dispatch,
+    dispatch_reference,
+    sort_by_expert,
+    top_k_routing,
+    top_k_routing_reference,
+)
 from puna.kernels.operators import uses_triton
-from puna.kernels.paged_attention import DecodePlan, Run, append_, paged_attention
+from puna.kernels.paged_attention import DecodePlan, Run, paged_attention
 from puna.kernels.quantized_linear import low_precision_linear, quantize_rows, quantized_linear
 from puna.kernels.rms_norm import add_rms_norm
 from puna.kernels.rope import rope, rope_reference, rope_table
@@ -228,7 +238,13 @@ def _decoding(m: Machine, size: int) -> Iterator[Case]:
     yield Case("paged attention, shared prompt", partial(paged_attention, plan=plan), (q, k_PSGK, v_PSGK), (read, 0), (products, 0))
     new = [m.normal(B, m.G, m.K).detach() for _ in range(2)]
     places = torch.arange(B, device=m.device) * S
-    yield Case("append keys and values", append_, (k_PSGK, v_PSGK, *new, places), (4 * new[0].numel() * size, 0), (0, 0))
+
+    def copies(k_PSGK: Tensor, v_PSGK: Tensor, k: Tensor, v: Tensor, places: Tensor) -> None:
+        k_PSGK.flatten(0, 1).index_copy_(0, places, k)
+        v_PSGK.flatten(0, 1).index_copy_(0, places, v)
+
+    moved = 4 * new[0].numel() * size
+    yield Case("KV append", kv_append_, (k_PSGK, v_PSGK, *new, places), (moved, 0), (0, 0), {"index_copy_": copies})
 
 
 def _linear_layers(m: Machine, size: int) -> Iterator[Case]:
@@ -259,6 +275,18 @@ def _experts(m: Machine, size: int) -> Iterator[Case]:
         "top-k routing", lambda z: top_k_routing(z, k, True)[:2], (logits,), (routed, routed), (0, 0),
         {"torch": lambda z: top_k_routing_reference(z.float(), k, True)[:2]},
     )  # fmt: skip
+    few = max(1, m.T // k)  # so that the experts' rows are as many as tokens elsewhere
+    order, place, _ = sort_by_expert(top_k_routing(logits[:few].detach(), k, True)[2], E)
+    rows, weight, tokens = m.normal(few * k, m.D), torch.rand(few, k, device=m.device).requires_grad_(), m.normal(few, m.D)
+    large, small = rows.numel() * size, tokens.numel() * size
+    yield Case(
+        "MoE dispatch", lambda x: dispatch(x, order, place), (tokens,), (large + small, large + small), (0, 0),
+        {"torch": lambda x: dispatch_reference(x, order)},
+    )  # fmt: skip
+    yield Case(
+        "MoE combine", lambda y, w: combine(y, w, order, place), (rows, weight), (large + small, 2 * large + small), (0, 0),
+        {"torch": lambda y, w: combine_reference(y, w, order)},
+    )  # fmt: skip
     N = m.T
     shares = torch.distributions.Dirichlet(torch.full((E,), 4.0)).sample()
     cuts = (shares.cumsum(0) * N).round().long()
@@ -288,9 +316,12 @@ def _the_rest(m: Machine) -> Iterator[Case]:
         torch.nn.utils.clip_grad_norm_(theirs, 1.0)
         optimizer.step()
 
-    ours = partial(adamw_, parameters, gradients, *moments, step=1, lr=1e-4, clip=1.0)
+    def our_step() -> None:
+        factor = clipping_factor(gradient_norm(gradients), 1.0)
+        adamw_(parameters, gradients, *moments, step=1, lr=1e-4, factor=factor)
+
     # Parameters and moments are read and written in fp32, gradients read twice.
-    yield Case("AdamW with clipping", lambda: ours(), (), (count * (24 + 2 * m.dtype.itemsize), 0), (0, 0), {"torch fused": torch_step})
+    yield Case("AdamW with clipping", our_step, (), (count * (24 + 2 * m.dtype.itemsize), 0), (0, 0), {"torch fused": torch_step})
     answers = max(4, m.T // 64)
     lengths = torch.randint(m.T // 64 + 1, m.T // 16 + 2, (answers,))
     tokens = [torch.randn(int(lengths.sum()), device=m.device) for _ in range(3)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from puna.kernels.adamw import adamw_, adamw_reference
+from puna.kernels.adamw import adamw_, adamw_reference, clipping_factor, gradient_norm, gradient_norm_reference
 
 SETTINGS = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
@@ -28,19 +28,23 @@ def test_three_steps_equal_torch(clip):
         expected = torch.nn.utils.clip_grad_norm_(theirs, clip or 1e30)
         optimizer.step()
         before = [g.clone() for g in given]
-        norm = adamw_(parameters, given, first, second, step=step, clip=clip, **SETTINGS)
+        norm = gradient_norm(given)
+        factor = None if clip is None else clipping_factor(norm, clip)
+        adamw_(parameters, given, first, second, step=step, factor=factor, **SETTINGS)
         torch.testing.assert_close(norm, expected)
         assert all(torch.equal(a, b) for a, b in zip(before, given, strict=True))
     for mine, other in zip(parameters, theirs, strict=True):
-        torch.testing.assert_close(mine, other.detach(), rtol=1e-6, atol=1e-6 if clip else 1e-12)
+        torch.testing.assert_close(mine, other.detach(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_steps_equal_the_reference(dtype):
     ours, exact = draw(dtype), draw()
     for step in (1, 2, 3):
-        norms = [adamw_(ours[0], ours[1][step - 1], *ours[2:], step=step, clip=0.7, **SETTINGS)]
-        norms.append(adamw_reference(exact[0], exact[1][step - 1], *exact[2:], step, 0.02, 0.9, 0.95, 1e-6, 0.1, 0.7))
+        norms = [f(x[1][step - 1]) for f, x in ((gradient_norm, ours), (gradient_norm_reference, exact))]
+        factors = [clipping_factor(norm, 0.7) for norm in norms]
+        adamw_(ours[0], ours[1][step - 1], *ours[2:], step=step, factor=factors[0], **SETTINGS)
+        adamw_reference(exact[0], exact[1][step - 1], *exact[2:], factors[1], step, 0.02, 0.9, 0.95, 1e-6, 0.1)
         torch.testing.assert_close(norms[0].double(), norms[1], rtol=1e-6, atol=0)
     for mine, other in zip(ours[0], exact[0], strict=True):
         torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=1e-6)
@@ -54,16 +58,19 @@ def test_pieces_on_a_cpu_equal_the_reference(monkeypatch):
 def test_a_norm_that_is_not_finite_shows_in_the_parameters():
     parameters, gradients, first, second = draw(torch.float32)
     gradients[0][1][0, 0] = torch.nan
-    assert bool(adamw_(parameters, gradients[0], first, second, step=1, clip=1.0, **SETTINGS).isnan())
+    norm = gradient_norm(gradients[0])
+    assert bool(norm.isnan())
+    adamw_(parameters, gradients[0], first, second, step=1, factor=clipping_factor(norm, 1.0), **SETTINGS)
     assert all(bool(p.isnan().all()) for p in parameters)
 
 
 def test_the_operator_says_what_it_changes():
-    from puna.kernels.adamw import _adamw_
+    from puna.kernels.adamw import _adamw_, _gradient_norm
 
     parameters, gradients, first, second = draw(torch.float32)
-    arguments = (parameters, gradients[0], first, second, 1, 0.1, 0.9, 0.95, 1e-8, 0.0, 1.0)
+    arguments = (parameters, gradients[0], first, second, torch.tensor(0.5), 1, 0.1, 0.9, 0.95, 1e-8, 0.0)
     torch.library.opcheck(_adamw_, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(_gradient_norm, (gradients[0],), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_what_does_not_fit_is_refused():
@@ -71,6 +78,11 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="step counts from 1"):
         adamw_(parameters, gradients[0], first, second, step=0, lr=0.1)
     with pytest.raises(ValueError, match="clip must be positive"):
-        adamw_(parameters, gradients[0], first, second, step=1, lr=0.1, clip=0.0)
+        clipping_factor(torch.ones(()), 0.0)
     with pytest.raises(ValueError, match="must be alike"):
         adamw_(parameters, gradients[0][::-1], first, second, step=1, lr=0.1)
+
+
+def test_no_parameters_no_step():
+    adamw_([], [], [], [], step=1, lr=0.1)
+    assert float(gradient_norm([])) == 0.0

@@ -20,6 +20,8 @@ from puna.kernels import (  # noqa: E402
     attention_triton,
     awq_linear,
     cached_attention,
+    grouped_linear,
+    kv_append,
     linear_cross_entropy,
     linear_token_logprobs,
     lora,
@@ -75,7 +77,7 @@ CASES = {
     "adamw_norm": Case(adamw._norm_kernel, "lllf", {**CHUNKS, "GRADIENT": triton.language.bfloat16}, 8),
     "adamw_update": Case(
         adamw._update_kernel,
-        "lllf" + "x" * 7,
+        "lllf" + "x" * 6,
         {**CHUNKS, "PARAMETER": triton.language.float32, "GRADIENT": triton.language.bfloat16, "CLIP": True},
         8,
     ),
@@ -97,6 +99,7 @@ CASES = {
         product="narrow",
     ),
     "paged_merge": Case(paged_attention.merge_kernel, "ffipn", {"H": 32, "K": 128, "BLOCK": 128}, 1),
+    "kv_append": Case(kv_append._append_kernel, "ppppl" + "nnnn", {"BLOCK": kv_append.BLOCK}),
     "quantize_rows": Case(
         quantized_linear._quantize_kernel,
         "pfbfnn",
@@ -104,6 +107,8 @@ CASES = {
         8,
     ),
     "routing": Case(moe._route_kernel, "pffln", {"K": 8, "BLOCK": 128, "NORMALIZE": True}, 1),
+    "combine": Case(moe._sum_kernel, "pflpn", {"K": 8, "WEIGHTED": True, "BLOCK": moe.BLOCK}),
+    "combine_gradients": Case(moe._combine_gradients_kernel, "ppflpfn", {"K": 8, "BLOCK": moe.BLOCK}),
     "advantages": Case(advantages._advantages_kernel, "fffflffxxx", {"BLOCK": advantages.BLOCK}),
     "awq_weights": Case(awq_linear._weights_kernel, "iipp" + "nnn", {"K": awq_linear.DEPTH, "C": awq_linear.COLUMNS}),
     "awq_few_rows": Case(
@@ -205,9 +210,9 @@ PRODUCTS = {
     "fp8": (quantized_linear._product_kernel, "eeffpnnn", "scaled_product", SWEEP | {"SUM": FP32}, "wide"),
     "lora": (lora._updated_kernel, "pppppnnnnxnnnn", "product", SWEEP | {"R": 16, "w_d": 1, "b_r": 1} | TF32, "wide"),
     "lora_input_gradient": (lora._updated_kernel, "pppppnnnnxnnnn", "product", SWEEP | {"R": 16, "w_n": 1, "b_n": 1} | TF32, "wide"),
-    "grouped": (moe._grouped_kernel, "pplllpnnnnn", "product", {"EVEN": True, "w_d": 1} | TF32, "wide"),
-    "grouped_input_gradient": (moe._grouped_kernel, "pplllpnnnnn", "product", {"EVEN": True, "w_f": 1} | TF32, "wide"),
-    "grouped_weights": (moe._grouped_weights_kernel, "pplpnnnn", "product", TF32, "wide"),
+    "grouped": (grouped_linear._grouped_kernel, "pplllpnnnnn", "product", {"EVEN": True, "w_d": 1} | TF32, "wide"),
+    "grouped_input_gradient": (grouped_linear._grouped_kernel, "pplllpnnnnn", "product", {"EVEN": True, "w_f": 1} | TF32, "wide"),
+    "grouped_weights": (grouped_linear._grouped_weights_kernel, "pplpnnnn", "product", TF32, "wide"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Routing to experts and products by groups of rows, against their definitions."""
+"""Routing to experts, there and back, against the definitions."""
 
 import pytest
 import torch
@@ -9,14 +9,10 @@ from puna.kernels.moe import (
     combine_reference,
     dispatch,
     dispatch_reference,
-    grouped_linear,
-    grouped_linear_reference,
     sort_by_expert,
     top_k_routing,
     top_k_routing_reference,
 )
-
-OFFSETS = [[0, 3, 3, 10], [0, 0, 0, 10], [0, 10, 10, 10], [0, 1, 2, 10]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -40,20 +36,8 @@ def test_routing_by_hand():
         top_k_routing(logits, 4, True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("offsets", OFFSETS)
-def test_grouped_linear(within_budget, normal, offsets, dtype):
-    inputs = (normal(10, 6), normal(3, 4, 6, seed=1), torch.tensor(offsets))
-    within_budget(grouped_linear, grouped_linear_reference, inputs, dtype, ulps=8)
-    assert torch.autograd.gradcheck(lambda x, w: grouped_linear(x, w, inputs[2]), inputs[:2])
-
-
 def test_registered_as_torch_expects(normal):
-    x, w, z = (t.detach().float().requires_grad_() for t in (normal(10, 6), normal(3, 4, 6, seed=1), normal(7, 5)))
-    torch.library.opcheck(module._grouped_linear, (x, w, torch.tensor(OFFSETS[0])))
-    torch.library.opcheck(module._top_k_routing, (z, 2, True))
-    with pytest.raises(ValueError, match="do not fit"):
-        grouped_linear(x, w, torch.tensor([0, 10]))
+    torch.library.opcheck(module._top_k_routing, (normal(7, 5).detach().float().requires_grad_(), 2, True))
 
 
 def sorted_choices(T, E, k, seed=0):

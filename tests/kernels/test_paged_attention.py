@@ -5,7 +5,8 @@ import torch
 
 from puna.kernels import paged_attention as module
 from puna.kernels.attention import ForestMask, attention
-from puna.kernels.paged_attention import DecodePlan, Run, append_, paged_attention, paged_attention_reference
+from puna.kernels.kv_append import kv_append_
+from puna.kernels.paged_attention import DecodePlan, Run, paged_attention, paged_attention_reference
 
 
 @pytest.mark.parametrize("split", [5, 16, 1000])
@@ -37,7 +38,7 @@ def test_a_prompt_and_its_answers_equal_the_forest():
     runs = []
     for number, (where, tokens) in rows.items():
         places = torch.tensor([where[n // 4] * 4 + n % 4 for n in range(len(tokens))])
-        append_(*pages, k[list(tokens)], v[list(tokens)], places)
+        kv_append_(*pages, k[list(tokens)], v[list(tokens)], places)
         runs.append(Run(0, 3, where, len(tokens)) if number == 0 else Run(number - 1, 1, where, len(tokens)))
     ours = paged_attention(q[last], *pages, DecodePlan.from_runs(runs, 3, 4))
     torch.testing.assert_close(ours, whole[last])

@@ -5,12 +5,13 @@ import torch
 
 from puna.kernels.attention import ForestMask, attention_reference
 from puna.kernels.awq_linear import awq_linear_reference, quantize_awq
+from puna.kernels.grouped_linear import grouped_linear_reference
 from puna.kernels.linear import linear_reference
 from puna.kernels.linear_cross_entropy import linear_cross_entropy_reference
 from puna.kernels.linear_preference_loss import linear_preference_loss_reference
 from puna.kernels.linear_token_logprobs import linear_token_logprobs_reference
 from puna.kernels.lora import lora_linear_reference
-from puna.kernels.moe import combine_reference, dispatch_reference, grouped_linear_reference, top_k_routing_reference
+from puna.kernels.moe import combine_reference, dispatch_reference, top_k_routing_reference
 from puna.kernels.rms_norm import add_rms_norm_reference
 from puna.kernels.rope import rope_reference, rope_table
 from puna.kernels.swiglu import swiglu_reference

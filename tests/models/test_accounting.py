@@ -143,7 +143,14 @@ def test_activations_are_what_autograd_keeps() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
-    "shape", [(ModelConfig(4096, 128, 352, 4, 4, 2), [512] * 2), (ModelConfig(512, 256, 704, 4, 8, 8), [200] * 5)]
+    "shape",
+    [
+        (ModelConfig(4096, 128, 352, 4, 4, 2), [512] * 2),
+        (ModelConfig(512, 256, 704, 4, 8, 8), [200] * 5),
+        (ModelConfig(2048, 64, 176, 6, 4, 4, tie_word_embeddings=True), [32] * 4),  # the first layer's moment
+        (ModelConfig(2048, 128, 352, 4, 4, 4, tie_word_embeddings=True), [32]),  # the end's
+        (ModelConfig(20_000, 64, 176, 2, 4, 2), [128] * 2),  # the output layer's
+    ],
 )
 def test_peak_memory_of_a_step_is_within_five_percent(shape: tuple[ModelConfig, list[int]], checkpointing: bool) -> None:
     file = Path(__file__).parents[1] / "benchmarks" / "accounting.py"
@@ -153,6 +160,17 @@ def test_peak_memory_of_a_step_is_within_five_percent(shape: tuple[ModelConfig, 
     spec.loader.exec_module(benchmark)
     measured = benchmark.peak_of(*shape, checkpointing)
     assert accounting.peak_bytes(shape[0], sum(shape[1]), checkpointing=checkpointing) == pytest.approx(measured, rel=0.05)
+
+
+def test_gradients_of_earlier_micro_batches_count() -> None:
+    config, tokens = shape("llama3.2-1b"), 16
+    vocabulary, row = config.vocab_size * config.hidden_size, tokens * config.hidden_size
+    # With so few tokens, in bf16 the end is the peak: the whole state, the embedding's gradient and its inputs.
+    found = accounting.peak_bytes(config, tokens, "bf16", accumulated=True)
+    assert found == accounting.state_bytes(config, "bf16") + 2 * (vocabulary + 2 * row)
+    # In fp32 the output layer is: its gradient, the same scaled, three rows beside what the layers keep.
+    found = accounting.peak_bytes(config, tokens, accumulated=True)
+    assert found == accounting.state_bytes(config) + 8 * vocabulary + accounting.activation_bytes(config, tokens) + 4 * 3 * row
 
 
 def test_step_time_and_intensity_by_hand() -> None:

@@ -17,6 +17,7 @@ from puna.kernels import quantized_linear
 from puna.models import accounting, transformer
 from puna.models.config import ModelConfig, Moe
 from puna.models.training import objectives as o
+from puna.models.training.adamw import AdamW
 from puna.models.training.loop import TrainConfig, TrainingDiverged, Updater, train, weights_digest
 from puna.models.training.muon import Muon, inner_matrices, orthogonalise
 from puna.models.training.packing import Sampler, cut_lengths, pack, step_indices
@@ -63,6 +64,27 @@ def test_muon_by_hand():
     first = w0 * (1 - 0.02) - size * orthogonalise(1.9 * g1)
     second = first * (1 - 0.02) - size * orthogonalise(g2 + 0.9 * (0.9 * g1 + g2))
     torch.testing.assert_close(w.detach(), second)
+
+
+def test_adamw_equals_torch_where_gradients_are_missing_at_times():
+    start = [torch.randn(5, 3, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    ours, theirs = ([torch.nn.Parameter(w.clone()) for w in start] for _ in range(2))
+    groups = [([0, 1], 0.1), ([2], 0.0)]
+    settings = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-6}
+    mine, peer = (
+        kind([{"params": [ws[i] for i in which], "weight_decay": decay} for which, decay in groups], **settings)
+        for kind, ws in ((AdamW, ours), (torch.optim.AdamW, theirs))
+    )
+    factor = torch.tensor(0.4)
+    for step, present in enumerate(([0, 1, 2], [1], [], [0, 2], [0, 1])):
+        for i in range(3):
+            g = torch.randn(5, 3, generator=torch.Generator().manual_seed(10 * step + i))
+            ours[i].grad, theirs[i].grad = (g, g * factor) if i in present else (None, None)
+        mine.step(factor)
+        peer.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-6, atol=1e-7)
+        assert mine.state[a]["step"] == peer.state[b]["step"]
 
 
 def test_muon_trains_the_matrices_inside_the_layers_and_adamw_the_rest():
@@ -165,6 +187,13 @@ def test_a_spike_is_skipped_and_logged():
 
 
 # ---- memory, experts, the log -------------------------------------------------------------------------
+
+
+def test_a_layer_computed_again_keeps_no_graph_alive():
+    made = model(EXPERTS)
+    with Updater(made, o.LanguageModeling(), TrainConfig(steps=1, learning_rate=0.01, activation_checkpointing=True)) as updater:
+        assert updater.step(1, batches(1)[0], seed=0)["balance_loss"] > 0
+    assert all(layer.mlp.balance is None for layer in made.model.layers)
 
 
 @pytest.mark.parametrize("config", [CONFIG, EXPERTS])

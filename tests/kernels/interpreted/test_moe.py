@@ -1,11 +1,18 @@
-"""Routing and products by groups, Triton's versions: tiles found on the device, experts without rows, cut tiles."""
+"""Routing, and rows to the experts and back, Triton's versions."""
 
 import pytest
 import torch
 
 from puna.kernels import moe as module
-from puna.kernels.configurations import Configuration
-from puna.kernels.moe import grouped_linear, grouped_linear_reference, top_k_routing, top_k_routing_reference
+from puna.kernels.moe import (
+    combine,
+    combine_reference,
+    dispatch,
+    dispatch_reference,
+    sort_by_expert,
+    top_k_routing,
+    top_k_routing_reference,
+)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -18,18 +25,11 @@ def test_routing(within_budget, normal, E, k, normalize):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("offsets", [[0, 20, 20, 37], [0, 0, 0, 37], [0, 16, 32, 37], [0, 1, 2, 37]])
-def test_grouped_linear(within_budget, normal, monkeypatch, offsets, dtype):
-    monkeypatch.setattr(module, "configuration", lambda *_: Configuration(16, 16, 4, 1, 16))
-    inputs = (normal(37, 20), normal(3, 18, 20, seed=1), torch.tensor(offsets))
-    within_budget(grouped_linear, grouped_linear_reference, inputs, dtype, ulps=8)
-
-
-@pytest.mark.parametrize("offsets", [[0, 5], [0, 0, 4, 4, 9], [0, 16, 16, 33]])
-def test_every_row_is_in_one_tile(offsets):
-    firsts, owners = module._tiles(offsets[-1], torch.tensor(offsets), 8)
-    seen = [
-        (int(e), row) for first, e in zip(firsts.tolist(), owners.tolist(), strict=True) if e >= 0
-        for row in range(first, min(first + 8, offsets[e + 1]))
-    ]  # fmt: skip
-    assert seen == [(e, row) for e in range(len(offsets) - 1) for row in range(offsets[e], offsets[e + 1])]
+@pytest.mark.parametrize("k", [1, 3])
+def test_to_the_experts_and_back(within_budget, normal, monkeypatch, dtype, k):
+    monkeypatch.setattr(module, "BLOCK", 16)  # a row of 20 columns is two pieces, the second cut
+    chosen = torch.rand(6, 4, generator=torch.Generator().manual_seed(k)).argsort(1)[:, :k]
+    order, place, _ = sort_by_expert(chosen, 4)
+    within_budget(lambda x: dispatch(x, order, place), lambda x: dispatch_reference(x, order), (normal(6, 20),), dtype)
+    inputs = (normal(6 * k, 20), normal(6, k, seed=1))
+    within_budget(lambda y, w: combine(y, w, order, place), lambda y, w: combine_reference(y, w, order), inputs, dtype)
