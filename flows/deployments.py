@@ -75,6 +75,8 @@ def serve_all(store: str, schedules: dict[str, str], limit: int) -> None:
     for name in schedules:
         print(f"{name}: every run of `{schedules[name]}`, UTC")
     print(f"{len(SERVED)} flows and stages of {store} are offered at {get_current_settings().ui_url}/deployments; Ctrl-C ends", flush=True)
+    # A script's background jobs, and all that they start, ignore this signal; here it is how a run is ended.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(runner.start())
 
