@@ -105,18 +105,20 @@ def smallest(found: Iterable[Iterable[Ranked]], most: int, held: int = 10_000) -
     for rows in found:
         waiting += rows
         if len(waiting) > max(held, len(kept)):
-            kept, waiting = _fitting([*kept, *waiting], most), []
-    return _fitting([*kept, *waiting], most)
+            kept, waiting = candidates([*kept, *waiting], most), []
+    kept = candidates([*kept, *waiting], most)
+    return kept[:-1] if len(kept) > 1 and sum(row[2] for row in kept) > most else kept
 
 
-def _fitting(rows: list[Ranked], most: int) -> list[Ranked]:
+def candidates(rows: Iterable[Ranked], most: int) -> list[Ranked]:
+    """What a part adds to `smallest`, in order: up to the first document that no longer fits, which keeps all after it out."""
+    ordered = sorted(rows, key=lambda row: row[:2])
     size = 0
-    rows.sort(key=lambda row: row[:2])
-    for number, row in enumerate(rows):
+    for number, row in enumerate(ordered):
         size += row[2]
         if number and size > most:
-            return rows[:number]
-    return rows
+            return ordered[: number + 1]
+    return ordered
 
 
 def rank(*parts: object) -> int:

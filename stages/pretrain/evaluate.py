@@ -13,7 +13,7 @@ from puna.stages.align.sample import answer_text
 from puna.stages.align.scoring import is_correct, score
 from puna.stages.contract import Documents, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.pretrain import bits_per_byte, choice, intervals
-from puna.stages.pretrain.corpus import Chosen, Ranked, check_mixture, chosen_of, mixture_file, rank, smallest
+from puna.stages.pretrain.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, mixture_file, rank, smallest
 from puna.storage import Artifact, Part, PunaError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _pages(documents: Artifact, mixture: Artifact | None, config: EvaluateConfig
 def _ranked(part: Part, mixture: str | None, seed: int, max_page_bytes: int, max_bytes: int) -> list[Ranked]:
     """Those of a part's held-out pages that may be among the chosen ones."""
     sized = [(len(row.text.encode()), row) for row in chosen_of(part, mixture, "heldout")]
-    return smallest([[(rank(seed, row.id), row.id, size, row) for size, row in sized if 0 < size <= max_page_bytes]], max_bytes)
+    return candidates(((rank(seed, row.id), row.id, size, row) for size, row in sized if 0 < size <= max_page_bytes), max_bytes)
 
 
 def _by_category(pages: Sequence[Any]) -> Iterator[tuple[str, list[int]]]:

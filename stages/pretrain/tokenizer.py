@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageRun, stage
-from puna.stages.pretrain.corpus import Chosen, Ranked, check_mixture, chosen_of, mixture_file, rank, smallest
+from puna.stages.pretrain.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, mixture_file, rank, smallest
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.manifest import content_digest
 
@@ -62,7 +62,7 @@ def tokenizer(documents: Documents, mixture: Mixture | None, config: TokenizerCo
 def _sizes(part: Part, split_file: str | None, seed: int, max_bytes: int) -> list[Ranked]:
     """Those of a part's training documents that may be in the sample."""
     rows = chosen_of(part, split_file, TRAIN_SPLIT)
-    return smallest([[(rank(seed, row.id), row.id, len(row.text.encode()), None) for row in rows if row.text]], max_bytes)
+    return candidates(((rank(seed, row.id), row.id, len(row.text.encode()), None) for row in rows if row.text), max_bytes)
 
 
 def _sampled(part: Part, split_file: str | None, seed: int, last: tuple[int, str]) -> list[Chosen]:

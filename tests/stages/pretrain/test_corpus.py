@@ -36,7 +36,7 @@ def test_the_sample_does_not_depend_on_the_parts(sizes: list[int], cut: int, mos
             break
         kept.append(row)
     parts = [rows[i : i + cut] for i in range(0, len(rows), cut)]
-    pruned = [corpus.smallest([part], most) for part in parts]
+    pruned = [corpus.candidates(part, most) for part in parts]
     assert corpus.smallest(parts, most) == corpus.smallest(pruned, most) == corpus.smallest(pruned, most, held) == kept
 
 
