@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +11,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, External, Model, SeededConfig, Signals, StageRun, stage
-from puna.stages.curate.learned.place import Place, place_of, reading
+from puna.stages.curate.learned.encoder import embedded
+from puna.stages.curate.learned.place import Place, place_of
 from puna.stages.curate.quality import ranks_within, report
 from puna.stages.curate.rows.draws import folds
 from puna.stages.curate.select import signals_of
@@ -158,10 +158,7 @@ def fit(vectors: NDArray[np.float32], positive: NDArray[np.bool_], penalty: floa
 
 
 def _embed(part: Part, place: Place, own: bool, config: EncoderQualityConfig, scratch: str) -> str:
-    """In a worker: mean hidden states of a part's documents in a file, float32[n, D]; `own`: by the pipeline's model.
-
-    One document at a time: a vector must not depend on its company.
-    """
+    """In a worker: mean hidden states of a part's documents in a file, float32[n, D]; `own`: by the pipeline's model."""
     file = Path(scratch) / f"vectors-{part.start}-{part.stop}.npy"
     if file.exists():
         return str(file)
@@ -171,45 +168,8 @@ def _embed(part: Part, place: Place, own: bool, config: EncoderQualityConfig, sc
         for text, source in zip(table["text"].to_pylist(), table["source"].to_pylist(), strict=True)
         if source not in config.exempt_sources
     ]
-    with reading():
-        encode, width = (_own if own else _hugging_face)(place.folder, config.max_tokens)
-        vectors = np.array([encode(text) for text in texts], np.float32).reshape(len(texts), width)
+    vectors = embedded(texts, place, own, config.max_tokens)
     temporary = file.with_suffix(f".{part.start}.tmp.npy")
     np.save(temporary, vectors)
     temporary.replace(file)
     return str(file)
-
-
-Encode = Callable[[str], NDArray[np.float32]]
-
-
-def _own(folder: str, limit: int) -> tuple[Encode, int]:
-    """The pipeline's own model as an encoder."""
-    import torch
-
-    from puna.models.checkpoint import load
-    from puna.models.forest import Forest
-    from puna.models.tokenizer import Tokenizer
-
-    model, tokenizer = load(folder, "lm").eval(), Tokenizer.load(folder)
-
-    def encode(text: str) -> NDArray[np.float32]:
-        tokens = tokenizer.document(text[: 16 * limit])[:limit]
-        return np.asarray(model.hidden(Forest.pack([torch.tensor(tokens)])).mean(dim=0))
-
-    return encode, model.config.hidden_size
-
-
-def _hugging_face(folder: str, limit: int) -> tuple[Encode, int]:
-    """Any Hugging Face encoder, from its folder alone."""
-    from transformers import AutoModel, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model = AutoModel.from_pretrained(folder, local_files_only=True).float().eval()
-    most = min(limit, getattr(model.config, "max_position_embeddings", limit) or limit)
-
-    def encode(text: str) -> NDArray[np.float32]:
-        tokens = tokenizer(text[: 16 * limit], truncation=True, max_length=most, return_tensors="pt")
-        return np.asarray(model(**tokens).last_hidden_state[0].mean(dim=0))
-
-    return encode, int(model.config.hidden_size)

@@ -1,4 +1,4 @@
-"""`semantic_dedup`: documents that say the same in nearly the same words, whatever their order (SemDeDup)."""
+"""`semantic_dedup`: documents that say the same, by the words they use or by an encoder's vectors (SemDeDup)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field
 
-from puna.stages.contract import Documents, SeededConfig, StageRun, stage
+from puna.stages.contract import Documents, External, Model, SeededConfig, StageRun, stage
+from puna.stages.curate.learned.encoder import embedded
+from puna.stages.curate.learned.place import Place, place_of
 from puna.stages.curate.rows.removal import without, write_removed
 from puna.storage import Artifact, Part
 
@@ -22,7 +24,8 @@ class SemanticDedupConfig(SeededConfig):
 
     threshold: float = Field(0.95, gt=0, le=1, description="Cosine from which on a document is a duplicate of a kept one")
     dimensions: Literal[128, 256, 512, 1024] = Field(512, description="Dimensions of the projected TF-IDF vectors")
-    buckets: Literal[65_536, 1_048_576, 16_777_216] = Field(1_048_576, description="Hash buckets of the vocabulary")
+    buckets: Literal[65_536, 1_048_576, 16_777_216] = Field(1_048_576, description="Hash buckets of the vocabulary of TF-IDF")
+    max_tokens: int = Field(512, ge=8, le=32_768, description="Tokens of each document that an encoder reads, from its beginning")
     cluster_documents: int = Field(1000, ge=2, description="Documents per cluster on average; only those of one cluster are compared")
     iterations: int = Field(10, ge=1, le=100, description="Steps of spherical k-means")
     min_words: int = Field(20, ge=1, description="Shorter documents are kept, words")
@@ -38,25 +41,32 @@ class Vectors(NamedTuple):
 
 
 @stage(kind="documents", filters="documents")
-def semantic_dedup(documents: Documents, config: SemanticDedupConfig, run: StageRun) -> None:
+def semantic_dedup(
+    documents: Documents, model: Model | None, encoder: External | None, config: SemanticDedupConfig, run: StageRun
+) -> None:
     """Remove documents whose vectors are nearly those of a kept one (Abbas et al. 2023, SemDeDup, with another choice of the kept).
 
-    Vectors are TF-IDF over normal words, projected at random: they see through reordered and lightly edited text, not through
-    paraphrase in other words. Documents are clustered by spherical k-means; inside a cluster they are taken in order of
+    Without an encoder vectors are TF-IDF over normal words, projected at random: they see through reordered and lightly edited
+    text, not through paraphrase in other words. With one, a model of this pipeline as `model` or the folder of any Hugging Face
+    encoder as `encoder`, they are its mean hidden states less their mean over all documents, which all have in common
+    (Mu and Viswanath 2018). Documents are clustered by spherical k-means; inside a cluster they are taken in order of
     preference, and one goes when a kept one is similar enough. `duplicates` holds the pair and its cosine.
     """
     parts = run.parts(documents, columns=["fetched_at", "text"])
-    frequency = np.zeros(config.buckets, np.int64)
-    for found in run.map(_frequency, parts, config, rows=len(parts)):
-        frequency += found
-    weights = np.log((1 + documents.rows()) / (1 + frequency))
-    np.save(Path(run.scratch) / "weights.npy", weights)
-    made = list(run.map(_vectors, list(enumerate(parts)), config, str(run.scratch), rows=len(parts)))
+    if model is None and encoder is None:
+        method = f"cosine of TF-IDF vectors projected to {config.dimensions} dimensions"
+        made = _projected(documents, parts, config, run)
+    else:
+        method = "cosine of an encoder's mean hidden states"
+        place = place_of("semantic_dedup", "encoder", model, encoder)
+        made = list(run.map(_encoded, list(enumerate(parts)), place, model is not None, config, str(run.scratch), rows=len(parts)))
     if not made:
         return
     vectors = np.concatenate([np.load(v.file, mmap_mode="r") for v in made])
     words, fetched = np.concatenate([v.words for v in made]), np.concatenate([v.fetched for v in made])
     compared = np.flatnonzero(words >= config.min_words)
+    if model is not None or encoder is not None:
+        vectors[compared] = _centred(vectors[compared])
     clusters = _clusters(vectors[compared], config, run)
     first, second = (fetched, words) if config.survivor == "latest" else (words, fetched)
     order = np.lexsort((compared, -second[compared], -first[compared], clusters))
@@ -66,10 +76,20 @@ def semantic_dedup(documents: Documents, config: SemanticDedupConfig, run: Stage
         for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
         for pair in _greedy(vectors, compared[order[a:b]], config.threshold)
     ]
-    removed = _write(run, documents, found_pairs, config)
+    removed = _write(run, documents, found_pairs, method, config.threshold)
     run.transform(without, documents, write_removed(run.scratch, removed))
     run.metric("removed", len(removed))
     run.metric("clusters", int(clusters.max() + 1) if len(clusters) else 0)
+
+
+def _projected(documents: Artifact, parts: list[Part], config: SemanticDedupConfig, run: StageRun) -> list[Vectors]:
+    """Projected TF-IDF vectors of all documents."""
+    frequency = np.zeros(config.buckets, np.int64)
+    for found in run.map(_frequency, parts, config, rows=len(parts)):
+        frequency += found
+    weights = np.log((1 + documents.rows()) / (1 + frequency))
+    np.save(Path(run.scratch) / "weights.npy", weights)
+    return list(run.map(_vectors, list(enumerate(parts)), config, str(run.scratch), rows=len(parts)))
 
 
 def _words(texts: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
@@ -95,6 +115,29 @@ def _vectors(job: tuple[int, Part], config: SemanticDedupConfig, scratch: str) -
     file = Path(scratch) / f"vectors-{number:06d}.npy"
     np.save(file, project(hashes, offsets, np.load(Path(scratch) / "weights.npy", mmap_mode="r"), config.dimensions))
     return Vectors(str(file), np.diff(offsets), np.asarray(table.column("fetched_at").cast(pa.int64())))
+
+
+def _encoded(job: tuple[int, Part], place: Place, own: bool, config: SemanticDedupConfig, scratch: str) -> Vectors:
+    """In a worker: mean hidden states of the documents that are compared, zeros of the others; made once, should the run end early."""
+    number, part = job
+    table = part.read()
+    counts = np.diff(_words(table.column("text"))[1])
+    file = Path(scratch) / f"encoded-{number:06d}-{part.start}-{part.stop}.npy"
+    if not file.exists():
+        compared = np.flatnonzero(counts >= config.min_words)
+        found = embedded(table.column("text").take(pa.array(compared)).to_pylist(), place, own, config.max_tokens)
+        vectors = np.zeros((len(counts), found.shape[1]), np.float32)
+        vectors[compared] = found
+        temporary = file.with_suffix(".tmp.npy")
+        np.save(temporary, vectors)
+        temporary.replace(file)
+    return Vectors(str(file), counts, np.asarray(table.column("fetched_at").cast(pa.int64())))
+
+
+def _centred(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Unit vectors [n, D] without what all have in common."""
+    rest = vectors - vectors.mean(axis=0, dtype=np.float64)
+    return np.asarray(rest / np.maximum(np.linalg.norm(rest, axis=1, keepdims=True), 1e-12), np.float32)
 
 
 def _clusters(vectors: NDArray[np.float32], config: SemanticDedupConfig, run: StageRun) -> NDArray[np.int64]:
@@ -131,18 +174,17 @@ def _greedy(vectors: NDArray[np.float32], rows: NDArray[np.int64], threshold: fl
     return pairs
 
 
-def _write(run: StageRun, documents: Artifact, pairs: list[tuple[int, int, float]], config: SemanticDedupConfig) -> list[str]:
+def _write(run: StageRun, documents: Artifact, pairs: list[tuple[int, int, float]], method: str, threshold: float) -> list[str]:
     """Write the evidence; returns the ids of the removed documents."""
     ids = documents.read(columns=["id"]).column("id")
     gone, kept = (ids.take(pa.array([pair[k] for pair in pairs], pa.int64())).to_pylist() for k in (0, 1))
-    method = f"cosine of TF-IDF vectors projected to {config.dimensions} dimensions"
     duplicates: list[dict[str, Any]] = []
     dropped: list[dict[str, Any]] = []
     for identity, survivor, (_, _, cosine) in zip(gone, kept, pairs, strict=True):
         value = round(cosine, 6)  # the last digits depend on the machine's arithmetic
         duplicates.append({"id": identity, "kept_id": survivor, "cluster": survivor, "method": method, "similarity": value})
         detail = f"of {survivor}"
-        dropped.append({"id": identity, "rule": "semantic_duplicate", "value": value, "threshold": config.threshold, "detail": detail})
+        dropped.append({"id": identity, "rule": "semantic_duplicate", "value": value, "threshold": threshold, "detail": detail})
     run.write_rows(duplicates, "duplicates")
     run.write_rows(dropped, "dropped")
     return gone  # type: ignore[no-any-return]

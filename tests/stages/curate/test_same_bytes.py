@@ -168,9 +168,12 @@ SPECS = {
     "semantic_dedup": (
         semantic_dedup, SemanticDedupConfig(dimensions=128, buckets=65_536, cluster_documents=20), lambda w: {"documents": w.documents}
     ),
+    "semantic_dedup by an encoder": (
+        semantic_dedup, SemanticDedupConfig(cluster_documents=20, max_tokens=32), lambda w: {"documents": w.documents, "model": w.model}
+    ),
     "decontaminate": (decontaminate, DecontaminateConfig(), lambda w: {"documents": w.documents, "prompts": w.prompts}),
     "split": (split, SplitConfig(), lambda w: {"documents": w.documents, "signals": w.made["domains"]}),
-    "mix": (mix, MixConfig(), lambda w: {
+    "mix": (mix, MixConfig(cluster_weights={2: 2.0}), lambda w: {
         "documents": w.documents, "split": w.made["split"], "deduplicated": [w.made["minhash_dedup"], w.made["url_dedup"]]}),
     "judge": (judge, JudgeConfig(max_tokens=32, prompt="Grade {text}", sample=10, batch_documents=3), lambda w: {
         "documents": w.documents, "model": w.model, "language": w.made["language"]}),
@@ -180,6 +183,7 @@ SPECS = {
 WORKS = {
     "url_filter": "dropped", "url_dedup": "dropped", "select": "dropped", "pii": "scores", "minhash_dedup": "duplicates",
     "minhash_update": "duplicates", "line_dedup": "removed_lines", "substring_dedup": "removed_spans", "semantic_dedup": "duplicates",
+    "semantic_dedup by an encoder": "duplicates",
     "decontaminate": "dropped", "ingest": "dropped",
 }  # fmt: skip
 

@@ -10,12 +10,13 @@ from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 from puna.kernels.hashing import slice_hashes
 from puna.kernels.projection import document_frequency, project
-from puna.stages.contract import execute
+from puna.stages.contract import External, execute
 from puna.stages.curate.semantic_dedup import SemanticDedupConfig, semantic_dedup
-from puna.storage import Store
+from puna.storage import PunaError, Store
 
 
 def hashed(texts):
@@ -83,3 +84,44 @@ def test_same_result(tmp_path, make_documents, case):
     for name in ("documents", "dropped", "duplicates"):
         assert made.path(f"{name}.parquet").read_bytes() == expected.path(f"{name}.parquet").read_bytes()
     assert isinstance(made.read(), pa.Table)
+
+
+def test_vectors_of_an_encoder(tmp_path, make_documents, small_model):
+    """Against centred mean hidden states and a greedy choice written out here."""
+    from puna.models.checkpoint import load
+    from puna.models.forest import Forest
+    from puna.models.tokenizer import Tokenizer
+
+    base = texts(3, 60)
+    # Every fifth text begins like the one before it, and goes on, unread, in words of its own.
+    found = [base[n - 1][:90] + " " + base[n][90:] if n % 5 == 4 else text for n, text in enumerate(base)]
+    store = Store.open(tmp_path)
+    model = small_model(store, found)
+    rows = [(f"{n:03d}", "web", text) for n, text in enumerate(found)]
+    config = SemanticDedupConfig(threshold=0.9, max_tokens=24, cluster_documents=1000)
+    made = execute(semantic_dedup, config, {"documents": make_documents(store, [*rows, ("x", "web", "too short")]), "model": model}, store)
+    network, tokenizer = load(model.path(), "lm").eval(), Tokenizer.load(model.path())
+    with torch.no_grad():
+        vectors = np.array([network.hidden(Forest.pack([torch.tensor(tokenizer.document(t)[:24])])).mean(0).numpy() for t in found], float)
+    vectors -= vectors.mean(0)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    pairs, kept = set(), []
+    for n in sorted(range(60), key=lambda n: (-len(found[n].split()), f"{n:03d}")):
+        nearest = max(kept, key=lambda k: vectors[k] @ vectors[n], default=None)
+        if nearest is not None and vectors[nearest] @ vectors[n] >= 0.9:
+            pairs.add((n, nearest))
+        else:
+            kept.append(n)
+    assert {(int(r["id"]), int(r["kept_id"])) for r in made.read("duplicates").to_pylist()} == pairs
+    assert len(pairs) >= 10 and "x" in made.read()["id"].to_pylist()
+    plain = execute(semantic_dedup, SemanticDedupConfig(threshold=0.9), {"documents": make_documents(store, rows)}, store)
+    assert plain.rows("duplicates") != len(pairs)
+
+
+def test_two_encoders_are_refused(tmp_path, make_documents, small_model):
+    store = Store.open(tmp_path)
+    given = {"documents": make_documents(store, [("a", "web", "some text")]), "model": small_model(store, ["some text"] * 200)}
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text("{}")
+    with pytest.raises(PunaError, match="semantic_dedup: give one encoder"):
+        execute(semantic_dedup, SemanticDedupConfig(), {**given, "encoder": External.resolve(f"bert={tmp_path / 'bert'}")[0]}, store)
