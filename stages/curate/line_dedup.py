@@ -21,6 +21,7 @@ from puna.stages.curate.text.line_pieces import (
     by_radix,
     find_pieces,
     frequent_of,
+    gathered,
     piece_hashes,
     with_blank_lines,
     without_pieces,
@@ -166,21 +167,20 @@ def _remove(documents: pa.Table, config: LineDedupConfig, files: dict[int, str],
     if config.unit == "line":
         end = with_blank_lines(data, offsets, row, begin, end)
     made, bounds, empty = without_pieces(data, offsets, config.newlines, row, begin, end)
-    text = pa.LargeStringArray.from_buffers(len(ids), pa.py_buffer(bounds), pa.py_buffer(made)).cast(pa.string())
+    text = _strings(made, bounds)
     place = documents.schema.get_field_index("text")
     kept = documents.set_column(place, documents.schema.field(place), text).filter(pa.array(~empty))
-    lines = [bytes(data[a:b]).decode() for a, b in zip(begin.tolist(), end.tolist(), strict=True)]
     removed = {
         "id": ids.take(pa.array(row)),
         "line": number,
-        "text": lines,
-        "rule": [f"{config.unit}_occurrences"] * len(row),
+        "text": _strings(*gathered(data, begin, end)),
+        "rule": pa.repeat(f"{config.unit}_occurrences", len(row)),
         "value": value,
     }
     gone = np.bincount(row, minlength=len(ids))[empty]
     dropped = {
         "id": ids.filter(pa.array(empty)),
-        "rule": ["line_dedup_empty"] * len(gone),
+        "rule": pa.repeat("line_dedup_empty", len(gone)),
         "value": np.zeros(len(gone)),
         "threshold": pa.nulls(len(gone), pa.float64()),
         "detail": [f"all {count} {config.unit}s occur more than {config.max_occurrences} times" for count in gone.tolist()],
@@ -188,6 +188,10 @@ def _remove(documents: pa.Table, config: LineDedupConfig, files: dict[int, str],
     return {"documents": kept} | {
         name: pa.table(columns, schema=table_schema(name).schema) for name, columns in (("removed_lines", removed), ("dropped", dropped))
     }
+
+
+def _strings(data: NDArray[np.uint8], bounds: NDArray[np.int64]) -> pa.Array:
+    return pa.LargeStringArray.from_buffers(len(bounds) - 1, pa.py_buffer(bounds), pa.py_buffer(data)).cast(pa.string())
 
 
 def _code(data: NDArray[np.uint8], begin: NDArray[np.int64], end: NDArray[np.int64], hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:

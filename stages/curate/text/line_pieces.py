@@ -14,7 +14,7 @@ U8 = NDArray[np.uint8]
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
 RADIX = 256
-TOP = np.uint64(56)
+TOP, SHORT = np.uint64(56), np.uint64(48)
 NEWLINE = 0x0A
 
 
@@ -142,10 +142,30 @@ def frequent_of(hashes: U64, rows: I64, most: int) -> Frequent:
 
 @njit(cache=True)
 def _first_rows(hashes: U64, rows: I64, values: U64, first: I64) -> None:
+    begins = _begins(values)
     for i in range(len(hashes)):
-        at = np.searchsorted(values, hashes[i])
-        if at < len(values) and values[at] == hashes[i] and (first[at] < 0 or rows[i] < first[at]):
+        at = _place(values, begins, hashes[i])
+        if at >= 0 and (first[at] < 0 or rows[i] < first[at]):
             first[at] = rows[i]
+
+
+@njit(cache=True)
+def _begins(known: U64) -> I64:
+    """Where the hashes of each first 16 bits begin in the sorted `known`, [65537]."""
+    begins = np.zeros((1 << 16) + 1, np.int64)
+    for value in known:
+        begins[np.int64(value >> SHORT) + 1] += 1
+    return np.cumsum(begins)
+
+
+@njit(cache=True)
+def _place(known: U64, begins: I64, value: np.uint64) -> int:
+    """Where `value` lies in the sorted `known`, or -1: found by its first 16 bits, then by a search among those few."""
+    digit = np.int64(value >> SHORT)
+    place = begins[digit]
+    while place < begins[digit + 1] and known[place] < value:
+        place += 1
+    return place if place < begins[digit + 1] and known[place] == value else -1
 
 
 @njit(cache=True)
@@ -155,13 +175,9 @@ def find_pieces(
     """The pieces whose hash is in the sorted `known`: document, number, start and stop in `data`, place in `known`.
 
     Documents are rows first_row, first_row + 1, … With `keep_first` the first piece of a hash in its row `first` is left
-    out. Places are found by the first 16 bits of a hash, then by a search among those few.
+    out.
     """
-    shift = np.uint64(48)
-    begins = np.zeros((1 << 16) + 1, np.int64)
-    for value in known:
-        begins[np.int64(value >> shift) + 1] += 1
-    begins = np.cumsum(begins)
+    begins = _begins(known)
     kept = np.zeros(len(known), np.bool_)
     room = 1024
     found = np.empty((5, room), np.int64)
@@ -174,11 +190,8 @@ def find_pieces(
             end = _piece_end(data, at, stop, newlines)
             value = _hash(data, at, end)
             if value != 0:
-                digit = np.int64(value >> shift)
-                place = begins[digit]
-                while place < begins[digit + 1] and known[place] < value:
-                    place += 1
-                if place < begins[digit + 1] and known[place] == value:
+                place = _place(known, begins, value)
+                if place >= 0:
                     if keep_first and first[place] == first_row + d and not kept[place]:
                         kept[place] = True
                     else:
@@ -263,3 +276,16 @@ def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts
             empty[d] = first == last
         bounds[d + 1] = size
     return out[:size].copy(), bounds, empty
+
+
+@njit(cache=True)
+def gathered(data: U8, starts: I64, stops: I64) -> tuple[U8, I64]:
+    """The pieces starts[i] .. stops[i] one after another: their bytes, and where each begins and the last ends."""
+    bounds = np.zeros(len(starts) + 1, np.int64)
+    for i in range(len(starts)):
+        bounds[i + 1] = bounds[i] + stops[i] - starts[i]
+    out = np.empty(bounds[-1], np.uint8)
+    for i in range(len(starts)):
+        for at in range(stops[i] - starts[i]):  # short: a loop costs less than a call of memcpy
+            out[bounds[i] + at] = data[starts[i] + at]
+    return out, bounds
