@@ -53,7 +53,7 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
     rows = read_preferences(preferences, config.levels)
     train = [row for row in rows if row["split"] == "train"]
     if not train:
-        raise PunaError(f"there is no training preference of the levels {', '.join(config.levels)}: nothing to learn from")
+        raise PunaError(f"reward_model: there is no training preference of the levels {', '.join(config.levels)}: nothing to learn from")
     if config.engine == "trl":
         from puna.stages.align.trl_engine import train_reward
 

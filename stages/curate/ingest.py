@@ -104,8 +104,8 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     if not body_bytes:
         inputs_named = ", ".join(dict.fromkeys(job.uri or (job.file.address if job.file else job.name) for job in jobs[:3]))
         raise PunaError(
-            f"ingest: {inputs_named}{', …' if len(jobs) > 3 else ''}: no page is kept of {len(jobs)} files "
-            f"with {run.input_rows or 0} records{_why(rules)}"
+            f"ingest: {inputs_named}{', …' if len(jobs) > 3 else ''}: no page is kept; files {len(jobs)}, "
+            f"records {run.input_rows or 0}{_why(rules)}"
         )
     run.metric("files", len(jobs))
     for rule, count in sorted(rules.items()):
@@ -114,7 +114,8 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
 
 def _why(rules: Counter[str]) -> str:
     """What became of records, for an error message."""
-    return f": {', '.join(f'{count} {rule}' for rule, count in rules.most_common())}" if rules else ""
+    hint = "; WARC, WET, Parquet, JSONL, HTML and text are read, other media by ingest.content_types" if rules["content_type"] else ""
+    return f": {', '.join(f'{count} {rule}' for rule, count in rules.most_common())}{hint}" if rules else ""
 
 
 def check_inputs(inputs: list[External], config: IngestConfig) -> None:

@@ -64,9 +64,9 @@ def test_ingest_that_keeps_no_page_says_what_became_of_the_records(tmp_path: Pat
     file = tmp_path / "web.jsonl"
     file.write_text('{"text": "  "}\n{"text": ""}\n{"text": 7}\n')
     store = Store.open(tmp_path / "store")
-    with pytest.raises(PunaError, match="ingest: .*: no page is kept of 1 files with 3 records: 2 empty, 1 malformed_record"):
+    with pytest.raises(PunaError, match="ingest: .*: no page is kept; files 1, records 3: 2 empty, 1 malformed_record"):
         execute(ingest, IngestConfig(), {"inputs": External.resolve(str(file))}, store)
     nothing = tmp_path / "nothing.jsonl"
     nothing.write_text("")
-    with pytest.raises(PunaError, match="ingest: .*: no page is kept of 1 files with 0 records$"):
+    with pytest.raises(PunaError, match="ingest: .*: no page is kept; files 1, records 0$"):
         execute(ingest, IngestConfig(), {"inputs": External.resolve(str(nothing))}, store)
