@@ -17,7 +17,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -91,9 +91,9 @@ class Store:
             raise PunaError(f"{name}: fits several artifacts: {said}" if found else f"{name}: no such artifact in {self.root}")
         return found[0]
 
-    def checked(self, artifact: Artifact) -> Artifact:
-        """`artifact`, after its checksums were compared; PunaError names the damage."""
-        if damage := artifact.damage():
+    def checked(self, artifact: Artifact, read: Sequence[str] = ()) -> Artifact:
+        """`artifact`, after its checksums (of `read`, see `Artifact.damage`) were compared; PunaError names the damage."""
+        if damage := artifact.damage(read):
             raise PunaError(
                 f"artifact {artifact.id} is damaged: {'; '.join(damage)}. "
                 "Run the stage that made it again, or `puna verify --quarantine` to set it aside"

@@ -14,6 +14,7 @@ from puna.stages.contract.declaration import (
     Pages,
     Preferences,
     Prompts,
+    Reads,
     Signals,
     Stage,
     Tokenizer,
@@ -28,7 +29,7 @@ from puna.stages.contract.run import Listener, StageRun
 
 __all__ = [
     "REGISTRY", "Answers", "Documents", "Evaluation", "External", "ExternalFile", "Figure", "Instructions", "Kind",
-    "Listener", "Lists", "Mixture", "Model", "Outcome", "Pages", "Preferences", "Prompts", "SeededConfig", "Signals",
-    "Stage", "StageConfig", "StageRun", "Tokenizer", "Tokens", "Value", "did_you_mean", "execute", "identify", "parse",
+    "Listener", "Lists", "Mixture", "Model", "Outcome", "Pages", "Preferences", "Prompts", "Reads", "SeededConfig",
+    "Signals", "Stage", "StageConfig", "StageRun", "Tokenizer", "Tokens", "Value", "did_you_mean", "execute", "identify", "parse",
     "perform", "stage",
 ]  # fmt: skip

@@ -22,6 +22,13 @@ class Kind:
     name: str
 
 
+@dataclass(frozen=True)
+class Reads:
+    """Marks an input parameter of which only these files, or folders ending in /, are read: the others' checksums are not compared."""
+
+    files: tuple[str, ...]
+
+
 Pages = Annotated[Artifact, Kind("pages")]
 Documents = Annotated[Artifact, Kind("documents")]
 Signals = Annotated[Artifact, Kind("signals")]
@@ -42,12 +49,13 @@ Value = Artifact | External | list[Artifact] | list[External] | None
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One declared input: its kind, whether several are taken, whether it may be left out."""
+    """One declared input: its kind, whether several are taken, whether it may be left out, which files are read (none: all)."""
 
     name: str
     kind: str
     many: bool = False
     optional: bool = False
+    reads: tuple[str, ...] = ()
 
     def checked(self, stage: str, value: Value) -> list[Artifact] | list[External]:
         """The given artifacts as a list; PunaError when their number or kind is wrong."""
@@ -155,7 +163,9 @@ def _input(stage_name: str, name: str, hint: Any) -> InputSpec:
     if hint is External:
         return InputSpec(name, "external", many, optional)
     if get_origin(hint) is Annotated:
-        for mark in get_args(hint)[1:]:
+        marks = get_args(hint)[1:]
+        reads = tuple(file for mark in marks if isinstance(mark, Reads) for file in mark.files)
+        for mark in marks:
             if isinstance(mark, Kind):
-                return InputSpec(name, mark.name, many, optional)
+                return InputSpec(name, mark.name, many, optional, reads)
     raise TypeError(f"stage {stage_name}: input {name!r} is annotated {hint}; use Documents, Signals, … or External")

@@ -81,10 +81,11 @@ def perform(
             if found is None or found.damage():
                 if found is not None:
                     store.set_aside(found.kind, found.key)
-                for items in stage.check(given).values():
-                    for item in items:
+                taken = stage.check(given)
+                for spec in stage.inputs:
+                    for item in taken[spec.name]:
                         if isinstance(item, Artifact):
-                            store.checked(item)
+                            store.checked(item, spec.reads)
                 if on_start:
                     on_start(identity)
                 work.uses(identity.inputs)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from puna.stages.contract import Documents, Signals, StageRun, stage
+from puna.stages.contract import Documents, Reads, Signals, StageRun, stage
 from puna.stages.curate.minhash.config import MinhashDedupConfig, SignatureConfig
 from puna.stages.curate.minhash.decide import Found, Job, collapse, decide, groups_of, preference
 from puna.stages.curate.minhash.index import INDEX, Index, write_index
@@ -23,9 +23,12 @@ class MinhashUpdateConfig(SignatureConfig):
     """Nothing else to choose: the configuration is that of the `minhash_dedup` which is continued."""
 
 
+Decisions = Annotated[Documents, Reads((f"{INDEX}/", "duplicates.parquet", "revisions.parquet"))]
+
+
 @stage(kind="documents", filters="documents")
 def minhash_update(
-    documents: Documents, previous: list[Documents], signals: Signals | None, config: MinhashUpdateConfig, run: StageRun
+    documents: Documents, previous: list[Decisions], signals: Signals | None, config: MinhashUpdateConfig, run: StageRun
 ) -> None:
     """Remove near-duplicates among added documents, and tell which earlier decisions they change.
 

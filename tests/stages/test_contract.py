@@ -5,12 +5,13 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 
 import pyarrow as pa
 import pytest
 from pydantic import Field
 
-from puna.stages.contract import Documents, StageConfig, StageRun, execute, identify, perform, stage
+from puna.stages.contract import Documents, Reads, StageConfig, StageRun, execute, identify, perform, stage
 from puna.storage import PunaError, Store
 from puna.storage.explain import against
 from puna.storage.runs import Made
@@ -53,6 +54,12 @@ def confusing(documents: Documents, config: ShorteningConfig, run: StageRun) -> 
     run.write(rows.slice(0, 1))
     run.write_rows([{"id": rows["id"][0].as_py(), "rule": "any", "value": None, "threshold": None, "detail": None}], "dropped")
     run.write(rows.slice(2))
+
+
+@stage(kind="signals")
+def counting(documents: Annotated[Documents, Reads(("dropped.parquet",))], config: ShorteningConfig, run: StageRun) -> None:
+    """Reads what was dropped and nothing else."""
+    run.write(pa.table({"id": documents.read("dropped")["id"], "characters": pa.array([1] * documents.rows("dropped"), pa.int64())}))
 
 
 @stage(kind="documents", filters="documents")
@@ -183,6 +190,26 @@ def test_wrong_inputs_are_refused_by_name(tmp_path: Path) -> None:
     other = store.import_table("signals", pa.table({"id": ["a"], "words": [3]}))
     with pytest.raises(PunaError, match="takes documents, but signals/.* is of kind signals"):
         execute(shortening, ShorteningConfig(), {"documents": other}, store)
+
+
+def test_only_what_a_stage_reads_is_compared(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    made = execute(shortening, ShorteningConfig(), {"documents": documents(store, ["a", "long text"])}, store)
+    for name in ("documents.parquet", "dropped.parquet"):
+        file = made.path(name)
+        content = file.read_bytes()
+        file.chmod(0o644)
+        file.write_bytes(content[:-5] + b"x" + content[-4:])
+        if name == "documents.parquet":
+            assert execute(counting, ShorteningConfig(), {"documents": made}, store).rows() == 1
+        else:
+            with pytest.raises(PunaError, match="is damaged: dropped.parquet has a wrong checksum"):
+                execute(counting, ShorteningConfig(most=4), {"documents": made}, store)
+        file.write_bytes(content)
+    # What is not compared must still be there, as long as it was.
+    made.path("documents.parquet").write_bytes(b"short")
+    with pytest.raises(PunaError, match="is damaged: documents.parquet has 5 bytes instead of"):
+        execute(counting, ShorteningConfig(most=5), {"documents": made}, store)
 
 
 def test_a_damaged_input_is_refused_and_a_damaged_hit_is_made_again(tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from puna.storage import Identity, PunaError, Store, care, catalog
+from puna.storage import Identity, PunaError, Store, care, catalog, tables
 from puna.storage import work as work_module
-from puna.storage.tables import imbalance
 
 
 def signals(ids: list[str], words: list[int]) -> pa.Table:
@@ -20,11 +19,13 @@ def signals(ids: list[str], words: list[int]) -> pa.Table:
 
 
 @pytest.mark.parametrize("name", ["a b", "it's", "ünï ❄", "[old] *x* ?", "words=7", 'say "x"', "back\\slash"])
-def test_a_store_may_lie_at_any_path(tmp_path: Path, name: str) -> None:
+def test_a_store_may_lie_at_any_path(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.open(tmp_path / name)
     made = store.import_table("signals", signals(["b", "a"], [2, 1]))
     assert made.read().to_pylist() == [{"id": "a", "words": 1}, {"id": "b", "words": 2}]
-    assert imbalance([made.path("signals.parquet")], [made.path("signals.parquet")], tmp_path) == []
+    for few in (0, 100):
+        monkeypatch.setattr(tables, "FEW", few)
+        assert tables.imbalance([made.path("signals.parquet")], [made.path("signals.parquet")], tmp_path) == []
     assert [f.damage for f in care.verify(store)] == [[]]
     rows = catalog.query(store, "select * from signals order by id").to_pylist()
     assert rows == [{"artifact": made.key, "id": "a", "words": 1}, {"artifact": made.key, "id": "b", "words": 2}]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from puna.storage import PunaError, schemas, tables
 from puna.storage.schemas import table_schema
@@ -68,3 +72,23 @@ def test_two_rows_with_one_key_are_refused_wherever_they_are(tmp_path, pieces):
 def test_parts_that_overlap_or_are_not_sorted_or_empty(tmp_path, pieces):
     merged("signals", [[{"id": i, "words": 1, "language": "en"} for i in piece] for piece in pieces], tmp_path / "parts")
     assert pq.read_table(tmp_path / "parts" / "merged.parquet")["id"].to_pylist() == sorted("".join(pieces))
+
+
+@pytest.mark.parametrize("few", [0, 1000])
+@given(
+    came=st.lists(st.lists(st.sampled_from("abcdef"), max_size=6), max_size=3),
+    went=st.lists(st.lists(st.sampled_from("abcdef"), max_size=6), max_size=3),
+)
+@settings(max_examples=25, deadline=None)
+def test_ids_that_are_missing_or_too_many(few: int, came: list[list[str]], went: list[list[str]]) -> None:
+    """Both ways of counting, against Python's."""
+    counts = Counter("".join("".join(ids) for ids in came))
+    counts.subtract("".join("".join(ids) for ids in went))
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "FEW", few)
+        files: list[list[Path]] = [[], []]
+        for side, lists in enumerate((came, went)):
+            for number, ids in enumerate(lists):
+                files[side].append(Path(folder) / f"{side}-{number}.parquet")
+                pq.write_table(pa.table({"id": pa.array(ids, pa.string())}), files[side][-1])
+        assert tables.imbalance(*files, Path(folder)) == sorted((i, n) for i, n in counts.items() if n)[:3]
