@@ -86,7 +86,7 @@ def _decoded(body: bytes, encodings: str, limit: int) -> bytes:
         elif encoding == "zstd":
             body = unzstd(body, limit) if body[:4] == ZSTD_MAGIC else body
         elif encoding == "br":
-            body = body if body.lstrip()[:1] == b"<" else _unbrotli(body)
+            body = body if body.lstrip()[:1] == b"<" else _unbrotli(body, limit)
         elif encoding != "identity":
             raise ValueError(f"unknown content encoding {encoding!r}")
     return body
@@ -105,13 +105,15 @@ def _inflate(body: bytes, bits: int, encoding: str, limit: int) -> bytes:
     return out
 
 
-def _unbrotli(body: bytes) -> bytes:
+def _unbrotli(body: bytes, limit: int) -> bytes:
     try:
-        out: bytes = BrotliReader(io.BytesIO(body)).read()
+        out: bytes = BrotliReader(io.BytesIO(body)).read(limit + 1)
     except OSError as error:
         raise ValueError(f"damaged br body ({error})") from error
     if body and not out:
         raise ValueError("damaged br body")
+    if len(out) > limit:
+        raise ValueError(f"the br body unpacks to more than {limit} bytes")
     return out
 
 

@@ -426,3 +426,16 @@ def test_bodies_do_not_pass_through_the_driver(tmp_path, monkeypatch):
     assert made.data_digest == whole.data_digest and made.rows() == 40 and made.rows("dropped") == 20
     assert made.manifest.metrics == whole.manifest.metrics
     assert made.manifest.metrics["body_bytes"] == sum(len(body) for body in made.read()["body"].to_pylist())
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
+def test_a_body_that_unpacks_without_end_is_refused(encoding: str) -> None:
+    """A million letters in a few bytes; the one of Brotli was packed by its reference program."""
+    text = b"a" * 1_000_000
+    packed = {"gzip": gzip.compress(text), "deflate": zlib.compress(text), "br": bytes.fromhex("5b3f428f5f222c1e0b04f2731e00")}[encoding]
+    whole = record(packed, Content_Encoding=encoding)
+    (page,) = read_warc(io.BytesIO(whole), "x", 1_000_000)
+    assert isinstance(page, Page) and page.body == text
+    (refused,) = read_warc(io.BytesIO(whole), "x", 999_999)
+    assert isinstance(refused, Rejected) and refused.rule == "undecodable_body"
+    assert f"the {encoding} body unpacks to more than 999999 bytes" in refused.detail
