@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -209,6 +211,13 @@ def write_text(file: Path, text: str) -> None:
         os.fsync(out.fileno())
     os.replace(temporary, file)
     sync(file.parent)
+
+
+def write_array(file: Path, array: npt.NDArray[Any]) -> None:
+    """Write an array as .npy so that it exists whole or not at all after a crash of the process."""
+    temporary = file.with_name(f".{os.getpid()}-{file.name}")
+    np.save(temporary, array)
+    os.replace(temporary, file)
 
 
 def sync(path: Path) -> None:

@@ -17,6 +17,7 @@ from puna.stages.curate.quality import ranks_within, report
 from puna.stages.curate.rows.draws import folds
 from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, Part, PunaError
+from puna.storage.work import write_array
 
 DIGITS = 6
 STEPS, TOLERANCE = 50, 1e-9
@@ -76,7 +77,7 @@ def encoder_quality(
     chosen = [ids[row] for row in scored]
     known, positive = _labels(chosen, sources[scored], labels, config)
     parts = run.parts(documents, columns=["id", "source", "text"])
-    files = list(run.map(_embed, parts, place, model is not None, config, str(run.scratch), rows=len(parts)))
+    files = list(run.map(_embed, parts, place, config, str(run.scratch), rows=len(parts)))
     vectors = np.concatenate([np.load(file, mmap_mode="r") for file in files]) if files else np.zeros((0, 1), np.float32)
     values = _out_of_fold(vectors, chosen, known, positive, config)
     final = fit(vectors[known], positive[known], config.penalty)
@@ -157,8 +158,8 @@ def fit(vectors: NDArray[np.float32], positive: NDArray[np.bool_], penalty: floa
     return Head(mean, scale, weights[:-1], float(weights[-1]))
 
 
-def _embed(part: Part, place: Place, own: bool, config: EncoderQualityConfig, scratch: str) -> str:
-    """In a worker: mean hidden states of a part's documents in a file, float32[n, D]; `own`: by the pipeline's model."""
+def _embed(part: Part, place: Place, config: EncoderQualityConfig, scratch: str) -> str:
+    """In a worker: mean hidden states of a part's documents in a file, float32[n, D]."""
     file = Path(scratch) / f"vectors-{part.start}-{part.stop}.npy"
     if file.exists():
         return str(file)
@@ -168,8 +169,5 @@ def _embed(part: Part, place: Place, own: bool, config: EncoderQualityConfig, sc
         for text, source in zip(table["text"].to_pylist(), table["source"].to_pylist(), strict=True)
         if source not in config.exempt_sources
     ]
-    vectors = embedded(texts, place, own, config.max_tokens)
-    temporary = file.with_suffix(f".{part.start}.tmp.npy")
-    np.save(temporary, vectors)
-    temporary.replace(file)
+    write_array(file, embedded(texts, place, config.max_tokens))
     return str(file)

@@ -16,6 +16,7 @@ from puna.stages.curate.learned.questions import TOP, Grade, Kind, Question, ans
 from puna.stages.curate.rows.draws import uniform
 from puna.stages.curate.select import signals_of
 from puna.storage import Artifact
+from puna.storage.work import write_array
 
 DIGITS = 4  # the last digits of a network's numbers depend on the machine
 BINS = 20
@@ -153,7 +154,5 @@ def _grade(batch: tuple[int, list[str]], place: Place, config: JudgeConfig, devi
     if not file.exists():
         with reading():
             made = np.stack(grader(place, config.asked(), config.max_tokens, device)(texts))
-        temporary = file.with_suffix(".tmp.npy")
-        np.save(temporary, made)
-        temporary.replace(file)
+        write_array(file, made)
     return np.asarray(np.load(file))

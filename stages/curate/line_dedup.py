@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +27,7 @@ from puna.stages.curate.text.line_pieces import (
 )
 from puna.storage import Part
 from puna.storage.schemas import table_schema
+from puna.storage.work import write_array
 
 # Hashes that one process counts at a time, 16 bytes each.
 JOB_PIECES = 1 << 24
@@ -106,16 +106,9 @@ def _count(part: Part, config: LineDedupConfig, scratch: str) -> list[Counted]:
         hashes, rows = piece_hashes(data, offsets[a : b + 1], judged[a:b], config.newlines)
         hashes, rows, begins = by_radix(hashes, rows + part.start + a)
         file = Path(scratch) / f"pieces-{bucket}-{part.start}-{part.stop}.npy"
-        _write(file, np.stack([hashes, rows.astype(np.uint64)]))
+        write_array(file, np.stack([hashes, rows.astype(np.uint64)]))
         out.append(Counted(bucket, str(file), begins))
     return out
-
-
-def _write(file: Path, array: NDArray[Any]) -> None:
-    """Write an array; a crash leaves no half of it."""
-    temporary = file.with_name(f".{os.getpid()}-{file.name}")
-    np.save(temporary, array)
-    os.replace(temporary, file)
 
 
 def _jobs(counted: list[Counted]) -> list[tuple[int, int, int, list[Counted]]]:
@@ -143,7 +136,7 @@ def _frequent(job: tuple[int, int, int, list[Counted]], most: int) -> Frequent:
 def _save(file: Path, found: list[Frequent]) -> str:
     """Write a bucket's decision, sorted by hash, for the workers."""
     columns = [np.concatenate([getattr(one, name).astype(np.uint64) for one in found]) for name in Frequent._fields]
-    _write(file, np.stack(columns))
+    write_array(file, np.stack(columns))
     return str(file)
 
 

@@ -15,6 +15,7 @@ from puna.stages.curate.learned.encoder import embedded
 from puna.stages.curate.learned.place import Place, place_of
 from puna.stages.curate.rows.removal import without, write_removed
 from puna.storage import Artifact, Part
+from puna.storage.work import write_array
 
 BLOCK = 4096
 
@@ -53,19 +54,20 @@ def semantic_dedup(
     preference, and one goes when a kept one is similar enough. `duplicates` holds the pair and its cosine.
     """
     parts = run.parts(documents, columns=["fetched_at", "text"])
-    if model is None and encoder is None:
+    projected = model is None and encoder is None
+    if projected:
         method = f"cosine of TF-IDF vectors projected to {config.dimensions} dimensions"
         made = _projected(documents, parts, config, run)
     else:
         method = "cosine of an encoder's mean hidden states"
         place = place_of("semantic_dedup", "encoder", model, encoder)
-        made = list(run.map(_encoded, list(enumerate(parts)), place, model is not None, config, str(run.scratch), rows=len(parts)))
+        made = list(run.map(_encoded, list(enumerate(parts)), place, config, str(run.scratch), rows=len(parts)))
     if not made:
         return
     vectors = np.concatenate([np.load(v.file, mmap_mode="r") for v in made])
     words, fetched = np.concatenate([v.words for v in made]), np.concatenate([v.fetched for v in made])
     compared = np.flatnonzero(words >= config.min_words)
-    if model is not None or encoder is not None:
+    if not projected:
         vectors[compared] = _centred(vectors[compared])
     clusters = _clusters(vectors[compared], config, run)
     first, second = (fetched, words) if config.survivor == "latest" else (words, fetched)
@@ -117,7 +119,7 @@ def _vectors(job: tuple[int, Part], config: SemanticDedupConfig, scratch: str) -
     return Vectors(str(file), np.diff(offsets), np.asarray(table.column("fetched_at").cast(pa.int64())))
 
 
-def _encoded(job: tuple[int, Part], place: Place, own: bool, config: SemanticDedupConfig, scratch: str) -> Vectors:
+def _encoded(job: tuple[int, Part], place: Place, config: SemanticDedupConfig, scratch: str) -> Vectors:
     """In a worker: mean hidden states of the documents that are compared, zeros of the others; made once, should the run end early."""
     number, part = job
     table = part.read()
@@ -125,12 +127,10 @@ def _encoded(job: tuple[int, Part], place: Place, own: bool, config: SemanticDed
     file = Path(scratch) / f"encoded-{number:06d}-{part.start}-{part.stop}.npy"
     if not file.exists():
         compared = np.flatnonzero(counts >= config.min_words)
-        found = embedded(table.column("text").take(pa.array(compared)).to_pylist(), place, own, config.max_tokens)
+        found = embedded(table.column("text").take(pa.array(compared)).to_pylist(), place, config.max_tokens)
         vectors = np.zeros((len(counts), found.shape[1]), np.float32)
         vectors[compared] = found
-        temporary = file.with_suffix(".tmp.npy")
-        np.save(temporary, vectors)
-        temporary.replace(file)
+        write_array(file, vectors)
     return Vectors(str(file), counts, np.asarray(table.column("fetched_at").cast(pa.int64())))
 
 

@@ -12,13 +12,13 @@ from puna.stages.curate.learned.place import Place, reading
 Encode = Callable[[str], NDArray[np.float32]]
 
 
-def embedded(texts: Sequence[str], place: Place, own: bool, max_tokens: int) -> NDArray[np.float32]:
-    """Mean hidden states of the first `max_tokens` tokens of each text, float32[n, D]; `own`: by a model of this pipeline.
+def embedded(texts: Sequence[str], place: Place, max_tokens: int) -> NDArray[np.float32]:
+    """Mean hidden states of the first `max_tokens` tokens of each text, float32[n, D].
 
     One text at a time: a vector must not depend on its company.
     """
     with reading():
-        encode, width = (_own if own else _hugging_face)(place.folder, max_tokens)
+        encode, width = (_own if place.own else _hugging_face)(place.folder, max_tokens)
         return np.array([encode(text) for text in texts], np.float32).reshape(len(texts), width)
 
 

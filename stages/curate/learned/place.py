@@ -12,10 +12,14 @@ from puna.storage import Artifact, PunaError
 
 
 class Place(NamedTuple):
-    """A local folder with a network; `gguf`: the name of the file with its weights, where they are no safetensors."""
+    """A local folder with a network; `gguf`: the name of the file with its weights, where they are no safetensors.
+
+    `own`: it is a model of this pipeline.
+    """
 
     folder: str
     gguf: str | None = None
+    own: bool = False
 
 
 def place_of(stage: str, name: str, model: Artifact | None, external: External | None, *, gguf: bool = False) -> Place:
@@ -25,7 +29,7 @@ def place_of(stage: str, name: str, model: Artifact | None, external: External |
     nothing lies there.
     """
     if model is not None and external is None:
-        return Place(str(model.path()))
+        return Place(str(model.path()), own=True)
     if external is None or model is not None:
         raise PunaError(f"{stage}: give one {name}, an artifact of a model or the folder of a Hugging Face {name}")
     path = Path(external.uri.removeprefix("file://"))
