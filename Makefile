@@ -18,7 +18,7 @@ $(VENV)/.ready: requirements.lock deploy/setup.sh pyproject.toml
 	touch $@
 
 demo: setup
-	$(BIN)/python -m puna.flows.cli sample $(STORE)/sample
+	$(BIN)/python -m puna.flows.cli demo-pages $(STORE)/sample
 	$(BIN)/python -m puna.flows.cli run pipeline --recipe demo --store $(STORE) $(ARGS)
 
 test: setup lint types

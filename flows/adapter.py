@@ -16,23 +16,40 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from pydantic import Field
 
+from puna.flows.program import FLOWS, Output, Walk
+from puna.flows.recipe import Step
 from puna.flows.session import Session, current, session
 from puna.flows.settings import DEFAULT_STORE
 from puna.stages.contract import REGISTRY, Stage, StageConfig, Value, parse
 from puna.stages.contract.declaration import InputSpec
+from puna.stages.contract.executors import PROCESSES
 from puna.storage import Artifact, PunaError, Store
 
 if TYPE_CHECKING:  # importing Prefect takes seconds that a run without a server does not spend
     from prefect import Flow, Task
 
 
-def step(stage: Stage, config: StageConfig, /, *, label: str = "", **inputs: Value) -> Artifact:
-    """Run `stage` as a step of the flow in progress, shown as `label`, in a Prefect flow as its task; returns its artifact."""
-    return perform(stage, config, label or stage.name, inputs)
+class Performer(Walk):
+    """Makes the steps of a flow in the session in progress; in a Prefect flow each is a task of it."""
+
+    def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
+        """The artifact of a step."""
+        assert config is not None  # only a trace of everything asks for steps without one
+        given: dict[str, Value] = {}
+        for spec in step.stage.inputs:
+            items: list[Any] = [item for output in inputs[spec.name] for item in output.items]
+            given[spec.name] = (items or None) if spec.many else (items[0] if items else None)
+        made = perform(step.stage, config, label, given)
+        return Output(made.kind, (label,), (made,))
+
+    def publish(self, name: str, output: Output) -> None:
+        """Point the alias at the artifact; one that stands for several has no one alias."""
+        if len(output.items) == 1 and isinstance(output.items[0], Artifact):
+            _session().store.set_alias(name, output.items[0])
 
 
 def perform(stage: Stage, config: StageConfig, label: str, inputs: dict[str, Value]) -> Artifact:
-    """`step` with its inputs as a mapping."""
+    """Run `stage` as a step of the run in progress, shown as `label`; in a Prefect flow as its task. Returns its artifact."""
     now = _session()
     if not in_prefect():
         return now.perform(stage, config, inputs, label).artifact
@@ -41,12 +58,6 @@ def perform(stage: Stage, config: StageConfig, label: str, inputs: dict[str, Val
     run = task_of(stage.name).with_options(name=label, task_run_name=label)
     state = run(config.model_dump(mode="json"), references, label, return_state=True)
     return now.store.resolve(cast("str", state.result()))
-
-
-def publish(name: str, artifact: Artifact, version: str = "latest") -> Artifact:
-    """Point the alias `name@version` at an artifact; returns the artifact."""
-    _session().store.set_alias(f"{name}@{version}", artifact)
-    return artifact
 
 
 def in_prefect() -> bool:
@@ -107,7 +118,8 @@ def flow_of(name: str) -> Flow[Any, Any]:
     parameters.append(inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, annotation=stage.config, default=default))
     store = Annotated[str, Field(description="Folder of the artifacts")]
     parameters.append(inspect.Parameter("store", inspect.Parameter.KEYWORD_ONLY, annotation=store, default=DEFAULT_STORE))
-    return as_flow(name, run, stage.doc, inspect.Signature(parameters, return_annotation=str))
+    # Where a flow has the stage's name, the name is the flow's.
+    return as_flow(f"stage_{name}" if name in FLOWS else name, run, stage.doc, inspect.Signature(parameters, return_annotation=str))
 
 
 def _help(spec: InputSpec) -> str:
@@ -147,7 +159,7 @@ def _session() -> Session:
     return found
 
 
-def opened(store: str, flow: str) -> contextlib.AbstractContextManager[Session]:
+def opened(store: str, flow: str, executor: str = PROCESSES) -> contextlib.AbstractContextManager[Session]:
     """The session in progress, or a new one: a flow may be started by `puna run` or by a Prefect worker."""
     found = current()
-    return contextlib.nullcontext(found) if found is not None else session(Store.open(store), flow=flow)
+    return contextlib.nullcontext(found) if found is not None else session(Store.open(store), flow=flow, executor=executor)

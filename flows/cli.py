@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from puna.flows import look, plan
+from puna.flows import exchange, look, plan
 from puna.flows.console import fail
 from puna.flows.look import StoreOption
 from puna.flows.settings import DEFAULT_STORE
-from puna.stages.contract import did_you_mean
+from puna.stages.contract.executors import FORMS, PROCESSES
 from puna.storage import PunaError, Store
 from puna.storage.store import located
 
@@ -22,26 +22,41 @@ app = typer.Typer(
 )
 app.add_typer(look.app)
 app.add_typer(plan.app)
+app.add_typer(exchange.app)
 
+NameArgument = Annotated[
+    str, typer.Argument(metavar="FLOW|STAGE", help="A flow or a stage; `puna stages` lists them. stage:NAME where a flow has the name too")
+]
+ModuleOption = Annotated[
+    list[str] | None, typer.Option("--module", metavar="FILE|MODULE", help="Python file or module with stages, rules, flows of your own")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object per artifact on standard output")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field, for example select.gopher_quality.min_words=60")
 ]
+ColumnsOption = Annotated[
+    list[str] | None,
+    typer.Option("--columns", metavar="[INPUT:]WHAT=FIELD", help="Field of the rows that holds text, html, url or date: html=raw_html"),
+]
 InputOption = Annotated[
-    list[str] | None, typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="Pages to read, or artifacts of a single stage")
+    list[str] | None,
+    typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="Pages to read, or artifacts of a single stage; NAME: of the input"),
 ]
 
 
 @app.command()
 def run(
-    what: Annotated[str, typer.Argument(help="A flow (pipeline, curate, base, align) or a stage; `puna stages` lists them")],
+    what: NameArgument,
     recipe: Annotated[
         str | None, typer.Option(help="Name of a recipe, or a YAML file (default: demo for a flow; a stage alone keeps its defaults)")
     ] = None,
     changes: SetOption = None,
     inputs: InputOption = None,
+    columns: ColumnsOption = None,
     store: StoreOption = DEFAULT_STORE,
-    workers: Annotated[int | None, typer.Option(min=1, help="Local processes (default: one per core)")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes of this machine (default: one per core)")] = None,
+    executor: Annotated[str, typer.Option(metavar="ENGINE", help=f"What the work runs on: {FORMS}")] = PROCESSES,
+    modules: ModuleOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a flow or a single stage; what was made before is reused."""
@@ -50,39 +65,88 @@ def run(
     opened = Store.open(store)
     prepare(opened.root)
     from puna.flows import launch
+    from puna.flows.inputs import column_changes
 
-    launch.run(what, recipe, changes or [], inputs or [], opened, workers, as_json)
+    brought(modules)
+    fields = column_changes(columns or (), "ingest")
+    launch.run(launch.Request(what, recipe, (*fields, *(changes or ())), tuple(inputs or ()), workers, executor, as_json), opened)
 
 
 @app.command()
-def stages() -> None:
-    """List the stages: what they take and what they write."""
-    from puna.flows.recipe import load_stages
+def clean(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH…", help="Files or folders of pages, [NAME=]URI each")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder, or a file that ends in .jsonl or .parquet")],
+    columns: ColumnsOption = None,
+    changes: SetOption = None,
+    store: StoreOption = DEFAULT_STORE,
+    workers: Annotated[int | None, typer.Option(min=1, help="Local processes (default: one per core)")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per artifact, and a last one for the files")] = False,
+) -> None:
+    """Clean pages of your own: WARC, HTML, text, Parquet, JSON lines to clean documents and a report."""
+    from puna.flows.settings import prepare
 
+    opened = Store.open(store)
+    prepare(opened.root)
+    from puna.flows.clean import clean as run_clean
+
+    def say(text: str) -> None:
+        typer.echo(text, err=as_json)
+
+    made = run_clean(
+        paths, output, opened, changes=changes or (), columns=columns or (), workers=workers, say=say, quiet=as_json
+    )  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(asdict(made), default=str))
+        return
+    typer.echo(f"{made.kept:,} of {made.pages:,} pages are clean documents: {made.documents}")
+    typer.echo(f"what went, and by which rule: {made.dropped}")
+    typer.echo(f"report: {made.report}")
+
+
+@app.command()
+def stages(modules: ModuleOption = None) -> None:
+    """List the flows and stages: what they take and what they write."""
+    from puna.flows.program import described
+    from puna.flows.trace import load_flows, load_stages
+
+    brought(modules)
+    for flow in load_flows().values():
+        inputs = ", ".join(f"{described(s)}{'?' if s.optional else ''}" for s in flow.inputs)
+        typer.echo(f"{'flow:' + flow.name:20s} {inputs}\n    {flow.doc.splitlines()[0]}")
     for stage in load_stages().values():
         taken = ", ".join(f"{'list of ' if s.many else ''}{s.kind}{'?' if s.optional else ''}" for s in stage.inputs)
         typer.echo(f"{stage.name:20s} {taken or 'nothing'} → {stage.kind}\n    {stage.doc.splitlines()[0]}")
 
 
 @app.command()
-def fields(stage: Annotated[str, typer.Argument(help="Name of a stage")]) -> None:
-    """The configuration of a stage: every field with its default and meaning, as JSON schema."""
-    from puna.flows.recipe import load_stages
+def fields(name: NameArgument, modules: ModuleOption = None) -> None:
+    """The configuration of a stage or the recipe of a flow: every field with its default and meaning, as JSON schema."""
+    from puna.flows.launch import chosen
+    from puna.flows.program import Flow
+    from puna.flows.trace import schema
 
-    found = load_stages()
-    if stage not in found:
-        raise PunaError(f"{stage}: no such stage{did_you_mean(stage, found)}")
-    typer.echo(json.dumps(found[stage].config.model_json_schema(), indent=1))
+    brought(modules)
+    found = chosen(name)
+    typer.echo(json.dumps(schema(found) if isinstance(found, Flow) else found.config.model_json_schema(), indent=1))
 
 
 @app.command()
-def sample(
+def new(folder: Annotated[Path, typer.Argument(metavar="NAME", help="Folder to make; its name is the package's")]) -> None:
+    """Start a project of your own: a stage, a signal with a rule, a verifier, a recipe and their test."""
+    from puna.flows.new import new as write
+
+    for file in write(folder):
+        typer.echo(str(file))
+
+
+@app.command("demo-pages")
+def demo_pages(
     folder: Annotated[Path | None, typer.Argument(help="Where the WARC files go (default: sample in the store)")] = None,
     store: StoreOption = DEFAULT_STORE,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
 ) -> None:
     """Fetch the sample of real pages: a few thousand documents, as WARC files."""
-    from puna.flows.launch import make_sample, sample_folder
+    from puna.flows.running import make_sample, sample_folder
 
     made = make_sample(folder or sample_folder(located(store)), quiet=as_json)
     if as_json:
@@ -117,7 +181,7 @@ def serve(
         if not sign:
             raise PunaError(f"--cron {text}: write NAME=CRON, for example align='0 3 * * *'")
         schedules[name] = schedule
-    serve_all(str(opened.root), schedules, limit)
+    serve_all(opened.uri, schedules, limit)
 
 
 @app.command()
@@ -130,6 +194,14 @@ def report(
     from puna.flows.report import write
 
     typer.echo(str(write(Store.open(store), run_name, output)))
+
+
+def brought(modules: list[str] | None) -> None:
+    """Import what `--module` names; what it declares is there as Puna's own is."""
+    from puna.stages.contract import plugins
+
+    for text in modules or []:
+        plugins.add(text)
 
 
 def main() -> None:

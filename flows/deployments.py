@@ -1,4 +1,4 @@
-"""Every flow as a Prefect flow with JSON parameters: `pipeline`, `curate`, `base`, `align`, and one per stage.
+"""Every flow as a Prefect flow with JSON parameters: `pipeline`, `curate`, `pretrain`, …, and one per stage.
 
 `puna serve` offers them to a Prefect server, and `puna run` calls them where there is one, so both do the same.
 """
@@ -19,31 +19,32 @@ from prefect.settings import get_current_settings
 from prefect.types.entrypoint import EntrypointType
 from pydantic import Field
 
-from puna.flows import pipeline
 from puna.flows.adapter import as_flow, flow_of
-from puna.flows.launch import whole
-from puna.flows.recipe import FLOWS, load_stages
+from puna.flows.running import whole
 from puna.flows.settings import DEFAULT_STORE
+from puna.flows.trace import load_flows, load_stages
+from puna.stages.contract.executors import FORMS, PROCESSES
 from puna.storage import PunaError
 
 GRACE_SECONDS = 20.0
 
 
 def _whole(name: str) -> Flow[Any, Any]:
-    """The flow `name` of `puna.flows.pipeline` with parameters that a form can show."""
+    """The flow `name` with parameters that a form can show."""
 
     def run(
         recipe: Annotated[str, Field(description="Name of a recipe, or a YAML file on the worker")] = "demo",
         changes: Annotated[list[str], Field(description="Changed fields, for example select.gopher_quality.min_words=60")] = [],  # noqa: B006
-        inputs: Annotated[list[str], Field(description="Pages to read, [NAME=]URI each; none: the sample")] = [],  # noqa: B006
+        inputs: Annotated[list[str], Field(description="Pages to read, [NAME=]URI, or artifacts; none: the sample, or NAME@latest")] = [],  # noqa: B006
         store: Annotated[str, Field(description="Folder of the artifacts")] = DEFAULT_STORE,
+        executor: Annotated[str, Field(description=f"What the work runs on: {FORMS}")] = PROCESSES,
     ) -> str:
-        return whole(name, recipe, changes, inputs, store)
+        return whole(name, recipe, changes, inputs, store, executor)
 
-    return as_flow(name, run, getattr(pipeline, name).__doc__)
+    return as_flow(name, run, load_flows()[name].doc)
 
 
-WHOLE = {name: _whole(name) for name in FLOWS}
+WHOLE = {name: _whole(name) for name in load_flows()}
 STAGES = {name: flow_of(name) for name in load_stages()}
 SERVED = {flow.name: flow for flow in (*WHOLE.values(), *STAGES.values())}
 
@@ -66,7 +67,7 @@ def serve_all(store: str, schedules: dict[str, str], limit: int) -> None:
     for name, flow in SERVED.items():
         deployment: Any = flow.to_deployment(
             name=name,
-            tags=["flow" if name in FLOWS else "stage"],
+            tags=["flow" if name in WHOLE else "stage"],
             parameters={"store": store},
             cron=_cron(name, schedules[name]) if name in schedules else None,
             entrypoint_type=EntrypointType.MODULE_PATH,

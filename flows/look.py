@@ -18,8 +18,7 @@ from puna.flows.console import summary
 from puna.flows.settings import DEFAULT_STORE
 from puna.storage import Artifact, PunaError, Store, care, catalog
 from puna.storage import explain as explaining
-from puna.storage.schemas import known_kind
-from puna.storage.store import located
+from puna.storage.schemas import TABLES, known_kind
 
 app = typer.Typer()
 StoreOption = Annotated[str, typer.Option("--store", envvar="PUNA_STORE", help="Folder of the artifacts")]
@@ -29,10 +28,8 @@ MOST_ROWS = 200
 
 
 def existing(store: str) -> Store:
-    """The store at a path or `file://` URI that must be there already."""
-    if not (located(store) / "objects").is_dir():
-        raise PunaError(f"store {located(store)}: not found; `puna run` makes one, --store or PUNA_STORE names another")
-    return Store.open(store)
+    """The store at a path or URI that must be there already."""
+    return Store.existing(store)
 
 
 def _print(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | None = None) -> None:
@@ -231,7 +228,9 @@ def why(
 
 def fate(store: Store, document: str) -> list[dict[str, Any]]:
     """What happened to a document, in the order of the stages."""
-    with catalog.connect(store) as connection:
+    with catalog.connect(store) as opened:
+        connection = opened.connection
+        opened.view("pages", "documents", "signals", "dropped", "duplicates", "removed_lines", "mixture")
         ids = connection.execute(
             "select id from pages where starts_with(id, ?) or url = ? union select id from documents where starts_with(id, ?) or url = ?",
             [document] * 4,
@@ -275,8 +274,8 @@ def sql(
         # From a pipe come statements alone: no greeting goes between the results, and a wrong one fails the command.
         asked = sys.stdin.isatty()
         if asked:
-            names = [r[0] for r in connection.execute("select table_name from information_schema.tables order by 1").fetchall()]
-            typer.echo(f"DuckDB over {opened.root}\ntables: {', '.join(names)}\nend a statement with ;  leave with .exit")
+            names = sorted({*TABLES, "artifacts", "lineage", "metrics"})
+            typer.echo(f"DuckDB over {opened.uri}\ntables: {', '.join(names)}\nend a statement with ;  leave with .exit")
         failed = False
         for text in _statements(asked):
             try:
@@ -359,9 +358,9 @@ def gc(
     """Remove artifacts that no alias and no recent run needs, abandoned work, and quarantined artifacts; what is at work stays."""
     found = care.collect(existing(store), keep_runs=keep_runs, work_days=work_days, remove=yes)
     if as_json:
-        return _print([{"folder": str(g.folder), "reason": g.reason, "bytes": g.bytes, "removed": yes} for g in found], True)
+        return _print([{"folder": g.place, "reason": g.reason, "bytes": g.bytes, "removed": yes} for g in found], True)
     for item in found:
-        typer.echo(f"{_size(item.bytes):>10s}  {item.folder}  ({item.reason})")
+        typer.echo(f"{_size(item.bytes):>10s}  {item.place}  ({item.reason})")
     total = _size(sum(g.bytes for g in found))
     said = "" if not found else " removed" if yes else " would be removed; add --yes"
     typer.echo(f"{len(found)} folders, {total}{said}")

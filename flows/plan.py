@@ -11,8 +11,10 @@ from puna.storage import PunaError
 
 if TYPE_CHECKING:
     from puna.flows.recipe import Recipe
+    from puna.models.accounting import Precision
     from puna.models.config import ModelConfig
     from puna.models.machine import Machine
+    from puna.stages.pretrain.pretrain import PretrainConfig
 
 app = typer.Typer()
 
@@ -30,9 +32,9 @@ def plan(
     Documents count as filling their rows, which is the most that attention can cost. Time is what the measured
     rates of this CPU, or the data sheet of a GPU, allow; it leaves out communication between GPUs.
     """
-    from puna.flows.recipe import load
+    from puna.flows.trace import load
 
-    found = costs(load(recipe, changes), gpu, gpus)
+    found = costs(load(recipe, changes, "pretrain"), gpu, gpus)
     if as_json:
         typer.echo(json.dumps(found))
         return
@@ -51,10 +53,16 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int) -> dict[str, Any]:
 
     if gpus > 1 and gpu is None:
         raise PunaError("--gpus needs --gpu NAME: this machine's CPU is one device")
-    context = recipe.tokenize.sequence_length
-    config = recipe.pretrain.model.model(recipe.tokenizer.vocab_size, context)
+    from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
+    from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
+    from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
+
+    training, packing = recipe.one("pretrain", pretrain, PretrainConfig), recipe.one("tokenize", tokenize, TokenizeConfig)
+    vocab_size = recipe.one("tokenizer", tokenizer, TokenizerConfig).vocab_size
+    context = packing.sequence_length
+    config = training.model.complete(vocab_size, context)
     parameters, machine = accounting.parameters(config), _machine(config, context, gpu)
-    phases = [_phase(recipe, number, machine, gpu, gpus) for number in range(len(recipe.pretrain.phases))]
+    phases = [_phase(training, number, (vocab_size, context), machine, gpu, gpus) for number in range(len(training.phases))]
     return {
         "recipe": recipe.name,
         "parameters": parameters.total,
@@ -81,18 +89,18 @@ def _machine(config: ModelConfig, context: int, gpu: str | None) -> Machine:
     return measure(config, context)
 
 
-def _phase(recipe: Recipe, number: int, machine: Machine, gpu: str | None, gpus: int) -> dict[str, Any]:
-    from dataclasses import replace
-
+def _phase(training: PretrainConfig, number: int, sizes: tuple[int, int], machine: Machine, gpu: str | None, gpus: int) -> dict[str, Any]:
+    """The costs of one phase; `sizes`: vocabulary and tokens of a packed row."""
     from puna.models import accounting
 
-    phase, precision = recipe.pretrain.phases[number], "bf16" if gpu else "fp32"
-    row = recipe.tokenize.sequence_length * phase.join_rows
-    config = replace(recipe.pretrain.model.model(recipe.tokenizer.vocab_size, row), max_position_embeddings=row)
+    phase = training.phases[number]
+    precision: Precision = "bf16" if gpu else "fp32"
+    row = sizes[1] * phase.join_rows
+    config = training.model.complete(sizes[0], row)
     step = [row] * phase.rows_per_step
     # Steps of the full size: a ramp's first ones count for the rows they read.
     steps = phase.growth().before(phase.steps + 1) / phase.rows_per_step
-    at_once = max(1, min(phase.rows_per_step, recipe.pretrain.pass_tokens // row)) * row
+    at_once = max(1, min(phase.rows_per_step, training.compute.micro_batch_tokens // row)) * row
     time = accounting.step_time(config, step, machine, precision)
     flops = accounting.training_flops(config, step)
     # What is sharded is the state; every GPU holds the activations of its own rows.

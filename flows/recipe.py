@@ -1,180 +1,208 @@
-"""A recipe: one configuration of every stage, from a YAML file, checked as a whole before anything runs."""
+"""A recipe: the configurations of a flow's steps, which steps are left out, repeated or added, and the flow's own settings.
+
+What fields it may have is derived from the steps of the flows, see `puna.flows.trace`.
+"""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from puna.stages.align.average import AverageConfig
-from puna.stages.align.data_quality import DataQualityConfig
-from puna.stages.align.dpo import DpoConfig
-from puna.stages.align.instructions import InstructionsConfig
-from puna.stages.align.ppo import PpoConfig
-from puna.stages.align.preferences import PreferencesConfig
-from puna.stages.align.prompts import PromptsConfig
-from puna.stages.align.rejection_sample import RejectionSampleConfig
-from puna.stages.align.reward_model import RewardModelConfig
-from puna.stages.align.sample import SampleConfig
-from puna.stages.align.sft import SftConfig
-from puna.stages.contract import REGISTRY, SeededConfig, Stage, StageConfig, parse
-from puna.stages.curate.code_reasoning import CodeReasoningConfig
-from puna.stages.curate.decontaminate import DecontaminateConfig
-from puna.stages.curate.domains import DomainsConfig
-from puna.stages.curate.extract import ExtractConfig
-from puna.stages.curate.heuristics import HeuristicsConfig
-from puna.stages.curate.ingest import IngestConfig
-from puna.stages.curate.language import LanguageConfig
-from puna.stages.curate.line_dedup import LineDedupConfig
-from puna.stages.curate.minhash_dedup import MinhashDedupConfig
-from puna.stages.curate.mix import MixConfig
-from puna.stages.curate.pii import PiiConfig
-from puna.stages.curate.quality import QualityConfig
-from puna.stages.curate.select import SelectConfig
-from puna.stages.curate.semantic_dedup import SemanticDedupConfig
-from puna.stages.curate.substring_dedup import SubstringDedupConfig
-from puna.stages.curate.url_dedup import UrlDedupConfig
-from puna.stages.curate.url_filter import UrlFilterConfig
-from puna.stages.experiments.mix_experiment import MixExperimentConfig
-from puna.stages.experiments.scaling_law import ScalingLawConfig
-from puna.stages.pretrain.evaluate import EvaluateConfig
-from puna.stages.pretrain.pretrain import PretrainConfig
-from puna.stages.pretrain.split import SplitConfig
-from puna.stages.pretrain.tokenize import TokenizeConfig
-from puna.stages.pretrain.tokenizer import TokenizerConfig
+from puna.stages.contract import REGISTRY, SeededConfig, Stage, StageConfig, did_you_mean, parse
 from puna.storage import PunaError
 
-FLOWS = ("pipeline", "curate", "base", "align")
-RECIPES = Path(__file__).with_name("recipes")
-
-
-class Recipe(StageConfig):
-    """Every stage's configuration. A stage that runs twice in a flow has a field for each time."""
-
-    name: str = Field(description="Name of the recipe")
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of every stage that does not set its own")
-    rounds: int = Field(2, ge=0, le=20, description="Rounds of alignment")
-    ingest: IngestConfig = Field(IngestConfig(), description="Reading pages")
-    extract: ExtractConfig = Field(ExtractConfig(), description="HTML to text")
-    url_filter: UrlFilterConfig = Field(UrlFilterConfig(), description="Dropping sites by address")
-    url_dedup: UrlDedupConfig = Field(UrlDedupConfig(), description="Newest version of each address")
-    language: LanguageConfig = Field(LanguageConfig(), description="Language of each document")
-    heuristics: HeuristicsConfig = Field(HeuristicsConfig(), description="Numbers about each document")
-    code_reasoning: CodeReasoningConfig = Field(CodeReasoningConfig(), description="Classifiers of pages with code and pages that reason")
-    select: SelectConfig = Field(SelectConfig(), description="Rules on those numbers")
-    pii: PiiConfig = Field(PiiConfig(), description="Masking personal data")
-    minhash_dedup: MinhashDedupConfig = Field(MinhashDedupConfig(), description="Near-duplicate documents")
-    semantic_dedup: SemanticDedupConfig | None = Field(None, description="Documents in nearly the same words, in any order; null: none")
-    line_dedup: LineDedupConfig = Field(LineDedupConfig(), description="Lines that repeat across documents")
-    substring_dedup: SubstringDedupConfig | None = Field(None, description="Passages that repeat across documents; null: none")
-    quality: QualityConfig | None = Field(
-        QualityConfig(), description="Quality classifier, learned from the sources that it names as good; null: none"
-    )
-    domains: DomainsConfig | None = Field(DomainsConfig(), description="Knowledge types; null: none, in the flow curate alone")
-    select_model: SelectConfig = Field(SelectConfig(), description="Rules on the classifiers' scores")
-    decontaminate: DecontaminateConfig = Field(DecontaminateConfig(), description="Removing evaluation data")
-    split: SplitConfig = Field(SplitConfig(), description="Pages held out from all training, and their knowledge types")
-    tokenizer: TokenizerConfig = Field(TokenizerConfig(), description="Training the tokenizer")
-    mix_experiment: MixExperimentConfig = Field(MixExperimentConfig(), description="Small runs that choose the mixture")
-    mix: MixConfig = Field(MixConfig(), description="Weights of knowledge types")
-    tokenize: TokenizeConfig = Field(TokenizeConfig(), description="Packing tokens")
-    scaling_law: ScalingLawConfig = Field(ScalingLawConfig(), description="Small runs that predict the large one")
-    pretrain: PretrainConfig = Field(PretrainConfig(), description="Pretraining")
-    evaluate_base: EvaluateConfig = Field(EvaluateConfig(), description="Evaluating the base model")
-    prompts: PromptsConfig = Field(description="Tasks, and the prompts whose gold answers the first finetuning learns")
-    round_prompts: int = Field(400, ge=1, description="New training prompts of each task in each round")
-    instructions: InstructionsConfig = Field(InstructionsConfig(), description="First instructions, from gold answers")
-    sft_first: SftConfig = Field(SftConfig(), description="First supervised finetuning")
-    sft_lora: SftConfig = Field(SftConfig(method="lora"), description="Finetuning of the second model that answers in round 1")
-    sample: SampleConfig = Field(SampleConfig(), description="Answers from two models")
-    preferences: PreferencesConfig = Field(PreferencesConfig(), description="Ranked answers")
-    reward_model: RewardModelConfig = Field(RewardModelConfig(), description="Reward model")
-    rejection_sample: RejectionSampleConfig = Field(RejectionSampleConfig(), description="Best of K answers")
-    data_quality: DataQualityConfig = Field(DataQualityConfig(), description="Rules on instructions")
-    sft: SftConfig = Field(SftConfig(), description="Supervised finetuning of each round")
-    dpo: DpoConfig = Field(DpoConfig(), description="Direct preference optimization of each round")
-    ppo: PpoConfig | None = Field(None, description="PPO of the last round, after DPO; null: none")
-    average: AverageConfig = Field(AverageConfig(), description="Averaging of weights")
-    evaluate: EvaluateConfig = Field(EvaluateConfig(), description="Evaluating an aligned model")
-
-
 C = TypeVar("C", bound=StageConfig)
+RECIPES = Path(__file__).with_name("recipes")
+MAX_BYTES = 1 << 20
+"""Largest recipe that is read."""
+MAX_NODES = 100_000
+"""Values that a recipe may hold once its aliases are followed."""
 
 
-def in_round(config: C, number: int) -> C:
-    """The configuration of a stage in round `number` (from 1): each round draws its own random numbers."""
-    seed = getattr(config, "seed", None)
-    return config if seed is None else config.model_copy(update={"seed": (seed + 1_000_003 * number) % 2**31})
+@dataclass(frozen=True)
+class Step:
+    """One step of a flow. `field`: the recipe's field with its configuration, `label` for all but steps that share one."""
+
+    label: str
+    field: str
+    stage: Stage
+    default: StageConfig | None = None
+    off: bool = False
+    through: str | None = None
+    number: int | None = None
+    adapt: Callable[[Any], StageConfig] | None = None
+    serves: str = ""
 
 
-def round_prompts(r: Recipe, number: int) -> PromptsConfig:
-    """New training prompts for round `number`: the slice after those of the first finetuning and earlier rounds.
+@dataclass(frozen=True)
+class Setting:
+    """A number that a flow itself depends on, with its bounds."""
 
-    The seed and the held-out share stay, so that no held-out question becomes a training question.
-    """
-    skip = r.prompts.train + (number - 1) * r.round_prompts
-    return r.prompts.model_copy(update={"train": r.round_prompts, "heldout": 0, "skip": r.prompts.skip + skip})
-
-
-def load_stages() -> dict[str, Stage]:
-    """Every stage of Puna by name."""
-    import puna.stages
-
-    for module in pkgutil.walk_packages(puna.stages.__path__, "puna.stages."):
-        if not module.name.startswith("puna.stages.contract"):
-            importlib.import_module(module.name)
-    return dict(sorted(REGISTRY.items()))
+    name: str
+    default: int
+    minimum: int
+    maximum: int
+    description: str
 
 
-def load(name: str, changes: list[str] | None = None) -> Recipe:
-    """A recipe by name or file, with `stage.field=value` changes; an unknown or wrong field is named."""
-    file = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
+class Added(StageConfig):
+    """A step of the recipe's own, and its place in the flow."""
+
+    stage: str | None = Field(None, description="Name of the stage; null: the step's name")
+    after: str | None = Field(None, description="The step whose output it takes, and replaces where it gives the same kind")
+    into: str | None = Field(None, description="The step whose inputs it takes, and which takes what it gives, signals for example")
+    inputs: dict[str, str] = Field(default_factory=dict, description="Input → the earlier step it comes from, where the kind does not tell")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Added:
+        if (self.after is None) == (self.into is None):
+            raise ValueError("write either after: STEP or into: STEP")
+        return self
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Values by field, as a YAML file gives them; they become configurations when a step asks for them."""
+
+    name: str
+    seed: int = 0
+    values: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Added] = field(default_factory=dict)
+
+    def configs(self, step: Step) -> list[StageConfig]:
+        """The configurations of a step: none where it is left out, several where it is repeated; PunaError names a wrong field."""
+        if step.field not in self.values:
+            served = not step.serves or self.values.get(step.serves, {}) is not None
+            given: Any = {} if served and not step.off else None
+        else:
+            given = self.values[step.field]
+        if given is None:
+            return []
+        if isinstance(given, list):
+            return [self._config(step, value, f"{step.field}.{number}") for number, value in enumerate(given)]
+        return [self._config(step, given, step.field)]
+
+    def _config(self, step: Step, given: Any, where: str) -> StageConfig:
+        if not isinstance(given, dict):
+            raise PunaError(f"{where}: is not a group of fields; write {{…}}, null to leave the step out, or a list to repeat it")
+        kind = step.stage.config
+        base = step.default.model_dump(mode="json", exclude_unset=True) if step.default is not None else {}
+        if issubclass(kind, SeededConfig):
+            base = {"seed": self.seed, **base}
+        return parse(kind, merged(base, given), where)
+
+    def one(self, field: str, stage: Stage, kind: type[C]) -> C:
+        """The configuration, of class `kind`, of a step that is neither left out nor repeated."""
+        found = self.configs(Step(field, field, stage))
+        if len(found) != 1 or not isinstance(found[0], kind):
+            raise PunaError(f"recipe {self.name}: {field} is {'repeated' if found else 'left out'}; here one configuration is needed")
+        return found[0]
+
+    def number(self, wanted: Setting) -> int:
+        """The value of a setting; PunaError where it is out of bounds."""
+        value = self.values.get(wanted.name, wanted.default)
+        if isinstance(value, bool) or not isinstance(value, int) or not wanted.minimum <= value <= wanted.maximum:
+            raise PunaError(f"{wanted.name}: takes a whole number from {wanted.minimum} to {wanted.maximum} (got {value!r})")
+        return value
+
+    def added(self, place: Literal["after", "into"], step: Step) -> list[tuple[str, Added]]:
+        """The steps that the recipe adds at that place of a step."""
+        return [(label, extra) for label, extra in self.extra.items() if getattr(extra, place) == step.label]
+
+    def stage_of(self, label: str, extra: Added) -> Stage:
+        """The stage of an added step."""
+        name = extra.stage or label
+        if name not in REGISTRY:
+            raise PunaError(f"add.{label}.stage: {name}: no such stage{did_you_mean(name, REGISTRY)}; --module FILE brings your own")
+        return REGISTRY[name]
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid on `base`, group by group."""
+    found = dict(base)
+    for name, value in over.items():
+        inner = found.get(name)
+        found[name] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return found
+
+
+def read_values(name: str, changes: list[str]) -> tuple[dict[str, Any], str]:
+    """The values of a recipe, a shipped one or a YAML file, with `step.field=value` changes; and how errors name it."""
+    shipped = RECIPES / f"{name}.yaml"
+    file = Path(name) if name.endswith((".yaml", ".yml")) else shipped
     if not file.is_file():
-        known = ", ".join(sorted(f.stem for f in RECIPES.glob("*.yaml")))
+        known = ", ".join(shipped_recipes())
         raise PunaError(f"recipe {name}: not found; recipes are {known}, or give a YAML file")
+    if file.stat().st_size > MAX_BYTES:
+        raise PunaError(f"recipe {file}: is {file.stat().st_size:,} bytes; a recipe has at most {MAX_BYTES:,}")
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise PunaError(f"recipe {file}: {error}") from error
     if not isinstance(values, dict):
-        raise PunaError(f"recipe {file}: is not a mapping of stages")
+        raise PunaError(f"recipe {file}: is not a mapping of steps")
+    values = unshared(values, f"recipe {file}")
     values.setdefault("name", file.stem)
-    for change in changes or []:
+    for change in changes:
         overridden(values, change)
-    seed = values.get("seed", 0)
-    for field, info in Recipe.model_fields.items():
-        kinds = get_args(info.annotation) or (info.annotation,)
-        if any(isinstance(kind, type) and issubclass(kind, SeededConfig) for kind in kinds):
-            # A stage that may be left out is not brought in by its seed.
-            stage_values = values.get(field) if info.default is None else values.setdefault(field, {})
-            if isinstance(stage_values, dict):
-                stage_values.setdefault("seed", seed)
-    try:
-        return parse(Recipe, values, "")
-    except PunaError as error:
-        if file.parent == RECIPES:  # what is wrong there is what --set changed
-            raise
-        raise PunaError(f"recipe {file}: {error}") from error
+    return values, "" if file == shipped else f"recipe {file}: "  # what is wrong in a shipped one is what --set changed
+
+
+def shipped_recipes() -> list[str]:
+    """Names of the recipes that come with Puna."""
+    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
+
+
+def unshared(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """A copy in which no two values are one object; PunaError where following the aliases gives too many values.
+
+    YAML's aliases can name a list of lists of lists in a few lines that no memory holds, or one that holds itself.
+    """
+    left = MAX_NODES
+
+    def copy(value: Any, depth: int) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0 or depth > 50:
+            raise PunaError(f"{where}: its aliases stand for more than {MAX_NODES:,} values or 50 levels; write out what is needed")
+        if isinstance(value, dict):
+            return {key: copy(item, depth + 1) for key, item in value.items()}
+        return [copy(item, depth + 1) for item in value] if isinstance(value, list) else value
+
+    found: dict[str, Any] = copy(values, 0)
+    return found
 
 
 def overridden(values: dict[str, Any], change: str) -> None:
-    """Apply `a.b=value` (a YAML value) to nested values."""
+    """Apply `a.b=value` (a YAML value) to nested values; a number names a member of a list."""
     path, sign, text = change.partition("=")
     if not sign or not path:
         raise PunaError(f"--set {change}: write FIELD=VALUE, for example select.gopher_quality.min_words=60")
-    *groups, field = path.split(".")
+    *groups, last = path.split(".")
+    inside: Any = values
     for group in groups:
-        inner = values.setdefault(group, {})
+        if isinstance(inside, list):
+            inside = inside[_place(inside, group, change)]
+            continue
+        inner = inside.setdefault(group, {})
         if inner is None:
-            inner = values[group] = {}
-        if not isinstance(inner, dict):
+            inner = inside[group] = {}
+        if not isinstance(inner, dict | list):
             raise PunaError(f"--set {change}: {group} is not a group of fields")
-        values = inner
+        inside = inner
     try:
-        values[field] = yaml.safe_load(text)
+        value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise PunaError(f"--set {change}: {error}") from error
+    inside[_place(inside, last, change) if isinstance(inside, list) else last] = value
+
+
+def _place(items: list[Any], text: str, change: str) -> int:
+    if not text.isdecimal() or int(text) >= len(items):
+        raise PunaError(f"--set {change}: {text} is no place in a list of {len(items)}; they are counted from 0")
+    return int(text)

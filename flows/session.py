@@ -12,8 +12,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from puna.flows.console import Console
+from puna.flows.program import Given
 from puna.stages.contract import External, Outcome, Stage, StageConfig, Value, perform
-from puna.stages.contract.executor import local
+from puna.stages.contract.executors import PROCESSES, connected
 from puna.storage import Artifact, Identity, PunaError, Store, runs
 from puna.storage.explain import against
 
@@ -26,7 +27,7 @@ class Session:
     console: Console
     executor: Executor | None
     run: str
-    inputs: list[External] | None = None
+    given: dict[str, Given] | None = None
     externals: dict[str, External] = field(default_factory=dict)
     outcomes: list[tuple[str, Outcome]] = field(default_factory=list)
 
@@ -90,12 +91,12 @@ def current() -> Session | None:
 
 
 @contextlib.contextmanager
-def session(store: Store, *, flow: str, workers: int | None = None, json: bool = False) -> Iterator[Session]:
-    """Open a session: workers are started when first needed and stopped at the end."""
+def session(store: Store, *, flow: str, workers: int | None = None, executor: str = PROCESSES, json: bool = False) -> Iterator[Session]:
+    """Open a session: workers are started when first needed and stopped at the end. `executor` as in `connected`."""
     run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{flow}-{uuid.uuid4().hex[:6]}"
-    executor = local(workers)
+    engine = connected(executor, workers)
     with Console(json=json) as console, store.at_work(run):
-        made = Session(store, console, executor, run)
+        made = Session(store, console, engine, run)
         token = _CURRENT.set(made)
         try:
             store.record(run, runs.started(flow))
@@ -111,5 +112,5 @@ def session(store: Store, *, flow: str, workers: int | None = None, json: bool =
             raise
         finally:
             _CURRENT.reset(token)
-            if executor is not None:
-                executor.shutdown(cancel_futures=True)
+            if engine is not None:
+                engine.shutdown(cancel_futures=True)

@@ -49,7 +49,8 @@ def adamw_reference(
 
 def _norm(gradients: list[Tensor]) -> Tensor:
     norms = torch._foreach_norm([g.to(wide(g.dtype)) for g in gradients])
-    return torch.linalg.vector_norm(torch.stack(norms))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
 def _adamw(
@@ -101,10 +102,10 @@ def _norm_kernel(addresses, sizes, chunks, partial, CHUNK: tl.constexpr, BLOCK: 
 
 
 @triton_jit
-def _update_kernel(
+def _update_kernel(  # type: ignore[no-untyped-def]
     addresses, sizes, chunks, factor, decay, rate, beta1, beta2, root2, eps,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, CLIP: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """One chunk's step. rate = lr / (1 - b1^t), decay = 1 - lr weight_decay, root2 = sqrt(1 - b2^t)."""
     tensor = tl.load(chunks + 2 * tl.program_id(0))
     first = tl.load(chunks + 2 * tl.program_id(0) + 1)
@@ -204,7 +205,7 @@ _adamw_ = operator(
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The global norm: the root of the sum of all squares, a scalar in fp32 at least on the gradients' device. 0 of none."""
-    return _gradient_norm(list(gradients)) if gradients else torch.zeros(())  # type: ignore[no-any-return]
+    return _gradient_norm(list(gradients)) if gradients else torch.zeros(())
 
 
 def clipping_factor(norm: Tensor, clip: float) -> Tensor:

@@ -82,9 +82,9 @@ def _join(decay, value, next_decay, next_value):  # type: ignore[no-untyped-def]
 
 
 @triton_jit
-def _advantages_kernel(
+def _advantages_kernel(  # type: ignore[no-untyped-def]
     logprobs, reference, values, scores, offsets, advantages, returns, kl, gamma, decay, BLOCK: tl.constexpr
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """One answer, from its end, BLOCK tokens at a time: lane i is the token i before the last."""
     answer = tl.program_id(0)
     start = tl.load(offsets + answer)

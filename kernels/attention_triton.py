@@ -53,11 +53,11 @@ def _visible(first_q, first_k, end, depths, T, window, M: tl.constexpr, N: tl.co
 
 
 @triton_jit
-def _forward_step(
+def _forward_step(  # type: ignore[no-untyped-def]
     q_MK, m, total, acc, k, v, first_q, first_k, end, depths, T, scale, window, k_token, v_token,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """One block of keys: the running maximum m, sum and output of the M queries."""
     k_NK = _rows(k, first_k, k_token, T, N, K, BLOCK_K, not MASKED)
     s = tl.dot(q_MK, tl.trans(k_NK), input_precision=PRECISION) * scale
@@ -75,12 +75,12 @@ def _forward_step(
 
 
 @triton_jit
-def _forward_kernel(
+def _forward_kernel(  # type: ignore[no-untyped-def]
     q, k, v, end, depths, order, counts, out, lse, T, scale, window, width,
     q_token, q_head, k_token, k_head, v_token, v_head, out_token,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last blocks see most keys: they start first
     head = tl.program_id(1)
     first_q = block * M
@@ -125,11 +125,11 @@ def _delta_kernel(grad, out, delta, T, token, grad_token, grad_head, V: tl.const
 
 
 @triton_jit
-def _query_step(
+def _query_step(  # type: ignore[no-untyped-def]
     q_MK, g_MV, logs, delta, dq, k, v, first_q, first_k, end, depths, T, scale, window, k_token, v_token,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     k_NK = _rows(k, first_k, k_token, T, N, K, BLOCK_K, not MASKED)
     v_NV = _rows(v, first_k, v_token, T, N, V, BLOCK_V, not MASKED)
     p = tl.exp2(tl.dot(q_MK, tl.trans(k_NK), input_precision=PRECISION) * scale - logs[:, None])
@@ -141,12 +141,12 @@ def _query_step(
 
 
 @triton_jit
-def _query_gradient_kernel(
+def _query_gradient_kernel(  # type: ignore[no-untyped-def]
     q, k, v, grad, end, depths, order, counts, lse, delta, dq, T, scale, factor, window, width,
     q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head, dq_token,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     first_q = block * M
@@ -179,11 +179,11 @@ def _query_gradient_kernel(
 
 
 @triton_jit
-def _key_step(
+def _key_step(  # type: ignore[no-untyped-def]
     k_NK, v_NV, dk, dv, q, grad, lse, delta, first_q, first_k, end, depths, T, scale, window, q_token, grad_token,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     rows = first_q + tl.arange(0, M)
     q_MK = _rows(q, first_q, q_token, T, M, K, BLOCK_K, False)  # the last block's rows beyond T are zero, and add nothing
     g_MV = _rows(grad, first_q, grad_token, T, M, V, BLOCK_V, False)
@@ -200,12 +200,12 @@ def _key_step(
 
 
 @triton_jit
-def _key_gradient_kernel(
+def _key_gradient_kernel(  # type: ignore[no-untyped-def]
     q, k, v, grad, end, depths, order, counts, lse, delta, dk, dv, T, scale, factor, window, width,
     q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head, dk_token, dv_token,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     block = tl.program_id(0)  # the first keys are seen by most queries: they start first
     group = tl.program_id(1)
     first_k = block * N

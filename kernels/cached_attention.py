@@ -49,11 +49,11 @@ def _attend(q_BHK: Tensor, k_BGWK: Tensor, v_BGWK: Tensor, bias_BW: Tensor) -> T
 
 
 @triton_jit
-def _piece_kernel(
+def _piece_kernel(  # type: ignore[no-untyped-def]
     q, k, v, bias, partial, logs, columns, scale, q_b, q_h, k_b, k_g, k_w, v_b, v_g, v_w, bias_b,
     H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """One sequence, one key-value head, one piece of its columns; the R heads of the group are the rows."""
     sequence = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)

@@ -75,7 +75,10 @@ class ForestMask:
     def _windowed(self) -> dict[int | None, ForestMask]:
         return {}
 
+    # What is kept serves training later, too: tensors made in inference mode cannot be saved for a backward pass.
+
     @cached_property
+    @torch.inference_mode(False)
     def depths(self) -> Tensor:
         """[T] int32: how many tokens stand before each one on its path.
 
@@ -102,6 +105,7 @@ class ForestMask:
         return tuple(_tile(end, depths, self.window, start, stop) for start, stop in _row_cuts(self.segments))
 
     @cached_property
+    @torch.inference_mode(False)
     def tile_layout(self) -> list[Tensor]:
         """The tiles as tensors, for `unpack_tiles`: a table on CPU, all key indices, all biases."""
         table, keys, biases, key_at, bias_at = [], [], [], 0, 0
@@ -126,6 +130,7 @@ class ForestMask:
 
     # --- GPU ---
 
+    @torch.inference_mode(False)
     def blocks(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """For each block of `rows` queries the blocks of `columns` keys to visit, and the other way round.
 

@@ -55,10 +55,10 @@ def _grouped_weights(dy_NF: Tensor, x_ND: Tensor, offsets_E1: Tensor) -> Tensor:
 
 
 @triton_jit
-def _grouped_kernel(
+def _grouped_kernel(  # type: ignore[no-untyped-def]
     x, w, offsets, firsts, owners, y, F, D, x_n, w_e, w_f, w_d,
     M: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """One [M, C] tile of one expert's product; `owners` and `firsts` say whose and where its rows begin."""
     expert = tl.load(owners + tl.program_id(1))
     if expert < 0:
@@ -83,9 +83,9 @@ def _grouped_kernel(
 
 
 @triton_jit
-def _grouped_weights_kernel(
+def _grouped_weights_kernel(  # type: ignore[no-untyped-def]
     dy, x, offsets, dw, F, D, dy_n, x_n, M: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """One [M, C] tile of dw[e] = dy^T x over the rows of expert e, in order: sums do not depend on the schedule."""
     expert = tl.program_id(2).to(tl.int64)
     begin = tl.load(offsets + expert)

@@ -30,7 +30,8 @@ def product(x_TD: Tensor, w_ND: Tensor) -> Tensor:
     """[T, D] times [N, D] transposed, without autograd, by the fastest routine of this machine."""
     large = x_TD.shape[0] * w_ND.shape[0] >= ONEDNN_OUTPUTS
     if large and x_TD.dtype == torch.float32 and x_TD.device.type == "cpu" and _onednn():
-        return torch.ops.mkldnn._linear_pointwise(x_TD, w_ND, None, "none", [], "")
+        y_TN: Tensor = torch.ops.mkldnn._linear_pointwise(x_TD, w_ND, None, "none", [], "")
+        return y_TN
     return x_TD @ w_ND.T
 
 
@@ -50,9 +51,12 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, w_ND: Tensor) -> Tensor:
-    """x w^T over the last axis of x: [..., D] and [N, D] to [..., N]."""
-    if x.device.type != "cpu" or x.dtype != torch.float32:
+    """x w^T over the last axis of x: [..., D] and [N, D] to [..., N]; in autocast's dtype where that is on."""
+    if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return torch.nn.functional.linear(x, w_ND)
     x_TD = x.reshape(-1, x.shape[-1])
-    y_TN = _Linear.apply(x_TD, w_ND) if torch.is_grad_enabled() else product(x_TD, w_ND)
+    if torch.is_grad_enabled():
+        y_TN: Tensor = _Linear.apply(x_TD, w_ND)  # type: ignore[no-untyped-call]
+    else:
+        y_TN = product(x_TD, w_ND)
     return y_TN.view(*x.shape[:-1], w_ND.shape[0])

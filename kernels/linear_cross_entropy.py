@@ -73,10 +73,10 @@ def _cross_entropy_rows(logits_CV: Tensor, targets: Tensor, weights: Tensor, dif
 
 
 @triton_jit
-def _cross_entropy_kernel(
+def _cross_entropy_kernel(  # type: ignore[no-untyped-def]
     logits, targets, weights, nll, V,
     GRADIENT: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     target = tl.load(targets + row)

@@ -60,10 +60,10 @@ def _logprob_gradient_rows(
 
 
 @triton_jit
-def _logprob_kernel(
+def _logprob_kernel(  # type: ignore[no-untyped-def]
     logits, targets, logp, entropy, lse, V, inverse_temperature,
     LOWEST: tl.constexpr, BLOCK: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     picked = tl.load(logits + tl.load(targets + row)).to(tl.float32) * inverse_temperature
@@ -91,10 +91,10 @@ def _logprob_kernel(
 
 
 @triton_jit
-def _logprob_gradient_kernel(
+def _logprob_gradient_kernel(  # type: ignore[no-untyped-def]
     logits, targets, dlogp, dentropy, entropy, lse, V, inverse_temperature,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     target = tl.load(targets + row)

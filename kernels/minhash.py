@@ -23,10 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
-from puna.kernels.hashing import I64, U64, slice_hashes
 
-__all__ = ["Device", "Scheme", "chosen_device", "permutations", "signatures", "signatures_reference", "slice_hashes"]
+__all__ = ["Device", "Scheme", "chosen_device", "permutations", "signatures", "signatures_reference"]
 
+U64 = NDArray[np.uint64]
+I64 = NDArray[np.int64]
 Scheme = Literal["affine32", "affine64", "legacy", "mersenne"]
 Device = Literal["cpu", "cuda"]
 
@@ -82,7 +83,8 @@ def _fmix_reference(h: NDArray[Any]) -> NDArray[Any]:
     half, first, third = (16, 0x85EBCA6B, 0xC2B2AE35) if kind is np.uint32 else (33, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
     h = (h ^ (h >> kind(half))) * kind(first)
     h = (h ^ (h >> kind(13 if kind is np.uint32 else 33))) * kind(third)
-    return h ^ (h >> kind(half))
+    mixed: NDArray[Any] = h ^ (h >> kind(half))
+    return mixed
 
 
 def signatures(

@@ -13,9 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from puna.kernels.hashing import I64, U64
 from puna.kernels.lazy import triton_jit
-from puna.kernels.minhash import Scheme, permutations
+from puna.kernels.minhash import I64, U64, Scheme, permutations
 from puna.kernels.operators import INTERPRETED
 
 if TYPE_CHECKING:

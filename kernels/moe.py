@@ -232,7 +232,8 @@ def _setup_route(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward_route(ctx: Any, dweight: Tensor | None, dp: Tensor | None, _: Any) -> tuple[Any, ...]:
-    return _route_backward(dweight, dp, *ctx.saved_tensors, ctx.normalize).to(ctx.dtype), None, None
+    weight, p, chosen = ctx.saved_tensors
+    return _route_backward(dweight, dp, weight, p, chosen, ctx.normalize).to(ctx.dtype), None, None
 
 
 differentiable("top_k_routing", _backward_route, _setup_route)

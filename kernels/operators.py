@@ -25,11 +25,24 @@ def operator(schema: str, portable: Function, triton: Function, fake: Function) 
     """Define `puna::schema` and return it. `fake` gives empty outputs of the right shapes, for tracing."""
     name = schema[: schema.index("(")]
     _LIBRARY.define(schema)
+    portable = _without_autocast(portable)
     _LIBRARY.impl(name, portable, "CompositeExplicitAutograd")
     for key in ("CUDA", "CPU") if INTERPRETED else ("CUDA",):
         _LIBRARY.impl(name, _guarded(portable, triton), key)
     torch.library.register_fake(f"puna::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.puna, name).default
+
+
+def _without_autocast(function: Function) -> Function:
+    """An operator chooses its dtypes itself: autocast would round the products inside it."""
+
+    def run(*args: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+            return function(*args)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return function(*args)
+
+    return run
 
 
 def _guarded(portable: Function, triton: Function) -> Function:

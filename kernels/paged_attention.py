@@ -52,7 +52,9 @@ class DecodePlan:
     @staticmethod
     def from_runs(runs: Sequence[Run], sequences: int, page_size: int, device: torch.device | str = "cpu") -> DecodePlan:
         """Cut the runs into items. Raises ValueError for a run that its pages cannot hold and a sequence without any."""
-        items, pages, slot = [], [], 0
+        items: list[tuple[int, int, int, int, int, int]] = []
+        pages: list[int] = []
+        slot = 0
         parts: list[list[int]] = [[] for _ in range(sequences)]
         for number, run in enumerate(runs):
             if not (run.first >= 0 and run.count >= 1 and run.first + run.count <= sequences):
@@ -113,11 +115,11 @@ def _attend(q_BHK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, items: Tensor, pages:
 
 
 @triton_jit
-def _piece_kernel(
+def _piece_kernel(  # type: ignore[no-untyped-def]
     q, k, v, items, pages, partial, logs, scale, q_token, q_head, page, token, head_stride,
     S: tl.constexpr, H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """One item, one key-value head, M of its queries: (sequence, head of the group) pairs are the rows."""
     item = items + 6 * tl.program_id(0)
     group = tl.program_id(1)
@@ -214,4 +216,4 @@ def paged_attention(q_BHK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, plan: DecodeP
         raise ValueError(
             f"q {list(q_BHK.shape)}, pages {list(k_PSGK.shape)}, {list(v_PSGK.shape)}, a plan of {len(plan.parts)}: they do not fit"
         )
-    return _paged_attention(q_BHK, k_PSGK, v_PSGK, plan.items, plan.pages, plan.parts) if B else q_BHK  # type: ignore[no-any-return]
+    return _paged_attention(q_BHK, k_PSGK, v_PSGK, plan.items, plan.pages, plan.parts) if B else q_BHK

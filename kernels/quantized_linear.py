@@ -40,10 +40,10 @@ def quantize_rows_reference(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     return q_TD.nan_to_num(0.0).to(TYPES[kind]), torch.where(peak_T.isfinite(), peak_T / top, torch.nan)
 
 
-def quantized_linear_reference(x_TD: Tensor, q_ND: Tensor, scale_N: Tensor, kind: Kind) -> Tensor:
-    """x, quantised, times the quantised weights, both spelled out in x's dtype."""
-    q_TD, scale_T = quantize_rows_reference(x_TD, kind)
-    return (q_TD.to(x_TD.dtype) * scale_T[:, None]) @ (q_ND.to(x_TD.dtype) * scale_N[:, None].to(x_TD.dtype)).T
+def low_precision_linear_reference(x_TD: Tensor, w_ND: Tensor, kind: Kind) -> Tensor:
+    """x w^T, both quantised by their rows and spelled out again, in x's dtype."""
+    (q_TD, scale_T), (q_ND, scale_N) = quantize_rows_reference(x_TD, kind), quantize_rows_reference(w_ND, kind)
+    return (q_TD.to(x_TD.dtype) * scale_T[:, None]) @ (q_ND.to(x_TD.dtype) * scale_N[:, None]).T
 
 
 # --- portable --------------------------------------------------------------------------------------------
@@ -67,10 +67,10 @@ def _product(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor, dtype: torch.
 
 
 @triton_jit
-def _quantize_kernel(
+def _quantize_kernel(  # type: ignore[no-untyped-def]
     x, columns, q, scales, width, x_row, TOP: tl.constexpr, LEAST: tl.constexpr,
     COLUMNS: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """One row: its largest magnitude, then its numbers, which still stand in the cache."""
     t = tl.program_id(0).to(tl.int64)
     peaks = tl.zeros([BLOCK], tl.float32)
@@ -97,10 +97,10 @@ def _quantize_kernel(
 
 
 @triton_jit
-def _product_kernel(
+def _product_kernel(  # type: ignore[no-untyped-def]
     a, b, a_scales, b_scales, out, T, N, D,
     M: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SUM: tl.constexpr, EVEN: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """One [M, C] tile of a b^T; programs walk down GROUP tiles before they go right, so that b stays in the cache."""
     program = tl.program_id(0)
     tiles = tl.cdiv(N, C)
@@ -187,11 +187,8 @@ def _low_precision(x_TD: Tensor, w_ND: Tensor, fp8: bool) -> tuple[Tensor, Tenso
     return _forward(x_TD, q_ND, scale_N), q_ND, scale_N
 
 
-_quantized_linear = operator(
-    "quantized_linear(Tensor x, Tensor q, Tensor scale) -> Tensor", _forward, _forward, lambda x, q, scale: x.new_empty(len(x), len(q))
-)
 _input_gradient_ = operator(
-    "quantized_linear_backward(Tensor dy, Tensor q, Tensor scale) -> Tensor",
+    "low_precision_linear_backward(Tensor dy, Tensor q, Tensor scale) -> Tensor",
     _input_gradient, _input_gradient, lambda dy, q, scale: dy.new_empty(len(dy), q.shape[1]),
 )  # fmt: skip
 _low_precision_linear = operator(
@@ -216,11 +213,6 @@ def _backward_low(ctx: Any, dy_TN: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return dx, dw, None
 
 
-differentiable(
-    "quantized_linear",
-    lambda ctx, dy: (_input_gradient_(dy, *ctx.saved_tensors), None, None),
-    lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:]),
-)
 differentiable("low_precision_linear", _backward_low, _setup_low)
 
 
@@ -235,24 +227,11 @@ def require_products(kind: Kind, device: torch.device) -> None:
 
 
 def quantize_rows(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """(q [T, D] int8 or e4m3, scales [T] fp32 at least). Weights so quantised are what `quantized_linear` takes.
+    """(q [T, D] int8 or e4m3, scales [T] fp32 at least).
 
     A row with a number that is not finite has the scale NaN.
     """
     return _quantize_rows(x_TD, None, kind == "fp8")  # type: ignore[no-any-return]
-
-
-def quantized_linear(x: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:
-    """x times fixed weights of 8 bits, transposed: [..., D] to [..., N] in x's dtype; x is quantised by its rows.
-
-    Differentiable in x.
-    """
-    if q_ND.dtype not in TOP or x.shape[-1] != q_ND.shape[1] or scale_N.shape != q_ND.shape[:1]:
-        raise ValueError(
-            f"x {list(x.shape)}, weights {q_ND.dtype} {list(q_ND.shape)}, scales {list(scale_N.shape)}: "
-            "weights are int8 or float8_e4m3fn [N, D] with scales [N], as quantize_rows makes them"
-        )
-    return _quantized_linear(x.reshape(-1, x.shape[-1]), q_ND, scale_N).view(*x.shape[:-1], len(q_ND))  # type: ignore[no-any-return]
 
 
 def low_precision_linear(x: Tensor, w_ND: Tensor, kind: Kind) -> Tensor:

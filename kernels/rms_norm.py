@@ -116,10 +116,10 @@ def _backward(dy_TD: Tensor, dtotal_TD: Tensor | None, total_TD: Tensor, weight_
 
 
 @triton_jit
-def _forward_kernel(
+def _forward_kernel(  # type: ignore[no-untyped-def]
     x, residual, weight, y, total, r, width, eps,
     ADD: tl.constexpr, BLOCK: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < width
@@ -136,10 +136,10 @@ def _forward_kernel(
 
 
 @triton_jit
-def _backward_kernel(
+def _backward_kernel(  # type: ignore[no-untyped-def]
     dy, dtotal, total, weight, r, dx, dweight, rows, width,
     ADD: tl.constexpr, BLOCK: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     d = tl.arange(0, BLOCK)
     inside = d < width
     gain = tl.load(weight + d, inside, 0.0).to(tl.float32)

@@ -70,10 +70,10 @@ def _rotate(x_TNK: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
 
 
 @triton_jit
-def _rotate_kernel(
+def _rotate_kernel(  # type: ignore[no-untyped-def]
     x, cos, sin, out, heads, x_token, x_head,
     BACK: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)
     c = tl.load(cos + t * HALF + pair, pair < HALF, 0.0).to(tl.float32)[None, :]

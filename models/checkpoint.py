@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face's layout: config.json, model.safetensors and the tokenizer's files.
+"""Checkpoints in Hugging Face's layout: config.json, model.safetensors and the tokenizer's files; GGUF files are read, too.
 
 What is written here loads in transformers, vLLM and llama.cpp's converter as a model of its family; what
 they write is read back, sharded or not, in fp32, fp16 or bf16. Nothing is ever unpickled.
@@ -22,6 +22,7 @@ from puna.models.transformer import Head, Transformer
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GGUF = ".gguf"
 
 
 class CheckpointError(ValueError):
@@ -45,40 +46,78 @@ def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = N
     _write_json(folder / "config.json", _hub_config(model, tokenizer))
     if tokenizer is not None:
         tokenizer.save(folder)
-        stops = {"bos_token_id": tokenizer.bos, "eos_token_id": [tokenizer.eos, tokenizer.eot]}
+        stops = {"bos_token_id": tokenizer.bos, "eos_token_id": list(tokenizer.stop_ids) or None}
         _write_json(folder / "generation_config.json", {**stops, "pad_token_id": tokenizer.pad})
 
 
-def load(folder: Path | str, head: Head | None = None) -> Transformer:
-    """Read a checkpoint of any layout in `families.py`; the model is fp32 on CPU.
+def load(path: Path | str, head: Head | None = None, dtype: torch.dtype | None = torch.float32) -> Transformer:
+    """Read a checkpoint of any layout in `families.py`, a folder or a GGUF file; the model is on CPU in `dtype`.
 
+    `dtype=None` keeps each tensor's own; blocks of few bits in a GGUF file are unpacked to float32.
     `head=None` takes the head that the checkpoint holds. A scalar head that it lacks is zero: all first
     rewards are equal, and training shapes the hidden states before it trusts any of their directions.
     Raises CheckpointError, naming the file and the field, for what is missing, damaged or not computed here.
     """
-    folder = Path(folder)
-    config = read_config(folder)
+    path = Path(path)
+    if path.suffix == GGUF:
+        return _load_gguf(path, head, dtype)[0]
+    config = read_config(path)
     try:
-        state = from_disk(_read_tensors(folder), config)
+        state = from_disk(_read_tensors(path), config)
     except ValueError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
-    state = {name: tensor.float() for name, tensor in state.items()}
+        raise CheckpointError(f"{path}: {error}") from error
+    return _built(config, {name: tensor.to(dtype or tensor.dtype) for name, tensor in state.items()}, head, path)
+
+
+def load_with_tokenizer(
+    path: Path | str, head: Head | None = None, dtype: torch.dtype | None = torch.float32
+) -> tuple[Transformer, Tokenizer]:
+    """The model of `load` with the tokenizer beside it, or in the GGUF file. CheckpointError where there is none."""
+    path = Path(path)
+    if path.suffix == GGUF:
+        return _load_gguf(path, head, dtype)
+    try:
+        tokenizer = Tokenizer.load(path)
+    except (ValueError, FileNotFoundError) as error:
+        raise CheckpointError(str(error)) from error
+    return load(path, head, dtype), tokenizer
+
+
+def _load_gguf(path: Path, head: Head | None, dtype: torch.dtype | None) -> tuple[Transformer, Tokenizer]:
+    from puna.models.gguf_format.files import GgufFile
+
+    try:
+        file = GgufFile(path)
+        config, tokenizer = file.config, file.tokenizer()
+        return _built(config, file.state(config, dtype), head, path), tokenizer
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _built(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path: Path) -> Transformer:
+    """The model whose parameters are these tensors themselves."""
     found: Head = "scalar" if "score.weight" in state else "lm"
-    model = Transformer(config, head or found)
+    with torch.device("meta"):
+        model = Transformer(config, head or found)
+    embedding = state.get("model.embed_tokens.weight")
     if model.head == "scalar":
         state.pop("lm_head.weight", None)
         if "score.weight" not in state:
-            state["score.weight"] = torch.zeros(1, config.hidden_size)
+            state["score.weight"] = torch.zeros(1, config.hidden_size, dtype=None if embedding is None else embedding.dtype)
     else:
         state.pop("score.weight", None)
-        if config.tie_word_embeddings and "model.embed_tokens.weight" in state:
-            state["lm_head.weight"] = state["model.embed_tokens.weight"]
+        if config.tie_word_embeddings and embedding is not None:
+            state["lm_head.weight"] = embedding
         elif "lm_head.weight" not in state:
             raise CheckpointError(
-                f"{folder} has no language-model head (lm_head.weight), and its embeddings are not tied"
+                f"{path} has no language-model head (lm_head.weight), and its embeddings are not tied"
             )
-    _check_tensors(model, state, folder)
-    model.load_state_dict(state)
+    _check_tensors(model, state, path)
+    model.load_state_dict(state, assign=True)
+    if model.head == "lm" and config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
     return model
 
 
@@ -106,11 +145,18 @@ def _hub_config(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, An
         "torch_dtype": str(model.model.embed_tokens.weight.dtype).removeprefix("torch."),
         "bos_token_id": None if tokenizer is None else tokenizer.bos,
         "eos_token_id": None if tokenizer is None else tokenizer.eos,
-        "pad_token_id": None if tokenizer is None else tokenizer.pad,
+        "pad_token_id": None if tokenizer is None else _padding(model.head, tokenizer),
     }
     if model.head == "scalar":
         raw |= {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     return raw
+
+
+def _padding(head: Head, tokenizer: Tokenizer) -> int | None:
+    """The padding token; for rewards, which others read at the last token that is not padding, one that ends no answer."""
+    if head == "lm" or tokenizer.pad not in tokenizer.stop_ids:
+        return tokenizer.pad
+    return min(tokenizer.special - {*tokenizer.stop_ids, tokenizer.bos}, default=None)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
+from pydantic import Field, model_validator
 
-@dataclass(frozen=True)
-class RopeScaling:
+from puna.models.settings import Settings
+
+
+class RopeScaling(Settings):
     """How rotary frequencies are stretched for contexts longer than those first trained on.
 
     linear: every frequency is divided by `factor` (Chen et al. 2023). llama3: only wavelengths longer than
@@ -16,19 +18,17 @@ class RopeScaling:
     stay, and between the two the change is gradual (Llama 3.1).
     """
 
-    rope_type: Literal["linear", "llama3"]
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    rope_type: Literal["linear", "llama3"] = Field(description="linear: all frequencies alike; llama3: long wavelengths only")
+    factor: float = Field(ge=1, description="By how much frequencies are divided")
+    low_freq_factor: float = Field(1.0, gt=0, description="llama3: wavelengths above the original context over this are divided in full")
+    high_freq_factor: float = Field(4.0, gt=0, description="llama3: wavelengths below the original context over this stay")
+    original_max_position_embeddings: int = Field(8192, ge=1, description="llama3: context of the first training, tokens")
 
-    def __post_init__(self) -> None:
-        if self.rope_type not in ("linear", "llama3"):
-            raise ValueError(f"rope_scaling.rope_type must be linear or llama3, not {self.rope_type!r}")
-        if self.factor < 1:
-            raise ValueError(f"rope_scaling.factor must be at least 1, not {self.factor}")
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError("rope_scaling needs 0 < low_freq_factor < high_freq_factor")
+    @model_validator(mode="after")
+    def _factors_in_order(self) -> RopeScaling:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(f"low_freq_factor {self.low_freq_factor} must lie below high_freq_factor {self.high_freq_factor}")
+        return self
 
     def scaled(self, frequency: float) -> float:
         """The stretched frequency, in radians per token."""
@@ -40,58 +40,99 @@ class RopeScaling:
         return frequency * (share + (1 - share) / self.factor)
 
 
-@dataclass(frozen=True)
-class Moe:
+class Moe(Settings):
     """A mixture of experts in place of each feed-forward block.
 
     Each token goes to the `num_experts_per_tok` experts of highest router probability, weighted by those
-    probabilities, which are made to sum to one where `norm_topk_prob`. `router_aux_loss_coef` weighs the
-    load-balancing loss (Fedus et al. 2022) in training.
+    probabilities, which are made to sum to one where `norm_topk_prob`.
     """
 
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    norm_topk_prob: bool = True
-    router_aux_loss_coef: float = 0.001
+    num_experts: int = Field(ge=1, description="Experts per layer")
+    num_experts_per_tok: int = Field(ge=1, description="Experts per token")
+    moe_intermediate_size: int = Field(ge=1, description="Width of an expert's feed-forward block")
+    norm_topk_prob: bool = Field(True, description="Scale the chosen experts' router probabilities to add up to 1")
+    router_aux_loss_coef: float = Field(0.001, ge=0, description="Weight of the load-balancing loss in training (Fedus et al. 2022)")
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.num_experts_per_tok <= self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok must lie in 1..num_experts ({self.num_experts}), not {self.num_experts_per_tok}"
-            )
-        if self.moe_intermediate_size < 1 or self.router_aux_loss_coef < 0:
-            raise ValueError(
-                "moe_intermediate_size must be positive and router_aux_loss_coef must not be negative"
-            )
+    @model_validator(mode="after")
+    def _enough_experts(self) -> Moe:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(f"num_experts_per_tok {self.num_experts_per_tok} exceeds num_experts {self.num_experts}")
+        return self
 
 
-@dataclass(frozen=True)
-class Mla:
-    """Multi-head latent attention (DeepSeek-V2): keys and values from one latent vector per token.
+class Mla(Settings):
+    """Multi-head latent attention (DeepSeek-V2): keys and values from one latent vector per token."""
 
-    Widths in elements: `kv_lora_rank` of that vector, `q_lora_rank` of the queries' (0: queries straight from
-    the hidden state), `qk_nope_head_dim` and `qk_rope_head_dim` of a key's parts without and with position,
-    the latter shared by all heads, `v_head_dim` of a value.
-    """
-
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    q_lora_rank: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        if self.q_lora_rank < 0 or self.qk_rope_head_dim % 2:
-            raise ValueError("q_lora_rank must not be negative and qk_rope_head_dim must be even")
+    kv_lora_rank: int = Field(ge=1, description="Width of the latent vector of keys and values")
+    qk_nope_head_dim: int = Field(ge=1, description="Width of the part of a key without position")
+    qk_rope_head_dim: int = Field(ge=2, multiple_of=2, description="Width of the part of a key with position, shared by all heads")
+    v_head_dim: int = Field(ge=1, description="Width of a value")
+    q_lora_rank: int = Field(0, ge=0, description="Width of the queries' latent vector; 0: queries straight from the hidden state")
 
     @property
     def qk_head_dim(self) -> int:
         """Width of a query or key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+class ModelShape(Settings):
+    """Sizes of the decoder, and which of the family's variations it has. Widths are in elements."""
+
+    hidden_size: int = Field(ge=1, description="Width of the model")
+    intermediate_size: int = Field(ge=1, description="Width of the feed-forward blocks")
+    num_hidden_layers: int = Field(ge=1, description="Layers")
+    num_attention_heads: int = Field(ge=1, description="Query heads")
+    num_key_value_heads: int = Field(
+        ge=1, description="Key-value heads, shared evenly by the query heads: as many is multi-head, one multi-query, between grouped-query"
+    )
+    head_dim: int = Field(0, ge=0, description="Width of a query or key head; 0: hidden_size / num_attention_heads, or as mla has it")
+    rope_theta: float = Field(10_000.0, gt=1, description="Base of the rotary position frequencies")
+    rope_scaling: RopeScaling | None = Field(None, description="Stretching of those frequencies for a longer context; null: none")
+    rms_norm_eps: float = Field(1e-5, gt=0, lt=1, description="Added to the mean square in RMSNorm")
+    tie_word_embeddings: bool = Field(False, description="The output layer shares the embedding's matrix")
+    initializer_range: float = Field(0.02, gt=0, le=1, description="Standard deviation of the initial weights")
+    sliding_window: int | None = Field(None, ge=1, description="Tokens that a query sees, itself included; null: all before it")
+    sliding_layers: tuple[int, ...] | None = Field(None, description="Layers with that window, counted from 0; null: all")
+    qkv_bias: bool = Field(False, description="Biases of the query, key and value projections")
+    o_bias: bool = Field(False, description="Bias of the attention's output projection")
+    qk_norm: bool = Field(False, description="RMSNorm on each query and key head before rotation")
+    parallel_block: bool = Field(False, description="Attention and feed-forward read one normalised input and add up (PaLM)")
+    moe: Moe | None = Field(None, description="Mixture of experts in place of the feed-forward blocks; null: none")
+    mla: Mla | None = Field(None, description="Multi-head latent attention; null: none")
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> ModelShape:
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads % groups:
+            raise ValueError(f"num_attention_heads {heads} must be a multiple of num_key_value_heads {groups}")
+        layers = sorted(set(self.sliding_layers or ()))
+        if layers and (self.sliding_window is None or not 0 <= layers[0] <= layers[-1] < self.num_hidden_layers):
+            raise ValueError(f"sliding_layers {layers} must be layers of 0..{self.num_hidden_layers - 1}, with a sliding_window")
+        if self.mla is not None:
+            self._check_latent(self.mla)
+        elif not self.head_dim and self.hidden_size % heads:
+            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of num_attention_heads {heads}, or head_dim be given")
+        elif self._head_dim() % 2:
+            raise ValueError(f"head_dim {self._head_dim()} must be even for rotary embeddings")
+        return self
+
+    def _check_latent(self, mla: Mla) -> None:
+        if self.num_key_value_heads != self.num_attention_heads or self.qkv_bias != self.o_bias:
+            raise ValueError("latent attention (mla) has as many key-value as query heads, and all biases or none")
+        if self.head_dim not in (0, mla.qk_head_dim):
+            raise ValueError(f"head_dim must be left out or {mla.qk_head_dim} with mla, not {self.head_dim}")
+        if self.qk_norm or self.sliding_window:
+            raise ValueError("latent attention (mla) has neither qk_norm nor sliding_window here")
+
+    def _head_dim(self) -> int:
+        """`head_dim`, derived where it is left out."""
+        if self.head_dim:
+            return self.head_dim
+        return self.hidden_size // self.num_attention_heads if self.mla is None else self.mla.qk_head_dim
+
+    def complete(self, vocab_size: int, max_position_embeddings: int) -> ModelConfig:
+        """The whole configuration, with a vocabulary and a longest context, both in tokens."""
+        return ModelConfig(vocab_size=vocab_size, max_position_embeddings=max_position_embeddings, **dict(self))
 
 
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "puna"]
@@ -110,95 +151,31 @@ LAYOUTS: dict[ModelType, tuple[frozenset[str], frozenset[str]]] = {
 }
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of the decoder and which of the family's variations it has. Widths and lengths are in elements
-    and tokens.
+class ModelConfig(ModelShape):
+    """A decoder's shape with its vocabulary and context. `head_dim`, `sliding_layers` and `model_type` are always resolved."""
 
-    head_dim           width of a query or key head; left out, it is hidden_size // num_attention_heads, and
-                       with mla the sum of that's two parts
-    num_key_value_heads  shared evenly by the query heads: as many as those is multi-head, one multi-query,
-                       between them grouped-query attention (Ainslie et al. 2023)
-    sliding_window     tokens a query sees, itself included, in `sliding_layers` (None: in all layers)
-    qkv_bias, o_bias   biases of the attention's projections
-    qk_norm            RMSNorm on each query and key head before rotation
-    parallel_block     attention and feed-forward both read one normalised input and add up (PaLM)
-    rope_scaling, moe, mla  see their classes
-    model_type         whose layout a checkpoint has; left out, the first of `LAYOUTS` that can hold the model
-    """
+    vocab_size: int = Field(ge=1, description="Tokens of the vocabulary")
+    max_position_embeddings: int = Field(2048, ge=1, description="Longest context, tokens")
+    model_type: str = Field("", description="Whose layout a checkpoint has; empty: the first family that can hold the model")
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int = 0
-    rope_theta: float = 10_000.0
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    max_position_embeddings: int = 2048
-    initializer_range: float = 0.02
-    rope_scaling: RopeScaling | None = None
-    sliding_window: int | None = None
-    sliding_layers: tuple[int, ...] | None = None
-    qkv_bias: bool = False
-    o_bias: bool = False
-    qk_norm: bool = False
-    parallel_block: bool = False
-    moe: Moe | None = None
-    mla: Mla | None = None
-    model_type: str = ""
-
-    def __post_init__(self) -> None:
-        for name, kind in (("rope_scaling", RopeScaling), ("moe", Moe), ("mla", Mla)):
-            if isinstance(value := getattr(self, name), dict):
-                object.__setattr__(self, name, kind(**value))
-        if self.head_dim == 0 and self.num_attention_heads > 0:
-            width = self.hidden_size // self.num_attention_heads if self.mla is None else self.mla.qk_head_dim
-            object.__setattr__(self, "head_dim", width)
+    @model_validator(mode="after")
+    def _resolved(self) -> ModelConfig:
+        # Frozen for everybody else: derived once, from what was given.
+        object.__setattr__(self, "head_dim", self._head_dim())
         if self.sliding_layers is not None:
             object.__setattr__(self, "sliding_layers", tuple(sorted(set(self.sliding_layers))))
-        self._check()
         object.__setattr__(self, "model_type", self._layout())
-
-    def _check(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
-                raise ValueError(f"ModelConfig.{field.name} must be positive, not {value!r}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})"
-            )
-        if self.head_dim % 2 and self.mla is None:
-            raise ValueError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
-        layers = self.sliding_layers or ()
-        if layers and (self.sliding_window is None or not 0 <= layers[0] <= layers[-1] < self.num_hidden_layers):
-            raise ValueError(
-                f"sliding_layers {layers} must be layers of 0..{self.num_hidden_layers - 1}, with a sliding_window"
-            )
-        if self.mla and (self.num_key_value_heads != self.num_attention_heads or self.qkv_bias != self.o_bias):
-            raise ValueError("latent attention (mla) has as many key-value as query heads, and all biases or none")
-        if self.mla and self.head_dim != self.mla.qk_head_dim:
-            raise ValueError(f"head_dim must be left out or {self.mla.qk_head_dim} with mla, not {self.head_dim}")
-        if self.mla and (self.qk_norm or self.sliding_window):
-            raise ValueError("latent attention (mla) has neither qk_norm nor sliding_window here")
+        return self
 
     def _layout(self) -> str:
         """The layout that holds this model; ValueError where `model_type` names one that cannot."""
         has = self.features
-        fitting = [
-            name for name, (must, may) in LAYOUTS.items() if must <= has <= must | may
-        ]
+        able = [name for name, (must, may) in LAYOUTS.items() if must <= has <= must | may]
         if not self.model_type:
-            return fitting[0] if fitting else "puna"
+            return able[0] if able else "puna"
         if self.model_type not in get_args(ModelType):
-            raise ValueError(
-                f"model_type = {self.model_type!r} is not supported (only {', '.join(get_args(ModelType))})"
-            )
-        if self.model_type != "puna" and self.model_type not in fitting:
+            raise ValueError(f"model_type = {self.model_type!r} is not supported (only {', '.join(get_args(ModelType))})")
+        if self.model_type != "puna" and self.model_type not in able:
             raise ValueError(
                 f"a checkpoint of model_type {self.model_type!r} cannot hold a model with "
                 f"{', '.join(sorted(has)) or 'no variation'}; leave model_type out to have one chosen"
@@ -242,4 +219,4 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as a plain dictionary, ready for JSON; `ModelConfig(**d)` is the inverse."""
-        return asdict(self)
+        return self.model_dump()

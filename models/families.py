@@ -9,13 +9,14 @@ are stacked, on disk each expert has its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from puna.models.config import Mla, ModelConfig, Moe
+from puna.models.config import Mla, ModelConfig
+from puna.models.settings import problems
 
 PREFIX = {
     "llama": "Llama",
@@ -60,17 +61,20 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     for name, plain in PLAIN.items():
         if raw.get(name, plain[-1]) not in plain:
             raise ValueError(f"{name} = {raw[name]!r} is not supported (only {plain[0]!r})")
-    known = {field.name: field for field in fields(ModelConfig)}
+    known = ModelConfig.model_fields
     values = {"num_key_value_heads": raw.get("num_attention_heads"), **raw, "model_type": kind}
     values |= _rope(raw)
     if kind != "puna":
         values |= _window(raw, kind) | _biases(raw, kind) | _experts(raw, kind) | _latent(raw, kind)
         values |= {"qk_norm": kind in ("qwen3", "qwen3_moe"), "parallel_block": False}
     chosen = {name: values[name] for name in known if values.get(name) is not None}
-    missing = [name for name, field in known.items() if field.default is MISSING and name not in chosen]
+    missing = [name for name, field in known.items() if field.is_required() and name not in chosen]
     if missing:
         raise ValueError(f"missing {', '.join(missing)}")
-    return ModelConfig(**chosen)
+    try:
+        return ModelConfig(**chosen)
+    except ValidationError as error:
+        raise ValueError(problems(error)) from error
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +119,7 @@ def _biases(raw: Mapping[str, Any], kind: str) -> dict[str, bool]:
     return {"qkv_bias": both or kind == "qwen2", "o_bias": both}
 
 
-def _experts(raw: Mapping[str, Any], kind: str) -> dict[str, Moe | None]:
+def _experts(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if kind not in EXPERTS:
         return {"moe": None}
     own = kind == "qwen3_moe"
@@ -125,7 +129,14 @@ def _experts(raw: Mapping[str, Any], kind: str) -> dict[str, Moe | None]:
     if not (experts and width and chosen):
         raise ValueError("missing the number of experts, num_experts_per_tok or the experts' width")
     normed = bool(raw.get("norm_topk_prob", False)) if own else True
-    return {"moe": Moe(experts, chosen, width, normed, raw.get("router_aux_loss_coef", 0.001))}
+    moe = {
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": width,
+        "norm_topk_prob": normed,
+        "router_aux_loss_coef": raw.get("router_aux_loss_coef", 0.001),
+    }
+    return {"moe": moe}
 
 
 def _latent(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -136,8 +147,7 @@ def _latent(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
         raise ValueError(f"first_k_dense_replace = {dense}: DeepSeek's sigmoid-routed experts are not supported")
     if raw.get("rope_interleave", True):
         raise ValueError("rope_interleave = True is not supported (only False)")
-    names = [field.name for field in fields(Mla)]
-    return {"mla": {name: raw.get(name) or 0 for name in names}, "head_dim": None}
+    return {"mla": {name: raw.get(name) or 0 for name in Mla.model_fields}, "head_dim": None}
 
 
 def hub_config(config: ModelConfig) -> dict[str, Any]:
@@ -175,7 +185,7 @@ def hub_config(config: ModelConfig) -> dict[str, Any]:
 def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
     if config.rope_scaling is None:
         return {"rope_type": "default", "rope_theta": config.rope_theta}
-    scaling = {field.name: getattr(config.rope_scaling, field.name) for field in fields(config.rope_scaling)}
+    scaling = config.rope_scaling.model_dump()
     names = ("rope_type", "factor") if config.rope_scaling.rope_type == "linear" else tuple(scaling)
     return {"rope_theta": config.rope_theta, **{name: scaling[name] for name in names}}
 

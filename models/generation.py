@@ -143,7 +143,7 @@ class Engine:
             return frozenset(sampling.stop)
         if self.tokenizer is None:
             raise ValueError("Sampling.stop is None and the engine has no tokenizer to name the end of turn")
-        return frozenset((self.tokenizer.eot,))
+        return frozenset(self.tokenizer.stop_ids)
 
 
 class _Batch:

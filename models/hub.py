@@ -97,8 +97,9 @@ class PunaPreTrainedModel(PreTrainedModel):
         rotary frequencies by a tensor of its own (Llama 3.1), unless `config` says how in `rope_parameters`.
         """
         if gguf_file is None:
-            return super().from_pretrained(*args, **kwargs)
-        model = super().from_pretrained(
+            whole: Self = super().from_pretrained(*args, **kwargs)
+            return whole
+        model: Self = super().from_pretrained(
             *args, gguf_file=gguf_file, quantization_config=GgufConfig(dequantize=True), **kwargs
         )
         model.config.__dict__.pop("quantization_config", None)

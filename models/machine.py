@@ -100,7 +100,7 @@ def _matrix_flops(config: ModelConfig, context: int, known: Machine, clock: Cloc
     from puna.models.transformer import Transformer
 
     layers = min(2, config.num_hidden_layers)
-    small = replace(config, num_hidden_layers=layers, sliding_layers=None, sliding_window=None, model_type="")
+    small = config.replace(num_hidden_layers=layers, sliding_layers=None, sliding_window=None, model_type="")
     rows, inner = 1024, config.intermediate_size
     if accounting.parameters(small).total > PROBE_PARAMETERS:
         x, w, g = (torch.ones(*shape) for shape in ((rows, config.hidden_size), (inner, config.hidden_size), (rows, inner)))

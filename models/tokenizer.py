@@ -1,18 +1,29 @@
-"""Byte-level BPE with Llama 3's special tokens and chat format.
+"""The tokenizer that travels with a model: any Hugging Face fast tokenizer with its chat template, or one trained here.
 
-Text never turns into a special token: a page or a user that writes ``<|eot_id|>`` gets the bytes of
-those characters. Special tokens enter by id only.
+Text never turns into a special token: a page or a user that writes ``<|eot_id|>`` gets the bytes of those characters, in
+documents, prompts and answers alike. A conversation to be trained on (`render`) that writes one out is refused.
+
+The tokenizers that are trained here are byte-level BPE with Llama 3's special tokens and chat format.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import Regex, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
+
+from puna.models.chat import ChatError, ChatFormat, Row
+from puna.models.template import Message, Template, TemplateError
+from puna.models.tokenizer_files import TokenizerError, read_files
+from puna.models.vocabulary import Vocabulary
+
+__all__ = ["ChatError", "Message", "Row", "Template", "TemplateError", "Tokenizer", "TokenizerError"]
 
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
@@ -38,7 +49,7 @@ SPLIT = "|".join(
     )
 )
 
-CHAT_TEMPLATE = (
+LLAMA3 = (
     "{{- bos_token }}"
     "{%- for message in messages %}"
     "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
@@ -49,22 +60,45 @@ CHAT_TEMPLATE = (
     "{%- endif %}"
 )
 
-Message = Mapping[str, str]
+CHATML = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}"
+    "{{- '<|im_start|>assistant\\n' }}"
+    "{%- endif %}"
+)
+TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML}
+"""Chat templates by name, for models that bring none."""
 
 
 class Tokenizer:
-    """Text to token ids and back; `bos`, `eos`, `start_header`, `end_header`, `eot`, `pad` are ids."""
+    """Text to token ids and back, and conversations by the model's chat template.
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        self._backend = backend
-        self._backend.encode_special_tokens = True
-        ids = [backend.token_to_id(token) for token in SPECIAL_TOKENS]
-        missing = [token for token, id_ in zip(SPECIAL_TOKENS, ids, strict=True) if id_ is None]
-        if missing:
-            raise ValueError(f"the tokenizer lacks the special tokens {', '.join(missing)}")
-        self.bos, self.eos, self.start_header, self.end_header, self.eot, self.pad = ids
-        self.special = frozenset(ids)
-        self._header_break = self.encode("\n\n")
+    `bos` and `eos` are the ids of the tokens that begin and end a document, None where the model has none; `pad` fills up a
+    batch and is always masked; `special` holds the ids of all special tokens.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        named: Mapping[str, str],
+        template: str | Mapping[str, str] | None = None,
+        stops: Sequence[int] = (),
+    ) -> None:
+        """`named`: special tokens by their names (`bos_token`, …). `stops`: tokens that end an answer, besides `eos_token`.
+
+        TokenizerError for a special token that the vocabulary lacks; TemplateError for a template that does not compile.
+        """
+        self.vocabulary = Vocabulary(backend)
+        self.named = dict(named)
+        if missing := [token for token in self.named.values() if self.vocabulary.id_of(token) is None]:
+            raise TokenizerError(f"the tokenizer lacks the special tokens {', '.join(missing)}")
+        self.bos, self.eos, pad = (self.vocabulary.id_of(self.named.get(f"{name}_token")) for name in ("bos", "eos", "pad"))
+        self.pad: int = next((id_ for id_ in (pad, self.eos) if id_ is not None), 0)
+        self.special = self.vocabulary.special
+        self.template = None if template is None else Template(template, self.named)
+        self._stops = tuple(dict.fromkeys(id_ for id_ in (self.eos, *stops) if id_ is not None))
 
     @staticmethod
     def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -74,9 +108,7 @@ class Tokenizer:
         of threads. A text too poor in words yields fewer tokens.
         """
         if vocab_size < SMALLEST_VOCABULARY:
-            raise ValueError(
-                f"vocab_size {vocab_size} is below {SMALLEST_VOCABULARY}, the bytes and special tokens"
-            )
+            raise ValueError(f"vocab_size {vocab_size} is below {SMALLEST_VOCABULARY}, the bytes and special tokens")
         backend = tokenizers.Tokenizer(BPE())
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
@@ -97,96 +129,122 @@ class Tokenizer:
             pair=f"{BOS} $A {BOS}:1 $B:1",
             special_tokens=[(BOS, backend.token_to_id(BOS))],
         )
-        return Tokenizer(backend)
+        return Tokenizer(backend, {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}, LLAMA3)
 
     @staticmethod
     def load(folder: Path | str) -> Tokenizer:
-        """Read `tokenizer.json` from a folder."""
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} does not exist: a tokenizer or model folder holds tokenizer.json"
-            )
-        return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
+        """Read the tokenizer of a folder in Hugging Face's layout, with its chat template and stop tokens.
+
+        `tokenizer.json` is the vocabulary; `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`,
+        `generation_config.json` and `config.json` complete it where they are there.
+        """
+        found = read_files(Path(folder))
+        return Tokenizer(found.backend, found.named, found.template, found.stops)
 
     def save(self, folder: Path | str) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`, which transformers' AutoTokenizer loads."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        config = {
+        config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": BOS,
-            "eos_token": EOS,
-            "pad_token": PAD,
+            **self.named,
             "clean_up_tokenization_spaces": False,
             "model_input_names": ["input_ids", "attention_mask"],
-            "chat_template": CHAT_TEMPLATE,
         }
-        (folder / "tokenizer.json").write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+        if self.template is not None:
+            source = self.template.source
+            config["chat_template"] = (
+                source if isinstance(source, str) else [{"name": name, "template": text} for name, text in source.items()]
+            )
+        (folder / "tokenizer.json").write_text(self.vocabulary.backend.to_str(pretty=True), encoding="utf-8")
         text = json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True)
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
+    def with_template(self, source: str | Mapping[str, str]) -> Tokenizer:
+        """The same vocabulary with another chat template. TemplateError where it does not compile."""
+        return Tokenizer(self.vocabulary.backend, self.named, source, self._stops)
+
     @property
     def vocab_size(self) -> int:
-        return self._backend.get_vocab_size()
+        """One more than the largest id."""
+        return self.vocabulary.size
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, nothing added before or after."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return self.vocabulary.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts, on all threads."""
-        return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return self.vocabulary.encode_batch(texts)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of ids; bytes that are no UTF-8 become U+FFFD."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self.vocabulary.decode(ids, skip_special_tokens)
 
     def document(self, text: str) -> list[int]:
-        """Ids of a document to pretrain on: begin, text, end."""
-        return [self.bos, *self.encode(text), self.eos]
+        """Ids of a document: begin, text, end, as far as the model has these tokens."""
+        return [*([] if self.bos is None else [self.bos]), *self.encode(text), *self.end]
 
-    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> list[int]:
-        """Ids of a dialogue in Llama 3's format: one message is a mapping with `role` and `content`.
+    @property
+    def end(self) -> list[int]:
+        """The token that ends a document, as far as the model has one."""
+        return [] if self.eos is None else [self.eos]
 
-        Blanks around a content are cut, as the chat template does.
+    @property
+    def begin(self) -> int:
+        """The token that begins a document. TokenizerError where the model has none: packed documents are told apart by it."""
+        if self.bos is None:
+            raise TokenizerError("the tokenizer names no bos_token, by which packed documents are told apart")
+        return self.bos
+
+    @property
+    def lead(self) -> list[int]:
+        """What a text to be continued or scored stands behind: `bos`, or `eos` where there is none, or nothing."""
+        id_ = self.eos if self.bos is None else self.bos
+        return [] if id_ is None else [id_]
+
+    # --- conversations -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _chat(self) -> ChatFormat:
+        if self.template is None:
+            raise TemplateError("the tokenizer has no chat template: import the model with one (chat_template of import_model)")
+        return ChatFormat(self.vocabulary, self.template, self._stops)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer; without a chat template those that the model's configuration names."""
+        return self._stops if self.template is None else self._chat.stop_ids
+
+    def chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Ids of a conversation, up to where the model's answer begins: those of transformers' `apply_chat_template`.
+
+        A message is a mapping with `role` and `content`. ChatError where the template refuses it.
         """
-        ids = [self.bos]
-        for message in messages:
-            ids += self._header(message["role"])
-            ids += self.encode(message["content"].strip())
-            ids.append(self.eot)
-        return ids + self._header("assistant") if add_generation_prompt else ids
+        return self._chat.prompt(messages, add_generation_prompt, tools)
 
     def render_pair(
-        self, prompt: str | Sequence[Message], answer: str, finished: bool = True
+        self,
+        prompt: str | Sequence[Message],
+        answer: str | Message,
+        finished: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[list[int], list[int], list[bool]]:
-        """Prompt ids (up to the assistant's header), answer ids, and the answer's format mask.
+        """Prompt ids (up to where the answer begins), answer ids, and the answer's format mask.
 
-        A string is one user message. The answer ends in ``<|eot_id|>`` unless it was cut off
-        (`finished=False`). The mask holds one flag per *answer* token, True at format tokens (the
-        assistant's header is part of the prompt, where nothing is predicted).
+        A string is one user message, or the assistant's. The answer ends in its stop token unless it was cut off
+        (`finished=False`). The mask holds one flag per *answer* token, True at what the template writes and the answer does
+        not: headers, the stop token. ChatError where the answer cannot be told apart.
         """
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        answer_ids = self.encode(answer.strip())
-        if finished:
-            answer_ids.append(self.eot)
-        return self.chat(messages, add_generation_prompt=True), answer_ids, self.format_mask(answer_ids)
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        said = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+        return self._chat.pair([*asked, said], finished, tools)
 
-    def format_mask(self, ids: Sequence[int]) -> list[bool]:
-        """True at format tokens: special tokens, and a header's role and line break."""
-        mask = [id_ in self.special for id_ in ids]
-        for start, id_ in enumerate(ids):
-            if id_ != self.start_header:
-                continue
-            stop = next((i for i in range(start, len(ids)) if ids[i] == self.end_header), None)
-            if stop is None:
-                continue
-            after = stop + 1 + len(self._header_break)
-            if list(ids[stop + 1 : after]) == self._header_break:
-                stop = after - 1
-            mask[start : stop + 1] = [True] * (stop + 1 - start)
-        return mask
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Row]:
+        """The rows that train every answer of a conversation: ids and loss mask, rendered together.
 
-    def _header(self, role: str) -> list[int]:
-        return [self.start_header, *self.encode(role), self.end_header, *self._header_break]
+        ChatError with the turn and the reason where an answer cannot be told apart, or a turn writes out a special token.
+        """
+        return self._chat.rows(messages, tools)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,9 @@ class Linear(nn.Linear):
             y = linear(x, self.weight)
         return y if self.bias is None else y + self.bias
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
 
 class Embedding(nn.Embedding):
     """Token vectors [V, D], left uninitialised like `Linear`."""
@@ -77,8 +80,11 @@ class RMSNorm(nn.Module):
         return rms_norm(x_TD, self.weight, self.eps)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, sum), in one pass."""
-        return add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
+        """(norm of the sum, sum), in one pass and in x's dtype: under autocast the stream stays fp32."""
+        return add_rms_norm(x_TD, residual_TD.to(x_TD.dtype), self.weight, self.eps)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
 
 class Attention(nn.Module):
@@ -103,6 +109,9 @@ class Attention(nn.Module):
         k_TGK = rope(self.k_norm(self.k_proj(x_TD).view(T, -1, self.head_dim)), cos, sin)
         v_TGK = self.v_proj(x_TD).view(T, -1, self.head_dim)
         return self.o_proj(attend(self.layer, q_THK, k_TGK, v_TGK).flatten(1))
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
 
 class LatentAttention(nn.Module):
@@ -144,6 +153,9 @@ class LatentAttention(nn.Module):
         k_THK = torch.cat([k_THN, k_THR], -1)
         return self.o_proj(attend(self.layer, q_THK, k_THK, v_THV).flatten(1))
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
 
 class MLP(nn.Module):
     """SwiGLU feed-forward block."""
@@ -157,6 +169,9 @@ class MLP(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_proj(x_TD), self.up_proj(x_TD)))
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
 
 class Experts(nn.Module):
@@ -200,6 +215,9 @@ class MoeMLP(nn.Module):
                 self.balance = balance
         y_ND = self.experts(dispatch(x_TD, order_N, place_N), offsets_E1)
         return combine(y_ND, weight_Tk, order_N, place_N)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
 
 class Block(nn.Module):
@@ -245,10 +263,13 @@ class Decoder(nn.Module):
             layers = [partial(checkpoint, layer, use_reentrant=False) for layer in self.layers]
         return decode(layers, self.norm, self.config, x_TD, positions, attend)
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
 
 def decode(
     layers: Iterable[Callable[..., Tensor]],
-    norm: nn.Module,
+    norm: RMSNorm,
     config: ModelConfig,
     x_TD: Tensor,
     positions: Tensor,

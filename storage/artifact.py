@@ -2,39 +2,53 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from puna.storage import digest
+from puna.storage import parts
+from puna.storage.digest import of_stream
 from puna.storage.errors import PunaError
-from puna.storage.manifest import NAME, Manifest
-from puna.storage.tables import Part, batches_of
+from puna.storage.files import DamagedFile, Files, Stat
+from puna.storage.manifest import NAME, Manifest, TableRecord
+from puna.storage.parts import Beside, Part, ShardRows, Stored
+from puna.storage.schemas import table_schema
 
 PART_ROWS = 1024
+CHECKED = ".checked"
+"""Beside a manifest: the versions of the files whose checksums were found right."""
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A reference to one committed artifact; everything is read from its folder on demand."""
+    """A reference to one committed artifact; everything is read from its place on demand."""
 
     kind: str
     key: str
-    folder: Path
+    files: Files
 
-    @classmethod
-    def at(cls, folder: Path) -> Artifact:
-        """The artifact in `folder` (…/objects/<kind>/<k[:2]>/<key>)."""
-        return cls(folder.parent.parent.name, folder.name, folder)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Artifact, (self.kind, self.key, self.files)
+
+    @property
+    def place(self) -> str:
+        """The name of its folder in the store."""
+        return place_of(self.kind, self.key)
+
+    @property
+    def folder(self) -> Path:
+        """A local path of its folder."""
+        return self.files.local(self.place)
 
     @cached_property
     def manifest(self) -> Manifest:
         """Its manifest."""
-        return Manifest.read(self.folder / NAME)
+        return Manifest.read(self.files, f"{self.place}/{NAME}")
 
     @property
     def data_digest(self) -> str:
@@ -52,42 +66,98 @@ class Artifact:
         return tuple(self.manifest.tables)
 
     def path(self, name: str = "") -> Path:
-        """Local path of a file of the artifact, or of its folder."""
-        path = self.folder / name if name else self.folder
+        """Local path of a file of the artifact, or of its folder: for models and other files that libraries read by path."""
+        path = self.files.local(f"{self.place}/{name}" if name else self.place)
         if not path.exists():
             raise PunaError(f"artifact {self.id} has no file {name!r}; it has {', '.join(self.manifest.files)}")
         return path
 
-    def _file(self, table: str | None) -> Path:
+    # --- tables ------------------------------------------------------------------------------------
+
+    def record(self, table: str | None = None) -> TableRecord:
+        """What the manifest says of a table (default: the main one)."""
         name = table or self.kind
         if name not in self.manifest.tables:
             raise PunaError(f"artifact {self.id} has no table {name!r}; it has {', '.join(self.tables) or 'none'}")
-        return self.folder / f"{name}.parquet"
+        return self.manifest.tables[name]
+
+    def columns(self, table: str | None = None) -> list[str]:
+        """Names of a table's columns."""
+        return list(self.record(table).columns)
 
     def rows(self, table: str | None = None) -> int:
         """Rows of a table (default: the main one)."""
-        self._file(table)
-        return self.manifest.tables[table or self.kind].rows
+        return self.record(table).rows
+
+    def stored(self, name: str, groups: tuple[int, ...] = ()) -> Stored:
+        """A Parquet file of the artifact."""
+        return Stored(self.files, f"{self.place}/{name}", self.manifest.files[name].sha256, groups)
+
+    def sources(self, table: str | None = None) -> list[Artifact]:
+        """The artifacts that hold rows of the table; PunaError where one is gone."""
+        found = []
+        for source in self.record(table).sources:
+            artifact = Artifact(source.kind, source.key, self.files)
+            if self.files.stat(f"{artifact.place}/{NAME}") is None:
+                raise PunaError(f"artifact {self.id} keeps rows of {artifact.id}, which is not in the store")
+            found.append(artifact)
+        return found
+
+    def shards(self, table: str | None = None) -> list[ShardRows]:
+        """The table's shards by reference, in the order of its key."""
+        record = self.record(table)
+        files = [self, *self.sources(table)]
+        columns = [artifact.record(table if artifact is self else artifact.kind).shards for artifact in files]
+        found = []
+        for number, shard in enumerate(record.shards):
+            of = [(artifact, c[number]) for artifact, c in zip(files, columns, strict=True)]
+            own = [artifact.stored(s.file, s.groups) if s.file else None for artifact, s in of]
+            order = self.stored(shard.order) if shard.order else None
+            found.append(ShardRows(shard.rows, tuple(shard.low), tuple(shard.high), tuple(own), order))
+        return found
 
     def read(self, table: str | None = None, columns: list[str] | None = None) -> pa.Table:
         """A whole table, sorted by its primary key."""
-        return pq.ParquetFile(self._file(table)).read(columns=columns)
+        found = [shard.read(0, shard.rows, columns) for shard in self.shards(table) if shard.rows]
+        return pa.concat_tables(found) if found else self._empty(table, columns)
+
+    def schema(self, table: str | None = None) -> pa.Schema:
+        """A table's columns with their types."""
+        schema, own = table_schema(table or self.kind), self.record(table).columns
+        more = [pa.field(name, pa.type_for_alias(kind)) for name, kind in own.items() if name not in schema.schema.names]
+        return schema.schema_for(pa.schema([*schema.schema, *more]))
+
+    def _empty(self, table: str | None, columns: Sequence[str] | None) -> pa.Table:
+        empty = self.schema(table).empty_table()
+        return empty if columns is None else empty.select(list(columns))
 
     def batches(self, table: str | None = None, columns: list[str] | None = None, rows: int = 8192) -> Iterator[pa.RecordBatch]:
         """A table in batches, in order, within bounded memory."""
-        yield from batches_of(self._file(table), rows, columns)
+        yield from parts.batches_of(self.shards(table), columns, rows)
 
     def parts(self, table: str | None = None, columns: list[str] | None = None, rows: int = PART_ROWS) -> list[Part]:
         """The table cut into parts of at most `rows` rows, to be read where the work is done."""
-        file, total = str(self._file(table)), self.rows(table)
-        chosen = tuple(columns) if columns is not None else None
-        return [Part(file, start, min(start + rows, total), chosen) for start in range(0, total, rows)]
+        return parts.parts_of(self.shards(table), columns, rows)
 
-    def damage(self, read: Sequence[str] = ()) -> list[str]:
+    def between(self, low: str, high: str, table: str | None = None, columns: list[str] | None = None) -> pa.Table:
+        """The rows with ids from `low` to `high`."""
+        found = list(parts.between(self.shards(table), low, f"{high}\0", columns, table_schema(table or self.kind).key[0]))
+        return pa.concat_tables(found) if found else self._empty(table, columns)
+
+    def beside(self, columns: list[str] | None = None, table: str | None = None) -> Beside:
+        """The table as an argument of `run.transform`: the function gets its rows of the same ids."""
+        return Beside(tuple(self.shards(table)), self._empty(table, columns).schema)
+
+    # --- damage ------------------------------------------------------------------------------------
+
+    def damage(self, read: Sequence[str] = (), *, quick: bool = False) -> list[str]:
         """What is wrong with it, empty when it is whole.
 
         A manifest that cannot be read, lies elsewhere or was edited; a file missing, unknown, of another size or with
-        another checksum. `read`: files, or folders ending in /, whose checksums alone are compared; none: all.
+        another checksum; rows kept by reference whose artifact is gone or of other content. `read`: files, or folders ending
+        in /, whose checksums alone are compared; none: all. `quick`: not those of files that have the size, the place and the
+        time of writing with which they were last found whole. This still finds whatever was written, cut, replaced or removed;
+        what a disk loses by itself only a full look finds.
         """
         try:
             manifest = self.manifest
@@ -96,14 +166,69 @@ class Artifact:
             return [str(error)]
         if (manifest.kind, manifest.key) != (self.kind, self.key):
             found.append(f"manifest.json is that of {manifest.kind}/{manifest.key[:12]}")
-        present = {str(f.relative_to(self.folder)) for f in self.folder.rglob("[!.]*") if not f.is_dir()} - {NAME}
-        found += [f"{name} is not in the manifest" for name in sorted(present - set(manifest.files))]
+        present = {n: s for n, s in self.files.stats(self.place).items() if not any(p.startswith(".") for p in n.split("/"))}
+        found += [f"{name} is not in the manifest" for name in sorted(set(present) - set(manifest.files) - {NAME})]
+        known = self._checked() if quick else {}
+        good: dict[str, str] = {}
         for name, record in manifest.files.items():
-            file = self.folder / name
-            if not file.is_file():
+            wanted = not read or name.startswith((*read, *map(_stem, read)))
+            if name not in present:
                 found.append(f"{name} is missing")
-            elif file.stat().st_size != record.bytes:
-                found.append(f"{name} has {file.stat().st_size} bytes instead of {record.bytes}")
-            elif (not read or name.startswith(tuple(read))) and digest.of_file(file) != record.sha256:
-                found.append(f"{name} has a wrong checksum")
+            elif present[name].bytes != record.bytes:
+                found.append(f"{name} has {present[name].bytes} bytes instead of {record.bytes}")
+            elif wanted and known.get(name) != present[name].version:
+                if self._digest(name) != record.sha256:
+                    found.append(f"{name} has a wrong checksum")
+                else:
+                    good[name] = present[name].version
+        for source in manifest.sources:
+            found += self._lost(source.kind, source.key, source.digest, read, quick)
+        if not found and good:
+            self.remember(known | good)
         return found
+
+    def _digest(self, name: str) -> str:
+        try:
+            with self.files.open(f"{self.place}/{name}") as handle:
+                return of_stream(handle)
+        except DamagedFile:
+            return ""
+
+    def _lost(self, kind: str, key: str, digest: str, read: Sequence[str], quick: bool) -> list[str]:
+        """What is wrong with rows that are kept by reference."""
+        source = Artifact(kind, key, self.files)
+        if self.files.stat(f"{source.place}/{NAME}") is None:
+            return [f"it keeps rows of {source.id}, which is not in the store"]
+        try:
+            if source.record().digest != digest:
+                return [f"it keeps rows of {source.id}, which has other content now"]
+        except PunaError as error:
+            return [str(error)]
+        return [f"it keeps rows of {source.id}: {what}" for what in source.damage(read, quick=quick)]
+
+    def _checked(self) -> dict[str, str]:
+        try:
+            found = json.loads(self.files.read(f"{self.place}/{CHECKED}"))
+            return {str(n): str(v) for n, v in found.items()}
+        except (OSError, ValueError, AttributeError):
+            return {}
+
+    def remember(self, versions: dict[str, str] | None = None) -> None:
+        """Note the versions of files whose checksums were found right (default: all, as they are), where it may be written."""
+        if versions is None:
+            found: dict[str, Stat] = self.files.stats(self.place)
+            versions = {n: s.version for n, s in found.items() if n in self.manifest.files}
+        try:
+            self.files.write(f"{self.place}/{CHECKED}", json.dumps(versions).encode())
+        except OSError:
+            return
+
+
+def _stem(name: str) -> str:
+    """What the names of a table's files begin with: of `dropped.parquet`, whatever number of shards it has."""
+    return name.removesuffix(".parquet") + "/" if name.endswith(".parquet") else name
+
+
+def place_of(kind: str, key: str) -> str:
+    """The name of the folder where the artifact `key` of `kind` is or will be."""
+    return f"objects/{kind}/{key[:2]}/{key}"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 import time
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from puna.storage.artifact import Artifact
-from puna.storage.manifest import NAME
+from puna.storage.files import LOCKS, Files
 from puna.storage.store import Store
-from puna.storage.work import inputs_of
+from puna.storage.work import INPUTS
 
 
 @dataclass(frozen=True)
@@ -24,19 +22,21 @@ class Finding:
 
 
 def verify(store: Store, artifacts: Iterable[Artifact] | None = None) -> list[Finding]:
-    """Compare every file of the artifacts (default: all) with the manifest; a broken manifest is damage too."""
-    return [Finding(artifact, artifact.damage()) for artifact in (artifacts if artifacts is not None else _all(store))]
-
-
-def _all(store: Store) -> list[Artifact]:
-    return [Artifact.at(m.parent) for m in sorted((store.root / "objects").glob(f"*/*/*/{NAME}"))]
+    """Compare every file of the artifacts (default: all) with the manifest; a broken or lost manifest is damage too."""
+    if artifacts is not None:
+        return [Finding(artifact, artifact.damage()) for artifact in artifacts]
+    found = [Finding(artifact, artifact.damage()) for artifact in store.committed()]
+    for place in store.unfinished():
+        kind, _, key = place.split("/")[1:]
+        found.append(Finding(Artifact(kind, key, store.files), ["its manifest is gone; the next run makes it again"]))
+    return found
 
 
 @dataclass(frozen=True)
 class Garbage:
-    """What `collect` removed or would remove: folders and their size in bytes."""
+    """What `collect` removed or would remove: folders of the store and their size in bytes."""
 
-    folder: Path
+    place: str
     reason: str
     bytes: int
 
@@ -48,74 +48,61 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
     equivalence or kept work names, and all that it was made from. Work stays while a process holds it, and for `work_days`
     days after anything in it was last written. With `remove=False` nothing is touched.
     """
-    old = time.time() - work_days * 86_400
-    works = sorted((store.root / "work").iterdir())
-    abandoned = [folder for folder in works if _touched(folder) <= old and not _held(store, folder.name)]
-    needed = _needed(store, keep_runs, [folder for folder in works if folder not in abandoned])
-    unneeded = [a.folder for a in store.artifacts() if a.key not in needed]
-    artifacts = [Garbage(folder, "no alias and no recent run needs it", _size(folder)) for folder in unneeded]
-    works_left = [Garbage(folder, "abandoned work", _size(folder)) for folder in abandoned]
-    aside = [Garbage(folder, "quarantined", _size(folder)) for folder in sorted((store.root / "quarantine").iterdir())]
-    garbage = artifacts + works_left + aside
+    files, old = store.files, time.time() - work_days * 86_400
+    works = files.folders("work")
+    abandoned = [key for key in works if _touched(files, f"work/{key}") <= old and not files.held(key)]
+    needed = _needed(store, keep_runs, [key for key in works if key not in abandoned])
+    found = {a.place: "no alias and no recent run needs it" for a in store.artifacts() if a.key not in needed}
+    found |= {f"work/{key}": "abandoned work" for key in abandoned}
+    found |= {f"quarantine/{name}": "quarantined" for name in files.folders("quarantine")}
+    garbage = [Garbage(place, reason, sum(s.bytes for s in files.stats(place).values())) for place, reason in found.items()]
     if not remove:
         return garbage
-    gone = []
+    gone: dict[str, Garbage] = {}
     for item in garbage:
         # Whoever works on the key now keeps it; and no one begins while it goes.
-        with store.lock(item.folder.name, wait=False) as mine:
-            if mine and item.folder.exists():
-                _remove(store, item.folder)
-                gone.append(item)
-    for lock in (store.root / "locks").iterdir():
-        if lock.stat().st_mtime <= old or lock.name in {item.folder.name for item in gone}:
-            with store.lock(lock.name, wait=False) as mine:
+        key = item.place.rpartition("/")[2]
+        with store.lock(key, wait=False) as mine:
+            if mine and key in files.folders(item.place.rpartition("/")[0]):
+                files.remove(item.place)
+                gone[key] = item
+    for lock in files.list(LOCKS):
+        stat, key = files.stat(lock), lock.rpartition("/")[2]
+        if stat is not None and (stat.written <= old or key in gone):
+            with store.lock(key, wait=False) as mine:
                 if mine:
-                    lock.unlink(missing_ok=True)
-    return gone
+                    files.remove(lock)
+    return list(gone.values())
 
 
-def _remove(store: Store, folder: Path) -> None:
-    # Out of the way in one step first: a half-removed artifact must not look like one, nor block its key.
-    doomed = store.root / "quarantine" / f"removed-{folder.name[:12]}-{uuid.uuid4().hex}"
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
-
-
-def _needed(store: Store, keep_runs: int, works: list[Path]) -> set[str]:
+def _needed(store: Store, keep_runs: int, works: list[str]) -> set[str]:
     by_key = {a.key: a for a in store.artifacts()}
     todo = [*store.aliases().values(), *store.acceptances().values()]
     # A run that ended before its first artifact holds no place among the last ones.
     logs = [log for log in map(store.log, store.runs()) if log.made]
     recent = logs[len(logs) - keep_runs :] if keep_runs else []
     todo += [made.key for log in logs if log in recent or log.state == "at work" for made in log.made]
-    for folder in works:
-        todo += inputs_of(folder)
+    for key in works:
+        todo += _inputs_of(store.files, key)
     needed: set[str] = set()
     while todo:
         key = todo.pop()
         if key in needed or key not in by_key:
             continue
         needed.add(key)
-        todo += [i.key for i in by_key[key].manifest.inputs if i.kind != "external"]
+        manifest = by_key[key].manifest
+        todo += [i.key for i in manifest.inputs if i.kind != "external"] + [source.key for source in manifest.sources]
     return needed
 
 
-def _size(folder: Path) -> int:
-    return sum(f.lstat().st_size for f in _below(folder) if f.is_file())
+def _inputs_of(files: Files, key: str) -> list[str]:
+    """Keys of the artifacts that the work on a key reads."""
+    try:
+        return [str(one) for one in json.loads(files.read(f"work/{key}/{INPUTS}"))]
+    except FileNotFoundError:
+        return []
 
 
-def _touched(folder: Path) -> float:
-    """When anything in a folder was last written, seconds since the epoch: a folder's own time misses what is deeper."""
-    return max((f.lstat().st_mtime for f in _below(folder)), default=folder.lstat().st_mtime)
-
-
-def _below(folder: Path) -> list[Path]:
-    """A folder and everything in it that is still there: a stage at work removes files too."""
-    return [f for f in (folder, *folder.rglob("*")) if f.exists()]
-
-
-def _held(store: Store, key: str) -> bool:
-    if not (store.root / "locks" / key).exists():
-        return False
-    with store.lock(key, wait=False) as mine:
-        return not mine
+def _touched(files: Files, place: str) -> float:
+    """When anything in a folder was last written, seconds since the epoch."""
+    return max((stat.written for stat in files.stats(place).values()), default=0.0)

@@ -1,20 +1,23 @@
-"""DuckDB over every artifact: one view per table, and the views `artifacts`, `lineage` and `metrics`.
+"""DuckDB over every artifact: one view per table, and the tables `artifacts`, `lineage` and `metrics`.
 
 Everything is derived from the manifests when the connection is made: nothing to keep in step, nothing
-that can go stale. The connection holds views on Parquet files only; it cannot write to the store.
+that can go stale. A view is made when a statement first names it. The connection reads the store's own files only and cannot
+write. What manifests say is kept in a file beside them, because they never change: ten thousand are not parsed each time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from pathlib import Path
+from typing import Any
 
 import duckdb
 import pyarrow as pa
 
 from puna.storage.artifact import Artifact
 from puna.storage.errors import PunaError
+from puna.storage.parts import Stored
 from puna.storage.schemas import TABLES
 from puna.storage.store import Store
 from puna.storage.tables import literal, parquet, pattern
@@ -30,62 +33,161 @@ LINEAGE = pa.schema({"artifact": pa.string(), "input": pa.string(), "name": pa.s
 METRICS = pa.schema({"artifact": pa.string(), "stage": pa.string(), "name": pa.string(), "value": pa.float64(), "text": pa.string()})
 
 
-def connect(store: Store) -> duckdb.DuckDBPyConnection:
-    """A connection with all views; `artifact` is a column of each table's view (the artifact's key)."""
-    connection = duckdb.connect()
-    connection.execute("set TimeZone='UTC'")
-    artifacts = store.artifacts()
-    _meta(connection, artifacts)
-    for name in TABLES:
+SUMMARIES = "summaries.jsonl"
+
+
+class Catalog:
+    """An open connection to the tables of a store; `artifact` is a column of each table's view (the artifact's key)."""
+
+    def __init__(self, store: Store) -> None:
+        self._summaries = _summaries(store)
+        self._store = store
+        self._known: set[str] = set()
+        self.connection = duckdb.connect()
+        self.connection.execute("set TimeZone='UTC'")
+        _meta(self.connection, self._summaries)
+        # Only the store's own files can be read, whatever a statement says; a view names them by pattern.
+        self._objects = f"{store.files.sql(self.connection)}objects/"
+        allowed = ", ".join(literal(form) for form in sorted({self._objects, pattern(self._objects)}))
+        self.connection.execute(f"set allowed_directories = [{allowed}]")
+        self.connection.execute("set enable_external_access = false")
+        self.connection.execute("set lock_configuration = true")
+
+    def __enter__(self) -> Catalog:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.connection.close()
+
+    def view(self, *names: str) -> None:
+        """Make the views of these tables."""
+        for name in names:
+            if name in TABLES and name not in self._known:
+                self._known.add(name)
+                self._make(name)
+
+    def _make(self, name: str) -> None:
+        having = [s for s in self._summaries if name in s["tables"]]
+        plain = [self._file(s, file) for s in having if not s["tables"][name]["sources"] for file in s["tables"][name]["files"]]
+        queries = []
+        if plain:
+            # The key is the name of the folder: <kind>/<k[:2]>/<key>/<table>.parquet, or …/<key>/<table>/<number>.parquet
+            key = f"split_part(split_part(filename, {literal(self._objects)}, 2), '/', 3)"
+            queries.append(f"select {key} as artifact, * exclude (filename) from {parquet(plain, filename=True)}")
+        queries += [self._selection(s, name) for s in having if s["tables"][name]["sources"]]
+        columns = ", ".join(f'null::{_duck(f.type)} as "{f.name}"' for f in TABLES[name].schema)
+        nothing = f"select null::varchar as artifact, {columns} where false"
         try:
-            _view(connection, name, [a.folder.resolve() / f"{name}.parquet" for a in artifacts if name in a.manifest.tables])
+            self.connection.execute(f'create view "{name}" as {" union all by name ".join(queries) if queries else nothing}')
         except duckdb.Error as error:
-            connection.close()
             raise PunaError(
-                f"the table {name} of an artifact cannot be read ({str(error).partition(chr(10))[0]}); "
+                f"the table {name} of an artifact cannot be read ({_said(error)}); "
                 "`puna verify` names the damaged one, with --quarantine it is set aside"
             ) from error
-    # Only the store's own files can be read, whatever a statement says; a view names them by pattern.
-    objects = store.root.resolve() / "objects"
-    allowed = ", ".join(literal(f"{form}/") for form in sorted({str(objects), pattern(objects)}))
-    connection.execute(f"set allowed_directories = [{allowed}]")
-    connection.execute("set enable_external_access = false")
-    connection.execute("set lock_configuration = true")
-    return connection
+
+    def _file(self, summary: dict[str, Any], file: str) -> str:
+        key = str(summary["artifact"])
+        return f"{self._objects}{summary['kind']}/{key[:2]}/{key}/{file}"
+
+    def _named(self, stored: Stored) -> str:
+        return self._objects + stored.name.removeprefix("objects/")
+
+    def _selection(self, summary: dict[str, Any], name: str) -> str:
+        """The rows of a table of which some lie in other artifacts: those that its order files name."""
+        table = summary["tables"][name]
+        artifact = Artifact(summary["kind"], summary["artifact"], self._store.files)
+        pieces = []
+        for shard in artifact.shards(name):
+            if not shard.rows:
+                continue
+            order = None if shard.order is None else parquet([self._named(shard.order)])
+            for number, stored in enumerate(shard.stored):
+                if stored is None:
+                    continue
+                rows = parquet([self._named(stored)], more=", file_row_number = true")
+                named = f"(select row from {order} where source = {number}) o on o.row = t.file_row_number"
+                chosen = "" if order is None else f" semi join {named}"
+                if order is not None or number == 0:
+                    pieces.append(f"select {literal(table['key'])} as artifact, * exclude (file_row_number) from {rows} t{chosen}")
+        return " union all by name ".join(pieces)
 
 
-def _view(connection: duckdb.DuckDBPyConnection, name: str, files: list[Path]) -> None:
-    """The view of a table over its files; an empty table where there are none."""
-    if files:
-        # The key is the folder's name: …/<key>/<table>.parquet
-        connection.execute(
-            f"""create view "{name}" as select split_part(filename, '/', -2) as artifact, * exclude (filename)
-            from {parquet(files, filename=True)}"""
-        )
-    else:
-        columns = ", ".join(f'"{f.name}" {_duck(f.type)}' for f in TABLES[name].schema)
-        connection.execute(f'create table "{name}" (artifact varchar, {columns})')
+def connect(store: Store) -> Catalog:
+    """A connection with all tables."""
+    return Catalog(store)
+
+
+def _summaries(store: Store) -> list[dict[str, Any]]:
+    """What the manifests of all artifacts say, oldest first; damaged ones are left out."""
+    kept: dict[str, dict[str, Any]] = {}
+    with contextlib.suppress(OSError):
+        for line in store.files.read(SUMMARIES).splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                found = json.loads(line)
+                kept[f"{found['kind']}/{found['artifact']}"] = found
+    summaries, new = [], []
+    for artifact in store.committed():
+        found = kept.get(f"{artifact.kind}/{artifact.key}")
+        if found is None:
+            try:
+                found = _summary(artifact)
+            except PunaError:
+                continue
+            new.append(json.dumps(found).encode() + b"\n")
+        summaries.append(found)
+    if new:
+        with contextlib.suppress(OSError):
+            store.files.append(SUMMARIES, b"".join(new))
+    return sorted(summaries, key=lambda s: (s["created_at"], s["artifact"]))
+
+
+def _summary(artifact: Artifact) -> dict[str, Any]:
+    m = artifact.manifest
+    if m.contradictions() or (m.kind, m.key) != (artifact.kind, artifact.key):
+        raise PunaError(f"{artifact.id}: its manifest was changed")
+    tables = {
+        name: {"key": m.key, "files": [s.file for s in table.shards if s.file], "sources": len(table.sources)}
+        for name, table in m.tables.items()
+    }
+    return {
+        "artifact": m.key, "kind": m.kind, "stage": m.stage, "rows": m.tables[m.kind].rows if m.kind in m.tables else None,
+        "bytes": sum(f.bytes for f in m.files.values()), "seconds": m.timings.get("seconds"), "created_at": m.created_at,
+        "run": m.run, "data_digest": m.data_digest, "code_version": m.code_version, "config": json.dumps(m.config), "seed": m.seed,
+        "tables": tables, "metrics": m.metrics,
+        "inputs": [{"input": i.key, "name": i.name, "kind": i.kind, "data_digest": i.data_digest} for i in m.inputs],
+    }  # fmt: skip
 
 
 def query(store: Store, text: str) -> pa.Table:
     """The result of one SQL statement; PunaError with DuckDB's message when it fails or would write."""
-    with connect(store) as connection:
-        return run(connection, text)
+    with connect(store) as opened:
+        return run(opened, text)
 
 
-def run(connection: duckdb.DuckDBPyConnection, text: str) -> pa.Table:
+def run(opened: Catalog, text: str) -> pa.Table:
     """The result of one read-only SQL statement on an open connection; columns of one name become `n`, `n_1`, …"""
+    connection = opened.connection
     try:
         statements = connection.extract_statements(text)
         if len(statements) != 1:
             raise PunaError(f"give one SQL statement, not {len(statements)}")
         if not _reads(connection, statements[0]):
             raise PunaError("the catalog is read-only: only SELECT, SHOW, DESCRIBE, SUMMARIZE and EXPLAIN of these are run")
+        opened.view(*(name for name in TABLES if re.search(rf"(?i)\b{name}\b", text)))
+        if re.match(r"(?i)\s*show\b", text):
+            opened.view(*TABLES)
         relation = connection.sql(text)
         table = relation.to_arrow_table() if relation is not None else pa.table({})
         return table.rename_columns(_distinct(table.schema.names))
     except (duckdb.Error, RuntimeError) as error:  # Ctrl-C ends a query with a RuntimeError
-        raise PunaError(str(error)) from error
+        traced = "Traceback (most recent" in str(error)
+        raise PunaError(_said(error) if traced else str(error)) from error
+
+
+def _said(error: Exception) -> str:
+    """What is wrong, of DuckDB's message: its first line, or the error at the end of the traceback of a file that cannot be read."""
+    raised: list[str] = re.findall(r"(?m)^[\w.]+: (.+)$", str(error)) if "Traceback (most recent call last)" in str(error) else []
+    return raised[-1] if raised else str(error).partition("\n")[0]
 
 
 def _distinct(names: list[str]) -> list[str]:
@@ -99,10 +201,10 @@ def _distinct(names: list[str]) -> list[str]:
     return found
 
 
-def statements(connection: duckdb.DuckDBPyConnection, text: str) -> list[str]:
+def statements(opened: Catalog, text: str) -> list[str]:
     """The SQL statements in a text, one by one."""
     try:
-        return [statement.query for statement in connection.extract_statements(text)]
+        return [statement.query for statement in opened.connection.extract_statements(text)]
     except duckdb.Error as error:
         raise PunaError(str(error)) from error
 
@@ -133,22 +235,15 @@ def _duck(kind: pa.DataType) -> str:
     return names.get(str(kind), "timestamptz")
 
 
-def _meta(connection: duckdb.DuckDBPyConnection, artifacts: list[Artifact]) -> None:
-    rows, lineage, metrics = [], [], []
-    for artifact in artifacts:
-        m = artifact.manifest
-        rows.append(
-            {
-                "artifact": m.key, "kind": m.kind, "stage": m.stage, "rows": m.tables[m.kind].rows if m.kind in m.tables else None,
-                "bytes": sum(f.bytes for f in m.files.values()), "seconds": m.timings.get("seconds"), "created_at": m.created_at,
-                "run": m.run, "data_digest": m.data_digest, "code_version": m.code_version, "config": json.dumps(m.config), "seed": m.seed,
-            }
-        )  # fmt: skip
-        lineage += [{"artifact": m.key, "input": i.key, "name": i.name, "kind": i.kind, "data_digest": i.data_digest} for i in m.inputs]
-        for name, value in m.metrics.items():
+def _meta(connection: duckdb.DuckDBPyConnection, summaries: list[dict[str, Any]]) -> None:
+    """The tables `artifacts`, `lineage` and `metrics`."""
+    lineage, metrics = [], []
+    for summary in summaries:
+        lineage += [{"artifact": summary["artifact"], **one} for one in summary["inputs"]]
+        for name, value in summary["metrics"].items():
             number = float(value) if isinstance(value, (int, float)) else None
-            metrics.append({"artifact": m.key, "stage": m.stage, "name": name, "value": number, "text": str(value)})
-    for name, schema, found in (("artifacts", ARTIFACTS, rows), ("lineage", LINEAGE, lineage), ("metrics", METRICS, metrics)):
+            metrics.append({"artifact": summary["artifact"], "stage": summary["stage"], "name": name, "value": number, "text": str(value)})
+    for name, schema, found in (("artifacts", ARTIFACTS, summaries), ("lineage", LINEAGE, lineage), ("metrics", METRICS, metrics)):
         connection.register(f"_{name}", pa.Table.from_pylist(found, schema=schema))
         connection.execute(f"create table {name} as select * from _{name}")
         connection.unregister(f"_{name}")

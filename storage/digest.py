@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -56,32 +57,74 @@ def of_value(value: Any) -> str:
 def of_file(path: Path) -> str:
     """sha256 of a file's bytes, 64 hex digits."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return of_stream(file)
 
 
-def of_batches(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> str:
-    """sha256 of a table's logical content: schema (names and types) and values, in row order.
+def of_stream(file: BinaryIO) -> str:
+    """sha256 of what is left of an open file, 64 hex digits."""
+    state = hashlib.sha256()
+    while chunk := file.read(CHUNK_BYTES):
+        state.update(chunk)
+    return state.hexdigest()
+
+
+class Rolling:
+    """sha256 of a table's logical content as its rows come: schema (names and types) and values, in row order.
 
     Does not depend on how the rows are cut into batches, on compression or on the writer: each
     column keeps one running hash for validity, one for lengths and one for values.
     """
-    states: dict[str, Any] = {}
-    rows = 0
-    for batch in batches:
-        rows += batch.num_rows
-        for field, column in zip(schema, batch.columns, strict=True):
-            _update(states, field.name, column)
-    whole = hashlib.sha256(f"{rows}".encode())
-    for field in schema:
-        whole.update(f"\0{field.name}\0{field.type}\0".encode())
-    for path in sorted(states):
-        whole.update(f"\0{path}\0".encode() + states[path].digest())
-    return whole.hexdigest()
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._schema = schema
+        self._states: dict[str, Any] = {}
+        self._rows = 0
+
+    def update(self, rows: pa.RecordBatch | pa.Table) -> None:
+        """Take more rows."""
+        for batch in rows.to_batches() if isinstance(rows, pa.Table) else [rows]:
+            self._rows += batch.num_rows
+            for field, column in zip(self._schema, batch.columns, strict=True):
+                _update(self._states, field.name, column)
+
+    def hexdigest(self) -> str:
+        """The digest of the rows so far, 64 hex digits."""
+        whole = hashlib.sha256(f"{self._rows}".encode())
+        for field in self._schema:
+            whole.update(f"\0{field.name}\0{field.type}\0".encode())
+        for path in sorted(self._states):
+            whole.update(f"\0{path}\0".encode() + self._states[path].digest())
+        return whole.hexdigest()
+
+
+ROW_BYTES = 16
+
+
+def of_rows(table: pa.Table) -> npt.NDArray[np.uint8]:
+    """A digest of each row's values, uint8[n, 16]: a row has the same one in whatever table it is. Strings, numbers and times only."""
+    lengths, values = [], []
+    for column in table.columns:
+        data = column if pa.types.is_string(column.type) or pa.types.is_binary(column.type) else column.cast(pa.int64()).cast(pa.string())
+        data = pa.chunked_array(data.cast(pa.large_binary()))
+        lengths.append(pc.fill_null(pc.binary_length(data).cast(pa.string()), "-").cast(pa.large_binary()))
+        values.append(pc.fill_null(data, b""))
+    # All lengths come first, so that no two rows have the same bytes.
+    whole = pc.binary_join_element_wise(*lengths, *values, pa.scalar(b" ", pa.large_binary()))
+    out = bytearray()
+    for chunk in whole.chunks if isinstance(whole, pa.ChunkedArray) else [whole]:
+        if len(chunk):
+            bounds = np.frombuffer(chunk.buffers()[1], np.int64)[chunk.offset : chunk.offset + len(chunk) + 1].tolist()
+            data = memoryview(chunk.buffers()[2])
+            for begin, end in pairwise(bounds):
+                out += hashlib.sha256(data[begin:end]).digest()[:ROW_BYTES]
+    return np.frombuffer(bytes(out), np.uint8).reshape(-1, ROW_BYTES)
 
 
 def of_table(table: pa.Table) -> str:
-    """`of_batches` of a table in memory."""
-    return of_batches(table.schema, table.to_batches())
+    """The digest of a table in memory."""
+    rolling = Rolling(table.schema)
+    rolling.update(table)
+    return rolling.hexdigest()
 
 
 def _update(states: dict[str, Any], path: str, array: pa.Array) -> None:

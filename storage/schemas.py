@@ -1,23 +1,21 @@
 """Every table of every artifact: one Arrow schema each, with the unit and meaning of each column.
 
-The main table of an artifact has the name of its kind; the others are side tables. `signals` is open:
-a stage writes `id` and any subset of the columns registered in `puna.storage.signals`.
+The main table of an artifact has the name of its kind; the others are side tables. `signals` is open: its columns are `id`
+and numbers and words about the document, which whoever writes them describes with unit and meaning.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
 from puna.storage.errors import PunaError
-from puna.storage.signals import SIGNALS
 
 KINDS = (
-    "pages", "documents", "signals", "mixture", "tokenizer", "tokens", "model",
+    "pages", "documents", "signals", "classifier", "mixture", "tokenizer", "tokens", "model",
     "prompts", "answers", "preferences", "instructions", "evaluation", "lists",
 )  # fmt: skip
 
@@ -34,20 +32,23 @@ def column(name: str, kind: pa.DataType, meaning: str, unit: str = "", *, nullab
 class TableSchema:
     """A table: its columns, the primary key it is sorted by, and how it is stored.
 
-    `open_floats`: it takes further number columns. `identity`: its content counts in the artifact's data
-    digest; logs that carry timings do not. `group_rows`: rows per Parquet row group, the unit of reading.
+    `open`: it takes further columns of numbers and words, as they are described. `identity`: its content counts in the artifact's data
+    digest; logs that carry timings do not. `group_rows`: most rows of a Parquet row group, the unit of reading.
+    `shard_bytes`: raw bytes from which on there is more than one shard. `selectable`: rows may be kept by reference.
     """
 
     name: str
     schema: pa.Schema
     key: tuple[str, ...] = ("id",)
-    open_floats: bool = False
+    open: bool = False
     identity: bool = True
     group_rows: int = 65_536
+    shard_bytes: int = 2 << 20
+    selectable: bool = False
 
     def conform(self, table: pa.Table) -> pa.Table:
         """`table` with this schema's column order and types; a missing, unknown or wrong column is an error."""
-        schema = self.schema_for(table.schema.names)
+        schema = self.schema_for(table.schema)
         for field in schema:
             if field.name not in table.schema.names:
                 raise PunaError(f"table {self.name}: column {field.name!r} is missing ({field.type})")
@@ -61,22 +62,25 @@ class TableSchema:
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
             raise PunaError(f"table {self.name}: {error}") from error
 
-    def schema_for(self, names: Iterable[str]) -> pa.Schema:
-        """The Arrow schema of a table that has these columns."""
+    def schema_for(self, given: pa.Schema) -> pa.Schema:
+        """The Arrow schema of a table that has these columns; those that an open table has besides its own as they are given."""
         known = set(self.schema.names)
-        extra = sorted(name for name in names if name not in known)
-        if not extra:
-            return self.schema
-        if self.name == "signals":
-            for name in extra:
-                if name not in SIGNALS:
-                    raise PunaError(f"signal {name!r} is not registered in storage/signals.py; add it with unit and meaning")
-            fields = [column(n, SIGNALS[n].type, SIGNALS[n].meaning, SIGNALS[n].unit, nullable=True) for n in extra]
-        elif self.open_floats:
-            fields = [column(n, pa.float64(), "metric of the objective", nullable=True) for n in extra]
-        else:
-            raise PunaError(f"table {self.name}: unknown column {extra[0]!r}; it has {', '.join(self.schema.names)}")
-        return pa.schema([*self.schema, *fields])
+        extra = sorted((field for field in given if field.name not in known), key=lambda field: field.name)
+        if extra and not self.open:
+            raise PunaError(f"table {self.name}: unknown column {extra[0].name!r}; it has {', '.join(self.schema.names)}")
+        return pa.schema([*self.schema, *(_open_column(self.name, field) for field in extra)])
+
+
+def _open_column(table: str, field: pa.Field) -> pa.Field:
+    """A further column of an open table: of numbers or words in the widths that all tables use."""
+    for is_such, kind in ((pa.types.is_floating, NUMBER), (pa.types.is_integer, pa.int64()), (_is_text, pa.string())):
+        if is_such(field.type):
+            return pa.field(field.name, kind, nullable=True, metadata=field.metadata)
+    raise PunaError(f"table {table}: column {field.name!r} is {field.type}; a column of it holds numbers or words")
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def _table(name: str, *columns: pa.Field, key: tuple[str, ...] = ("id",), **stored: Any) -> TableSchema:
@@ -90,7 +94,8 @@ FETCHED = column("fetched_at", TIME, "when the page was fetched", "UTC, microsec
 SOURCE = column("source", pa.string(), "name of the input that the row came from")
 TASK = column("task", pa.string(), "task the row belongs to")
 SPLIT = column("split", pa.string(), "train or heldout")
-PROMPT = column("prompt", pa.string(), "the question as the model gets it")
+MESSAGES = column("messages", pa.string(), "the conversation up to the answer: role, content, …", "JSON list of messages")
+TOOLS = column("tools", pa.string(), "the tools that the conversation may call", "JSON list", nullable=True)
 NUMBER = pa.float64()
 
 TABLES: dict[str, TableSchema] = {
@@ -101,15 +106,15 @@ TABLES: dict[str, TableSchema] = {
             column("content_type", pa.string(), "media type as the server gave it, without parameters"),
             column("charset", pa.string(), "character set as the server gave it", nullable=True),
             column("body", pa.binary(), "the page as fetched"),
-            group_rows=1024,
+            group_rows=1024, shard_bytes=16 << 20,
         ),
         _table(
             "documents", ID, URL, FETCHED, SOURCE,
             column("title", pa.string(), "title of the page", nullable=True),
             column("text", pa.string(), "the document"),
-            group_rows=1024,
+            group_rows=1024, selectable=True,
         ),
-        _table("signals", ID),
+        _table("signals", ID, open=True),
         _table(
             "lists", column("kind", pa.string(), "what the entry is: domain, url, word or expression"),
             column("entry", pa.string(), "the entry in normal form"),
@@ -173,9 +178,9 @@ TABLES: dict[str, TableSchema] = {
             key=("row",), group_rows=1024,
         ),
         _table(
-            "prompts", ID, TASK, SPLIT, PROMPT,
-            column("reference", pa.string(), "gold answer"),
-            column("entry", pa.string(), "what the scorer needs", "JSON"),
+            "prompts", ID, TASK, SPLIT, MESSAGES, TOOLS,
+            column("reference", pa.string(), "gold answer", nullable=True),
+            column("verifier", pa.string(), "how answers are scored: {\"name\": …, …parameters}", "JSON", nullable=True),
         ),
         _table(
             "answers", ID, PROMPT_ID,
@@ -186,22 +191,29 @@ TABLES: dict[str, TableSchema] = {
             column("logprobs", pa.list_(pa.field("element", pa.float32())), "log-probability of each token", "nats"),
             column("finished", pa.bool_(), "ended by itself rather than at the length limit"),
             column("score", NUMBER, "reward model's score", nullable=True),
-            column("gold", NUMBER, "the verifiable scorer's score", "0 to 1", nullable=True),
+            column("gold", NUMBER, "score by the prompt's verifier", "0 to 1", nullable=True),
+            column("detail", pa.string(), "what the verifier says of the score", nullable=True),
         ),
         _table(
-            "preferences", ID, PROMPT_ID, TASK, SPLIT, PROMPT,
-            column("chosen", pa.string(), "the better answer"),
-            column("rejected", pa.string(), "the worse answer"),
-            column("edited", pa.string(), "the chosen answer, improved", nullable=True),
-            column("level", pa.string(), "how much better: significantly_better, better, slightly_better, marginally_better"),
-            column("margin", NUMBER, "difference of the two answers' scores"),
-            column("chosen_model", pa.string(), "data digest of the model that wrote the chosen answer"),
-            column("rejected_model", pa.string(), "data digest of the model that wrote the rejected answer"),
+            "preferences", ID, PROMPT_ID, TASK, SPLIT, MESSAGES, TOOLS,
+            column("chosen", pa.string(), "the better answer; null: only a bad answer is known", "JSON message", nullable=True),
+            column("rejected", pa.string(), "the worse answer; null: only a good answer is known", "JSON message", nullable=True),
+            column("edited", pa.string(), "the chosen answer, improved", "JSON message", nullable=True),
+            column(
+                "others", pa.string(), "of a ranking of more than two: the further answers, each with `rank`: 0 as good as chosen, "
+                "1, 2, … in between, -1 as bad as rejected", "JSON list of messages", nullable=True,
+            ),
+            column(
+                "level", pa.string(), "how much better: significantly_better, better, slightly_better, marginally_better", nullable=True
+            ),
+            column("margin", NUMBER, "difference of the two answers' scores", nullable=True),
+            column("chosen_model", pa.string(), "data digest of the model that wrote the chosen answer", nullable=True),
+            column("rejected_model", pa.string(), "data digest of the model that wrote the rejected answer", nullable=True),
         ),
         _table(
-            "instructions", ID, PROMPT_ID, TASK, PROMPT,
-            column("response", pa.string(), "the answer to learn"),
-            SOURCE,
+            "instructions", ID, PROMPT_ID, TASK, SPLIT,
+            column("messages", pa.string(), "the whole conversation, whose assistant's turns are learned", "JSON list of messages"),
+            TOOLS, SOURCE,
             column("score", NUMBER, "reward model's score", nullable=True),
         ),
         _table(
@@ -219,7 +231,7 @@ TABLES: dict[str, TableSchema] = {
             column("learning_rate", NUMBER, "learning rate of the step"),
             column("gradient_norm", NUMBER, "norm of the gradient before clipping", nullable=True),
             column("tokens", pa.int64(), "tokens of the step", "tokens"),
-            key=("step",), open_floats=True, identity=False,
+            key=("step",), open=True, identity=False,
         ),
         _table(
             "trials", column("trial", pa.int32(), "number of the small run"),

@@ -1,10 +1,11 @@
 """The store: where artifacts live, how one is begun, committed, found again and removed.
 
+store.json                      the layout's number
 objects/<kind>/<k[:2]>/<key>/   committed artifacts, immutable
 work/<key>/                     an unfinished stage, part by part
-locks/<key>                     held by the process that works on it
-refs/<name>/<version>.json      aliases, changed by compare-and-swap
-runs/<run>.jsonl                what each run made or reused; held by the process at work on it
+locks/<key>                     held by the process that works on it; locks/run-<run> by a run at work
+refs/<name>/<version>.json      aliases, checksummed, changed by compare-and-swap
+runs/<run>.jsonl                what each run made or reused; runs/order: the runs in the order of their beginning
 quarantine/                     artifacts that failed their checksums
 """
 
@@ -12,65 +13,121 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
+import hashlib
 import json
-import os
 import re
 import uuid
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import duckdb
 import pyarrow as pa
 
 from puna.storage import digest
-from puna.storage.artifact import Artifact
+from puna.storage.artifact import Artifact, place_of
 from puna.storage.errors import PunaError
-from puna.storage.manifest import IMPORT, NAME
+from puna.storage.files import Files, LocalFiles
+from puna.storage.manifest import FORMAT, IMPORT, NAME
 from puna.storage.runs import RunLog
-from puna.storage.schemas import known_kind, table_schema
-from puna.storage.work import Identity, Work, write_text
+from puna.storage.schemas import KINDS, known_kind, table_schema
+from puna.storage.work import Identity, Work
 
 FOLDERS = ("objects", "work", "locks", "refs", "runs", "quarantine")
+LAYOUT = "store.json"
+ORDER = "runs/order"
 
 
 class Store:
-    """A folder of artifacts on a local or mounted disk."""
+    """A place of artifacts: a folder on a local or mounted disk, or a prefix on an object store."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, files: Files) -> None:
+        self.files = files
         try:
-            with written(root):
+            with written(self.uri):
                 for name in FOLDERS:
-                    (root / name).mkdir(parents=True, exist_ok=True)
+                    files.scratch(name)
         except OSError as error:
-            raise PunaError(f"store {root}: cannot be made ({error}); name another folder with --store") from error
+            raise PunaError(f"store {self.uri}: cannot be made ({error}); name another folder with --store") from error
+        self._check_layout()
+
+    def _check_layout(self) -> None:
+        """PunaError where the store was made by a Puna of another layout; a new one is marked."""
+        mark = json.dumps({"layout": FORMAT}).encode()
+        if self.files.stat(LAYOUT) is None:
+            first = next((name for name in self.files.list("objects") if name.endswith(f"/{NAME}")), None)
+            if first is None:
+                with contextlib.suppress(OSError), written(self.uri):
+                    self.files.create(LAYOUT, mark)
+                return
+            found = _field(self.files.read(first), "format")
+        else:
+            found = _field(self.files.read(LAYOUT), "layout")
+        if found != FORMAT:
+            raise PunaError(
+                f"store {self.uri}: is of layout {found}, this Puna reads layout {FORMAT}; name a new folder with --store and run again"
+            )
 
     @classmethod
     def open(cls, uri: str | Path) -> Store:
-        """The store at a path or `file://` URI; its folders are made on first use."""
-        return cls(located(uri))
+        """The store at a path, `file://` or `s3://` URI; its folders are made on first use."""
+        return cls(files_of(uri))
+
+    @classmethod
+    def existing(cls, uri: str | Path) -> Store:
+        """The store that must be there already."""
+        files = files_of(uri)
+        if files.stat(LAYOUT) is None and not files.folders("objects"):
+            raise PunaError(f"store {files.uri}: not found; `puna run` makes one, --store or PUNA_STORE names another")
+        return cls(files)
+
+    @property
+    def uri(self) -> str:
+        """Where it is: what `Store.open` takes; without credentials."""
+        return self.files.uri
+
+    @property
+    def root(self) -> Path:
+        """A local folder that belongs to it: itself, or one beside the cache of an object store."""
+        return self.files.scratch("")
 
     # --- finding -----------------------------------------------------------------------------------
 
     def folder(self, kind: str, key: str) -> Path:
         """Where the artifact `key` of `kind` is or will be."""
-        return self.root / "objects" / kind / key[:2] / key
+        return self.files.local(place_of(kind, key))
 
     def find(self, kind: str, key: str) -> Artifact | None:
         """The committed artifact, or None."""
-        folder = self.folder(kind, key)
-        return Artifact.at(folder) if (folder / NAME).is_file() else None
+        there = self.files.stat(f"{place_of(kind, key)}/{NAME}") is not None
+        return Artifact(kind, key, self.files) if there else None
+
+    def committed(self) -> list[Artifact]:
+        """Every artifact that has a manifest, readable or not."""
+        return [Artifact(kind, key, self.files) for kind, key, name in self._listed() if name == NAME]
+
+    def unfinished(self) -> list[str]:
+        """Names of the folders of artifacts whose manifest is gone."""
+        whole: set[str] = set()
+        seen: set[str] = set()
+        for kind, key, name in self._listed():
+            (whole if name == NAME else seen).add(place_of(kind, key))
+        return sorted(seen - whole)
+
+    def _listed(self) -> Iterator[tuple[str, str, str]]:
+        """Kind, key and first part of the name of each file of an artifact."""
+        for name in self.files.list("objects"):
+            inside = name.split("/")
+            if len(inside) > 4 and inside[1] in KINDS:
+                yield inside[1], inside[3], inside[4]
 
     def artifacts(self) -> list[Artifact]:
         """Every committed artifact, oldest first; one whose manifest cannot be read is left out, `verify` names it."""
         found = []
-        for manifest in (self.root / "objects").glob(f"*/*/*/{NAME}"):
+        for artifact in self.committed():
             with contextlib.suppress(PunaError):
-                artifact = Artifact.at(manifest.parent)
                 _ = artifact.manifest
                 found.append(artifact)
         return sorted(found, key=lambda a: (a.manifest.created_at, a.key))
@@ -84,61 +141,51 @@ class Store:
             known_kind(kind)
         if len(prefix) < 4 or set(prefix) - set("0123456789abcdef"):
             raise PunaError(f"{name}: no such artifact; give at least 4 hex digits of the key, `puna list` shows them")
-        folders = (self.root / "objects").glob(f"{kind or '*'}/{prefix[:2]}/{prefix}*/{NAME}")
-        found = [Artifact.at(m.parent) for m in folders]
+        kinds = (kind,) if kind else KINDS
+        names = (n.split("/") for one in kinds for n in self.files.list(f"objects/{one}/{prefix[:2]}"))
+        found = [Artifact(n[1], n[3], self.files) for n in names if len(n) == 5 and n[4] == NAME and n[3].startswith(prefix)]
         if len(found) != 1:
             said = ", ".join(a.id for a in found)
-            raise PunaError(f"{name}: fits several artifacts: {said}" if found else f"{name}: no such artifact in {self.root}")
+            raise PunaError(f"{name}: fits several artifacts: {said}" if found else f"{name}: no such artifact in {self.uri}")
         return found[0]
 
     def checked(self, artifact: Artifact, read: Sequence[str] = ()) -> Artifact:
-        """`artifact`, after its checksums (of `read`, see `Artifact.damage`) were compared; PunaError names the damage."""
-        if damage := artifact.damage(read):
+        """`artifact`, after a quick look for damage (to `read`, see `Artifact.damage`); PunaError names the damage."""
+        if damage := artifact.damage(read, quick=True):
             raise PunaError(
                 f"artifact {artifact.id} is damaged: {'; '.join(damage)}. "
                 "Run the stage that made it again, or `puna verify --quarantine` to set it aside"
             )
         return artifact
 
-    def quarantine(self, artifact: Artifact) -> Path | None:
+    def quarantine(self, artifact: Artifact) -> str | None:
         """Move a damaged artifact out of the way; returns where it is now, None when it was mended or moved meanwhile."""
         with self.lock(artifact.key):
             found = self.find(artifact.kind, artifact.key)
-            return self.set_aside(artifact.kind, artifact.key) if found is not None and found.damage() else None
+            lost = found is None and bool(self.files.stats(artifact.place))
+            return self.set_aside(artifact.kind, artifact.key) if lost or (found is not None and found.damage()) else None
 
-    def set_aside(self, kind: str, key: str) -> Path:
+    def set_aside(self, kind: str, key: str) -> str:
         """Move the folder of a key out of the way, whatever is left in it; returns where it is now."""
-        target = self.root / "quarantine" / f"{kind}-{key[:12]}-{uuid.uuid4().hex}"
-        os.rename(self.folder(kind, key), target)
-        return target
+        target = f"quarantine/{kind}-{key[:12]}-{uuid.uuid4().hex}"
+        self.files.move(place_of(kind, key), target)
+        return f"{self.uri}/{target}"
 
     # --- making ------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def lock(self, key: str, *, wait: bool = True) -> Iterator[bool]:
         """Hold `key` against other processes; without `wait`, give False when another one holds it."""
-        file = self.root / "locks" / key
-        while True:
-            with self._opened(file) as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-                except BlockingIOError:
-                    yield False
-                    return
-                # `gc` removes old lock files; one that was removed while we waited holds nobody off.
-                if file.exists() and os.path.samestat(os.fstat(lock.fileno()), os.stat(file)):
-                    yield True
-                    return
-
-    def _opened(self, file: Path, mode: str = "w") -> TextIO:
-        with written(self.root):
-            return cast("TextIO", file.open(mode))
+        with contextlib.ExitStack() as stack:
+            with written(self.uri):
+                mine = stack.enter_context(self.files.lease(key, wait=wait))
+            yield mine
 
     @contextlib.contextmanager
     def work(self, key: str) -> Iterator[Work]:
         """The work folder of `key`, held against other processes; it survives a crash until the commit."""
-        with written(self.root), self.lock(key):
-            yield Work(self, self.root / "work" / key)
+        with written(self.uri), self.lock(key):
+            yield Work(self, key)
 
     def import_table(self, kind: str, table: pa.Table, **side: pa.Table) -> Artifact:
         """Commit a table (and side tables) made outside any stage, for scripts and tests."""
@@ -152,57 +199,67 @@ class Store:
 
     def accepted(self, key: str) -> str:
         """The key of the artifact that stands for `key`: itself, or an older one declared equivalent."""
-        file = self.root / "refs" / ".accepted" / f"{key}.json"
-        return _pointer(file, "stands_for") if file.is_file() else key
+        found = self._pointer(_acceptance(key))
+        return key if found is None else found["stands_for"]
 
     def accept(self, old: Artifact, new_key: str) -> None:
         """Declare that the artifact `old` is what `new_key` would be (a refactoring that changes nothing)."""
-        file = self.root / "refs" / ".accepted" / f"{new_key}.json"
-        with written(self.root):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_text(file, json.dumps({"stands_for": old.key}) + "\n")
+        with written(self.uri):
+            self.files.write(_acceptance(new_key), _pointed({"stands_for": old.key}))
 
     def acceptances(self) -> dict[str, str]:
         """Every key that an older artifact stands for, and the older one's key."""
-        files = sorted((self.root / "refs" / ".accepted").glob("[!.]*.json"))
-        return {f.stem: _pointer(f, "stands_for") for f in files}
+        names = [n for n in self.files.list("refs/.accepted") if _plain(n)]
+        return {Path(n).stem: found["stands_for"] for n in names if (found := self._pointer(n)) is not None}
 
     # --- aliases -----------------------------------------------------------------------------------
 
     def alias(self, name: str) -> Artifact:
         """The artifact that `name@version` points to."""
-        file = self._reference(name)
-        if not file.is_file():
-            raise PunaError(f"{name}: no such alias in {self.root}")
-        kind, key = _pointer(file, "kind"), _pointer(file, "key")
+        found = self._pointer(_reference(name))
+        if found is None:
+            raise PunaError(f"{name}: no such alias in {self.uri}")
+        kind, key = found["kind"], found["key"]
         artifact = self.find(kind, key)
         if artifact is None:
             raise PunaError(f"{name}: points to {kind}/{key[:12]}, which is not in the store")
         return artifact
 
     def set_alias(self, name: str, artifact: Artifact, expected: str | None = None) -> None:
-        """Point `name@version` at an artifact; with `expected`, only if it now points at that key."""
-        file = self._reference(name)
-        with written(self.root):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with (file.parent / ".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+        """Point `name@version` at an artifact; with `expected` (a key, or nothing), only if it now points at that."""
+        file, data = _reference(name), _pointed({"kind": artifact.kind, "key": artifact.key})
+        with written(self.uri):
+            while True:
+                before = self.files.stat(file)
                 if expected is not None:
-                    now = _pointer(file, "key") if file.is_file() else ""
+                    found = self._pointer(file)
+                    now = found["key"] if found is not None else ""
                     if now != expected:
                         raise PunaError(f"{name}: points to {now[:12] or 'nothing'}, not to {expected[:12]}; it was changed meanwhile")
-                write_text(file, json.dumps({"kind": artifact.kind, "key": artifact.key}) + "\n")
+                if self.files.swap(file, data, before.version if before else None):
+                    return
 
-    def _reference(self, name: str) -> Path:
-        if not re.fullmatch(r"[\w-][\w.-]*@[\w-][\w.-]*", name):
-            raise PunaError(f"{name}: no such alias; one is NAME@VERSION, of letters, digits, `_`, `-` and `.`, for example policy@latest")
-        base, _, version = name.partition("@")
-        return self.root / "refs" / base / f"{version}.json"
+    def _pointer(self, name: str) -> dict[str, str] | None:
+        """What a file of `refs/` says, None where there is none; PunaError where it cannot be read or was damaged."""
+        try:
+            data = json.loads(self.files.read(name))
+            if data.pop("checksum") != _checksum(data):
+                raise ValueError("its checksum is wrong")
+            return {str(field): str(value) for field, value in data.items()}
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            said = f"does not say what it points to ({error}); remove it, the next run sets it again"
+            raise PunaError(f"{self.files.uri}/{name}: {said}") from error
 
     def aliases(self) -> dict[str, str]:
         """Every alias and the key it points to."""
-        files = sorted((self.root / "refs").glob("[!.]*/*.json"))
-        return {f"{f.parent.name}@{f.stem}": _pointer(f, "key") for f in files}
+        found = {}
+        for name in self.files.list("refs"):
+            inside = name.split("/")
+            if len(inside) == 3 and not inside[1].startswith(".") and _plain(name) and (pointer := self._pointer(name)) is not None:
+                found[f"{inside[1]}@{inside[2].removesuffix('.json')}"] = pointer["key"]
+        return found
 
     def names(self) -> dict[str, list[str]]:
         """Every key that an alias points to, with all its aliases."""
@@ -216,56 +273,72 @@ class Store:
     def record(self, run: str, event: dict[str, Any]) -> None:
         """Append one event to the log of a run."""
         line = json.dumps({"time": datetime.now(UTC).isoformat(), **event}, ensure_ascii=False).encode() + b"\n"
-        with written(self.root), (self.root / "runs" / f"{run}.jsonl").open("a+b") as file:
-            # What a crash or a full disk cut short must not take the next line with it.
-            if file.seek(0, os.SEEK_END):
-                file.seek(-1, os.SEEK_END)
-                line = line if file.read(1) == b"\n" else b"\n" + line
-            file.write(line)
+        with written(self.uri):
+            if self.files.stat(f"runs/{run}.jsonl") is None:
+                self.files.append(ORDER, run.encode() + b"\n")
+            self.files.append(f"runs/{run}.jsonl", line)
 
     @contextlib.contextmanager
     def at_work(self, run: str) -> Iterator[None]:
-        """Hold the log of a run while it is at work: `gc` then keeps what the run has, and a run that was killed is told from it."""
-        with self._opened(self.root / "runs" / f"{run}.jsonl", "a") as log:
-            fcntl.flock(log, fcntl.LOCK_EX)
+        """Hold a run while it is at work: `gc` then keeps what the run has, and a run that was killed is told from it."""
+        with self.lock(f"run-{run}"):
             yield
 
     def runs(self) -> list[str]:
-        """Names of the runs, oldest first."""
-        return [f.stem for f in sorted((self.root / "runs").glob("*.jsonl"), key=lambda f: (f.stat().st_mtime_ns, f.name))]
+        """Names of the runs in the order in which they began."""
+        there = {Path(n).stem for n in self.files.list("runs") if n.endswith(".jsonl")}
+        known = self.files.read(ORDER).decode(errors="replace").split("\n") if self.files.stat(ORDER) else []
+        ordered = [name for name in dict.fromkeys(known) if name in there]
+        return [*sorted(there - set(ordered)), *ordered]
 
     def events(self, run: str) -> list[dict[str, Any]]:
         """The events of a run; a line that a crash cut short is left out."""
-        file = self.root / "runs" / f"{run}.jsonl"
-        if not file.is_file():
+        if self.files.stat(f"runs/{run}.jsonl") is None:
             raise PunaError(f"run {run}: no such run; `puna list --runs` shows them")
         found = []
-        for line in file.read_bytes().splitlines():
+        for line in self.files.read(f"runs/{run}.jsonl").splitlines():
             with contextlib.suppress(ValueError):
                 found.append(json.loads(line))
         return found
 
     def log(self, run: str) -> RunLog:
         """What the events of a run say."""
-        events = self.events(run)
-        with (self.root / "runs" / f"{run}.jsonl").open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return RunLog.of(run, events, at_work=True)
-        return RunLog.of(run, events, at_work=False)
+        return RunLog.of(run, self.events(run), at_work=self.files.held(f"run-{run}"))
 
 
-def _pointer(file: Path, field: str) -> str:
-    """What a file of `refs/` says in `field`; PunaError where it cannot be read."""
+def _acceptance(key: str) -> str:
+    return f"refs/.accepted/{key}.json"
+
+
+def _reference(name: str) -> str:
+    if not re.fullmatch(r"[\w-][\w.-]*@[\w-][\w.-]*", name):
+        raise PunaError(f"{name}: no such alias; one is NAME@VERSION, of letters, digits, `_`, `-` and `.`, for example policy@latest")
+    base, _, version = name.partition("@")
+    return f"refs/{base}/{version}.json"
+
+
+def _plain(name: str) -> bool:
+    """Whether a name is that of a pointer, and of none in the making."""
+    return name.endswith(".json") and not name.rpartition("/")[2].startswith(".")
+
+
+def _pointed(data: dict[str, str]) -> bytes:
+    return json.dumps(data | {"checksum": _checksum(data)}).encode() + b"\n"
+
+
+def _checksum(data: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _field(data: bytes, name: str) -> object:
     try:
-        return str(json.loads(file.read_text(encoding="utf-8"))[field])
-    except (ValueError, KeyError, TypeError) as error:
-        raise PunaError(f"{file}: does not say what it points to ({error}); remove it, the next run sets it again") from error
+        return json.loads(data).get(name)
+    except (ValueError, AttributeError):
+        return None
 
 
 @contextlib.contextmanager
-def written(root: Path) -> Iterator[None]:
+def written(uri: str) -> Iterator[None]:
     """Turn a full disk and a store that may not be written into one clear PunaError."""
     try:
         yield
@@ -273,11 +346,20 @@ def written(root: Path) -> Iterator[None]:
         number = getattr(error, "errno", None)
         if number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
             said = "the disk is full. Nothing half-made was committed and the parts that were done are kept: make room and run again"
-            raise PunaError(f"store {root}: {said} ({error})") from error
-        inside = str(getattr(error, "filename", None) or "").startswith(str(root))
+            raise PunaError(f"store {uri}: {said} ({error})") from error
+        inside = str(getattr(error, "filename", None) or "").startswith(uri)
         if inside and number in (errno.EROFS, errno.EACCES, errno.EPERM):
-            raise PunaError(f"store {root}: may not be written ({error}); mount it writable or name another with --store") from error
+            raise PunaError(f"store {uri}: may not be written ({error}); mount it writable or name another with --store") from error
         raise
+
+
+def files_of(uri: str | Path) -> Files:
+    """The place of files that a path, a `file://` or an `s3://` URI names."""
+    if str(uri).startswith("s3://"):
+        from puna.storage.s3 import S3Files
+
+        return S3Files.at(str(uri))
+    return LocalFiles(located(uri))
 
 
 def located(uri: str | Path) -> Path:
@@ -285,7 +367,7 @@ def located(uri: str | Path) -> Path:
     text = str(uri)
     parsed = urlsplit(text) if "://" in text else None
     if parsed is not None and (parsed.scheme != "file" or parsed.netloc not in ("", "localhost")):
-        raise PunaError(f"store {text}: only local or mounted folders can hold a store; give a path")
+        raise PunaError(f"store {text}: only folders and object stores can hold a store; give a path, or s3://BUCKET/PREFIX")
     root = Path(unquote(parsed.path) if parsed is not None else text).expanduser().resolve()
     if root.exists() and not root.is_dir():
         raise PunaError(f"store {root}: is a file, not a folder")

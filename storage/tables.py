@@ -1,204 +1,283 @@
-"""Writing and reading the Parquet tables of an artifact.
+"""Making the tables of an artifact out of what its jobs left: shards in final form, or pieces that are merged.
 
-Parts arrive in any order and any size; `merge` sorts them by primary key and writes fixed row groups, so that equal rows
-give equal bytes whoever computed which part. Most stages write sorted parts that do not overlap, which are only put one after
-another; all others are sorted by DuckDB, out of core.
+Merging sorts by primary key and cuts anew, out of core, so that equal rows give equal bytes whoever computed which piece. It is
+the work of one worker; the process that drives a stage reads no row.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from puna.storage import shards
 from puna.storage.errors import PunaError
+from puna.storage.files import Files
+from puna.storage.manifest import Source, TableRecord, table_digest
+from puna.storage.parts import ShardRows, Stored, between, span
 from puna.storage.schemas import TableSchema, table_schema
+from puna.storage.shards import NOTHING, FileRecord, ShardWriter
+from puna.storage.staging import Outputs, Staged, Staging, filled, united
+
+Mapper = Callable[[Callable[..., Any], Sequence[Any]], Iterable[Any]]
+"""Runs a function for each of some jobs, in workers, and gives the results in order."""
+
+LEAST_KEPT = 0.25
+"""Share of the stored rows below which kept ones are written anew: reading through the selection would cost more."""
+MOST_SOURCES = 4
+"""Artifacts that a table keeps rows of at most; of more, all rows are written anew."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """A range of rows of one stored table: small, picklable, read where the work is done."""
+class Pieces:
+    """What the jobs of an artifact left of one table. `cut`: shards of the corpus that it belongs to; 0: of none."""
 
-    file: str
-    start: int
-    stop: int
-    columns: tuple[str, ...] | None = None
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of the part."""
-        return self.stop - self.start
-
-    def read(self) -> pa.Table:
-        """The rows as a table; reads only the row groups that hold them."""
-        source = pq.ParquetFile(self.file)
-        groups, first, offset = [], None, 0
-        for group in range(source.num_row_groups):
-            rows = source.metadata.row_group(group).num_rows
-            if offset < self.stop and offset + rows > self.start:
-                groups.append(group)
-                first = offset if first is None else first
-            offset += rows
-        table = source.read_row_groups(groups, columns=list(self.columns) if self.columns else None)
-        return table.slice(self.start - (first or 0), self.rows)
+    table: str
+    staged: list[Staged]
+    cut: int = 0
+    sources: tuple[Source, ...] = ()
+    source_shards: tuple[tuple[Stored | None, ...], ...] = ()
+    """By source, its own file of each shard."""
+    ranges: bool = False
+    """Each piece holds a range of keys of its own, and is a shard."""
 
 
-def batches_of(file: Path, rows: int = 8192, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """The rows of a Parquet file in batches of at most `rows`, within bounded memory."""
-    # With its buffers on, Arrow keeps what it has read of every row group until the file is closed.
-    with pq.ParquetFile(file, pre_buffer=False) as source:
-        yield from source.iter_batches(batch_size=rows, columns=columns)
+class Made(NamedTuple):
+    """A finished table, and the files that are its shards: name in the artifact → name in the store and record."""
+
+    record: TableRecord
+    content: dict[str, tuple[str, FileRecord]]
 
 
-def write_part(table: pa.Table, file: Path) -> None:
-    """Write rows to `file` so that it exists whole or not at all, a loss of power included."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        pq.write_table(table, temporary, compression="zstd")
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+def finished(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
+    """The table of some pieces: their shards as they are, or merged."""
+    schema = table_schema(pieces.table)
+    found = [one for one in pieces.staged if one.shard.rows]
+    raw = sum(one.shard.bytes for one in found)
+    same = len({tuple(one.columns.items()) for one in found}) <= 1
+    numbers = [one.number for one in found]
+    whole = bool(found) and same and None not in numbers and len(set(numbers)) == len(numbers) and len({one.cut for one in found}) == 1
+    small = raw <= schema.shard_bytes
+    if whole and (schema.selectable or not small):
+        if schema.selectable and _write_anew(pieces, found):
+            jobs = [(pieces.table, one, tuple(s[one.number or 0] for s in pieces.source_shards), staging) for one in found]
+            found = list(mapper(_written_anew, jobs))
+            return _record(schema, found, found[0].cut, ())
+        return _record(schema, found, found[0].cut, pieces.sources if any(s.shard.order for s in found) or _refers(found) else ())
+    if any("order" in one.files for one in found):
+        raise PunaError(f"table {pieces.table}: rows kept by reference were written together with others; write it in one transform")
+    if same and (len(found) == 1 and (small or pieces.ranges)):
+        return _record(schema, [replace(found[0], number=0, cut=1)], 1, ())
+    if same and pieces.ranges and not small and (ordered := _in_order(found)) is not None:
+        return _record(schema, [replace(one, number=n) for n, one in enumerate(ordered)], 0, ())
+    by_id = schema.key[0] == "id"
+    cut = 1 if small or not by_id else pieces.cut or shards.count(schema, raw)
+    (merged,) = mapper(_merged, [(pieces.table, found, cut, staging)])
+    return _record(schema, merged, cut, ())
 
 
-def merge(name: str, parts: Sequence[Path], target: Path, memory_limit: str = "2GB") -> tuple[int, pa.Schema]:
-    """Sort the rows of `parts` by the primary key of table `name` into `target`; returns rows and schema.
-
-    Raises PunaError where two rows have one key.
-    """
-    table = table_schema(name)
-    names: dict[str, None] = {}
-    for part in parts:
-        names.update(dict.fromkeys(pq.read_schema(part).names))
-    schema = table.schema_for(names)
-    ordered = _in_order(parts, table.key)
-    rows, last = 0, None
-    with contextlib.ExitStack() as stack, pq.ParquetWriter(target, schema, compression="zstd", compression_level=3) as writer:
-        if ordered is None:
-            batches = _sorted(stack, parts, table, target.parent / ".sort", memory_limit)
-        else:
-            batches = (batch for part in ordered for batch in batches_of(part, table.group_rows))
-        for group in _regroup(batches, schema, table.group_rows):
-            if ordered is None:
-                last = _check_unique(table, group, last)
-            writer.write_table(group, row_group_size=table.group_rows)
-            rows += group.num_rows
-    return rows, schema
+def _refers(found: list[Staged]) -> bool:
+    return any("order" in one.files for one in found)
 
 
-def _sorted(
-    stack: contextlib.ExitStack, parts: Sequence[Path], table: TableSchema, scratch: Path, memory_limit: str
-) -> Iterator[pa.RecordBatch]:
-    """The rows of all parts in order of the key, by DuckDB."""
-    connection = stack.enter_context(duckdb.connect(config={"memory_limit": memory_limit, "temp_directory": str(scratch)}))
+def _write_anew(pieces: Pieces, found: list[Staged]) -> bool:
+    """Whether the rows that are kept by reference are too few, or lie in too many places."""
+    if not _refers(found):
+        return False
+    kept = sum(one.shard.rows - one.shard.own for one in found)
+    stored = sum(sum(file.groups) for source in pieces.source_shards for file in source if file is not None)
+    return kept < LEAST_KEPT * stored or len(pieces.sources) > MOST_SOURCES
+
+
+def _record(schema: TableSchema, found: Sequence[Staged], cut: int, sources: tuple[Source, ...]) -> Made:
+    """The record of some shards, with the names that their files get."""
+    count = cut or len(found)
+    by_number = {one.number: one for one in found}
+    columns = next((one.columns for one in found), {f.name: str(f.type) for f in schema.schema})
+    records, content = [], {}
+    for number in range(count):
+        one = by_number.get(number)
+        if one is None:
+            records.append(NOTHING)
+            continue
+        names = {}
+        for what, staged in one.files.items():
+            end = "" if what == "table" else f".{what}"
+            names[what] = f"{schema.name}{end}.parquet" if count == 1 else f"{schema.name}{end}/{number:05d}.parquet"
+            content[names[what]] = staged
+        records.append(replace(one.shard, file=names.get("table", ""), order=names.get("order", ""), facts=names.get("facts", "")))
+    rows = sum(s.rows for s in records)
+    return Made(TableRecord(rows, table_digest(columns, records), columns, records, cut, list(sources)), content)
+
+
+def _in_order(found: list[Staged]) -> list[Staged] | None:
+    """The pieces by their keys; None where their ranges overlap."""
+    ordered = sorted(found, key=lambda one: one.shard.low)
+    return ordered if all(a.shard.high < b.shard.low for a, b in pairwise(ordered)) else None
+
+
+# --- in a worker -----------------------------------------------------------------------------------
+
+
+def _written_anew(job: tuple[str, Staged, tuple[Stored | None, ...], Staging]) -> Staged:
+    """A shard with all its rows of its own."""
+    table, one, sources, staging = job
+    rows = one.rows(staging.files, sources)
+    with Outputs(staging, f"anew-{one.number:05d}", table) as outputs:
+        for start, stop in rows.pieces(table_schema(table).group_rows):
+            outputs.add(table, rows.read(start, stop))
+        (made,) = outputs.finish(number=one.number, cut=one.cut)
+    return made
+
+
+def _merged(job: tuple[str, list[Staged], int, Staging]) -> list[Staged]:
+    """The rows of all pieces sorted by the primary key, cut into shards."""
+    table, found, cut, staging = job
+    schema = table_schema(table)
+    stored = [file for one in found if (file := one.stored(staging.files)) is not None]
+    whole = schema.schema_for(united(file.schema() for file in stored))
+    made: list[Staged] = []
+    with contextlib.ExitStack() as stack:
+        temporary = stack.enter_context(staging.temporary())
+        batches = _sorted(stack, found, schema, staging.files, temporary)
+        edges = [*shards.bounds(cut), None]
+        for number, edge in enumerate(edges):
+            path = temporary / f"{table}.parquet"
+            writer = ShardWriter(table, path)
+            writer.open(whole)
+            try:
+                for rows in batches.below(edge):
+                    writer.add(filled(rows, whole))
+                written = writer.close()
+            except BaseException:
+                writer.abandon()
+                raise
+            if written.shard.rows:
+                made += staging.keep(f"{table}-merged-{number:05d}", {table: written}, temporary, number=number, cut=cut)
+    return made
+
+
+class _Stream:
+    """Rows in order of their key, given up to one edge after another."""
+
+    def __init__(self, batches: Iterator[pa.Table], key: str) -> None:
+        self._batches = batches
+        self._key = key
+        self._left: pa.Table | None = None
+
+    def below(self, edge: str | None) -> Iterator[pa.Table]:
+        """The rows that follow and whose key is below `edge` (None: all)."""
+        while True:
+            rows = self._left if self._left is not None else next(self._batches, None)
+            self._left = None
+            if rows is None:
+                return
+            if edge is None:
+                yield rows
+                continue
+            number = int(np.searchsorted(np.array(rows[self._key].to_pylist(), dtype=object), edge, side="left"))
+            if number:
+                yield rows.slice(0, number)
+            if number < rows.num_rows:
+                self._left = rows.slice(number)
+                return
+
+
+def _sorted(stack: contextlib.ExitStack, found: list[Staged], schema: TableSchema, files: Files, temporary: Path) -> _Stream:
+    """The rows of all pieces in order of the key: one after another where they do not overlap, else sorted by DuckDB."""
+    ordered = _in_order(found)
+    if ordered is not None:
+        pieces = (rows for one in ordered for shard in [one.rows(files)] for a, b in shard.pieces(65_536) for rows in [shard.read(a, b)])
+        return _Stream(pieces, schema.key[0])
+    paths = [str(files.local(one.files["table"][0])) for one in found]
+    connection = stack.enter_context(duckdb.connect(config={"memory_limit": "2GB", "temp_directory": str(temporary / ".sort")}))
     connection.execute("set TimeZone='UTC'")
     connection.execute("set preserve_insertion_order=false")
-    query = f"select * from {parquet(parts)} order by {', '.join(_quote(k) for k in table.key)}"
-    yield from connection.sql(query).to_arrow_reader(table.group_rows)
+    query = f"select * from {parquet(paths)} order by {', '.join(_quote(k) for k in schema.key)}"
+    reader = connection.sql(query).to_arrow_reader(schema.group_rows)
+    return _Stream((pa.Table.from_batches([batch]) for batch in reader), schema.key[0])
 
 
-def _in_order(parts: Sequence[Path], key: tuple[str, ...]) -> list[Path] | None:
-    """The parts that have rows, in order, where all their keys grow from row to row and from part to part; None where not."""
-    found = []
-    for part in parts:
-        bounds = _bounds(part, key)
-        if bounds is None:
-            return None
-        if bounds:
-            found.append((*bounds, part))
-    found.sort(key=lambda one: one[0])
-    if any(before[1] >= after[0] for before, after in pairwise(found)):
-        return None
-    return [part for _, _, part in found]
+class Balance(NamedTuple):
+    """The shards of what came into a filter and of what it kept and dropped."""
+
+    came: list[ShardRows]
+    went: list[ShardRows]
 
 
-def _bounds(part: Path, key: tuple[str, ...]) -> tuple[Any, ...] | None:
-    """The first and the last key of a part; empty where it has no rows, None where its keys do not grow from row to row."""
-    first: tuple[Any, ...] = ()
-    last: tuple[Any, ...] = ()
-    for batch in batches_of(part, columns=list(key)):
-        columns = [batch.column(name) for name in key]
-        if any(column.null_count for column in columns):
-            return None
-        if batch.num_rows:
-            low, high = (tuple(column[at].as_py() for column in columns) for at in (0, batch.num_rows - 1))
-            if not _grow(columns) or (last and last >= low):
-                return None
-            first, last = first or low, high
-    return (first, last) if first else ()
+def imbalance(balance: Balance, cut: int, mapper: Mapper, most: int = 3) -> list[tuple[str, int]]:
+    """Ids that are not as often among what went as among what came, with how many are missing there (negative: too many).
 
-
-def _grow(columns: list[pa.Array]) -> bool:
-    """Whether each row of some columns is larger than the one before, by the first column, then the second, and so on."""
-    larger = None
-    for column in reversed(columns):
-        before, after = column[:-1], column[1:]
-        more = pc.less(before, after)
-        larger = more if larger is None else pc.or_(more, pc.and_(pc.equal(before, after), larger))
-    return pc.all(larger, min_count=0).as_py() is True
-
-
-def empty(name: str, target: Path) -> None:
-    """Write a table without rows."""
-    table = table_schema(name)
-    with pq.ParquetWriter(target, table.schema, compression="zstd"):
-        pass
-
-
-FEW = 10_000
-"""Rows up to which counting ids takes less time than starting DuckDB."""
-
-
-def _ids(files: Sequence[Path]) -> list[str]:
-    return [i for file in files for i in pq.ParquetFile(file).read(columns=["id"])["id"].to_pylist()]
-
-
-def imbalance(came: Sequence[Path], went: Sequence[Path], scratch: Path, most: int = 3) -> list[tuple[str, int]]:
-    """Ids that are not as often in the files `went` as in `came`, with how many are missing there (negative: too many).
-
-    At most `most` of them, in order. Two sums of hashes are compared first, in constant memory; their order is not needed.
+    At most `most` of them, in order; counted shard by shard, in workers.
     """
-    if sum(pq.read_metadata(file).num_rows for file in (*came, *went)) <= FEW:
-        counts = Counter(_ids(came))
-        counts.subtract(_ids(went))
-        return sorted((i, n) for i, n in counts.items() if n)[:most]
-    with duckdb.connect(config={"memory_limit": "2GB", "temp_directory": str(scratch / ".sort")}) as connection:
-        ids = [
-            f"(select id from {parquet(files)})" if files else "(select ''::varchar as id where false)"
-            for files in (came, went)
-        ]
-        sums = [connection.execute(f"select count(*), sum(hash(id)) from {one}").fetchall() for one in ids]
-        if sums[0] == sums[1]:
-            return []
-        found = connection.execute(
-            f"""select id, sum(n)::bigint as missing from (select id, 1 as n from {ids[0]} union all select id, -1 from {ids[1]})
-            group by id having missing <> 0 order by id limit {most}"""
-        )
-        return [(str(i), int(n)) for i, n in found.fetchall()]
+    jobs = [(Balance(_near(balance.came, *span(cut, n)), _near(balance.went, *span(cut, n))), span(cut, n), most) for n in range(cut)]
+    return sorted(one for found in mapper(_imbalance, jobs) for one in found)[:most]
 
 
-def parquet(files: Sequence[Path], *, filename: bool = False) -> str:
+def _near(found: list[ShardRows], low: str, high: str | None) -> list[ShardRows]:
+    return [s for s in found if s.rows and s.high[0] >= low and (high is None or s.low[0] < high)]
+
+
+def _imbalance(job: tuple[Balance, tuple[str, str | None], int]) -> list[tuple[str, int]]:
+    balance, (low, high), most = job
+    columns = []
+    for side in balance:
+        ids = [table["id"] for table in between(side, low, high, ["id"])]
+        column = pa.concat_arrays([c for one in ids for c in one.chunks]) if ids else pa.array([], pa.string())
+        columns.append(column.take(pc.sort_indices(column)))
+    came, went = columns
+    if came.equals(went):
+        return []
+    counts = Counter(came.to_pylist())
+    counts.subtract(went.to_pylist())
+    return sorted((i, n) for i, n in counts.items() if n)[:most]
+
+
+def shard_rows(pieces: Pieces, made: Made, staging: Staging) -> list[ShardRows]:
+    """The shards of a finished table whose files still lie where they were staged."""
+    columns = list(pieces.source_shards) if made.record.sources else []
+    found = []
+    for number, shard in enumerate(made.record.shards):
+
+        def stored(name: str, groups: tuple[int, ...] = ()) -> Stored | None:
+            if not name:
+                return None
+            file, record = made.content[name]
+            return Stored(staging.files, file, record.sha256, groups)
+
+        own = stored(shard.file, shard.groups)
+        sources = tuple(column[number] for column in columns)
+        found.append(ShardRows(shard.rows, tuple(shard.low), tuple(shard.high), (own, *sources), stored(shard.order)))
+    return found
+
+
+def empty(name: str, path: Path) -> FileRecord:
+    """Write a table without rows; its columns are those that every such table has."""
+    return shards.write_table(path, table_schema(name).schema.empty_table())
+
+
+# --- SQL ---------------------------------------------------------------------------------------------
+
+
+def parquet(files: Sequence[str], *, filename: bool = False, more: str = "") -> str:
     """SQL for the rows of Parquet files, columns by name; whatever their paths hold, they are no patterns and no columns."""
     paths = ", ".join(literal(pattern(file)) for file in files)
-    return f"read_parquet([{paths}], union_by_name = true, hive_partitioning = false, filename = {str(filename).lower()})"
+    return f"read_parquet([{paths}], union_by_name = true, hive_partitioning = false, filename = {str(filename).lower()}{more})"
 
 
-def pattern(file: Path) -> str:
+def pattern(file: str) -> str:
     """The glob pattern that matches this path alone."""
-    return re.sub(r"[\[*?]", r"[\g<0>]", str(file))
+    return re.sub(r"[\[*?]", r"[\g<0>]", file)
 
 
 def literal(text: str) -> str:
@@ -208,36 +287,3 @@ def literal(text: str) -> str:
 
 def _quote(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
-
-
-def _regroup(batches: Iterable[pa.RecordBatch], schema: pa.Schema, rows: int) -> Iterator[pa.Table]:
-    """Tables of exactly `rows` rows (the last may have fewer) with `schema`."""
-    held: list[pa.Table] = []
-    count = 0
-    for batch in batches:
-        if not batch.num_rows:
-            continue
-        held.append(_filled(pa.Table.from_batches([batch]), schema))
-        count += batch.num_rows
-        while count >= rows:
-            whole = pa.concat_tables(held)
-            yield whole.slice(0, rows).combine_chunks()
-            held, count = [whole.slice(rows)], count - rows
-    if count:
-        yield pa.concat_tables(held).combine_chunks()
-
-
-def _filled(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """`table` with this schema; a column that its part has not is null."""
-    for field in schema:
-        if field.name not in table.schema.names:
-            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
-    return table.select(schema.names).cast(schema)
-
-
-def _check_unique(table: TableSchema, group: pa.Table, last: tuple[object, ...] | None) -> tuple[object, ...]:
-    keys = list(zip(*(group.column(k).to_pylist() for k in table.key), strict=True))
-    for before, after in zip([last, *keys[:-1]], keys, strict=True):
-        if before == after:
-            raise PunaError(f"table {table.name}: two rows have the key {dict(zip(table.key, after, strict=True))}")
-    return keys[-1]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
-import shutil
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from puna.storage import digest, tables
-from puna.storage.artifact import Artifact
+from puna.storage.artifact import Artifact, place_of
 from puna.storage.errors import PunaError
-from puna.storage.manifest import NAME, FileRecord, InputRecord, Manifest, TableRecord, content_digest, key_of
+from puna.storage.files import sync, write_bytes
+from puna.storage.manifest import NAME, InputRecord, Manifest, Source, TableRecord, content_digest, key_of, table_digest
+from puna.storage.parts import ShardRows, Stored
 from puna.storage.schemas import table_schema
+from puna.storage.shards import FileRecord, Shard
+from puna.storage.staging import Damaged, Outputs, Staged, Staging
+from puna.storage.tables import Made, Mapper, Pieces
 
 if TYPE_CHECKING:
     from puna.storage.store import Store
@@ -51,166 +56,199 @@ class Identity:
         return key_of(self.stage, self.code_version, self.config, self.inputs)
 
 
+def here(function: Callable[..., Any], jobs: Sequence[Any]) -> Iterable[Any]:
+    """Runs jobs in this process."""
+    return map(function, jobs)
+
+
 class Work:
     """An unfinished artifact: parts of tables, files, and scratch that survives a crash.
 
     Parts outlive a crash too, but only those that this attempt writes or claims are committed.
     """
 
-    def __init__(self, store: Store, folder: Path) -> None:
+    def __init__(self, store: Store, key: str) -> None:
         self.store = store
-        self.folder = folder
-        self.output = folder / "output"
-        self.scratch = folder / "scratch"
-        self.parts = folder / "parts"
-        self._claimed: dict[str, set[str]] = {}
-        if self.output.exists():
-            shutil.rmtree(self.output)
-        for path in (self.output, self.scratch, self.parts):
-            path.mkdir(parents=True, exist_ok=True)
+        self.place = f"work/{key}"
+        files = store.files
+        files.remove(f"{self.place}/output")
+        self.output = files.scratch(f"{self.place}/output")
+        self.scratch = files.scratch(f"{self.place}/scratch")
+        self.staging = Staging(files, f"{self.place}/parts")
+        self.mapper: Mapper = here
+        self.cut = 0
+        """Shards of the corpus that the artifact's rows belong to; 0: of none."""
+        self.ranges: set[str] = set()
+        """Tables whose pieces hold ranges of keys, each a shard."""
+        self._claimed: dict[str, list[Staged]] = {}
+        self._made: dict[str, Made] | None = None
+        self.shift = 0
+        self._sources: tuple[Source, ...] = ()
+        self._source_shards: tuple[tuple[Stored | None, ...], ...] = ()
 
     def uses(self, inputs: list[InputRecord]) -> None:
         """Say what the work reads, so that `gc` leaves it in place while the work goes on."""
-        write_text(self.folder / INPUTS, json.dumps([i.key for i in inputs if i.kind != "external"]))
-
-    def part(self, table: str, name: str) -> Path:
-        """The file of one part of a table."""
-        return self.parts / table / f"{name}.parquet"
+        self.store.files.write(f"{self.place}/{INPUTS}", json.dumps([i.key for i in inputs if i.kind != "external"]).encode())
 
     def add(self, table: str, rows: pa.Table, name: str) -> None:
-        """Write one part of a table; it is checked against the table's schema."""
-        tables.write_part(table_schema(table).conform(rows), self.part(table, name))
-        self.claim(table, name)
+        """Write a part of a table; it is checked against the table's schema."""
+        with Outputs(self.staging, f"{table}-{name}") as outputs:
+            outputs.add(table, rows)
+            self.claim(outputs.finish())
 
-    def claim(self, table: str, name: str) -> None:
-        """Count a part, written by a worker of this attempt or of one before it, as a part of the artifact."""
-        self._claimed.setdefault(table_schema(table).name, set()).add(name)
+    def made(self, job: str) -> list[Staged] | None:
+        """What a job left in an earlier attempt, when it is whole; None where it is to be made."""
+        try:
+            return self.staging.made(job)
+        except Damaged as damaged:
+            self.say(str(damaged))
+            return None
+
+    def say(self, damaged: str) -> None:
+        """Say that something is made again."""
+        warnings.warn(f"{damaged}, left by an earlier attempt, is damaged: it is made again", stacklevel=2)
+
+    def claim(self, staged: Iterable[Staged]) -> None:
+        """Count what a job of this attempt or of one before it made as part of the artifact."""
+        for one in staged:
+            self._claimed.setdefault(table_schema(one.table).name, []).append(one)
 
     def declare(self, table: str) -> None:
         """Have the table in the artifact even when it gets no rows: which tables there are must not depend on the data."""
-        self._claimed.setdefault(table_schema(table).name, set())
+        self._claimed.setdefault(table_schema(table).name, [])
 
-    def files(self, table: str) -> list[Path]:
-        """The files of the parts of a table so far."""
-        return [self.part(table, name) for name in sorted(self._claimed.get(table, ()))]
+    def refers(self, documents: Artifact) -> tuple[tuple[Stored | None, ...], ...] | None:
+        """By shard, the facts of the rows of `documents` that may be kept by reference; None where none may.
+
+        From now on sources are counted from 1 on: `documents`, where it has rows of its own, then its sources; rows that are
+        written have 0. `shift` is what the numbers of sources grow by.
+        """
+        if documents.files != self.store.files or not table_schema(documents.kind).selectable or self._sources:
+            return None
+        record = documents.record()
+        artifacts, self._sources, self.shift = documents.sources(), tuple(record.sources), 0
+        if any(s.file for s in record.shards):
+            artifacts = [documents, *artifacts]
+            self._sources, self.shift = (Source(documents.kind, documents.key, record.digest), *self._sources), 1
+        shards = [a.record(a.kind).shards for a in artifacts]
+        columns = list(zip(artifacts, shards, strict=True))
+        self._source_shards = tuple(tuple(a.stored(s.file, s.groups) if s.file else None for s in own) for a, own in columns)
+        facts = [[a.stored(s.facts) if s.facts else None for s in own] for a, own in columns]
+        return tuple(zip(*facts, strict=True))
 
     def rows(self, table: str) -> int:
         """Rows written to a table so far."""
-        return sum(pq.read_metadata(file).num_rows for file in self.files(table))
+        return sum(one.shard.rows for one in self._claimed.get(table, ()))
+
+    def values(self, table: str) -> dict[str, int]:
+        """Of an open table how many values of each column are not null."""
+        found: dict[str, int] = {}
+        for one in self._claimed.get(table, ()):
+            for name, count in one.values.items():
+                found[name] = found.get(name, 0) + count
+        return found
+
+    def finished(self, kind: str) -> dict[str, Made]:
+        """All tables of the artifact, merged where they have to be; nothing can be added afterwards."""
+        if self._made is None:
+            self._made = {}
+            for name in sorted({*self._claimed, *({kind} if _has_table(kind) else ())}):
+                pieces = self._pieces(name, kind)
+                made = tables.finished(pieces, self.staging, self.mapper)
+                self._made[name] = made if made.record.rows else self._empty(name, made)
+        return self._made
+
+    def _pieces(self, name: str, kind: str) -> Pieces:
+        sources, files = (self._sources, self._source_shards) if name == kind else ((), ())
+        return Pieces(name, self._claimed.get(name, []), self.cut, sources, files, name in self.ranges)
+
+    def _empty(self, name: str, made: Made) -> Made:
+        """A table without rows: one file that has its columns."""
+        with self.staging.temporary() as folder:
+            record = tables.empty(name, folder / "empty.parquet")
+            self.store.files.put(f"{self.staging.folder}/{name}/empty.parquet", folder / "empty.parquet")
+        shard = Shard(0, "", [], [], file=f"{name}.parquet")
+        columns = {f.name: str(f.type) for f in table_schema(name).schema}
+        table = TableRecord(0, table_digest(columns, [shard]), columns, [shard])
+        return Made(table, {f"{name}.parquet": (f"{self.staging.folder}/{name}/empty.parquet", record)})
+
+    def shards(self, table: str, kind: str) -> list[ShardRows]:
+        """The rows of a finished table, before they are committed."""
+        return tables.shard_rows(self._pieces(table, kind), self.finished(kind)[table], self.staging)
 
     def discard(self) -> None:
         """Remove the work folder and all that was done: the artifact exists already, or cannot come of it."""
-        shutil.rmtree(self.folder)
+        self.store.files.remove(self.place)
 
     def commit(self, kind: str, key: str, identity: Identity, **about: Any) -> Artifact:
-        """Merge the parts, write the manifest last, and move the folder into place in one step.
+        """Finish the tables, write the manifest last, and move all into place in one step.
 
         The first of two writers of one key wins; the second gets the first one's artifact. The metric `characters`
         is added where the main table has a column `text`.
         """
-        self._check_output()
-        merged, characters = self._merged(kind)
-        files = {
-            str(f.relative_to(self.output)): FileRecord(f.stat().st_size, digest.of_file(f))
-            for f in sorted(self.output.rglob("*"))
-            if f.is_file()
-        }
-        if kind in characters:
-            about["metrics"] = {"characters": characters[kind], **about.get("metrics", {})}
+        made = self.finished(kind)
+        content = {name: file for table in made.values() for name, (file, _) in table.content.items()}
+        records = {name: record for table in made.values() for name, (_, record) in table.content.items()}
+        own = self._own_files(set(content), set(made))
+        content |= {name: f"{self.place}/output/{name}" for name in own}
+        if kind in made and "text" in made[kind].record.columns:
+            characters = sum(s.characters or 0 for s in made[kind].record.shards)
+            about["metrics"] = {"characters": characters, **about.get("metrics", {})}
+        all_tables = {name: one.record for name, one in made.items()}
         manifest = Manifest(
             kind=kind,
             key=key,
             stage=identity.stage,
-            data_digest=content_digest(merged, files),
+            data_digest=content_digest(all_tables, records | own),
             code_version=identity.code_version,
             code=identity.code,
             config=identity.config,
             inputs=identity.inputs,
-            tables=merged,
-            files=files,
+            tables=all_tables,
+            files=dict(sorted((records | own).items())),
             created_at=datetime.now(UTC).isoformat(),
             **about,
         )
-        for path in self.output.rglob("*"):
-            sync(path)
-        write_text(self.output / NAME, manifest.to_json())
-        placed = self._placed(kind, key)
-        # A worker of an attempt that failed may still be writing; what it leaves, `gc` removes.
-        shutil.rmtree(self.folder, ignore_errors=True)
-        return placed
-
-    def _merged(self, kind: str) -> tuple[dict[str, TableRecord], dict[str, int]]:
-        """Make every table of the artifact out of its parts; also gives the characters of each column `text`."""
-        merged: dict[str, TableRecord] = {}
-        characters: dict[str, int] = {}
-        for name in sorted({*self._claimed, *({kind} if self._has_table(kind) else ())}):
-            target = self.output / f"{name}.parquet"
-            if target.exists():
-                raise PunaError(f"{target}: a file of the stage has the name of its table; call it otherwise")
-            files = self.files(name)
-            if files:
-                rows, schema = tables.merge(name, files, target)
-            else:
-                tables.empty(name, target)
-                rows, schema = 0, table_schema(name).schema
-            shutil.rmtree(self.output / ".sort", ignore_errors=True)
-            content = digest.of_batches(schema, _batches(target, name, characters))
-            merged[name] = TableRecord(rows, content, {f.name: str(f.type) for f in schema})
-        return merged, characters
-
-    def _placed(self, kind: str, key: str) -> Artifact:
-        """Move the output to where the artifact lies, in one step; what another writer put there first stays."""
-        target = self.store.folder(kind, key)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists() and not (target / NAME).is_file():
-            self.store.set_aside(kind, key)
+        place, files = place_of(kind, key), self.store.files
         try:
-            os.rename(self.output, target)
+            won = files.publish(place, content, (NAME, manifest.to_json().encode()), f"{self.place}/commit")
         except OSError as error:
-            if not (target / NAME).is_file():
-                raise PunaError(f"cannot commit {kind}/{key[:12]} to {target}: {error}") from error
-        for folder in target.parents[:3]:
-            sync(folder)
-        return Artifact.at(target)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+                raise  # the store explains these itself
+            raise PunaError(f"cannot commit {kind}/{key[:12]} to {place}: {error}") from error
+        artifact = Artifact(kind, key, files)
+        if won:
+            artifact.remember()
+        # A worker of an attempt that failed may still be writing; what it leaves, `gc` removes.
+        with contextlib.suppress(OSError):
+            files.remove(self.place)
+        return artifact
 
-    def _check_output(self) -> None:
-        """PunaError where the stage wrote what cannot be committed."""
-        if (self.output / NAME).exists():
-            raise PunaError(f"{self.output / NAME}: this name is the manifest's; the stage has to call its file otherwise")
-        for path in self.output.rglob("*"):
+    def _own_files(self, taken: set[str], names: set[str]) -> dict[str, FileRecord]:
+        """The files that the stage itself wrote; PunaError where they cannot be committed."""
+        found = {}
+        for path in sorted(self.output.rglob("*")):
+            name = str(path.relative_to(self.output))
+            if name == NAME:
+                raise PunaError(f"{path}: this name is the manifest's; the stage has to call its file otherwise")
             if path.is_symlink():
                 raise PunaError(f"{path}: is a link, and what it points to may go; the stage has to write the file itself")
-
-    @staticmethod
-    def _has_table(kind: str) -> bool:
-        return kind not in ("tokenizer", "model")
-
-
-def inputs_of(folder: Path) -> list[str]:
-    """Keys of the artifacts that the work in a folder reads."""
-    file = folder / INPUTS
-    return [str(key) for key in json.loads(file.read_text())] if file.is_file() else []
+            if name in taken or name.removesuffix(".parquet") in names:
+                raise PunaError(f"{path}: a file of the stage has the name of its table; call it otherwise")
+            sync(path)
+            if path.is_file():
+                found[name] = FileRecord(path.stat().st_size, digest.of_file(path))
+                self.store.files.put(f"{self.place}/output/{name}", path)
+        return found
 
 
-def _batches(file: Path, table: str, characters: dict[str, int]) -> Iterator[pa.RecordBatch]:
-    """The rows of a table; adds the characters of its column `text`, where it has one, to `characters`."""
-    if "text" in pq.read_schema(file).names:
-        characters[table] = 0
-    for batch in tables.batches_of(file):
-        yield batch
-        if table in characters:
-            characters[table] += pc.sum(pc.utf8_length(batch.column("text"))).as_py() or 0
+def _has_table(kind: str) -> bool:
+    return kind not in ("tokenizer", "model", "classifier")
 
 
 def write_text(file: Path, text: str) -> None:
     """Write a small file so that it exists whole or not at all, a loss of power included."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, file)
-    sync(file.parent)
+    write_bytes(file, text.encode())
 
 
 def write_array(file: Path, array: npt.NDArray[Any]) -> None:
@@ -218,12 +256,3 @@ def write_array(file: Path, array: npt.NDArray[Any]) -> None:
     temporary = file.with_name(f".{os.getpid()}-{file.name}")
     np.save(temporary, array)
     os.replace(temporary, file)
-
-
-def sync(path: Path) -> None:
-    """Have the disk keep a file, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

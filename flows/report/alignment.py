@@ -12,7 +12,7 @@ from puna.flows.report.markup import Content, Html, details, excerpt, join, numb
 from puna.flows.report.plot import Plot
 from puna.flows.report.run import Run, Step, for_people
 from puna.flows.report.svg import draw, grid
-from puna.stages.pretrain.intervals import mean, wilson
+from puna.stages.training.intervals import mean, wilson
 
 OVERALL = ("all", "overall", "total", "mean")
 TASKS_IN_A_PLOT = 4

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from puna.stages.conversations import content_of, messages_of, shown
 from puna.storage import Artifact, InputRecord, PunaError, Store
 from puna.storage.runs import RunLog
 
@@ -92,6 +93,8 @@ class Run:
             if not names:
                 raise PunaError(f"store {store.root}: holds no run yet; `puna run pipeline` makes one")
             name = names[-1]
+        if name not in store.runs():  # a name, never a path
+            raise PunaError(f"run {name}: no such run; `puna list --runs` shows them")
         if not store.events(name):
             raise PunaError(f"run {name}: its log is empty")
         log = store.log(name)
@@ -144,10 +147,10 @@ class Run:
         if known is not None and not wanted:
             return Scan(known, rows)
         names = artifact.manifest.tables[artifact.kind].columns
-        column = next((n for n in ("text", "body", "response", "chosen", "prompt") if n in names), None)
+        column = next((n for n in ("text", "body", "messages") if n in names), None)
         if column is None:
             return Scan({}, rows)
-        columns = ["id", column, *(n for n in ("title", "url", "source", "prompt", "task") if n in names and n != column)]
+        columns = ["id", column, *(n for n in ("title", "url", "source", "task") if n in names)]
         asked = pa.array(sorted(wanted or ()), pa.string())
         lengths: dict[str, int] = {}
         for batch in artifact.batches(columns=columns, rows=1024):
@@ -155,10 +158,16 @@ class Run:
             sizes = pc.binary_length(values) if column == "body" else pc.utf8_length(values)
             lengths.update(zip(batch.column("id").to_pylist(), sizes.to_pylist(), strict=True))
             for row in batch.filter(pc.is_in(batch.column("id"), asked)).to_pylist():
-                row["text"] = _decoded(row[column])
+                row.update(_turns(row) if column == "messages" else {"text": _decoded(row[column])})
                 rows[row["id"]] = row
         self._lengths[artifact.key] = lengths
         return Scan(lengths, rows)
+
+
+def _turns(row: dict[str, Any]) -> dict[str, str]:
+    """A conversation as a card shows it: the last turn as `text`, what stands before it as `prompt`."""
+    messages = messages_of(row)
+    return {"prompt": shown(messages[:-1]), "text": shown(messages[-1:]) if len(messages) == 1 else content_of(messages[-1])}
 
 
 def _decoded(value: str | bytes | None) -> str:

@@ -1,10 +1,10 @@
-"""Averages of weights: of models, of checkpoints on disk, and over the steps of a run."""
+"""Averages of weights: of models, and of checkpoints on disk."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -58,45 +58,6 @@ def average_checkpoints(
         if path.suffix in (".json", ".jinja", ".model") and path.name != "manifest.json":
             shutil.copyfile(path, target / path.name)
     save_file(result, target / WEIGHTS, metadata=metadata)
-
-
-class Ema:
-    """Exponential moving average of a model's weights: ``e <- decay * e + (1 - decay) * w``, in fp32.
-
-    It starts at the model's weights, so it needs no bias correction.
-    """
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay must lie in [0, 1), not {decay}")
-        self.decay = decay
-        self.weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}
-
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        """Take in the model's present weights."""
-        for name, parameter in model.named_parameters():
-            self.weights[name].lerp_(parameter.detach().float(), 1.0 - self.decay)
-
-    @contextmanager
-    def applied(self, model: nn.Module) -> Iterator[None]:
-        """The average in place of the model's weights, for an evaluation; they return afterwards."""
-        own = {name: p.detach().clone() for name, p in model.named_parameters()}
-        self.copy_to(model)
-        try:
-            yield
-        finally:
-            _load(model, own)
-
-    def copy_to(self, model: nn.Module) -> None:
-        """Overwrite the model's weights with the average."""
-        _load(model, self.weights)
-
-
-@torch.no_grad()
-def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weights[name])
 
 
 def _shares(count: int, weights: Sequence[float] | None) -> list[float]:

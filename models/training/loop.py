@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from puna.models.training.config import TrainConfig
+from puna.models.training.settings import TrainConfig
 from puna.models.training.spikes import spike_limits
 from puna.models.training.state import load_state, save_state
-from puna.models.training.updater import Row, Updater
+from puna.models.training.trainer import Row, Trainer
 
-__all__ = ["Row", "TrainConfig", "TrainLog", "TrainingDiverged", "Updater", "train", "weights_digest"]
+__all__ = ["Row", "TrainConfig", "TrainLog", "TrainingDiverged", "Trainer", "train", "weights_digest"]
 
 TrainLog = list[Row]
 Batches = Callable[[int], Any]
@@ -41,6 +40,7 @@ def train(
     checkpoint_dir: Path | None = None,
     checkpoint_every: int = 0,
     on_step: Callable[[Row], None] | None = None,
+    rate_scales: Mapping[str, float] | None = None,
 ) -> TrainLog:
     """Optimise `model` in place and return one row per step.
 
@@ -51,6 +51,8 @@ def train(
     the objective's metrics, model_flops_utilization where the device's peak is known, and balance_loss of a
     model with experts.
 
+    `rate_scales` multiplies the learning rate of parameters, by name (LoRA+).
+
     In bf16 the model computes in bf16 while it trains and has its fp32 weights back afterwards.
 
     With `checkpoint_dir` the state is kept there every `checkpoint_every` steps and at the end, and a
@@ -58,30 +60,36 @@ def train(
     another configuration or seed, or of other initial weights, with ValueError. `TrainingDiverged` after
     `max_skipped` steps in a row without an acceptable loss and gradient.
     """
-    identity = {"config": asdict(config), "seed": seed, "initial": weights_digest(model)}
+    settings, ema = config.optimizer, config.schedule.ema
+    identity = {
+        "config": config.model_dump(mode="json"),
+        "seed": seed,
+        "initial": weights_digest(model),
+        "rate_scales": dict(rate_scales or {}),
+    }
     was_training = model.training
     average: dict[str, Tensor] = {}
-    with Updater(model, objective, config) as updater:
-        first, log = _resume(checkpoint_dir, updater, average, identity)
+    with Trainer(model, objective, config, rate_scales) as trainer:
+        first, log = _resume(checkpoint_dir, trainer, average, identity)
         averaged_steps = config.averaged_steps()
         model.train()
         for step in range(first, config.steps + 1):
-            limits = spike_limits(log, config.spike_window, config.spike_limit)
-            row = updater.step(step, batches(step), seed, limits)
+            limits = spike_limits(log, settings.spike_window, settings.spike_limit)
+            row = trainer.step(step, batches(step), seed, limits)
             log.append(row)
-            check_skips(log, config.max_skipped)
+            check_skips(log, settings.max_skipped)
             if step in averaged_steps:
-                _include(average, updater.weights, 1.0 / sum(s <= step for s in averaged_steps))
-            if config.ema and not row["skipped"]:
-                _include(average, updater.weights, 1.0 - config.ema)
+                _include(average, trainer.weights, 1.0 / sum(s <= step for s in averaged_steps))
+            if ema and not row["skipped"]:
+                _include(average, trainer.weights, 1.0 - ema)
             if checkpoint_dir is not None and (
                 step == config.steps or (checkpoint_every and step % checkpoint_every == 0)
             ):
-                tensors = updater.tensors() | {f"average.{name}": value for name, value in average.items()}
+                tensors = trainer.tensors() | {f"average.{name}": value for name, value in average.items()}
                 save_state(checkpoint_dir, step, tensors, {**identity, "log": log})
             if on_step is not None:
                 on_step(row)
-        updater.assign(average)
+        trainer.assign(average)
     model.train(was_training)
     return log
 
@@ -92,7 +100,7 @@ def weights_digest(model: nn.Module) -> str:
     for name, parameter in sorted(model.named_parameters()):
         value = parameter.detach().cpu().contiguous()
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.flatten().view(torch.uint8).numpy())
+        digest.update(value.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -107,14 +115,14 @@ def check_identity(folder: Path | None, record: dict[str, Any], identity: dict[s
 
 
 def _resume(
-    folder: Path | None, updater: Updater, average: dict[str, Tensor], identity: dict[str, Any]
+    folder: Path | None, trainer: Trainer, average: dict[str, Tensor], identity: dict[str, Any]
 ) -> tuple[int, TrainLog]:
     found = None if folder is None else load_state(folder)
     if found is None:
         return 1, []
     tensors, record = found
     check_identity(folder, record, identity)
-    updater.restore(tensors)
+    trainer.restore(tensors)
     prefix = "average."
     average.update({n.removeprefix(prefix): t.clone() for n, t in tensors.items() if n.startswith(prefix)})
     return record["step"] + 1, record["log"]

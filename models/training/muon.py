@@ -22,7 +22,8 @@ def orthogonalise(x_MN: Tensor, iterations: int = 5) -> Tensor:
     x = x_MN.bfloat16() if x_MN.is_cuda else x_MN
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    norm: Tensor = x.norm(dim=(-2, -1), keepdim=True)
+    x = x / norm.clamp(min=1e-7)
     for _ in range(iterations):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x

@@ -37,22 +37,6 @@ def step_indices(step: int, count: int, batch_size: int | Ramp, seed: int) -> li
     return chosen
 
 
-def cut_lengths(lengths: Sequence[int], length: int) -> list[int]:
-    """Document lengths [n] of a packed row, cut where the row crosses a multiple of `length` tokens.
-
-    With them a row trains as several shorter sequences of the same tokens: a ramp of sequence lengths.
-    """
-    if length < 1:
-        raise ValueError(f"length must be positive, not {length}")
-    pieces, at = [], 0
-    for size in lengths:
-        while size:
-            piece = min(size, length - at % length)
-            pieces.append(piece)
-            at, size = at + piece, size - piece
-    return pieces
-
-
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Examples [n] of given lengths into rows of at most `capacity` tokens: lists of indices.
 
@@ -72,30 +56,6 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         rows[row].append(index)
         insort(room, (free - lengths[index], row))
     return [sorted(row) for row in rows]
-
-
-def pack_documents(
-    documents: Sequence[Sequence[int]], length: int
-) -> tuple[np.ndarray[Any, np.dtype[np.int64]], list[list[tuple[int, int]]]]:
-    """Documents end to end, cut into rows of exactly `length` tokens.
-
-    Returns rows [R, length] int64 and, for each row, its pieces as (document, tokens). A document that
-    crosses a row's end goes on in the next row; the last tokens that fill no row are left out.
-    """
-    stream = np.concatenate([np.asarray(d, dtype=np.int64) for d in documents] or [np.zeros(0, np.int64)])
-    count = len(stream) // length
-    ends = np.cumsum([len(d) for d in documents], dtype=np.int64)
-    pieces: list[list[tuple[int, int]]] = []
-    for row in range(count):
-        position, stop, found = row * length, (row + 1) * length, []
-        document = int(np.searchsorted(ends, position, side="right"))
-        while position < stop:
-            end = min(int(ends[document]), stop)
-            if end > position:
-                found.append((document, end - position))
-            position, document = end, document + 1
-        pieces.append(found)
-    return stream[: count * length].reshape(count, length), pieces
 
 
 class Sampler(Generic[ExampleT, BatchT]):

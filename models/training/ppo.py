@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,8 @@ from puna.kernels.advantages import advantages
 from puna.models.generation import Completion, Engine, Sampling
 from puna.models.training.loop import (
     Row,
-    TrainConfig,
+    Trainer,
     TrainLog,
-    Updater,
     check_identity,
     check_skips,
     weights_digest,
@@ -31,84 +30,11 @@ from puna.models.training.objectives.base import Targets
 from puna.models.training.objectives.ppo import Ppo, PpoBatch, Value, token_values, whiten
 from puna.models.training.objectives.reward import answer_rewards
 from puna.models.training.packing import pack, step_indices
-from puna.models.training.schedules import Schedule
+from puna.models.training.settings import PpoSettings
 from puna.models.training.state import load_state, save_state
 from puna.models.transformer import Transformer
 
 Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], Sequence[Sequence[float]]]
-
-
-@dataclass(frozen=True)
-class PpoConfig:
-    """Settings of `train_ppo`.
-
-    rollouts             times that answers are sampled
-    prompts, answers     per rollout: prompts, and answers to each
-    epochs, minibatches  passes over a rollout, and updates in each pass
-    learning_rate, critic_learning_rate    of policy and critic
-    warmup_steps, schedule, clip_gradient  of both optimisers; steps are updates
-    max_tokens           of an answer
-    temperature          of sampling, and of every log-probability in the loss
-    clip, value_clip     clip ranges of the ratio and of the value's step
-    gamma, lam           discount and GAE's lambda
-    entropy_weight       of the entropy bonus
-    kl_coefficient       of the per-token KL penalty; its start when `kl_target` is set
-    kl_target            KL in nats per answer that the coefficient is steered to; None keeps it fixed
-    kl_horizon           answers over which the coefficient is steered
-    normalize_scores     shift and scale scores to mean 0 and variance 1 over the first rollout
-    unfinished_penalty   taken off the (normalised) score of an answer that was cut off
-    capacity             tokens of a row
-    """
-
-    rollouts: int
-    prompts: int
-    answers: int = 1
-    epochs: int = 2
-    minibatches: int = 2
-    learning_rate: float = 1e-5
-    critic_learning_rate: float = 1e-5
-    warmup_steps: int = 0
-    schedule: Schedule = "constant"
-    clip_gradient: float | None = 1.0
-    max_tokens: int = 64
-    temperature: float = 1.0
-    clip: float = 0.2
-    value_clip: float = 0.2
-    gamma: float = 1.0
-    lam: float = 0.95
-    entropy_weight: float = 0.0
-    kl_coefficient: float = 0.05
-    kl_target: float | None = None
-    kl_horizon: float = 10_000.0
-    normalize_scores: bool = True
-    unfinished_penalty: float = 1.0
-    capacity: int = 4096
-
-    def __post_init__(self) -> None:
-        for name in ("rollouts", "prompts", "answers", "epochs", "minibatches", "max_tokens", "capacity"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"PpoConfig: {name} must be at least 1")
-        if self.minibatches > self.prompts:
-            raise ValueError("PpoConfig: a minibatch needs at least one prompt")
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"PpoConfig: {name} must lie in 0..1")
-        if self.kl_coefficient < 0 or self.unfinished_penalty < 0:
-            raise ValueError("PpoConfig: kl_coefficient and unfinished_penalty must not be negative")
-        if self.kl_target is not None and (self.kl_target <= 0 or self.kl_horizon <= 0):
-            raise ValueError("PpoConfig: kl_target and kl_horizon must be positive")
-
-    def training(self, rate: float) -> TrainConfig:
-        """The optimiser settings of one of the two models."""
-        return TrainConfig(
-            steps=self.rollouts * self.epochs * self.minibatches,
-            learning_rate=rate,
-            warmup_steps=self.warmup_steps,
-            schedule=self.schedule,
-            weight_decay=0.0,
-            beta2=0.999,
-            clip=self.clip_gradient,
-        )
 
 
 @dataclass(frozen=True)
@@ -129,7 +55,7 @@ class Group:
         return len(self.prompt) + len(self.logprobs)
 
 
-def reward_model_scorer(model: Transformer, capacity: int = 4096) -> Scorer:
+def reward_model_scorer(model: Transformer, row_tokens: int = 4096) -> Scorer:
     """Scores of a reward model: its scalar head at each answer's last token."""
 
     @torch.no_grad()
@@ -137,7 +63,7 @@ def reward_model_scorer(model: Transformer, capacity: int = 4096) -> Scorer:
         prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Completion]]
     ) -> list[list[float]]:
         answers = [[c.tokens for c in row] for row in completions]
-        parts = _by_group(model, answer_rewards, prompts, answers, capacity, by_answer=True)
+        parts = _by_group(model, answer_rewards, prompts, answers, row_tokens, by_answer=True)
         return [part.tolist() for part in parts]
 
     return score
@@ -159,7 +85,7 @@ def train_ppo(
     critic: Transformer,
     prompts: Sequence[Sequence[int]],
     stop: Sequence[int],
-    config: PpoConfig,
+    config: PpoSettings,
     seed: int,
     checkpoint_dir: Path | None = None,
     on_step: Callable[[Row], None] | None = None,
@@ -174,24 +100,24 @@ def train_ppo(
 
     With `checkpoint_dir` the state is kept after each rollout and a run that finds one goes on from it.
     """
-    updaters = {
-        "policy": Updater(
+    trainers = {
+        "policy": Trainer(
             policy,
             Ppo(config.clip, config.entropy_weight, config.temperature),
-            config.training(config.learning_rate),
+            config.training(config.schedule.learning_rate),
         ),
-        "critic": Updater(critic, Value(config.value_clip), config.training(config.critic_learning_rate)),
+        "critic": Trainer(critic, Value(config.value_clip), config.training(config.critic_learning_rate)),
     }
     identity = {
-        "config": asdict(config),
+        "config": config.model_dump(mode="json"),
         "seed": seed,
         "initial": [weights_digest(m) for m in (policy, critic, reference)],
     }
-    first, numbers, log = _resume(checkpoint_dir, updaters, identity, config)
+    first, numbers, log = _resume(checkpoint_dir, trainers, identity, config)
     for rollout in range(first, config.rollouts + 1):
         started = time.perf_counter()
         groups = _roll_out(policy, reference, scorer, critic, prompts, stop, config, seed, rollout, numbers)
-        row = _summary(groups, numbers, config) | _update(updaters, groups, config, seed, rollout)
+        row = _summary(groups, numbers, config) | _update(trainers, groups, config, seed, rollout)
         log.append({"step": rollout, **row, "seconds": time.perf_counter() - started})
         check_skips(log, 2)
         if config.kl_target is not None:
@@ -201,7 +127,7 @@ def train_ppo(
             )
         if checkpoint_dir is not None:
             tensors = {
-                f"{who}.{name}": value for who, u in updaters.items() for name, value in u.tensors().items()
+                f"{who}.{name}": value for who, u in trainers.items() for name, value in u.tensors().items()
             }
             save_state(checkpoint_dir, rollout, tensors, {**identity, "numbers": numbers, "log": log})
         if on_step is not None:
@@ -216,7 +142,7 @@ def _roll_out(
     critic: Transformer,
     prompts: Sequence[Sequence[int]],
     stop: Sequence[int],
-    config: PpoConfig,
+    config: PpoSettings,
     seed: int,
     rollout: int,
     numbers: dict[str, float],
@@ -231,7 +157,7 @@ def _roll_out(
     answers = [[c.tokens for c in row] for row in completions]
     scores = torch.tensor([s for row in scorer(asked, completions) for s in row], dtype=torch.float32)
     finished = torch.tensor([float(c.finished) for row in completions for c in row])
-    if rollout == 1 and config.normalize_scores:
+    if rollout == 1 and config.normalize_rewards:
         numbers["score_mean"] = float(scores.mean())
         numbers["score_scale"] = max(float(scores.std(correction=0)), 1e-6)
     rewards = (scores - numbers["score_mean"]) / numbers["score_scale"]
@@ -241,8 +167,8 @@ def _roll_out(
         return model.token_logprobs(t.forest, t.positions, t.tokens, temperature=config.temperature)[0]
 
     with torch.no_grad():
-        values = torch.cat(_by_group(critic, token_values, asked, answers, config.capacity))
-        base = torch.cat(_by_group(reference, logprobs_of, asked, answers, config.capacity))
+        values = torch.cat(_by_group(critic, token_values, asked, answers, config.compute.micro_batch_tokens))
+        base = torch.cat(_by_group(reference, logprobs_of, asked, answers, config.compute.micro_batch_tokens))
     # The engine's log-probs are the trainer's: one forest mask serves both.
     logprobs = torch.tensor([p for row in completions for c in row for p in c.logprobs])
     lengths = torch.tensor([len(answer) for row in answers for answer in row])
@@ -271,7 +197,7 @@ def _roll_out(
 
 
 def _update(
-    updaters: dict[str, Updater], groups: Sequence[Group], config: PpoConfig, seed: int, rollout: int
+    trainers: dict[str, Trainer], groups: Sequence[Group], config: PpoSettings, seed: int, rollout: int
 ) -> Row:
     """All updates of one rollout; means of their rows."""
     rows: dict[str, list[Row]] = {"policy": [], "critic": []}
@@ -280,11 +206,11 @@ def _update(
         order = np.random.default_rng([seed, rollout, epoch]).permutation(len(groups))
         for number, part in enumerate(np.array_split(order, config.minibatches)):
             chosen = [groups[i] for i in sorted(part.tolist())]
-            packed = pack([len(group) for group in chosen], config.capacity)
+            packed = pack([len(group) for group in chosen], config.compute.micro_batch_tokens)
             batches = [_collate([chosen[i] for i in row]) for row in packed]
             step = first + epoch * config.minibatches + number + 1
-            for who, updater in updaters.items():
-                rows[who].append(updater.step(step, batches, seed))
+            for who, trainer in trainers.items():
+                rows[who].append(trainer.step(step, batches, seed))
     mean = {
         who: {name: sum(row[name] for row in some) / len(some) for name in some[0]}
         for who, some in rows.items()
@@ -301,7 +227,7 @@ def _update(
     }
 
 
-def _summary(groups: Sequence[Group], numbers: dict[str, float], config: PpoConfig) -> Row:
+def _summary(groups: Sequence[Group], numbers: dict[str, float], config: PpoSettings) -> Row:
     scores = torch.cat([group.scores for group in groups])
     finished = torch.cat([group.finished for group in groups])
     difference = torch.cat([group.logprobs - group.reference for group in groups])
@@ -334,14 +260,14 @@ def _by_group(
     compute: Callable[[Transformer, Targets], Tensor],
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[Sequence[int]]],
-    capacity: int,
+    row_tokens: int,
     by_answer: bool = False,
 ) -> list[Tensor]:
     """`compute` on all prompts with their answers, row by row; one CPU tensor per prompt, in order."""
     device = next(model.parameters()).device
     tokens = [sum(len(answer) for answer in row) for row in answers]
     results: dict[int, Tensor] = {}
-    for row in pack([len(p) + n for p, n in zip(prompts, tokens, strict=True)], capacity):
+    for row in pack([len(p) + n for p, n in zip(prompts, tokens, strict=True)], row_tokens):
         targets = Targets.from_answers([prompts[i] for i in row], [answers[i] for i in row])
         sizes = [len(answers[i]) if by_answer else tokens[i] for i in row]
         found = compute(model, targets.to(device)).float().cpu().split(sizes)
@@ -350,14 +276,14 @@ def _by_group(
 
 
 def _resume(
-    folder: Path | None, updaters: dict[str, Updater], identity: dict[str, Any], config: PpoConfig
+    folder: Path | None, trainers: dict[str, Trainer], identity: dict[str, Any], config: PpoSettings
 ) -> tuple[int, dict[str, float], TrainLog]:
     found = None if folder is None else load_state(folder)
     if found is None:
         return 1, {"kl_coefficient": config.kl_coefficient, "score_mean": 0.0, "score_scale": 1.0}, []
     tensors, record = found
     check_identity(folder, record, identity)
-    for who, updater in updaters.items():
+    for who, trainer in trainers.items():
         prefix = f"{who}."
-        updater.restore({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+        trainer.restore({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
     return record["step"] + 1, record["numbers"], record["log"]

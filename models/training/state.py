@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 TENSORS = "state.safetensors"
@@ -27,7 +29,9 @@ def save_state(folder: Path, step: int, tensors: dict[str, Tensor], record: dict
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary / TENSORS)
-    (temporary / RECORD).write_text(json.dumps({"step": step, **record}), encoding="utf-8")
+    text = json.dumps({"step": step, **record})
+    checksums = {TENSORS: _checksum((temporary / TENSORS).read_bytes()), RECORD: _checksum(text.encode())}
+    (temporary / RECORD).write_text(json.dumps({"record": text, "checksums": checksums}), encoding="utf-8")
     for name in (TENSORS, RECORD):
         _fsync(temporary / name)
     _fsync(temporary)
@@ -43,12 +47,26 @@ def save_state(folder: Path, step: int, tensors: dict[str, Tensor], record: dict
 
 
 def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """The newest complete checkpoint under `folder`: its tensors and its record; None if there is none."""
-    found = sorted(folder.glob("step-*")) if folder.is_dir() else []
-    if not found:
-        return None
-    record = json.loads((found[-1] / RECORD).read_text(encoding="utf-8"))
-    return load_file(found[-1] / TENSORS), record
+    """The newest complete checkpoint under `folder`: its tensors and its record; None if there is none.
+
+    One whose checksums are wrong is removed with a warning: the training then begins anew rather than with other numbers.
+    """
+    for path in sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []:
+        try:
+            data = json.loads((path / RECORD).read_text(encoding="utf-8"))
+            text, checksums = data["record"], data["checksums"]
+            tensors = (path / TENSORS).read_bytes()
+            if checksums == {TENSORS: _checksum(tensors), RECORD: _checksum(text.encode())}:
+                return load(tensors), json.loads(text)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass
+        warnings.warn(f"{path}: the state of the training is damaged; it is removed, and the training begins anew", stacklevel=2)
+        shutil.rmtree(path)
+    return None
+
+
+def _checksum(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _fsync(path: Path) -> None:

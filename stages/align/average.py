@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from puna.stages.align.fitting import check_one_tokenizer
 from puna.stages.contract import Model, StageConfig, StageRun, stage
+from puna.stages.training.train import check_one_tokenizer
 from puna.storage import PunaError
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field
 
-from puna.stages.align.fitting import check_lengths, load_model, render
 from puna.stages.contract import Figure, Instructions, Model, SeededConfig, StageConfig, StageRun, stage
+from puna.stages.conversations import Message, answer_texts, content_of, dump, messages_of, shown
+from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
+from puna.stages.training.train import Example, load_model, render_conversation
 from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:
+    from puna.models.transformer import Transformer
 
 EMOJI = re.compile("[\U0001f1e6-\U0001f1ff\U0001f300-\U0001faff\u2600-\u27bf\u2b50\u2b55\ufe0f]")
 """Pictographs, dingbats, regional indicators and the emoji variation selector."""
@@ -41,7 +46,7 @@ class Semantic(StageConfig):
     )
 
 
-class DataQualityConfig(SeededConfig):
+class DataQualityConfig(BadRowsConfig, SeededConfig):
     """Which filters, and how strict."""
 
     rules: Rules = Field(default_factory=Rules, description="Rules on the text")
@@ -62,18 +67,27 @@ def data_quality(instructions: Instructions, model: Model, config: DataQualityCo
     Quality is a reward in the top part, or the agreement of the prompt's samples in the place of a judge; rows
     without a score pass. Difficulty is one minus the agreement. Near-duplicates are found by the cosine of
     `model`'s mean hidden states, the mean over all dialogues taken off; in each cluster the dialogues are kept
-    greedily by quality times difficulty.
+    greedily by quality times difficulty. Rows that the chat template of `model` refuses, and those longer than `row_tokens`,
+    are dropped first; see `bad_rows`.
     """
     if not instructions.rows():
         raise PunaError(f"data_quality: {instructions.id} has no instructions; `dropped` of the stage before says why")
     rows = sorted(instructions.read().to_pylist(), key=lambda row: str(row["id"]))
     agreement = _agreement(instructions)
-    dropped: list[dict[str, Any]] = []
+    network, tokenizer = load_model(model, "lm")
+    bad = BadRows(config, "data_quality")
+    limit = Limit(config.row_tokens, "row_tokens")
+    rendered = bad.examples(rows, lambda row: render_conversation(tokenizer, row)[-1], len, limit)
+    bad.check_left(len(rendered), f"{len(rows)} instructions")
+    rows = [row for row, _ in rendered]
+    examples = {row["id"]: example for row, example in rendered}
+    dropped = bad.dropped
     for rule in (_phrase_rule(rows, config.rules), _text_rule(config.rules), _duplicate_rule(rows)):
         rows = _apply(rule, rows, dropped)
     rows = _apply(_quality_rule(rows, agreement, config), rows, dropped)
     if rows:
-        rows = _apply(_semantic_rule(rows, agreement, model, config, run), rows, dropped)
+        vectors = embed([examples[row["id"]] for row in rows], network, config.row_tokens)
+        rows = _apply(_semantic_rule(rows, agreement, vectors, config, run), rows, dropped)
     run.write_rows(rows)
     run.write_rows(dropped, "dropped")
     counts = Counter(row["rule"] for row in dropped)
@@ -84,6 +98,7 @@ def data_quality(instructions: Instructions, model: Model, config: DataQualityCo
     run.figure("rules", Figure(title="Data quality", x="rule", y="instructions", kind="bar", series={"instructions": bars}))
 
 
+Vectors = np.ndarray[Any, np.dtype[np.float32]]
 Verdict = tuple[str, float | None, float | None, str | None]
 """Rule, value, threshold, detail."""
 
@@ -108,6 +123,21 @@ def _agreement(instructions: Artifact) -> dict[str, float]:
     return {row["id"]: row["value"] for row in instructions.read("scores").to_pylist() if row["name"] == "agreement"}
 
 
+def _answer(row: dict[str, Any]) -> str:
+    """What the assistant says in a conversation."""
+    return "\n".join(answer_texts(messages_of(row)))
+
+
+def _is_empty(message: Message) -> bool:
+    """Whether it is a turn of the assistant that neither says nor calls anything."""
+    return message.get("role") == "assistant" and not content_of(message).strip() and not message.get("tool_calls")
+
+
+def _said(row: dict[str, Any]) -> tuple[str, ...]:
+    """A conversation without the blanks around its contents."""
+    return tuple(dump({**message, "content": content_of(message).strip()}) for message in messages_of(row))
+
+
 def _best_first(row: dict[str, Any]) -> tuple[float, str]:
     return (-(row["score"] if row["score"] is not None else float("inf")), row["id"])
 
@@ -117,7 +147,7 @@ def _phrase_rule(rows: Sequence[dict[str, Any]], rules: Rules) -> Any:
     found: dict[str, Verdict] = {}
     most = rules.phrase_share * len(rows)
     for phrase in rules.phrases:
-        holders = sorted((row for row in rows if phrase in row["response"].lower()), key=_best_first)
+        holders = sorted((row for row in rows if phrase in _answer(row).lower()), key=_best_first)
         for row in holders[int(most) :]:
             found.setdefault(row["id"], ("phrase", float(len(holders)), most, phrase))
     return lambda row: found.get(row["id"])
@@ -127,9 +157,9 @@ def _text_rule(rules: Rules) -> Any:
     """Empty answers, emoji, exclamation marks."""
 
     def judge(row: dict[str, Any]) -> Verdict | None:
-        text = row["response"]
-        if not text.strip():
+        if any(_is_empty(message) for message in messages_of(row)):
             return "empty", 0.0, None, None
+        text = _answer(row)
         for rule, count, most in (
             ("emoji", len(EMOJI.findall(text)), rules.max_emoji),
             ("exclamation_marks", text.count("!"), rules.max_exclamation_marks),
@@ -143,12 +173,12 @@ def _text_rule(rules: Rules) -> Any:
 
 def _duplicate_rule(rows: Sequence[dict[str, Any]]) -> Any:
     """One prompt with one and the same answer is kept once, the best-scored one."""
-    kept: dict[tuple[str, str], str] = {}
+    kept: dict[tuple[str, ...], str] = {}
     for row in sorted(rows, key=_best_first):
-        kept.setdefault((row["prompt"], row["response"].strip()), row["id"])
+        kept.setdefault(_said(row), row["id"])
 
     def judge(row: dict[str, Any]) -> Verdict | None:
-        first = kept[row["prompt"], row["response"].strip()]
+        first = kept[_said(row)]
         return None if first == row["id"] else ("duplicate", None, None, first)
 
     return judge
@@ -163,15 +193,14 @@ def _quality_rule(rows: Sequence[dict[str, Any]], agreement: dict[str, float], c
         agreed = agreement.get(row["id"], 0.0)
         if row["score"] is None or row["score"] >= threshold or agreed >= config.min_agreement:
             return None
-        return "quality", row["score"], threshold, f"agreement {agreed:.2f}: {row['response'][:200]}"
+        return "quality", row["score"], threshold, f"agreement {agreed:.2f}: {_answer(row)[:200]}"
 
     return judge
 
 
 def _semantic_rule(
-    rows: Sequence[dict[str, Any]], agreement: dict[str, float], model: Artifact, config: DataQualityConfig, run: StageRun
+    rows: Sequence[dict[str, Any]], agreement: dict[str, float], vectors: Vectors, config: DataQualityConfig, run: StageRun
 ) -> Any:
-    vectors = embed(rows, model, config.row_tokens)
     cluster = k_means(vectors, min(config.semantic.clusters, len(rows)), run.generator("clusters"))
     worth = _worth(rows, agreement)
     found: dict[str, Verdict] = {}
@@ -180,7 +209,8 @@ def _semantic_rule(
         order = sorted(members, key=lambda i: (-worth[i], rows[i]["id"]))
         for i, kept, cosine in greedy(vectors[order], config.semantic.max_similarity):
             row, better = rows[order[i]], rows[order[kept]]
-            found[row["id"]] = ("semantic_duplicate", cosine, config.semantic.max_similarity, f"{better['id']} {better['prompt'][:100]}")
+            detail = f"{better['id']} {shown(messages_of(better)[:-1])[:100]}"
+            found[row["id"]] = ("semantic_duplicate", cosine, config.semantic.max_similarity, detail)
     return lambda row: found.get(row["id"])
 
 
@@ -192,7 +222,7 @@ def _worth(rows: Sequence[dict[str, Any]], agreement: dict[str, float]) -> list[
     return [float(q) * (2.0 - agreement.get(row["id"], 0.0)) for q, row in zip(quality, rows, strict=True)]
 
 
-def embed(rows: Sequence[dict[str, Any]], artifact: Artifact, row_tokens: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+def embed(examples: Sequence[Example], model: Transformer, row_tokens: int) -> Vectors:
     """[n, D] unit vectors: the mean hidden state over a dialogue's tokens, the mean of all dialogues taken off.
 
     Without that, hidden states of one model share a large common direction and every cosine is near 1.
@@ -202,11 +232,8 @@ def embed(rows: Sequence[dict[str, Any]], artifact: Artifact, row_tokens: int) -
     from puna.models.forest import Forest
     from puna.models.training.packing import pack
 
-    model, tokenizer = load_model(artifact, "lm")
-    examples = [render(tokenizer, row["prompt"], [[row["response"]]]) for row in rows]
-    check_lengths(examples, [f"instruction {row['id']}" for row in rows], row_tokens)
     place = next(model.parameters()).device
-    vectors = np.zeros((len(rows), model.config.hidden_size), np.float32)
+    vectors = np.zeros((len(examples), model.config.hidden_size), np.float32)
     with torch.no_grad():
         for packed in pack([len(e) for e in examples], row_tokens):
             documents = [examples[i].prompt + examples[i].answers[0] for i in packed]

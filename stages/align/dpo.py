@@ -5,23 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from puna.stages.align.fitting import Example, Fitting, check_trl, fit, load_model, save_model
+from puna.models.training.settings import TrainingSettings
+from puna.stages.align.lora import AdaptableConfig, adapted
 from puna.stages.align.preferences import Level
 from puna.stages.align.reward_model import CLEAR, read_preferences, render_ranked
-from puna.stages.contract import Model, Preferences, SeededConfig, StageRun, stage
-from puna.storage import Artifact, PunaError
+from puna.stages.contract import Model, Preferences, StageRun, did_you_mean, stage
+from puna.stages.contract.plugins import offers
+from puna.stages.training.bad_rows import BadRows
+from puna.stages.training.train import Example, check_trl, fit, load_model, row_limit, save_model
+from puna.storage import PunaError
 
 if TYPE_CHECKING:
     from puna.models.training.objectives import DpoBatch
+    from puna.models.transformer import Transformer
 
 
-class DpoConfig(SeededConfig):
+TRL_LOSSES = ("sigmoid", "ipo", "hinge")
+"""What TRL's DPOTrainer computes as `models.training.losses` does."""
+LOSSES = (*TRL_LOSSES, "simpo", "orpo")
+
+
+class DpoConfig(AdaptableConfig):
     """How the policy is optimised."""
 
     engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's DPOTrainer")
+    loss: str = Field(
+        "sigmoid",
+        description="Preference loss: sigmoid (DPO), ipo, hinge; without a reference simpo, orpo (set nll_weight 1); or a plugin's",
+    )
     beta: float = Field(0.1, gt=0, description="Strength of the tie to the reference: the scale of the implicit reward")
+    simpo_gamma: float = Field(0.5, ge=0, description="Margin between the rewards of two answers that loss simpo asks for")
     nll_weight: float = Field(0.2, ge=0, description="Weight of the log-likelihood term on the better answer")
     nll_normalization: Literal["sequence", "tokens"] = Field(
         "sequence", description="The likelihood term: mean over answers of each answer's mean, or mean over tokens (TRL's)"
@@ -32,39 +47,75 @@ class DpoConfig(SeededConfig):
         "best_rest",
         description="The best of a preference's ranked answers against the worst alone, or against each of the others",
     )
-    fitting: Fitting = Field(default_factory=Fitting, description="Optimisation; an example is one prompt with all its preferences")
+    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one prompt with all its preferences")
+
+    @field_validator("loss")
+    @classmethod
+    def _known(cls, loss: str) -> str:
+        if loss in LOSSES:
+            return loss
+        from puna.models.training.losses import REGISTRY
+
+        offers("puna.losses")
+        if loss not in REGISTRY:
+            raise ValueError(f"there is no preference loss {loss}" + did_you_mean(loss, sorted(REGISTRY)))
+        return loss
 
     @model_validator(mode="after")
     def _engine(self) -> DpoConfig:
         if self.engine == "trl":
-            check_trl(self.fitting)
+            check_trl(self.training)
+            if self.loss not in TRL_LOSSES:
+                raise ValueError(f"TRL's DPOTrainer has no loss {self.loss}, only {', '.join(TRL_LOSSES)}: set engine puna")
+            if self.method == "lora":
+                raise ValueError("engine trl trains all weights of a policy here: set engine puna for method lora")
             if self.nll_weight and self.nll_normalization != "tokens":
                 raise ValueError("TRL's likelihood term is a mean over tokens: nll_normalization must be tokens with engine trl")
         return self
 
+    def reaches(self) -> list[tuple[str, str]]:
+        """A loss from outside: its code decides the model as the stage's own does."""
+        if self.loss in LOSSES:
+            return []
+        from puna.models.training.losses import REGISTRY
 
-@stage(kind="model")
+        function = REGISTRY[self.loss].function
+        return [(function.__module__, function.__qualname__)]
+
+
+@stage(kind="model", device=True)
 def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: StageRun) -> None:
-    """DPO with format tokens masked and an NLL term on the better answer (Llama 3, section 4.1.4).
+    """DPO, or another preference loss, with format tokens masked and an NLL term on the better answer (Llama 3, section 4.1.4).
 
-    The reference is the policy that training starts from; its log-probabilities are computed once.
+    The reference is the policy that training starts from; its log-probabilities are computed once, where the loss needs them.
+    Preferences that the chat template refuses, and those longer than a packed row, are in `dropped`; see `bad_rows`.
     """
     rows = [row for row in read_preferences(preferences, config.levels) if row["split"] == "train"]
     if not rows:
         raise PunaError(f"there is no training preference of the levels {', '.join(config.levels)}: nothing to learn from")
-    run.metric("preferences", len(rows))
+    policy, tokenizer = load_model(model, "lm")
+    bad = BadRows(config, "dpo")
+    examples = [one.example for one in render_ranked(tokenizer, rows, row_limit(config.training), bad)]
+    bad.check_left(len(examples), f"{len(rows)} training preferences")
+    bad.write(run)
+    run.metric("preferences", len(rows) - len(bad.dropped))
     if config.engine == "trl":
-        from puna.stages.align.trl_engine import train_dpo
+        from puna.stages.align.trl_engine import hub_tokenizer, train_dpo
 
-        train_dpo(model, rows, config, run)
+        policy = train_dpo(policy, examples, hub_tokenizer(model, tokenizer), config, run)
     else:
-        _train(model, rows, config, run)
+        _train(policy, examples, config, run)
+    save_model(policy, tokenizer, run.folder)
 
 
 def pairs_of(example: Example, pairs: str) -> list[tuple[int, int]]:
-    """(better, worse) indices of answers: the best of each group against its last, or against each other one."""
+    """(better, worse) indices of answers: the best of each ranking against the worst, or against each that is worse."""
     return [
-        (group[0], worse) for group in example.groups for worse in (group[-1:] if pairs == "best_worst" else group[1:])
+        (better, worse)
+        for tiers in example.groups
+        for better in tiers[0]
+        for tier in (tiers[-1:] if pairs == "best_worst" else tiers[1:])
+        for worse in tier
     ]
 
 
@@ -96,7 +147,7 @@ def reference(model: Any, examples: Sequence[Example], config: DpoConfig) -> lis
 
     place = next(model.parameters()).device
     found: dict[int, list[float]] = {}
-    for row in pack([len(e) for e in examples], config.fitting.row_tokens):
+    for row in pack([len(e) for e in examples], config.training.compute.micro_batch_tokens):
         batch = collate([(examples[i], [0.0] * len(examples[i].answers)) for i in row], config)
         values = reference_logprobs(model, batch.targets.to(place)).tolist()
         for i in row:
@@ -105,26 +156,25 @@ def reference(model: Any, examples: Sequence[Example], config: DpoConfig) -> lis
     return [found[i] for i in range(len(examples))]
 
 
-def _train(artifact: Artifact, rows: list[dict[str, Any]], config: DpoConfig, run: StageRun) -> None:
+def _train(model: Transformer, examples: list[Example], config: DpoConfig, run: StageRun) -> None:
     from functools import partial
 
     from puna.models.training.objectives import Dpo
     from puna.models.training.packing import Sampler
 
-    model, tokenizer = load_model(artifact, "lm")
-    fitting = config.fitting
-    examples = render_ranked(tokenizer, rows, fitting.row_tokens)
+    training = config.training
+    objective = Dpo(config.beta, config.nll_weight, config.nll_normalization, config.loss, config.simpo_gamma)
+    known = reference(model, examples, config) if objective.preference.needs_reference else [[0.0] * len(e.answers) for e in examples]
     sampler = Sampler(
-        list(zip(examples, reference(model, examples, config), strict=True)),
-        fitting.batch_size,
+        list(zip(examples, known, strict=True)),
+        training.batch_size,
         partial(collate, config=config),
         length=lambda item: len(item[0]),
-        capacity=fitting.row_tokens,
+        capacity=training.compute.micro_batch_tokens,
         seed=run.seed("order"),
     )
-    objective = Dpo(config.beta, config.nll_weight, config.nll_normalization)
-    log = fit(model, objective, sampler, fitting, fitting.steps(len(examples)), run)
+    with adapted(model, config, run) as scales:
+        log = fit(model, objective, sampler, training.train_config(len(examples)), run, scales)
     for name in ("accuracy", "margin", "chosen_logprob", "rejected_logprob"):
         run.metric(f"first_{name}", log[0][name])
         run.metric(f"final_{name}", log[-1][name])
-    save_model(model, tokenizer, run.folder)

@@ -2,52 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from puna.stages.contract import StageConfig
+from puna.models.training.settings import LoraSettings
+from puna.stages.contract import SeededConfig, StageRun
+from puna.stages.training.bad_rows import BadRowsConfig
+from puna.storage import PunaError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
     from puna.models.transformer import Transformer
 
-Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-PROJECTIONS: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+INITIALIZATIONS: dict[str, bool | str] = {"zero": True, "pissa": "pissa"}
+"""PEFT's `init_lora_weights`."""
 
 
-class Lora(StageConfig):
-    """Low-rank adapters: a matrix W becomes W + alpha / rank * B A."""
+class AdaptableConfig(BadRowsConfig, SeededConfig):
+    """Configuration of a stage that trains all weights of a model, or adapters."""
 
-    rank: int = Field(16, ge=1, description="Rank of the adapters")
-    alpha: float = Field(32.0, gt=0, description="Scale of the adapters' product, over the rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the adapters, fraction")
-    targets: tuple[Projection, ...] = Field(PROJECTIONS, min_length=1, description="Projections that get an adapter")
-
-    def peft(self) -> LoraConfig:
-        """PEFT's settings."""
-        from peft import LoraConfig
-
-        return LoraConfig(
-            r=self.rank, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=sorted(self.targets), bias="none"
-        )
+    method: Literal["full", "lora"] = Field("full", description="All weights, or low-rank adapters that are merged at the end")
+    lora: LoraSettings = Field(LoraSettings(), description="The adapters, where method is `lora`")
 
 
-def inject(model: Transformer, config: Lora, seed: int) -> int:
-    """Put adapters beside the model's projections and freeze everything else; returns what is trained.
+def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
+    """PEFT's settings for this model; PunaError names a target that it does not have."""
+    from peft import LoraConfig
 
-    The product starts at zero, so the model's outputs are unchanged.
+    from puna.models.training.muon import inner_matrices
+
+    parts = {name.split(".")[-2] for name in inner_matrices(model) if name.endswith(".weight")}
+    if unknown := sorted(set(lora.targets) - parts):
+        raise PunaError(f"lora.targets: the model has no projection {unknown[0]}; it has {', '.join(sorted(parts))}")
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=sorted(lora.targets or parts),
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        init_lora_weights=INITIALIZATIONS[lora.initialization],
+        modules_to_save=["score"] if model.head == "scalar" else None,
+        bias="none",
+    )
+
+
+@contextmanager
+def adapted(model: Transformer, config: AdaptableConfig, run: StageRun) -> Iterator[dict[str, float]]:
+    """The model with adapters inside, where `method` is `lora`, merged on leaving; gives `learning_rate_scales`."""
+    if config.method == "full":
+        yield {}
+        return
+    run.metric("trainable_parameters", inject(model, config.lora, run.seed("lora")))
+    yield learning_rate_scales(model, config.lora)
+    merge(model)
+
+
+def inject(model: Transformer, lora: LoraSettings, seed: int) -> int:
+    """Put adapters beside the model's projections and freeze all else but a scalar head; returns what is trained.
+
+    The model's outputs stay what they are (to rounding, where the adapters begin as a part of the matrix: PiSSA).
     """
     import torch
     from peft import inject_adapter_in_model
 
+    settings = peft_config(model, lora)
+    settings.modules_to_save = None  # PEFT copies such a module; here the head itself is trained
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(config.peft(), model)
+        inject_adapter_in_model(settings, model)
+    if model.head == "scalar":
+        model.score.requires_grad_(True)
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def learning_rate_scales(model: Transformer, lora: LoraSettings) -> dict[str, float]:
+    """By how much the learning rate of a parameter differs from that of the others: LoRA+'s matrices B."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad and ".lora_B." in name]
+    return dict.fromkeys(names, lora.loraplus_ratio)
 
 
 def merge(model: Transformer) -> None:

@@ -1,95 +1,79 @@
-"""Proximal policy optimisation of a policy against a reward model."""
+"""Proximal policy optimization of a policy against a reward model, verifiers or both."""
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from puna.stages.align.fitting import check_one_tokenizer, divergence_named, load_model, save_model, write_log
+from puna.models.training.settings import PpoSettings
+from puna.stages.align.rewards import REWARDS, Reward, rewards_of
 from puna.stages.contract import Model, Prompts, SeededConfig, StageRun, stage
+from puna.stages.conversations import prompt_ids
+from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
+from puna.stages.training.train import check_one_tokenizer, divergence_named, load_model, save_model, write_log
+from puna.stages.verifiers.scoring import Scorer, verifiers_named
+from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import PunaError
 
-if TYPE_CHECKING:
-    from puna.models.training.ppo import PpoConfig as Settings
+
+class PpoConfig(PpoSettings, BadRowsConfig, SeededConfig):
+    """How the policy is optimized, and what for."""
+
+    reward: Reward = Field("reward_model", description=REWARDS)
+    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
 
-class PpoConfig(SeededConfig):
-    """How the policy is optimised."""
+@stage(kind="model", device=True, named=verifiers_named)
+def ppo(
+    policy: Model, reward_model: Model | None, prompts: Prompts, judges: list[Model] | None, config: PpoConfig, run: StageRun
+) -> None:
+    """PPO with a frozen reference, the starting policy (Schulman et al. 2017; Ziegler et al. 2019).
 
-    rollouts: int = Field(8, ge=1, description="Times that answers are sampled")
-    prompts: int = Field(64, ge=1, description="Prompts of a rollout")
-    answers: int = Field(4, ge=1, description="Answers to each prompt of a rollout")
-    epochs: int = Field(2, ge=1, description="Passes over a rollout")
-    minibatches: int = Field(2, ge=1, description="Updates in each pass")
-    learning_rate: float = Field(3e-4, gt=0, le=1, description="Learning rate of the policy")
-    critic_learning_rate: float = Field(3e-4, gt=0, le=1, description="Learning rate of the critic")
-    warmup_steps: int = Field(0, ge=0, description="Updates in which both rates rise from 0")
-    clip: float = Field(0.2, gt=0, lt=1, description="Clip range of the probability ratio")
-    value_clip: float = Field(0.2, gt=0, description="Clip range of a step of the critic")
-    gamma: float = Field(1.0, ge=0, le=1, description="Discount per token")
-    lam: float = Field(0.95, ge=0, le=1, description="GAE's lambda")
-    entropy_weight: float = Field(0.0, ge=0, description="Weight of the entropy bonus")
-    kl_coefficient: float = Field(0.05, ge=0, description="Penalty on the KL divergence to the reference, per nat and token")
-    kl_target: float | None = Field(
-        None, gt=0, description="KL to the reference that the penalty is steered to, nats per answer; none: fixed penalty"
-    )
-    kl_horizon: float = Field(10_000.0, gt=0, description="Answers over which the penalty is steered")
-    temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature, and that of every log-probability")
-    max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
-    normalize_rewards: bool = Field(True, description="Shift and scale rewards to mean 0 and variance 1 of the first rollout")
-    unfinished_penalty: float = Field(1.0, ge=0, description="Taken off the reward of an answer that was cut off")
-    row_tokens: int = Field(4096, ge=16, description="Tokens of one packed row, tokens")
-
-    @model_validator(mode="after")
-    def _settings_hold(self) -> PpoConfig:
-        self.settings().training(self.learning_rate)
-        if self.answers * self.max_tokens >= self.row_tokens:
-            raise ValueError(f"row_tokens {self.row_tokens} cannot hold {self.answers} answers of {self.max_tokens} tokens and a prompt")
-        return self
-
-    def settings(self) -> Settings:
-        """The driver's settings."""
-        from puna.models.training.ppo import PpoConfig as Settings
-
-        values = self.model_dump(exclude={"seed", "normalize_rewards", "row_tokens"})
-        return Settings(**values, normalize_scores=self.normalize_rewards, capacity=self.row_tokens)
-
-
-@stage(kind="model")
-def ppo(policy: Model, reward_model: Model, prompts: Prompts, config: PpoConfig, run: StageRun) -> None:
-    """PPO with a frozen reward model, a frozen reference (the starting policy) and a critic that starts as the
-    reward model (Schulman et al. 2017; Ziegler et al. 2019).
+    The reward is a frozen reward model's number, the score of each prompt's verifier, or their product; see `reward`. The critic
+    starts as the reward model, without one as the policy with a head of zeros. `judges` are models that verifiers name. An
+    answer whose verifier fails has the score 0 and is counted in the metric `unscored_answers`. Prompts that the chat template refuses, and
+    those that with their answers may be longer than a row, are in `dropped`; see `bad_rows`.
     """
-    from puna.models.training.ppo import reward_model_scorer, train_ppo
+    from puna.models.training.ppo import train_ppo
 
-    check_one_tokenizer([policy, reward_model], "ppo: the reward model reads the policy's tokens")
+    if reward_model is None and config.reward != "verifier":
+        raise PunaError(f"ppo: reward={config.reward} needs a reward_model; give one, or set reward=verifier")
+    if reward_model is not None:
+        check_one_tokenizer([policy, reward_model], "ppo: the reward model reads the policy's tokens")
     model, tokenizer = load_model(policy, "lm")
-    scorer, _ = load_model(reward_model, "scalar")
+    critic, _ = load_model(policy, "scalar", new=True) if reward_model is None else load_model(reward_model, "scalar")
     rows = [row for row in prompts.read().to_pylist() if row["split"] == "train"]
-    if len(rows) < config.prompts:
-        raise PunaError(f"ppo: a rollout takes {config.prompts} prompts, but {prompts.id} has {len(rows)} training prompts")
-    asked = [tokenizer.chat([{"role": "user", "content": row["prompt"]}], add_generation_prompt=True) for row in rows]
-    longest = max(range(len(asked)), key=lambda i: len(asked[i]))
-    if (needed := len(asked[longest]) + config.answers * config.max_tokens) > config.row_tokens:
-        raise PunaError(
-            f"ppo: prompt {rows[longest]['id']} and {config.answers} answers of max_tokens={config.max_tokens} may take {needed} tokens, "
-            f"but a row holds row_tokens={config.row_tokens}; raise row_tokens"
-        )
+    what = f"the prompt with {config.answers} answers of max_tokens={config.max_tokens}"
+    limit = Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens", what)
+    bad = BadRows(config, "ppo")
+    answers = config.answers * config.max_tokens
+    rendered = bad.examples(rows, lambda row: prompt_ids(tokenizer, row), lambda ids: len(ids) + answers, limit)
+    if rows:
+        bad.check_left(len(rendered), f"{len(rows)} training prompts")
+    if len(rendered) < config.prompts:
+        left = f"{len(rows)} training prompts" + (f", {len(bad.dropped)} of them dropped" if bad.dropped else "")
+        raise PunaError(f"ppo: a rollout takes {config.prompts} prompts, but {prompts.id} has {left}")
+    bad.write(run)
+    rows, asked = [row for row, _ in rendered], [ids for _, ids in rendered]
+    scorer = None if config.reward == "reward_model" else Scorer(rows, config.scoring, run, judges or (), needed="ppo")
+    frozen = None if config.reward == "verifier" else copy.deepcopy(critic).requires_grad_(False)
+    rewards = rewards_of(scorer, frozen, rows, asked, tokenizer, config.compute.micro_batch_tokens)
     with divergence_named(run.stage):
         log = train_ppo(
             model,
             copy.deepcopy(model).requires_grad_(False),
-            reward_model_scorer(copy.deepcopy(scorer).requires_grad_(False), config.row_tokens),
-            scorer,
+            rewards,
+            critic,
             asked,
-            (tokenizer.eot, tokenizer.eos),
-            config.settings(),
+            tokenizer.stop_ids,
+            config,
             run.seed("loop"),
             checkpoint_dir=run.scratch / "training",
             on_step=lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"),
         )
+    if scorer is not None:
+        scorer.report()
     write_log(log, run)
     for name in ("score", "kl", "entropy", "explained_variance"):
         run.metric(f"first_{name}", log[0][name])

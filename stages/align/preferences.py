@@ -1,10 +1,10 @@
 """Preference pairs: two answers of different models, how much better the better one is, and an edit.
 
-The annotator is simulated, so that every preference can be traced to the verifiable scorer:
+The annotator is simulated, so that every preference can be traced to the prompt's verifier:
 
 1. *Pairing.* The answers to a prompt are shuffled per model, and answers of two different models are paired
    (of one model, where only one answered), never one answer twice.
-2. *Judging.* An answer's quality is `gold_weight * gold + (1 - gold_weight) * closeness`: the scorer's mark,
+2. *Judging.* An answer's quality is `gold_weight * gold + (1 - gold_weight) * closeness`: the verifier's score,
    and how close the text comes to the reference (one minus the edit distance as a fraction of the longer
    text). The margin of a pair is the difference of its qualities plus normal noise; its sign says which
    answer is chosen, so that noise makes mistakes as annotators do.
@@ -16,7 +16,6 @@ The annotator is simulated, so that every preference can be traced to the verifi
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -24,10 +23,11 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from puna.stages.align.prompts import identifier
 from puna.stages.align.sample import read_answers
-from puna.stages.align.scoring import is_correct
 from puna.stages.contract import Answers, Figure, Prompts, SeededConfig, StageConfig, StageRun, stage
+from puna.stages.conversations import answering
+from puna.stages.draws import fraction, identifier
+from puna.stages.verifiers.base import is_correct
 from puna.storage import PunaError
 
 Level = Literal["significantly_better", "better", "slightly_better", "marginally_better"]
@@ -62,7 +62,7 @@ class PreferencesConfig(SeededConfig):
     pairs_per_prompt: int = Field(2, ge=1, description="Most pairs drawn for a prompt")
     thresholds: Thresholds = Field(default_factory=Thresholds, description="Margins that separate the four levels")
     gold_weight: float = Field(
-        0.6, ge=0, le=1, description="Weight of the scorer's mark in an answer's quality; the rest is closeness to the reference"
+        0.6, ge=0, le=1, description="Weight of the verifier's score in an answer's quality; the rest is closeness to the reference"
     )
     noise: float = Field(0.05, ge=0, description="Standard deviation of the annotator's noise on a margin, quality")
     edit: bool = Field(True, description="Improve a chosen answer that is not right to the reference answer")
@@ -75,17 +75,18 @@ class PreferencesConfig(SeededConfig):
 def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, run: StageRun) -> None:
     """Four-level preferences between answers of different models, with an edit step (Llama 3, section 4.2.1).
 
-    Rows in are the drawn pairs; `dropped` holds those with identical, similar or unfinished answers.
+    Rows in are the drawn pairs; `dropped` holds those with identical, similar or unfinished answers, and those of which one has
+    no gold score because its verifier failed (`unscored`). PunaError where a prompt has no verifier.
     """
     asked, by_prompt = read_answers(answers, prompts)
-    if missing := [answer["id"] for group in by_prompt.values() for answer in group if answer["gold"] is None]:
-        raise PunaError(f"answer {missing[0]} has no gold score; sample prompts that carry the scorer's entry")
+    if bare := [name for name in sorted(by_prompt) if asked[name]["verifier"] is None]:
+        raise PunaError(f"preferences: {len(bare)} of {len(by_prompt)} prompts have no verifier to judge by, for example {bare[0]}")
     kept: list[dict[str, Any]] = []
     dropped: list[dict[str, Any]] = []
     for prompt_id in sorted(by_prompt):
         prompt = asked[prompt_id]
         generator = run.generator("pairs", prompt_id)
-        split = "heldout" if _fraction(config.seed, prompt_id) < config.heldout_fraction else "train"
+        split = "heldout" if fraction(config.seed, prompt_id) < config.heldout_fraction else "train"
         drawn = list(draw_pairs(by_prompt[prompt_id], generator, config.pairs_per_prompt))
         run.count_input(len(drawn))
         for first, second in drawn:
@@ -146,6 +147,8 @@ def judge(
     row: dict[str, Any] = {"id": identifier("pair", *sorted((first["id"], second["id"])))}
     if not (first["finished"] and second["finished"]):
         return row, "unfinished", None
+    if first["gold"] is None or second["gold"] is None:
+        return row, "unscored", None
     texts = first["text"].strip(), second["text"].strip()
     if texts[0] == texts[1]:
         return row, "identical", 0.0
@@ -156,16 +159,18 @@ def judge(
     if level is None:
         return row, "similar", abs(margin)
     # Who prefers a wrong answer to the right one by mistake would not write the rejected one as the better one.
-    improvable = not is_correct(chosen["gold"]) and prompt["reference"].strip() not in texts
+    improvable = prompt["reference"] is not None and not is_correct(chosen["gold"]) and prompt["reference"].strip() not in texts
     return (
         {
             **row,
             "prompt_id": prompt["id"],
             "task": prompt["task"],
-            "prompt": prompt["prompt"],
-            "chosen": chosen["text"].strip(),
-            "rejected": rejected["text"].strip(),
-            "edited": prompt["reference"] if config.edit and improvable else None,
+            "messages": prompt["messages"],
+            "tools": prompt["tools"],
+            "chosen": answering(chosen["text"].strip()),
+            "rejected": answering(rejected["text"].strip()),
+            "edited": answering(prompt["reference"]) if config.edit and improvable else None,
+            "others": None,
             "level": level,
             "margin": abs(margin),
             "chosen_model": chosen["model"],
@@ -176,8 +181,10 @@ def judge(
     )
 
 
-def quality(answer: dict[str, Any], reference: str, gold_weight: float) -> float:
-    """0 to 1: the scorer's mark and the closeness to the reference, weighted."""
+def quality(answer: dict[str, Any], reference: str | None, gold_weight: float) -> float:
+    """0 to 1: the verifier's score and the closeness to the reference, weighted; the score alone where there is no reference."""
+    if reference is None:
+        return float(answer["gold"])
     return float(gold_weight * answer["gold"]) + (1 - gold_weight) * closeness(answer["text"].strip(), reference.strip())
 
 
@@ -196,8 +203,3 @@ def edit_distance(a: str, b: str) -> int:
             diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
     return row[-1]
 
-
-def _fraction(*parts: Any) -> float:
-    """A number in [0, 1) that depends on the parts alone."""
-    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64

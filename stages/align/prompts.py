@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import Any
 
 from pydantic import Field, JsonValue, model_validator
 
-from puna.stages.align.scoring import generator
 from puna.stages.contract import SeededConfig, StageConfig, StageRun, stage
+from puna.stages.conversations import asking
+from puna.stages.draws import hashed, identifier
+from puna.stages.verifiers.reasoning_gym import generator
+from puna.stages.verifiers.registry import to_text
 from puna.storage import PunaError
 
 
@@ -46,7 +48,7 @@ class PromptsConfig(SeededConfig):
 
 @stage(kind="prompts")
 def prompts(config: PromptsConfig, run: StageRun) -> None:
-    """Questions with gold answers, from procedural generators with verifiable scorers.
+    """Questions with gold answers, from procedural generators, each with the generator's own verifier.
 
     The generators repeat themselves at small sizes, so questions are counted by their text: no text occurs
     twice, over all tasks. Those drawn are put in the order of a hash of their text, which also says which
@@ -73,12 +75,12 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
         entry = _draw(dataset, draw, task, parameters)
         if entry is not None:
             pool.setdefault(str(entry["question"]), entry)
-    fresh = sorted(set(pool) - taken, key=lambda question: _hash(config.seed, question))
+    fresh = sorted(set(pool) - taken, key=lambda question: hashed(config.seed, question))
     taken.update(fresh)
     border = config.heldout_fraction * 2**64
     sides = {
-        "heldout": [q for q in fresh if _hash(config.seed, q) < border],
-        "train": [q for q in fresh if _hash(config.seed, q) >= border],
+        "heldout": [q for q in fresh if hashed(config.seed, q) < border],
+        "train": [q for q in fresh if hashed(config.seed, q) >= border],
     }
     wanted = {"heldout": (0, config.heldout), "train": (config.skip, config.skip + config.train)}
     for split, (_, stop) in wanted.items():
@@ -93,9 +95,10 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
             "id": identifier(question),
             "task": task.name or task.task,
             "split": split,
-            "prompt": question,
+            "messages": asking(question),
+            "tools": None,
             "reference": str(pool[question]["answer"]),
-            "entry": _entry(task, pool[question]),
+            "verifier": _verifier(task, pool[question]),
         }
         for split, (start, stop) in wanted.items()
         for question in sides[split][start:stop]
@@ -116,19 +119,9 @@ def _draw(dataset: Any, index: int, task: Task, parameters: str) -> dict[str, An
     return entry
 
 
-def _hash(seed: int, question: str) -> int:
-    """64 bits that the seed and the text decide."""
-    return int.from_bytes(hashlib.sha256(f"{seed}\0{question}".encode()).digest()[:8], "big")
-
-
-def identifier(*parts: Any) -> str:
-    """32 hex digits that name what the parts name."""
-    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
-
-
-def _entry(task: Task, entry: dict[str, Any]) -> str:
-    """The entry as JSON; its tuples come back as lists, which the scorers take."""
+def _verifier(task: Task, entry: dict[str, Any]) -> str:
+    """The generator's own scorer for its entry; the entry's tuples come back as lists, which the scorers take."""
     try:
-        return json.dumps({"generator": task.task, "parameters": task.parameters, "entry": entry}, sort_keys=True)
+        return to_text("reasoning_gym", generator=task.task, parameters=task.parameters, entry=entry)
     except TypeError as error:
         raise PunaError(f"task {task.task}: its entries hold what JSON cannot ({error}); choose another task") from error

@@ -8,15 +8,18 @@ from typing import Any
 
 from pydantic import Field
 
-from puna.stages.align.fitting import Example, check_lengths, load_model, render
-from puna.stages.align.prompts import identifier
 from puna.stages.align.reward_model import score_answers
 from puna.stages.align.sample import read_answers
-from puna.stages.align.scoring import is_correct
-from puna.stages.contract import Answers, Figure, Model, Prompts, StageConfig, StageRun, stage
+from puna.stages.contract import Answers, Figure, Model, Prompts, StageRun, stage
+from puna.stages.conversations import dump, messages_of, shown
+from puna.stages.draws import identifier
+from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
+from puna.stages.training.train import Example, load_model, render
+from puna.stages.verifiers.base import is_correct
+from puna.storage import Artifact
 
 
-class RejectionSampleConfig(StageConfig):
+class RejectionSampleConfig(BadRowsConfig):
     """How answers are scored."""
 
     models: int = Field(0, ge=0, description="Use the answers of this many of the models only, best mean reward first; 0: all")
@@ -32,13 +35,14 @@ def rejection_sample(
 
     Side tables: `scores` holds, per instruction, `reward` and `agreement` (the share of the prompt's answers
     with the same text), and per answer its `reward`; `dropped` the prompts whose answers were all cut off
-    (`unfinished`) or were finished by other models than the best `models` only (`unselected_models`).
+    (`unfinished`) were finished by other models than the best `models` only (`unselected_models`), or cannot be scored; see `bad_rows`.
     Metrics compare the gold accuracy of the picked answers with the mean and with the best that was there.
     """
     asked, groups = read_answers(answers, prompts)
     finished = {key: [a for a in group if a["finished"]] for key, group in groups.items()}
     candidates = {key: finished[key] for key in sorted(finished) if finished[key]}
-    _score(candidates, asked, reward_model, config, run)
+    bad = BadRows(config, "rejection_sample")
+    candidates = _scored(candidates, asked, reward_model, config, bad, run)
     candidates = _best_models(candidates, config.models)
     picked = {key: max(group, key=lambda a: (a["reward"], a["id"])) for key, group in candidates.items()}
     rows, scores = [], []
@@ -50,11 +54,11 @@ def rejection_sample(
         scores.append({"id": row["id"], "name": "reward", "value": best["reward"]})
         scores.append({"id": row["id"], "name": "agreement", "value": agreement})
         scores += [{"id": a["id"], "name": "reward", "value": a["reward"]} for a in candidates[key]]
-    dropped = []
-    for key in sorted(set(groups) - set(picked)):
+    dropped = bad.dropped
+    for key in sorted(set(groups) - set(picked) - {row["id"] for row in dropped}):
         # No answer came to its end; or some did, but none of the models that were chosen.
         rule, count = ("unselected_models", len(finished[key])) if finished[key] else ("unfinished", len(groups[key]))
-        dropped.append({"id": key, "rule": rule, "value": float(count), "threshold": None, "detail": asked[key]["prompt"]})
+        dropped.append({"id": key, "rule": rule, "value": float(count), "threshold": None, "detail": shown(messages_of(asked[key]))})
     run.count_input(len(groups))
     run.write_rows(rows)
     run.write_rows(scores, "scores")
@@ -62,25 +66,32 @@ def rejection_sample(
     _report(candidates, picked, run)
 
 
-def _score(
+def _scored(
     candidates: dict[str, list[dict[str, Any]]],
     asked: dict[str, dict[str, Any]],
-    reward_model: Any,
+    reward_model: Artifact,
     config: RejectionSampleConfig,
+    bad: BadRows,
     run: StageRun,
-) -> None:
-    """Put `reward` into every answer; one text is scored once per prompt."""
+) -> dict[str, list[dict[str, Any]]]:
+    """The candidates with `reward` in every answer, without the prompts that cannot be rendered; a text is scored once per prompt."""
     model, tokenizer = load_model(reward_model, "scalar")
     texts = {key: sorted({a["text"].strip() for a in group}) for key, group in candidates.items()}
-    examples: list[Example] = [render(tokenizer, asked[key]["prompt"], [texts[key]]) for key in candidates]
-    check_lengths(examples, [f"prompt {key} with its answers" for key in candidates], config.row_tokens)
-    for number, (key, rewards) in enumerate(
-        zip(candidates, score_answers(model, examples, config.row_tokens), strict=True), 1
-    ):
-        by_text = dict(zip(texts[key], rewards, strict=True))
-        for answer in candidates[key]:
-            answer["reward"] = by_text[answer["text"].strip()]
-        run.progress(number, len(candidates))
+
+    def rendered(row: dict[str, Any]) -> Example:
+        return render(tokenizer, row, [[[{"role": "assistant", "content": text} for text in texts[row["id"]]]]])
+
+    limit = Limit(config.row_tokens, "row_tokens", "the prompt with its answers")
+    examples = bad.examples([asked[key] for key in candidates], rendered, len, limit)
+    if candidates:
+        bad.check_left(len(examples), f"{len(candidates)} prompts with finished answers")
+    rewards_of = score_answers(model, [example for _, example in examples], config.row_tokens)
+    found = {}
+    for number, ((row, _), rewards) in enumerate(zip(examples, rewards_of, strict=True), 1):
+        by_text = dict(zip(texts[row["id"]], rewards, strict=True))
+        found[row["id"]] = [{**a, "reward": by_text[a["text"].strip()]} for a in candidates[row["id"]]]
+        run.progress(number, len(examples))
+    return found
 
 
 def _best_models(candidates: dict[str, list[dict[str, Any]]], most: int) -> dict[str, list[dict[str, Any]]]:
@@ -102,8 +113,9 @@ def _instruction(prompt: dict[str, Any], best: dict[str, Any], source: str) -> d
         "id": identifier(source, prompt["id"]),
         "prompt_id": prompt["id"],
         "task": prompt["task"],
-        "prompt": prompt["prompt"],
-        "response": best["text"].strip(),
+        "split": "train",
+        "messages": dump([*messages_of(prompt), {"role": "assistant", "content": best["text"].strip()}]),
+        "tools": prompt["tools"],
         "source": source,
         "score": best["reward"],
     }

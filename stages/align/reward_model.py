@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from puna.stages.align.fitting import Example, Fitting, check_lengths, check_trl, fit, load_model, render, save_model
+from puna.models.training.settings import TrainingSettings
+from puna.stages.align.lora import AdaptableConfig, adapted
 from puna.stages.align.preferences import Level
-from puna.stages.contract import Model, Preferences, SeededConfig, StageRun, stage
+from puna.stages.contract import Model, Preferences, StageRun, stage
+from puna.stages.conversations import Message, message_of, others_of
+from puna.stages.training.bad_rows import BadRows, Limit
+from puna.stages.training.train import Example, check_trl, fit, load_model, render, row_limit, save_model
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from puna.models.tokenizer import Tokenizer
     from puna.models.training.objectives import RewardBatch
     from puna.models.transformer import Transformer
@@ -20,7 +26,7 @@ if TYPE_CHECKING:
 CLEAR: tuple[Level, ...] = ("significantly_better", "better")
 
 
-class RewardModelConfig(SeededConfig):
+class RewardModelConfig(AdaptableConfig):
     """How the reward model is trained."""
 
     engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's RewardTrainer")
@@ -31,43 +37,57 @@ class RewardModelConfig(SeededConfig):
         description="Weight of the best answers' negative log-likelihood under the policy's head (GRM): "
         "keeps what the policy knows while rewards are still equal; needs engine puna",
     )
-    fitting: Fitting = Field(default_factory=Fitting, description="Optimisation; an example is one prompt with all its preferences")
+    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one prompt with all its preferences")
 
     @model_validator(mode="after")
     def _engine(self) -> RewardModelConfig:
         if self.engine == "trl" and self.nll_weight:
             raise ValueError(f"TRL's RewardTrainer has no such term: nll_weight must be 0 with engine trl, not {self.nll_weight}")
         if self.engine == "trl":
-            check_trl(self.fitting)
+            check_trl(self.training)
+            if self.method == "lora":
+                raise ValueError("engine trl trains all weights of a reward model here: set engine puna for method lora")
         return self
 
 
-@stage(kind="model")
+@stage(kind="model", device=True)
 def reward_model(model: Model, preferences: list[Preferences], config: RewardModelConfig, run: StageRun) -> None:
     """Bradley-Terry without a margin over edited > chosen > rejected, all answers of a prompt in one row
-    (Llama 3, section 4.1.2).
+    (Llama 3, section 4.1.2). A ranking of more answers is one group of as many tiers; equals make no pair.
 
-    The metric `heldout_accuracy` is the share of held-out pairs, chosen against rejected, in the right order.
+    The metric `heldout_accuracy` is the share of held-out pairs, chosen against rejected, in the right order. Preferences that
+    the chat template refuses, and those longer than a packed row, are in `dropped`; see `bad_rows`.
     """
     _check_splits(preferences)
     rows = read_preferences(preferences, config.levels)
     train = [row for row in rows if row["split"] == "train"]
     if not train:
         raise PunaError(f"reward_model: there is no training preference of the levels {', '.join(config.levels)}: nothing to learn from")
+    scorer, tokenizer = load_model(model, "scalar", new=True)
+    bad, limit = BadRows(config, "reward_model"), row_limit(config.training)
+    learned = render_ranked(tokenizer, train, limit, bad)
+    bad.check_left(len(learned), f"{len(train)} training preferences")
+    heldout = render_ranked(tokenizer, [row for row in rows if row["split"] == "heldout"], limit, bad)
+    bad.write(run)
     if config.engine == "trl":
-        from puna.stages.align.trl_engine import train_reward
+        from puna.stages.align.trl_engine import hub_tokenizer, train_reward
 
-        scorer, tokenizer = train_reward(model, train, config, run)
+        scorer = train_reward(scorer, [one.example for one in learned], hub_tokenizer(model, tokenizer), config, run)
     else:
-        scorer, tokenizer = _train(model, train, config, run)
-    for split in ("train", "heldout"):
-        _measure(scorer, tokenizer, [row for row in rows if row["split"] == split], split, config, run)
+        head = load_model(model, "lm")[0].lm_head.weight.detach() if config.nll_weight else None
+        _train(scorer, head, [one.example for one in learned], config, run)
+    for split, ranked_rows in (("train", learned), ("heldout", heldout)):
+        _measure(scorer, ranked_rows, split, config, run)
     save_model(scorer, tokenizer, run.folder)
 
 
 def read_preferences(artifacts: Sequence[Artifact], levels: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of the given levels, in an order that does not depend on that of the artifacts."""
-    rows = [row for artifact in artifacts for row in artifact.read().to_pylist() if row["level"] in levels]
+    """The pairs and rankings of the given levels, or of none; in an order that does not depend on that of the artifacts.
+
+    Rows with only one side hold no comparison and are left out.
+    """
+    rows = [row for artifact in artifacts for row in artifact.read().to_pylist() if row["level"] is None or row["level"] in levels]
+    rows = [row for row in rows if row["chosen"] is not None and row["rejected"] is not None]
     return sorted(rows, key=lambda row: str(row["id"]))
 
 
@@ -86,25 +106,45 @@ def _check_splits(artifacts: Sequence[Artifact]) -> None:
         )
 
 
-def ranked(row: dict[str, Any]) -> list[str]:
-    """The answers of a preference, best first: edited, chosen, rejected."""
-    return [text for text in (row["edited"], row["chosen"], row["rejected"]) if text is not None]
+def ranked(row: dict[str, Any]) -> list[list[Message]]:
+    """The answers of a preference in tiers of equals, best first: edited, chosen, others in between, rejected."""
+    tiers: dict[int, list[Message]] = {}
+    for other in others_of(row):
+        tiers.setdefault(other.pop("rank"), []).append(other)
+    edited, chosen, rejected = (message_of(row, side) for side in ("edited", "chosen", "rejected"))
+    if chosen is None or rejected is None:
+        raise PunaError(f"preference {row['id']} has one side only: there is nothing to rank")
+    best, worst = [chosen, *tiers.pop(0, [])], [*tiers.pop(-1, []), rejected]
+    return [*([[edited]] if edited else []), best, *(tiers[rank] for rank in sorted(tiers)), worst]
 
 
-def by_prompt(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The preferences of each prompt, so that it is computed once for all of them."""
-    grouped: dict[str, list[dict[str, Any]]] = {}
-    for row in sorted(rows, key=lambda row: (row["prompt_id"], row["id"])):
-        grouped.setdefault(row["prompt_id"], []).append(row)
-    return grouped
+class Ranked(NamedTuple):
+    """A prompt with the ranked answers of its preferences; `rows` are these, a group of the example each."""
+
+    example: Example
+    rows: list[dict[str, Any]]
 
 
-def render_ranked(tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], row_tokens: int) -> list[Example]:
-    """Each prompt with the two or three ranked answers of each of its preferences."""
-    grouped = by_prompt(rows)
-    examples = [render(tokenizer, group[0]["prompt"], [ranked(row) for row in group]) for group in grouped.values()]
-    check_lengths(examples, [f"prompt {name} with its ranked answers" for name in grouped], row_tokens)
-    return examples
+def render_ranked(tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], limit: Limit, bad: BadRows) -> list[Ranked]:
+    """Each prompt with the ranked answers of all its preferences, or as many of them as a packed row holds."""
+    limit = limit._replace(what="the prompt with its ranked answers")
+    ordered = sorted(rows, key=lambda row: (row["prompt_id"], row["id"]))
+    found: list[Ranked] = []
+    for row, example in bad.examples(ordered, lambda row: render(tokenizer, row, [ranked(row)]), len, limit):
+        if found and found[-1].rows[0]["prompt_id"] == row["prompt_id"] and found[-1].example.prompt == example.prompt:
+            last, more = found[-1], len(example) - len(example.prompt)
+            if len(last.example) + more <= limit.tokens:
+                found[-1] = Ranked(_joined(last.example, example), [*last.rows, row])
+                continue
+        found.append(Ranked(example, [row]))
+    return found
+
+
+def _joined(one: Example, other: Example) -> Example:
+    """The answers of both behind their common prompt."""
+    start = len(one.answers)
+    shifted = [[[start + index for index in tier] for tier in tiers] for tiers in other.groups]
+    return Example(one.prompt, one.answers + other.answers, one.masks + other.masks, one.groups + shifted)
 
 
 def collate(examples: list[Example]) -> RewardBatch:
@@ -117,44 +157,39 @@ def collate(examples: list[Example]) -> RewardBatch:
 
     targets = Targets.from_answers([e.prompt for e in examples], [e.answers for e in examples])
     groups = [group for e in examples for group in e.groups]
-    number = [g for g, group in enumerate(groups) for _ in group]
-    rank = [r for group in groups for r in range(len(group))]
+    number = [g for g, group in enumerate(groups) for tier in group for _ in tier]
+    rank = [r for group in groups for r, tier in enumerate(group) for _ in tier]
     return RewardBatch(replace(targets, prompt=torch.tensor(number)), torch.tensor(rank))
 
 
-def _train(
-    artifact: Artifact, rows: list[dict[str, Any]], config: RewardModelConfig, run: StageRun
-) -> tuple[Transformer, Tokenizer]:
+def _train(model: Transformer, head: Tensor | None, examples: list[Example], config: RewardModelConfig, run: StageRun) -> None:
+    """`head`: the policy's own, where its likelihood counts, too."""
     from puna.models.training.objectives import Reward
     from puna.models.training.packing import Sampler
 
-    model, tokenizer = load_model(artifact, "scalar", new=True)
-    head = load_model(artifact, "lm")[0].lm_head.weight.detach() if config.nll_weight else None
-    fitting = config.fitting
-    examples = render_ranked(tokenizer, rows, fitting.row_tokens)
-    sampler = Sampler(examples, fitting.batch_size, collate, length=len, capacity=fitting.row_tokens, seed=run.seed("order"))
-    fit(model, Reward(config.nll_weight, head), sampler, fitting, fitting.steps(len(examples)), run)
-    return model, tokenizer
+    training = config.training
+    row_tokens = training.compute.micro_batch_tokens
+    sampler = Sampler(examples, training.batch_size, collate, length=len, capacity=row_tokens, seed=run.seed("order"))
+    with adapted(model, config, run) as scales:
+        fit(model, Reward(config.nll_weight, head), sampler, training.train_config(len(examples)), run, scales)
 
 
-def _measure(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    rows: list[dict[str, Any]],
-    split: str,
-    config: RewardModelConfig,
-    run: StageRun,
-) -> None:
+def _measure(model: Transformer, found: list[Ranked], split: str, config: RewardModelConfig, run: StageRun) -> None:
     """Accuracy on chosen against rejected, and on edited against chosen where there is an edit."""
-    run.metric(f"{split}_pairs", len(rows))
-    if not rows:
+    ordered = [row for one in found for row in one.rows]
+    run.metric(f"{split}_pairs", len(ordered))
+    if not ordered:
         return
-    examples = render_ranked(tokenizer, rows, config.fitting.row_tokens)
-    rewards = score_answers(model, examples, config.fitting.row_tokens)
-    groups = [[r[i] for i in group] for e, r in zip(examples, rewards, strict=True) for group in e.groups]
-    right = [_order(values[-2], values[-1]) for values in groups]
+    examples = [one.example for one in found]
+    rewards = score_answers(model, examples, config.training.compute.micro_batch_tokens)
+    groups = [[[r[i] for i in tier] for tier in tiers] for e, r in zip(examples, rewards, strict=True) for tiers in e.groups]
+    right, edits = [], []
+    for row, tiers in zip(ordered, groups, strict=True):
+        if row["edited"] is not None:
+            edits.append(_order(tiers[0][0], tiers[1][0]))
+            tiers = tiers[1:]
+        right.append(_order(tiers[0][0], tiers[-1][-1]))
     run.metric(f"{split}_accuracy", sum(right) / len(right))
-    edits = [_order(values[0], values[1]) for values in groups if len(values) == 3]
     if edits:
         run.metric(f"{split}_edit_accuracy", sum(edits) / len(edits))
 

@@ -1,4 +1,4 @@
-"""Sampling answers from one or more models, and scoring them with the verifiable scorer."""
+"""Sampling answers from one or more models, and scoring them with the verifiers of their prompts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from puna.stages.align.fitting import load_model
-from puna.stages.align.prompts import identifier
-from puna.stages.align.scoring import is_correct, score
 from puna.stages.contract import Model, Prompts, SeededConfig, StageRun, stage
+from puna.stages.conversations import answer_text, prompt_ids
+from puna.stages.draws import identifier
+from puna.stages.training.train import load_model
+from puna.stages.verifiers.base import Score, is_correct
+from puna.stages.verifiers.scoring import Scorer, verifiers_named
+from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
@@ -32,31 +35,37 @@ class SampleConfig(SeededConfig):
     top_p: float = Field(1.0, gt=0, le=1, description="Smallest set of likeliest tokens with this probability is drawn from")
     max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
     split: Literal["train", "heldout"] = Field("train", description="Which prompts are answered")
+    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
 
-@stage(kind="answers")
-def sample(models: list[Model], prompts: Prompts, config: SampleConfig, run: StageRun) -> None:
+@stage(kind="answers", device=True, named=verifiers_named)
+def sample(models: list[Model], prompts: Prompts, judges: list[Model] | None, config: SampleConfig, run: StageRun) -> None:
     """K answers per prompt from each model, with log-probabilities and gold scores (Llama 3, section 4.2.2).
 
-    Rows name a model by its data digest, and its draws follow from that: like this artifact's own key, they depend
-    on what the model is, not on how or in which order it was given.
+    Answers to prompts without a verifier have no gold score, and neither has an answer whose verifier failed: the metric
+    `unscored_answers` counts the latter. `judges` are the models that verifiers name.
+
+    Rows name a model by its data digest, and its draws follow from that: like this artifact's own key, they depend on what
+    the model is, not on how or in which order it was given.
     """
     rows = [row for row in prompts.read().to_pylist() if row["split"] == config.split]
     if not rows:
         raise PunaError(f"{prompts.id} has no prompts of the split {config.split!r}")
     if len({model.data_digest for model in models}) < len(models):
         raise PunaError("sample: the same model is given twice; preferences need answers of different models")
+    scorer = Scorer(rows, config.scoring, run, judges or ())
     for number, model in enumerate(models):
-        _answer(model, rows, config, run, number, len(models))
+        _answer(model, rows, scorer, config, run, number, len(models))
+    scorer.report()
     run.metric("prompts", len(rows))
 
 
 def _answer(
-    artifact: Artifact, rows: Sequence[dict[str, Any]], config: SampleConfig, run: StageRun, number: int, models: int
+    artifact: Artifact, rows: Sequence[dict[str, Any]], scorer: Scorer, config: SampleConfig, run: StageRun, number: int, models: int
 ) -> None:
     """Write a model's answers, STRETCH prompts at a time."""
     total = len(rows) * config.answers
-    right = finished = 0
+    right = scored = finished = 0
     loaded = cache(lambda: load_model(artifact, "lm"))
     for start in range(0, len(rows), STRETCH):
         before = number * total + start * config.answers
@@ -65,12 +74,14 @@ def _answer(
             run.progress(before + done, models * total, f"model {number + 1} of {models}")
 
         def make(stretch: Sequence[dict[str, Any]] = rows[start : start + STRETCH], progress: Progress = progress) -> list[dict[str, Any]]:
-            return _generate(artifact.data_digest, *loaded(), stretch, config, run, progress)
+            return _generate(artifact.data_digest, *loaded(), stretch, scorer, config, run, progress)
 
         made = run.once(f"{artifact.data_digest}-{start:09d}", make, ["gold", "finished"])
         right += sum(map(is_correct, made["gold"].to_pylist()))
+        scored += len(made) - made["gold"].null_count
         finished += sum(made["finished"].to_pylist())
-    run.metric(f"accuracy_{artifact.data_digest[:12]}", right / total)
+    if scored:
+        run.metric(f"accuracy_{artifact.data_digest[:12]}", right / scored)
     run.metric(f"finished_{artifact.data_digest[:12]}", finished / total)
 
 
@@ -79,6 +90,7 @@ def _generate(
     model: Transformer,
     tokenizer: Tokenizer,
     rows: Sequence[dict[str, Any]],
+    scorer: Scorer,
     config: SampleConfig,
     run: StageRun,
     progress: Progress,
@@ -86,27 +98,27 @@ def _generate(
     """Rows of the answers table for these prompts."""
     from puna.models.generation import Engine, Sampling
 
-    asked = [tokenizer.chat([{"role": "user", "content": row["prompt"]}], add_generation_prompt=True) for row in rows]
+    asked = [prompt_ids(tokenizer, row) for row in rows]
     sampling = Sampling(
         n=config.answers,
         temperature=config.temperature,
         top_p=config.top_p,
         max_tokens=config.max_tokens,
-        stop=(tokenizer.eot, tokenizer.eos),
+        stop=tokenizer.stop_ids,
     )
     completions = Engine(model, tokenizer).generate(asked, sampling, run.seed("sample", name), progress)
-    return [
-        answer_row(row, name, index, completion, tokenizer)
+    # An answer that was cut off is scored as it stands.
+    drawn = [
+        (row, index, completion, answer_text(completion.tokens, tokenizer))
         for row, found in zip(rows, completions, strict=True)
         for index, completion in enumerate(found)
     ]
+    scores = scorer.scores([(row, text) for row, _, _, text in drawn])
+    return [_answer_row(row, name, index, found, text, score) for (row, index, found, text), score in zip(drawn, scores, strict=True)]
 
 
-def answer_row(
-    prompt: dict[str, Any], model: str, index: int, completion: Completion, tokenizer: Tokenizer
-) -> dict[str, Any]:
-    """One row of the answers table, with its gold score; an answer that was cut off is scored as it stands."""
-    text = answer_text(completion.tokens, tokenizer)
+def _answer_row(prompt: dict[str, Any], model: str, index: int, completion: Completion, text: str, score: Score) -> dict[str, Any]:
+    """One row of the answers table."""
     return {
         "id": identifier(prompt["id"], model, index),
         "prompt_id": prompt["id"],
@@ -117,7 +129,8 @@ def answer_row(
         "logprobs": list(completion.logprobs),
         "finished": bool(completion.finished),
         "score": None,
-        "gold": score(prompt["task"], text, prompt["entry"]),
+        "gold": score.value,
+        "detail": score.detail or None,
     }
 
 
@@ -138,8 +151,3 @@ def read_answers(answers: Artifact, prompts: Artifact) -> tuple[dict[str, dict[s
     if held := sorted(id_ for id_ in found if asked[id_]["split"] == "heldout"):
         raise PunaError(f"{answers.id} answers {len(held)} held-out prompts, for example {held[0]}; nothing may be learned from them")
     return asked, found
-
-
-def answer_text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
-    """The answer without special tokens."""
-    return str(tokenizer.decode(tokens, skip_special_tokens=True))

@@ -7,84 +7,87 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from puna.stages.align.fitting import Example, Fitting, check_lengths, check_trl, fit, load_model, render, save_model
-from puna.stages.align.lora import Lora
-from puna.stages.contract import Instructions, Model, SeededConfig, StageRun, stage
+from puna.models.training.settings import TrainingSettings
+from puna.stages.align.lora import AdaptableConfig, adapted
+from puna.stages.contract import Instructions, Model, StageRun, stage
+from puna.stages.training.bad_rows import BadRows
+from puna.stages.training.train import Example, check_trl, fit, load_model, render_conversation, row_limit, save_model
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
     from puna.models.tokenizer import Tokenizer
     from puna.models.training.objectives import Targets
+    from puna.models.transformer import Transformer
 
 
-class SftConfig(SeededConfig):
+class SftConfig(AdaptableConfig):
     """How the model is fine-tuned."""
 
     engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's SFTTrainer")
-    method: Literal["full", "lora"] = Field("full", description="All weights, or low-rank adapters that are merged at the end")
-    fitting: Fitting = Field(default_factory=Fitting, description="Optimisation; an example is one instruction")
-    lora: Lora = Field(default_factory=Lora, description="The adapters, where method is `lora`")
+    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one instruction")
 
     @model_validator(mode="after")
     def _engine(self) -> SftConfig:
         if self.engine == "trl":
-            check_trl(self.fitting)
+            check_trl(self.training)
+            if self.method == "lora" and self.lora.loraplus_ratio != 1:
+                raise ValueError("engine trl trains A and B at one rate: lora.loraplus_ratio must be 1")
         return self
 
 
-@stage(kind="model")
+@stage(kind="model", device=True)
 def sft(model: Model, instructions: list[Instructions], config: SftConfig, run: StageRun) -> None:
-    """Fine-tune on instructions with the prompt masked (Llama 3, section 4.1.3; LoRA: Hu et al. 2021).
+    """Fine-tune on the assistant's turns of instructions (Llama 3, section 4.1.3; LoRA: Hu et al. 2021).
 
-    Several sets of instructions are read as one; each answer token of a step weighs the same.
+    Several sets of instructions are read as one, held-out rows left out; each learned token of a step weighs the same.
+    Rows that the chat template refuses, and those longer than a packed row, are in `dropped`; see `bad_rows`.
     """
     rows = read_instructions(instructions)
+    network, tokenizer = load_model(model, "lm")
+    bad = BadRows(config, "sft")
+    examples = render_rows(tokenizer, rows, config, bad)
+    bad.check_left(len(examples), f"{len(rows)} training instructions")
+    bad.write(run)
+    run.metric("instructions", len(rows) - len(bad.dropped))
     if config.engine == "trl":
-        from puna.stages.align.trl_engine import train_sft
+        from puna.stages.align.trl_engine import hub_tokenizer, train_sft
 
-        train_sft(model, rows, config, run)
+        network = train_sft(network, examples, hub_tokenizer(model, tokenizer), config, run)
     else:
-        _train(model, rows, config, run)
-    run.metric("instructions", len(rows))
+        _train(network, examples, config, run)
+    save_model(network, tokenizer, run.folder)
 
 
 def read_instructions(artifacts: Sequence[Artifact]) -> list[dict[str, Any]]:
-    """All rows, in an order that does not depend on that of the artifacts."""
-    rows = [row for artifact in artifacts for row in artifact.read().to_pylist()]
+    """The training rows, in an order that does not depend on that of the artifacts."""
+    rows = [row for artifact in artifacts for row in artifact.read().to_pylist() if row["split"] == "train"]
     if not rows:
-        raise PunaError(f"there are no instructions in {', '.join(a.id for a in artifacts)}: nothing to fine-tune on")
-    return sorted(rows, key=lambda row: (row["id"], row["response"]))
+        raise PunaError(f"there are no training instructions in {', '.join(a.id for a in artifacts)}: nothing to fine-tune on")
+    return sorted(rows, key=lambda row: (row["id"], row["messages"]))
 
 
 def collate(examples: list[Example]) -> Targets:
     """One packed row."""
     from puna.models.training.objectives import Targets
 
-    return Targets.from_answers([e.prompt for e in examples], [e.answers for e in examples])
+    return Targets.from_answers([e.prompt for e in examples], [e.answers for e in examples], [e.masks for e in examples])
 
 
-def render_rows(tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], row_tokens: int) -> list[Example]:
-    """Each instruction as a prompt with one answer."""
-    examples = [render(tokenizer, row["prompt"], [[row["response"]]]) for row in rows]
-    check_lengths(examples, [f"instruction {row['id']}" for row in rows], row_tokens)
-    return examples
+def render_rows(tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], config: SftConfig, bad: BadRows) -> list[Example]:
+    """Each conversation, cut where the first answer begins; several examples where the template asks for it."""
+
+    def longest(examples: list[Example]) -> int:
+        return max(map(len, examples))
+
+    rendered = bad.examples(rows, lambda row: render_conversation(tokenizer, row), longest, row_limit(config.training))
+    return [example for _, examples in rendered for example in examples]
 
 
-def _train(artifact: Artifact, rows: list[dict[str, Any]], config: SftConfig, run: StageRun) -> None:
+def _train(model: Transformer, examples: list[Example], config: SftConfig, run: StageRun) -> None:
     from puna.models.training.objectives import Sft
     from puna.models.training.packing import Sampler
 
-    model, tokenizer = load_model(artifact, "lm")
-    examples = render_rows(tokenizer, rows, config.fitting.row_tokens)
-    if config.method == "lora":
-        from puna.stages.align.lora import inject, merge
-
-        trainable = inject(model, config.lora, run.seed("lora"))
-        run.metric("trainable_parameters", trainable)
-    sampler = Sampler(
-        examples, config.fitting.batch_size, collate, length=len, capacity=config.fitting.row_tokens, seed=run.seed("order")
-    )
-    fit(model, Sft(), sampler, config.fitting, config.fitting.steps(len(examples)), run)
-    if config.method == "lora":
-        merge(model)
-    save_model(model, tokenizer, run.folder)
+    training, row_tokens = config.training, config.training.compute.micro_batch_tokens
+    sampler = Sampler(examples, training.batch_size, collate, length=len, capacity=row_tokens, seed=run.seed("order"))
+    with adapted(model, config, run) as scales:
+        fit(model, Sft(), sampler, training.train_config(len(examples)), run, scales)

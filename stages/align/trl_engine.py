@@ -11,10 +11,12 @@ import copy
 import os
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, cast
 
-from puna.stages.align.fitting import Example, Fitting, load_model, save_model, write_log
+from puna.stages.align.lora import peft_config
 from puna.stages.contract import StageRun
+from puna.stages.training.train import Example, write_log
 from puna.storage import Artifact
 
 # Read when huggingface_hub is imported, which the imports inside the functions below do.
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from puna.models.tokenizer import Tokenizer
+    from puna.models.training.settings import TrainingSettings
     from puna.models.transformer import Transformer
     from puna.stages.align.dpo import DpoConfig
     from puna.stages.align.reward_model import RewardModelConfig
@@ -32,59 +35,54 @@ if TYPE_CHECKING:
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
 
-def train_sft(artifact: Artifact, rows: list[dict[str, Any]], config: SftConfig, run: StageRun) -> None:
+def train_sft(model: Transformer, examples: Sequence[Example], tokenizer: Any, config: SftConfig, run: StageRun) -> Transformer:
     """TRL's SFTTrainer; the loss is the mean over a step's answer tokens, as in Puna's own engine."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     from puna.models.hub import PunaForCausalLM
-    from puna.stages.align.sft import render_rows
 
-    model, tokenizer = load_model(artifact, "lm")
-    examples = render_rows(tokenizer, rows, config.fitting.row_tokens)
     trainer = SFTTrainer(
-        model=PunaForCausalLM.from_transformer(model, pad_token_id=tokenizer.pad),
-        args=SFTConfig(**arguments(config.fitting, len(examples), run)),
+        model=PunaForCausalLM.from_transformer(model, pad_token_id=tokenizer.pad_token_id),
+        args=SFTConfig(**arguments(config.training, len(examples), run)),
         train_dataset=Dataset.from_list([labelled(example) for example in examples]),
-        processing_class=hub_tokenizer(artifact),
-        peft_config=config.lora.peft() if config.method == "lora" else None,
+        processing_class=tokenizer,
+        peft_config=peft_config(model, config.lora) if config.method == "lora" else None,
     )
     train(trainer, run)
     trained = trainer.model.merge_and_unload() if config.method == "lora" else trainer.model
-    save_model(trained.to_transformer(), tokenizer, run.folder)
+    return cast("Transformer", trained.to_transformer())
 
 
 def train_reward(
-    artifact: Artifact, rows: list[dict[str, Any]], config: RewardModelConfig, run: StageRun
-) -> tuple[Transformer, Tokenizer]:
+    model: Transformer, examples: Sequence[Example], tokenizer: Any, config: RewardModelConfig, run: StageRun
+) -> Transformer:
     """TRL's RewardTrainer; it knows pairs only, so that each pair of a ranked group is a row of its own."""
     from datasets import Dataset
     from trl import RewardConfig, RewardTrainer
 
     from puna.models.hub import PunaForSequenceClassification
-    from puna.stages.align.reward_model import render_ranked
 
-    model, tokenizer = load_model(artifact, "scalar", new=True)
-    examples = render_ranked(tokenizer, rows, config.fitting.row_tokens)
     pairs = [
         {"chosen_ids": e.prompt + e.answers[better], "rejected_ids": e.prompt + e.answers[worse]}
         for e in examples
-        for group in e.groups
-        for i, better in enumerate(group)
-        for worse in group[i + 1 :]
+        for tiers in e.groups
+        for i, tier in enumerate(tiers)
+        for better in tier
+        for worse in chain.from_iterable(tiers[i + 1 :])
     ]
     trainer = RewardTrainer(
-        model=PunaForSequenceClassification.from_transformer(model, pad_token_id=tokenizer.pad),
-        args=RewardConfig(**arguments(config.fitting, len(pairs), run)),
+        model=PunaForSequenceClassification.from_transformer(model, pad_token_id=tokenizer.pad_token_id),
+        args=RewardConfig(**arguments(config.training, len(pairs), run)),
         train_dataset=Dataset.from_list(pairs),
-        processing_class=hub_tokenizer(artifact),
+        processing_class=tokenizer,
     )
     train(trainer, run)
-    return trainer.model.to_transformer(), tokenizer
+    return cast("Transformer", trainer.model.to_transformer())
 
 
-def train_dpo(artifact: Artifact, rows: list[dict[str, Any]], config: DpoConfig, run: StageRun) -> None:
-    """TRL's DPOTrainer with the losses `sigmoid` and `sft`; the reference is a copy of the starting policy.
+def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, config: DpoConfig, run: StageRun) -> Transformer:
+    """TRL's DPOTrainer with the preference loss and `sft`; the reference is a copy of the starting policy.
 
     TRL has one mask for both terms: with `mask_format` the likelihood term leaves format tokens out, too,
     and it is a mean over tokens.
@@ -94,7 +92,6 @@ def train_dpo(artifact: Artifact, rows: list[dict[str, Any]], config: DpoConfig,
 
     from puna.models.hub import PunaForCausalLM
     from puna.stages.align.dpo import pairs_of
-    from puna.stages.align.reward_model import render_ranked
 
     class PreparedDPOTrainer(DPOTrainer):
         """TRL's trainer on rows that hold token ids already."""
@@ -105,8 +102,6 @@ def train_dpo(artifact: Artifact, rows: list[dict[str, Any]], config: DpoConfig,
         def _set_signature_columns_if_needed(self) -> None:
             self._signature_columns = ["prompt_ids", "chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask"]
 
-    model, tokenizer = load_model(artifact, "lm")
-    examples = render_ranked(tokenizer, rows, config.fitting.row_tokens)
     pairs = [
         {
             "prompt_ids": e.prompt,
@@ -118,25 +113,27 @@ def train_dpo(artifact: Artifact, rows: list[dict[str, Any]], config: DpoConfig,
         for e in examples
         for better, worse in pairs_of(e, config.pairs)
     ]
-    weights = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, config.nll_weight]}
-    policy = PunaForCausalLM.from_transformer(model, pad_token_id=tokenizer.pad)
-    frozen = PunaForCausalLM.from_transformer(copy.deepcopy(model), pad_token_id=tokenizer.pad)
+    weights = {"loss_type": [config.loss, "sft"], "loss_weights": [1.0, config.nll_weight]}
+    policy = PunaForCausalLM.from_transformer(model, pad_token_id=tokenizer.pad_token_id)
+    frozen = PunaForCausalLM.from_transformer(copy.deepcopy(model), pad_token_id=tokenizer.pad_token_id)
     trainer = PreparedDPOTrainer(
         model=policy,
         ref_model=frozen,
-        args=DPOConfig(**arguments(config.fitting, len(pairs), run), beta=config.beta, **weights),
+        args=DPOConfig(**arguments(config.training, len(pairs), run), beta=config.beta, **weights),
         train_dataset=Dataset.from_list(pairs),
-        data_collator=PreferenceCollator(tokenizer.pad),
-        processing_class=hub_tokenizer(artifact),
+        data_collator=PreferenceCollator(tokenizer.pad_token_id),
+        processing_class=tokenizer,
     )
     train(trainer, run)
-    save_model(trainer.model.to_transformer(), tokenizer, run.folder)
+    return cast("Transformer", trainer.model.to_transformer())
 
 
 def labelled(example: Example) -> dict[str, list[int]]:
     """A row of TRL's SFT: ids, and labels that leave the prompt out."""
     (answer,) = example.answers
-    return {"input_ids": example.prompt + answer, "labels": [-100] * len(example.prompt) + answer}
+    (mask,) = example.masks
+    learned = [id_ if counts else -100 for id_, counts in zip(answer, mask, strict=True)]
+    return {"input_ids": example.prompt + answer, "labels": [-100] * len(example.prompt) + learned}
 
 
 class PreferenceCollator:
@@ -160,26 +157,29 @@ class PreferenceCollator:
         }
 
 
-def arguments(fitting: Fitting, rows: int, run: StageRun) -> dict[str, Any]:
+def arguments(training: TrainingSettings, rows: int, run: StageRun) -> dict[str, Any]:
     """What TRL's three configurations share."""
     import torch
 
-    steps = fitting.steps(rows)
+    config = training.train_config(rows)
+    optimizer, schedule, compute = config.optimizer, config.schedule, config.compute
     return {
         "output_dir": str(run.scratch / "trl"),
-        "max_steps": steps,
-        "per_device_train_batch_size": fitting.batch_size,
-        "learning_rate": fitting.learning_rate,
-        "warmup_steps": min(round(fitting.warmup * steps), steps - 1),
-        "lr_scheduler_type": SCHEDULES[fitting.schedule],
-        "weight_decay": fitting.weight_decay,
-        "adam_beta2": fitting.beta2,
-        "max_grad_norm": fitting.clip,
-        "max_length": fitting.row_tokens,
+        "max_steps": config.steps,
+        "per_device_train_batch_size": training.batch_size,
+        "learning_rate": schedule.learning_rate,
+        "warmup_steps": config.warmup_steps,
+        "lr_scheduler_type": SCHEDULES[schedule.shape],
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.beta1,
+        "adam_beta2": optimizer.beta2,
+        "adam_epsilon": optimizer.epsilon,
+        "max_grad_norm": optimizer.max_grad_norm or 0.0,
+        "max_length": compute.micro_batch_tokens,
         "seed": run.seed("trl") % 2**31,
         "use_cpu": not torch.cuda.is_available(),
-        "bf16": torch.cuda.is_available(),
-        "gradient_checkpointing": False,
+        "bf16": compute.precision == "bf16",
+        "gradient_checkpointing": compute.activation_checkpointing,
         "dataloader_pin_memory": False,
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
@@ -189,11 +189,14 @@ def arguments(fitting: Fitting, rows: int, run: StageRun) -> dict[str, Any]:
     }
 
 
-def hub_tokenizer(artifact: Artifact) -> Any:
-    """The tokenizer as transformers loads it: TRL asks it for the padding token only."""
+def hub_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> Any:
+    """The tokenizer as transformers loads it: TRL asks it for the padding token only, and for that of `tokenizer` where it names none."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(artifact.path())
+    found = AutoTokenizer.from_pretrained(artifact.path())
+    if found.pad_token_id is None:
+        found.pad_token = tokenizer.vocabulary.token(tokenizer.pad)
+    return found
 
 
 def train(trainer: Any, run: StageRun) -> None:

@@ -4,6 +4,7 @@ from puna.stages.contract.config import SeededConfig, StageConfig, did_you_mean,
 from puna.stages.contract.declaration import (
     REGISTRY,
     Answers,
+    Classifier,
     Documents,
     Evaluation,
     Instructions,
@@ -25,11 +26,13 @@ from puna.stages.contract.declaration import (
 from puna.stages.contract.execute import Outcome, execute, identify, perform
 from puna.stages.contract.external import External, ExternalFile
 from puna.stages.contract.figure import Figure
+from puna.stages.contract.needs import Facts, InputFacts
 from puna.stages.contract.run import Listener, StageRun
+from puna.stages.contract.signals import SIGNALS, Signal, declare_signal, signal
 
 __all__ = [
-    "REGISTRY", "Answers", "Documents", "Evaluation", "External", "ExternalFile", "Figure", "Instructions", "Kind",
-    "Listener", "Lists", "Mixture", "Model", "Outcome", "Pages", "Preferences", "Prompts", "Reads", "SeededConfig",
-    "Signals", "Stage", "StageConfig", "StageRun", "Tokenizer", "Tokens", "Value", "did_you_mean", "execute", "identify", "parse",
-    "perform", "stage",
+    "REGISTRY", "SIGNALS", "Answers", "Classifier", "Documents", "Evaluation", "External", "ExternalFile", "Facts", "Figure", "InputFacts",
+    "Instructions", "Kind", "Listener", "Lists", "Mixture", "Model", "Outcome", "Pages", "Preferences", "Prompts", "Reads", "SeededConfig",
+    "Signal", "Signals", "Stage", "StageConfig", "StageRun", "Tokenizer", "Tokens", "Value",
+    "declare_signal", "did_you_mean", "execute", "identify", "parse", "perform", "signal", "stage",
 ]  # fmt: skip

@@ -1,28 +1,38 @@
 """The version of a stage's code: a hash over the syntax trees of everything first-party that it reaches.
 
-From the stage's function the names it uses are followed, through imports (also those inside functions),
-to functions, classes and constants of `puna`. Comments, docstrings, formatting and the descriptions of
-configuration fields do not count; data files that reached code names do. The contract and the store are
-not followed: they move artifacts and do not decide their content; `FORMAT` stands for them.
+From the stage's function and its configuration the names they use are followed, through imports (also those inside
+functions), to functions, classes and constants of Puna, of plugins and of a user's own modules. Comments, docstrings,
+annotations, bounds, error texts, names of local variables and formatting do not count. Data files that reached code opens
+do, and so do the versions of the libraries that it uses (see `libraries`). The contract and the store are not followed:
+they move artifacts and do not decide their content; `FORMAT`, here and of the manifest, stands for them.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from puna.stages.contract.syntax import Binding, bound, statements
+from puna.stages.contract import data_files, libraries, sources
+from puna.stages.contract.canonical import canonical
+from puna.stages.contract.modules import notebook, source_file
+from puna.stages.contract.syntax import Binding, bound, statements, text
 from puna.storage import PunaError
-from puna.storage.digest import of_file
 from puna.storage.manifest import code_version
 
-ROOT = Path(__file__).parents[2]
+if TYPE_CHECKING:
+    from puna.stages.contract.declaration import Stage
+
+FORMAT = 1
+"""Of the contract: what stages are given and how parts are cut and joined. A change of it makes every artifact anew."""
 Target = tuple[str, str | None]
+Name = tuple[str, str]
 OUTSIDE = ("puna.storage", "puna.stages.contract")
 
 
@@ -39,40 +49,106 @@ class Module:
     symbols: dict[str, list[Binding]] = field(default_factory=dict)
     imports: dict[str, list[Target]] = field(default_factory=dict)
     foreign: dict[str, str] = field(default_factory=dict)
+    _canonical: dict[int, tuple[ast.AST, list[ast.AST]]] = field(default_factory=dict)
+
+    def canonical(self, node: ast.AST) -> tuple[ast.AST, list[ast.AST]]:
+        """See `canonical`; one statement may bind several names."""
+        if id(node) not in self._canonical:
+            self._canonical[id(node)] = canonical(node)
+        return self._canonical[id(node)]
 
 
-def reached(module: str, name: str) -> dict[str, str]:
-    """`module.symbol` → hash, for everything that symbol `name` of `module` reaches, itself included."""
-    found: dict[str, str] = {}
-    todo = [(module, name)]
-    seen: set[tuple[str, str]] = set()
+def symbols(stage: Stage, named: Iterable[Name] = ()) -> dict[str, str]:
+    """What decides what a stage makes, apart from its configuration's values and inputs: name → hash or version.
+
+    `named`: the symbols that the configuration names, which are reached too.
+    """
+    if stage.version:
+        return reached(*named) | {"version": stage.version}
+    return reached(*_roots(stage), *named)
+
+
+def check_unedited(stage: Stage, named: Iterable[Name] = ()) -> None:
+    """PunaError where a file that the stage reaches is no longer what this process imported or read."""
+    found = _followed(*([] if stage.version else _roots(stage)), *named)
+    sources.check([*sorted(found.sources), *(file for _, file in found.data())])
+
+
+def _roots(stage: Stage) -> tuple[Name, Name]:
+    return (stage.function.__module__, stage.function.__name__), (stage.config.__module__, stage.config.__qualname__.split(".")[0])
+
+
+def reached(*roots: Name) -> dict[str, str]:
+    """`module.symbol` → hash, for everything that these symbols (module, name) reach, themselves included.
+
+    Data files are there as `module:path`, libraries as `library:name` → version.
+    """
+    found = _followed(*roots)
+    made = {"contract": str(FORMAT), **{f"{where}.{what}": symbol.hash for (where, what), symbol in found.symbols.items()}}
+    for module, file in found.data():
+        # It may have been read already, and kept.
+        sources.check([file])
+        made[f"{module}:{os.path.relpath(file, load(module).file.parent)}"] = sources.seen(file)
+    for library in {library for symbol in found.symbols.values() for library in symbol.libraries}:
+        if version := libraries.version_in_key(library):
+            made[f"library:{library}"] = version
+    return made
+
+
+@dataclass
+class Followed:
+    """What was reached: the symbols by (module, name), and the source files that they come from."""
+
+    symbols: dict[Name, Symbol] = field(default_factory=dict)
+    sources: set[Path] = field(default_factory=set)
+
+    def data(self) -> Iterator[tuple[str, Path]]:
+        """The data files, each with the module that opens it."""
+        said = {word for symbol in self.symbols.values() for word in symbol.texts}
+        for (where, _), symbol in self.symbols.items():
+            for opened in symbol.opened:
+                if sources.ROOT.is_relative_to(opened.path):
+                    continue  # where Puna lies, not what it reads
+                if not opened.path.is_dir():
+                    yield where, opened.path
+                    continue
+                # A name that is passed on: one of those that the code writes down, where they are files of the folder.
+                named = [opened.path / word for word in sorted(said) if (opened.path / word).is_file()] if opened.names else []
+                for file in named or data_files.below(opened.path):
+                    yield where, file
+
+
+def _followed(*roots: Name) -> Followed:
+    found = Followed()
+    todo, seen = list(roots), set[Name]()
     while todo:
         where, what = todo.pop()
         if (where, what) in seen or where.startswith(OUTSIDE):
             continue
         seen.add((where, what))
         source = load(where)
+        if source.file.is_file():
+            found.sources.add(source.file)
         for target in source.imports.get(what, []):
             todo.extend(_targets(*target))
         symbol = _symbol(source, what)
-        if symbol is None:
-            if what not in source.imports and _is_module(f"{where}.{what}"):
-                todo.extend((f"{where}.{what}", name) for name in load(f"{where}.{what}").symbols)
-            continue
-        found[f"{where}.{what}"] = symbol.hash
-        todo.extend(symbol.uses)
-        for file in symbol.files:
-            found[f"{where}:{file.relative_to(source.file.parent)}"] = of_file(file)[:16]
+        if symbol is not None:
+            found.symbols[where, what] = symbol
+            todo.extend(symbol.uses)
+        elif what not in source.imports and _is_module(f"{where}.{what}"):
+            todo.extend((f"{where}.{what}", name) for name in load(f"{where}.{what}").symbols)
     return found
 
 
 @dataclass(frozen=True)
 class Symbol:
-    """What one binding is made of: the hash of its statements, the first-party names and data files it uses."""
+    """What one binding is made of: the hash of its statements; the first-party names, data files, texts and libraries it uses."""
 
     hash: str
-    uses: tuple[tuple[str, str], ...]
-    files: tuple[Path, ...]
+    uses: tuple[Name, ...]
+    opened: tuple[data_files.Opened, ...]
+    texts: tuple[str, ...]
+    libraries: tuple[str, ...]
 
 
 @lru_cache(maxsize=8192)
@@ -80,21 +156,56 @@ def _symbol(source: Module, name: str) -> Symbol | None:
     bindings = source.symbols.get(name)
     if bindings is None:
         return None
-    uses: list[tuple[str, str]] = []
-    files: list[Path] = []
-    foreign: set[str] = set()
-    for node in (node for binding in bindings for node in binding.nodes):
-        local = {**source.imports}
-        inside = list(ast.walk(node))
-        for inner in inside:
-            if isinstance(inner, ast.Import | ast.ImportFrom):
-                local.update({n: [t] for n, t in _imports(inner, source.name).items()})
-            elif isinstance(inner, ast.Name) and inner.id in source.foreign:
-                foreign.add(f"{inner.id}={source.foreign[inner.id]}")
-        uses.extend(_uses(inside, source, local))
-        files.extend(_data_files(inside, source.file.parent))
-    text = "\n".join([*(binding.text() for binding in bindings), *sorted(foreign)])
-    return Symbol(hashlib.sha256(text.encode()).hexdigest()[:16], tuple(dict.fromkeys(uses)), tuple(dict.fromkeys(files)))
+    uses: list[Name] = []
+    opened: list[data_files.Opened] = []
+    words: list[str] = []
+    foreign: dict[str, str] = {}
+    shown: list[str] = []
+    for binding in bindings:
+        shown += [guard.branch for guard in binding.guards]
+        for node in binding.nodes:
+            plain, annotations = source.canonical(node)
+            shown.append(text(plain))
+            inside = list(ast.walk(plain))
+            local = {**source.imports}
+            for inner in inside:
+                if isinstance(inner, ast.Import | ast.ImportFrom):
+                    local.update({n: [t] for n, t in _imports(inner, source.name).items()})
+                    foreign.update({f" {origin}": origin for origin in _origins(inner).values() if not _is_followed(origin)})
+                elif isinstance(inner, ast.Name) and inner.id in source.foreign:
+                    foreign[inner.id] = source.foreign[inner.id]
+            uses.extend(_uses(inside + [n for annotation in annotations for n in ast.walk(annotation)], source, local))
+            words += data_files.texts(inside)
+            foreign.update({f" {name}": name for name in _found_packages(inside)})
+            if any(isinstance(n, ast.Name) and isinstance(_constant(source, n.id), Path) for n in inside):
+                opened += data_files.opened(plain, partial(_constant, source))
+    opened += _beside(dict.fromkeys(words), source.file.parent)
+    shown += sorted(f"{local}={origin}" for local, origin in foreign.items() if not local.startswith(" "))
+    return Symbol(
+        hashlib.sha256("\n".join(shown).encode()).hexdigest()[:16],
+        tuple(dict.fromkeys(uses)),
+        tuple(dict.fromkeys(one for one in opened if one.path.exists() and one.path.suffix != ".py")),
+        tuple(dict.fromkeys(words)),
+        tuple(sorted({origin.split(".")[0] for origin in foreign.values()} - _SILENT)),
+    )
+
+
+_SILENT = frozenset(sys.stdlib_module_names) - {"re", "unicodedata"}
+
+
+@lru_cache(maxsize=65536)
+def _constant(source: Module, name: str, depth: int = 0) -> data_files.Value:
+    """The path or text that a name of a module stands for, followed through first-party imports."""
+    if name == "__file__":
+        return source.file
+    bindings = source.symbols.get(name, [])
+    if len(bindings) == 1 and isinstance(node := bindings[0].node, ast.Assign | ast.AnnAssign) and not bindings[0].guards and depth < 20:
+        return data_files.value(node.value, lambda inner: _constant(source, inner, depth + 1) if inner != name else None)
+    if not bindings and len(targets := source.imports.get(name, [])) == 1 and depth < 20:
+        module, symbol = targets[0]
+        if symbol is not None and source_file(module) is not None:
+            return _constant(load(module), symbol, depth + 1)
+    return None
 
 
 def version(symbols: dict[str, str]) -> str:
@@ -103,35 +214,43 @@ def version(symbols: dict[str, str]) -> str:
 
 
 def load(name: str) -> Module:
-    """The parsed bindings of module `name` (read again when the file changed)."""
-    file = _file(name)
-    if file is None:
-        raise PunaError(f"module {name}: no source file below {ROOT}")
+    """The parsed bindings of module `name`; PunaError where its file is no longer what this process imported."""
+    file = source_file(name)
+    if file is not None:
+        return _read(name, file)
+    cells = notebook() if name == "__main__" else ""
+    if not cells:
+        raise PunaError(f"module {name}: its source is kept nowhere; declare the stage in a file, or give it version=")
+    return _parse(name, Path("notebook"), cells)
+
+
+def _read(name: str, file: Path) -> Module:
     stat = file.stat()
-    return _parse(name, file, stat.st_mtime_ns, stat.st_size)
-
-
-def _file(name: str) -> Path | None:
-    if name.split(".")[0] != "puna":
-        # A stage that a user declares outside Puna: its own file counts, and what it reaches in Puna.
-        file = getattr(sys.modules.get(name), "__file__", None)
-        return Path(file) if file else None
-    path = ROOT.joinpath(*name.split(".")[1:])
-    for candidate in (path.with_suffix(".py"), path / "__init__.py"):
-        if candidate.is_file():
-            return candidate
-    return None
-
-
-def _is_module(name: str) -> bool:
-    return name.startswith("puna.") and _file(name) is not None
+    return _at(name, file, stat.st_mtime_ns, stat.st_size, sources.seen(file))
 
 
 @lru_cache(maxsize=1024)
-def _parse(name: str, file: Path, mtime: int, size: int) -> Module:
+def _at(name: str, file: Path, mtime: int, size: int, digest: str) -> Module:
+    sources.check([file])
+    return _parse(name, file, file.read_text(encoding="utf-8"))
+
+
+def _is_module(name: str) -> bool:
+    return source_file(name) is not None
+
+
+@lru_cache(maxsize=4096)
+def _is_followed(origin: str) -> bool:
+    """Whether what an import names comes from a module that is followed."""
+    top = origin.split(".")[0]
+    return top == "puna" or (top not in sys.stdlib_module_names and source_file(top) is not None)
+
+
+@lru_cache(maxsize=1024)
+def _parse(name: str, file: Path, content: str) -> Module:
     module = Module(name, file)
     loose: list[Binding] = []
-    for binding in statements(ast.parse(file.read_text(encoding="utf-8")).body):
+    for binding in statements(ast.parse(content).body):
         node = binding.node
         if isinstance(node, ast.Import | ast.ImportFrom):
             for local, target in _imports(node, name).items():
@@ -140,11 +259,13 @@ def _parse(name: str, file: Path, mtime: int, size: int) -> Module:
                 # An import that a condition decides counts as a definition does.
                 if binding.guards:
                     module.symbols.setdefault(local, []).append(binding)
-                elif origin.split(".")[0] != "puna":
+                elif not _is_followed(origin):
                     module.foreign[local] = origin
             continue
         names = bound(node)
         for symbol in sorted(names):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not binding.guards and not node.decorator_list:
+                module.symbols[symbol] = []  # a later definition replaces an earlier one: a notebook's cell that was run again
             module.symbols.setdefault(symbol, []).append(binding)
         if not names or getattr(node, "decorator_list", None):
             loose.append(binding)
@@ -170,16 +291,17 @@ def _imports(node: ast.Import | ast.ImportFrom, where: str) -> dict[str, Target]
     found: dict[str, Target] = {}
     if isinstance(node, ast.Import):
         for alias in node.names:
-            if alias.name.split(".")[0] == "puna":
-                found[alias.asname or "puna"] = (alias.name if alias.asname else "puna", None)
+            if _is_followed(alias.name):
+                top = alias.name.split(".")[0]
+                found[alias.asname or top] = (alias.name if alias.asname else top, None)
         return found
     base = node.module or ""
     if node.level:
-        package = where if (_file(where) or Path()).name == "__init__.py" else where.rpartition(".")[0]
+        package = where if (source_file(where) or Path()).name == "__init__.py" else where.rpartition(".")[0]
         for _ in range(node.level - 1):
             package = package.rpartition(".")[0]
         base = f"{package}.{base}" if base else package
-    if base.split(".")[0] == "puna":
+    if node.level or _is_followed(base):
         for alias in node.names:
             if alias.name == "*":
                 raise PunaError(f"module {where}: `from {base} import *` hides what is used; name the imports")
@@ -233,15 +355,18 @@ def _resolve(target: Target, attributes: list[str]) -> tuple[str, str] | None:
     return None
 
 
-def _data_files(nodes: list[ast.AST], folder: Path) -> Iterator[Path]:
-    """Files (and folders of files) beside the module that a statement of these nodes names in a string."""
+def _found_packages(nodes: list[ast.AST]) -> Iterator[str]:
+    """Libraries whose files are read without importing them: `find_spec("name")`, `files("name")`."""
     for node in nodes:
-        if not (isinstance(node, ast.Constant) and isinstance(node.value, str) and 0 < len(node.value) < 100):
-            continue
-        if not all(c.isalnum() or c in "._-/" for c in node.value) or node.value.startswith((".", "/")):
-            continue
-        for path in (folder / node.value, folder / "data" / node.value):
-            if path.is_file() and path.suffix != ".py":
-                yield path
-            elif path.is_dir() and node.value == "data":
-                yield from sorted(f for f in path.rglob("*") if f.is_file() and f.suffix != ".py")
+        if isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.args[0], ast.Constant):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ("find_spec", "files", "import_module") and isinstance(node.args[0].value, str):
+                yield node.args[0].value
+
+
+def _beside(words: Iterable[str], folder: Path) -> Iterator[data_files.Opened]:
+    """Files beside the module, or in the folder `data` there, that a string names."""
+    for word in words:
+        for path in (folder / word, folder / "data" / word):
+            if path.is_file():
+                yield data_files.Opened(path)

@@ -6,27 +6,24 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
+from puna.models.settings import Settings
 from puna.storage import PunaError
 
 
-class StageConfig(BaseModel):
-    """Base of every stage configuration and of its nested groups: frozen, and strict about names."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a field without a description when the class is defined: it is the form, the help and the schema."""
-        for name, field in cls.model_fields.items():
-            if not field.description:
-                raise TypeError(f"{cls.__name__}.{name}: a configuration field needs a description")
+class StageConfig(Settings):
+    """Base of every stage configuration and of its nested groups."""
 
     def identity(self) -> dict[str, Any]:
         """The JSON value that enters the artifact's key."""
         value: dict[str, Any] = self.model_dump(mode="json")
         return value
+
+
+    def reaches(self) -> list[tuple[str, str]]:
+        """Functions that the configuration names, as module and symbol: what they reach counts in the key as the stage's own code."""
+        return []
 
 
 class SeededConfig(StageConfig):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from puna.stages.contract.config import StageConfig
 from puna.stages.contract.external import External
+from puna.stages.contract.needs import Facts, Needs
 from puna.storage import Artifact, PunaError
 from puna.storage.schemas import KINDS
 
@@ -32,6 +33,7 @@ class Reads:
 Pages = Annotated[Artifact, Kind("pages")]
 Documents = Annotated[Artifact, Kind("documents")]
 Signals = Annotated[Artifact, Kind("signals")]
+Classifier = Annotated[Artifact, Kind("classifier")]
 Mixture = Annotated[Artifact, Kind("mixture")]
 Tokenizer = Annotated[Artifact, Kind("tokenizer")]
 Tokens = Annotated[Artifact, Kind("tokens")]
@@ -43,8 +45,11 @@ Instructions = Annotated[Artifact, Kind("instructions")]
 Evaluation = Annotated[Artifact, Kind("evaluation")]
 Lists = Annotated[Artifact, Kind("lists")]
 
+Name = tuple[str, str]
 Value = Artifact | External | list[Artifact] | list[External] | None
 """What may be given for an input of a stage."""
+Named = Callable[[Mapping[str, Sequence[Artifact | External]]], list[Name]]
+"""`named(inputs)`: functions and classes that rows of the inputs name, as module and symbol."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,19 @@ class Stage:
     inputs: tuple[InputSpec, ...]
     filters: str | None = None
     version: str | None = None
+    needs: Needs | None = None
+    device: bool = False
+    signals: tuple[str, ...] = ()
+    named: Named | None = None
     doc: str = field(default="", compare=False)
+
+    def unmet(self, config: StageConfig, facts: Facts) -> list[str]:
+        """One sentence for each need of the stage that these facts do not meet, before it runs."""
+        return [f"{self.name}: {said}" for said in self.needs(config, facts)] if self.needs else []
+
+    def reaches(self, config: StageConfig, given: dict[str, Value]) -> list[Name]:
+        """Functions and classes that the configuration and the inputs name: what they reach counts in the key as the stage's own code."""
+        return [*config.reaches(), *(self.named(self.check(given)) if self.named else ())]
 
     def check(self, given: dict[str, Value]) -> dict[str, list[Artifact] | list[External]]:
         """The inputs by name, checked against the declaration."""
@@ -99,11 +116,13 @@ class Stage:
             raise PunaError(f"stage {self.name} has no input {sorted(unknown)[0]!r}; its inputs are {names}")
         return {spec.name: spec.checked(self.name, given.get(spec.name)) for spec in self.inputs}
 
-    def by_kind(self, artifacts: list[Artifact]) -> dict[str, Value]:
-        """Artifacts assigned to the inputs of their kind, in order: how a person names inputs on a command line."""
+    def by_kind(self, artifacts: list[Artifact], named: Mapping[str, list[Artifact]] | None = None) -> dict[str, Value]:
+        """Artifacts assigned to the inputs of their kind, in order, after those in `named` by input: as on a command line."""
         left = list(artifacts)
-        given: dict[str, Value] = {}
+        given: dict[str, Value] = {name: list(several) for name, several in (named or {}).items()}
         for spec in self.inputs:
+            if spec.name in given:
+                continue
             fitting = [a for a in left if a.kind == spec.kind]
             if not spec.many:
                 fitting = fitting[:1]
@@ -114,18 +133,30 @@ class Stage:
                 given[spec.name] = fitting[0] if fitting else None
         if left:
             wanted = ", ".join(f"{s.name} ({s.kind})" for s in self.inputs)
-            raise PunaError(f"stage {self.name} has no place for {left[0].id}; its inputs are {wanted}")
+            raise PunaError(f"stage {self.name} has no place for {left[0].id}; its inputs are {wanted}; name one: --input NAME=ARTIFACT")
         return given
 
 
 REGISTRY: dict[str, Stage] = {}
 
 
-def stage(*, kind: str, filters: str | None = None, version: str | None = None) -> Callable[[Callable[..., None]], Stage]:
+def stage(
+    *,
+    kind: str,
+    filters: str | None = None,
+    version: str | None = None,
+    needs: Needs | None = None,
+    device: bool = False,
+    signals: tuple[str, ...] = (),
+    named: Named | None = None,
+) -> Callable[[Callable[..., None]], Stage]:
     """Declare a stage.
 
     `kind`: what it writes. `filters`: the input whose rows are all either kept or in `dropped`; checked at
-    commit. `version`: replaces the hash of the reached code in the artifact's key.
+    commit. `version`: replaces the hash of the reached code in the artifact's key. `needs(config, facts)`: the needs
+    that cannot be met, asked before anything runs. `device`: it computes on the accelerator in one process: on a cluster
+    it runs as a whole on one worker that has one. `signals`: those it writes whatever its configuration, so that a rule on
+    another one is refused before the run. `named(inputs)`: functions and classes that the inputs' rows name; see `Named`.
     """
 
     def declare(function: Callable[..., None]) -> Stage:
@@ -138,22 +169,23 @@ def stage(*, kind: str, filters: str | None = None, version: str | None = None) 
         parameters = list(inspect.signature(function).parameters)
         if parameters[-2:] != ["config", "run"]:
             raise TypeError(f"stage {name}: its last parameters are config and run")
-        specs = tuple(_input(name, parameter, hints[parameter]) for parameter in parameters[:-2])
+        specs = tuple(input_spec(f"stage {name}", parameter, hints[parameter]) for parameter in parameters[:-2])
         config = hints["config"]
         if not (isinstance(config, type) and issubclass(config, StageConfig)):
             raise TypeError(f"stage {name}: config is a StageConfig")
         if filters is not None and filters not in {spec.name for spec in specs}:
             raise TypeError(f"stage {name}: filters={filters!r} is no input")
-        if name in REGISTRY and REGISTRY[name].function.__module__ != function.__module__:
-            raise TypeError(f"stage {name} is declared twice")
-        made = Stage(name, kind, function, config, specs, filters, version, inspect.getdoc(function) or "")
+        if name in REGISTRY and (other := REGISTRY[name].function.__module__) != function.__module__:
+            raise TypeError(f"stage {name} is declared twice, in {other} and in {function.__module__}; rename one")
+        made = Stage(name, kind, function, config, specs, filters, version, needs, device, signals, named, inspect.getdoc(function) or "")
         REGISTRY[name] = made
         return made
 
     return declare
 
 
-def _input(stage_name: str, name: str, hint: Any) -> InputSpec:
+def input_spec(where: str, name: str, hint: Any) -> InputSpec:
+    """The input that a parameter's annotation declares; TypeError, beginning with `where`, when it declares none."""
     optional = many = False
     if get_origin(hint) in (typing.Union, types.UnionType):
         members = [h for h in get_args(hint) if h is not type(None)]
@@ -168,4 +200,4 @@ def _input(stage_name: str, name: str, hint: Any) -> InputSpec:
         for mark in marks:
             if isinstance(mark, Kind):
                 return InputSpec(name, mark.name, many, optional, reads)
-    raise TypeError(f"stage {stage_name}: input {name!r} is annotated {hint}; use Documents, Signals, … or External")
+    raise TypeError(f"{where}: input {name!r} is annotated {hint}; use Documents, Signals, … or External")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -13,13 +14,15 @@ from typing import Any
 
 from puna.stages.contract import code
 from puna.stages.contract.config import StageConfig
-from puna.stages.contract.declaration import Stage, Value
+from puna.stages.contract.declaration import REGISTRY, Stage, Value
+from puna.stages.contract.executors import PartExecutor
 from puna.stages.contract.external import External
 from puna.stages.contract.measure import Meter
 from puna.stages.contract.run import Listener, StageRun
+from puna.stages.contract.signals import check_measured
 from puna.storage import Artifact, Identity, InputRecord, PunaError, Store, Work
 from puna.storage.artifact import PART_ROWS
-from puna.storage.tables import imbalance
+from puna.storage.tables import Balance, imbalance
 
 LIBRARIES = ("pyarrow", "duckdb", "torch", "numpy", "transformers", "trl", "peft", "fasttext", "resiliparse", "tokenizers")
 
@@ -46,8 +49,8 @@ def identify(stage: Stage, config: StageConfig, given: dict[str, Value]) -> Iden
             else:
                 found.append(InputRecord(f"{name}:{item.name}", "external", item.uri, item.data_digest))
         records += found
-    symbols = {} if stage.version else code.reached(stage.function.__module__, stage.function.__name__)
-    return Identity(stage.name, stage.version or code.version(symbols), symbols, config.identity(), records)
+    symbols = code.symbols(stage, stage.reaches(config, given))
+    return Identity(stage.name, code.version(symbols), symbols, config.identity(), records)
 
 
 def execute(stage: Stage, config: StageConfig, given: dict[str, Value], store: Store, **how: Any) -> Artifact:
@@ -70,15 +73,21 @@ def perform(
     """Run `stage`, or find what it made before.
 
     A found artifact's checksums are compared first; a damaged one is set aside and made again. A damaged
-    input is an error.
+    input is an error. A stage declared with `device=True` runs as a whole on a worker of `executor` that has an
+    accelerator, where there is one; `listener` hears nothing of it then.
     """
     started = time.perf_counter()
     identity = identify(stage, config, given)
     found = _accepted(stage, identity, store)
+    if found is None and stage.device and isinstance(executor, PartExecutor) and executor.has_device():
+        if on_start:
+            on_start(identity)
+        artifact, reused = _on_device(stage, config, given, store, executor, run, part_rows)
+        return Outcome(artifact, reused, time.perf_counter() - started)
     if found is None:
         with store.work(identity.key) as work:
             found = store.find(stage.kind, identity.key)
-            if found is None or found.damage():
+            if found is None or found.damage(quick=True):
                 if found is not None:
                     store.set_aside(found.kind, found.key)
                 taken = stage.check(given)
@@ -89,6 +98,7 @@ def perform(
                 if on_start:
                     on_start(identity)
                 work.uses(identity.inputs)
+                work.cut = _cut(stage, taken)
                 made = _make(stage, config, given, StageRun(stage.name, stage.kind, config, work, executor, listener, part_rows), work)
                 artifact = work.commit(stage.kind, identity.key, identity, run=run, **made)
                 return Outcome(artifact, False, time.perf_counter() - started)
@@ -96,13 +106,54 @@ def perform(
     return Outcome(found, True, time.perf_counter() - started)
 
 
+def _on_device(
+    stage: Stage, config: StageConfig, given: dict[str, Value], store: Store, executor: PartExecutor, run: str, part_rows: int
+) -> tuple[Artifact, bool]:
+    """Have a worker that has an accelerator run the stage; it opens the store at the same path."""
+    module = stage.function.__module__
+    if module == "__main__":
+        raise PunaError(f"stage {stage.name} runs on another worker, which cannot import it from here: declare it in a module")
+    sent = {name: [(i.kind, i.key) if isinstance(i, Artifact) else i for i in items] for name, items in stage.check(given).items()}
+    root = os.path.abspath(store.root)
+    future = executor.submit_to_device(_perform_there, module, stage.name, config, sent, root, run=run, part_rows=part_rows)
+    kind, key, reused = future.result()
+    made = store.find(kind, key)
+    if made is None:
+        raise PunaError(f"stage {stage.name}: the worker that ran it wrote to another {root}; give both a folder that they share")
+    return made, reused
+
+
+def _perform_there(
+    module: str, name: str, config: StageConfig, sent: dict[str, list[Any]], root: str, **how: Any
+) -> tuple[str, str, bool]:
+    """In the worker that has the accelerator: run a stage; returns kind and key of its artifact, and whether it was there."""
+    importlib.import_module(module)
+    stage, store = REGISTRY[name], Store.open(root)
+    given: dict[str, Any] = {}
+    for spec in stage.inputs:
+        items = [store.find(*item) if isinstance(item, tuple) else item for item in sent[spec.name]]
+        if None in items:
+            kind, key = sent[spec.name][items.index(None)]
+            raise PunaError(f"stage {name}: {root} as this worker sees it has no {kind}/{key[:12]}; give both a folder that they share")
+        given[spec.name] = items if spec.many else items[0] if items else None
+    made = perform(stage, config, given, store, **how)
+    return made.artifact.kind, made.artifact.key, made.reused
+
+
 def _accepted(stage: Stage, identity: Identity, store: Store) -> Artifact | None:
     """The whole artifact of this identity, or an older one that was declared equivalent; damage is left in place."""
     for key in dict.fromkeys((store.accepted(identity.key), identity.key)):
         found = store.find(stage.kind, key)
-        if found is not None and not found.damage():
+        if found is not None and not found.damage(quick=True):
             return found
     return None
+
+
+def _cut(stage: Stage, taken: dict[str, list[Artifact] | list[External]]) -> int:
+    """The number of shards of the corpus that the stage works on: of what it filters, or else of its first pages or documents."""
+    names = [stage.filters, *taken] if stage.filters else [*taken]
+    corpora = [i for name in names for i in taken[name] if isinstance(i, Artifact) and i.kind in ("pages", "documents")]
+    return corpora[0].record().cut if corpora else 0
 
 
 def _make(stage: Stage, config: StageConfig, given: dict[str, Value], run: StageRun, work: Work) -> dict[str, Any]:
@@ -114,6 +165,7 @@ def _make(stage: Stage, config: StageConfig, given: dict[str, Value], run: Stage
     with Meter() as meter:
         stage.function(*arguments, config, run)
     try:
+        code.check_unedited(stage, stage.reaches(config, given))
         for item in chain.from_iterable(stage.check(given).values()):
             if isinstance(item, External):
                 item.check_unchanged()
@@ -121,6 +173,8 @@ def _make(stage: Stage, config: StageConfig, given: dict[str, Value], run: Stage
         work.discard()  # its parts are of other content than its key says
         raise
     filtered = stage.check(given)[stage.filters] if stage.filters else []
+    if stage.kind == "signals":
+        check_measured(work.rows("signals"), {name: count for name, count in work.values("signals").items() if name != "id"})
     sources = [item for item in filtered if isinstance(item, Artifact)]
     for item in sources:
         run.count_input(item.rows())
@@ -144,8 +198,9 @@ def _check_rows(stage: Stage, came: int, sources: list[Artifact], work: Work) ->
     if kept + dropped != came and not sources:
         raise PunaError(f"{said}; {came - kept - dropped} are lost")
     if sources:
-        went = work.files(stage.kind) + work.files("dropped")
-        if wrong := imbalance([a.path(f"{a.kind}.parquet") for a in sources], went, work.scratch):
+        went = [shard for table in (stage.kind, "dropped") for shard in work.shards(table, stage.kind)]
+        came_in = [shard for artifact in sources for shard in artifact.shards()]
+        if wrong := imbalance(Balance(came_in, went), max(1, work.cut), work.mapper):
             shown = "; ".join(f"{i} is lost" if n > 0 else f"{i} is there {-n} times too often" for i, n in wrong)
             raise PunaError(f"{said}; {came - kept - dropped} are lost: {shown}")
 

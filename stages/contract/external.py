@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import PurePosixPath
+from dataclasses import dataclass, field
+from itertools import repeat
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
+from urllib.parse import unquote
 
-from puna.stages.contract.executor import cores, ordered
 from puna.storage import PunaError
 
 
@@ -17,11 +18,12 @@ from puna.storage import PunaError
 class ExternalFile:
     """One file of an external input: its name relative to the URI, its full address, size in bytes and digest.
 
+    `address` opens it and may hold a signature or a password: it is shown and recorded nowhere, `shown` is.
     `state`: what its file system tells versions of a file apart by, when it was digested.
     """
 
     name: str
-    address: str
+    address: str = field(repr=False)
     bytes: int
     digest: str
     state: str
@@ -30,8 +32,26 @@ class ExternalFile:
         """The file, opened for reading bytes."""
         import fsspec
 
-        handle: BinaryIO = fsspec.open(self.address, "rb").open()
+        try:
+            handle: BinaryIO = fsspec.open(self.address, "rb").open()
+        except Exception as error:
+            if self.shown == self.address:
+                raise
+            raise PunaError(f"input {self.shown}: cannot be opened ({without_secrets(str(error), self.address)})") from None
         return handle
+
+    def local(self) -> Path | None:
+        """Where it lies on this machine; None where it lies elsewhere."""
+        import fsspec
+        from fsspec.implementations.local import LocalFileSystem
+
+        system, path = fsspec.core.url_to_fs(self.address)
+        return Path(path) if isinstance(system, LocalFileSystem) else None
+
+    @property
+    def shown(self) -> str:
+        """The address without signature and credentials."""
+        return public(self.address)
 
     def changed(self) -> bool:
         """Whether it was written or removed since it was digested."""
@@ -55,7 +75,7 @@ class External:
         """PunaError where a file is no longer the one that was digested."""
         for file in self.files:
             if file.changed():
-                raise PunaError(f"input {self.name}: {file.address} was changed or removed while it was read; run again when it rests")
+                raise PunaError(f"input {self.name}: {file.shown} was changed or removed while it was read; run again when it rests")
 
     @classmethod
     def resolve(cls, text: str) -> list[External]:
@@ -63,23 +83,51 @@ class External:
 
         Without a name, a folder of archives (WARC, WET, Parquet, JSONL) gives one input per file, named after it;
         any other URI gives one input named after its last part. `hf://datasets/OWNER/NAME[@REVISION]` is a whole data set,
-        resolved to its commit; a file or folder below it is read as files.
+        `hf://OWNER/NAME[@REVISION]` a model, resolved to its commit; a file or folder below it is read as files.
         """
         name, _, uri = text.partition("=") if _named(text) else ("", "", text)
         if not uri:
             raise PunaError(f"input {text!r}: gives no file or folder; write [NAME=]URI")
         if uri.startswith("hf://"):
-            inside = uri.removeprefix("hf://datasets/").strip("/").split("/")
-            if not uri.startswith("hf://datasets/") or len(inside) < 2 or not all(inside):
-                raise PunaError(f"input {uri}: write hf://datasets/OWNER/NAME, or hf://datasets/OWNER/NAME/FOLDER for some of its files")
+            kind = "dataset" if uri.startswith("hf://datasets/") else "model"
+            inside = uri.removeprefix("hf://").removeprefix("datasets/").strip("/").split("/")
+            if len(inside) < 2 or not all(inside):
+                raise PunaError(f"input {uri}: write hf://datasets/OWNER/NAME, or hf://OWNER/NAME for a model; /FOLDER for a part")
             if len(inside) == 2:
-                return [_hub(name, uri.rstrip("/"))]
-        files = list(_files(uri))
+                return [_hub(name, "/".join(inside), kind)]
+        files, uri = list(_files(uri)), public(uri)
         single = len(files) == 1 and files[0].name == PurePosixPath(uri).name
         archives = all(_is_archive(f.name) for f in files)
         if not name and not single and archives and not any("/" in f.name for f in files):
             return [_external(_stem(f.name), uri, (f,)) for f in files]
         return [_external(name or _stem(PurePosixPath(uri.rstrip("/")).name), uri, tuple(files))]
+
+
+def public(uri: str) -> str:
+    """A URI without what gives access: user, password, query (a presigned URL's signature) and fragment."""
+    parts = []
+    for part in uri.split("::"):
+        if "://" in part:
+            scheme, rest = part.split("://", 1)
+            host, slash, path = rest.partition("/")
+            path = path if scheme in ("file", "local") else path.partition("?")[0].partition("#")[0]
+            host = host if slash else host.partition("?")[0].partition("#")[0]
+            part = f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+        parts.append(part)
+    return "::".join(parts)
+
+
+def without_secrets(text: str, uri: str) -> str:
+    """A message about a URI, without what `public` leaves out of it, as it was written or decoded."""
+    for written in dict.fromkeys((uri, unquote(uri))):
+        text = text.replace(written, public(written))
+        for part in written.split("::"):
+            rest = part.partition("://")[2]
+            secrets = [rest.partition("?")[2], rest.partition("/")[0].rpartition("@")[0].partition(":")[2]]
+            secrets += [value.partition("=")[2] for value in secrets[0].split("&")]
+            for secret in sorted((s for s in secrets if len(s) >= 4), key=len, reverse=True):
+                text = text.replace(secret, "…")
+    return text
 
 
 ARCHIVES = (".warc", ".warc.gz", ".warc.zst", ".wet", ".wet.gz", ".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")
@@ -116,20 +164,21 @@ def _files(uri: str) -> Iterator[ExternalFile]:
     try:
         system, root = fsspec.core.url_to_fs(uri)
         if not system.exists(root):
-            raise PunaError(f"input {uri}: there is no such file or folder")
+            raise PunaError(f"input {public(uri)}: there is no such file or folder")
         addresses = [root] if system.isfile(root) else sorted(system.find(root))
     except PunaError:
         raise
-    except Exception as error:  # every file system of fsspec has errors of its own: credentials, hosts, protocols
-        said = str(error).strip() or type(error).__name__
-        raise PunaError(f"input {uri}: cannot be looked at ({said}); give a path or another URI") from error
+    except Exception as error:  # noqa: BLE001 - every file system of fsspec has errors of its own: credentials, hosts, protocols
+        said = without_secrets(str(error).strip(), uri) or type(error).__name__
+        # `from None`: the error's own text may hold a signature, and a traceback would show it.
+        raise PunaError(f"input {public(uri)}: cannot be looked at ({said}); give a path or another URI") from None
     addresses = [a for a in addresses if not any(p.startswith(".") for p in PurePosixPath(a[len(root) :]).parts)]
     if not addresses:
-        raise PunaError(f"input {uri}: the folder is empty")
-    names = [address[len(root) :].lstrip("/") or PurePosixPath(address).name for address in addresses]
+        raise PunaError(f"input {public(uri)}: the folder is empty")
+    names = [address[len(root) :].lstrip("/") or PurePosixPath(public(address)).name for address in addresses]
     # Hashing leaves the interpreter's lock, and a remote file system mostly waits.
-    with ThreadPoolExecutor(cores()) as pool:
-        for name, address, found in zip(names, addresses, ordered(pool, _digested, addresses, (system,)), strict=True):
+    with ThreadPoolExecutor() as pool:
+        for name, address, found in zip(names, addresses, pool.map(_digested, addresses, repeat(system)), strict=True):
             yield ExternalFile(name, system.unstrip_protocol(address), *found)
 
 
@@ -149,18 +198,21 @@ def _state(info: dict[str, Any]) -> str:
     return str([info.get(name) for name in ("size", "mtime", "ETag", "etag", "LastModified", "last_modified", "generation", "updated")])
 
 
-def _hub(name: str, uri: str) -> External:
-    """A whole data set of the hub, `hf://datasets/OWNER/NAME[@REVISION]`: identified by its commit, read as a stream."""
+def _hub(name: str, place: str, kind: str) -> External:
+    """A whole data set or model of the hub, `OWNER/NAME[@REVISION]`: identified by its commit, read when it is used."""
     import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    repository, _, revision = uri.removeprefix("hf://datasets/").partition("@")
+    repository, _, revision = place.partition("@")
+    said = "data set" if kind == "dataset" else kind
+    ask = HfApi().dataset_info if kind == "dataset" else HfApi().model_info
     try:
-        commit = HfApi().dataset_info(repository, revision=revision or None).sha
+        commit = ask(repository, revision=revision or None).sha
     except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise PunaError(f"input {uri}: the hub does not give data set {repository} ({reason})") from error
+        raise PunaError(f"input {place}: the hub does not give {said} {repository} ({reason})") from error
     # The commit stays in the address: what is read later is what was digested now.
     address = f"{repository}@{commit}"
-    return External(name or repository.rpartition("/")[2], f"hf://datasets/{address}", (), hashlib.sha256(address.encode()).hexdigest())
+    prefix = "hf://datasets/" if kind == "dataset" else "hf://"
+    return External(name or repository.rpartition("/")[2], f"{prefix}{address}", (), hashlib.sha256(address.encode()).hexdigest())

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from puna.stages.contract.config import StageConfig
-from puna.stages.contract.executor import ordered
+from puna.stages.contract.executors import ordered
 from puna.stages.contract.figure import Figure
+from puna.stages.contract.shardwork import Job, Produce, Scattering, produced, scattered, transformed
+from puna.stages.contract.signals import described
 from puna.storage import Artifact, Part, PunaError, Work
 from puna.storage.artifact import PART_ROWS
+from puna.storage.exchange import Exchange, Scatter, gathered
+from puna.storage.parts import Beside, span
 from puna.storage.schemas import table_schema
-from puna.storage.tables import write_part
-from puna.storage.work import write_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,7 +56,8 @@ class StageRun:
         self._listener = listener
         self._part_rows = part_rows
         self._written = 0
-        self._transforms = 0
+        self._calls = 0
+        work.mapper = lambda function, jobs: ordered(executor, function, jobs, ())
 
     # --- computing -----------------------------------------------------------------------------------
 
@@ -82,43 +83,127 @@ class StageRun:
         table: str | None = None,
         columns: list[str] | None = None,
     ) -> None:
-        """Write `function(rows, *args)` for every part of a table of `artifact`.
+        """Write `function(rows, *args)` for every part of a table of `artifact`, shard by shard.
 
-        The function returns the main table, or tables by name. Each part is written by the worker that made it
-        and is not made again after a crash.
+        The function returns the main table, or tables by name. An argument that is rows of another table (`artifact.beside`, an
+        exchange by id) is given as those of the same ids. Each shard is written by the worker that made it, and is not made again
+        after a crash. Documents that come back as they were are kept by reference.
         """
-        parts = self.parts(artifact, table, columns)
-        # The rows decide the name: an attempt that cuts them otherwise makes its own parts.
-        names = [f"transform{self._transforms}-{part.start:012d}-{part.stop:012d}" for part in parts]
-        self._transforms += 1
-        self._in_workers(function, parts, names, [part.rows for part in parts], args)
+        self._shards(function, artifact, args, table, columns, filtering=False)
 
-    def produce(self, function: Callable[..., pa.Table | dict[str, pa.Table]], items: Sequence[Any], *args: Any) -> None:
-        """Write `function(item, *args)` for every item, as `transform` does for the parts of a table.
+    def filter(self, function: Callable[..., Any], artifact: Artifact, *args: Any, columns: list[str] | None = None) -> None:
+        """Keep the rows of the main table of `artifact` for which `function(rows, *args)` says so, as `transform` does.
 
-        The rows never pass through this process. A stage must give the same items in every attempt.
+        The function gets these columns only and returns booleans, or a dictionary with these as `keep` and side tables by name.
+        Text is neither read nor written.
         """
-        names = [f"produce{self._transforms}-{index:06d}" for index in range(len(items))]
-        self._transforms += 1
-        self._in_workers(function, [Item(item) for item in items], names, [1] * len(items), args)
+        self._shards(function, artifact, args, None, columns, filtering=True)
 
-    def _in_workers(
-        self, function: Callable[..., Any], items: Sequence[Part | Item], names: list[str], sizes: list[int], args: Any
+    def _shards(
+        self,
+        function: Callable[..., Any],
+        artifact: Artifact,
+        args: tuple[Any, ...],
+        table: str | None,
+        columns: list[str] | None,
+        *,
+        filtering: bool,
     ) -> None:
-        """Write each item's tables under its name, in the worker that makes them."""
-        jobs = [(function, item, name, self.kind, str(self._work.parts)) for item, name in zip(items, names, strict=True)]
+        shards, cut = artifact.shards(table), artifact.record(table).cut
+        whole = (table or artifact.kind) == self.kind and (columns is None or filtering)
+        facts = self._work.refers(artifact) if whole else None
+        call = self._next("transform")
+        jobs, sizes = [], []
+        for number, rows in enumerate(shards):
+            if rows.rows:
+                known = facts[number] if facts is not None else None
+                name = f"{call}-{number:05d}"
+                around = span(cut, number) if cut else None
+                shift = self._work.shift
+                job = Job(
+                    function, self.kind, name, self._work.staging, rows, number, cut, around,
+                    self._part_rows, columns, known, shift, filtering,
+                )
+                given = [a.within(*around) if around and _is_rows(a) else a for a in args]
+                jobs.append((job, given))
+                sizes.append(rows.rows)
+        if not cut:
+            self._work.ranges.add(self.kind)
+        self._claimed(transformed, jobs, [job.name for job, _ in jobs], sizes)
+        self._work.declare(self.kind)
+
+    def _next(self, what: str) -> str:
+        """A name for one more call; a stage makes the same calls in every attempt."""
+        self._calls += 1
+        return f"{what}{self._calls - 1}"
+
+    def _claimed(self, function: Callable[..., Any], jobs: list[Any], names: list[str], sizes: list[int]) -> list[Any]:
+        """Run jobs that write tables, but for those that an earlier attempt finished, and claim what they made; gives their infos."""
+        before = [self._work.made(name) for name in names]
+        todo = [job for job, found in zip(jobs, before, strict=True) if found is None]
+        made = ordered(self._executor, function, todo, ())
         done, total = 0, sum(sizes)
-        for size, name, made in zip(sizes, names, ordered(self._executor, _transform_part, jobs, args), strict=True):
-            for table in made:
-                self._work.claim(table, name)
+        infos = []
+        for size, found in zip(sizes, before, strict=True):
+            staged = next(made) if found is None else found
+            self._work.claim(staged)
+            infos.append(staged[0].info if staged else None)
             done += size
             self.progress(done, total)
+        return infos
+
+    def produce(self, function: Callable[..., pa.Table | dict[str, pa.Table]], items: Sequence[Any], *args: Any) -> None:
+        """Write `function(item, *args)` for every item, as `transform` does for the shards of a table.
+
+        The rows never pass through this process. A stage must give the same items in every attempt. Where the keys of each
+        item's rows are a range of their own, an item's rows are a shard.
+        """
+        call = self._next("produce")
+        jobs = [Produce(function, item, args, self.kind, f"{call}-{n:06d}", self._work.staging) for n, item in enumerate(items)]
+        self._work.ranges.add(self.kind)
+        self._claimed(produced, jobs, [job.name for job in jobs], [1] * len(jobs))
+
+    def produce_shards(self, function: Callable[..., Any], exchange: Exchange, cut: int, *args: Any) -> list[Any]:
+        """Write `function(rows, *args)` for the rows of an exchange by id, shard by shard of a table in `cut` shards.
+
+        The function returns tables by name, or these and a value of JSON; gives the values.
+        """
+        call = self._next("shards")
+        self._work.cut = cut
+        jobs = []
+        for number in range(cut):
+            around = span(cut, number)
+            part, name = exchange.within(*around), f"{call}-{number:05d}"
+            jobs.append(Produce(function, part, args, self.kind, name, self._work.staging, (number, cut, around)))
+        return self._claimed(produced, jobs, [job.name for job in jobs], [1] * len(jobs))
+
+    def exchange(
+        self, function: Callable[..., Any], items: Sequence[Any], *args: Any, by: str, partitions: int, rows: int | None = None
+    ) -> Exchange:
+        """Regroup the rows that `function(item, *args)` makes by their column `by`, out of core; what is done survives a crash.
+
+        The function returns a table, an iterator of tables, or one of these and a value of JSON that the exchange hands on.
+        `by` is a number of 64 bits or an id, whose leading bits count, or the number of the partition (int32). An item that is
+        rows of another table (a part, a partition) is read where it is needed.
+        """
+        call = self._next("exchange")
+        jobs = []
+        for number, item in enumerate(items):
+            how = Scatter(self._work.staging, f"{call}-{number:05d}", by, partitions)
+            jobs.append(Scattering(function, item, args, how))
+        found = []
+        for done, (one, warning) in enumerate(ordered(self._executor, scattered, jobs, ()), 1):
+            if warning:
+                self._work.say(warning)
+            found.append(one)
+            self.progress(done, len(jobs))
+        return gathered(self._work.store.files, found, partitions)
 
     # --- writing -------------------------------------------------------------------------------------
 
     def write(self, table: pa.Table, name: str | None = None) -> None:
         """Append rows to the main table (None) or a side table."""
-        self._work.add(name or self.kind, table, f"driver-{self._written:06d}")
+        self._work.add(name or self.kind, _described(table, name or self.kind), f"driver-{self._written:06d}")
         self._written += 1
 
     def write_rows(self, rows: list[dict[str, Any]], name: str | None = None) -> None:
@@ -133,12 +218,15 @@ class StageRun:
 
         After a crash they are read back, not made again. Rows of one name must be the same in every attempt.
         """
-        file = self._work.part(self.kind, f"once-{name}")
-        if file.exists():
-            self._work.claim(self.kind, file.stem)
+        job = f"{self.kind}-once-{name}"
+        staged = self._work.made(job)
+        if staged is None:
+            self._work.add(self.kind, _table(make(), self.kind), f"once-{name}")
+            staged = self._work.made(job)
         else:
-            self._work.add(self.kind, _table(make(), self.kind), file.stem)
-        return pq.read_table(file, columns=columns)
+            self._work.claim(staged)
+        found = [rows.read(0, rows.rows, columns) for one in staged or () for rows in [one.rows(self._work.store.files)] if rows.rows]
+        return pa.concat_tables(found) if found else table_schema(self.kind).schema.empty_table().select(columns)
 
     @property
     def folder(self) -> Path:
@@ -193,7 +281,8 @@ def _table(rows: list[dict[str, Any]], name: str) -> pa.Table:
     names: dict[str, None] = {}
     for row in rows:
         names.update(dict.fromkeys(row))
-    schema = table_schema(name).schema_for(names)
+    metric = {"meaning": "metric of the objective", "unit": ""}
+    schema = table_schema(name).schema_for(pa.schema([pa.field(n, pa.float64(), metadata=metric) for n in names]))
     if missing := [f.name for f in schema if not f.nullable and f.name not in names]:
         raise PunaError(f"table {name}: column {missing[0]!r} is missing")
     # Nullability is checked when the part is written, with a message that names the column.
@@ -204,26 +293,9 @@ def _table(rows: list[dict[str, Any]], name: str) -> pa.Table:
         raise PunaError(f"table {name}: {error}") from error
 
 
-class Item(NamedTuple):
-    """A piece of work that is no part of a table, in the place of one."""
-
-    value: Any
-
-    def read(self) -> Any:
-        """What the function is given."""
-        return self.value
+def _described(table: pa.Table, name: str) -> pa.Table:
+    return described(table) if name == "signals" else table
 
 
-def _transform_part(job: tuple[Any, Part | Item, str, str, str], *args: Any) -> list[str]:
-    """In a worker: compute one part and write its tables; the marker, with their names, is written last."""
-    function, part, name, kind, folder = job
-    marker = Path(folder) / f".{name}.json"
-    if marker.exists():
-        names: list[str] = json.loads(marker.read_text())
-        return names
-    result = function(part.read(), *args)
-    made = result if isinstance(result, dict) else {kind: result}
-    for table, rows in made.items():
-        write_part(table_schema(table).conform(rows), Path(folder) / table / f"{name}.parquet")
-    write_text(marker, json.dumps(list(made)))
-    return list(made)
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, (Beside, Exchange))

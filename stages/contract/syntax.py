@@ -36,9 +36,6 @@ class Binding:
             yield from guard.nodes
         yield self.node
 
-    def text(self) -> str:
-        """One text for the statement and its conditions."""
-        return "\n".join([*(f"{g.branch} {' '.join(map(text, g.nodes))}" for g in self.guards), text(self.node)])
 
 
 def statements(body: list[ast.stmt], guards: tuple[Guard, ...] = ()) -> Iterator[Binding]:
@@ -100,7 +97,7 @@ def bound(node: ast.AST) -> set[str]:
 
 
 def text(node: Any) -> str:
-    """One text for a tree, without docstrings, the descriptions of configuration fields, and what only Python's version decides.
+    """One text for a tree, without what only Python's version decides.
 
     `ast.dump` and `ast.unparse` differ between minor versions: in empty fields, fields that were added, and quotes.
     """
@@ -112,11 +109,7 @@ def text(node: Any) -> str:
     if not isinstance(node, ast.AST):
         return ascii(node)
     fields = dict(ast.iter_fields(node))
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
-        fields["body"] = node.body[1:] or [ast.Pass()]
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Field":
-        fields["keywords"] = [k for k in node.keywords if k.arg != "description"]
-    elif isinstance(node, ast.JoinedStr):
+    if isinstance(node, ast.JoinedStr):
         fields["values"] = _joined(node.values)
     shown = [f"{name}={text(value)}" for name, value in fields.items() if name not in SILENT and value is not None and value != []]
     return f"{type(node).__name__}({','.join(shown)})"

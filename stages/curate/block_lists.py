@@ -11,9 +11,9 @@ from typing import NamedTuple
 import pyarrow as pa
 from pydantic import Field
 
+from puna.stages import urls
 from puna.stages.contract import External, ExternalFile, StageConfig, StageRun, stage
-from puna.stages.curate.reading import readers
-from puna.stages.curate.text import urls
+from puna.stages.reading.files import COMPRESSED, unpacked
 from puna.storage import PunaError
 
 KINDS = {"domains": "domain", "urls": "url", "words": "word", "expressions": "expression"}
@@ -79,13 +79,13 @@ def _jobs(inputs: list[External], config: BlockListsConfig) -> Iterator[Job]:
 
 
 def _kind(path: PurePosixPath) -> str:
-    stem = path.name.removesuffix(path.suffix) if path.suffix in readers.COMPRESSED else path.name
+    stem = path.name.removesuffix(path.suffix) if path.suffix in COMPRESSED else path.name
     return KINDS.get(stem, "")
 
 
 def _read(job: Job) -> tuple[pa.Table, list[tuple[int, str, str]]]:
     """In a worker: the entries of one file, and number, fault and text of the lines that are none."""
-    with job.file.open() as handle, readers.unpacked(handle, job.file.name) as content:
+    with job.file.open() as handle, unpacked(handle, job.file.name) as content:
         lines = content.read().decode("utf-8", "replace").splitlines()
     entries, bad = parsed(lines, job.kind)
     columns = [[kind for kind, _ in entries], [entry for _, entry in entries], [job.rule] * len(entries)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -13,8 +14,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, Figure, Prompts, StageConfig, StageRun, stage
+from puna.stages.conversations import asking, messages_of, shown, text_of
 from puna.stages.curate.text.fuzzy_match import FuzzyIndex, build_fuzzy, fuzzy_match
-from puna.storage import Artifact, Part
+from puna.storage import Artifact, Part, PunaError
 
 RULE = "decontaminate.ngram"
 FUZZY_RULE = "decontaminate.fuzzy"
@@ -40,7 +42,10 @@ class DecontaminateConfig(StageConfig):
     fuzzy_step: int = Field(3, ge=1, le=50, description="Every so many n-grams of a document one is looked up, n-grams")
     fuzzy_misses: int = Field(10, ge=0, le=100, description="Foreign n-grams in a row that a passage may hold, n-grams")
     fuzzy_min_words: int = Field(20, ge=2, description="Shorter prompts are not matched this way, words")
-    max_overlap: float = Field(0.0, ge=0, lt=1, description="Greatest fraction of one prompt's n-grams that a document may contain")
+    splits: tuple[Literal["heldout", "train"], ...] = Field(
+        ("heldout",), min_length=1, description="Which prompts are looked for: those held out, or all of them"
+    )
+    max_overlap: float = Field(0.0, ge=0, lt=1, description="Maximum fraction of one prompt's n-grams that a document may contain")
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,11 @@ class Index:
 
 
 @stage(kind="documents", filters="documents")
-def decontaminate(documents: Documents, prompts: list[Prompts], config: DecontaminateConfig, run: StageRun) -> None:
-    """Drop documents that share n-grams of words with held-out prompts (question and reference together).
+def decontaminate(
+    documents: Documents, prompts: list[Prompts] | None, texts: list[Documents] | None, config: DecontaminateConfig, run: StageRun
+) -> None:
+    """Drop documents that share n-grams of words with evaluation texts: held-out prompts (question and reference together),
+    generated or imported, and `texts`, documents that may not be trained on, of which each counts as a prompt of its source.
 
     GPT-3's measure (Brown et al. 2020, appendix C) with 13 words; case and punctuation do not count, numbers do. A
     question of fewer words is matched as a whole, where it is long enough to mean something; those that are not are counted
@@ -66,7 +74,10 @@ def decontaminate(documents: Documents, prompts: list[Prompts], config: Decontam
     prompt and its first n-gram (or the passage) as detail. The metric `contaminated_TASK` counts the task's prompts that were
     found, and `examples` shows each of them with the first document that holds it.
     """
-    rows_of_prompts = [row for artifact in prompts for row in heldout_rows(artifact)]
+    if not prompts and not texts:
+        raise PunaError("decontaminate: give prompts or texts to look for")
+    rows_of_prompts = [row for artifact in prompts or () for row in prompts_of_splits(artifact, config.splits)]
+    rows_of_prompts += [row for artifact in texts or () for row in _as_prompts(artifact)]
     index, unmatchable = build_index(rows_of_prompts, config)
     fuzzy = _fuzzy(rows_of_prompts, config)
     parts = run.parts(documents, columns=["id", "text"])
@@ -92,7 +103,7 @@ def decontaminate(documents: Documents, prompts: list[Prompts], config: Decontam
 
 def _report(dropped: list[dict[str, Any]], prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row per prompt that is the best match of a document: the prompt, what the first such document holds, and how many do."""
-    questions = {f"{row['task']} prompt {row['id']}": row["prompt"] for row in prompts}
+    questions = {f"{row['task']} prompt {row['id']}": shown(messages_of(row)) for row in prompts}
     held: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(dropped, key=lambda row: str(row["id"])):
         held.setdefault(row["detail"].partition(": ")[0], []).append(row)
@@ -108,23 +119,30 @@ def _report(dropped: list[dict[str, Any]], prompts: list[dict[str, Any]]) -> lis
     ]
 
 
-def heldout_rows(prompts: Artifact) -> list[dict[str, Any]]:
-    """The held-out prompts of an artifact."""
-    rows = prompts.read(columns=["id", "task", "split", "prompt", "reference"]).to_pylist()
-    return [row for row in rows if row["split"] == "heldout"]
+def prompts_of_splits(prompts: Artifact, splits: Sequence[str]) -> list[dict[str, Any]]:
+    """The prompts of these splits."""
+    rows = prompts.read(columns=["id", "task", "split", "messages", "reference"]).to_pylist()
+    return [row for row in rows if row["split"] in splits]
+
+
+def _as_prompts(texts: Artifact) -> list[dict[str, Any]]:
+    """Documents as prompts without a reference; their task is their source."""
+    rows = texts.read(columns=["id", "source", "text"]).to_pylist()
+    return [{"id": row["id"], "task": row["source"], "messages": asking(row["text"]), "reference": None} for row in rows]
 
 
 def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tuple[Index, Counter[str]]:
     """The index of held-out prompts, and per task how many are too short to be matched at all."""
-    from puna.stages.curate.text.grams import gram_hashes, normal_words
+    from puna.stages.curate.text.grams import gram_hashes, word_hashes
 
     rows = sorted(rows, key=lambda row: (row["task"], row["id"]))
     unmatchable: Counter[str] = Counter()
     entries: dict[int, list[tuple[int, int]]] = {}
     totals = np.zeros(len(rows), np.int64)
     for at, row in enumerate(rows):
-        question, _, text = normal_words(row["prompt"])
-        whole, _, _ = normal_words(f"{row['prompt']}\n{row['reference']}")
+        asked = text_of(messages_of(row))
+        question, _, text = word_hashes(asked)
+        whole, _, _ = word_hashes(f"{asked}\n{row['reference'] or ''}")
         grams = {(config.n, value) for value in gram_hashes(whole, config.n).tolist()}
         if 0 < len(question) < config.n and len(text.strip()) >= config.min_characters:
             grams |= {(len(question), value) for value in gram_hashes(question, len(question)).tolist()}
@@ -149,7 +167,8 @@ def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tupl
 def _fuzzy(rows: list[dict[str, Any]], config: DecontaminateConfig) -> FuzzyIndex:
     """The fuzzy index of the same prompts in the same order as `build_index`."""
     ordered = sorted(rows, key=lambda row: (row["task"], row["id"]))
-    return build_fuzzy([row["prompt"] for row in ordered], config.fuzzy_n, config.fuzzy_step, config.fuzzy_misses, config.fuzzy_min_words)
+    texts = [text_of(messages_of(row)) for row in ordered]
+    return build_fuzzy(texts, config.fuzzy_n, config.fuzzy_step, config.fuzzy_misses, config.fuzzy_min_words)
 
 
 @dataclass(frozen=True)
@@ -164,9 +183,9 @@ class Match:
 
 def match(text: str, index: Index) -> Match | None:
     """What a document holds of the indexed prompts, or None."""
-    from puna.stages.curate.text.grams import gram_hashes, normal_words
+    from puna.stages.curate.text.grams import gram_hashes, word_hashes
 
-    words, ranges, lowered = normal_words(text)
+    words, ranges, lowered = word_hashes(text)
     hits: dict[int, set[tuple[int, int]]] = {}
     first: dict[int, tuple[int, int]] = {}
     for length, hashes, owners in zip(index.lengths, index.hashes, index.owners, strict=True):

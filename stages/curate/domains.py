@@ -1,4 +1,4 @@
-"""Domains: the knowledge type of each document (Llama 3, section 3.1.2)."""
+"""`train_domains`, `domains`: the knowledge type of each document (Llama 3, section 3.1.2)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field
 
-from puna.stages.contract import Documents, Figure, StageRun, stage
-from puna.stages.curate.learned.classifier import ClassifierConfig, out_of_fold, prepare
-from puna.storage import Part, PunaError
+from puna.stages.contract import Classifier, Documents, Facts, Figure, InputFacts, StageConfig, StageRun, declare_signal, stage
+from puna.stages.curate.learned.classifier import ClassifierConfig, Scores, out_of_fold, prepare
+from puna.stages.curate.learned.trained import About, Trained, trained
+from puna.storage import Artifact, Part, PunaError
 
+declare_signal("domain", str, "", "knowledge type")
+declare_signal("domain_score", float, "probability", "probability of that knowledge type, by a model that did not see the document")
+declare_signal("domain_seed", str, "", "knowledge type that the seed lexicon gave, when it was confident", optional=True)
 CODE = "code"
 SEEDS = Path(__file__).parent / "data" / "domains.txt"
 
 
-class DomainsConfig(ClassifierConfig):
+class TrainDomainsConfig(ClassifierConfig):
     """When the seed words decide, and fastText's settings."""
 
     dimension: int = Field(16, ge=8, le=1000, description="Length of a word's vector")
@@ -28,9 +32,9 @@ class DomainsConfig(ClassifierConfig):
     epochs: int = Field(40, ge=1, le=1000, description="Passes over the training documents")
     max_characters: int = Field(1500, ge=1, description="Read of each document, characters")
     code_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are code, by source alone")
-    min_seeds: int = Field(3, ge=1, description="Least number of different seed words of a type that label a document")
+    min_seeds: int = Field(3, ge=1, description="Minimum number of different seed words of a type that label a document")
     max_second: float = Field(
-        0.5, ge=0, lt=1, description="Most seed words of the second type that a label allows, share of the best type's"
+        0.5, ge=0, lt=1, description="Maximum share of the best type's seed words that the second type may have in a labelled document"
     )
     min_labels: int = Field(20, ge=2, description="A type with fewer labelled documents is left out, documents")
 
@@ -80,50 +84,74 @@ def seed_label(counts: NDArray[np.int64], min_seeds: int, max_second: float) -> 
     return lexicon().types[order[0]] if best >= min_seeds and second <= max_second * best else None
 
 
-@stage(kind="signals")
-def domains(documents: Documents, config: DomainsConfig, run: StageRun) -> None:
-    """Give each document a knowledge type, by weak supervision.
+def needs(config: TrainDomainsConfig, facts: Facts) -> list[str]:
+    """Two types with enough labelled documents, as far as the pages that were looked at tell."""
+    (documents,) = facts.inputs.get("documents") or (InputFacts("documents"),)
+    if documents.texts is None or not documents.share:
+        return []
+    found = Counter(seed_label(seed_counts(text[: config.max_characters]), config.min_seeds, config.max_second) for text in documents.texts)
+    # At most as many as four standard deviations more than those seen let expect.
+    enough = [
+        name
+        for name, n in found.items()
+        if name and (n + (4 * (n**0.5 + 1) if documents.share < 1 else 0)) / documents.share >= config.min_labels
+    ]
+    if len(enough) >= 2:
+        return []
+    shown = ", ".join(f"{n} of {name}" for name, n in found.most_common() if name) or "none"
+    return [
+        f"two knowledge types with at least min_labels={config.min_labels} labelled documents are needed; of {len(documents.texts)} pages "
+        f"the seed words label {shown}. Give more pages or a lower number; the flow curate can do without them, --set domains=null"
+    ]
+
+
+@stage(kind="classifier", needs=needs)
+def train_domains(documents: Documents, config: TrainDomainsConfig, run: StageRun) -> None:
+    """Train the classifier of knowledge types on documents that seed words label.
 
     A lexicon of seed words in English, French, Spanish and German labels the documents in which words of one type clearly
-    prevail (`domain_seed`); a fastText classifier is trained on those in the run. The type (`domain`, `domain_score`) has
-    the greatest product of the classifier's probability, out of fold, and the square of one plus the number of the type's
-    seed words found. No human labelled anything: the types mean what the lexicon says, documents in other languages are typed by the
-    words they share with these four, and `agreement` (of seed labels and the out-of-fold classifier alone) measures
-    consistency, not truth. Documents of code sources are `code`. The model trained on all labels is `domains.bin`.
+    prevail; a fastText classifier for each fold of documents learns from them. No human labelled anything: the types mean
+    what the lexicon says, and `agreement` (of seed labels and the classifier, out of fold) measures consistency, not truth.
+    Without documents that could have a type there is nothing to learn, and the classifier has no classes.
     """
     parts = run.parts(documents, columns=["id", "source", "text"])
-    counts: dict[str, NDArray[np.int64]] = {}
-    code: list[str] = []
-    for found, of_code in run.map(_seed, parts, config, rows=len(parts)):
-        counts.update(found)
-        code += of_code
-    scored = sorted(counts)
-    seeds = {identity: seed_label(counts[identity], config.min_seeds, config.max_second) for identity in scored}
+    seeds: dict[str, str | None] = {}
+    for found in run.map(_seed, parts, config, rows=len(parts)):
+        seeds.update(found)
     kept, labels = _usable(seeds, config.min_labels)
-    if scored and len(kept) < 2:
+    if seeds and len(kept) < 2:
         raise PunaError(
-            f"domains: the seed words label {len(labels)} documents of {', '.join(kept) or 'no type'}; two types with at least "
-            f"domains.min_labels={config.min_labels} are needed. Give more pages or a lower number; the flow curate can do "
-            "without knowledge types, --set domains=null"
+            f"train_domains: the seed words label {len(labels)} documents of {', '.join(kept) or 'no type'}; two types with at least "
+            f"train_domains.min_labels={config.min_labels} are needed. Give more pages or a lower number, or a classifier that was "
+            "trained before; the flow curate can do without knowledge types, --set domains=null"
         )
-    names: list[str] = []
-    values: list[float] = []
-    if scored:
-        scores = out_of_fold(run, prepare(run, documents, config), labels, scored, config, "domains.bin")
-        known = [lexicon().types.index(name) for name in scores.labels]
-        joint = scores.probabilities * (1.0 + np.array([counts[identity][known] for identity in scored])) ** 2
-        joint /= joint.sum(axis=1, keepdims=True)
-        names = [scores.labels[at] for at in joint.argmax(axis=1)]
-        values = np.round(joint.max(axis=1), 6).tolist()
-        _report_labels(run, [scores.labels[at] for at in scores.probabilities.argmax(axis=1)], [labels.get(i) for i in scored])
-    columns = {
-        "id": pa.array([*scored, *code], pa.string()),
-        "domain": pa.array([*names, *[CODE] * len(code)], pa.string()),
-        "domain_score": pa.array([*values, *[1.0] * len(code)], pa.float64()),
-        "domain_seed": pa.array([*seeds.values(), *[None] * len(code)], pa.string()),
-    }
-    run.write(pa.table(columns))
-    _report(run, [*names, *[CODE] * len(code)])
+    if seeds:
+        _report_labels(run, out_of_fold(run, prepare(run, documents, config), labels, config, run.folder), labels)
+    rule = {"min_seeds": config.min_seeds, "max_second": config.max_second}
+    About("domains", tuple(kept), config.folds, config.seed, config.max_characters, config.code_sources, settings=rule).write(run.folder)
+
+
+class DomainsConfig(StageConfig):
+    """Nothing is to be set: the classifier says what it reads."""
+
+
+@stage(kind="signals", signals=("domain", "domain_score", "domain_seed"))
+def domains(documents: Documents, classifier: Classifier, config: DomainsConfig, run: StageRun) -> None:
+    """Give each document a knowledge type, by a classifier of `train_domains`.
+
+    The type (`domain`, `domain_score`) has the greatest product of the classifier's probability, by a model that did not
+    see the document, and the square of one plus the number of the type's seed words found; `domain_seed` is the label that
+    the seed words alone give. Documents in other languages than the lexicon's four are typed by the words they share with
+    these. Documents of code sources are `code`.
+    """
+    counts: Counter[str] = Counter()
+    parts = run.parts(documents, columns=["id", "source", "text"])
+    for found in run.map(_type, parts, classifier, rows=len(parts)):
+        run.write(found)
+        counts.update(found["domain"].to_pylist())
+    if not parts:
+        run.write_rows([])
+    _report(run, counts)
 
 
 def _usable(seeds: dict[str, str | None], least: int) -> tuple[list[str], dict[str, str]]:
@@ -134,23 +162,51 @@ def _usable(seeds: dict[str, str | None], least: int) -> tuple[list[str], dict[s
     return kept, {identity: name for identity, name in labelled.items() if name in kept}
 
 
-def _seed(part: Part, config: DomainsConfig) -> tuple[dict[str, NDArray[np.int64]], list[str]]:
-    """Seed words of each document of a part, and the documents that are code."""
+def _seed(part: Part, config: TrainDomainsConfig) -> dict[str, str | None]:
+    """The label of each document of a part that is no code."""
+    table = part.read().to_pylist()
+    return {
+        row["id"]: seed_label(seed_counts(row["text"][: config.max_characters]), config.min_seeds, config.max_second)
+        for row in table
+        if row["source"] not in config.code_sources
+    }
+
+
+def _type(part: Part, classifier: Artifact) -> pa.Table:
+    """Signals of a part."""
     table = part.read()
-    counts = {}
-    code = []
-    for row in table.to_pylist():
-        identity, source, text = row["id"], row["source"], row["text"]
-        if source in config.code_sources:
-            code.append(identity)
-        else:
-            counts[identity] = seed_counts(text[: config.max_characters])
-    return counts, code
+    model: Trained = trained(classifier, "domains")
+    rule = model.about.settings or {}
+    ids = table["id"].to_pylist()
+    names: list[str] = [CODE] * len(ids)
+    values = [1.0] * len(ids)
+    seeds: list[str | None] = [None] * len(ids)
+    rows = model.scored(table)
+    if rows and model.classes:
+        texts = table["text"].take(rows).to_pylist()
+        counts = np.array([seed_counts(text[: model.about.max_characters]) for text in texts])
+        known = [lexicon().types.index(name) for name in model.classes]
+        joint = model.probabilities([ids[row] for row in rows], texts) * (1.0 + counts[:, known]) ** 2
+        joint /= joint.sum(axis=1, keepdims=True)
+        for row, one, count in zip(rows, joint, counts, strict=True):
+            names[row], values[row] = model.classes[int(one.argmax())], float(np.round(one.max(), 6))
+            seeds[row] = seed_label(count, int(rule["min_seeds"]), rule["max_second"])
+    elif rows:
+        raise PunaError(f"domains: {classifier.id} learned no types, as it was trained without documents; train it with documents")
+    return pa.table(
+        {
+            "id": table["id"],
+            "domain": pa.array(names, pa.string()),
+            "domain_score": pa.array(values, pa.float64()),
+            "domain_seed": pa.array(seeds, pa.string()),
+        }
+    )
 
 
-def _report_labels(run: StageRun, predicted: list[str], labels: list[str | None]) -> None:
+def _report_labels(run: StageRun, found: Scores, labels: dict[str, str]) -> None:
     """How well the classifier alone finds the labels of documents that it did not see."""
-    both = [(name, label) for name, label in zip(predicted, labels, strict=True) if label is not None]
+    names = [found.labels[at] for at in found.probabilities.argmax(axis=1)]
+    both = [(name, labels[identity]) for name, identity in zip(names, found.ids, strict=True)]
     run.metric("labelled", len(both))
     run.metric("agreement", sum(name == label for name, label in both) / len(both))
     for name in sorted({label for _, label in both}):
@@ -159,10 +215,9 @@ def _report_labels(run: StageRun, predicted: list[str], labels: list[str | None]
         run.metric(f"recall_{name}", told.count(name) / len(told))
 
 
-def _report(run: StageRun, names: list[str]) -> None:
-    counts = {name: names.count(name) for name in sorted(set(names))}
-    run.metric("documents", len(names))
-    for name, count in counts.items():
+def _report(run: StageRun, counts: Counter[str]) -> None:
+    run.metric("documents", counts.total())
+    for name, count in sorted(counts.items()):
         run.metric(f"documents_{name}", count)
     ranked = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     run.figure("domains", Figure("Knowledge types", "type", "documents", {"documents": [(n, float(c)) for n, c in ranked]}, kind="bar"))

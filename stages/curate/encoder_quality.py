@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, External, Model, SeededConfig, Signals, StageRun, stage
+from puna.stages.curate.learned.classifier import report_quality
 from puna.stages.curate.learned.encoder import embedded
 from puna.stages.curate.learned.place import Place, place_of
-from puna.stages.curate.quality import ranks_within, report
-from puna.stages.curate.rows.draws import folds
+from puna.stages.curate.quality import ranks_within
 from puna.stages.curate.select import signals_of
+from puna.stages.draws import folds
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.work import write_array
 
@@ -31,7 +32,7 @@ class EncoderQualityConfig(SeededConfig):
     )
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither examples nor scored")
     judgement: str = Field("judgement", min_length=1, description="Signal that holds a judge's grade, where signals `labels` are given")
-    min_judgement: float = Field(3.0, description="Least grade of a good document")
+    min_judgement: float = Field(3.0, description="Minimum grade of a good document")
     max_tokens: int = Field(512, ge=8, le=32_768, description="Tokens of each document that the encoder reads")
     folds: int = Field(3, ge=2, le=20, description="Parts the documents are cut into for out-of-fold scores")
     penalty: float = Field(0.01, gt=0, description="Weight of the squared length of the classifier's weights (ridge)")
@@ -94,7 +95,7 @@ def encoder_quality(
     run.write(pa.table({"id": pa.array(ids, pa.string()), **columns}))
     run.metric("threshold", float(np.quantile(values, 1 - config.keep)))
     run.metric("labelled", len(known))
-    report(run, values[known], positive[known])
+    report_quality(run, values[known], positive[known])
 
 
 def _labels(

@@ -9,17 +9,32 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from puna.stages.contract import Documents, Figure, SeededConfig, Signals, StageRun, stage
+from puna.stages.contract import (
+    SIGNALS,
+    Documents,
+    Figure,
+    SeededConfig,
+    Signal,
+    Signals,
+    StageRun,
+    declare_signal,
+    did_you_mean,
+    plugins,
+    stage,
+)
 from puna.stages.curate.select import signals_of
 from puna.stages.curate.signals.divergence import BINS, LENGTHS, Corpus, expected_at
-from puna.stages.curate.signals.measure import Measurements, Splitter, measure, names
+from puna.stages.curate.signals.measure import Measurements, Splitter, check_against_definitions, measure, names
+from puna.stages.curate.signals.own import Failures, failed_in, with_own
+from puna.stages.curate.signals.tally import Tally
 from puna.storage import Artifact, Part
-from puna.storage.signals import SIGNALS
 
 CALIBRATED = ("token_kl_excess", "ngram_coverage", "dirty_word_ratio", "words", "top_2gram_character_fraction")
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
+declare_signal("token_kl", float, "nats", "Kullback-Leibler divergence of the document's words from the corpus's", optional=True)
+declare_signal("token_kl_excess", float, "nats", "token_kl less what a random sample of the corpus of the same length shows", optional=True)
 LINE_SCHEMA = pa.schema([("id", pa.string()), ("line", pa.int32()), ("words", pa.int32()), ("ngram_coverage", pa.float64())])
 
 
@@ -36,23 +51,45 @@ class HeuristicsConfig(SeededConfig):
     min_language_words: int = Field(
         50_000, ge=1, description="A language with fewer words is not compared with itself: token_kl is null, words"
     )
+    signals: tuple[str, ...] = Field((), description="Signals of your own that are measured too, by name")
+
+    @field_validator("signals")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Every name is a declared signal with a definition that no compiled code measures already."""
+        plugins.offers("puna.signals")
+        own = {name for name, made in SIGNALS.items() if made.definition and not made.compiled}
+        for name in names:
+            if name not in own:
+                raise ValueError(f"{name!r} is no signal with a definition of its own{did_you_mean(name, sorted(own))}")
+        return tuple(dict.fromkeys(names))
+
+    def reaches(self) -> list[tuple[str, str]]:
+        """The definitions of these signals."""
+        found = [SIGNALS[name].definition for name in self.signals]
+        return [(one.__module__, one.__qualname__) for one in found if one is not None]
 
 
 @stage(kind="signals")
 def heuristics(documents: Documents, language: Signals | None, config: HeuristicsConfig, run: StageRun) -> None:
     """Measure documents with every number that Gopher's, C4's and FineWeb's rules ask for, and three of Llama 3's.
 
-    Gopher (arXiv 2112.11446), C4 (1910.10683) and FineWeb (2406.17557) as datatrove 0.10 defines them, with words and
-    symbols as `puna.stages.curate.text.words` and `gopher` say; where it is asked for, Gopher and C4 as dolma 1.2 does
-    (`puna.stages.curate.signals.dolma`). Llama 3 (2407.21783, section 3.1.1): n-grams seen earlier in the document, per
-    document and per line (`line_signals`); adult vocabulary; Kullback-Leibler divergence of the document's words from the
-    corpus's. With the signals of `language`, a document is compared with its own language.
+    Gopher (arXiv 2112.11446), C4 (1910.10683) and FineWeb (2406.17557) as datatrove 0.10 defines them; where it is asked for,
+    Gopher and C4 as dolma 1.2 does (`puna.stages.curate.signals.dolma`). Llama 3 (2407.21783, section 3.1.1): n-grams seen
+    earlier in the document, per document and per line (`line_signals`); adult vocabulary; Kullback-Leibler divergence of the
+    document's words from the corpus's. With the signals of `language`, a document is compared with its own language.
+    `puna.stages.curate.signals.definitions` says in plain Python what each signal is. Signals of your own (`signals`) are
+    measured by their definitions; a document for which one fails has none, and the metric `failed_NAME` counts it.
     """
-    parts = run.parts(documents, columns=["id", "text"])
+    own = [SIGNALS[name] for name in config.signals]
+    columns = ["id", "text", *{name: None for made in own for name in made.columns if name != "text"}]
+    parts = run.parts(documents, columns=columns)
     files = []
+    failures = Failures()
     tallies: dict[str, Tally] = {}
-    for done, part in enumerate(run.map(_measure_part, parts, language, str(run.scratch), config), 1):
+    for done, part in enumerate(run.map(_measure_part, parts, language, str(run.scratch), config, own), 1):
         files.append(part["file"])
+        failures.add(part["failed"])
         for name, (bins, counts) in part["counts"].items():
             tallies.setdefault(name, Tally()).add(bins, counts)
         run.progress(done, 2 * len(parts), "words")
@@ -75,6 +112,7 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
         empty = {"id": pa.array([], pa.string())}
         run.write(pa.table({**empty, **{name: pa.array([], pa.float64()) for name in CALIBRATED}}))
         run.write(LINE_SCHEMA.empty_table(), "line_signals")
+    failures.report(run)
     _report(run, calibration, {name: tallies[name].words for name in tallies}, expected)
 
 
@@ -103,36 +141,8 @@ def _report(run: StageRun, calibration: dict[str, Any], words: dict[str, int], e
     )  # fmt: skip
 
 
-class Tally:
-    """Word counts of many parts, added up as they come; at most a few million entries wait to be merged."""
-
-    LIMIT = 1 << 22
-
-    def __init__(self) -> None:
-        self.pieces: list[tuple[NDArray[np.uint32], NDArray[np.int64]]] = []
-        self.waiting = 0
-        self.words = 0
-
-    def add(self, bins: NDArray[np.uint32], counts: NDArray[np.int64]) -> None:
-        """Count `counts` more words in `bins`."""
-        self.pieces.append((bins, counts))
-        self.words += int(counts.sum())
-        self.waiting += len(bins)
-        if self.waiting > self.LIMIT:
-            total = self.dense()
-            self.pieces = [(np.flatnonzero(total).astype(np.uint32), total[total > 0])]
-            self.waiting = 0
-
-    def dense(self) -> NDArray[np.int64]:
-        """Counts of all bins, int64[BINS]."""
-        total = np.zeros(BINS, np.int64)
-        for bins, counts in self.pieces:
-            total[bins] += counts
-        return total
-
-
-def _measure_part(part: Part, language: Artifact | None, scratch: str, config: HeuristicsConfig) -> dict[str, Any]:
-    """Measure a part into a scratch file; returns the file and the word counts per language."""
+def _measure_part(part: Part, language: Artifact | None, scratch: str, config: HeuristicsConfig, own: list[Signal]) -> dict[str, Any]:
+    """Measure a part into a scratch file; returns the file, the word counts per language, and what failed."""
     file = Path(scratch) / f"measured-{part.start}-{part.stop}.arrow"
     if not file.exists():
         documents = part.read()
@@ -141,20 +151,23 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
         if language is not None:
             languages = [name or "" for name in signals_of(language, documents["id"], ["language"])["language"].to_pylist()]
         found = measure(documents["text"], config.words, config.coverage_n, config.line_coverage)
+        check_against_definitions(found, documents["text"], config.words)
         table = _table(documents["id"], languages, names(config.words), found)
+        table = with_own(table, documents, own)
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
         os.replace(temporary, file)
-    return {"file": str(file), "counts": _language_counts(_read(file))}
+    table = _read(file)
+    return {"file": str(file), "counts": _language_counts(table), "failed": failed_in(table)}
 
 
 def _table(ids: pa.ChunkedArray, languages: list[str], measured: tuple[str, ...], found: Measurements) -> pa.Table:
     """One row per document: id, signals, language, and the lists that later steps need."""
     columns: dict[str, pa.Array] = {"id": ids.combine_chunks()}
-    for name, values in zip(measured, found.values.T, strict=True):
-        values = pa.array(values, from_pandas=True)  # NaN is null
-        columns[name] = values.cast(SIGNALS[name].type)
+    for name in measured:
+        values = pa.array(np.ascontiguousarray(found.values[name]), from_pandas=True)  # NaN is null
+        columns[name] = values.cast(SIGNALS[name].field.type)
     columns["_language"] = pa.array(languages, pa.string())
     lists = {"_bins": found.bin_offsets, "_counts": found.bin_offsets}
     lists |= dict.fromkeys(("_line", "_line_words", "_line_covered"), found.line_offsets)

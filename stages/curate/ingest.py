@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,14 +20,40 @@ from puna.stages.curate.reading import readers
 from puna.stages.curate.reading.pages import Page, Rejected, page_id, rejected_id, repeated_id
 from puna.stages.curate.reading.warc import read_warc
 from puna.stages.curate.reading.warc_frames import GZIP_MAGIC, ZSTD_DICTIONARY_MAGIC, ZSTD_MAGIC
+from puna.stages.reading.files import COMPRESSED, suffix
+from puna.stages.reading.hub import hub_stream
+from puna.stages.reading.rows import SIDECARS
 from puna.storage import PunaError
+from puna.storage.exchange import partitions
 from puna.storage.schemas import table_schema
+from puna.storage.shards import count
 
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 32 << 20
+BATCH_BYTES = 8 << 20
+"""Files are read together up to this size."""
+PACKED = 4
+"""How much larger pages are than the archives that hold them, about."""
+HUB_BYTES = 1 << 30
+RECORD = pa.schema(
+    [
+        ("id", pa.string()), *[f for f in table_schema("pages").schema if f.name != "id"],
+        ("rule", pa.string()), ("value", pa.float64()), ("threshold", pa.float64()), ("detail", pa.string()),
+    ]
+)  # fmt: skip
+RECORD = pa.schema([field.with_nullable(True) for field in RECORD])
 FORMATS = {
     ".warc": "warc", ".wet": "warc", ".wat": "warc", ".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
     ".arrow": "dataset",
 }  # fmt: skip
+
+
+class InputColumns(StageConfig):
+    """The fields of one input's rows."""
+
+    text: str | None = Field(None, min_length=1, description="Field that holds plain text")
+    html: str | None = Field(None, min_length=1, description="Field that holds HTML; it is then read instead of the text")
+    url: str | None = Field(None, min_length=1, description="Field that holds the address")
+    date: str | None = Field(None, min_length=1, description="Field that holds the time of fetching")
 
 
 class IngestConfig(StageConfig):
@@ -50,19 +76,22 @@ class IngestConfig(StageConfig):
     date_column: str | None = Field(
         None, min_length=1, description="Field that holds the time of fetching; by default the first usual one, else 1970-01-01"
     )
+    inputs: dict[str, InputColumns] = Field(
+        default_factory=dict, description="Name of an input → its own fields, where they are not those of the others"
+    )
     dataset_subset: str | None = Field(None, min_length=1, description="Configuration of a data set on the hub")
     dataset_split: str = Field("train", min_length=1, description="Split of a data set on the hub")
 
-    @property
-    def columns(self) -> readers.Columns:
-        """The fields of a row that hold the page."""
-        return readers.Columns(self.text_column, self.html_column, self.url_column, self.date_column)
+    def columns_of(self, source: str) -> readers.Columns:
+        """The fields of a row of an input that hold the page."""
+        own = self.inputs.get(source, InputColumns())
+        html = None if own.text else self.html_column
+        return readers.Columns(own.text or self.text_column, own.html or html, own.url or self.url_column, own.date or self.date_column)
 
 
 class Job(NamedTuple):
     """One file (or one shard of a remote data set) to read."""
 
-    number: int
     source: str
     format: str
     name: str
@@ -81,35 +110,58 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     A page's id is a hash of source, address, time, media type and body: it does not depend on where the page lies.
     """
     jobs = list(_jobs(inputs, config))
-    seen: set[bytes] = set()
-    repeats: Counter[str] = Counter()
+    given = sum(job.file.bytes * PACKED if job.file else HUB_BYTES for job in jobs)
+    batches = list(_batches(jobs))
+    read = run.exchange(_read, batches, config, by="id", partitions=partitions(given))
+    came, raw = (sum(info[name] for info in read.infos) for name in ("rows", "bytes"))
+    run.count_input(came)
+    told = run.produce_shards(_sorted, read, count(table_schema("pages"), raw))
     rules: Counter[str] = Counter()
-    files: list[tuple[str, str, list[int]]] = []
-    body_bytes = 0
-    for folder in run.map(_read, jobs, config, str(run.scratch), rows=len(jobs)):
-        for file in sorted(Path(folder).glob("*.parquet")):
-            name = file.name.split("-")[0]
-            table = pq.read_table(file, columns=["id", "url", "bytes"] if name == "pages" else ["id", "rule"])
-            run.count_input(table.num_rows)
-            places, again = _repeated(table, name, seen, repeats)
-            files.append((str(file), name, places))
-            run.write_rows(again, "dropped")
-            rules.update({"duplicate_record": len(again)} if again else {})
-            if name == "dropped":
-                rules.update(_without(table, places).column("rule").to_pylist())
-            else:
-                body_bytes += pc.sum(_without(table, places).column("bytes")).as_py() or 0
-    run.produce(_kept, files)
+    for found in told:
+        rules.update(found["rules"])
+    body_bytes = sum(found["bytes"] for found in told)
     run.metric("body_bytes", body_bytes)
     if not body_bytes:
-        inputs_named = ", ".join(dict.fromkeys(job.uri or (job.file.address if job.file else job.name) for job in jobs[:3]))
+        inputs_named = ", ".join(dict.fromkeys(job.uri or (job.file.shown if job.file else job.name) for job in jobs[:3]))
         raise PunaError(
-            f"ingest: {inputs_named}{', …' if len(jobs) > 3 else ''}: no page is kept; files {len(jobs)}, "
-            f"records {run.input_rows or 0}{_why(rules)}"
+            f"ingest: {inputs_named}{', …' if len(jobs) > 3 else ''}: no page is kept; files {len(jobs)}, records {came}{_why(rules)}"
         )
     run.metric("files", len(jobs))
-    for rule, count in sorted(rules.items()):
-        run.metric(f"dropped_{rule}", count)
+    for rule, number in sorted(rules.items()):
+        run.metric(f"dropped_{rule}", number)
+
+
+def _batches(jobs: list[Job]) -> Iterator[list[Job]]:
+    """Files that are read together: many small ones, or a large one."""
+    held: list[Job] = []
+    size = 0
+    for job in jobs:
+        held.append(job)
+        size += job.file.bytes if job.file else BATCH_BYTES
+        if size >= BATCH_BYTES:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held
+
+
+def _sorted(rows: pa.Table) -> tuple[dict[str, pa.Table], dict[str, Any]]:
+    """In a worker: the pages and dropped rows of a range of ids, sorted by id, and counts of them; an id that comes again is dropped."""
+    ids = rows["id"].to_pylist()
+    first = np.array([at == 0 or ids[at] != ids[at - 1] for at in range(len(ids))], bool)
+    once = rows.filter(pa.array(first))
+    is_page = pc.is_valid(once["body"])
+    pages = once.filter(is_page).select(table_schema("pages").schema.names)
+    schema = table_schema("dropped").schema
+    again, number = [], 0
+    for at in np.flatnonzero(~first).tolist():
+        number = 1 if first[at - 1] else number + 1
+        what = rows["url"][at].as_py() or rows["rule"][at].as_py()
+        again.append({"id": repeated_id(ids[at], number), "rule": "duplicate_record", "detail": f"{ids[at]}: {what}"})
+    other = once.filter(pc.invert(is_page)).select(schema.names).cast(schema)
+    dropped = pa.concat_tables([other, pa.Table.from_pylist(again, schema=schema)])
+    size = pc.sum(pc.binary_length(pages["body"]).cast(pa.int64())).as_py() or 0
+    return {"pages": pages, "dropped": dropped}, {"bytes": size, "rules": dict(Counter(dropped["rule"].to_pylist()))}
 
 
 def _why(rules: Counter[str]) -> str:
@@ -128,6 +180,31 @@ def check_inputs(inputs: list[External], config: IngestConfig) -> None:
         raise PunaError(f"the inputs {', '.join(external.uri for external in inputs)} have no rows: there is nothing to read")
 
 
+def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[list[Page], float]:
+    """Pages of the inputs that can be read in so many seconds, some of every file, and about which share of all bytes they are."""
+    jobs = [job for job in _jobs(inputs, config) if job.file is not None]
+    pages: list[Page] = []
+    read, total = 0.0, sum(job.file.bytes for job in jobs if job.file is not None)
+    started = time.monotonic()
+    for number, job in enumerate(jobs):
+        # What earlier files did not need of their time is the later ones'.
+        until = started + seconds * (number + 1) / len(jobs)
+        assert job.file is not None
+        body_bytes = 0
+        for record in _records(job, config):
+            judged = _judged(record, config, {})
+            if isinstance(judged, Page):
+                pages.append(judged)
+                body_bytes += len(judged.body)
+            if time.monotonic() > until:
+                packed = job.format == "parquet" or job.file.name.endswith(COMPRESSED)
+                read += min(job.file.bytes * 0.99, body_bytes / (5 if packed else 1))
+                break
+        else:
+            read += job.file.bytes
+    return pages, min(1.0, read / total) if total else 0.0
+
+
 def _has_rows(job: Job, config: IngestConfig) -> bool:
     """Whether a file may hold pages; of JSON lines it reads up to the first one."""
     if job.file is None or job.format not in ("parquet", "jsonl"):
@@ -135,39 +212,7 @@ def _has_rows(job: Job, config: IngestConfig) -> bool:
     with job.file.open() as handle:
         if job.format == "parquet":
             return bool(pq.ParquetFile(handle).metadata.num_rows)
-        return any(isinstance(row, Page) for row in readers.read_jsonl(handle, job.source, job.file.address, config.columns))
-
-
-def _repeated(table: pa.Table, name: str, seen: set[bytes], repeats: Counter[str]) -> tuple[list[int], list[dict[str, Any]]]:
-    """Places of the rows whose ids were seen before, and a row of `dropped` for each."""
-    places: list[int] = []
-    again: list[dict[str, Any]] = []
-    for place, identity in enumerate(table.column("id").to_pylist()):
-        key = bytes.fromhex(identity)
-        if key not in seen:
-            seen.add(key)
-            continue
-        repeats[identity] += 1
-        what = table.column("url" if name == "pages" else "rule")[place].as_py()
-        row = {"id": repeated_id(identity, repeats[identity]), "rule": "duplicate_record", "detail": f"{identity}: {what}"}
-        places.append(place)
-        again.append(row | {"value": None, "threshold": None})
-    return places, again
-
-
-def _without(table: pa.Table, places: list[int]) -> pa.Table:
-    """The table without the rows at `places`."""
-    if not places:
-        return table
-    keep = np.ones(table.num_rows, dtype=bool)
-    keep[places] = False
-    return table.filter(pa.array(keep))
-
-
-def _kept(file: tuple[str, str, list[int]]) -> dict[str, pa.Table]:
-    """In a worker: the rows of one chunk, but for those at the given places."""
-    path, name, places = file
-    return {name: _without(pq.read_table(path, columns=table_schema(name).schema.names), places)}
+        return any(isinstance(row, Page) for row in readers.read_jsonl(handle, job.source, job.file.shown, config.columns_of(job.source)))
 
 
 # --- finding the work ------------------------------------------------------------------------------------
@@ -175,32 +220,29 @@ def _kept(file: tuple[str, str, list[int]]) -> dict[str, pa.Table]:
 
 def _jobs(inputs: list[External], config: IngestConfig) -> Iterator[Job]:
     """One job per file; what can be refused is refused here, before any page is read."""
-    number = 0
     for external in inputs:
         if not external.files:  # a whole data set of the hub
-            shards = _hub(external.uri, config).num_shards
+            shards = hub_stream(external.uri, config.dataset_subset, config.dataset_split).num_shards
             for shard in range(shards):
-                yield Job(number, external.name, "hub", f"{config.dataset_split}/{shard}", None, external.uri, shard, shards)
-                number += 1
+                yield Job(external.name, "hub", f"{config.dataset_split}/{shard}", None, external.uri, shard, shards)
             continue
         saved = any(file.name.endswith(".arrow") for file in external.files)
         for file in external.files:
-            if saved and file.name.rsplit("/", 1)[-1] in readers.DATASET_SIDECARS:
+            if saved and file.name.rsplit("/", 1)[-1] in SIDECARS:
                 continue
             kind = config.format if config.format != "auto" else _format(file)
             if kind == "parquet":
                 with file.open() as handle:
-                    readers.parquet_columns(handle, file.address, config.columns)
-            yield Job(number, external.name, kind, file.name, file)
-            number += 1
+                    readers.parquet_columns(handle, file.shown, config.columns_of(external.name))
+            yield Job(external.name, kind, file.name, file)
 
 
 def _format(file: ExternalFile) -> str:
     """The format that a file's name tells, or else its first bytes."""
-    known = FORMATS.get(readers.suffix(file.name))
+    known = FORMATS.get(suffix(file.name))
     if known is not None:
         return known
-    if readers.suffix(file.name) in readers.MEDIA_TYPES:
+    if suffix(file.name) in readers.MEDIA_TYPES:
         return "files"
     with file.open() as handle:
         head = handle.read(1 << 16)
@@ -213,56 +255,53 @@ def _format(file: ExternalFile) -> str:
     return "warc" if head.startswith(b"WARC/") else "files"
 
 
-def _hub(uri: str, config: IngestConfig) -> Any:
-    """A streaming data set of the hub, `hf://datasets/OWNER/NAME[@REVISION]` (or of a local folder in tests)."""
-    import datasets
-
-    name, _, revision = uri.removeprefix("hf://").removeprefix("datasets/").partition("@")
-    try:
-        return datasets.load_dataset(name, config.dataset_subset, split=config.dataset_split, streaming=True, revision=revision or None)
-    except (ValueError, OSError) as error:
-        raise PunaError(f"input {uri}: {error}") from error
-
-
 # --- reading, in a worker --------------------------------------------------------------------------------
 
 
-def _read(job: Job, config: IngestConfig, scratch: str) -> str:
-    """Read one file into chunks below `scratch`; returns their folder. Done once, also after a crash."""
-    folder = Path(scratch) / f"job-{job.number:06d}"
-    marker = folder / "done"
-    if marker.exists():
-        return str(folder)
-    folder.mkdir(exist_ok=True)
-    for file in folder.glob("*.parquet"):
-        file.unlink()
-    chunk = _Chunk(folder, job.source)
-    for record in _records(job, config):
-        chunk.add(_judged(record, config, chunk.accepted))
-    chunk.flush()
-    marker.touch()
-    return str(folder)
+def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
+    """The records of some files as tables, and last how many they are and how large the pages' bodies."""
+    accepted: dict[str, bool] = {}
+    held: list[dict[str, Any]] = []
+    size, rows, total = 0, 0, 0
+    for job in jobs:
+        for record in _records(job, config):
+            found = _judged(record, config, accepted)
+            held.append(_row(found, job.source))
+            bytes_ = len(found.body) if isinstance(found, Page) else 0
+            size, rows, total = size + bytes_ + 500, rows + 1, total + bytes_
+            if size >= CHUNK_BYTES:
+                yield pa.Table.from_pylist(held, schema=RECORD)
+                held, size = [], 0
+    yield pa.Table.from_pylist(held, schema=RECORD)
+    yield {"rows": rows, "bytes": total}
+
+
+def _row(record: Page | Rejected, source: str) -> dict[str, Any]:
+    """A record as a row: a page has a body, another one the rule that drops it."""
+    if isinstance(record, Page):
+        return {**record._asdict(), "id": page_id(source, record), "source": source}
+    return {**record._asdict(), "id": rejected_id(source, record)}
 
 
 def _records(job: Job, config: IngestConfig) -> Iterator[Page | Rejected]:
     if job.file is None:
-        rows = _hub(job.uri, config).shard(job.shards, job.shard)
-        yield from readers.read_stream(rows, job.source, job.name, config.columns)
+        rows = hub_stream(job.uri, config.dataset_subset, config.dataset_split).shard(job.shards, job.shard)
+        yield from readers.read_stream(rows, job.source, job.name, config.columns_of(job.source))
         return
     try:
         with closing(job.file.open()) as handle:
             if job.format == "warc":
                 yield from read_warc(handle, job.name, config.max_body_bytes)
             elif job.format == "parquet":
-                yield from readers.read_parquet(handle, job.source, job.name, config.columns)
+                yield from readers.read_parquet(handle, job.source, job.name, config.columns_of(job.source))
             elif job.format == "jsonl":
-                yield from readers.read_jsonl(handle, job.source, job.name, config.columns)
+                yield from readers.read_jsonl(handle, job.source, job.name, config.columns_of(job.source))
             elif job.format == "dataset":
-                yield from readers.read_arrow(handle, job.source, job.name, config.columns)
+                yield from readers.read_arrow(handle, job.source, job.name, config.columns_of(job.source))
             else:
                 yield from readers.read_file(handle, job.source, job.name)
     except FileNotFoundError as error:
-        raise PunaError(f"input {job.file.address}: the file is gone ({error})") from error
+        raise PunaError(f"input {job.file.shown}: the file is gone ({error})") from error
 
 
 def _judged(record: Page | Rejected, config: IngestConfig, accepted: dict[str, bool]) -> Page | Rejected:
@@ -286,61 +325,3 @@ def _sniffed(body: bytes) -> str:
     """The media type of a page whose server gave none: HTML by its first tag, else nothing."""
     head = body[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     return "text/html" if head.startswith((b"<!doctype html", b"<html")) else ""
-
-
-class _Chunk:
-    """Rows held until there are enough for a file."""
-
-    def __init__(self, folder: Path, source: str) -> None:
-        self.accepted: dict[str, bool] = {}
-        self._folder = folder
-        self._source = source
-        self._number = 0
-        self._bytes = 0
-        self._pages: list[tuple[str, Page]] = []
-        self._dropped: list[tuple[str, Rejected]] = []
-
-    def add(self, record: Page | Rejected) -> None:
-        """Hold one record; write a chunk when it is full."""
-        if isinstance(record, Page):
-            self._pages.append((page_id(self._source, record), record))
-            self._bytes += len(record.body) + 500
-        else:
-            self._dropped.append((rejected_id(self._source, record), record))
-            self._bytes += 500
-        if self._bytes >= CHUNK_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what is held."""
-        if self._pages:
-            pages = [page for _, page in self._pages]
-            columns: dict[str, list[Any]] = {
-                "id": [identity for identity, _ in self._pages],
-                "url": [page.url for page in pages],
-                "fetched_at": [page.fetched_at for page in pages],
-                "source": [self._source] * len(pages),
-                "content_type": [page.content_type for page in pages],
-                "charset": [page.charset for page in pages],
-                "body": [page.body for page in pages],
-            }
-            self._write("pages", columns)
-        if self._dropped:
-            rejected = [record for _, record in self._dropped]
-            columns = {
-                "id": [identity for identity, _ in self._dropped],
-                "rule": [record.rule for record in rejected],
-                "value": [record.value for record in rejected],
-                "threshold": [record.threshold for record in rejected],
-                "detail": [record.detail for record in rejected],
-            }
-            self._write("dropped", columns)
-        self._pages, self._dropped, self._bytes = [], [], 0
-        self._number += 1
-
-    def _write(self, name: str, columns: dict[str, list[Any]]) -> None:
-        schema = table_schema(name).schema
-        table = pa.table({field.name: pa.array(columns[field.name], field.type) for field in schema}, schema=schema)
-        if name == "pages":  # so that nobody needs to read the bodies to know their size
-            table = table.append_column("bytes", pc.binary_length(table.column("body")))
-        pq.write_table(table, self._folder / f"{name}-{self._number:06d}.parquet", compression="zstd", compression_level=1)

@@ -10,16 +10,22 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
-from puna.stages.contract import Documents, External, Figure, Model, SeededConfig, Signals, StageRun, stage
+from puna.stages.contract import Documents, External, Figure, Model, SeededConfig, Signals, StageRun, declare_signal, stage
 from puna.stages.curate.learned.place import Place, place_of, reading
 from puna.stages.curate.learned.questions import TOP, Grade, Kind, Question, answers_of, built_in, check_prompt
-from puna.stages.curate.rows.draws import uniform
 from puna.stages.curate.select import signals_of
+from puna.stages.draws import uniform
 from puna.storage import Artifact
 from puna.storage.work import write_array
 
 DIGITS = 4  # the last digits of a network's numbers depend on the machine
 BINS = 20
+for _name, _meaning in (
+    ("judgement", "a judge's grade of the document's quality"),
+    ("code_judgement", "a judge's grade of the document as a page with code"),
+    ("reasoning_judgement", "a judge's grade of the document as a page of deduction in mathematics or science"),
+):
+    declare_signal(_name, float, "grade", _meaning, optional=True)
 
 
 class JudgeConfig(SeededConfig):
@@ -30,7 +36,7 @@ class JudgeConfig(SeededConfig):
         "scale", description="scale: points from 0 to max_grade; yes_no: the grade is the probability of Yes against No, from 0 to 1"
     )
     prompt: str | None = Field(None, description="What is asked, with the mark {text} where the page goes; null: the built-in prompt")
-    max_grade: int = Field(TOP, ge=1, le=9, description="Most points that a prompt of your own gives, one digit")
+    max_grade: int = Field(TOP, ge=1, le=9, description="Maximum grade that a prompt of your own gives, one digit")
     answer_start: str = Field("Answer:", description="How the model's answer begins, before a space and the grade")
     chat: bool = Field(True, description="Ask in the model's chat format; false: the model continues the prompt, as one without chat does")
     sample: int = Field(

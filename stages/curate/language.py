@@ -11,10 +11,13 @@ from typing import Any
 import pyarrow as pa
 from pydantic import Field
 
-from puna.stages.contract import Documents, StageConfig, StageRun, stage
+from puna.stages.contract import Classifier, Documents, StageConfig, StageRun, declare_signal, stage
+from puna.stages.curate.learned.trained import trained
 from puna.stages.curate.text.code_lines import looks_like_code
-from puna.storage import PunaError
+from puna.storage import Artifact, PunaError
 
+declare_signal("language", str, "ISO 639 code", "most probable language")
+declare_signal("language_score", float, "probability", "probability of that language")
 NO_LANGUAGE = "zxx"
 """ISO 639-2: no linguistic content."""
 WINDOWS = 4
@@ -38,21 +41,32 @@ class LanguageConfig(StageConfig):
     )
 
 
-@stage(kind="signals")
-def language(documents: Documents, config: LanguageConfig, run: StageRun) -> None:
-    """Identify the language among 176 (fastText's lid.176; Joulin et al. 2016; Llama 3, section 3.1.1).
+@stage(kind="signals", signals=("language", "language_score"))
+def language(documents: Documents, classifier: Classifier | None, config: LanguageConfig, run: StageRun) -> None:
+    """Identify the language, among 176 by fastText's lid.176 (Joulin et al. 2016; Llama 3, section 3.1.1) or by `classifier`.
 
     The classifier sees the lines that are prose (mostly letters and spaces) where there are enough of them, so that the
-    code in a manual does not decide. Program text and text without letters have the language zxx, with score 1.
+    code in a manual does not decide. Program text and text without letters have the language zxx, with score 1. The
+    classes of a `classifier` of one's own (of `import_classifier` with the purpose `language`) are the codes as they are.
     """
-    run.transform(_identify, documents, config, columns=["id", "source", "text"])
+    if classifier is not None:
+        trained(classifier, "language")
+    run.transform(_identify, documents, classifier, config, columns=["id", "source", "text"])
 
 
-def _identify(documents: pa.Table, config: LanguageConfig) -> pa.Table:
+def _identify(documents: pa.Table, classifier: Artifact | None, config: LanguageConfig) -> pa.Table:
     """Signals of a part."""
     codes, scores = [], []
-    for source, text in zip(documents.column("source").to_pylist(), documents.column("text").to_pylist(), strict=True):
-        code, score = (NO_LANGUAGE, 1.0) if source in config.code_sources else identify(text, config.max_characters)
+    for identity, source, text in zip(*(documents[name].to_pylist() for name in ("id", "source", "text")), strict=True):
+        seen = None if source in config.code_sources else shown(text, config.max_characters)
+        if seen is None:
+            code, score = NO_LANGUAGE, 1.0
+        elif classifier is not None:
+            model = trained(classifier, "language")
+            found = model.probabilities([identity], [seen])[0]
+            code, score = model.classes[int(found.argmax())], float(found.max())
+        else:
+            code, score = _lid(seen)
         codes.append(code)
         scores.append(score)
     columns = {"language": pa.array(codes, pa.string()), "language_score": pa.array(scores, pa.float64())}
@@ -60,23 +74,32 @@ def _identify(documents: pa.Table, config: LanguageConfig) -> pa.Table:
 
 
 def identify(text: str, max_characters: int = 10_000) -> tuple[str, float]:
-    """ISO 639 code and probability of the language of `text`."""
+    """ISO 639 code and probability of the language of `text`, by lid.176."""
+    seen = shown(text, max_characters)
+    return (NO_LANGUAGE, 1.0) if seen is None else _lid(seen)
+
+
+def shown(text: str, max_characters: int) -> str | None:
+    """What a classifier of languages is shown of `text`; None where there is nothing in a language."""
     sample = _sample(text, max_characters)
     lines = [line for line in map(str.strip, sample.splitlines()) if line]
     prose = " ".join(filter(_is_prose, lines))
     letters = NO_LETTER.sub("", prose)
-    shown = prose
+    seen = prose
     if len(letters) < PROGRAM_ENOUGH and 2 * sum(map(looks_like_code, lines)) > max(len(lines), MIN_PROGRAM_LINES):
-        return NO_LANGUAGE, 1.0
+        return None
     if len(letters) < ENOUGH:
-        shown = " ".join(sample.split())
-        letters = NO_LETTER.sub("", shown)
+        seen = " ".join(sample.split())
+        letters = NO_LETTER.sub("", seen)
     if not letters:
-        return NO_LANGUAGE, 1.0
-    if sum(map(str.isupper, letters)) > 0.5 * len(letters):  # the model has seen little text in capitals
-        shown = shown.lower()
+        return None
+    # Classifiers have seen little text in capitals.
+    return seen.lower() if sum(map(str.isupper, letters)) > 0.5 * len(letters) else seen
+
+
+def _lid(seen: str) -> tuple[str, float]:
     # The wrapper's `predict` fails under numpy 2; the binding below it does not use numpy.
-    found = _model().f.predict(shown + "\n", 1, 0.0, "strict")
+    found = _model().f.predict(seen + "\n", 1, 0.0, "strict")
     if not found:
         return NO_LANGUAGE, 1.0
     probability, label = found[0]

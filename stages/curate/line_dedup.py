@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field
 
-from puna.stages.contract import Documents, StageConfig, StageRun, stage
+from puna.stages.contract import Documents, Figure, StageConfig, StageRun, stage
 from puna.stages.curate.signals.measure import buffers
 from puna.stages.curate.text.code_lines import looks_like_code
 from puna.stages.curate.text.line_pieces import (
@@ -31,6 +31,8 @@ from puna.storage.work import write_array
 
 # Hashes that one process counts at a time, 16 bytes each.
 JOB_PIECES = 1 << 24
+MOST_SHOWN = 60
+EXAMPLES = 50
 
 
 class LineDedupConfig(StageConfig):
@@ -38,7 +40,16 @@ class LineDedupConfig(StageConfig):
 
     unit: Literal["line", "paragraph"] = Field("line", description="What is compared: lines, or paragraphs parted by an empty line")
     bucket_documents: int = Field(30_000_000, ge=1, description="Documents counted together, in the order of their ids")
-    max_occurrences: int = Field(6, ge=1, description="A line that occurs more often than this in a bucket is removed, occurrences")
+    max_per_million: float = Field(
+        0.2, ge=0, description="A line that occurs more often is removed, occurrences per million documents of the bucket; Llama 3: 6 in 30"
+    )
+    max_occurrences: int = Field(6, ge=1, description="Minimum of that limit, whatever the number of documents, occurrences")
+    min_documents: int = Field(
+        5_000,
+        ge=0,
+        description="A bucket of fewer documents loses no line, and what it would lose is shown: in few documents a line of seven "
+        "occurrences is more likely a term of theirs than boilerplate, documents",
+    )
     policy: Literal["drop_all", "keep_first"] = Field("drop_all", description="Whether the first occurrence of such a line stays")
     sources_exempt: tuple[str, ...] = Field(
         ("code",), description="Sources whose lines are neither counted nor removed: a program needs its repeated lines"
@@ -46,6 +57,10 @@ class LineDedupConfig(StageConfig):
     protect_code: bool = Field(
         False, description="Leave lines that look like code alone in all sources, so that the examples of manuals stay whole"
     )
+
+    def limit(self, documents: int) -> int:
+        """How often a line may occur in a bucket of so many documents."""
+        return max(self.max_occurrences, int(self.max_per_million * documents / 1e6))
 
     @property
     def newlines(self) -> int:
@@ -63,8 +78,10 @@ class Counted(NamedTuple):
 
 @stage(kind="documents", filters="documents")
 def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> None:
-    """Remove lines that occur more than `max_occurrences` times in a bucket of documents (Llama 3, section 3.1.1).
+    """Remove lines that occur too often in a bucket of documents (Llama 3, section 3.1.1: more than 6 times in 30 million).
 
+    The rule is a rate, with a minimum: see `max_per_million`, `max_occurrences` and `min_documents`. The table `examples` has the
+    most frequent of the lines that the rate takes, also of a bucket that is too small to lose them.
     Lines are compared without the white space around them; blank ones do not count, and go with a line that goes where they
     would pile up. They are told apart by 64-bit
     hashes: among a billion different lines about one pair in 40 such corpora is expected to be mistaken for one line.
@@ -76,14 +93,29 @@ def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> 
     ids = documents.read(columns=["id"]).column("id")
     frequent: dict[int, list[Frequent]] = {}
     jobs = list(_jobs(counted))
-    for (bucket, *_), found in zip(jobs, run.map(_frequent, jobs, config.max_occurrences), strict=True):
+    sizes = _sizes(documents.rows(), config.bucket_documents)
+    for (bucket, *_), found in zip(jobs, run.map(_frequent, jobs, config, sizes), strict=True):
         frequent.setdefault(bucket, []).append(found)
     files = {bucket: _save(run.scratch / f"frequent-{bucket}.npy", found) for bucket, found in frequent.items()}
     starts = [part.start for part in parts]
-    run.transform(_remove, documents, config, files, dict(zip(ids.take(pa.array(starts, pa.int64())).to_pylist(), starts, strict=True)))
+    first_ids = ids.take(pa.array(starts, pa.int64())).to_pylist()
+    run.transform(_remove, documents, config, files, sizes, dict(zip(first_ids, starts, strict=True)))
     everything = [one for many in frequent.values() for one in many]
     run.metric("frequent_lines", sum(len(one.hash) for one in everything))
     run.metric("frequent_occurrences", sum(int(one.occurrences.sum()) for one in everything))
+    spared = [one for bucket, many in frequent.items() if sizes[bucket] < config.min_documents for one in many]
+    run.metric("spared_occurrences", sum(int(one.occurrences.sum()) for one in spared))
+    run.metric("limit", max(map(config.limit, sizes.values()), default=config.max_occurrences))
+    if everything:
+        counts = np.bincount(np.minimum(np.concatenate([one.occurrences for one in everything]).astype(np.int64), MOST_SHOWN))
+        points = [(int(n), float(count)) for n, count in enumerate(counts) if count]
+        title = f"Lines by how often they occur, {MOST_SHOWN} or more as one"
+        run.figure("occurrences", Figure(title, "occurrences", "lines", {"beyond the limit": points}, kind="bar"))
+
+
+def _sizes(rows: int, size: int) -> dict[int, int]:
+    """Documents of each bucket."""
+    return {bucket: min(size, rows - bucket * size) for bucket in range(-(-rows // size))}
 
 
 def _buckets(start: int, rows: int, size: int) -> list[tuple[int, int, int]]:
@@ -125,12 +157,12 @@ def _jobs(counted: list[Counted]) -> list[tuple[int, int, int, list[Counted]]]:
     return jobs
 
 
-def _frequent(job: tuple[int, int, int, list[Counted]], most: int) -> Frequent:
+def _frequent(job: tuple[int, int, int, list[Counted]], config: LineDedupConfig, sizes: dict[int, int]) -> Frequent:
     """The pieces of a job that occur too often."""
-    _, first, last, members = job
+    bucket, first, last, members = job
     pieces = [np.load(one.file, mmap_mode="r")[:, one.begins[first] : one.begins[last]] for one in members]
     both = np.concatenate(pieces, axis=1)
-    return frequent_of(both[0], both[1].astype(np.int64), most)
+    return frequent_of(both[0], both[1].astype(np.int64), config.limit(sizes[bucket]))
 
 
 def _save(file: Path, found: list[Frequent]) -> str:
@@ -140,19 +172,24 @@ def _save(file: Path, found: list[Frequent]) -> str:
     return str(file)
 
 
-def _remove(documents: pa.Table, config: LineDedupConfig, files: dict[int, str], starts: dict[str, int]) -> dict[str, pa.Table]:
+def _remove(
+    documents: pa.Table, config: LineDedupConfig, files: dict[int, str], sizes: dict[int, int], starts: dict[str, int]
+) -> dict[str, pa.Table]:
     """Documents of a part without the frequent pieces, what was removed, and the documents of which nothing is left."""
     ids = documents.column("id").combine_chunks()
     start = starts[ids[0].as_py()]
     data, offsets = buffers(documents.column("text"))
     judged = _judged(documents, config)
-    found = []
+    found, shown = [], []
     for bucket, a, b in _buckets(start, len(ids), config.bucket_documents):
         known, occurrences, first = np.load(files[bucket], mmap_mode="r")
         row, number, begin, end, place = find_pieces(
             data, offsets[a : b + 1], judged[a:b], config.newlines, start + a, known, first.astype(np.int64), config.policy == "keep_first"
         )
-        found.append((row + a, number, begin, end, known[place], occurrences[place].astype(np.float64)))
+        pieces = (row + a, number, begin, end, known[place], occurrences[place].astype(np.float64))
+        shown += _examples(data, pieces, first[place].astype(np.int64) - start, occurrences, (bucket, sizes[bucket]), config)
+        loses = sizes[bucket] >= config.min_documents
+        found.append(tuple(column if loses else column[:0] for column in pieces))
     row, number, begin, end, hashes, value = (np.concatenate(column) for column in zip(*found, strict=True))
     if config.protect_code and len(row):
         chosen = ~_code(data, begin, end, hashes)
@@ -176,11 +213,42 @@ def _remove(documents: pa.Table, config: LineDedupConfig, files: dict[int, str],
         "rule": pa.repeat("line_dedup_empty", len(gone)),
         "value": np.zeros(len(gone)),
         "threshold": pa.nulls(len(gone), pa.float64()),
-        "detail": [f"all {count} {config.unit}s occur more than {config.max_occurrences} times" for count in gone.tolist()],
+        "detail": [f"all {count} {config.unit}s occur more than {config.limit(max(sizes.values()))} times" for count in gone.tolist()],
     }
-    return {"documents": kept} | {
+    examples = pa.Table.from_pylist(shown, schema=table_schema("examples").schema)
+    return {"documents": kept, "examples": examples} | {
         name: pa.table(columns, schema=table_schema(name).schema) for name, columns in (("removed_lines", removed), ("dropped", dropped))
     }
+
+
+def _examples(
+    data: NDArray[np.uint8],
+    pieces: tuple[NDArray[Any], ...],
+    first: NDArray[np.int64],
+    occurrences: NDArray[np.uint64],
+    of: tuple[int, int],
+    config: LineDedupConfig,
+) -> list[dict[str, str | None]]:
+    """Rows of `examples` for the most frequent pieces of a bucket, where each occurs first.
+
+    `first`: that document's row here. `of`: the bucket and its documents.
+    """
+    bucket, documents = of
+    row, _, begin, end, hashes, value = pieces
+    least = np.sort(occurrences)[-EXAMPLES] if len(occurrences) > EXAMPLES else 0
+    chosen = np.flatnonzero((value >= least) & (row == first))
+    _, once = np.unique(hashes[chosen], return_index=True)
+    end_of_it = "removed" if documents >= config.min_documents else f"kept: fewer than min_documents={config.min_documents}"
+    return [
+        {
+            "id": f"{bucket}-{int(hashes[at]):016x}",
+            "kind": f"frequent {config.unit}",
+            "prompt": None,
+            "text": bytes(data[begin[at] : end[at]]).decode().strip(),
+            "detail": f"{int(value[at])} times in {documents} documents, limit {config.limit(documents)}; {end_of_it}",
+        }
+        for at in chosen[once].tolist()
+    ]
 
 
 def _strings(data: NDArray[np.uint8], bounds: NDArray[np.int64]) -> pa.Array:

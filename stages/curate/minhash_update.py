@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from puna.stages.contract import Documents, Reads, Signals, StageRun, stage
@@ -14,9 +16,10 @@ from puna.stages.curate.minhash.config import MinhashDedupConfig, SignatureConfi
 from puna.stages.curate.minhash.decide import Found, Job, collapse, decide, groups_of, preference
 from puna.stages.curate.minhash.index import INDEX, Index, write_index
 from puna.stages.curate.minhash.sketch import sketch
-from puna.stages.curate.minhash_dedup import scores
-from puna.stages.curate.rows.removal import without, write_removed
+from puna.stages.curate.minhash_dedup import check_score
+from puna.stages.curate.rows.removal import DECIDED, remove
 from puna.storage import Artifact, PunaError
+from puna.storage.schemas import table_schema
 
 
 class MinhashUpdateConfig(SignatureConfig):
@@ -37,23 +40,48 @@ def minhash_update(
     changes, because an added one is preferred to them or to their survivor. All together is what `minhash_dedup` gives for all
     documents at once (`verdicts` puts it together): only the components that added documents touch are decided again.
     """
-    chosen, indices = _configuration(previous), [Index.of(artifact) for artifact in previous]
-    parts = run.parts(documents, columns=["fetched_at", "source", "text"])
-    sketches = list(run.map(sketch, list(enumerate(parts)), chosen, config.chosen_device(), str(run.scratch), rows=len(parts)))
+    chosen = _configuration(previous)
+    if chosen.survivor == "best_score":
+        check_score(signals, chosen)
+    ranked = signals if chosen.survivor == "best_score" else None
+    parts = run.parts(documents)
+    sketches = list(run.map(sketch, list(enumerate(parts)), ranked, chosen, config.chosen_device(), str(run.scratch), rows=len(parts)))
     if not sketches:
         return
-    write_index(run.folder / INDEX, documents, sketches, scores(documents, signals, chosen), chosen)
-    indices.append(Index.open(run.folder / INDEX))
-    members = _affected(indices, chosen)
-    ids, found = _decided(indices, members, chosen)
+    for index in previous:
+        Index.of(index)
+    files = [str(run.scratch / name) for name in ("added.parquet", "revised.parquet")]
+    (members,) = run.map(_decide, [sketches], previous, run.folder / INDEX, files, chosen)
+    threshold = chosen.threshold if chosen.verify else None
+    remove(run, documents, pq.read_table, files[:1], method=chosen.method, rule="near_duplicate", threshold=threshold)
+    run.produce(_revised, files[1:])
+    run.metric("revised", pq.read_metadata(files[1]).num_rows)
+    run.metric("candidates", members)
+
+
+def _revised(file: str) -> dict[str, pa.Table]:
+    return {"revisions": pq.read_table(file)}
+
+
+def _decide(sketches: list[str], previous: list[Artifact], folder: Path, files: list[str], config: MinhashDedupConfig) -> int:
+    """In a worker: write the index of the added documents, which of them go and which earlier decisions change; gives how many
+    documents hang together with an added one."""
+    write_index(folder, sketches, config)
+    indices = [*(Index.of(artifact) for artifact in previous), Index.open(folder)]
+    members = _affected(indices, config)
+    ids, found = _decided(indices, members, config)
     own = members.segment == len(previous)
     state = _state(found, ids)
-    removed = _evidence(run, {i for i, new in zip(ids, own.tolist(), strict=True) if new}, state, found, ids, chosen)
+    added = {i for i, new in zip(ids, own.tolist(), strict=True) if new}
+    passage = {ids[removed]: words for removed, words in zip(found.removed.tolist(), found.new_words.tolist(), strict=True)}
+    gone = [(i, *state[i], config.detail(state[i][0], passage[i])) for i in sorted(added & state.keys())]
+    pq.write_table(pa.table([pa.array([row[k] for row in gone], f.type) for k, f in enumerate(DECIDED)], schema=DECIDED), files[0])
     known = [i for i, new in zip(ids, own.tolist(), strict=True) if not new]
-    _revisions(run, verdicts(previous, known), known, state)
-    run.transform(without, documents, write_removed(run.scratch, removed))
-    run.metric("candidates", len(ids))
-    run.metric("removed", len(removed))
+    before = verdicts(previous, known)
+    changed = sorted(i for i in known if before.get(i) != state.get(i))
+    rows = [{"id": i, "kept_id": state[i][0] if i in state else None, "similarity": state[i][1] if i in state else None} for i in changed]
+    pq.write_table(pa.Table.from_pylist(rows, schema=table_schema("revisions").schema), files[1])
+    return len(ids)
 
 
 def verdicts(artifacts: list[Artifact], ids: list[str] | None = None) -> dict[str, tuple[str, float]]:
@@ -99,7 +127,7 @@ def _gathered(indices: list[Index], members: Members, name: str) -> NDArray[Any]
 
 def _affected(indices: list[Index], config: MinhashDedupConfig) -> Members:
     """The added documents and all that hang together with one of them by shared bands."""
-    from puna.kernels.near_duplicates import band_keys
+    from puna.stages.curate.minhash.near_duplicates import band_keys
 
     known = [np.zeros(len(index.facts), bool) for index in indices]
     fresh = [np.zeros(0, np.int64) for _ in indices]
@@ -117,7 +145,7 @@ def _affected(indices: list[Index], config: MinhashDedupConfig) -> Members:
 
 def _decided(indices: list[Index], members: Members, config: MinhashDedupConfig) -> tuple[list[str], Found]:
     """Ids of the members, and what happens to them, with members' numbers as rows."""
-    from puna.kernels import near_duplicates
+    from puna.stages.curate.minhash import near_duplicates
 
     names = [index.ids() for index in indices]
     if any((known[np.minimum(np.searchsorted(known, names[-1]), len(known) - 1)] == names[-1]).any() for known in names[:-1]):
@@ -153,38 +181,3 @@ def _decided(indices: list[Index], members: Members, config: MinhashDedupConfig)
 def _state(found: Found, ids: list[str]) -> dict[str, tuple[str, float]]:
     pairs = zip(found.removed.tolist(), found.kept.tolist(), found.similarity.tolist(), strict=True)
     return {ids[removed]: (ids[kept], similarity) for removed, kept, similarity in pairs}
-
-
-def _evidence(
-    run: StageRun, added: set[str], state: dict[str, tuple[str, float]], found: Found, ids: list[str], config: MinhashDedupConfig
-) -> list[str]:
-    """Write the evidence for the added documents that go; returns their ids."""
-    passage = {ids[removed]: words for removed, words in zip(found.removed.tolist(), found.new_words.tolist(), strict=True)}
-    gone = sorted(added & state.keys())
-    run.write_rows(
-        [{"id": i, "kept_id": state[i][0], "cluster": state[i][0], "method": config.method, "similarity": state[i][1]} for i in gone],
-        "duplicates",
-    )
-    threshold = config.threshold if config.verify else None
-    run.write_rows(
-        [
-            {
-                "id": i,
-                "rule": "near_duplicate",
-                "value": state[i][1],
-                "threshold": threshold,
-                "detail": config.detail(state[i][0], passage[i]),
-            }
-            for i in gone
-        ],
-        "dropped",
-    )
-    return gone
-
-
-def _revisions(run: StageRun, before: dict[str, tuple[str, float]], known: list[str], state: dict[str, tuple[str, float]]) -> None:
-    """Write the earlier documents whose fate or survivor changes."""
-    changed = [i for i in known if before.get(i) != state.get(i)]
-    rows = [{"id": i, "kept_id": state[i][0] if i in state else None, "similarity": state[i][1] if i in state else None} for i in changed]
-    run.write_rows(rows, "revisions")
-    run.metric("revised", len(rows))

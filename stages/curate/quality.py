@@ -1,4 +1,4 @@
-"""Quality: a classifier that tells good sources from the rest, after Llama 3 and DCLM."""
+"""Quality: how much a document reads like good ones, by a classifier, after Llama 3 and DCLM."""
 
 from __future__ import annotations
 
@@ -7,55 +7,67 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field
 
-from puna.stages.contract import Documents, Figure, Signals, StageRun, stage
-from puna.stages.curate.learned.classifier import ClassifierConfig, auc, calibration, out_of_fold, prepare
+from puna.stages.contract import Classifier, Documents, Signals, StageConfig, StageRun, declare_signal, stage
+from puna.stages.curate.learned.trained import Trained, trained
 from puna.stages.curate.select import signals_of
-from puna.storage import PunaError
+from puna.storage import Artifact, Part, PunaError
+
+declare_signal("quality", float, "probability", "probability that the document is good, by a model that did not see it")
+declare_signal("quality_rank", float, "fraction of documents", "share of the scored documents with a lower quality")
+GOOD, OTHER = "good", "other"
 
 
-class QualityConfig(ClassifierConfig):
-    """What is good, and fastText's settings."""
+class QualityConfig(StageConfig):
+    """What is good."""
 
-    positive_sources: tuple[str, ...] = Field(("wikipedia",), min_length=1, description="Sources of good quality")
-    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither examples nor scored")
+    positive: str = Field(GOOD, min_length=1, description="Class of the classifier whose probability is the quality")
 
 
-@stage(kind="signals")
-def quality(documents: Documents, language: Signals | None, config: QualityConfig, run: StageRun) -> None:
-    """Score documents with a fastText classifier: positives are the documents of good sources, negatives all others.
+@stage(kind="signals", signals=("quality", "quality_rank"))
+def quality(documents: Documents, classifier: Classifier, language: Signals | None, config: QualityConfig, run: StageRun) -> None:
+    """Score documents with a classifier of good documents, one of `train_classifier` or `import_classifier`.
 
-    Llama 3 (arXiv 2407.21783, section 3.1.3) and DCLM (2406.11794) train such classifiers; ours is trained in the run, on
-    the documents themselves, and every score is out of fold (`puna.stages.curate.learned.classifier`). `quality` is the
-    probability of a good source, `quality_rank` the share of scored documents with a lower one, within the document's
-    language where the signals of `language` are given. Null for documents of exempt sources. The model trained on all
-    documents is `quality.bin`. The score says how much a document reads like the good sources, no more: where they differ
-    from the others in subject or language, it learns that too.
+    Llama 3 (arXiv 2407.21783, section 3.1.3) and DCLM (2406.11794) score with such classifiers. A document that the
+    classifier learned from is scored by a model that did not see it. `quality` is the probability of a good document,
+    `quality_rank` the share of scored documents with a lower one, within the document's language where the signals of
+    `language` are given. Null for documents of the sources that the classifier leaves out. The score says how much a
+    document reads like the good ones, no more: where they differ from the others in subject or language, it learned that too.
     """
+    about = trained(classifier, "quality")
+    if config.positive not in about.classes:
+        raise PunaError(f"quality.positive={config.positive!r}: {classifier.id} has the classes {', '.join(about.classes[:20])}")
     if not documents.rows():
-        raise PunaError(f"quality: {documents.id} has no documents to learn from; `dropped` of the stages before says why")
-    head = documents.read(columns=["id", "source"]).to_pydict()
-    ids = np.array(head["id"], dtype="U") if head["id"] else np.empty(0, "U1")
-    sources = np.array(head["source"], dtype="U") if head["id"] else np.empty(0, "U1")
-    scored = ~np.isin(sources, config.exempt_sources)
-    positive = np.isin(sources, config.positive_sources) & scored
-    if not positive.any() or not (scored & ~positive).any():
-        raise PunaError(
-            f"quality.positive_sources={list(config.positive_sources)}: documents of these sources and of others are needed; "
-            f"the documents have the sources {', '.join(sorted(set(sources.tolist()))) or 'none'}"
-        )
-    names = np.where(positive, "good", "other")
-    labels = dict(zip(ids[scored].tolist(), names[scored].tolist(), strict=True))
-    found = out_of_fold(run, prepare(run, documents, config), labels, ids[scored].tolist(), config, "quality.bin")
-    values = found.probabilities[:, found.labels.index("good")]
-    groups = np.zeros(len(values), dtype="U1")
+        raise PunaError(f"quality: {documents.id} has no documents to score; `dropped` of the stages before says why")
+    ids: list[str] = []
+    found: list[float | None] = []
+    parts = run.parts(documents, columns=["id", "source", "text"])
+    for names, values in run.map(_score, parts, classifier, config.positive, rows=len(parts)):
+        ids += names
+        found += values
+    scores = np.array([np.nan if value is None else value for value in found], np.float64)
+    scored = ~np.isnan(scores)
+    groups = np.zeros(int(scored.sum()), dtype="U1")
     if language is not None:
-        table = signals_of(language, pa.chunked_array([pa.array(ids[scored].tolist(), pa.string())]), ["language"])
-        groups = np.array([name or "" for name in table["language"].to_pylist()], dtype="U")
-    ranks = ranks_within(values, groups)
-    full = {"quality": np.full(len(ids), np.nan), "quality_rank": np.full(len(ids), np.nan)}
-    full["quality"][scored], full["quality_rank"][scored] = values, ranks
-    run.write(pa.table({"id": pa.array(ids.tolist(), pa.string()), **{k: pa.array(v, from_pandas=True) for k, v in full.items()}}))
-    report(run, values, positive[scored])
+        chosen = pa.chunked_array([pa.array(ids, pa.string()).filter(pa.array(scored))])
+        groups = np.array([name or "" for name in signals_of(language, chosen, ["language"])["language"].to_pylist()], dtype="U")
+    ranks = np.full(len(ids), np.nan)
+    ranks[scored] = ranks_within(scores[scored], groups)
+    columns = {"quality": pa.array(scores, from_pandas=True), "quality_rank": pa.array(ranks, from_pandas=True)}
+    run.write(pa.table({"id": pa.array(ids, pa.string()), **columns}))
+    run.metric("scored", int(scored.sum()))
+
+
+def _score(part: Part, classifier: Artifact, positive: str) -> tuple[list[str], list[float | None]]:
+    """Ids of a part's documents and their probabilities of the class `positive`; None where they are not scored."""
+    table = part.read()
+    about: Trained = trained(classifier, "quality")
+    ids, texts = table["id"].to_pylist(), table["text"].to_pylist()
+    rows = about.scored(table)
+    values: list[float | None] = [None] * len(ids)
+    at = about.classes.index(positive)
+    for row, one in zip(rows, about.probabilities([ids[row] for row in rows], [texts[row] for row in rows]), strict=True):
+        values[row] = float(one[at])
+    return ids, values
 
 
 def ranks_within(values: NDArray[np.float64], groups: NDArray[np.str_]) -> NDArray[np.float64]:
@@ -66,20 +78,3 @@ def ranks_within(values: NDArray[np.float64], groups: NDArray[np.str_]) -> NDArr
         inside = values[members]
         ranks[members] = np.searchsorted(np.sort(inside), inside, side="left") / len(inside)
     return ranks
-
-
-def report(run: StageRun, values: NDArray[np.float64], positive: NDArray[np.bool_]) -> None:
-    """Record area under the ROC curve, calibration and distribution of out-of-fold scores."""
-    run.metric("auc", auc(values, positive))
-    run.metric("positives", int(positive.sum()))
-    run.metric("negatives", int((~positive).sum()))
-    points = calibration(values, positive)
-    series = {"documents": points, "perfect": [(0.0, 0.0), (1.0, 1.0)]}
-    title = "Calibration of the quality classifier, out of fold"
-    run.figure("calibration", Figure(title, "predicted probability", "share of good sources", series))
-    edges = np.linspace(0, 1, 21)
-    histogram = {}
-    for name, chosen in (("good sources", positive), ("others", ~positive)):
-        counts, _ = np.histogram(values[chosen], edges)
-        histogram[name] = [(float(e), float(c / chosen.sum())) for e, c in zip(edges[:-1], counts, strict=True)]
-    run.figure("scores", Figure("Quality scores, out of fold", "probability", "share of documents", histogram, kind="bar"))

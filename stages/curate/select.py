@@ -6,12 +6,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from puna.stages.contract import Documents, Signals, StageConfig, StageRun, stage
+from puna.stages.contract import SIGNALS, Documents, Facts, Signals, StageConfig, StageRun, did_you_mean, plugins, stage
 from puna.stages.curate.rules.decide import decide
+from puna.stages.curate.rules.expressions import SqlRule, check_columns, parsed
 from puna.stages.curate.rules.groups import (
+    RULE_GROUPS,
     C4Rules,
     CodeReasoningRules,
     CodeRules,
@@ -27,6 +28,7 @@ from puna.stages.curate.rules.groups import (
     NgramCoverageRules,
     QualityRules,
     Rule,
+    RuleGroup,
     active_rules,
     check_signals,
 )
@@ -58,17 +60,69 @@ class SelectConfig(StageConfig):
     domains: DomainRules | None = Field(None, description="Rules on the knowledge classifier's category")
     lines: LineRules | None = Field(LineRules(), description="Removal of lines from documents that are kept")
 
+    groups: dict[str, SerializeAsAny[RuleGroup]] = Field({}, description="Groups of rules of other packages or of your own module, by name")
+    sql: dict[str, str] = Field(
+        {}, description="Rules as conditions over signals and `source`, in DuckDB's SQL, by name: a document of which one is true goes"
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: Any) -> Any:
-        return filled(given, [name for name in cls.model_fields if name != "rule_set"]) if isinstance(given, dict) else given
+        own = [name for name in cls.model_fields if name not in ("rule_set", "groups", "sql")]
+        return filled(given, own) if isinstance(given, dict) else given
+
+    @field_validator("groups", mode="before")
+    @classmethod
+    def _of_their_classes(cls, given: Any) -> Any:
+        """Each group as the class that is declared under its name."""
+        plugins.offers("puna.rules")
+        found = {}
+        for name, values in (given or {}).items():
+            if name not in RULE_GROUPS:
+                raise ValueError(f"{name!r} is no group of rules from a package or module{did_you_mean(name, sorted(RULE_GROUPS))}")
+            found[name] = values if isinstance(values, RuleGroup) else RULE_GROUPS[name].model_validate(values or {})
+        return found
+
+    @field_validator("sql", mode="before")
+    @classmethod
+    def _expressions(cls, given: Any) -> Any:
+        """Each is an expression that DuckDB can read."""
+        for name, expression in (given or {}).items():
+            try:
+                parsed(name, str(expression))
+            except PunaError as error:
+                raise ValueError(str(error)) from error
+        return given or {}
+
+    def reaches(self) -> list[tuple[str, str]]:
+        """The classes of the groups from outside."""
+        return [(RULE_GROUPS[name].__module__, RULE_GROUPS[name].__qualname__) for name in self.groups]
+
+    def expressions(self) -> list[SqlRule]:
+        """The rules that are conditions."""
+        return [parsed(name, expression) for name, expression in self.sql.items()]
 
 
-@stage(kind="documents", filters="documents")
+def needs(config: SelectConfig, facts: Facts) -> list[str]:
+    """The signals that the rules read, where it is known which ones come in."""
+    inputs = facts.inputs.get("signals", ())
+    if any(item.tables is None for item in inputs):
+        return []
+    carried = {column: "" for item in inputs for column in (item.tables or {}).get("signals", ())}
+    try:
+        check_signals(list(active_rules(config)), carried)
+        check_columns(config.expressions(), {name: SIGNALS[name].field.type if name in SIGNALS else None for name in carried})
+    except PunaError as error:
+        return [str(error)]
+    return []
+
+
+@stage(kind="documents", filters="documents", needs=needs)
 def select(documents: Documents, signals: list[Signals], config: SelectConfig, run: StageRun) -> None:
     """Apply rules to signals: documents that no rule drops are kept.
 
-    `dropped` says for each other document the first rule, in declared order, that fired, with its value and threshold.
+    `dropped` says for each other document the first rule that fired, with its value and threshold: thresholds in declared
+    order, then the groups of other packages (`groups`), then conditions (`sql`).
     A document without a signal that a rule reads is an error; one whose signal is null (not measured) is dropped,
     except by rules on measures that do not exist for every document. From kept documents, lines go whose words were nearly
     all said before, and where it is asked for those that C4 takes out (`removed_lines`); a document of which C4's rules
@@ -76,9 +130,11 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     """
     if not documents.rows():
         raise PunaError(f"select: {documents.id} has no documents to select from; `dropped` of the stages before says why")
-    rules = list(active_rules(config))
+    thresholds, expressions = list(active_rules(config)), config.expressions()
     carried = carried_signals(signals)
-    check_signals(rules, carried)
+    check_signals(thresholds, carried)
+    check_columns(expressions, _types(signals))
+    rules: list[Rule | SqlRule] = [*thresholds, *expressions]
     needed: dict[str, list[str]] = {}
     for name in dict.fromkeys(signal for rule in rules for signal in rule.signals):
         needed.setdefault(carried[name], []).append(name)
@@ -88,11 +144,16 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     run.transform(_select, documents, rules, sources, lines, config.lines)
 
 
+def _types(signals: list[Artifact]) -> dict[str, pa.DataType | None]:
+    """Signal → type."""
+    return {field.name: field.type for item in signals for field in item.schema() if field.name != "id"}
+
+
 def carried_signals(signals: list[Artifact]) -> dict[str, str]:
     """Signal → id of the artifact that carries it; PunaError where two do."""
     carried: dict[str, str] = {}
     for artifact in signals:
-        for name in pq.read_schema(artifact.path("signals.parquet")).names:
+        for name in artifact.columns("signals"):
             if name == "id":
                 continue
             if carried.get(name, artifact.id) != artifact.id:
@@ -105,12 +166,7 @@ def signals_of(artifact: Artifact, ids: pa.ChunkedArray, columns: list[str]) -> 
     """Columns of the signals of the documents `ids`, in their order; PunaError where a document has none."""
     if len(ids) == 0:
         return artifact.read(columns=columns).slice(0, 0)
-    bounds = pc.min_max(ids)
-    found = pq.read_table(
-        artifact.path("signals.parquet"),
-        columns=["id", *columns],
-        filters=(pc.field("id") >= bounds["min"]) & (pc.field("id") <= bounds["max"]),
-    )
+    found = artifact.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", *columns])
     where = pc.index_in(ids, found["id"].combine_chunks())
     if where.null_count:
         missing = ids.filter(pc.is_null(where))[0].as_py()
@@ -132,7 +188,7 @@ def _line_signals(signals: list[Artifact]) -> Artifact:
 
 def _select(
     documents: pa.Table,
-    rules: list[Rule],
+    rules: list[Rule | SqlRule],
     sources: list[tuple[Artifact, list[str]]],
     lines: Artifact | None,
     line_rules: LineRules | None,
@@ -185,14 +241,8 @@ def _repeated_lines(ids: pa.ChunkedArray, lines: Artifact, rules: LineRules) -> 
     """Document → number of a repeated line → the rule and the line's value."""
     if not len(ids):
         return {}
-    bounds = pc.min_max(ids)
-    table = pq.read_table(
-        lines.path("line_signals.parquet"),
-        filters=(pc.field("id") >= bounds["min"])
-        & (pc.field("id") <= bounds["max"])
-        & (pc.field("words") >= rules.min_words)
-        & (pc.field("ngram_coverage") > rules.max_ngram_coverage),
-    )
+    table = lines.between(ids[0].as_py(), ids[-1].as_py(), "line_signals")
+    table = table.filter((pc.field("words") >= rules.min_words) & (pc.field("ngram_coverage") > rules.max_ngram_coverage))
     found: dict[str, dict[int, tuple[str, float]]] = {}
     for row in table.filter(pc.is_in(table["id"], ids.combine_chunks())).to_pylist():
         found.setdefault(row["id"], {})[row["line"]] = ("max_ngram_coverage", row["ngram_coverage"])

@@ -96,20 +96,20 @@ def _projected(documents: Artifact, parts: list[Part], config: SemanticDedupConf
 
 def _words(texts: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     """Hashes of the normal words of all texts, and the documents' offsets in them."""
-    from puna.kernels.shingles import normal_words, shingle_hashes
+    from puna.stages.curate.text.normal_words import normal_words, shingle_hashes
     from puna.stages.curate.text.shingles import bytes_of, table
 
-    return shingle_hashes(normal_words(*bytes_of(texts), table()), 1)  # type: ignore[no-any-return]
+    return shingle_hashes(normal_words(*bytes_of(texts), table()), 1)
 
 
 def _frequency(part: Part, config: SemanticDedupConfig) -> NDArray[np.int64]:
-    from puna.kernels.projection import document_frequency
+    from puna.stages.curate.text.projection import document_frequency
 
-    return document_frequency(*_words(part.read().column("text")), config.buckets)  # type: ignore[no-any-return]
+    return document_frequency(*_words(part.read().column("text")), config.buckets)
 
 
 def _vectors(job: tuple[int, Part], config: SemanticDedupConfig, scratch: str) -> Vectors:
-    from puna.kernels.projection import project
+    from puna.stages.curate.text.projection import project
 
     number, part = job
     table = part.read()

@@ -52,8 +52,8 @@ def substring_dedup(documents: Documents, config: SubstringDedupConfig, run: Sta
 
 def _found(texts: pa.ChunkedArray, exempt: NDArray[np.bool_], config: SubstringDedupConfig) -> tuple[Any, ...]:
     """`window_hashes` of texts, where those of exempt sources are empty; and their bytes."""
-    from puna.kernels.windows import window_hashes
     from puna.stages.curate.text.shingles import bytes_of
+    from puna.stages.curate.text.windows import window_hashes
 
     masked = pa.chunked_array([pa.array(["" if out else text for text, out in zip(texts.to_pylist(), exempt, strict=True)], pa.string())])
     data, offsets = bytes_of(masked)

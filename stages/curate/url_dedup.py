@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pyarrow as pa
 from pydantic import Field
+from xxhash import xxh3_64_intdigest
 
+from puna.stages import urls
 from puna.stages.contract import Documents, StageConfig, StageRun, stage
-from puna.stages.curate.rows.removal import without, write_removed
-from puna.stages.curate.text import urls
+from puna.stages.curate.rows.removal import DECIDED, remove
 from puna.storage import Part
+from puna.storage.exchange import Partition, partitions
+
+ROW_BYTES = 150
+"""What an address, an id and a time take, about."""
 
 
 class UrlDedupConfig(StageConfig):
@@ -22,29 +28,9 @@ class UrlDedupConfig(StageConfig):
 @stage(kind="documents", filters="documents")
 def url_dedup(documents: Documents, config: UrlDedupConfig, run: StageRun) -> None:
     """Keep the newest version of each address (Llama 3, section 3.1.1); of equally new ones the one with the smallest id."""
-    parts = run.parts(documents, columns=["id", "url", "fetched_at"])
-    tables = list(run.map(_addresses, parts, config, rows=len(parts)))
-    if not tables:
-        return
-    rows = pa.concat_tables(tables)
-    # newest first within an address; documents arrive sorted by id, and the id breaks ties
-    rows = rows.sort_by([("address", "ascending"), ("fetched_at", "descending"), ("id", "ascending")])
-    address, ids, fetched = (rows.column(name).to_pylist() for name in ("address", "id", "fetched_at"))
-    removed, kept = [], 0
-    duplicates, dropped = [], []
-    for row in range(1, len(ids)):
-        if address[row] != address[row - 1]:
-            kept = row
-            continue
-        removed.append(ids[row])
-        evidence = {"id": ids[row], "kept_id": ids[kept], "cluster": ids[kept], "method": "url", "similarity": 1.0}
-        duplicates.append(evidence)
-        detail = f"{address[row]}: {ids[kept]} was fetched {fetched[kept]:%Y-%m-%d %H:%M:%S}"
-        dropped.append({"id": ids[row], "rule": "same_url", "value": None, "threshold": None, "detail": detail})
-    run.write_rows(duplicates, "duplicates")
-    run.write_rows(dropped, "dropped")
-    run.transform(without, documents, write_removed(run.scratch, removed))
-    run.metric("removed", len(removed))
+    shards = documents.parts(columns=["id", "url", "fetched_at"], rows=1 << 17)
+    by_address = run.exchange(_addresses, shards, config, by="hash", partitions=partitions(ROW_BYTES * documents.rows()))
+    remove(run, documents, _older, by_address.filled, method="url", rule="same_url")
 
 
 def _addresses(part: Part, config: UrlDedupConfig) -> pa.Table:
@@ -52,4 +38,22 @@ def _addresses(part: Part, config: UrlDedupConfig) -> pa.Table:
     table = part.read()
     written = table.column("url").to_pylist()
     address = [urls.normalized(url) for url in written] if config.normalize else written
-    return table.select(["id", "fetched_at"]).append_column("address", pa.array(address, pa.string()))
+    hashes = np.array([xxh3_64_intdigest(one.encode("utf-8", "surrogatepass")) for one in address], np.uint64)
+    columns = {"id": table["id"], "fetched_at": table["fetched_at"], "address": pa.array(address, pa.string()), "hash": hashes}
+    return pa.table(columns)
+
+
+def _older(addresses: Partition) -> pa.Table:
+    """The documents of some addresses that are not the newest."""
+    rows = addresses.read()
+    # newest first within an address; the id breaks ties
+    rows = rows.sort_by([("address", "ascending"), ("fetched_at", "descending"), ("id", "ascending")])
+    address, ids, fetched = (rows.column(name).to_pylist() for name in ("address", "id", "fetched_at"))
+    found, kept = [], 0
+    for row in range(1, len(ids)):
+        if address[row] != address[row - 1]:
+            kept = row
+            continue
+        detail = f"{address[row]}: {ids[kept]} was fetched {fetched[kept]:%Y-%m-%d %H:%M:%S}"
+        found.append({"id": ids[row], "kept_id": ids[kept], "similarity": 1.0, "detail": detail})
+    return pa.Table.from_pylist(found, schema=DECIDED)

@@ -13,9 +13,9 @@ import pyarrow as pa
 from pydantic import Field
 from xxhash import xxh64_intdigest
 
+from puna.stages import urls
 from puna.stages.contract import Documents, Lists, StageConfig, StageRun, stage
 from puna.stages.curate.block_lists import DEPTH, parsed
-from puna.stages.curate.text import urls
 from puna.storage import PunaError
 from puna.storage.schemas import table_schema
 
@@ -77,7 +77,8 @@ def url_filter(documents: Documents, lists: list[Lists] | None, config: UrlFilte
     _add(allowed, "", config.allowed, "url_filter.allowed")
     files = _save(run.scratch, places)
     expressions = sorted(other["expression"].items())
-    run.transform(_filter, documents, Rules(*files, frozenset(allowed), other["word"], expressions, config.adult_words))
+    rules = Rules(*files, frozenset(allowed), other["word"], expressions, config.adult_words)
+    run.filter(_filter, documents, rules, columns=["id", "url"])
     run.metric("listed", len(places) + sum(map(len, other.values())))
 
 
@@ -93,17 +94,16 @@ def _save(folder: Path, places: dict[str, str]) -> tuple[str, str, list[str]]:
     return files[0], files[1], rules
 
 
-def _filter(documents: pa.Table, rules: Rules) -> dict[str, pa.Table]:
-    """Kept documents and dropped rows of a part."""
+def _filter(documents: pa.Table, rules: Rules) -> dict[str, Any]:
+    """Which documents of a part are kept, and the dropped rows."""
     verdicts = judge(documents.column("url").to_pylist(), rules)
-    kept = documents.filter(pa.array([found is None for found in verdicts], pa.bool_()))
     names = ("rule", "detail", "value", "threshold")
     dropped: list[dict[str, Any]] = [
         {"id": identity, **dict(zip(names, found, strict=True))}
         for identity, found in zip(documents.column("id").to_pylist(), verdicts, strict=True)
         if found is not None
     ]
-    return {"documents": kept, "dropped": pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)}
+    return {"keep": [found is None for found in verdicts], "dropped": pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)}
 
 
 def judge(written: list[str], rules: Rules) -> list[Verdict | None]:

@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import Field, model_validator
 
-from puna.stages.align.fitting import divergence_named
+from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings
 from puna.stages.contract import Documents, Figure, Model, Prompts, SeededConfig, StageRun, Tokens, stage
+from puna.stages.conversations import messages_of, rendering, tools_of
 from puna.stages.experiments.pools import Mixed, Pools, Sizes, build_pools, one_group
 from puna.stages.experiments.proxy import one_thread, remembered
-from puna.stages.pretrain import bits_per_byte, intervals
-from puna.stages.pretrain.packed import Packed, Reader, mean_loss
-from puna.stages.pretrain.pretrain import Optimizer, Phase
-from puna.stages.pretrain.tokenizer import check_tokens
+from puna.stages.training import bits_per_byte, intervals
+from puna.stages.training.packed import Packed, Reader, mean_loss
+from puna.stages.training.phase import OPTIMIZER, Phase
+from puna.stages.training.train import divergence_named
+from puna.stages.training.vocabulary import check_tokens
 from puna.storage import Artifact, PunaError
 
 ARMS = ("default", "candidate")
@@ -30,10 +32,11 @@ class AnnealExperimentConfig(SeededConfig):
 
     share: float = Field(0.3, gt=0, le=1, description="Share of the candidate documents in the annealing mixture, fraction")
     phase: Phase = Field(
-        Phase(name="anneal", steps=100, rows_per_step=2, learning_rate=1e-3, warmup_steps=5, schedule="linear"),
+        Phase(name="anneal", steps=100, rows_per_step=2, schedule=ScheduleSettings(warmup_steps=5, shape="linear")),
         description="The annealing: from learning_rate in a line to 0",
     )
-    optimizer: Optimizer = Field(Optimizer(), description="The optimiser")
+    optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer")
+    compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
     repeats: int = Field(3, ge=2, le=100, description="Runs of each kind, over other rows each: what the interval is made of")
     document_tokens: int = Field(
         8192, ge=8, description="Tokens of a candidate document that are read, from its beginning: few tokens then hold many documents"
@@ -73,7 +76,7 @@ def anneal_experiment(
     set aside, and of the gold answers to held-out prompts. Pairs of runs over other rows give its interval.
     """
     check_tokens(tokens, model)
-    packed = Packed.read(tokens.path("tokens.parquet"))
+    packed = Packed.read(tokens)
     row = int(np.diff(packed.starts[packed.rows]).max())
     wanted = math.ceil(config.phase.steps * config.phase.rows_per_step * row * config.share)
     sizes = Sizes(wanted, config.heldout_tokens, row, config.document_tokens)
@@ -84,7 +87,7 @@ def anneal_experiment(
         for repeat in range(config.repeats)
     ]
     answers = _answers(prompts, model, config.prompts_per_task)
-    arguments = (config.model_dump_json(), str(tokens.path("tokens.parquet")), str(model.path()), pools, answers, str(run.scratch))
+    arguments = (config.model_dump_json(), tokens, str(model.path()), pools, answers, str(run.scratch))
     trials = list(run.map(_trial, jobs, *arguments, rows=len(jobs)))
     run.write_rows([{k: v for k, v in trial.items() if k != "losses"} for trial in trials], "trials")
     _report([trial["losses"] for trial in trials], config, run)
@@ -101,7 +104,10 @@ def _answers(prompts: Artifact | None, model: Artifact, per_task: int) -> dict[s
     for row in prompts.read().to_pylist():
         found = tasks.setdefault(row["task"], []) if row["split"] == "heldout" else None
         if found is not None and len(found) < per_task:
-            asked, answer, _ = vocabulary.render_pair(row["prompt"], row["reference"])
+            if row["reference"] is None:
+                raise PunaError(f"prompt {row['id']} has no reference answer, whose likelihood is measured here")
+            with rendering(row):
+                asked, answer, _ = vocabulary.render_pair(messages_of(row), row["reference"], tools=tools_of(row))
             found.append((list(asked), list(answer)))
     if not tasks:
         raise PunaError(f"{prompts.id} has no held-out prompts")
@@ -109,20 +115,21 @@ def _answers(prompts: Artifact | None, model: Artifact, per_task: int) -> dict[s
 
 
 @lru_cache(maxsize=1)
-def _default(file: str, share: float, tokens: int) -> tuple[Packed, Any]:
-    packed = Packed.read(file)
-    return packed, packed.validation(share, tokens)
+def _default(source: Artifact, share: float, wanted: int) -> tuple[Packed, Any]:
+    packed = Packed.read(source)
+    return packed, packed.validation(share, wanted)
 
 
 def _trial(
-    job: Job, settings: str, tokens: str, model: str, pools: str, answers: dict[str, list[tuple[list[int], list[int]]]], scratch: str
+    job: Job, settings: str, tokens: Artifact, model: str, pools: str, answers: dict[str, list[tuple[list[int], list[int]]]], scratch: str
 ) -> dict[str, Any]:
     config = AnnealExperimentConfig.model_validate_json(settings)
     return remembered(Path(scratch) / f"trial-{job.number}.json", lambda: _anneal(job, config, tokens, model, pools, answers))
 
 
 def _anneal(
-    job: Job, config: AnnealExperimentConfig, tokens: str, model: str, pools: str, answers: dict[str, list[tuple[list[int], list[int]]]]
+    job: Job, config: AnnealExperimentConfig, tokens: Artifact, model: str, pools: str,
+    answers: dict[str, list[tuple[list[int], list[int]]]],
 ) -> dict[str, Any]:
     from puna.models import accounting
     from puna.models.checkpoint import load
@@ -130,7 +137,7 @@ def _anneal(
     from puna.models.training.loop import train
     from puna.models.training.objectives import LanguageModeling
 
-    begin = Tokenizer.load(model).bos
+    begin = Tokenizer.load(model).begin
     packed, held = _default(tokens, config.validation_share, config.heldout_tokens)
     candidates = Pools.read(pools)
     share = config.share if job.arm == "candidate" else 0.0
@@ -140,14 +147,16 @@ def _anneal(
     excluded = (held | packed.of(candidates.heldout_ids[0]), new.of(set_aside))
     readers = [Reader(source, out, 1, job.seed, begin) for source, out in zip((packed, new), excluded, strict=True)]
     mixed = Mixed(readers, np.array([1.0 - share, share]), config.phase.rows_per_step)
+    size = config.compute.micro_batch_tokens
     with one_thread():
         network = load(Path(model))
         with divergence_named(f"anneal_experiment, run {job.arm} {job.repeat}"):
-            log = train(network, LanguageModeling(), mixed.batch, config.phase.train_config(config.optimizer), job.seed)
+            loop_settings = config.phase.train_config(config.optimizer, config.compute)
+            log = train(network, LanguageModeling(), lambda step: mixed.batches(step, size), loop_settings, job.seed)
         losses = {
-            "candidate": mean_loss(network, candidates.heldout[0]),
-            "default": mean_loss(network, packed.validation_pieces(held)),
-            **{task: _answer_loss(network, pairs) for task, pairs in answers.items()},
+            "candidate": mean_loss(network, candidates.heldout[0], size),
+            "default": mean_loss(network, packed.validation_pieces(held), size),
+            **{task: _answer_loss(network, pairs, size) for task, pairs in answers.items()},
         }
     steps = range(1, config.phase.steps + 1)
     return {
@@ -162,14 +171,14 @@ def _anneal(
     }
 
 
-def _answer_loss(network: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> float:
+def _answer_loss(network: Any, pairs: Sequence[tuple[list[int], list[int]]], micro_batch_tokens: int) -> float:
     """Mean loss over the tokens of gold answers, each after its prompt, in nats per token."""
     import torch
 
     from puna.models.training.objectives.base import Targets, target_logprobs
 
     total, count = 0.0, 0
-    for batch in bits_per_byte.batched(pairs, lambda pair: len(pair[0]) + len(pair[1]), 8192):
+    for batch in bits_per_byte.batched(pairs, lambda pair: len(pair[0]) + len(pair[1]), micro_batch_tokens):
         targets = Targets.from_answers([prompt for prompt, _ in batch], [[answer] for _, answer in batch])
         with torch.no_grad():
             total -= float(target_logprobs(network, targets).double().sum())

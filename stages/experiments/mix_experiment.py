@@ -12,17 +12,19 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from puna.models.config import ModelShape
+from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings
 from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageConfig, StageRun, Tokenizer, stage
 from puna.stages.experiments import laws
 from puna.stages.experiments.pools import Group, Pools, Sizes, build_pools, grouped
 from puna.stages.experiments.proxy import one_thread, remembered, trained
-from puna.stages.pretrain.corpus import check_mixture
-from puna.stages.pretrain.packed import mean_loss
-from puna.stages.pretrain.pretrain import Optimizer, Phase, Shape
-from puna.stages.pretrain.tokenizer import tokenizer_of
+from puna.stages.training.corpus import check_mixture
+from puna.stages.training.packed import mean_loss
+from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
+from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import PunaError
 
-PROXY = Shape(
+PROXY = SHAPE.replace(
     hidden_size=48, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.14
 )
 
@@ -53,11 +55,13 @@ class MixExperimentConfig(SeededConfig):
     least: float = Field(0.05, ge=0, lt=0.5, description="Least share of a category, tried and recommended, fraction")
     most: float = Field(0.7, gt=0, le=1, description="Greatest share of a category that is recommended, fraction")
     target: Target = Field(Target(), description="What the mixture shall be good at")
-    model: Shape = Field(PROXY, description="Sizes of the proxy model")
+    model: ModelShape = Field(PROXY, description="Sizes of the proxy model")
     phase: Phase = Field(
-        Phase(name="proxy", steps=300, rows_per_step=1, learning_rate=1.5e-2, warmup_steps=30), description="Training of each proxy"
+        Phase(name="proxy", steps=300, rows_per_step=1, schedule=ScheduleSettings(learning_rate=1.5e-2, warmup_steps=0.1)),
+        description="Training of each proxy",
     )
-    optimizer: Optimizer = Field(Optimizer(), description="The optimiser")
+    optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer")
+    compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
     sequence_length: int = Field(256, ge=8, description="Tokens of a row")
     document_tokens: int = Field(
         1024, ge=8, description="Tokens of a document that are read, from its beginning: few tokens then hold many documents"
@@ -107,14 +111,14 @@ def mix_experiment(
     natural /= natural.sum()
     design = laws.simplex_design(len(groups), config.trials - 1, config.least, run.generator("design"))
     mixtures = [("natural", natural), *((f"design {i + 1}", shares) for i, shares in enumerate(design))]
-    trials = _trained(mixtures, 0, pools, config, vocabulary.vocab_size, vocabulary.bos, run)
+    trials = _trained(mixtures, 0, pools, config, vocabulary.vocab_size, vocabulary.begin, run)
     shares = np.array([trial.shares for trial in trials])
     losses = np.array([trial.losses for trial in trials])
     target = _target(config.target, groups, natural)
     fitted = [laws.fit_mixing_law(shares, losses[:, i]) for i in range(len(groups))]
     low, high = np.full(len(groups), config.least), np.full(len(groups), config.most)
     best = laws.best_mixture(fitted, target, low, high)
-    trials += _trained([("optimum", best)], len(trials), pools, config, vocabulary.vocab_size, vocabulary.bos, run)
+    trials += _trained([("optimum", best)], len(trials), pools, config, vocabulary.vocab_size, vocabulary.begin, run)
     _write(trials, groups, target, run)
     _report(trials, groups, target, fitted, run)
 
@@ -185,10 +189,12 @@ def _trial(
         config = MixExperimentConfig.model_validate_json(settings)
         found = Pools.read(pools)
         mixed = found.mixed(shares, config.phase.rows_per_step, begin)
-        shape = config.model.model(vocab_size, config.sequence_length)
+        shape = config.model.complete(vocab_size, config.sequence_length)
+        size = config.compute.micro_batch_tokens
         with one_thread():
-            proxy = trained(shape, mixed.batch, mixed.lengths, config.phase.train_config(config.optimizer), seed)
-            losses = [mean_loss(proxy.model, pieces) for pieces in found.heldout]
+            loop_settings = config.phase.train_config(config.optimizer, config.compute)
+            proxy = trained(shape, lambda step: mixed.batches(step, size), mixed.lengths, loop_settings, seed)
+            losses = [mean_loss(proxy.model, pieces, size) for pieces in found.heldout]
         return {
             "number": number, "name": name, "shares": shares, "losses": losses,
             "tokens": proxy.tokens, "flops": proxy.flops, "seconds": proxy.seconds,

@@ -12,12 +12,13 @@ import numpy as np
 import pyarrow as pa
 
 from puna.stages.contract import StageRun
-from puna.stages.pretrain.corpus import chosen_of, folder, mixture_file, rank
-from puna.stages.pretrain.packed import Packed, Reader
-from puna.stages.pretrain.tokenize import pack
-from puna.stages.pretrain.tokenizer import loaded
+from puna.stages.training.bits_per_byte import batched
+from puna.stages.training.corpus import chosen_of, folder, rank
+from puna.stages.training.pack import pack
+from puna.stages.training.packed import Packed, Reader
+from puna.stages.training.vocabulary import loaded
 from puna.storage import Artifact, Part, PunaError
-from puna.storage.tables import write_part
+from puna.storage.shards import write_table
 
 if TYPE_CHECKING:
     from puna.models.training.objectives.base import Targets
@@ -60,7 +61,7 @@ class Group:
 def grouped(documents: Artifact, mixture: Artifact, most: int, run: StageRun) -> list[Group]:
     """The mixture's largest categories by bytes, the others together, each with its training documents in hashed order."""
     parts = run.parts(documents, columns=["id", "text"])
-    rows = sorted(row for found in run.map(_rows, parts, mixture_file(mixture), run.seed("order")) for row in found)
+    rows = sorted(row for found in run.map(_rows, parts, mixture, run.seed("order")) for row in found)
     if not rows:
         raise PunaError(f"{documents.id} has no training documents with text: there is nothing to mix")
     sizes: dict[str, int] = {}
@@ -77,7 +78,7 @@ def grouped(documents: Artifact, mixture: Artifact, most: int, run: StageRun) ->
     ]
 
 
-def _rows(part: Part, mixture: str | None, seed: int) -> list[Row]:
+def _rows(part: Part, mixture: Artifact | None, seed: int) -> list[Row]:
     """A part's training documents with text; without a mixture, all of them."""
     documents = [row for row in chosen_of(part, mixture, "train") if row.text]
     return [Row(rank(seed, row.id), row.id, row.category, len(row.text.encode())) for row in documents]
@@ -154,12 +155,12 @@ def _encode(part: Part, uses: dict[str, tuple[int, int]], tokenizer: str, most: 
     vocabulary = loaded(tokenizer)
     # A book need not be encoded for its first page.
     encodings = vocabulary.encode_batch([text[: MOST_PER_TOKEN * most] for _, text in chosen])
-    return [(id_, [vocabulary.bos, *ids, vocabulary.eos][:most]) for (id_, _), ids in zip(chosen, encodings, strict=True)]
+    return [(id_, [vocabulary.begin, *ids, *vocabulary.end][:most]) for (id_, _), ids in zip(chosen, encodings, strict=True)]
 
 
 def _write(file: Path, rows: list[tuple[int, str, list[int]]], sequence_length: int) -> None:
     packed = pack(pa.array([ids for _, _, ids in rows], pa.list_(pa.int32())), [id_ for _, id_, _ in rows], sequence_length)
-    write_part(pa.table({"row": pa.array(range(len(packed["tokens"])), pa.int64()), **packed}), file)
+    write_table(file, pa.table({"row": pa.array(range(len(packed["tokens"])), pa.int64()), **packed}))
 
 
 @dataclass(frozen=True)
@@ -237,10 +238,11 @@ class Mixed:
         """Lengths of the documents of a step, in tokens."""
         return [stop - start for _, start, stop in self._spans(step)]
 
-    def batch(self, step: int) -> Targets:
-        """The step's rows."""
+    def batches(self, step: int, micro_batch_tokens: int) -> list[Targets]:
+        """The step's rows as micro-batches of about so many tokens, whose gradients add up."""
         from puna.models.training.objectives.base import Targets
 
-        spans = self._spans(step)
-        tokens = np.concatenate([self.readers[group].packed.tokens[start:stop] for group, start, stop in spans])
-        return Targets.from_packed(tokens, [stop - start for _, start, stop in spans])
+        return [
+            Targets.from_documents([self.readers[group].packed.tokens[start:stop] for group, start, stop in spans])
+            for spans in batched(self._spans(step), lambda span: span[2] - span[1], micro_batch_tokens)
+        ]

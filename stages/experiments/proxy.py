@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from puna.stages.align.fitting import divergence_named
+from puna.stages.training.train import divergence_named
 from puna.storage.work import write_text
 
 if TYPE_CHECKING:
     from puna.models.config import ModelConfig
-    from puna.models.training.config import TrainConfig
+    from puna.models.training.settings import TrainConfig
     from puna.models.transformer import Transformer
 
 

@@ -6,28 +6,29 @@ import json
 import math
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from pydantic import Field, model_validator
 
+from puna.models.config import ModelConfig, ModelShape
+from puna.models.training.settings import ComputeSettings, OptimizerSettings
 from puna.stages.contract import Figure, SeededConfig, StageRun, Tokenizer, Tokens, stage
 from puna.stages.experiments.laws import PowerLaw, fit_power_law, predict
 from puna.stages.experiments.proxy import one_thread, remembered, trained
-from puna.stages.pretrain.packed import Packed, Reader, mean_loss
-from puna.stages.pretrain.pretrain import Optimizer, Phase, Shape
-from puna.stages.pretrain.tokenizer import check_tokens, tokenizer_of
-
-if TYPE_CHECKING:
-    from puna.models.config import ModelConfig
+from puna.stages.training.packed import Packed, Reader, mean_loss
+from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
+from puna.stages.training.vocabulary import check_tokens, tokenizer_of
+from puna.storage import Artifact
 
 
 class ScalingLawConfig(SeededConfig):
     """The run to predict, and the small ones it is predicted from."""
 
-    model: Shape = Field(Shape(), description="Sizes of the model to predict, as pretrain has them")
+    model: ModelShape = Field(SHAPE, description="Sizes of the model to predict, as pretrain has them")
     phase: Phase = Field(Phase(), description="Its first phase of training, as pretrain has it")
-    optimizer: Optimizer = Field(Optimizer(), description="The optimiser, as pretrain has it")
+    optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer, as pretrain has it")
+    compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
     widths: tuple[int, ...] = Field((32, 48, 64, 80, 96), min_length=4, description="Widths of the small models; all else shrinks along")
     rate_exponent: float = Field(0.5, ge=0, le=2, description="The peak learning rate grows as (target width / width) to this power")
     validation_share: float = Field(0.01, gt=0, lt=0.5, description="Share of documents set aside, as pretrain has it, fraction")
@@ -43,26 +44,28 @@ class ScalingLawConfig(SeededConfig):
         return self
 
 
-def shrunk(shape: Shape, width: int) -> Shape:
+def shrunk(shape: ModelShape, width: int) -> ModelShape:
     """The shape at a smaller width: layers, heads and feed-forward in proportion, heads about as wide."""
     share = width / shape.hidden_size
     head = shape.head_dim or shape.hidden_size // shape.num_attention_heads
     heads = max(1, round(width / head))
     if width % (2 * heads):
         raise ValueError(f"width {width} does not divide into {heads} heads of an even width")
+    if shape.mla is not None or shape.sliding_layers is not None:
+        raise ValueError("models with mla or sliding_layers are not shrunk: their parts have sizes of their own")
     groups = heads * shape.num_key_value_heads // shape.num_attention_heads
-    return shape.model_copy(
-        update={
-            "hidden_size": width,
-            "intermediate_size": max(8, 8 * round(shape.intermediate_size * share / 8)),
-            # One layer alone cannot copy (it has no induction heads): its loss would lie on another line.
-            "num_hidden_layers": max(min(2, shape.num_hidden_layers), round(shape.num_hidden_layers * share)),
-            "num_attention_heads": heads,
-            "num_key_value_heads": groups if groups and heads % groups == 0 else 1,
-            "head_dim": width // heads,
-            # Matrices keep the size of what they pass on: the usual 1 / sqrt(width).
-            "initializer_range": min(1.0, shape.initializer_range * share**-0.5),
-        }
+    moe = shape.moe and shape.moe.replace(moe_intermediate_size=max(8, 8 * round(shape.moe.moe_intermediate_size * share / 8)))
+    return shape.replace(
+        hidden_size=width,
+        intermediate_size=max(8, 8 * round(shape.intermediate_size * share / 8)),
+        # One layer alone cannot copy (it has no induction heads): its loss would lie on another line.
+        num_hidden_layers=max(min(2, shape.num_hidden_layers), round(shape.num_hidden_layers * share)),
+        num_attention_heads=heads,
+        num_key_value_heads=groups if groups and heads % groups == 0 else 1,
+        head_dim=width // heads,
+        moe=moe,
+        # Matrices keep the size of what they pass on: the usual 1 / sqrt(width).
+        initializer_range=min(1.0, shape.initializer_range * share**-0.5),
     )
 
 
@@ -74,22 +77,23 @@ def shortened(phase: Phase, share: float, rate: float) -> Phase:
     rows = max(1, round(phase.rows_per_step * share**0.5))
     share *= phase.rows_per_step / rows
     steps = max(2, round(phase.steps * share))
+    schedule = phase.schedule
     # Each is rounded for itself: together they must not be longer than the run.
-    warmup = min(round(phase.warmup_steps * share), steps - 1)
-    anneal = min(round(phase.anneal_steps * share), steps - warmup)
-    decay = min(max(1, round(phase.decay_steps * share)), steps - warmup) if phase.decay_steps else 0
-    return phase.model_copy(
-        update={
-            "steps": steps,
-            "warmup_steps": warmup,
-            "anneal_steps": anneal,
-            "rows_per_step": rows,
-            "rows_ramp": tuple(max(1, round(r * rows / phase.rows_per_step)) for r in phase.rows_ramp),
-            "ramp_steps": max(1, round(phase.ramp_steps * share)) if phase.ramp_steps else 0,
-            "decay_steps": decay,
-            "average": min(phase.average, anneal),
-            "learning_rate": min(1.0, phase.learning_rate * rate),
-        }
+    warmup = min(round(schedule.warmup(phase.steps) * share), steps - 1)
+    anneal = min(round(schedule.anneal(phase.steps) * share), steps - warmup)
+    decay = min(max(1, round(schedule.decay(phase.steps) * share)), steps - warmup) if schedule.decay_steps else 0
+    return phase.replace(
+        steps=steps,
+        rows_per_step=rows,
+        rows_ramp=tuple(max(1, round(r * rows / phase.rows_per_step)) for r in phase.rows_ramp),
+        ramp_steps=max(1, round(phase.ramp_steps * share)) if phase.ramp_steps else 0,
+        schedule=schedule.replace(
+            warmup_steps=warmup,
+            anneal_steps=anneal,
+            decay_steps=decay,
+            average=min(schedule.average, anneal),
+            learning_rate=min(1.0, schedule.learning_rate * rate),
+        ),
     )
 
 
@@ -104,12 +108,11 @@ def scaling_law(tokens: Tokens, tokenizer: Tokenizer, config: ScalingLawConfig, 
     """
     check_tokens(tokens, tokenizer)
     vocabulary = tokenizer_of(tokenizer)
-    file = str(tokens.path("tokens.parquet"))
     # The longest run first, so that no worker waits for it at the end.
     jobs = [(i, width, config.model_dump_json(), run.seed("trial", i)) for i, width in enumerate(sorted(config.widths))][::-1]
-    trials = list(run.map(_trial, jobs, file, vocabulary.vocab_size, vocabulary.bos, str(run.scratch), rows=len(jobs)))[::-1]
+    trials = list(run.map(_trial, jobs, tokens, vocabulary.vocab_size, vocabulary.begin, str(run.scratch), rows=len(jobs)))[::-1]
     run.write_rows(trials, "trials")
-    target = _target(file, config, vocabulary.vocab_size, vocabulary.bos)
+    target = _target(tokens, config, vocabulary.vocab_size, vocabulary.begin)
     compute, loss = [t["flops"] for t in trials], [t["loss"] for t in trials]
     law = fit_power_law(compute, loss)
     value, low, high = predict(compute, loss, target["flops"], config.draws, run.generator("bootstrap"))
@@ -118,13 +121,13 @@ def scaling_law(tokens: Tokens, tokenizer: Tokenizer, config: ScalingLawConfig, 
 
 
 @lru_cache(maxsize=1)
-def _packed(file: str, share: float, tokens: int) -> tuple[Packed, Any]:
-    packed = Packed.read(file)
-    return packed, packed.validation(share, tokens)
+def _packed(tokens: Artifact, share: float, wanted: int) -> tuple[Packed, Any]:
+    packed = Packed.read(tokens)
+    return packed, packed.validation(share, wanted)
 
 
-def _reader(file: str, config: ScalingLawConfig, phase: Phase, seed: int, begin: int) -> Reader:
-    packed, held = _packed(file, config.validation_share, config.validation_tokens)
+def _reader(tokens: Artifact, config: ScalingLawConfig, phase: Phase, seed: int, begin: int) -> Reader:
+    packed, held = _packed(tokens, config.validation_share, config.validation_tokens)
     return phase.reader(packed, held, seed, begin)
 
 
@@ -132,12 +135,12 @@ def _positions(reader: Reader) -> int:
     return int(np.diff(reader.packed.starts[reader.packed.rows]).max()) * reader.join
 
 
-def _target(file: str, config: ScalingLawConfig, vocab_size: int, begin: int) -> dict[str, float]:
+def _target(tokens: Artifact, config: ScalingLawConfig, vocab_size: int, begin: int) -> dict[str, float]:
     """Parameters, tokens and operations of the run to predict."""
     from puna.models import accounting
 
-    reader = _reader(file, config, config.phase, 0, begin)
-    shape = config.model.model(vocab_size, _positions(reader))
+    reader = _reader(tokens, config, config.phase, 0, begin)
+    shape = config.model.complete(vocab_size, _positions(reader))
     # The order of rows differs from that of the run itself; over many steps the cost does not.
     steps = [reader.lengths(step) for step in range(1, config.phase.steps + 1)]
     return {
@@ -147,23 +150,24 @@ def _target(file: str, config: ScalingLawConfig, vocab_size: int, begin: int) ->
     }
 
 
-def _trial(job: tuple[int, int, str, int], file: str, vocab_size: int, begin: int, scratch: str) -> dict[str, Any]:
+def _trial(job: tuple[int, int, str, int], tokens: Artifact, vocab_size: int, begin: int, scratch: str) -> dict[str, Any]:
     number, width, settings, seed = job
     config = ScalingLawConfig.model_validate_json(settings)
-    return remembered(Path(scratch) / f"trial-{number}.json", lambda: _run(number, width, config, seed, file, vocab_size, begin))
+    return remembered(Path(scratch) / f"trial-{number}.json", lambda: _run(number, width, config, seed, tokens, vocab_size, begin))
 
 
-def _run(number: int, width: int, config: ScalingLawConfig, seed: int, file: str, vocab_size: int, begin: int) -> dict[str, Any]:
+def _run(number: int, width: int, config: ScalingLawConfig, seed: int, tokens: Artifact, vocab_size: int, begin: int) -> dict[str, Any]:
     from puna.models import accounting
 
     small = shrunk(config.model, width)
-    positions = _positions(_reader(file, config, config.phase, seed, begin))
-    shape: ModelConfig = small.model(vocab_size, positions)
-    share = accounting.matrix_parameters(shape) / accounting.matrix_parameters(config.model.model(vocab_size, positions))
+    positions = _positions(_reader(tokens, config, config.phase, seed, begin))
+    shape: ModelConfig = small.complete(vocab_size, positions)
+    share = accounting.matrix_parameters(shape) / accounting.matrix_parameters(config.model.complete(vocab_size, positions))
     phase = shortened(config.phase, share, (config.model.hidden_size / width) ** config.rate_exponent)
-    reader = _reader(file, config, phase, seed, begin)
+    reader = _reader(tokens, config, phase, seed, begin)
+    settings = phase.train_config(config.optimizer, config.compute)
     with one_thread():
-        proxy = trained(shape, lambda step: reader.batches(step, 8192), reader.lengths, phase.train_config(config.optimizer), seed)
+        proxy = trained(shape, lambda step: reader.batches(step, config.compute.micro_batch_tokens), reader.lengths, settings, seed)
         pieces = reader.packed.validation_pieces(reader.excluded)
         loss = mean_loss(proxy.model, pieces)
     details = {
@@ -172,7 +176,7 @@ def _run(number: int, width: int, config: ScalingLawConfig, seed: int, file: str
         "parameters": accounting.parameters(shape).total,
         "matrix_parameters": accounting.matrix_parameters(shape),
         "steps": phase.steps,
-        "learning_rate": phase.learning_rate,
+        "learning_rate": phase.schedule.learning_rate,
     }
     return {
         "trial": number, "name": f"width {width}", "parameters": json.dumps(details), "loss": loss,

@@ -6,13 +6,13 @@ the option's length in bytes (the usual `acc` and `acc_norm`).
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from puna.stages.pretrain.bits_per_byte import batched
+from puna.stages.draws import place
+from puna.stages.training.bits_per_byte import batched
 
 if TYPE_CHECKING:
     from puna.models.tokenizer import Tokenizer
@@ -46,12 +46,12 @@ def build(
         found = [match.group() for match, _ in zip(WORD.finditer(text), range(prompt_words + option_words), strict=False)]
         if len(found) == prompt_words + option_words:
             stretches.append((id_, category, "".join(found[:prompt_words]), "".join(found[prompt_words:])))
-    stretches.sort(key=lambda row: _hash(seed, row[0]))
+    stretches.sort(key=lambda row: place(seed, row[0]))
     questions: list[Item] = []
     for id_, category, prompt, own in stretches:
         if len(questions) == items:
             break
-        ranked = sorted(stretches, key=lambda row: (row[1] != category, _hash(seed, id_, row[0])))
+        ranked = sorted(stretches, key=lambda row: (row[1] != category, place(seed, id_, row[0])))
         wrong: list[str] = []
         for other in ranked:
             if other[0] != id_ and other[3] != own and other[3] not in wrong:
@@ -60,7 +60,7 @@ def build(
                 break
         if len(wrong) < options - 1:
             continue
-        chosen = sorted([own, *wrong], key=lambda text: _hash(seed, id_, "place", text))
+        chosen = sorted([own, *wrong], key=lambda text: place(seed, id_, "place", text))
         questions.append(Item(id_, category, prompt, tuple(chosen), chosen.index(own)))
     return questions
 
@@ -80,7 +80,7 @@ def likelihoods(
     device = next(model.parameters()).device
     encoded = []
     for item in items:
-        encoded.append(([tokenizer.bos, *tokenizer.encode(item.prompt)], [tokenizer.encode(option) for option in item.options]))
+        encoded.append(([*tokenizer.lead, *tokenizer.encode(item.prompt)], [tokenizer.encode(option) for option in item.options]))
     found: list[list[float]] = []
     for batch in batched(encoded, lambda pair: len(pair[0]) + sum(map(len, pair[1])), row_tokens):
         targets = Targets.from_answers([prompt for prompt, _ in batch], [options for _, options in batch]).to(device)
@@ -99,6 +99,3 @@ def chosen(item: Item, likelihood: Sequence[float], normalised: bool) -> int:
     values = [value / len(option.encode()) if normalised else value for value, option in zip(likelihood, item.options, strict=True)]
     return values.index(max(values))
 
-
-def _hash(*parts: object) -> bytes:
-    return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()

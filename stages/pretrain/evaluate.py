@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
 
-from puna.stages.align.fitting import load_model
-from puna.stages.align.sample import answer_text
-from puna.stages.align.scoring import is_correct, score
 from puna.stages.contract import Documents, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
-from puna.stages.pretrain import bits_per_byte, choice, intervals
-from puna.stages.pretrain.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, mixture_file, rank, smallest
+from puna.stages.conversations import answer_text, messages_of, prompt_ids, shown
+from puna.stages.pretrain import choice
+from puna.stages.training import bits_per_byte, intervals
+from puna.stages.training.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, rank, smallest
+from puna.stages.training.train import load_model
+from puna.stages.verifiers.base import is_correct
+from puna.stages.verifiers.scoring import Scorer, verifiers_named
+from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, Part, PunaError
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ class AnswersConfig(StageConfig):
     temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
     max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
     examples: int = Field(4, ge=0, description="Answers of each task kept as examples for a reader")
+    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
 
 class EvaluateConfig(SeededConfig):
@@ -50,25 +54,32 @@ class EvaluateConfig(SeededConfig):
     pages: PagesConfig = Field(PagesConfig(), description="Bits per byte and multiple choice on held-out pages")
     answers: AnswersConfig = Field(AnswersConfig(), description="Answers to held-out prompts")
     context: int | None = Field(None, ge=2, description="Longest context on pages, tokens; null: what the model was trained with")
-    pass_tokens: int = Field(8192, ge=16, description="Tokens computed at once")
+    micro_batch_tokens: int = Field(8192, ge=16, description="Tokens of one forward pass")
 
     @model_validator(mode="after")
     def _context_fits(self) -> EvaluateConfig:
-        if self.context is not None and self.context > self.pass_tokens:
-            raise ValueError(f"context {self.context} does not fit into pass_tokens {self.pass_tokens}")
+        if self.context is not None and self.context > self.micro_batch_tokens:
+            raise ValueError(f"context {self.context} does not fit into micro_batch_tokens {self.micro_batch_tokens}")
         return self
 
 
-@stage(kind="evaluation")
+@stage(kind="evaluation", named=verifiers_named)
 def evaluate(
-    model: Model, documents: Documents | None, mixture: Mixture | None, prompts: Prompts | None, config: EvaluateConfig, run: StageRun
+    model: Model,
+    documents: Documents | None,
+    mixture: Mixture | None,
+    prompts: Prompts | None,
+    judges: list[Model] | None,
+    config: EvaluateConfig,
+    run: StageRun,
 ) -> None:
     """Measure a model on pages and prompts it was not trained on; every number has its 95 % interval.
 
     Pages (the mixture's held-out split; without a mixture, all documents): bits per byte, the end of each page
     included, beside what gzip -9 and LZMA need for the same pages one by one; and multiple choice between the
-    page's own continuation and those of others. Prompts: answers in the chat format, judged by the task's
-    scorer; a prompt counts as solved at a score of 1.
+    page's own continuation and those of others. Prompts: answers in the chat format, scored by the prompt's
+    verifier, for which `judges` are models that it may name; a prompt counts as solved at a score of 1. Where a
+    verifier fails on an answer, the answer is left out of the task's numbers and counted in `unscored_answers`.
     """
     if documents is None and prompts is None:
         raise PunaError("evaluate needs documents or prompts: give at least one of them")
@@ -81,7 +92,7 @@ def evaluate(
         _questions(pages, network, tokenizer, config, run)
         _continuations(pages, network, tokenizer, config, run)
     if prompts is not None:
-        _answers(prompts, network, tokenizer, config, run)
+        _answers(prompts, judges or (), network, tokenizer, config, run)
 
 
 def _row(task: str, metric: str, found: intervals.Interval, n: int) -> dict[str, Any]:
@@ -96,14 +107,14 @@ def _pages(documents: Artifact, mixture: Artifact | None, config: EvaluateConfig
     if mixture is not None:
         check_mixture(documents, mixture)
     parts, limits = run.parts(documents, columns=["id", "text"]), config.pages
-    found = run.map(_ranked, parts, mixture_file(mixture), run.seed("pages"), limits.max_page_bytes, limits.max_bytes)
+    found = run.map(_ranked, parts, mixture, run.seed("pages"), limits.max_page_bytes, limits.max_bytes)
     pages = [row[3] for row in smallest(found, limits.max_bytes)]
     if not pages:
         raise PunaError(f"{documents.id} has no held-out page of at most {config.pages.max_page_bytes} bytes")
     return pages
 
 
-def _ranked(part: Part, mixture: str | None, seed: int, max_page_bytes: int, max_bytes: int) -> list[Ranked]:
+def _ranked(part: Part, mixture: Artifact | None, seed: int, max_page_bytes: int, max_bytes: int) -> list[Ranked]:
     """Those of a part's held-out pages that may be among the chosen ones."""
     sized = [(len(row.text.encode()), row) for row in chosen_of(part, mixture, "heldout")]
     return candidates(((rank(seed, row.id), row.id, size, row) for size, row in sized if 0 < size <= max_page_bytes), max_bytes)
@@ -119,10 +130,10 @@ def _by_category(pages: Sequence[Any]) -> Iterator[tuple[str, list[int]]]:
 
 
 def _bits(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun) -> None:
-    encoded = [[tokenizer.bos, *ids, tokenizer.eos] for ids in tokenizer.encode_batch([page.text for page in pages])]
-    context = config.context or min(model.config.max_position_embeddings, config.pass_tokens)
+    encoded = [[*tokenizer.lead, *ids, *tokenizer.end] for ids in tokenizer.encode_batch([page.text for page in pages])]
+    context = config.context or min(model.config.max_position_embeddings, config.micro_batch_tokens)
     nats = bits_per_byte.document_nats(
-        model, encoded, context, config.pass_tokens, progress=lambda done, total: run.progress(done, total, "bits per byte")
+        model, encoded, context, config.micro_batch_tokens, progress=lambda done, total: run.progress(done, total, "bits per byte")
     )
     sizes = [float(len(page.text.encode())) for page in pages]
     found = {"bits_per_byte": [bits_per_byte.bits(n) for n in nats]}
@@ -165,7 +176,7 @@ def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer
     if not items:
         return
     found = choice.likelihoods(
-        model, tokenizer, items, config.pass_tokens, progress=lambda done, total: run.progress(done, total, "multiple choice")
+        model, tokenizer, items, config.micro_batch_tokens, progress=lambda done, total: run.progress(done, total, "multiple choice")
     )
     rows = []
     for metric, normalised in (("accuracy", False), ("accuracy_normalized", True)):
@@ -188,8 +199,8 @@ def _continuations(pages: Sequence[Chosen], model: Transformer, tokenizer: Token
             shown.append((page, "".join(words)))
     if not shown:
         return
-    sampling = Sampling(temperature=0.8, max_tokens=64, stop=(tokenizer.eos,))
-    prompts = [[tokenizer.bos, *tokenizer.encode(text)] for _, text in shown]
+    sampling = Sampling(temperature=0.8, max_tokens=64, stop=tuple(tokenizer.end))
+    prompts = [[*tokenizer.lead, *tokenizer.encode(text)] for _, text in shown]
     written = Engine(model, tokenizer).generate(prompts, sampling, run.seed("continuations"))
     rows = []
     for (page, text), (completion,) in zip(shown, written, strict=True):
@@ -204,19 +215,25 @@ def _continuations(pages: Sequence[Chosen], model: Transformer, tokenizer: Token
 # --- prompts --------------------------------------------------------------------------------------------
 
 
-def _answers(prompts: Artifact, model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun) -> None:
+def _answers(
+    prompts: Artifact, judges: Sequence[Artifact], model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun
+) -> None:
     from puna.models.generation import Engine, Sampling
 
     rows = _asked(prompts, config.answers.prompts_per_task, run.seed("prompts"))
-    asked = [tokenizer.chat([{"role": "user", "content": row["prompt"]}], add_generation_prompt=True) for row in rows]
-    sampling = Sampling(temperature=config.answers.temperature, max_tokens=config.answers.max_tokens, stop=(tokenizer.eot, tokenizer.eos))
+    scorer = Scorer(rows, config.answers.scoring, run, judges, needed="evaluate")
+    asked = [prompt_ids(tokenizer, row) for row in rows]
+    sampling = Sampling(temperature=config.answers.temperature, max_tokens=config.answers.max_tokens, stop=tokenizer.stop_ids)
     completions = Engine(model, tokenizer).generate(
         asked, sampling, run.seed("answers"), progress=lambda done, total: run.progress(done, total, "answers")
     )
-    found = []
-    for row, (completion,) in zip(rows, completions, strict=True):
-        text = answer_text(completion.tokens, tokenizer)
-        found.append({**row, "text": text, "gold": score(row["task"], text, row["entry"]), "finished": completion.finished})
+    texts = [answer_text(completion.tokens, tokenizer) for (completion,) in completions]
+    scores = scorer.scores(list(zip(rows, texts, strict=True)))
+    scorer.report()
+    found = [
+        {**row, "text": text, "gold": score.value, "detail": score.detail, "finished": completion.finished}
+        for row, text, score, (completion,) in zip(rows, texts, scores, completions, strict=True)
+    ]
     _judge(found, config.answers.examples, run)
 
 
@@ -232,28 +249,32 @@ def _asked(prompts: Artifact, per_task: int, seed: int) -> list[dict[str, Any]]:
 
 
 def _judge(found: Sequence[dict[str, Any]], examples: int, run: StageRun) -> None:
-    rows, shown = [], []
+    rows, chosen = [], []
     tasks = sorted({row["task"] for row in found})
     bars: list[tuple[Any, float]] = []
     for task in [ALL, *tasks]:
         members = [row for row in found if task in (ALL, row["task"])]
-        n = len(members)
-        accuracy = intervals.wilson(sum(is_correct(row["gold"]) for row in members), n)
-        rows.append(_row(task, "accuracy", accuracy, n))
-        rows.append(_row(task, "score", intervals.mean([row["gold"] for row in members]), n))
-        rows.append(_row(task, "finished", intervals.wilson(sum(row["finished"] for row in members), n), n))
-        bars.append((task, accuracy.value))
+        scored = [row["gold"] for row in members if row["gold"] is not None]
+        if scored:
+            accuracy = intervals.wilson(sum(map(is_correct, scored)), len(scored))
+            rows.append(_row(task, "accuracy", accuracy, len(scored)))
+            rows.append(_row(task, "score", intervals.mean(scored), len(scored)))
+            bars.append((task, accuracy.value))
+        rows.append(_row(task, "finished", intervals.wilson(sum(row["finished"] for row in members), len(members)), len(members)))
         if task != ALL:
-            shown += members[:examples]
+            chosen += members[:examples]
     run.write_rows(rows)
     run.write_rows(
         [
-            {"id": f"prompt-{row['id']}", "kind": "answer", "prompt": row["prompt"], "text": row["text"],
-             "detail": json.dumps({"task": row["task"], "reference": row["reference"], "score": row["gold"]}, ensure_ascii=False)}
-            for row in shown
+            {"id": f"prompt-{row['id']}", "kind": "answer", "prompt": shown(messages_of(row)), "text": row["text"],
+             "detail": json.dumps({"task": row["task"], "reference": row["reference"], "score": row["gold"],
+                                   "verifier": row["detail"]}, ensure_ascii=False)}
+            for row in chosen
         ],
         "examples",
     )  # fmt: skip
+    if not bars:
+        raise PunaError(f"evaluate: no answer could be scored; the first: {found[0]['detail']}")
     run.metric("accuracy", bars[0][1])
     run.metric("prompts", len(found))
     run.figure("accuracy", Figure(title="Held-out tasks solved", x="task", y="accuracy", kind="bar", series={"accuracy": bars}))

@@ -11,9 +11,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import Field
 
+from puna.stages import urls
 from puna.stages.contract import Documents, SeededConfig, Signals, StageRun, stage
-from puna.stages.curate.rows.draws import uniform
-from puna.stages.curate.text import urls
+from puna.stages.draws import uniform
 from puna.storage import Artifact, Part, PunaError
 
 UNKNOWN = "unknown"

@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from pydantic import Field
 
 from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageRun, Tokenizer, stage
-from puna.stages.pretrain.corpus import check_mixture, chosen, folder, mixture_file, rank
-from puna.stages.pretrain.tokenizer import loaded
-from puna.storage import Part, PunaError
-from puna.storage.tables import write_part
+from puna.stages.training.corpus import check_mixture, chosen, folder, rank
+from puna.stages.training.pack import pack
+from puna.stages.training.vocabulary import loaded
+from puna.storage import Artifact, Part, PunaError
+from puna.storage.exchange import Partition
 
 BUCKET_DOCUMENTS = 20_480
 """Documents, consecutive by id, that are shuffled and packed together. Ids are hashes: any of them are a random sample."""
-COUNTS = b"puna.counts"
-"""Where a file of encoded documents holds its `Encoded`, as JSON."""
 
 
 class TokenizeConfig(SeededConfig):
     """How documents are packed."""
 
     sequence_length: int = Field(512, ge=8, le=1_048_576, description="Tokens of a packed row")
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """What one part of the documents gave: its file, and its counts."""
-
-    file: str
-    tokens_in: dict[int, int]
-    """Tokens by bucket."""
-    documents: int
-    copies: int
-    bytes: int
-    categories: dict[str, int]
 
 
 @stage(kind="tokens")
@@ -55,43 +37,38 @@ def tokenize(documents: Documents, mixture: Mixture | None, tokenizer: Tokenizer
     """
     if mixture is not None:
         check_mixture(documents, mixture)
-    parts = run.parts(documents, columns=["id", "text"])
-    arguments = (mixture_file(mixture), folder(tokenizer), str(run.scratch), run.seed("shuffle"), BUCKET_DOCUMENTS)
-    encoded: list[Encoded] = list(run.map(_encode, parts, *arguments, rows=len(parts)))
-    files: dict[int, list[str]] = {}
+    parts = documents.parts(columns=["id", "text"], rows=BUCKET_DOCUMENTS)
+    buckets = max(1, -(-documents.rows() // BUCKET_DOCUMENTS))
+    arguments = (mixture, folder(tokenizer), run.seed("shuffle"), BUCKET_DOCUMENTS)
+    encoded = run.exchange(_encode, parts, *arguments, by="bucket", partitions=buckets)
     totals: Counter[int] = Counter()
-    for part in encoded:
-        for bucket, count in part.tokens_in.items():
-            files.setdefault(bucket, []).append(part.file)
-            totals[bucket] += count
+    for counts in encoded.infos:
+        totals.update({int(bucket): count for bucket, count in counts["buckets"].items()})
     if not totals:
         raise PunaError(f"{documents.id} has no training documents in this mixture: there is nothing to tokenize")
     jobs, first = [], 0
-    for bucket in sorted(files):
-        jobs.append((bucket, first, files[bucket]))
+    for bucket in sorted(totals):
+        jobs.append((encoded.parts[bucket], first))
         first += -(-totals[bucket] // config.sequence_length)
     run.produce(_pack, jobs, config.sequence_length)
-    _report(encoded, totals.total(), first, run)
+    _report(encoded.infos, totals.total(), first, run)
 
 
-def _encode(part: Part, split_file: str | None, tokenizer_folder: str, scratch: str, shuffle: int, bucket_documents: int) -> Encoded:
-    """Write a part's encoded copies with their buckets and order; a part that is there from before a crash is kept."""
-    target = Path(scratch) / f"encoded-{part.start:012d}-{part.stop:012d}.parquet"
-    if target.exists():
-        return _found(target)
+def _encode(part: Part, mixture: Artifact | None, tokenizer_folder: str, shuffle: int, size: int) -> tuple[pa.Table, dict[str, Any]]:
+    """A part's encoded copies with their buckets and order, and its counts: tokens by bucket and by category."""
     documents = part.read()
-    place = {id_: (part.start + i) // bucket_documents for i, id_ in enumerate(documents["id"].to_pylist())}
-    rows = [row for row in chosen(documents, split_file, "train") if row.text]
+    place = {id_: (part.start + i) // size for i, id_ in enumerate(documents["id"].to_pylist())}
+    rows = [row for row in chosen(documents, mixture, "train") if row.text]
     tokenizer = loaded(tokenizer_folder)
-    ids = [[tokenizer.bos, *encoding, tokenizer.eos] for encoding in tokenizer.encode_batch([row.text for row in rows])]
+    ids = [[tokenizer.begin, *encoding, *tokenizer.end] for encoding in tokenizer.encode_batch([row.text for row in rows])]
     copies = [(index, copy) for index, row in enumerate(rows) for copy in range(row.repeats)]
-    tokens_in: Counter[int] = Counter()
+    buckets: Counter[str] = Counter()
     categories: Counter[str] = Counter()
     for index, _ in copies:
-        tokens_in[place[rows[index].id]] += len(ids[index])
+        buckets[str(place[rows[index].id])] += len(ids[index])
         categories[rows[index].category] += len(ids[index])
-    size = sum(len(row.text.encode()) * row.repeats for row in rows)
-    made = Encoded(str(target), dict(tokens_in), len(rows), len(copies), size, dict(categories))
+    read = sum(len(row.text.encode()) * row.repeats for row in rows)
+    counts = {"buckets": buckets, "categories": categories, "documents": len(rows), "copies": len(copies), "bytes": read}
     table = pa.table(
         {
             "bucket": pa.array([place[rows[i].id] for i, _ in copies], pa.int32()),
@@ -101,57 +78,28 @@ def _encode(part: Part, split_file: str | None, tokenizer_folder: str, scratch: 
             "tokens": pa.array([ids[i] for i, _ in copies], pa.list_(pa.int32())),
         }
     )
-    write_part(table.replace_schema_metadata({COUNTS: json.dumps(asdict(made))}), target)
-    return made
+    return table, counts
 
 
-def _found(file: Path) -> Encoded:
-    values = json.loads(pq.read_schema(file).metadata[COUNTS])
-    return Encoded(**values | {"file": str(file), "tokens_in": {int(bucket): count for bucket, count in values["tokens_in"].items()}})
-
-
-def _pack(job: tuple[int, int, list[str]], sequence_length: int) -> pa.Table:
-    """The rows of one bucket, from the files that hold some of it; the first row has the number that comes with the job."""
-    bucket, first, files = job
-    table = pq.read_table(files, filters=pc.field("bucket") == bucket)
-    table = table.sort_by([("order", "ascending"), ("id", "ascending"), ("copy", "ascending")])
+def _pack(job: tuple[Partition, int], sequence_length: int) -> pa.Table:
+    """The rows of one bucket; the first row has the number that comes with the job."""
+    bucket, first = job
+    table = bucket.read().sort_by([("order", "ascending"), ("id", "ascending"), ("copy", "ascending")])
     rows = pack(table["tokens"].combine_chunks(), table["id"].to_pylist(), sequence_length)
     return pa.table({"row": pa.array(np.arange(first, first + len(rows["tokens"])), pa.int64()), **rows})
 
 
-def pack(tokens: Any, ids: list[str], sequence_length: int) -> dict[str, pa.Array]:
-    """Columns `tokens`, `lengths` and `documents` of the rows that hold these documents (lists of ids), in order."""
-    if isinstance(tokens, pa.ChunkedArray):
-        tokens = tokens.combine_chunks()
-    flat = tokens.flatten()
-    ends = np.cumsum(pc.list_value_length(tokens).to_numpy(zero_copy_only=False).astype(np.int64))
-    total = int(ends[-1]) if len(ends) else 0
-    cuts = np.arange(0, total + sequence_length, sequence_length).clip(max=total)
-    cuts = np.unique(cuts) if total else np.zeros(1, np.int64)
-    # A piece ends where a document or a row does.
-    borders = np.unique(np.concatenate([cuts, ends]))
-    pieces = np.diff(borders, prepend=0)[borders > 0] if total else np.zeros(0, np.int64)
-    stops = borders[borders > 0] if total else np.zeros(0, np.int64)
-    owners = np.searchsorted(ends, stops - 1, side="right")
-    offsets = np.searchsorted(stops, cuts, side="right")
-    return {
-        "tokens": pa.ListArray.from_arrays(pa.array(cuts, pa.int32()), flat),
-        "lengths": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(pieces, pa.int32())),
-        "documents": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array([ids[o] for o in owners], pa.string())),
-    }
-
-
-def _report(encoded: list[Encoded], tokens: int, rows: int, run: StageRun) -> None:
-    size = sum(part.bytes for part in encoded)
-    run.metric("documents", sum(part.documents for part in encoded))
-    run.metric("copies", sum(part.copies for part in encoded))
+def _report(counts: Sequence[dict[str, Any]], tokens: int, rows: int, run: StageRun) -> None:
+    size = sum(part["bytes"] for part in counts)
+    run.metric("documents", sum(part["documents"] for part in counts))
+    run.metric("copies", sum(part["copies"] for part in counts))
     run.metric("tokens", tokens)
     run.metric("rows", rows)
     run.metric("bytes", size)
     run.metric("bytes_per_token", size / tokens)
     categories: Counter[str] = Counter()
-    for part in encoded:
-        categories.update(part.categories)
+    for part in counts:
+        categories.update(part["categories"])
     run.figure(
         "tokens",
         Figure(

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageRun, stage
-from puna.stages.pretrain.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, mixture_file, rank, smallest
+from puna.stages.training.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, rank, smallest
+from puna.stages.training.vocabulary import loaded
 from puna.storage import Artifact, Part, PunaError
-from puna.storage.manifest import content_digest
 
 if TYPE_CHECKING:
-    from puna.models.tokenizer import Tokenizer
+    pass
 
 TRAIN_SPLIT = "train"
-FILES = ("tokenizer.json", "tokenizer_config.json")
-"""What a tokenizer artifact holds, and a model artifact beside its weights."""
 
 
 class TokenizerConfig(SeededConfig):
@@ -39,14 +36,13 @@ def tokenizer(documents: Documents, mixture: Mixture | None, config: TokenizerCo
 
     if mixture is not None:
         check_mixture(documents, mixture)
-    split_file = mixture_file(mixture)
     parts = run.parts(documents, columns=["id", "text"])
     seed = run.seed("sample")
-    sample = smallest(run.map(_sizes, parts, split_file, seed, config.max_bytes), config.max_bytes)
+    sample = smallest(run.map(_sizes, parts, mixture, seed, config.max_bytes), config.max_bytes)
     if not sample:
         raise PunaError(f"{documents.id} has no training documents with text: there is nothing to learn a vocabulary from")
     size, last = sum(row[2] for row in sample), sample[-1][:2]
-    made = Tokenizer.train((row.text for part in parts for row in _sampled(part, split_file, seed, last)), config.vocab_size)
+    made = Tokenizer.train((row.text for part in parts for row in _sampled(part, mixture, seed, last)), config.vocab_size)
     made.save(run.folder)
     if made.vocab_size < config.vocab_size:
         raise PunaError(
@@ -56,23 +52,23 @@ def tokenizer(documents: Documents, mixture: Mixture | None, config: TokenizerCo
     run.metric("vocab_size", made.vocab_size)
     run.metric("sample_documents", len(sample))
     run.metric("sample_bytes", size)
-    _measure(list(run.map(_lengths, parts, split_file, seed, last, str(run.folder), rows=len(parts))), run)
+    _measure(list(run.map(_lengths, parts, mixture, seed, last, str(run.folder), rows=len(parts))), run)
 
 
-def _sizes(part: Part, split_file: str | None, seed: int, max_bytes: int) -> list[Ranked]:
+def _sizes(part: Part, mixture: Artifact | None, seed: int, max_bytes: int) -> list[Ranked]:
     """Those of a part's training documents that may be in the sample."""
-    rows = chosen_of(part, split_file, TRAIN_SPLIT)
+    rows = chosen_of(part, mixture, TRAIN_SPLIT)
     return candidates(((rank(seed, row.id), row.id, len(row.text.encode()), None) for row in rows if row.text), max_bytes)
 
 
-def _sampled(part: Part, split_file: str | None, seed: int, last: tuple[int, str]) -> list[Chosen]:
+def _sampled(part: Part, mixture: Artifact | None, seed: int, last: tuple[int, str]) -> list[Chosen]:
     """A part's documents of the sample, which ends with the hash and id `last`."""
-    return [row for row in chosen_of(part, split_file, TRAIN_SPLIT) if row.text and (rank(seed, row.id), row.id) <= last]
+    return [row for row in chosen_of(part, mixture, TRAIN_SPLIT) if row.text and (rank(seed, row.id), row.id) <= last]
 
 
-def _lengths(part: Part, split_file: str | None, seed: int, last: tuple[int, str], folder: str) -> dict[str, tuple[int, int]]:
+def _lengths(part: Part, mixture: Artifact | None, seed: int, last: tuple[int, str], folder: str) -> dict[str, tuple[int, int]]:
     """Bytes and tokens of a part's sampled documents by category; refuses a tokenizer that loses text."""
-    rows = _sampled(part, split_file, seed, last)
+    rows = _sampled(part, mixture, seed, last)
     tokenizer = loaded(folder)
     totals: dict[str, tuple[int, int]] = {}
     for row, ids in zip(rows, tokenizer.encode_batch([row.text for row in rows]), strict=True):
@@ -104,24 +100,3 @@ def _measure(found: list[dict[str, tuple[int, int]]], run: StageRun) -> None:
             note="On the documents that the tokenizer was trained on.",
         ),
     )
-
-
-@lru_cache(maxsize=2)
-def loaded(folder: str) -> Tokenizer:
-    """The tokenizer in a folder, read once per process."""
-    from puna.models.tokenizer import Tokenizer
-
-    return Tokenizer.load(folder)
-
-
-def tokenizer_of(artifact: Artifact) -> Tokenizer:
-    """The tokenizer of a tokenizer or model artifact."""
-    return loaded(str(artifact.path()))
-
-
-def check_tokens(tokens: Artifact, vocabulary: Artifact) -> None:
-    """PunaError when `tokens` were made by another tokenizer than that of a tokenizer or model artifact."""
-    own = {name: record for name, record in vocabulary.manifest.files.items() if name in FILES}
-    for made in tokens.manifest.inputs:
-        if made.kind == "tokenizer" and made.data_digest != content_digest({}, own):
-            raise PunaError(f"{tokens.id} was made by tokenizer/{made.key[:12]}, not by the tokenizer of {vocabulary.id}")

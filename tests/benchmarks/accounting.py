@@ -20,30 +20,30 @@ import torch
 from puna.models import accounting
 from puna.models.config import ModelConfig
 from puna.models.machine import measure
-from puna.models.training.loop import TrainConfig, Updater
+from puna.models.training.loop import TrainConfig, Trainer
 from puna.models.training.objectives import LanguageModeling
 from puna.models.training.objectives.base import Targets
 from puna.models.transformer import Transformer
 
 SHAPES: dict[str, tuple[ModelConfig, list[int]]] = {
-    "demo (1.1M, 2 x 512)": (ModelConfig(4096, 128, 352, 4, 4, 2, tie_word_embeddings=True), [512] * 2),
-    "8.6M, 8 x 256": (ModelConfig(8192, 256, 704, 6, 8, 4), [256] * 8),
-    "8.6M, 1 x 2048": (ModelConfig(8192, 256, 704, 6, 8, 4), [2048]),
-    "30M, 4 x 256": (ModelConfig(16384, 512, 1408, 6, 8, 8, tie_word_embeddings=True), [256] * 4),
+    "demo (1.1M, 2 x 512)": (ModelConfig(vocab_size=4096, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True), [512] * 2),
+    "8.6M, 8 x 256": (ModelConfig(vocab_size=8192, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4), [256] * 8),
+    "8.6M, 1 x 2048": (ModelConfig(vocab_size=8192, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4), [2048]),
+    "30M, 4 x 256": (ModelConfig(vocab_size=16384, hidden_size=512, intermediate_size=1408, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True), [256] * 4),
 }
 
 
 def trainer(config: ModelConfig, lengths: list[int], checkpointing: bool = False) -> Callable[[int], None]:
     """One training step on random documents of these lengths."""
     model = Transformer(config, generator=torch.Generator().manual_seed(0))
-    settings = TrainConfig(steps=10_000, learning_rate=1e-4, activation_checkpointing=checkpointing)
-    updater = Updater(model, LanguageModeling(), settings)
-    updater._utilization = lambda *_: {}  # type: ignore[method-assign]  # it measures the machine
+    settings = TrainConfig(steps=10_000, schedule={"learning_rate": 1e-4}, compute={"activation_checkpointing": checkpointing})
+    trainer = Trainer(model, LanguageModeling(), settings)
+    trainer._utilization = lambda *_: {}  # type: ignore[method-assign]  # it measures the machine
 
     def step(number: int) -> None:
         generator = torch.Generator().manual_seed(number)
         documents = [torch.randint(0, config.vocab_size, (n,), generator=generator) for n in lengths]
-        updater.step(number, Targets.from_documents(documents), seed=0)
+        trainer.step(number, Targets.from_documents(documents), seed=0)
 
     return step
 

@@ -61,11 +61,11 @@ def decided(texts: Any) -> dict[str, list[str | None]]:
     from puna.stages.curate.rules.groups import active_rules
     from puna.stages.curate.rules.sets import DATATROVE_REASONS, RULE_SETS
     from puna.stages.curate.select import SelectConfig
-    from puna.stages.curate.signals.measure import NAMES
+    from puna.stages.curate.signals.measure import names
 
     values = np.concatenate([part.values for part in measured(texts, "datatrove")])
     ids = [str(n) for n in range(len(texts))]
-    table = pa.table({"id": ids, "source": ["web"] * len(ids), **dict(zip(NAMES, values.T, strict=True))})
+    table = pa.table({"id": ids, "source": ["web"] * len(ids), **{name: values[name] for name in names("datatrove")}})
     out: dict[str, list[str | None]] = {}
     for name in RULE_SETS["datatrove"]:
         off = dict.fromkeys(field for field in SelectConfig.model_fields if field not in ("rule_set", name))
@@ -86,7 +86,7 @@ def decided_as_dolma(texts: Any) -> Any:
     from puna.stages.curate.signals.measure import names
 
     values = np.concatenate([part.values for part in measured(texts, "dolma")])
-    table = pa.table(dict(zip(names("dolma"), values.T, strict=True)))
+    table = pa.table({name: values[name] for name in names("dolma")})
     sources = np.full(len(texts), "web")
     sets = [SelectConfig(rule_set=name, language=None) for name in ("dolma", "dolma_c4")]
     return {

@@ -22,18 +22,19 @@ def figures() -> dict[str, float]:
 
     documents = corpus.extracted()
     size = sum(len(text.encode()) for text in documents.read(columns=["text"])["text"].to_pylist()) / 1e6
-    config = stage.LineDedupConfig(sources_exempt=())
+    config = stage.LineDedupConfig(sources_exempt=(), min_documents=0)
     with tempfile.TemporaryDirectory() as folder:
         parts = documents.parts(columns=["id", "source", "text"])
+        sizes = stage._sizes(documents.rows(), config.bucket_documents)
         starts = {part.read()["id"][0].as_py(): part.start for part in parts}
 
         def work(into: Path) -> None:
             into.mkdir()
             counted = [one for part in parts for one in stage._count(part, config, str(into))]
-            found = [stage._frequent(job, config.max_occurrences) for job in stage._jobs(counted)]
+            found = [stage._frequent(job, config, sizes) for job in stage._jobs(counted)]
             files = {0: stage._save(into / "frequent.npy", found)}
             for part in documents.parts():
-                stage._remove(part.read(), config, files, starts)
+                stage._remove(part.read(), config, files, sizes, starts)
 
         times = []
         for attempt in range(4):

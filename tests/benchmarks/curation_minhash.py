@@ -124,7 +124,7 @@ def stage_seconds(texts: list[str]) -> float:
 
 def equality(column: Any, parity: Any, found: Any, datatrove: dict[str, Any]) -> dict[str, float]:
     """Shares of datatrove's signatures and edges that are equal here, and whether the clusters are the same."""
-    from puna.kernels import near_duplicates
+    from puna.stages.curate.minhash import near_duplicates
     from puna.stages.curate.minhash.sketch import shingled, signed
 
     shingles = shingled(column, parity)

@@ -34,10 +34,10 @@ from roofline_cases import Machine
 from puna.models import accounting
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, Sampling
-from puna.models.training.config import TrainConfig
 from puna.models.training.objectives import LanguageModeling
 from puna.models.training.objectives.base import Targets
-from puna.models.training.updater import Updater
+from puna.models.training.settings import TrainConfig
+from puna.models.training.trainer import Trainer
 from puna.models.transformer import Transformer
 
 SECONDS = 480.0  # of the whole script
@@ -94,7 +94,7 @@ def training(config: ModelConfig, rows: int, tokens: int, device: torch.device, 
     batch = [Targets.from_documents([torch.randint(0, config.vocab_size, (tokens,), generator=generator)]) for _ in range(rows)]
     peak = accounting.peak_flops(device.type, precision)
     flops = accounting.training_flops(config, [tokens] * rows)
-    plain = TrainConfig(steps=1000, learning_rate=1e-4, precision=precision)
+    plain = TrainConfig(steps=1000, schedule={"learning_rate": 1e-4}, compute={"precision": precision})
     ways = {"plain": plain, "fp8 layers": replace(plain, linear_precision="fp8")}
     ways["checkpointing"] = replace(plain, activation_checkpointing=True)
     for name, settings in ways.items():
@@ -102,8 +102,8 @@ def training(config: ModelConfig, rows: int, tokens: int, device: torch.device, 
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         try:
-            with Updater(model, LanguageModeling(), settings) as updater:
-                taken = best_seconds(partial(updater.step, batch=batch, seed=0), device, rounds)
+            with Trainer(model, LanguageModeling(), settings) as trainer:
+                taken = best_seconds(partial(trainer.step, batch=batch, seed=0), device, rounds)
         except ValueError as error:  # FP8 on a GPU without it
             print(f"# training, {name}: {error}", flush=True)
             continue

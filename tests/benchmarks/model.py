@@ -18,7 +18,7 @@ import torch
 
 from puna.models import accounting
 from puna.models.config import ModelConfig
-from puna.models.training.loop import TrainConfig, Updater
+from puna.models.training.loop import TrainConfig, Trainer
 from puna.models.training.objectives import LanguageModeling
 from puna.models.training.objectives.base import Targets
 from puna.models.transformer import Transformer
@@ -44,10 +44,10 @@ def documents(step: int) -> torch.Tensor:
 def ours() -> Callable[[int], None]:
     """One step of the training loop; batches are made as in training, masks included."""
     model = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
-    updater = Updater(model, LanguageModeling(), TrainConfig(steps=10_000, learning_rate=1e-4))
+    trainer = Trainer(model, LanguageModeling(), TrainConfig(steps=10_000, schedule={"learning_rate": 1e-4}))
 
     def step(number: int) -> None:
-        updater.step(number, Targets.from_documents(list(documents(number))), seed=0)
+        trainer.step(number, Targets.from_documents(list(documents(number))), seed=0)
 
     return step
 

@@ -14,14 +14,11 @@ from torch import Tensor
 from puna.kernels.adamw import adamw_, clipping_factor, gradient_norm
 from puna.kernels.advantages import advantages
 from puna.kernels.attention import ForestMask, attention
-from puna.kernels.awq_linear import awq_linear, quantize_awq
 from puna.kernels.cached_attention import cached_attention
 from puna.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 from puna.kernels.kv_append import kv_append_
 from puna.kernels.linear_cross_entropy import linear_cross_entropy
-from puna.kernels.linear_preference_loss import linear_preference_loss
 from puna.kernels.linear_token_logprobs import linear_token_logprobs, linear_token_logprobs_reference
-from puna.kernels.lora import lora_linear, lora_linear_reference
 from puna.kernels.minhash_triton import permutation_tensors, signatures_tensor
 from puna.kernels.moe import (
     combine,
@@ -34,7 +31,7 @@ from puna.kernels.moe import (
 )
 from puna.kernels.operators import uses_triton
 from puna.kernels.paged_attention import DecodePlan, Run, paged_attention
-from puna.kernels.quantized_linear import low_precision_linear, quantize_rows, quantized_linear
+from puna.kernels.quantized_linear import low_precision_linear
 from puna.kernels.rms_norm import add_rms_norm
 from puna.kernels.rope import rope, rope_reference, rope_table
 from puna.kernels.swiglu import swiglu
@@ -151,31 +148,6 @@ def _output_layer(m: Machine, size: int) -> Iterator[Case]:
         "linear + log-probs", lambda x, w: linear_token_logprobs(x, w, targets), (x, w), (matrices, 2 * matrices), (product, 3 * product),
         {"torch": lambda x, w: linear_token_logprobs_reference(x, w, targets)} if m.T * m.V < 3e9 else {},
     )  # fmt: skip
-    answers = 2 * max(1, m.T // 1024)
-    lengths = torch.full((answers,), m.T // answers, device=m.device)
-    chosen = torch.arange(0, answers, 2, device=m.device)
-    ones, zeros, reference = torch.ones(m.T, device=m.device), torch.zeros(m.T, device=m.device), torch.zeros(answers, device=m.device)
-
-    def by_logprobs(x: Tensor, w: Tensor) -> Tensor:
-        margins = linear_token_logprobs(x, w, targets)[0].view(answers, -1).sum(1).view(-1, 2)
-        return -F.logsigmoid(0.1 * (margins[:, 0] - margins[:, 1])).mean()
-
-    given = (targets, ones, zeros, lengths, chosen, chosen + 1, reference, "sigmoid", 0.1)
-    ours = whole_step(lambda x, w: linear_preference_loss(x, w, *given)[0])
-    peers = {"by our log-probs": whole_step(by_logprobs)} | liger_dpo(m, whole_step)
-    yield Case("linear + preference loss, step", ours, (), (2 * matrices, 0), (3 * product, 0), peers)
-
-
-def liger_dpo(m: Machine, whole_step: Function) -> dict[str, Function]:
-    """Liger-Kernel's fused DPO loss, where it is installed; it wants all chosen answers first, then all rejected."""
-    try:
-        from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
-    except ImportError:
-        return {}
-    answers = 2 * max(1, m.T // 1024)
-    labels = torch.randint(0, m.V, (answers, m.T // answers), device=m.device)
-    loss = LigerFusedLinearDPOLoss(beta=0.1, use_ref_model=False)
-    return {"liger": whole_step(lambda x, w: loss(w, x.view(answers, -1, m.D), labels)[0])}
 
 
 def _attention(m: Machine, size: int) -> Iterator[Case]:
@@ -255,16 +227,6 @@ def _linear_layers(m: Machine, size: int) -> Iterator[Case]:
     for kind in ("int8", "fp8"):
         ours = partial(low_precision_linear, kind=kind)
         yield Case(f"{kind} linear, training", ours, (x, w), (moved, 2 * moved), (product, 2 * product), plain)
-    few = m.normal(16, D).detach()
-    q, scale = quantize_rows(w.detach(), "int8")
-    full = {"full precision": lambda x, *_: F.linear(x, w.detach())}
-    yield Case("int8 linear, 16 rows", quantized_linear, (few, q, scale), (N * D, 0), (32.0 * D * N, 0), full)
-    packed = quantize_awq(w.detach(), min(128, D))
-    yield Case("AWQ linear, 16 rows", awq_linear, (few, *packed), (N * D / 2, 0), (32.0 * D * N, 0), full)
-    yield Case("AWQ linear", awq_linear, (x, *packed), (moved, moved), (product, product), {"full precision": lambda x, *_: F.linear(x, w.detach())})
-    a, b = m.normal(16, D, scale=0.02), m.normal(N, 16, scale=0.02)
-    ours, theirs = (partial(f, scale=2.0) for f in (lora_linear, lora_linear_reference))
-    yield Case("LoRA linear, rank 16", ours, (x, w.detach(), a, b), (moved, moved), (product, product), {"torch": theirs})
 
 
 def _experts(m: Machine, size: int) -> Iterator[Case]:

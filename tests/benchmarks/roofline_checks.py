@@ -13,14 +13,11 @@ from torch import Tensor
 from puna.kernels.adamw import adamw_, adamw_reference, clipping_factor, gradient_norm, gradient_norm_reference
 from puna.kernels.advantages import advantages, advantages_reference
 from puna.kernels.attention import ForestMask, attention, attention_reference
-from puna.kernels.awq_linear import awq_linear, awq_linear_reference, quantize_awq
 from puna.kernels.cached_attention import cached_attention, cached_attention_reference
 from puna.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 from puna.kernels.kv_append import kv_append_, kv_append_reference
 from puna.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from puna.kernels.linear_preference_loss import linear_preference_loss, linear_preference_loss_reference
 from puna.kernels.linear_token_logprobs import linear_token_logprobs, linear_token_logprobs_reference
-from puna.kernels.lora import lora_linear, lora_linear_reference
 from puna.kernels.minhash import signatures
 from puna.kernels.minhash_triton import signatures_on
 from puna.kernels.moe import (
@@ -126,8 +123,6 @@ def more_checks(machine: Machine, small: bool = False) -> Iterator[str]:
     fixed = lambda *shape: draw(*shape).detach()  # noqa: E731
     n = 8 if small else 1
     T, D, N = 200 // n, 520 // n, 136 // n
-    inputs = [draw(T, D), fixed(N, D), draw(9, D), draw(N, 9)]
-    yield done("LoRA", partial(lora_linear, scale=0.5), partial(lora_linear_reference, scale=0.5), inputs)
     yield done("routing", lambda z: top_k_routing(z, 4, True)[:2], lambda z: top_k_routing_reference(z, 4, True)[:2], [draw(50, 20)])
     order, place, _ = sort_by_expert(torch.rand(T, 6, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :3].to(dev), 6)
     yield done("MoE dispatch", lambda x: dispatch(x, order, place), lambda x: dispatch_reference(x, order), [draw(T, D)])
@@ -136,10 +131,6 @@ def more_checks(machine: Machine, small: bool = False) -> Iterator[str]:
     offsets = torch.tensor([0, T // 2, T // 2, T - 3, T], device=dev)
     ours, plain = (lambda x, w, f=f: f(x, w, offsets) for f in (grouped_linear, grouped_linear_reference))
     yield done("grouped linear", ours, plain, [draw(T, D), draw(4, N, D)])
-    packed, zeros, scales = quantize_awq(fixed(N // 8 * 8, D // 8 * 8), 8)
-    for rows in (5, 80):
-        ours, plain = (lambda x, f=f: f(x, packed, zeros, scales.to(x.dtype)) for f in (awq_linear, awq_linear_reference))
-        yield done(f"AWQ, {rows} rows", ours, plain, [draw(rows, D // 8 * 8)])
     cache = [fixed(3, 4, 32), fixed(3, 2, 700 // n, 32), fixed(3, 2, 700 // n, 32), torch.zeros(3, 700 // n, device=dev).double()]
     cache[3][1, :80] = -torch.inf
     yield done("cached attention", cached_attention, cached_attention_reference, cache)
@@ -155,11 +146,6 @@ def more_checks(machine: Machine, small: bool = False) -> Iterator[str]:
 
     ours, plain = (partial(appended, f) for f in (kv_append_, kv_append_reference))
     yield done("KV append", ours, plain, [fixed(4, 2, 32), fixed(4, 2, 32)])
-    targets, sizes = torch.randint(0, 90, (70 // n,), device=dev), torch.tensor([30, 20, 20] if n == 1 else [3, 2, 3], device=dev)
-    given = (targets, torch.ones(70 // n, device=dev), torch.zeros(70 // n, device=dev), sizes)
-    given += tuple(torch.tensor(t, device=dev) for t in ([0, 2], [1, 0], [0.5, -1.0, 0.0]))
-    ours, plain = (lambda x, w, f=f: f(x, w, *given, "sigmoid", 0.1)[0] for f in (linear_preference_loss, linear_preference_loss_reference))
-    yield done("preference loss", ours, plain, [draw(70 // n, 64), draw(90, 64)])
     for quantized in ("int8", "fp8"):
         x, w = fixed(T, D).to(kind), fixed(N, D).to(kind)
         (a, s), (b, r) = (quantize_rows_reference(z.float(), quantized) for z in (x, w))

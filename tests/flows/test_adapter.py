@@ -29,8 +29,8 @@ store = Store.open(sys.argv[1])
 prepare(store.root)
 from prefect import flow
 from prefect.client.orchestration import get_client
-from puna.flows.adapter import flow_of, step
-from puna.flows.recipe import load_stages
+from puna.flows.adapter import flow_of, perform
+from puna.flows.trace import load_stages
 from puna.flows.session import session
 load_stages()
 from puna.stages.align.prompts import PromptsConfig, prompts
@@ -38,7 +38,7 @@ config = PromptsConfig(tasks=[{"task": "chain_sum"}], train=5, heldout=2)
 
 @flow(name="two", persist_result=False)
 def two() -> list[str]:
-    return [step(prompts, config).id, step(prompts, config, label="again").id]
+    return [perform(prompts, config, label, {}).id for label in ("prompts", "again")]
 
 with session(store, flow="two", workers=1, json=True) as now:
     ids = two()
@@ -158,7 +158,7 @@ def served(serving: tuple[dict[str, Any], Store, subprocess.Popen[bytes]]) -> tu
 
 def test_every_flow_and_stage_is_a_form(served: tuple[dict[str, Any], Store]) -> None:
     offered, store = served
-    assert {"pipeline", "curate", "base", "pretrain", "align", "extract"} <= set(offered)
+    assert {"pipeline", "curate", "pretrain", "stage_pretrain", "align", "extract"} <= set(offered)
     assert [schedule["schedule"]["cron"] for schedule in offered["align"]["schedules"]] == ["0 3 * * *"]
     form = offered["heuristics"]["parameter_openapi_schema"]
     assert all(field.get("description") for name, field in form["properties"].items() if name != "config")

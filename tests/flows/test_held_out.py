@@ -10,8 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from puna.flows import pipeline
-from puna.flows.recipe import load
+from puna.flows.experiments import experiments
+from puna.flows.pretrain import pretrain
+from puna.flows.program import Output, Walk
+from puna.flows.recipe import Recipe, Step
+from puna.flows.trace import load
 from puna.stages.contract import execute
 from puna.stages.pretrain.split import SplitConfig, held_out
 from puna.storage import Artifact, Store
@@ -22,22 +25,43 @@ WORDS = {
 }
 SMALL = [
     "tokenizer.vocab_size=290",
-    "mix_experiment.categories=2", "mix_experiment.trials=4", "mix_experiment.phase={name: proxy, steps: 3, rows_per_step: 1, warmup_steps: 1}",
+    "mix_experiment.categories=2", "mix_experiment.trials=4", "mix_experiment.phase={name: proxy, steps: 3, rows_per_step: 1, schedule: {warmup_steps: 1}}",
     "mix_experiment.sequence_length=32", "mix_experiment.heldout_tokens=100",
     "mix_experiment.model={hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}",
     "tokenize.sequence_length=32",
     "pretrain.model={hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}",
-    "pretrain.phases=[{name: initial, steps: 4, rows_per_step: 1, warmup_steps: 1}]", "pretrain.validation_tokens=100",
+    "pretrain.phases=[{name: initial, steps: 4, rows_per_step: 1, schedule: {warmup_steps: 1}}]", "pretrain.validation_tokens=100",
     "scaling_law.model={hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}",
-    "scaling_law.phase={name: initial, steps: 4, rows_per_step: 1, warmup_steps: 1}", "scaling_law.widths=[8, 12, 16, 24]",
+    "scaling_law.phase={name: initial, steps: 4, rows_per_step: 1, schedule: {warmup_steps: 1}}", "scaling_law.widths=[8, 12, 16, 24]",
     "scaling_law.validation_tokens=100",
     "evaluate_base.pages={max_bytes: 4000, questions: 0, continuations: 0}",
+    "prompts.train=1", "prompts.heldout=1", "prompts.draws=50",
     "evaluate_base.answers={prompts_per_task: 1, max_tokens: 2}",
 ]  # fmt: skip
 
 
-def curated(store: Store, heldout_words: dict[str, list[str]]) -> pipeline.Curated:
-    """Documents of two categories; those that will be held out are made of other words."""
+class Maker(Walk):
+    """Makes each step in a store of its own, without a session."""
+
+    def __init__(self, recipe: Recipe, store: Store) -> None:
+        super().__init__(recipe)
+        self.store = store
+        self.made: dict[str, Artifact] = {}
+
+    def make(self, step: Step, label: str, config: Any, inputs: dict[str, list[Output]]) -> Output:
+        given: dict[str, Any] = {}
+        for spec in step.stage.inputs:
+            items = [item for output in inputs[spec.name] for item in output.items]
+            given[spec.name] = items if spec.many else (items[0] if items else None)
+        self.made[label] = execute(step.stage, config, given, self.store)
+        return Output(step.stage.kind, (label,), (self.made[label],))
+
+    def publish(self, name: str, output: Output) -> None:
+        pass
+
+
+def curated(store: Store, heldout_words: dict[str, list[str]]) -> tuple[Output, Output]:
+    """Documents of two categories and their types; those that will be held out are made of other words."""
     n = 80
     categories = ["high" if i % 2 else "low" for i in range(n)]
     addresses = [f"https://x.org/{i}" for i in range(n)]
@@ -52,29 +76,21 @@ def curated(store: Store, heldout_words: dict[str, list[str]]) -> pipeline.Curat
         "title": pa.array([None] * n, pa.string()), "text": texts,
     }))  # fmt: skip
     domains = store.import_table("signals", pa.table({"id": ids, "domain": categories}))
-    tasks = pipeline.prompts
-    config = load("demo").prompts.model_copy(update={"train": 1, "heldout": 1, "draws": 50})
-    return pipeline.Curated(documents, documents, domains, execute(tasks, config, {}, store))
+    return Output("documents", ("documents",), (documents,)), Output("signals", ("domains",), (domains,))
 
 
-def test_nothing_trained_depends_on_held_out_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_trained_depends_on_held_out_text(tmp_path: Path) -> None:
     made: list[dict[str, Artifact]] = []
     other = {category: [word[::-1].upper() * 3 for word in words] for category, words in WORDS.items()}
     for name, words in (("one", WORDS), ("two", other)):
         store = Store.open(tmp_path / name)
-        steps: dict[str, Artifact] = {}
-
-        def step(stage: Any, config: Any, /, *, label: str = "", steps: dict[str, Artifact] = steps, store: Store = store, **inputs: Any):
-            steps[label or stage.name] = artifact = execute(stage, config, inputs, store)
-            return artifact
-
-        found = curated(store, words)
-        monkeypatch.setattr(pipeline, "step", step)
-        monkeypatch.setattr(pipeline, "curate", lambda recipe, inputs, found=found: found)
-        pipeline.base(load("demo", SMALL), [])
-        made.append(steps)
+        maker = Maker(load("demo", SMALL), store)
+        documents, domains = curated(store, words)
+        with maker.at_work():
+            pretrain(documents, domains, experiments(documents, domains, [documents]), [documents])
+        made.append(maker.made)
     one, two = made
-    assert set(one) == {"split", "tokenizer", "mix_experiment", "mix", "tokenize", "scaling_law", "pretrain", "evaluate_base"}
+    assert set(one) == {"prompts", "split", "tokenizer", "mix_experiment", "mix", "tokenize", "scaling_law", "pretrain", "evaluate_base"}
     for name in set(one) - {"evaluate_base"}:
         assert one[name].data_digest == two[name].data_digest, name
     bits = [steps["evaluate_base"].manifest.metrics["bits_per_byte"] for steps in made]

@@ -5,22 +5,27 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from puna.flows import recipe as recipes
 from puna.flows.cli import app
 from puna.flows.plan import costs
+from puna.flows.trace import load
 from puna.models import accounting
+from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
+from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
+from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
 from puna.storage import PunaError
 
 
 def test_the_plan_is_the_sum_of_its_phases():
-    recipe = recipes.load("demo")
+    recipe = load("demo", [], "pretrain")
     found = costs(recipe, "H100", 1)
-    config = recipe.pretrain.model.model(recipe.tokenizer.vocab_size, recipe.tokenize.sequence_length)
+    training = recipe.one("pretrain", pretrain, PretrainConfig)
+    length = recipe.one("tokenize", tokenize, TokenizeConfig).sequence_length
+    config = training.model.complete(recipe.one("tokenizer", tokenizer, TokenizerConfig).vocab_size, length)
     assert found["parameters"] == accounting.parameters(config).total
-    step = [recipe.tokenize.sequence_length] * recipe.pretrain.phases[0].rows_per_step
+    step = [length] * training.phases[0].rows_per_step
     phase = found["phases"][0]
-    assert phase["tokens"] == sum(step) * recipe.pretrain.phases[0].steps
-    assert phase["flops"] == accounting.training_flops(config, step) * recipe.pretrain.phases[0].steps
+    assert phase["tokens"] == sum(step) * training.phases[0].steps
+    assert phase["flops"] == accounting.training_flops(config, step) * training.phases[0].steps
     assert found["seconds"] == sum(p["seconds"] for p in found["phases"])
     eight = costs(recipe, "H100", 8)
     assert eight["seconds"] == pytest.approx(found["seconds"] / 8)
@@ -36,3 +41,17 @@ def test_the_command_prints_json_and_text():
     assert json.loads(result.output)["phases"][0]["steps"] == 70
     text = CliRunner().invoke(app, ["plan", "--gpu", "A100"]).output
     assert "phase initial" in text and "arithmetic_intensity" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "tokens", "flops"),
+    [  # parameters: model cards of Llama 3.1 and 3.2; tokens and operations: the report, where 6 per parameter and token are counted
+        ("llama3-1b", 1.236e9, 9.0e12, 6 * 1.236e9 * 9.0e12), ("llama3-8b", 8.03e9, 15.6e12, 6 * 8.03e9 * 15.6e12),
+        ("llama3-405b", 405.85e9, 15.6e12, 3.8e25),
+    ],
+)  # fmt: skip
+def test_the_recipes_of_the_report_have_its_numbers(name: str, parameters: float, tokens: float, flops: float) -> None:
+    found = costs(load(name, [], "pretrain"), "H100", 16_000)
+    assert found["parameters"] == pytest.approx(parameters, rel=0.002) and found["tokens"] == pytest.approx(tokens, rel=0.005)
+    # Attention, which counts most where contexts are long and the model small, comes on top.
+    assert flops < found["flops"] < flops * (1.1 if name == "llama3-405b" else 1.8)

@@ -1,104 +1,263 @@
-"""Recipes: every wrong field is named before anything runs."""
+"""Recipes: their fields come from the flows' steps, and every wrong field is named before anything runs."""
 
 from __future__ import annotations
 
-import contextlib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
 
-from puna.flows import launch, pipeline
-from puna.flows.launch import check_sources, is_artifact
-from puna.flows.recipe import FLOWS, in_round, load, load_stages, overridden
-from puna.stages.contract import External
-from puna.storage import PunaError, Store
+from puna.flows import launch, running
+from puna.flows.inputs import is_artifact
+from puna.flows.program import FLOWS, Output, in_round
+from puna.flows.recipe import Recipe, overridden, shipped_recipes
+from puna.flows.trace import Trace, everything, fields, flow_named, load, load_flows, load_stages, schema, trace
+from puna.stages.align.dpo import dpo
+from puna.stages.align.prompts import PromptsConfig, prompts
+from puna.stages.align.sft import SftConfig
+from puna.stages.contract import External, Stage, StageConfig, StageRun, execute, stage
+from puna.stages.curate.learned.trained import About
+from puna.stages.curate.line_dedup import line_dedup
+from puna.stages.curate.select import SelectConfig, select
+from puna.storage import Artifact, PunaError, Store
 
 
-def test_the_demo_loads_and_its_seed_reaches_every_stage() -> None:
+def labels(recipe: Recipe, flow: str = "pipeline") -> list[str]:
+    found = trace(flow_named(flow), recipe)
+    assert found.complaints == []
+    return [step.label for step in found.steps]
+
+
+def inputs_of(recipe: Recipe, label: str, flow: str = "pipeline") -> dict[str, tuple[str, ...]]:
+    return next(dict(step.inputs) for step in trace(flow_named(flow), recipe).steps if step.label == label)
+
+
+def config_of(recipe: Recipe, label: str, flow: str = "pipeline"):
+    return next(step.config for step in trace(flow_named(flow), recipe).steps if step.label == label)
+
+
+# --- what a flow consists of -------------------------------------------------------------------------------
+
+
+def test_the_order_of_the_pipeline() -> None:
+    order = labels(load("demo", ["ppo=null"]))
+    assert order[1:5] == ["ingest", "extract", "url_filter", "url_dedup"]
+    assert order.index("select") < order.index("pii") < order.index("minhash_dedup") < order.index("line_dedup")
+    assert order.index("line_dedup") < order.index("quality") < order.index("select_model") < order.index("decontaminate") < order.index("split")
+    assert order.index("mix_experiment") < order.index("mix") < order.index("pretrain") < order.index("sft_first")
+    assert len(order) == len(set(order))
+    assert [name for name in order if name.endswith("_2")] == [
+        f"{name}_2" for name in ("prompts", "sample", "preferences", "reward_model", "rejection_sample", "data_quality", "sft", "dpo", "average",
+                                 "evaluate_round")
+    ]  # fmt: skip
+
+
+def test_a_step_that_two_flows_share_runs_once() -> None:
+    whole = labels(load("demo"))
+    assert whole.count("split") == whole.count("tokenizer") == whole.count("prompts") == 1
+    assert "split" in labels(load("demo", flow="experiments"), "experiments") and "split" in labels(load("demo", flow="pretrain"), "pretrain")
+
+
+def test_every_field_is_a_step_and_every_step_has_its_field() -> None:
+    for name in FLOWS:
+        known = fields(flow_named(name))
+        assert {traced.step.field for traced in everything(flow_named(name)).steps} == set(known)
+        properties = schema(flow_named(name))["properties"]
+        assert set(properties) == {"name", "seed", "add", *known, *everything(flow_named(name)).settings}
+        assert all(item["description"] for item in properties.values())
+
+
+def test_the_aliases_of_the_pipeline() -> None:
+    found = trace(flow_named("pipeline"), load("demo")).aliases
+    assert {"documents@latest", "base@latest", "reward@latest", "policy@round-1", "policy@latest", "tokenizer@latest"} <= set(found)
+    assert found["policy@latest"] == found["policy@round-2"] == ("average_2",)
+
+
+def test_a_name_is_a_flow_unless_it_says_stage() -> None:
+    assert set(load_flows()) >= {"curate", "experiments", "pretrain", "align", "pipeline"}
+    assert launch.chosen("pretrain") is FLOWS["pretrain"] is launch.chosen("flow:pretrain")
+    assert launch.chosen("stage:pretrain") is load_stages()["pretrain"]
+    assert isinstance(launch.chosen("extract"), Stage)
+    for wrong, meant in (("stage:pipeline", "no such flow or stage"), ("flow:extract", "no such flow or stage"), ("curat", "did you mean curate")):
+        with pytest.raises(PunaError, match=meant):
+            launch.chosen(wrong)
+
+
+# --- leaving out, repeating, adding ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["url_filter", "url_dedup", "pii", "minhash_dedup", "line_dedup", "decontaminate", "select"])
+def test_what_passes_documents_may_be_left_out(step: str) -> None:
+    whole, less = labels(load("demo", flow="curate"), "curate"), labels(load("demo", [f"{step}=null"], "curate"), "curate")
+    assert less == [name for name in whole if name != step]
+
+
+def test_the_step_after_one_that_is_left_out_takes_what_it_would_have_taken() -> None:
+    recipe = load("demo", ["line_dedup=null", "minhash_dedup=null"], "curate")
+    assert inputs_of(recipe, "domains", "curate")["documents"] == ("pii",)
+    recipe = load("demo", ["rounds=1", "sft_first=null", "dpo=null", "ppo=null"])
+    assert inputs_of(recipe, "sample_1")["models"] == ("pretrain", "sft_lora") and inputs_of(recipe, "average_1")["models"] == ("sft_1",)
+
+
+def test_signals_that_are_left_out_are_not_read() -> None:
+    recipe = load("demo", ["quality=null", "domains=null"], "curate")
+    assert inputs_of(recipe, "select_model", "curate")["signals"] == ("code_reasoning",)
+
+
+def test_what_another_step_needs_is_missed_before_anything_runs() -> None:
+    found = trace(flow_named("pipeline"), load("demo", ["domains=null"])).complaints
+    assert found == [
+        "split needs signals (signals), which comes from domains, and the recipe leaves that out; keep domains, or leave out split too: "
+        "--set split=null"
+    ]
+    found = trace(flow_named("pipeline"), load("demo", ["reward_model=null", "rounds=1", "ppo=null"])).complaints
+    assert len(found) == 1 and found[0].startswith("rejection_sample_1 needs reward_model (model), which comes from reward_model, ") and found[0].endswith("--set rejection_sample=null")
+
+
+def test_steps_that_are_off_are_asked_for() -> None:
+    plain = labels(load("demo", flow="curate"), "curate")
+    more = labels(load("demo", ["seed=7", "semantic_dedup={}", "substring_dedup.words=40"], "curate"), "curate")
+    assert [name for name in more if name not in plain] == ["semantic_dedup", "substring_dedup"]
+    assert [name for name in more if name in plain] == plain
+
+
+def test_a_repeated_step_takes_what_the_first_one_gave() -> None:
+    recipe = load("demo", ["line_dedup=[{max_occurrences: 9}, {max_occurrences: 3}]"], "curate")
+    assert inputs_of(recipe, "line_dedup.2", "curate")["documents"] == ("line_dedup",)
+    assert inputs_of(recipe, "domains", "curate")["documents"] == ("line_dedup.2",)
+    assert [config.max_occurrences for config in recipe.configs(fields(flow_named("curate"))["line_dedup"])] == [9, 3]
+
+
+def test_repeated_signals_are_all_read_where_a_list_is_taken() -> None:
+    recipe = load("demo", ["quality=[{}, {positive: other}]"], "curate")
+    assert inputs_of(recipe, "select_model", "curate")["signals"] == ("domains", "code_reasoning", "quality", "quality.2")
+    wrong = trace(flow_named("curate"), load("demo", ["language=[{}, {}]"], "curate")).complaints
+    assert wrong and "language is repeated" in wrong[0]
+
+
+def test_a_classifier_is_trained_where_the_step_that_applies_it_is_there() -> None:
+    trained = ["train_code_reasoning", "train_domains", "train_quality"]
+    assert [name for name in labels(load("demo", flow="curate"), "curate") if name.startswith("train_")] == trained
+    found = labels(load("demo", ["quality=null", "domains=null"], "curate"), "curate")
+    assert [name for name in found if name.startswith("train_")] == trained[:1]
+    found = labels(load("demo", ["quality=null", "train_quality={}"], "curate"), "curate")
+    assert "train_quality" in found and "quality" not in found
+    complaints = trace(flow_named("curate"), load("demo", ["train_quality=null"], "curate")).complaints
+    assert complaints[0].startswith("quality needs classifier (classifier), which comes from train_quality, and the recipe leaves that out")
+
+
+class PurposeConfig(StageConfig):
+    """What a classifier of the tests is for."""
+
+    purpose: str = Field("quality", description="The stage that applies it")
+    number: int = Field(0, description="Tells classifiers of one purpose apart")
+
+
+@stage(kind="classifier", version="1")
+def classifier_for(config: PurposeConfig, run: StageRun) -> None:
+    """A classifier that says what it is for."""
+    About(config.purpose).write(run.folder)
+
+
+def test_classifiers_that_are_given_are_applied_and_not_trained(tmp_path: Path) -> None:
+    store, flow, recipe = Store.open(tmp_path), flow_named("curate"), load("demo", flow="curate")
+
+    def made(purpose: str, number: int = 0) -> Artifact:
+        return execute(classifier_for, PurposeConfig(purpose=purpose, number=number), {}, store)
+
+    def traced(*classifiers: Artifact) -> Trace:
+        page = tmp_path / "page.jsonl"
+        page.write_text('{"text": "x"}')
+        return trace(flow, recipe, flow.by_kind([*External.resolve(f"wikipedia={page}"), *classifiers]))
+
+    every = {purpose: made(purpose) for purpose in ("quality", "domains", "code_reasoning", "language")}
+    found = {step.label: step.inputs for step in traced(*every.values()).steps}
+    assert not any(label.startswith("train_") for label in found)
+    assert {purpose: found[purpose]["classifier"] for purpose in every} == {p: (f"input {made.id}",) for p, made in every.items()}
+    some = {step.label: step.inputs for step in traced(every["domains"]).steps}
+    assert [label for label in some if label.startswith("train_")] == ["train_code_reasoning", "train_quality"]
+    assert some["domains"]["classifier"] == (f"input {every['domains'].id}",) and not some["language"]["classifier"]
+    with pytest.raises(PunaError, match="is the second classifier for 'quality'; give one"):
+        traced(every["quality"], made("quality", 1))
+    with pytest.raises(PunaError, match="was made for 'classify'; the flow applies classifiers for language, code_reasoning, domains, quality"):
+        traced(made("classify"))
+
+
+def test_a_step_of_ones_own_after_another() -> None:
+    recipe = load("demo", ["add={again: {stage: line_dedup, after: pii}}", "again.max_occurrences=3"], "curate")
+    assert inputs_of(recipe, "again", "curate")["documents"] == ("pii",)
+    assert inputs_of(recipe, "minhash_dedup", "curate")["documents"] == ("again",)
+    assert config_of(recipe, "again", "curate").max_occurrences == 3
+
+
+def test_a_step_of_ones_own_into_another() -> None:
+    recipe = load("demo", ["add={more: {stage: encoder_quality, into: select_model, inputs: {model: extract}}}"], "curate")
+    with pytest.raises(PunaError, match="input 'model' takes model, but extract gives documents"):
+        trace(flow_named("curate"), recipe)
+    recipe = load("demo", ["add={more: {stage: domains, into: select_model, inputs: {classifier: train_domains}}}"], "curate")
+    assert inputs_of(recipe, "more", "curate") == {"documents": ("line_dedup",), "classifier": ("train_domains",)}
+    assert inputs_of(recipe, "select_model", "curate")["signals"] == ("domains", "code_reasoning", "quality", "more")
+
+
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [
+        ("{again: {stage: line_dedupe, after: pii}}", "add.again: line_dedupe: no such stage; did you mean line_dedup"),
+        ("{again: {stage: line_dedup}}", "write either after: STEP or into: STEP"),
+        ("{pii: {after: pii}}", "there is such a step already"),
+        ("[pii]", "is not a mapping"),
+    ],
+)
+def test_a_wrong_addition_is_named(added: str, message: str) -> None:
+    with pytest.raises(PunaError, match=message):
+        load("demo", [f"add={added}"])
+
+
+def test_a_place_that_is_not_there_is_named() -> None:
+    recipe = load("demo", ["add={again: {stage: line_dedup, after: minhash}}"], "curate")
+    assert trace(flow_named("curate"), recipe).complaints == ["add.again: minhash is no step of curate; did you mean minhash_dedup?"]
+
+
+# --- values ------------------------------------------------------------------------------------------------
+
+
+def test_the_seed_reaches_every_step_that_has_none_of_its_own() -> None:
     recipe = load("demo", ["seed=7", "dpo.seed=3"])
-    assert recipe.pretrain.seed == recipe.prompts.seed == 7 and recipe.dpo.seed == 3
-    assert recipe.ppo is not None and recipe.quality is not None
-    assert recipe.ppo.seed == recipe.quality.seed == 7
+    assert config_of(recipe, "pretrain").seed == config_of(recipe, "prompts").seed == 7
+    assert config_of(recipe, "dpo_1").seed == 3 + 1_000_003
+    assert all(getattr(step.config, "seed", 7) is not None for step in trace(flow_named("pipeline"), recipe).steps)
 
 
-def test_a_name_is_a_flow_or_a_stage() -> None:
-    assert not set(FLOWS) & set(load_stages())
-    assert all(callable(getattr(pipeline, name)) for name in FLOWS)
+def test_rounds_differ_in_their_seed_and_their_prompts_alone() -> None:
+    recipe = load("demo", ["rounds=3"])
+    one, two = config_of(recipe, "sample_1"), config_of(recipe, "sample_2")
+    assert one.seed != two.seed and one.model_copy(update={"seed": 0}) == two.model_copy(update={"seed": 0})
+    first: PromptsConfig = config_of(recipe, "prompts")
+    taken = [(first.skip, first.train)] + [(c.skip, c.train) for c in (config_of(recipe, f"prompts_{n}") for n in (1, 2, 3))]
+    assert all(skip == before[0] + before[1] for before, (skip, _) in pairwise(taken))
+    assert all(config_of(recipe, f"prompts_{n}").heldout == 0 for n in (1, 2, 3))
 
 
-@pytest.mark.parametrize(("what", "ran"), [("base", "flow base"), ("pretrain", "stage pretrain")])
-def test_the_flow_of_the_base_model_and_its_stage_both_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, ran: str) -> None:
-    found: list[str] = []
-    monkeypatch.setattr(launch, "_run_stage", lambda stage, *_: found.append(f"stage {stage.name}"))
-    monkeypatch.setattr(launch, "pages", lambda *_: found.append(f"flow {what}") or 1 / 0)
-    with contextlib.suppress(ZeroDivisionError):
-        launch.run(what, None, [], [], Store.open(tmp_path), 1, True)
-    assert found == [ran]
+@given(st.integers(1, 40), st.integers(0, 2**31 - 1))
+def test_the_seed_of_a_round_is_a_seed(number: int, seed: int) -> None:
+    config = in_round(SftConfig(seed=seed), number)
+    assert isinstance(config, SftConfig) and 0 <= config.seed < 2**31
+    assert in_round(SelectConfig(), number) == SelectConfig()
 
 
-def test_a_stage_that_is_left_out_stays_out() -> None:
-    recipe = load("demo", ["seed=7", "ppo=null", "quality=null"])
-    assert recipe.ppo is None and recipe.quality is None
-    assert recipe.semantic_dedup is None and recipe.substring_dedup is None
+def test_a_default_is_laid_under_what_the_recipe_says() -> None:
+    recipe = load("demo", ["sft_lora={}"])
+    assert config_of(recipe, "sft_lora").method == "lora"
+    assert config_of(load("demo", ["sft_lora.method=full"]), "sft_lora").method == "full"
 
 
-def test_a_stage_that_is_off_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = load("demo", ["seed=7", "semantic_dedup={}", "substring_dedup.words=40"])
-    assert recipe.semantic_dedup is not None and recipe.semantic_dedup.seed == 7
-    ran: list[str] = []
-    monkeypatch.setattr(pipeline, "check_inputs", lambda *_: None)
-    monkeypatch.setattr(pipeline, "step", lambda stage, config, label=None, **inputs: ran.append(label or stage.name))
-    pipeline.curate(load("demo"), [])
-    plain, ran[:] = list(ran), []
-    pipeline.curate(recipe, [])
-    assert [name for name in ran if name not in plain] == ["semantic_dedup", "substring_dedup"]
-    assert [name for name in ran if name in plain] == plain
-
-
-def test_a_source_that_quality_learns_from_must_be_there(tmp_path: Path) -> None:
-    page = tmp_path / "news.jsonl"
-    page.write_text('{"text": "x"}\n')
-    with pytest.raises(PunaError, match=r"positive_sources=\['wikipedia'\]: no input has such a name \(they are news\)"):
-        check_sources(load("demo", []), External.resolve(str(page)))
-    check_sources(load("demo", []), External.resolve(f"wikipedia={page}"))
-    check_sources(load("demo", ["quality=null"]), External.resolve(str(page)))
-
-
-def test_inputs_are_read_once_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "news.jsonl"
-    page.write_text('{"text": "x"}\n')
-    read: list[str] = []
-
-    def resolve(text: str) -> list[External]:
-        read.append(text)
-        return original(text)
-
-    def session(*_, **__):
-        raise InterruptedError
-
-    original = External.resolve
-    monkeypatch.setattr(launch.External, "resolve", resolve)
-    monkeypatch.setattr(launch, "session", session)
-    store = Store.open(tmp_path / "store")
-    with pytest.raises(PunaError, match="positive_sources"):
-        launch.run("curate", None, [], [str(page)], store, 1, False)
-    with pytest.raises(InterruptedError):
-        launch.run("curate", None, [], [f"wikipedia={page}"], store, 1, False)
-    assert read == [str(page), f"wikipedia={page}"] and store.runs() == []
-
-
-@pytest.mark.parametrize("text", ["documents/3f2a91", "3f2a", "policy@latest", "model/0123456789ab"])
-def test_what_is_an_artifact(text: str) -> None:
-    assert is_artifact(text)
-
-
-@pytest.mark.parametrize("text", ["crawl/x.warc.gz", "news=/data/news", "/data/3f2a", "hf://datasets/a/b", "pages", "documents/notes"])
-def test_what_is_a_file(text: str) -> None:
-    assert not is_artifact(text)
-
-
-def test_a_change_reaches_a_nested_field() -> None:
-    assert load("demo", ["select.gopher_quality.min_words=60"]).select.gopher_quality.min_words == 60  # type: ignore[union-attr]
+def test_a_change_reaches_a_nested_field_and_a_member_of_a_list() -> None:
+    recipe = load("demo", ["select.gopher_quality.min_words=60", "pretrain.phases.0.steps=777"])
+    assert recipe.one("select", select, SelectConfig).gopher_quality.min_words == 60  # type: ignore[union-attr]
+    assert config_of(recipe, "pretrain").phases[0].steps == 777
 
 
 @pytest.mark.parametrize(
@@ -106,10 +265,16 @@ def test_a_change_reaches_a_nested_field() -> None:
     [
         ("select.gopher_quality.min_wrods=60", "select.gopher_quality.min_wrods: no such field; did you mean min_words"),
         ("pretrain.phases=[{stpes: 3}]", "pretrain.phases.0.stpes: no such field; did you mean steps"),
+        ("pretrain.phases.4.steps=3", "4 is no place in a list of 1"),
         ("url_filter.x=1", "url_filter.x: no such field; there are "),
         ("line_dedup.max_occurrences=0", "line_dedup.max_occurrences: .*greater than or equal to 1"),
+        ("line_dedup=[{max_occurrences: 0}]", "line_dedup.0.max_occurrences: .*greater than or equal to 1"),
+        ("line_dedup=3", "line_dedup: is not a group of fields; write"),
         ("nosuchstage.x=1", "nosuchstage: no such field"),
+        ("lin_dedup.x=1", "lin_dedup: no such field; did you mean line_dedup"),
         ("pretrain.seed=many", "pretrain.seed: .*integer"),
+        ("rounds=99", "rounds: takes a whole number from 0 to 20"),
+        ("seed=-1", "seed: takes a whole number"),
         ("line_dedup", "write FIELD=VALUE"),
         ("seed.deep=1", "seed is not a group"),
     ],
@@ -117,6 +282,21 @@ def test_a_change_reaches_a_nested_field() -> None:
 def test_a_wrong_change_is_named(change: str, message: str) -> None:
     with pytest.raises(PunaError, match=message):
         load("demo", [change])
+
+
+def test_everything_that_is_wrong_is_told_at_once() -> None:
+    with pytest.raises(PunaError) as error:
+        load("demo", ["line_dedup.max_occurrences=0", "nosuchstage.x=1", "rounds=-1", "dpo.x=1"])
+    assert len(str(error.value).splitlines()) == 4
+
+
+def test_fields_of_other_flows_are_checked_but_not_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("prompts: null\ndecontaminate: null\nrounds: 3\n")
+    assert "prompts" not in labels(load(str(file), flow="curate"), "curate")
+    file.write_text("prompts: null\nrounds: many\n")
+    with pytest.raises(PunaError, match="rounds: takes a whole number"):
+        load(str(file), flow="curate")
 
 
 def test_an_unknown_recipe_names_those_there_are(tmp_path: Path) -> None:
@@ -128,44 +308,14 @@ def test_an_unknown_recipe_names_those_there_are(tmp_path: Path) -> None:
         load(str(broken))
 
 
-def test_values_are_yaml() -> None:
-    values: dict = {"a": {"b": 1}}
-    overridden(values, "a.c=[1, 2]")
-    overridden(values, "d=null")
-    assert values == {"a": {"b": 1, "c": [1, 2]}, "d": None}
-
-
-def test_knowledge_types_may_be_left_out_of_curation_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: dict[str, dict] = {}
-
-    def step(stage, config, /, *, label="", **inputs):
-        steps[label or stage.name] = inputs
-        return stage.name
-
-    monkeypatch.setattr(pipeline, "step", step)
-    monkeypatch.setattr(pipeline, "check_inputs", lambda *_: None)
-    without = load("demo", ["domains=null", "quality=null"])
-    assert pipeline.curate(without, []).domains is None
-    assert "domains" not in steps and steps["select_model"]["signals"] == ["code_reasoning"]
-    steps.clear()
-    with pytest.raises(PunaError, match="domains: null is for the flow curate alone"):
-        pipeline.base(without, [])
-    assert steps == {}
-
-
-def test_rounds_differ_in_their_seed_alone() -> None:
-    first, second = (in_round(load("demo").sample, n) for n in (1, 2))
-    assert first.seed != second.seed
-    assert first.model_copy(update={"seed": 0}) == second.model_copy(update={"seed": 0})
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("prompts: {tasks: [{task: chain_sum}]}\nminhash_dedpu: {bands: 3}", "minhash_dedpu: no such field; did you mean minhash_dedup"),
         ("rounds: 3", "prompts.tasks: is missing"),
-        ("[a, b]", "is not a mapping of stages"),
+        ("[a, b]", "is not a mapping of steps"),
         ("a: [1, 2", "expected ',' or ']'"),
+        ("a: &a [*a]", "aliases stand for more than"),
     ],
 )
 def test_a_wrong_recipe_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -173,3 +323,126 @@ def test_a_wrong_recipe_is_named(tmp_path: Path, text: str, message: str) -> Non
     file.write_text(text)
     with pytest.raises(PunaError, match=f"(?s)recipe {file}: .*{message}"):
         load(str(file))
+
+
+def test_aliases_that_stand_for_billions_of_values_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "bomb.yaml"
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 30)]
+    file.write_text("\n".join(lines))
+    with pytest.raises(PunaError, match="aliases stand for more than"):
+        load(str(file))
+    file.write_text("x: " + "[" * 5000)
+    with pytest.raises(PunaError, match=r"bomb\.yaml"):
+        load(str(file))
+
+
+def test_a_change_to_one_use_of_an_alias_leaves_the_others(tmp_path: Path) -> None:
+    changed = load("demo", ["scaling_law.model.hidden_size=256"])
+    assert config_of(changed, "scaling_law").model.hidden_size == 256 and config_of(changed, "pretrain").model.hidden_size == 128
+
+
+def test_values_are_yaml() -> None:
+    values: dict = {"a": {"b": 1}}
+    overridden(values, "a.c=[1, 2]")
+    overridden(values, "d=null")
+    assert values == {"a": {"b": 1, "c": [1, 2]}, "d": None}
+
+
+def test_every_shipped_recipe_loads() -> None:
+    for name in shipped_recipes():
+        flow = "curate" if name == "clean" else "pipeline"
+        assert trace(flow_named(flow), load(name, flow=flow)).complaints == []
+
+
+# --- inputs of a flow --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["documents/3f2a91", "3f2a", "policy@latest", "model/0123456789ab"])
+def test_what_is_an_artifact(text: str) -> None:
+    assert is_artifact(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["crawl/x.warc.gz", "news=/data/news", "/data/3f2a", "hf://datasets/a/b", "hf://datasets/a/b@abc123", "pages", "documents/notes", "a@b/c.jsonl"]
+)
+def test_what_is_a_file(text: str) -> None:
+    assert not is_artifact(text)
+
+
+def test_a_source_that_quality_learns_from_must_be_there(tmp_path: Path) -> None:
+    page = tmp_path / "news.jsonl"
+    page.write_text('{"text": "x"}\n')
+    store = Store.open(tmp_path / "store")
+    flow = flow_named("curate")
+
+    def ask(changes: list[str], *texts: str) -> dict[str, object]:
+        return running.checked_inputs(flow, load("demo", ["domains=null", *changes], "curate"), texts, store, quiet=True)
+
+    with pytest.raises(PunaError, match=r"positive_sources=\['wikipedia'\]: no input has such a name \(they are news\)"):
+        ask([], str(page))
+    ask(["quality=null", "select_model.quality=null"], str(page))
+    with pytest.raises(PunaError, match="all inputs have such a name, and others are needed too"):
+        ask(["train_quality.positive_sources=[good]"], f"good={page}")
+    assert isinstance(ask(["train_quality.positive_sources=[good]"], f"good={page}", str(page))["inputs"], list)
+
+
+def test_every_unmet_need_is_told_before_the_first_stage(tmp_path: Path) -> None:
+    page = tmp_path / "pages.jsonl"
+    page.write_text("".join(f'{{"text": "The goal of the football team, number {n}, in the match of the league"}}\n' for n in range(40)))
+    store = Store.open(tmp_path / "store")
+    with pytest.raises(PunaError) as error:
+        running.checked_inputs(flow_named("curate"), load("demo", ["select.domains={}"], "curate"), [str(page)], store, quiet=True)
+    said = str(error.value).splitlines()
+    assert [line.partition(":")[0] for line in said] == ["train_domains", "train_quality"] and "--set domains=null" in said[0] and "of 40 pages" in said[0]
+    with pytest.raises(PunaError, match=r"select_model: rule quality\.\w+ reads the signal 'quality.*', which no input carries"):
+        running.checked_inputs(flow_named("curate"), load("demo", ["quality=null", "domains=null"], "curate"), [str(page)], store, quiet=True)
+    assert store.runs() == [] and store.artifacts() == []
+
+
+def test_inputs_are_read_once_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "news.jsonl"
+    page.write_text('{"text": "x"}\n')
+    read: list[str] = []
+    original = External.resolve
+
+    def resolve(text: str) -> list[External]:
+        read.append(text)
+        return original(text)
+
+    def session(*_, **__):
+        raise InterruptedError
+
+    monkeypatch.setattr(External, "resolve", resolve)
+    monkeypatch.setattr(launch, "session", session)
+    store = Store.open(tmp_path / "store")
+    with pytest.raises(PunaError, match="positive_sources"):
+        launch.run(launch.Request("curate", inputs=(str(page),)), store)
+    with pytest.raises(InterruptedError):
+        launch.run(launch.Request("curate", inputs=(str(page),), changes=("quality=null", "select_model.quality=null", "domains=null")), store)
+    assert read == [str(page)] * 2 and store.runs() == []
+
+
+def test_files_where_an_artifact_is_wanted_name_the_command(tmp_path: Path) -> None:
+    pairs = tmp_path / "my-pairs.jsonl"
+    pairs.write_text("{}\n")
+    with pytest.raises(PunaError, match=r"dpo: takes no files, so import them first: .*`puna import preferences .* --as my_pairs`, then --input my_pairs@latest"):
+        launch.run_stage(dpo, launch.Request("dpo", inputs=(str(pairs),)), Store.open(tmp_path / "store"))
+    with pytest.raises(PunaError, match="no place for|needs the input"):
+        flow_named("pretrain").by_kind(External.resolve(str(pairs)))
+
+
+def test_a_flow_without_inputs_takes_what_its_aliases_name(tmp_path: Path) -> None:
+    flow = flow_named("pretrain")
+    assert running.latest(flow.inputs, [], Store.open(tmp_path), True) == []
+    assert flow.inputs[0].name == "documents"
+    assert isinstance(flow.placeholders()["documents"], Output)
+
+
+def test_stages_outside_a_flow_say_so() -> None:
+    from puna.flows.program import step
+
+    with pytest.raises(PunaError, match="no flow is in progress"):
+        step(line_dedup)
+    with pytest.raises(PunaError, match="no flow is in progress"):
+        step(prompts)

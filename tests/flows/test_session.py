@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from puna.flows.report import write
 from puna.flows.session import session
 from puna.storage import PunaError, Store
 
@@ -28,6 +29,15 @@ def test_the_log_tells_what_ended_a_run(tmp_path: Path, error: BaseException, st
         raise error
     log = store.log(now.run)
     assert (log.flow, log.state, log.error) == ("curate", state, said)
+
+
+def test_a_report_reads_and_writes_in_its_store_alone(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"event": "started", "flow": "curate"}\n')
+    store = Store.open(tmp_path / "outer" / "store")
+    for name in ("../../x", "../../../x", str(tmp_path / "x")):
+        with pytest.raises(PunaError, match="no such run"):
+            write(store, name, None)
+    assert not list(tmp_path.rglob("*.html"))
 
 
 def test_a_step_that_fails_is_named(tmp_path: Path) -> None:
@@ -49,8 +59,9 @@ def test_a_step_that_fails_is_named(tmp_path: Path) -> None:
 WAITING = """
 import time
 from pathlib import Path
+from puna.flows.report import write
 from puna.flows.session import session
-from puna.stages.contract.executor import ordered
+from puna.stages.contract.executors import ordered
 from puna.storage import Store
 
 def wait(name):

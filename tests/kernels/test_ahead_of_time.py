@@ -18,13 +18,11 @@ from puna.kernels import (  # noqa: E402
     adamw,
     advantages,
     attention_triton,
-    awq_linear,
     cached_attention,
     grouped_linear,
     kv_append,
     linear_cross_entropy,
     linear_token_logprobs,
-    lora,
     minhash_triton,
     moe,
     output_layer,
@@ -110,14 +108,6 @@ CASES = {
     "combine": Case(moe._sum_kernel, "pflpn", {"K": 8, "WEIGHTED": True, "BLOCK": moe.BLOCK}),
     "combine_gradients": Case(moe._combine_gradients_kernel, "ppflpfn", {"K": 8, "BLOCK": moe.BLOCK}),
     "advantages": Case(advantages._advantages_kernel, "fffflffxxx", {"BLOCK": advantages.BLOCK}),
-    "awq_weights": Case(awq_linear._weights_kernel, "iipp" + "nnn", {"K": awq_linear.DEPTH, "C": awq_linear.COLUMNS}),
-    "awq_few_rows": Case(
-        awq_linear._few_rows_kernel,
-        "piipf" + "nnnnnn",
-        {"M": awq_linear.ROWS, "C": awq_linear.COLUMNS, "K": awq_linear.DEPTH, "PRECISION": "tf32"},
-        stages=2,
-        product="narrow",
-    ),
     "minhash": Case(minhash_triton._affine32_kernel, "lliiin", {"P": minhash_triton.PERMUTATIONS, "S": minhash_triton.SHINGLES}),
     "minhash_mersenne": Case(
         minhash_triton._wide_kernel, "llllln", {"SCHEME": 2, "P": minhash_triton.PERMUTATIONS, "S": minhash_triton.SHINGLES // 2}
@@ -208,8 +198,6 @@ TF32 = {"PRECISION": "tf32"}
 PRODUCTS = {
     "int8": (quantized_linear._product_kernel, "bbffpnnn", "scaled_product", SWEEP | {"SUM": INT32}, "integers"),
     "fp8": (quantized_linear._product_kernel, "eeffpnnn", "scaled_product", SWEEP | {"SUM": FP32}, "wide"),
-    "lora": (lora._updated_kernel, "pppppnnnnxnnnn", "product", SWEEP | {"R": 16, "w_d": 1, "b_r": 1} | TF32, "wide"),
-    "lora_input_gradient": (lora._updated_kernel, "pppppnnnnxnnnn", "product", SWEEP | {"R": 16, "w_n": 1, "b_n": 1} | TF32, "wide"),
     "grouped": (grouped_linear._grouped_kernel, "pplllpnnnnn", "product", {"EVEN": True, "w_d": 1} | TF32, "wide"),
     "grouped_input_gradient": (grouped_linear._grouped_kernel, "pplllpnnnnn", "product", {"EVEN": True, "w_f": 1} | TF32, "wide"),
     "grouped_weights": (grouped_linear._grouped_weights_kernel, "pplpnnnn", "product", TF32, "wide"),

@@ -203,3 +203,17 @@ def test_low_precision_is_computed_in_fp32(within_budget):
     mask = ForestMask.from_end(torch.tensor([40] * 30 + [40] * 10, dtype=torch.int32))
     ours, reference = (lambda q, k, v, f=f: f(q, k, v, mask) for f in (attention, attention_reference))
     within_budget(ours, reference, tensors(40), torch.bfloat16)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_mask_first_used_in_inference_mode_trains_later(window):
+    mask = ForestMask.from_end(torch.tensor([6, 3, 3, 6, 6, 6, 8, 8], dtype=torch.int32)).within(window)
+    q, k, v = (torch.randn(8, heads, 4, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+    with torch.inference_mode():
+        seen = attention(q, k, v, mask)
+        mask.blocks(16, 16)
+    q.requires_grad_()
+    out = attention(q, k, v, mask)
+    out.sum().backward()
+    assert torch.equal(out.detach(), seen) and q.grad.isfinite().all()
+    assert not any(part.is_inference() for part in mask.blocks(16, 16))

@@ -6,36 +6,96 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from puna.kernels import compiled
 
-CALLER = "from numba import njit\nfrom inner import inner\n\n@njit(cache=True)\ndef outer():\n    return inner()\n"
-INNER = "from numba import njit\n\n@njit(cache=True)\ndef inner():\n    return {0}\n"
-ASK = "import sys, numba; numba.config.CACHE_DIR = sys.argv[1]; import outer; print(outer.outer())"
+FILES = {
+    "outer": '''
+from inner import inner
+from constants import OFFSET, PAIR
+import puna.kernels.compiled as c
+
+@c.njit()
+def outer(x):
+    """What it says."""
+    total = 0
+    for k in range(3):
+        total += inner(x) + OFFSET + PAIR[1]
+    return total
+''',
+    "inner": """
+from puna.kernels.compiled import njit
+
+@njit()
+def inner(x):
+    return deepest(x) * 2
+
+@njit(inline="always")
+def deepest(x):
+    return x + 1
+
+@njit()
+def other(x):
+    return x - 1
+""",
+    "constants": "import numpy as np\nOFFSET = 10\nPAIR = np.array([0, 5])\nUNUSED = 7\n",
+}
+ASK = "import outer; print(outer.outer(1), sum(outer.outer.stats.cache_hits.values()))"
 
 
-def write(root: Path, value: int) -> None:
-    (root / "kernels").mkdir(exist_ok=True)
-    (root / "kernels" / "outer.py").write_text(CALLER)
-    (root / "kernels" / "inner.py").write_text(INNER.format(value))
+@pytest.fixture
+def ask(tmp_path, monkeypatch):
+    """ask(): the result of `outer(1)` in a new process, and whether it came from the cache."""
+    for name, text in FILES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(compiled.ROOT / ".pkg"))
+
+    def run() -> tuple[int, bool]:
+        done = subprocess.run([sys.executable, "-c", ASK], cwd=tmp_path, capture_output=True, text=True, check=True)
+        value, hits = done.stdout.split()
+        return int(value), hits == "1"
+
+    assert run() == (3 * (4 + 15), False)
+    assert run() == (3 * (4 + 15), True)
+    return run
 
 
-def ask(root: Path, folder: Path) -> int:
-    done = subprocess.run([sys.executable, "-c", ASK, str(folder)], cwd=root / "kernels", capture_output=True, text=True, check=True)
-    return int(done.stdout)
+def change(folder: Path, name: str, old: str, new: str) -> None:
+    text = (folder / f"{name}.py").read_text()
+    assert old in text
+    (folder / f"{name}.py").write_text(text.replace(old, new))
 
 
-def test_a_loop_follows_an_edit_of_one_that_it_calls(tmp_path: Path) -> None:
-    write(tmp_path, 1)
-    first = compiled.folder(tmp_path)
-    assert ask(tmp_path, first) == 1
-    (tmp_path / "kernels" / "plain.py").write_text("x = 1\n")
-    assert compiled.folder(tmp_path) == first
-    write(tmp_path, 2)
-    assert ask(tmp_path, compiled.folder(tmp_path)) == 2
-    assert ask(tmp_path, first) == 1, "numba alone has learned to see this: the folders by state are no longer needed"
+def test_a_loop_follows_a_change_of_whatever_it_reaches(ask, tmp_path):
+    change(tmp_path, "inner", "x + 1", "x + 3")  # called by what it calls
+    assert ask() == (3 * (8 + 15), False)
+    change(tmp_path, "constants", "OFFSET = 10", "OFFSET = 20")
+    assert ask() == (3 * (8 + 25), False)
+    change(tmp_path, "constants", "[0, 5]", "[0, 6]")
+    assert ask() == (3 * (8 + 26), False)
+    assert ask() == (3 * (8 + 26), True)
 
 
-def test_every_loop_is_compiled_by_it() -> None:
-    rooms = [compiled.ROOT / room for room in compiled.ROOMS]
+def test_a_loop_is_not_compiled_again_for_what_it_does_not_reach(ask, tmp_path):
+    expected = (3 * (4 + 15), True)
+    change(tmp_path, "inner", "def inner(x):", "# A comment\n\n\ndef inner(x):\n    # and another")
+    change(tmp_path, "inner", "@njit()\n# A comment\n\n\n", "# A comment\n\n\n@njit()\n")
+    assert ask() == expected
+    change(tmp_path, "inner", "x - 1", "x - 2")  # another loop of the file
+    assert ask() == expected
+    change(tmp_path, "outer", "What it says", "Better words")
+    change(tmp_path, "constants", "UNUSED = 7", "UNUSED = 8")
+    assert ask() == expected
+
+
+def test_options_count(ask, tmp_path):
+    change(tmp_path, "inner", '@njit(inline="always")', '@njit(error_model="numpy")')
+    assert ask() == (3 * (4 + 15), False)
+
+
+def test_every_loop_is_compiled_by_it():
+    rooms = [compiled.ROOT / room for room in ("kernels", "stages", "models")]
     direct = [file for room in rooms for file in room.rglob("*.py") if "from numba import" in file.read_text()]
-    assert [file.name for file in direct] == ["compiled.py"]
+    assert direct == []

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.kernels import minhash, near_duplicates
+from puna.kernels import minhash
 
 datasketch = pytest.importorskip("datasketch")
 xxhash = pytest.importorskip("xxhash")
@@ -77,21 +77,6 @@ def test_kernel_equals_reference(documents, scheme):
     offsets = np.cumsum([0, *map(len, documents)]).astype(np.int64)
     mine = minhash.signatures(hashes, offsets, 24, 3, scheme)
     assert (mine == minhash.signatures_reference(hashes, offsets, *minhash.permutations(24, 3, scheme), scheme)).all()
-
-
-def test_an_index_built_with_one_serves_the_other():
-    base = [f"w{i}" for i in range(60)]
-    texts = [" ".join(base), " ".join([*base[:-1], "changed"]), " ".join(f"x{i}" for i in range(60))]
-    hashes, offsets = hashed(texts)
-    mine = minhash.signatures(hashes, offsets, 112, 1)
-    index = datasketch.MinHashLSH(num_perm=112, params=(14, 8))
-    for d, row in enumerate(mine):
-        index.insert(d, datasketch.MinHash(num_perm=112, hashvalues=row, seed=1, scheme="affine32"))
-    theirs = datasketch.MinHash(num_perm=112, hashfunc=hash32)
-    theirs.update_batch(shingles(texts[0], 5))
-    keys = near_duplicates.band_keys(mine, 14, 8)
-    own = {d for d in range(3) if (keys[d] == keys[0]).any()}
-    assert set(index.query(theirs)) == own == {0, 1}
 
 
 def test_a_signature_estimates_the_jaccard_similarity():

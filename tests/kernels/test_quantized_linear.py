@@ -7,10 +7,9 @@ from puna.kernels import quantized_linear as module
 from puna.kernels.quantized_linear import (
     TYPES,
     low_precision_linear,
+    low_precision_linear_reference,
     quantize_rows,
     quantize_rows_reference,
-    quantized_linear,
-    quantized_linear_reference,
 )
 
 KINDS = ["int8", "fp8"]
@@ -44,20 +43,14 @@ def test_rounding_errs_by_half_a_step(kind, dtype):
 def test_products_equal_their_definition(kind, shape):
     """The quantised numbers are the same, so that only the sums' rounding is left."""
     T, D, N = shape
-    x, w, dy = draw(T, D).requires_grad_(), draw(N, D, seed=1), draw(T, N, seed=2)
-    q, scale = quantize_rows(w, kind)
-    y = quantized_linear(x, q, scale)
-    expected = quantized_linear_reference(x.detach(), q, scale, kind)
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-    (dx,) = torch.autograd.grad(y, x, dy)
+    x, w, dy = draw(T, D).requires_grad_(), draw(N, D, seed=1).requires_grad_(), draw(T, N, seed=2)
+    y = low_precision_linear(x, w, kind)
+    torch.testing.assert_close(y.detach(), low_precision_linear_reference(x.detach(), w.detach(), kind), rtol=1e-5, atol=1e-5)
+    dx, dw = torch.autograd.grad(y, (x, w), dy)
+    q, scale = quantize_rows(w.detach(), kind)
     g, scale_dy = quantize_rows_reference(dy * scale, kind)
     torch.testing.assert_close(dx, (g.float() * scale_dy[:, None]) @ q.float(), rtol=1e-5, atol=1e-5)
-    leaf = w.clone().requires_grad_()
-    trained = low_precision_linear(x, leaf, kind)
-    assert torch.equal(trained, y)
-    both = torch.autograd.grad(trained, (x, leaf), dy)
-    assert torch.equal(both[0], dx)
-    torch.testing.assert_close(both[1], dy.T @ x.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dw, dy.T @ x.detach(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("int8", 0.012), ("fp8", 0.04)])
@@ -74,8 +67,6 @@ def test_leading_axes_and_no_rows():
     w = draw(8, 16)
     assert low_precision_linear(draw(2, 3, 16), w, "int8").shape == (2, 3, 8)
     assert low_precision_linear(torch.zeros(0, 16), w, "int8").shape == (0, 8)
-    with pytest.raises(ValueError, match="as quantize_rows makes them"):
-        quantized_linear(draw(2, 16), w, torch.ones(8))
     with pytest.raises(ValueError, match="'int8' or 'fp8'"):
         low_precision_linear(draw(2, 16), w, "int4")
 
@@ -85,4 +76,3 @@ def test_registered_as_torch_expects(kind):
     checks = ("test_autograd_registration", "test_faketensor") + (("test_schema",) if kind == "int8" else ())  # it compares no FP8
     x, w = draw(4, 16).requires_grad_(), draw(8, 16, seed=1)
     torch.library.opcheck(module._low_precision_linear, (x, w.requires_grad_(), kind == "fp8"), test_utils=checks)
-    torch.library.opcheck(module._quantized_linear, (x, *quantize_rows(w.detach(), kind)), test_utils=checks)

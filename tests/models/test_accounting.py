@@ -28,11 +28,11 @@ LLAMA = {
 
 def shape(name: str) -> ModelConfig:
     vocabulary, width, feed_forward, layers, heads, groups, tied, _ = LLAMA[name]
-    return ModelConfig(vocabulary, width, feed_forward, layers, heads, groups, tie_word_embeddings=tied)
+    return ModelConfig(vocab_size=vocabulary, hidden_size=width, intermediate_size=feed_forward, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=groups, tie_word_embeddings=tied)
 
 
 def small(tied: bool = False) -> ModelConfig:
-    return ModelConfig(96, 32, 80, 3, 4, 2, tie_word_embeddings=tied)
+    return ModelConfig(vocab_size=96, hidden_size=32, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied)
 
 
 @pytest.mark.parametrize("name", LLAMA)
@@ -87,9 +87,9 @@ VARIANTS = {
     "dense": {},
     "biases and norms": {"qkv_bias": True, "o_bias": True, "qk_norm": True},
     "parallel": {"parallel_block": True},
-    "experts": {"moe": Moe(4, 2, 48)},
-    "latent": {"num_key_value_heads": 4, "mla": Mla(20, 8, 6, 10, q_lora_rank=16), "o_bias": True, "qkv_bias": True},
-    "latent, full queries": {"num_key_value_heads": 4, "mla": Mla(20, 8, 6, 10)},
+    "experts": {"moe": Moe(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)},
+    "latent": {"num_key_value_heads": 4, "mla": Mla(kv_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=6, v_head_dim=10, q_lora_rank=16), "o_bias": True, "qkv_bias": True},
+    "latent, full queries": {"num_key_value_heads": 4, "mla": Mla(kv_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=6, v_head_dim=10)},
     "window": {"sliding_window": 7, "sliding_layers": (1,)},
 }
 
@@ -122,7 +122,7 @@ def test_keys_seen_under_a_window(window: int) -> None:
 
 
 def test_activations_are_what_autograd_keeps() -> None:
-    config = ModelConfig(256, 128, 344, 4, 4, 2)
+    config = ModelConfig(vocab_size=256, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
     model = Transformer(config, generator=torch.Generator().manual_seed(0))
     forest = Forest.pack([list(range(200)), list(range(56))])
     kept: dict[int, int] = {}
@@ -145,11 +145,11 @@ def test_activations_are_what_autograd_keeps() -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        (ModelConfig(4096, 128, 352, 4, 4, 2), [512] * 2),
-        (ModelConfig(512, 256, 704, 4, 8, 8), [200] * 5),
-        (ModelConfig(2048, 64, 176, 6, 4, 4, tie_word_embeddings=True), [32] * 4),  # the first layer's moment
-        (ModelConfig(2048, 128, 352, 4, 4, 4, tie_word_embeddings=True), [32]),  # the end's
-        (ModelConfig(20_000, 64, 176, 2, 4, 2), [128] * 2),  # the output layer's
+        (ModelConfig(vocab_size=4096, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2), [512] * 2),
+        (ModelConfig(vocab_size=512, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8), [200] * 5),
+        (ModelConfig(vocab_size=2048, hidden_size=64, intermediate_size=176, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True), [32] * 4),  # the first layer's moment
+        (ModelConfig(vocab_size=2048, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True), [32]),  # the end's
+        (ModelConfig(vocab_size=20_000, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2), [128] * 2),  # the output layer's
     ],
 )
 def test_peak_memory_of_a_step_is_within_five_percent(shape: tuple[ModelConfig, list[int]], checkpointing: bool) -> None:

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from puna.models.checkpoint import load, save
 from puna.models.config import ModelConfig
-from puna.models.training.average import Ema, average, average_checkpoints
+from puna.models.training.average import average, average_checkpoints
 from puna.models.transformer import Transformer
 
-CONFIG = ModelConfig(19, 16, 32, 1, 2, 1)
+CONFIG = ModelConfig(vocab_size=19, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
 
 
 def model(seed: int) -> Transformer:
@@ -65,27 +64,7 @@ def test_average_checkpoints(tmp_path: Path):
             w * m.state_dict()[name].double() for w, m in zip([0.5, 0.25, 0.25], models, strict=True)
         )
         torch.testing.assert_close(value.double(), expected, atol=1e-8, rtol=1e-6)
-    save(Transformer(ModelConfig(19, 16, 48, 1, 2, 1), "lm", torch.Generator()), tmp_path / "other")
+    save(Transformer(ModelConfig(vocab_size=19, hidden_size=16, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1), "lm", torch.Generator()), tmp_path / "other")
     with pytest.raises(ValueError, match=r"config\.json"):
         average_checkpoints([folders[0], tmp_path / "other"], tmp_path / "bad")
     assert not (tmp_path / "bad").exists()
-
-
-def test_ema_by_hand():
-    made = nn.Linear(1, 1, bias=False)
-    with torch.no_grad():
-        made.weight.fill_(1.0)
-    ema = Ema(made, 0.75)
-    for value in (5.0, 9.0):
-        with torch.no_grad():
-            made.weight.fill_(value)
-        ema.update(made)
-    # .75 * 1 + .25 * 5 = 2; .75 * 2 + .25 * 9 = 3.75
-    assert ema.weights["weight"].item() == 3.75
-    with ema.applied(made):
-        assert made.weight.item() == 3.75
-    assert made.weight.item() == 9.0
-    ema.copy_to(made)
-    assert made.weight.item() == 3.75
-    with pytest.raises(ValueError, match="decay"):
-        Ema(made, 1.0)

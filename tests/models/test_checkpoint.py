@@ -12,7 +12,7 @@ from puna.models.forest import Forest
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
-CONFIG = ModelConfig(61, 32, 48, 2, 4, 2, head_dim=6, rope_theta=500_000.0, rms_norm_eps=1e-6)
+CONFIG = ModelConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=6, rope_theta=500_000.0, rms_norm_eps=1e-6)
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 
 
@@ -115,7 +115,7 @@ def test_the_tokenizer_travels_along(tmp_path):
     raw = json.loads((tmp_path / "config.json").read_text())
     assert (raw["bos_token_id"], raw["pad_token_id"]) == (tokenizer.bos, tokenizer.pad)
     stops = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
-    assert set(stops) == {tokenizer.eos, tokenizer.eot}
+    assert stops == list(tokenizer.stop_ids)
 
     from transformers import AutoTokenizer
 

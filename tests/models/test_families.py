@@ -25,20 +25,20 @@ SHAPE = {
     "initializer_range": 0.15,
     "rms_norm_eps": 1e-6,
 }
-LONG = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
+LONG = RopeScaling(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
 FAMILIES = {
     "llama": {},
     "llama_biased": {"qkv_bias": True, "o_bias": True},
     "llama_3.1": {"rope_theta": 500_000.0, "rope_scaling": LONG},
-    "llama_linear": {"rope_scaling": RopeScaling("linear", 4.0), "tie_word_embeddings": True},
+    "llama_linear": {"rope_scaling": RopeScaling(rope_type="linear", factor=4.0), "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", "sliding_window": 7},
     "qwen2": {"model_type": "qwen2", "qkv_bias": True},
     "qwen2_sliding": {"model_type": "qwen2", "qkv_bias": True, "sliding_window": 5, "sliding_layers": (1, 2)},
     "qwen3": {"model_type": "qwen3", "qk_norm": True, "tie_word_embeddings": True},
-    "mixtral": {"model_type": "mixtral", "moe": Moe(4, 2, 80), "sliding_window": 9},
-    "qwen3_moe": {"model_type": "qwen3_moe", "qk_norm": True, "moe": Moe(5, 2, 24, norm_topk_prob=False)},
-    "deepseek_v3": {"num_key_value_heads": 6, "head_dim": 0, "mla": Mla(20, 8, 6, 10, q_lora_rank=16)},
-    "deepseek_v3_full_q": {"num_key_value_heads": 6, "head_dim": 0, "mla": Mla(20, 8, 6, 10)},
+    "mixtral": {"model_type": "mixtral", "moe": Moe(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=80), "sliding_window": 9},
+    "qwen3_moe": {"model_type": "qwen3_moe", "qk_norm": True, "moe": Moe(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=False)},
+    "deepseek_v3": {"num_key_value_heads": 6, "head_dim": 0, "mla": Mla(kv_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=6, v_head_dim=10, q_lora_rank=16)},
+    "deepseek_v3_full_q": {"num_key_value_heads": 6, "head_dim": 0, "mla": Mla(kv_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=6, v_head_dim=10)},
 }
 
 
@@ -268,11 +268,11 @@ def test_layouts_that_cannot_hold_a_model_are_refused():
     with pytest.raises(ValueError, match="'qwen2' cannot hold a model with no variation"):
         ModelConfig(**SHAPE, model_type="qwen2")
     assert ModelConfig(**SHAPE, sliding_window=4).model_type == "mistral"
-    assert ModelConfig(**SHAPE, moe=Moe(4, 2, 80)).model_type == "mixtral"
-    assert ModelConfig(**SHAPE, moe=Moe(4, 2, 24)).model_type == "puna"
-    with pytest.raises(ValueError, match="num_experts_per_tok must lie in 1..num_experts"):
-        Moe(4, 5, 80)
-    with pytest.raises(ValueError, match=r"sliding_layers \(3,\) must be layers of 0..2"):
+    assert ModelConfig(**SHAPE, moe=Moe(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=80)).model_type == "mixtral"
+    assert ModelConfig(**SHAPE, moe=Moe(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)).model_type == "puna"
+    with pytest.raises(ValueError, match="num_experts_per_tok 5 exceeds num_experts 4"):
+        Moe(num_experts=4, num_experts_per_tok=5, moe_intermediate_size=80)
+    with pytest.raises(ValueError, match=r"sliding_layers \[3\] must be layers of 0..2"):
         ModelConfig(**SHAPE, sliding_window=4, sliding_layers=(3,))
 
 
@@ -320,7 +320,7 @@ def test_gguf_files_load_and_save_as_safetensors(tmp_path):
 
     from puna.models.hub import PunaForCausalLM
 
-    config = ModelConfig(64, 64, 96, 2, 4, 2, head_dim=16, rope_theta=500_000.0, initializer_range=0.1)
+    config = ModelConfig(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, rope_theta=500_000.0, initializer_range=0.1)
     model = Transformer(config, generator=torch.Generator().manual_seed(0))
     write_gguf(model, tmp_path / "tiny.gguf")
     hub = PunaForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)

@@ -13,7 +13,7 @@ from puna.models.generation import Engine, Sampling, draw
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
-CONFIG = ModelConfig(83, 32, 48, 2, 4, 2, initializer_range=0.3)
+CONFIG = ModelConfig(vocab_size=83, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
 NEVER: tuple[int, ...] = ()
 
 
@@ -203,11 +203,11 @@ def test_progress_counts_answers(model):
 def test_the_tokenizer_names_the_default_stop(model):
     tokenizer = Tokenizer.train(["aaa"], 262)
     small = Transformer(
-        ModelConfig(tokenizer.vocab_size, 8, 8, 1, 1, 1), generator=torch.Generator().manual_seed(0)
+        ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1), generator=torch.Generator().manual_seed(0)
     )
     (row,) = Engine(small, tokenizer).generate([[70]], Sampling(n=300, max_tokens=40), seed=0)
     assert any(answer.finished for answer in row)
-    assert all(answer.finished == (answer.tokens[-1] == tokenizer.eot) for answer in row)
+    assert all(answer.finished == (answer.tokens[-1] in tokenizer.stop_ids) for answer in row)
     with pytest.raises(ValueError, match="no tokenizer to name the end of turn"):
         Engine(small).generate([[1]], Sampling(), seed=0)
 

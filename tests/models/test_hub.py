@@ -11,7 +11,7 @@ from puna.models.forest import Forest
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
-CONFIG = ModelConfig(61, 32, 48, 2, 4, 2, head_dim=8, rope_theta=500_000.0, initializer_range=0.2)
+CONFIG = ModelConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, rope_theta=500_000.0, initializer_range=0.2)
 
 
 def build(head="lm", **changes):

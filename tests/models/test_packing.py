@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puna.models.training import objectives as o
-from puna.models.training.packing import Sampler, pack, pack_documents, step_indices
+from puna.models.training.packing import Sampler, pack, step_indices
 
 
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 5))
@@ -34,18 +34,6 @@ def test_pack(lengths: list[int], capacity: int):
 def test_pack_refuses_what_fits_no_row():
     with pytest.raises(ValueError, match="example 1 has 9 tokens"):
         pack([3, 9], 8)
-
-
-@given(st.lists(st.integers(0, 15), max_size=12), st.integers(1, 10))
-@settings(max_examples=60, deadline=None)
-def test_pack_documents(sizes: list[int], length: int):
-    documents = [[1000 * d + i for i in range(n)] for d, n in enumerate(sizes)]
-    rows, pieces = pack_documents(documents, length)
-    stream = [t for d in documents for t in d]
-    assert rows.shape == (len(stream) // length, length)
-    assert rows.flatten().tolist() == stream[: rows.size]
-    for row, parts in zip(rows.tolist(), pieces, strict=True):
-        assert [t // 1000 for t in row] == [d for d, n in parts for _ in range(n)]
 
 
 def test_sampler_gives_the_same_batch_for_a_step():

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from puna.models.tokenizer import SMALLEST_VOCABULARY, SPECIAL_TOKENS, Tokenizer
 
+EOT = 4
 TEXTS = [
     "The quick brown fox doesn't jump over 12345 lazy dogs.",
     "Él niño comió una manzana; où est la bibliothèque?",
@@ -44,19 +45,14 @@ def test_text_never_becomes_a_special_token(tokenizer: Tokenizer, text: str):
     ids = tokenizer.encode(text)
     assert not tokenizer.special & set(ids)
     assert tokenizer.decode(ids) == text
-    assert tokenizer.chat([{"role": "user", "content": text}]).count(tokenizer.eot) == 1
+    assert tokenizer.chat([{"role": "user", "content": text}], add_generation_prompt=False).count(EOT) == 1
 
 
 def test_special_tokens_have_the_first_ids(tokenizer: Tokenizer):
-    ids = [
-        tokenizer.bos,
-        tokenizer.eos,
-        tokenizer.start_header,
-        tokenizer.end_header,
-        tokenizer.eot,
-        tokenizer.pad,
-    ]
-    assert ids == [0, 1, 2, 3, 4, 5]
+    ids = [0, 1, 2, 3, 4, 5]
+    assert tokenizer.special == set(ids)
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (0, 1, 5)
+    assert tokenizer.stop_ids == (1, EOT)
     assert tokenizer.decode(ids) == "".join(SPECIAL_TOKENS)
     assert tokenizer.decode([tokenizer.bos, *tokenizer.encode("hi")], skip_special_tokens=True) == "hi"
 
@@ -128,46 +124,35 @@ def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path):
         Tokenizer.load(tmp_path / "nowhere")
 
 
-def test_chat_by_hand(tokenizer: Tokenizer):
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hi \n"}]
-    text = (
-        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-    )
-    assert tokenizer.decode(tokenizer.chat(messages)) == text
-    asked = tokenizer.chat(messages, add_generation_prompt=True)
-    assert tokenizer.decode(asked) == text + "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    assert asked[: len(tokenizer.chat(messages))] == tokenizer.chat(messages)
+def by_hand(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
+    """Llama 3's dialogue format, token by token."""
+    ids = [0]
+    for message in messages:
+        header = [2, *tokenizer.encode(message["role"]), 3, *tokenizer.encode("\n\n")]
+        ids += [*header, *tokenizer.encode(message["content"].strip()), EOT]
+    return ids
 
 
-def test_render_pair(tokenizer: Tokenizer):
-    prompt, answer, mask = tokenizer.render_pair("Hi", "yes 12 ")
-    assert prompt == tokenizer.chat([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
-    assert answer == [*tokenizer.encode("yes 12"), tokenizer.eot]
-    assert mask == [False] * (len(answer) - 1) + [True]
-    assert prompt + answer == tokenizer.chat(
-        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes 12"}]
-    )
-    _, cut, mask = tokenizer.render_pair([{"role": "user", "content": "Hi"}], "yes", finished=False)
-    assert cut == tokenizer.encode("yes") and not any(mask)
+CONTENT = st.lists(st.sampled_from([*SPECIAL_TOKENS, " ", "\n", "a", "'s", "12", "é", "\ufdd0", "<|", "|>"]) | st.text(max_size=3)).map("".join)
 
 
-def test_format_mask_covers_headers(tokenizer: Tokenizer):
-    yes, role, line = (tokenizer.encode(t) for t in ("yes", "assistant", "\n\n"))
-    ids = [
-        *yes,
-        tokenizer.eot,
-        tokenizer.start_header,
-        *role,
-        tokenizer.end_header,
-        *line,
-        *yes,
-        tokenizer.eot,
-    ]
-    flags = [False] * len(yes) + [True] * (3 + len(role) + len(line)) + [False] * len(yes) + [True]
-    assert tokenizer.format_mask(ids) == flags
-    # A header that never closes is one format token, not the rest of the answer.
-    assert tokenizer.format_mask([tokenizer.start_header, *yes]) == [True] + [False] * len(yes)
+@given(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), CONTENT), min_size=1, max_size=3))
+@settings(max_examples=200, deadline=None)
+def test_chat_by_hand(tokenizer: Tokenizer, turns: list[tuple[str, str]]):
+    messages = [{"role": role, "content": content} for role, content in turns]
+    expected = by_hand(tokenizer, messages)
+    assert tokenizer.chat(messages, add_generation_prompt=False) == expected
+    header = [2, *tokenizer.encode("assistant"), 3, *tokenizer.encode("\n\n")]
+    assert tokenizer.chat(messages) == [*expected, *header]
+
+
+@given(CONTENT, CONTENT, st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_render_pair(tokenizer: Tokenizer, asked: str, said: str, finished: bool):
+    prompt, answer, mask = tokenizer.render_pair(asked, said, finished)
+    assert prompt == tokenizer.chat([{"role": "user", "content": asked}])
+    assert answer == tokenizer.encode(said.strip()) + [EOT] * finished
+    assert mask == [False] * (len(answer) - finished) + [True] * finished
 
 
 def test_transformers_gives_the_same_ids(tokenizer: Tokenizer, tmp_path: Path):

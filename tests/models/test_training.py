@@ -19,12 +19,14 @@ from torch import nn
 
 from puna.models.config import ModelConfig
 from puna.models.training import objectives as o
-from puna.models.training.loop import TrainConfig, TrainingDiverged, Updater, train, weights_digest
+from puna.models.training.loop import TrainConfig, Trainer, TrainingDiverged, train, weights_digest
 from puna.models.training.state import load_state, save_state
-from puna.models.training.updater import TIMED, undecayed
+from puna.models.training.trainer import TIMED, undecayed
 from puna.models.transformer import Transformer
 
-CONFIG = ModelConfig(19, 16, 32, 2, 4, 2, tie_word_embeddings=True)
+from .nested import nested
+
+CONFIG = ModelConfig(vocab_size=19, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
 
 
 def model(seed: int = 0) -> Transformer:
@@ -40,7 +42,7 @@ def batches(step: int) -> list[o.Targets]:
 
 
 def rates(**settings: object) -> list[float]:
-    config = TrainConfig(learning_rate=1.0, **settings)
+    config = TrainConfig(**nested(learning_rate=1.0, **settings))
     return [config.rate(step) for step in range(1, config.steps + 1)]
 
 
@@ -93,19 +95,19 @@ def test_a_rate_rises_to_the_peak_and_never_again(schedule: str, length: int, wa
         {"average": 2},
         {"anneal_steps": 11},
         {"schedule": "constant", "final_ratio": 0.1},
-        {"clip": 0.0},
+        {"max_grad_norm": 0.0},
     ],
 )
 def test_a_wrong_configuration_is_refused(wrong: dict):
     with pytest.raises(ValueError, match=next(iter(set(wrong) - {"final_ratio"})).split("_")[0]):
-        TrainConfig(**{"steps": 10, "learning_rate": 1.0, **wrong})
+        TrainConfig(**nested(**{"steps": 10, "learning_rate": 1.0, **wrong}))
 
 
 # ---- the loop -----------------------------------------------------------------------------------------
 
 
 def test_a_step_is_adamw_by_hand():
-    made, config = model(), TrainConfig(steps=1, learning_rate=0.01, weight_decay=0.1, clip=0.05)
+    made, config = model(), TrainConfig(steps=1, schedule={"learning_rate": 0.01}, optimizer={"weight_decay": 0.1, "max_grad_norm": 0.05})
     reference = model()
     loss, _ = o.LanguageModeling()(reference, batches(1)[0])
     loss.backward()
@@ -136,7 +138,7 @@ def test_accumulation_does_not_change_the_step():
         documents = [d for part in batches(step) for d in part.forest.tokens.view(3, 11).tolist()]
         return o.Targets.from_documents(documents)
 
-    config = TrainConfig(steps=3, learning_rate=1e-3)
+    config = TrainConfig(steps=3, schedule={"learning_rate": 1e-3})
     one, two = model(), model()
     rows = (
         train(one, o.LanguageModeling(), whole, config, 0),
@@ -152,7 +154,7 @@ def test_a_plain_function_is_an_objective_but_cannot_be_split():
         loss = -o.target_logprobs(made, batch).mean()
         return loss, {"double": 2 * loss.detach()}
 
-    config = TrainConfig(steps=1, learning_rate=1e-3)
+    config = TrainConfig(steps=1, schedule={"learning_rate": 1e-3})
     row = train(model(), objective, lambda step: batches(step)[0], config, 0)[0]
     assert row["double"] == pytest.approx(2 * row["loss"])
     with pytest.raises(TypeError, match="totals"):
@@ -165,9 +167,9 @@ class Poisoned(o.LanguageModeling):
     def __init__(self, at: set[int]) -> None:
         self.at, self.calls = at, 0
 
-    def share(self, made, batch, totals):
+    def loss(self, made, batch, totals):
         self.calls += 1
-        loss, metrics = super().share(made, batch, totals)
+        loss, metrics = super().loss(made, batch, totals)
         return (loss * math.nan, metrics) if self.calls in self.at else (loss, metrics)
 
 
@@ -180,7 +182,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
         made,
         Poisoned({2, 3}),
         single,
-        TrainConfig(steps=5, learning_rate=1e-2, max_skipped=3),
+        TrainConfig(steps=5, schedule={"learning_rate": 1e-2}, optimizer={"max_skipped": 3}),
         0,
         on_step=lambda row: digests.append(weights_digest(made)),
     )
@@ -189,12 +191,12 @@ def test_a_step_that_is_not_finite_changes_nothing():
     assert math.isnan(rows[1]["loss"]) and math.isfinite(rows[4]["loss"])
     with pytest.raises(TrainingDiverged, match="3 steps in a row, up to step 4"):
         train(
-            model(), Poisoned({2, 3, 4}), single, TrainConfig(steps=9, learning_rate=1e-2, max_skipped=3), 0
+            model(), Poisoned({2, 3, 4}), single, TrainConfig(steps=9, schedule={"learning_rate": 1e-2}, optimizer={"max_skipped": 3}), 0
         )
 
 
 def test_annealing_ends_with_the_averaged_weights():
-    config = TrainConfig(steps=10, learning_rate=1e-2, anneal_steps=5, average=2)
+    config = TrainConfig(steps=10, schedule={"learning_rate": 1e-2, "anneal_steps": 5, "average": 2})
     assert config.averaged_steps() == {8, 10}
     made, kept = model(), {}
 
@@ -209,8 +211,8 @@ def test_annealing_ends_with_the_averaged_weights():
 class Dropping(o.LanguageModeling):
     """Uses torch's default generator, as the dropout of an adapter does."""
 
-    def share(self, made, batch, totals):
-        loss, metrics = super().share(made, batch, totals)
+    def loss(self, made, batch, totals):
+        loss, metrics = super().loss(made, batch, totals)
         return loss * torch.rand(()), metrics
 
 
@@ -218,19 +220,19 @@ class Stop(Exception):
     pass
 
 
-RESUMED = TrainConfig(steps=9, learning_rate=1e-2, warmup_steps=2, anneal_steps=4, average=3)
+RESUMED = TrainConfig(steps=9, schedule={"learning_rate": 1e-2, "warmup_steps": 2, "anneal_steps": 4, "average": 3})
 
 
 def test_bf16_keeps_fp32_weights(tmp_path: Path):
     config = {"steps": 4, "learning_rate": 1e-2, "anneal_steps": 2, "average": 2}
     full, half, resumed = model(), model(), model()
-    expected = train(full, o.LanguageModeling(), batches, TrainConfig(**config), 0)
+    expected = train(full, o.LanguageModeling(), batches, TrainConfig(**nested(**config)), 0)
     kinds = set()
 
     def note(row: dict) -> None:
         kinds.update(p.dtype for p in half.parameters())
 
-    bf16 = TrainConfig(**config, precision="bf16")
+    bf16 = TrainConfig(**nested(precision="bf16", **config))
     log = train(half, o.LanguageModeling(), batches, bf16, 0, on_step=note)
     assert kinds == {torch.bfloat16}
     for row, other in zip(log, expected, strict=True):
@@ -284,14 +286,14 @@ def test_kill_nine_and_resume(tmp_path: Path):
         import sys, time
         from pathlib import Path
         sys.path.insert(0, sys.argv[2])
-        from test_training import Dropping, RESUMED, batches, model, train
+        from tests.models.test_training import Dropping, RESUMED, batches, model, train
         def slow(row):
             print(row["step"], flush=True)
             time.sleep(0.05)
         train(model(), Dropping(), batches, RESUMED, 3, Path(sys.argv[1]), 1, slow)
         """
     )
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path), here],
@@ -314,7 +316,7 @@ def test_kill_nine_and_resume(tmp_path: Path):
 
 
 def test_a_foreign_checkpoint_is_refused(tmp_path: Path):
-    config = TrainConfig(steps=2, learning_rate=1e-3)
+    config = TrainConfig(steps=2, schedule={"learning_rate": 1e-3})
     train(model(), o.LanguageModeling(), batches, config, 0, tmp_path)
     with pytest.raises(ValueError, match="seed was 0"):
         train(model(), o.LanguageModeling(), batches, config, 1, tmp_path)
@@ -327,14 +329,14 @@ def test_only_what_needs_a_gradient_is_trained_and_kept(tmp_path: Path):
     for name, parameter in made.named_parameters():
         parameter.requires_grad_("mlp" in name)
     before = {name: p.detach().clone() for name, p in made.named_parameters()}
-    train(made, o.LanguageModeling(), batches, TrainConfig(steps=2, learning_rate=1e-2), 0, tmp_path)
+    train(made, o.LanguageModeling(), batches, TrainConfig(steps=2, schedule={"learning_rate": 1e-2}), 0, tmp_path)
     for name, parameter in made.named_parameters():
         assert torch.equal(parameter, before[name]) != ("mlp" in name)
     found = load_state(tmp_path)
     assert found is not None and all("mlp" in name for name in found[0])
     made.requires_grad_(False)
     with pytest.raises(ValueError, match="gradient"):
-        Updater(made, o.LanguageModeling(), TrainConfig(steps=2, learning_rate=1e-2))
+        Trainer(made, o.LanguageModeling(), TrainConfig(steps=2, schedule={"learning_rate": 1e-2}))
 
 
 def test_a_half_written_checkpoint_does_not_count(tmp_path: Path):
@@ -354,5 +356,5 @@ def test_the_mode_of_the_model_is_put_back():
         assert m.training
         return m(batch).square().mean(), {}
 
-    train(made, objective, lambda step: torch.ones(3, 2), TrainConfig(steps=1, learning_rate=0.1), 0)
+    train(made, objective, lambda step: torch.ones(3, 2), TrainConfig(steps=1, schedule={"learning_rate": 0.1}), 0)
     assert not made.training

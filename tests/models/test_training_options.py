@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -18,15 +17,17 @@ from puna.models import accounting, transformer
 from puna.models.config import ModelConfig, Moe
 from puna.models.training import objectives as o
 from puna.models.training.adamw import AdamW
-from puna.models.training.loop import TrainConfig, TrainingDiverged, Updater, train, weights_digest
+from puna.models.training.loop import TrainConfig, Trainer, TrainingDiverged, train, weights_digest
 from puna.models.training.muon import Muon, inner_matrices, orthogonalise
-from puna.models.training.packing import Sampler, cut_lengths, pack, step_indices
+from puna.models.training.packing import Sampler, pack, step_indices
 from puna.models.training.schedules import Ramp
 from puna.models.training.spikes import NO_LIMITS, spike_limits
 from puna.models.transformer import Linear, Transformer
 
-CONFIG = ModelConfig(19, 16, 32, 2, 4, 2)
-EXPERTS = dataclasses.replace(CONFIG, moe=Moe(4, 2, 32, router_aux_loss_coef=0.1), model_type="mixtral")
+from .nested import nested
+
+CONFIG = ModelConfig(vocab_size=19, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+EXPERTS = CONFIG.replace(moe=Moe(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, router_aux_loss_coef=0.1), model_type="mixtral")
 
 
 def model(config: ModelConfig = CONFIG, seed: int = 0) -> Transformer:
@@ -96,18 +97,16 @@ def test_muon_trains_the_matrices_inside_the_layers_and_adamw_the_rest():
         experts = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
         dense = {f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
         assert ends == attention | (dense if config is CONFIG else experts)
-        updater = Updater(made, o.LanguageModeling(), TrainConfig(steps=9, learning_rate=0.01, optimizer="muon"))
-        trained = [w for opt in updater.optimizers for group in opt.param_groups for w in group["params"]]
+        trainer = Trainer(made, o.LanguageModeling(), TrainConfig(steps=9, schedule={"learning_rate": 0.01}, optimizer={"name": "muon"}))
+        trained = [w for opt in trainer.optimizers for group in opt.param_groups for w in group["params"]]
         assert sorted(map(id, trained)) == sorted(map(id, made.parameters()))
         assert {id(p) for n, p in made.named_parameters() if n in names} == {
-            id(p) for p in updater.optimizers[0].param_groups[0]["params"]
+            id(p) for p in trainer.optimizers[0].param_groups[0]["params"]
         }
 
 
 def test_muon_learns_faster_than_nothing_and_resumes_to_the_same_bits(tmp_path: Path):
-    config = TrainConfig(
-        steps=12, learning_rate=0.02, optimizer="muon", ema=0.8, spike_window=8, activation_checkpointing=True
-    )
+    config = TrainConfig(steps=12, schedule={"learning_rate": 0.02, "ema": 0.8}, optimizer={"name": "muon", "spike_window": 8}, compute={"activation_checkpointing": True})
 
     class Stop(Exception):
         pass
@@ -137,7 +136,7 @@ def test_muon_learns_faster_than_nothing_and_resumes_to_the_same_bits(tmp_path: 
 def test_a_run_ends_with_the_moving_average():
     seen: list[dict[str, torch.Tensor]] = []
     made = model()
-    config = TrainConfig(steps=5, learning_rate=0.01, ema=0.75)
+    config = TrainConfig(steps=5, schedule={"learning_rate": 0.01, "ema": 0.75})
     train(
         made, o.LanguageModeling(), batches, config, 0,
         on_step=lambda _: seen.append({n: p.detach().clone() for n, p in made.named_parameters()}),
@@ -164,7 +163,7 @@ def test_a_spike_is_skipped_and_logged():
         loss, metrics = o.LanguageModeling()(made, batch)
         return loss * (100.0 if spiking else 1.0), metrics
 
-    config = TrainConfig(steps=14, learning_rate=0.01, spike_window=8, max_skipped=2)
+    config = TrainConfig(steps=14, schedule={"learning_rate": 0.01}, optimizer={"spike_window": 8, "max_skipped": 2})
     made, weights, spiking = model(), [], False
 
     def on_step(row: dict) -> None:
@@ -191,8 +190,8 @@ def test_a_spike_is_skipped_and_logged():
 
 def test_a_layer_computed_again_keeps_no_graph_alive():
     made = model(EXPERTS)
-    with Updater(made, o.LanguageModeling(), TrainConfig(steps=1, learning_rate=0.01, activation_checkpointing=True)) as updater:
-        assert updater.step(1, batches(1)[0], seed=0)["balance_loss"] > 0
+    with Trainer(made, o.LanguageModeling(), TrainConfig(steps=1, schedule={"learning_rate": 0.01}, compute={"activation_checkpointing": True})) as trainer:
+        assert trainer.step(1, batches(1)[0], seed=0)["balance_loss"] > 0
     assert all(layer.mlp.balance is None for layer in made.model.layers)
 
 
@@ -201,7 +200,7 @@ def test_activation_checkpointing_changes_no_number(config: ModelConfig):
     results = []
     for checkpointing in (False, True):
         made = model(config)
-        settings_ = TrainConfig(steps=3, learning_rate=0.01, activation_checkpointing=checkpointing)
+        settings_ = TrainConfig(steps=3, schedule={"learning_rate": 0.01}, compute={"activation_checkpointing": checkpointing})
         log = train(made, o.LanguageModeling(), batches, settings_, 0)
         results.append(([row["loss"] for row in log], weights_digest(made)))
     assert results[0] == results[1]
@@ -219,17 +218,17 @@ def test_balance_is_part_of_the_loss_by_share_of_tokens():
         (g,) = torch.autograd.grad(share, made.model.layers[0].mlp.gate.weight)
         total, gradient = total + share.item(), gradient + g
     other = model(EXPERTS)
-    updater = Updater(other, o.LanguageModeling(), TrainConfig(steps=9, learning_rate=1e-9, clip=None))
+    trainer = Trainer(other, o.LanguageModeling(), TrainConfig(steps=9, schedule={"learning_rate": 1e-9}, optimizer={"max_grad_norm": None}))
     seen = {}
     other.model.layers[0].mlp.gate.weight.register_hook(lambda g: seen.update(g=seen.get("g", 0) + g))
-    log = updater.step(1, rows, 0)
+    log = trainer.step(1, rows, 0)
     assert log["loss"] == pytest.approx(total, rel=1e-6)
     assert 0.1 < log["balance_loss"] < 0.5
     torch.testing.assert_close(seen["g"], gradient)
 
 
 def test_the_log_holds_speed_and_utilization():
-    row = train(model(), o.LanguageModeling(), batches, TrainConfig(steps=1, learning_rate=0.01), 0)[0]
+    row = train(model(), o.LanguageModeling(), batches, TrainConfig(steps=1, schedule={"learning_rate": 0.01}), 0)[0]
     assert row["tokens_per_second"] == pytest.approx(66 / row["seconds"])
     flops = accounting.training_flops(CONFIG, [11] * 6)
     assert row["model_flops_utilization"] == pytest.approx(
@@ -254,13 +253,6 @@ def test_a_ramp_neither_skips_nor_repeats_examples(values: list[int], steps: int
     for epochs in (0.5, 1.0, 3.0):
         enough = next(k for k in range(1, 999) if ramp.before(k + 1) >= epochs * count)
         assert sampler.steps(epochs) == enough
-
-
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 20))
-@settings(max_examples=60, deadline=None)
-def test_cut_lengths_cuts_at_documents_and_multiples(lengths: list[int], length: int):
-    ends = set(np.cumsum(lengths).tolist()) | set(range(length, sum(lengths), length))
-    assert np.cumsum(cut_lengths(lengths, length)).tolist() == sorted(ends)
 
 
 @given(st.lists(st.integers(1, 50), max_size=40))
@@ -315,7 +307,7 @@ def test_training_in_8_bits_follows_full_precision(kind, bound: float, checkpoin
 
     def run(**how: object) -> tuple[list[float], Transformer]:
         made = model()
-        settings_ = TrainConfig(steps=30, learning_rate=0.02, activation_checkpointing=checkpointing, **how)
+        settings_ = TrainConfig(**nested(steps=30, learning_rate=0.02, activation_checkpointing=checkpointing, **how))
         log = train(made, o.LanguageModeling(), lambda step: batches(step % 3), settings_, seed=1)
         return [row["loss"] for row in log], made
 
@@ -328,12 +320,12 @@ def test_training_in_8_bits_follows_full_precision(kind, bound: float, checkpoin
     assert all(m.eight_bits is None for m in made.modules() if isinstance(m, Linear))
 
 
-@pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, qkv_bias=True, model_type="")])
+@pytest.mark.parametrize("config", [CONFIG, CONFIG.replace(qkv_bias=True, model_type="")])
 def test_only_the_layers_matrices_are_in_8_bits_and_only_where_a_gradient_is_kept(config: ModelConfig, monkeypatch: pytest.MonkeyPatch):
     made, used, original = model(config), [], transformer.low_precision_linear
     monkeypatch.setattr(transformer, "low_precision_linear", lambda x, w, k: used.append((id(w), k)) or original(x, w, k))
-    with Updater(made, o.LanguageModeling(), TrainConfig(steps=3, learning_rate=0.01, linear_precision="int8")) as updater:
-        updater.step(1, batches(1, 1), seed=0)
+    with Trainer(made, o.LanguageModeling(), TrainConfig(steps=3, schedule={"learning_rate": 0.01}, compute={"linear_precision": "int8"})) as trainer:
+        trainer.step(1, batches(1, 1), seed=0)
         names = {id(p): name for name, p in made.named_parameters()}
         assert sorted(names[w] for w, _ in used) == sorted(inner_matrices(made)) and {k for _, k in used} == {"int8"}
         used.clear()
@@ -343,15 +335,15 @@ def test_only_the_layers_matrices_are_in_8_bits_and_only_where_a_gradient_is_kep
 
 
 def test_8_bits_are_refused_where_they_cannot_be_used(monkeypatch: pytest.MonkeyPatch):
-    asked = TrainConfig(steps=3, learning_rate=0.01, linear_precision="fp8")
+    asked = TrainConfig(steps=3, schedule={"learning_rate": 0.01}, compute={"linear_precision": "fp8"})
     with pytest.raises(ValueError, match="mixture of experts is not trained in 8 bits"):
-        Updater(model(EXPERTS), o.LanguageModeling(), asked)
+        Trainer(model(EXPERTS), o.LanguageModeling(), asked)
     with pytest.raises(ValueError, match="no decoder layer"):
-        Updater(torch.nn.Linear(3, 3), o.LanguageModeling(), asked)
+        Trainer(torch.nn.Linear(3, 3), o.LanguageModeling(), asked)
     monkeypatch.setattr(quantized_linear, "capability", lambda device: 80)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     with pytest.raises(ValueError, match=r"A100 \(compute capability 8.0\) has no FP8 products"):
         quantized_linear.require_products("fp8", torch.device("cuda"))
     quantized_linear.require_products("int8", torch.device("cuda"))
-    with pytest.raises(ValueError, match="linear_precision must be"):
-        TrainConfig(steps=3, learning_rate=0.01, linear_precision="int4")
+    with pytest.raises(ValueError, match="linear_precision\n.*'same', 'int8' or 'fp8'"):
+        TrainConfig(steps=3, schedule={"learning_rate": 0.01}, compute={"linear_precision": "int4"})

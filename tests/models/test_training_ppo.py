@@ -12,10 +12,12 @@ import torch
 from puna.models.config import ModelConfig
 from puna.models.training import objectives as o
 from puna.models.training.loop import weights_digest
-from puna.models.training.ppo import PpoConfig, adapt_kl, reward_model_scorer, train_ppo
+from puna.models.training.ppo import PpoSettings, adapt_kl, reward_model_scorer, train_ppo
 from puna.models.transformer import Transformer
 
-CONFIG = ModelConfig(12, 16, 32, 1, 2, 1)
+from .nested import nested
+
+CONFIG = ModelConfig(vocab_size=12, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
 STOP = 0
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7, 8]]
 
@@ -29,14 +31,14 @@ def share_of_nines(prompts, completions):
     return [[sum(t == 9 for t in c.tokens) / len(c.tokens) for c in row] for row in completions]
 
 
-def run(config: PpoConfig, policy: Transformer, scorer=share_of_nines, **more):
+def run(config: PpoSettings, policy: Transformer, scorer=share_of_nines, **more):
     critic = more.pop("critic", None) or model("scalar", 1)
     return train_ppo(policy, model(), scorer, critic, PROMPTS, [STOP], config, seed=0, **more)
 
 
-def settings(**more) -> PpoConfig:
-    return PpoConfig(
-        **{
+def settings(**more) -> PpoSettings:
+    return PpoSettings(
+        **nested(**{
             "rollouts": 2,
             "prompts": 4,
             "answers": 4,
@@ -44,9 +46,11 @@ def settings(**more) -> PpoConfig:
             "learning_rate": 1e-2,
             "critic_learning_rate": 1e-2,
             "kl_coefficient": 0.01,
-            "capacity": 64,
+            "schedule": "constant",
+            "warmup_steps": 0,
+            "micro_batch_tokens": 64,
             **more,
-        }
+        })
     )
 
 
@@ -122,7 +126,7 @@ def test_the_reward_models_scores_do_not_depend_on_the_rows():
 
     def keep(prompts, completions):
         seen["asked"] = (prompts, completions)
-        scores = reward_model_scorer(made, capacity=24)(prompts, completions)
+        scores = reward_model_scorer(made, row_tokens=24)(prompts, completions)
         seen["scores"] = scores
         return scores
 

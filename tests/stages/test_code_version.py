@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import shutil
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from puna.stages.contract import code, syntax
+from puna.stages.contract import canonical, code, libraries, sources, syntax
+from puna.storage import PunaError
 
 FILES = {
     "stages/__init__.py": "",
@@ -60,26 +61,30 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(textwrap.dedent(text))
-    monkeypatch.setattr(code, "ROOT", tmp_path)
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    monkeypatch.setattr(sources, "_AT_START", {})
     return tmp_path
 
 
 def version() -> str:
-    return code.version(code.reached("puna.stages.work", "work"))
+    """The version in a new process: what was imported in this one is forgotten."""
+    sources._AT_START.clear()
+    return code.version(code.reached(("puna.stages.work", "work"), ("puna.stages.work", "Config")))
 
 
 def edit(tree: Path, name: str, old: str, new: str) -> None:
     file = tree / name
     text = file.read_text()
     assert old in text
-    file.write_text(text.replace(old, new) + "\n" * len(new))
+    file.write_text(text.replace(old, new))
+    sources._AT_START.clear()
 
 
 def test_reaches_through_imports_classes_constants_and_lazy_imports(tree: Path) -> None:
-    assert set(code.reached("puna.stages.work", "work")) == {
+    assert set(code.reached(("puna.stages.work", "work"))) == {
         "puna.stages.work.work", "puna.stages.work.LIMIT", "puna.stages.helpers.helper", "puna.stages.helpers.WORDS",
         "puna.stages.helpers:words.txt", "puna.stages.helpers.Counter", "puna.stages.helpers.Base", "puna.stages.late.lately",
-        "puna.models.tool.measure", "puna.models.tool.RULES",
+        "puna.models.tool.measure", "puna.models.tool.RULES", "contract",
     }  # fmt: skip
 
 
@@ -113,20 +118,97 @@ def test_comments_docstrings_and_unrelated_code_do_not_count(tree: Path, name: s
     ],
 )
 def test_an_edit_of_reached_code_counts_and_is_named(tree: Path, name: str, old: str, new: str, symbol: str) -> None:
-    before = code.reached("puna.stages.work", "work")
+    before = code.reached(("puna.stages.work", "work"))
     edit(tree, name, old, new)
-    after = code.reached("puna.stages.work", "work")
+    after = code.reached(("puna.stages.work", "work"))
     assert {s for s in before if before[s] != after.get(s)} == {symbol}
     assert code.version(before) != code.version(after)
 
 
-def test_descriptions_of_fields_do_not_count(tree: Path) -> None:
-    (tree / "stages/work.py").write_text("def work():\n    return Field(1, ge=0, description='a')\n")
-    first = version()
-    (tree / "stages/work.py").write_text("def work():\n    return Field(1, ge=0, description='another')\n")
-    assert version() == first
-    (tree / "stages/work.py").write_text("def work():\n    return Field(1, ge=-1, description='another')\n")
-    assert version() != first
+SAME = """
+class Config(Base):
+    '''A docstring.'''
+    limit: int = Field(3, ge=0, description="a")
+    name: str = Field("x")
+
+def work(documents: list[str], config: Config, run) -> None:
+    best = 0
+    for document in documents:
+        length = len(document)
+        if length > config.limit and (longest := max(best, length)):
+            best = longest
+        try:
+            value = {key: [y for y in key] for key, other in documents}
+        except ValueError as error:
+            raise KeyError(f"{error}: no text") from error
+    def nested(a):
+        nonlocal best
+        best += a + length
+        return [best for best in a]
+    with open("x") as handle:
+        match handle.read():
+            case [first, *rest] if first:
+                assert rest, "nothing left"
+    return nested(best), value, lambda inner: inner + best
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('ge=0, description="a"', 'ge=-1, description="another"'),
+        ("limit: int", "limit: float"),
+        ('Field("x")', 'Field("x", max_length=10)'),
+        ("documents: list[str]", "documents: tuple[bytes, ...]"),
+        (") -> None:", "):"),
+        ("best", "largest"),
+        ("length", "size"),
+        ("longest", "winner"),
+        ("document ", "item "),
+        ("as error:\n            raise KeyError(f\"{error}: no text\") from error", "as wrong:\n            raise KeyError('empty') from wrong"),
+        ('rest, "nothing left"', "rest"),
+        ("handle", "file"),
+        ("first", "head"),
+        ("y for y in", "z for z in"),
+        ("key", "name_of_it"),
+        ("    best = 0", "    best: int = 0"),
+        ("A docstring.", "Another."),
+    ],
+)
+def test_what_changes_nothing_does_not_count(tree: Path, old: str, new: str) -> None:
+    (tree / "stages/work.py").write_text(SAME)
+    before = version()
+    text = SAME.replace(old, new).replace("item in documents:\n        length = len(document)", "item in documents:\n        length = len(item)")
+    if old == "document ":
+        assert "len(item)" in text
+    ast.parse(text)
+    assert text != SAME
+    (tree / "stages/work.py").write_text(text)
+    assert version() == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Field(3", "Field(4"),
+        ("config.limit", "config.name"),
+        ("max(best, length)", "max(length, best)"),
+        ("best = longest", "best = length"),
+        ("raise KeyError", "raise ValueError"),
+        ("[y for y in key]", "[key for y in key]"),
+        ("nonlocal best", "best = 0"),
+        ("[best for best in a]", "[best for other in a]"),
+        ("assert rest", "assert first"),
+        ("def work(documents", "def work(pages"),
+        ("except ValueError", "except TypeError"),
+        ("inner + best", "inner + inner"),
+    ],
+)
+def test_what_changes_something_counts(tree: Path, old: str, new: str) -> None:
+    (tree / "stages/work.py").write_text(SAME)
+    before = version()
+    edit(tree, "stages/work.py", old, new)
+    assert version() != before
 
 
 CONDITIONS = """
@@ -189,12 +271,12 @@ def test_conditions_around_what_is_reached_count(tree: Path, old: str, new: str)
     before = version()
     edit(tree, "stages/work.py", old, new)
     assert version() != before
-    assert {"puna.stages.late.lately", "puna.stages.late.later"} & set(code.reached("puna.stages.work", "work"))
+    assert {"puna.stages.late.lately", "puna.stages.late.later"} & set(code.reached(("puna.stages.work", "work")))
 
 
 def test_both_branches_of_an_import_are_reached(tree: Path) -> None:
     (tree / "stages/work.py").write_text(CONDITIONS)
-    assert {"puna.stages.late.lately", "puna.stages.late.later"} < set(code.reached("puna.stages.work", "work"))
+    assert {"puna.stages.late.lately", "puna.stages.late.later"} < set(code.reached(("puna.stages.work", "work")))
     before = version()
     edit(tree, "stages/work.py", "return 1", "return 2")
     assert version() == before
@@ -203,7 +285,7 @@ def test_both_branches_of_an_import_are_reached(tree: Path) -> None:
 def test_imports_for_type_checkers_are_not_reached(tree: Path) -> None:
     text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from puna.stages.late import lately\ndef work(x: lately):\n    return x\n"
     (tree / "stages/work.py").write_text(text)
-    assert set(code.reached("puna.stages.work", "work")) == {"puna.stages.work.work"}
+    assert set(code.reached(("puna.stages.work", "work"))) == {"puna.stages.work.work", "contract"}
 
 
 # Whatever minor versions of Python write differently: empty fields, added fields, quotes, f-strings, Unicode tables, docstrings.
@@ -224,16 +306,24 @@ if q: pass
 else: S: "int"
 del S
 '''
-TEXT_SHA256 = "4c7bf06da80a0ac26834a9d30623eda36000749ff1f08ebef8e956e6cfacdcf5"
+TEXT_SHA256 = "709fb23dd09a56504564dcc5f0337a209981504b5bf0180c6f82dd00e5110ef8"
 
 
-def digest_of_everything() -> str:
-    bindings = syntax.statements(ast.parse(EVERYTHING).body)
-    return hashlib.sha256("\n".join(b.text() for b in bindings).encode()).hexdigest()
+SCRIPT = """
+import ast, hashlib, runpy, sys
+s, c = (runpy.run_path(path, run_name=path) for path in sys.argv[1:])
+nodes = [n for b in s['statements'](ast.parse(sys.stdin.read()).body) for n in b.nodes]
+print(hashlib.sha256('\\n'.join(s['text'](c['canonical'](n)[0]) for n in nodes).encode()).hexdigest())
+"""
+
+
+def digest_under(python: str) -> str:
+    command = [python, "-W", "ignore", "-c", SCRIPT, str(syntax.__file__), str(canonical.__file__)]
+    return subprocess.run(command, input=EVERYTHING, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_a_tree_has_one_text_under_every_python() -> None:
-    assert digest_of_everything() == TEXT_SHA256
+    assert digest_under(sys.executable) == TEXT_SHA256
 
 
 @pytest.mark.parametrize("minor", [11, 12, 13, 14])
@@ -241,10 +331,107 @@ def test_other_pythons_of_this_machine_agree(minor: int) -> None:
     python = shutil.which(f"python3.{minor}")
     if python is None or subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode:
         pytest.skip(f"no Python 3.{minor} here")
-    script = (
-        "import ast, hashlib, runpy, sys\n"
-        "s = runpy.run_path(sys.argv[1], run_name='syntax')\n"
-        "print(hashlib.sha256('\\n'.join(b.text() for b in s['statements'](ast.parse(sys.stdin.read()).body)).encode()).hexdigest())"
+    assert digest_under(python) == TEXT_SHA256
+
+
+def test_data_files_are_found_through_path_expressions(tree: Path) -> None:
+    (tree / "stages/work.py").write_text(textwrap.dedent("""
+        import os
+        from pathlib import Path
+        from puna.stages.places import DATA
+
+        HERE = Path(__file__).parent
+        ONE = HERE / "tables" / "one.txt"
+
+        def work(documents, config, run):
+            second = (Path(__file__).resolve().parents[1] / "data" / "two.txt").read_text()
+            named(config.name, "three.txt")
+            third = [f for f in (DATA / "folder").iterdir()]
+            return ONE.read_text(), second, third, open(os.path.join(os.path.dirname(__file__), "five.txt"))
+
+        def named(name, other):
+            return (DATA / other).read_text(), (DATA / f"{name}.json").read_text()
+        """))
+    (tree / "stages/places.py").write_text("from pathlib import Path\nDATA = Path(__file__).parents[1].joinpath('data')\n")
+    for name in ("stages/tables/one.txt", "data/two.txt", "data/three.txt", "data/folder/four.bin", "stages/five.txt", "data/x.json", "stages/no.txt"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(name)
+    found = {name for name in code.reached(("puna.stages.work", "work")) if ":" in name}
+    # The name of one is not known: everything in its folder counts.
+    assert {name.partition(":")[2] for name in found} == {
+        "tables/one.txt", "../data/two.txt", "../data/three.txt", "../data/folder/four.bin", "five.txt", "../data/x.json"
+    }  # fmt: skip
+    before = version()
+    edit(tree, "data/two.txt", "two", "2")
+    assert version() != before
+
+
+def test_versions_of_libraries_that_decide_content_count(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tree / "stages/work.py").write_text(
+        "import numpy as np\nimport regex\nimport resiliparse.parse.html as html\nimport pyarrow as pa\n\n"
+        "def work():\n    import tokenizers\n    return np.ones(3), pa, html.parse, tokenizers\n\ndef other():\n    return regex\n"
     )
-    command = [python, "-W", "ignore", "-c", script, str(syntax.__file__)]
-    assert subprocess.run(command, input=EVERYTHING, capture_output=True, text=True, check=True).stdout.strip() == TEXT_SHA256
+    found = {name: value for name, value in code.reached(("puna.stages.work", "work")).items() if name.startswith("library:")}
+    assert set(found) == {"library:numpy", "library:resiliparse", "library:tokenizers"}
+    before = version()
+
+    def changed(**versions: str) -> str:
+        libraries.version_in_key.cache_clear()
+        monkeypatch.setattr(libraries, "_version", lambda name: versions.get(name, found.get(f"library:{name}", "1.2")))
+        try:
+            return version()
+        finally:
+            monkeypatch.undo()
+            libraries.version_in_key.cache_clear()
+            monkeypatch.setattr(sources, "ROOT", tree)
+
+    assert changed(resiliparse="9.9") != before and changed(tokenizers="9.9") != before
+    assert changed(regex="9.9", pyarrow="9.9", prefect="9.9") == before
+    minor = found["library:numpy"]
+    assert changed(numpy=f"{minor}.77") == before and changed(numpy="9.9.0") != before
+
+
+def test_an_edited_source_file_is_refused_while_the_process_runs(tree: Path) -> None:
+    before = code.reached(("puna.stages.work", "work"))
+    file = tree / "stages/helpers.py"
+    file.write_text(file.read_text() + "\nX = 1\n")
+    with pytest.raises(PunaError, match=r"stages/helpers.py was edited while this process runs"):
+        code.reached(("puna.stages.work", "work"))
+    sources._AT_START.clear()  # a new process
+    assert code.reached(("puna.stages.work", "work")) == before
+
+
+def test_helper_modules_of_a_user_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "users_stage.py").write_text(
+        "import json\nimport users_helper\nfrom users_package.inner import inner\n\n"
+        "def work():\n    from users_late import late\n    return users_helper.helper(), inner(), late(), json.dumps(1)\n"
+    )
+    (tmp_path / "users_helper.py").write_text("def helper():\n    return 1\n\ndef unused():\n    return 2\n")
+    (tmp_path / "users_late.py").write_text("def late():\n    return 1\n")
+    (tmp_path / "users_package").mkdir()
+    (tmp_path / "users_package/__init__.py").write_text("")
+    (tmp_path / "users_package/inner.py").write_text("from .deeper import deeper\n\ndef inner():\n    return deeper()\n")
+    (tmp_path / "users_package/deeper.py").write_text("def deeper():\n    return 1\n")
+    assert set(code.reached(("users_stage", "work"))) == {
+        "contract", "users_stage.work", "users_helper.helper", "users_late.late", "users_package.inner.inner", "users_package.deeper.deeper"
+    }  # fmt: skip
+
+
+def test_the_cells_of_a_notebook_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.delattr(main, "__file__", raising=False)
+    cells = ["", "LIMIT = 3", "def helper(x):\n    return x + LIMIT", "def work():\n    return helper(1)", "unused = 5"]
+    monkeypatch.setattr(main, "In", cells, raising=False)
+    first = code.reached(("__main__", "work"))
+    assert set(first) == {"contract", "__main__.work", "__main__.helper", "__main__.LIMIT"}
+    cells.append("def work():\n    return helper(1)")  # the same cell once more
+    assert code.reached(("__main__", "work")) == first
+    cells.append("def helper(x):\n    return x - LIMIT")
+    assert code.reached(("__main__", "work"))["__main__.helper"] != first["__main__.helper"]
+
+
+def test_a_stage_whose_source_is_kept_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    with pytest.raises(PunaError, match="its source is kept nowhere; declare the stage in a file, or give it version="):
+        code.reached(("__main__", "work"))

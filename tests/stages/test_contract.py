@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pydantic import Field
 
-from puna.stages.contract import Documents, Reads, StageConfig, StageRun, execute, identify, perform, stage
-from puna.storage import PunaError, Store
+from puna.stages.contract import Documents, Reads, StageConfig, StageRun, declare_signal, execute, identify, perform, stage
+from puna.storage import Artifact, PunaError, Store, schemas
 from puna.storage.explain import against
 from puna.storage.runs import Made
 
@@ -56,10 +59,13 @@ def confusing(documents: Documents, config: ShorteningConfig, run: StageRun) -> 
     run.write(rows.slice(2))
 
 
+declare_signal("shortened_characters", int, "characters", "A number of this test")
+
+
 @stage(kind="signals")
 def counting(documents: Annotated[Documents, Reads(("dropped.parquet",))], config: ShorteningConfig, run: StageRun) -> None:
     """Reads what was dropped and nothing else."""
-    run.write(pa.table({"id": documents.read("dropped")["id"], "characters": pa.array([1] * documents.rows("dropped"), pa.int64())}))
+    run.write(pa.table({"id": documents.read("dropped")["id"], "shortened_characters": pa.array([1] * documents.rows("dropped"), pa.int64())}))
 
 
 @stage(kind="documents", filters="documents")
@@ -105,7 +111,8 @@ def test_bytes_do_not_depend_on_parts_or_workers(tmp_path: Path) -> None:
         store = Store.open(tmp_path / str(index))
         executor = ThreadPoolExecutor(workers) if workers else None
         made = execute(shortening, ShorteningConfig(), {"documents": documents(store, texts)}, store, part_rows=rows, executor=executor)
-        found.add((made.path("documents.parquet").read_bytes(), made.path("dropped.parquet").read_bytes(), made.key))
+        assert made.read()["text"].to_pylist() == [t for t in texts if len(t) <= 3]
+        found.add((str(made.manifest.files), made.data_digest, made.key))
     assert len(found) == 1
 
 
@@ -134,50 +141,76 @@ def test_what_filters_always_has_dropped(tmp_path: Path, texts: list[str]) -> No
         assert made.read("dropped").schema.names == ["id", "rule", "value", "threshold", "detail"] and made.rows("dropped") == 0
 
 
-def test_resumes_after_a_crash_without_repeating_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store.open(tmp_path)
-    given = {"documents": documents(store, ["a"] * 10)}
+def sharded(store: Store, count: int, monkeypatch: pytest.MonkeyPatch) -> Artifact:
+    """Documents in several shards, with texts of one to five characters."""
+    schema = dataclasses.replace(schemas.TABLES["documents"], shard_bytes=300)
+    monkeypatch.setitem(schemas.TABLES, "documents", schema)
+    ids = sorted(hashlib.md5(str(n).encode()).hexdigest() for n in range(count))
+    made = store.import_table("documents", pa.table({
+        "id": ids, "url": [f"https://x.org/{i}" for i in ids], "fetched_at": [datetime(2026, 1, 1, tzinfo=UTC)] * count,
+        "source": ["web"] * count, "title": pa.array([None] * count, pa.string()), "text": ["x" * (1 + n % 5) for n in range(count)],
+    }))  # fmt: skip
+    assert made.record().cut == len(made.shards()) > 3
+    return made
+
+
+def stopped_after(shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a stage end after some shards as if it were killed."""
     from puna.stages.contract import run as run_module
 
-    original = run_module._transform_part
+    original, left = run_module.transformed, iter(range(shards))
 
-    def failing(job, *args):
-        if job[1].start >= 6:
+    def failing(task):
+        if next(left, None) is None:
             raise KeyboardInterrupt
-        return original(job, *args)
+        return original(task)
 
-    CALLS.clear()
-    monkeypatch.setattr(run_module, "_transform_part", failing)
-    with pytest.raises(KeyboardInterrupt):
-        execute(shortening, ShorteningConfig(), given, store, part_rows=2)
-    assert len(CALLS) == 3
-    monkeypatch.setattr(run_module, "_transform_part", original)
-    made = execute(shortening, ShorteningConfig(), given, store, part_rows=2)
-    assert len(CALLS) == 5 and made.rows() == 10
+    monkeypatch.setattr(run_module, "transformed", failing)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 100])
-def test_resumes_with_another_part_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_resumes_after_a_crash_without_repeating_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    store, other = Store.open(tmp_path / "a"), Store.open(tmp_path / "b")
+    given = {"documents": sharded(store, 60, monkeypatch)}
+    CALLS.clear()
+    untouched = execute(shortening, ShorteningConfig(), {"documents": sharded(other, 60, monkeypatch)}, other, part_rows=1000)
+    assert len(CALLS) == len(untouched.shards())
+    CALLS.clear()
+    with monkeypatch.context() as patch:
+        stopped_after(2, patch)
+        with pytest.raises(KeyboardInterrupt):
+            execute(shortening, ShorteningConfig(), given, store, part_rows=1000)
+    assert len(CALLS) == 2
+    made = execute(shortening, ShorteningConfig(), given, store, part_rows=1000)
+    assert len(CALLS) == len(untouched.shards())
+    assert (made.manifest.files, made.data_digest) == (untouched.manifest.files, untouched.data_digest)
+    again = execute(shortening, ShorteningConfig(), given, Store.open(tmp_path / "a"), part_rows=rows)
+    assert again == made and made.read().equals(untouched.read()) and not made.damage()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_flips_in_what_a_killed_run_left_are_never_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    generator = np.random.default_rng(seed)
     store = Store.open(tmp_path)
-    given = {"documents": documents(store, ["a", "bbbb"] * 5)}
-    from puna.stages.contract import run as run_module
-
-    original = run_module._transform_part
-
-    def failing(job, *args):
-        if job[1].start >= 6:
-            raise KeyboardInterrupt
-        return original(job, *args)
-
-    monkeypatch.setattr(run_module, "_transform_part", failing)
-    with pytest.raises(KeyboardInterrupt):
-        execute(shortening, ShorteningConfig(), given, store, part_rows=2)
-    monkeypatch.setattr(run_module, "_transform_part", original)
-    made = execute(shortening, ShorteningConfig(), given, store, part_rows=rows)
-    other = Store.open(tmp_path / "other")
-    untouched = execute(shortening, ShorteningConfig(), {"documents": documents(other, ["a", "bbbb"] * 5)}, other)
-    assert made.path("documents.parquet").read_bytes() == untouched.path("documents.parquet").read_bytes()
-    assert made.data_digest == untouched.data_digest
+    given = {"documents": sharded(store, 60, monkeypatch)}
+    expected = execute(shortening, ShorteningConfig(), given, store)
+    for trial in range(20):
+        store.files.remove(expected.place)
+        with monkeypatch.context() as patch:
+            stopped_after(3, patch)
+            with pytest.raises(KeyboardInterrupt):
+                execute(shortening, ShorteningConfig(), given, store)
+        left = sorted(f for f in (tmp_path / "work").rglob("*") if f.is_file() and "parts" in f.parts)
+        file = left[int(generator.integers(len(left)))]
+        data = bytearray(file.read_bytes())
+        if trial % 4:
+            data[int(generator.integers(len(data)))] ^= 1 << int(generator.integers(8))
+        else:
+            del data[int(generator.integers(len(data))) :]
+        file.write_bytes(bytes(data))
+        with pytest.warns(UserWarning, match="is damaged: it is made again"):
+            made = execute(shortening, ShorteningConfig(), given, store)
+        assert (made.manifest.files, made.data_digest) == (expected.manifest.files, expected.data_digest) and not made.damage()
 
 
 def test_wrong_inputs_are_refused_by_name(tmp_path: Path) -> None:
@@ -195,20 +228,20 @@ def test_wrong_inputs_are_refused_by_name(tmp_path: Path) -> None:
 def test_only_what_a_stage_reads_is_compared(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     made = execute(shortening, ShorteningConfig(), {"documents": documents(store, ["a", "long text"])}, store)
-    for name in ("documents.parquet", "dropped.parquet"):
+    for name in ("documents.order.parquet", "dropped.parquet"):
         file = made.path(name)
         content = file.read_bytes()
         file.chmod(0o644)
         file.write_bytes(content[:-5] + b"x" + content[-4:])
-        if name == "documents.parquet":
+        if name == "documents.order.parquet":
             assert execute(counting, ShorteningConfig(), {"documents": made}, store).rows() == 1
         else:
             with pytest.raises(PunaError, match="is damaged: dropped.parquet has a wrong checksum"):
                 execute(counting, ShorteningConfig(most=4), {"documents": made}, store)
         file.write_bytes(content)
     # What is not compared must still be there, as long as it was.
-    made.path("documents.parquet").write_bytes(b"short")
-    with pytest.raises(PunaError, match="is damaged: documents.parquet has 5 bytes instead of"):
+    made.path("documents.order.parquet").write_bytes(b"short")
+    with pytest.raises(PunaError, match="is damaged: documents.order.parquet has 5 bytes instead of"):
         execute(counting, ShorteningConfig(most=5), {"documents": made}, store)
 
 
@@ -216,7 +249,7 @@ def test_a_damaged_input_is_refused_and_a_damaged_hit_is_made_again(tmp_path: Pa
     store = Store.open(tmp_path)
     docs = documents(store, ["a", "bbbb"])
     made = execute(shortening, ShorteningConfig(), {"documents": docs}, store)
-    file = made.path("documents.parquet")
+    file = made.path("documents.order.parquet")
     data = bytearray(file.read_bytes())
     data[10] ^= 1
     file.write_bytes(bytes(data))

@@ -1,4 +1,4 @@
-"""The local pool: order, and no worker outlives a killed driver."""
+"""Executors: order, killed workers, errors, bounds; no worker outlives a killed driver."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from puna.stages.contract import executor
-from puna.stages.contract.executor import local, ordered
+from puna.stages.contract import plugins
+from puna.stages.contract.executors import connected, local, ordered, parts, processes, worker
 from puna.storage import PunaError
 
 
@@ -50,11 +52,186 @@ def dies(item: int) -> int:
     return os._exit(9) if item == 3 else item
 
 
-def test_a_worker_that_is_killed_is_an_error_that_says_so() -> None:
-    pool = local(2)
-    assert pool is not None
-    with pool, pytest.raises(PunaError, match="a worker process ended in the middle of its work .* use fewer workers"):
+def test_a_part_that_ends_its_worker_each_time_is_an_error_that_says_so() -> None:
+    with connected("processes", 2) as pool, pytest.raises(PunaError, match="a worker process ended in the middle of its work .*dies; 3 times"):
         list(ordered(pool, dies, range(20), ()))
+
+
+def dies_once(item: int, folder: str) -> int:
+    """Ends its worker the first time that it is asked for every fifth item; notes each attempt."""
+    file = Path(folder) / f"{item}"
+    with file.open("a") as notes:
+        notes.write("x")
+    if item % 5 == 0 and file.stat().st_size == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item * item
+
+
+def test_a_worker_that_is_killed_costs_its_parts_and_not_the_run(tmp_path: Path) -> None:
+    with connected("processes", 2) as pool:
+        assert list(ordered(pool, dies_once, range(12), (str(tmp_path),))) == [i * i for i in range(12)]
+    assert [(tmp_path / str(i)).stat().st_size for i in range(12)] == [1 + (i % 5 == 0) for i in range(12)]
+
+
+def test_a_worker_killed_while_idle_is_replaced() -> None:
+    with connected("processes", 2) as pool:
+        victim = pool.submit(os.getpid).result()
+        os.kill(victim, signal.SIGKILL)
+        while Path(f"/proc/{victim}").exists():  # until the pool has noticed
+            time.sleep(0.05)
+        assert [pool.submit(late, i, 2).result() for i in range(4)] == [0, 2, 4, 6]
+
+
+class TwoArguments(Exception):
+    """Cannot be unpickled: its constructor takes more than it says."""
+
+    def __init__(self, name: str, number: int) -> None:
+        super().__init__(f"{name} {number}")
+
+
+def fails(item: int) -> int:
+    if item == 1:
+        raise PunaError("page 1: no text")
+    raise TwoArguments("page", item)
+
+
+def check_errors(pool: Executor) -> None:
+    """Errors of parts come back whole, with what the worker was doing."""
+    with pytest.raises(PunaError, match="page 1: no text") as caught:
+        pool.submit(fails, 1).result()
+    assert "in fails" in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="TwoArguments: page 2"):
+        pool.submit(fails, 2).result()
+
+
+def test_errors_of_parts_come_back() -> None:
+    with connected("processes", 2) as pool:
+        check_errors(pool)
+
+
+def bulky(item: int, size: int) -> bytes:
+    return bytes([item]) * size
+
+
+def test_bytes_under_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "BYTES_UNDER_WAY", 1000)
+    begun: list[int] = []
+
+    def items() -> Iterator[int]:
+        for item in range(20):
+            begun.append(item)
+            yield item
+
+    with connected("processes", 2) as pool:
+        results = ordered(pool, bulky, items(), (10_000,), ahead=20)
+        assert next(results)[0] == 0
+        time.sleep(0.3)
+        ahead = len(begun)
+        assert [r[0] for r in results] == list(range(1, 20))
+    assert ahead <= 4  # each is larger than the limit: what waits is what was sent before the first was done
+
+
+def test_another_program_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = worker.fingerprint()
+    there = replace(here, python="3.10.1", code="0" * 16, libraries={**here.libraries, "pyarrow": "1.0"})
+    monkeypatch.setattr(worker, "fingerprint", lambda: there)
+    payload = worker.packed(late, (1, 2), {})
+    monkeypatch.setattr(worker, "fingerprint", lambda: here)
+    with pytest.raises(PunaError, match=r"was refused: it has Python 3.* instead of 3.10.1; other source files of Puna; pyarrow .* instead of 1.0"):
+        worker.compute(payload).value()
+
+
+def test_added_modules_are_added_in_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "own_work.py"
+    file.write_text("def work(x):\n    return x + 1\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(plugins, "_modules", {})
+    try:
+        function = plugins.add(str(file)).work
+        with connected("processes", 2) as pool:
+            assert pool.submit(function, 1).result() == 2
+            file.unlink()
+        with connected("processes", 2) as pool, pytest.raises(PunaError, match=r"has no file .*own_work.py, which --module names"):
+            pool.submit(function, 1).result()
+    finally:
+        sys.modules.pop("own_work", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("threads", "there is no such executor; it is processes, dask"),
+        ("dask://here", "is no address; write dask://HOST:PORT"),
+        ("dask://127.0.0.1:1", "nobody answers there"),
+        ("ray://127.0.0.1:1", "nobody answers there"),
+    ],
+)
+def test_an_executor_that_is_not_there(name: str, message: str) -> None:
+    pytest.importorskip("ray" if name.startswith("ray") else "distributed")
+    with pytest.raises(PunaError, match=message):
+        connected(name, 2)
+
+
+@pytest.mark.parametrize(("name", "package"), [("dask", "distributed"), ("ray", "ray")])
+def test_an_engine_that_is_not_installed_names_its_extra(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(PunaError, match=rf"pip install 'puna\[{name}\]'"):
+        connected(name, 2)
+
+
+@pytest.fixture(scope="module")
+def dask() -> Iterator[Executor]:
+    pytest.importorskip("distributed")
+    with connected("dask", 2) as pool:
+        assert pool is not None
+        yield pool
+
+
+def test_dask_workers_that_are_killed(dask: Executor, tmp_path: Path) -> None:
+    assert list(ordered(dask, dies_once, range(12), (str(tmp_path),))) == [i * i for i in range(12)]
+    sizes = [(tmp_path / str(i)).stat().st_size for i in range(12)]
+    assert all(sizes[i] >= 2 for i in (0, 5, 10)) and max(sizes) <= 3
+    check_errors(dask)
+
+
+def test_dask_gives_a_part_up_that_ends_its_worker_each_time(dask: Executor, tmp_path: Path) -> None:
+    with pytest.raises(PunaError, match="a worker process ended in the middle of its work .*always_dies; 3 times"):
+        dask.submit(always_dies, str(tmp_path / "attempts")).result(timeout=60)
+    assert (tmp_path / "attempts").stat().st_size == 3
+    assert dask.submit(late, 1, 2).result(timeout=60) == 2
+
+
+def always_dies(file: str) -> None:
+    with open(file, "a") as notes:
+        notes.write("x")
+    os._exit(9)
+
+
+def test_dask_workers_have_no_device(dask: Executor) -> None:
+    assert isinstance(dask, parts.PartExecutor) and not dask.has_device()
+
+
+def test_ray_workers_that_are_killed(tmp_path: Path) -> None:
+    """Ray gives up by itself when its agents take longer than 15 seconds to start: an import that costs seconds, in each of its processes, does that."""
+    pytest.importorskip("ray")
+    with connected("ray", 2) as pool:
+        assert list(ordered(pool, dies_once, range(6), (str(tmp_path),))) == [i * i for i in range(6)]
+        check_errors(pool)
+        with pytest.raises(PunaError, match="always_dies; 3 times"):
+            pool.submit(always_dies, str(tmp_path / "attempts")).result(timeout=60)
+    assert [(tmp_path / str(i)).stat().st_size for i in range(6)] == [2, 1, 1, 1, 1, 2]
+
+
+def test_ray_that_does_not_start_says_where_its_logs_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+
+    def fails(**_: object) -> None:
+        raise RuntimeError("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", fails)
+    with pytest.raises(PunaError, match=r"Ray did not start on this machine \(The current node timed out.*its logs are in .*/ray-") as caught:
+        connected("ray", 2)
+    Path(str(caught.value).partition("logs are in ")[2].partition(".")[0]).rmdir()
 
 
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +239,7 @@ def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(threads()) >= 3
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
-    monkeypatch.setattr(executor, "cores", lambda: 2)
+    monkeypatch.setattr(processes, "cores", lambda: 2)
     pool = local(2)
     assert pool is not None
     with pool:
@@ -72,7 +249,7 @@ def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SCRIPT = """
 import os, time
-from puna.stages.contract.executor import local
+from puna.stages.contract.executors import local
 if __name__ == "__main__":
     print(local(2).submit(os.getpid).result(), flush=True)
     time.sleep(60)

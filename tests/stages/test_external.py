@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import traceback
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from huggingface_hub import HfApi
 
 from puna.stages.contract import External
+from puna.stages.contract.external import public
 from puna.storage import PunaError
 
 
@@ -63,7 +68,7 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
         External.resolve(str(tmp_path / "empty"))
 
 
-@pytest.mark.parametrize("uri", ["hf://datasets/alone", "hf://someone/texts", "hf://datasets//texts", "hf://datasets/"])
+@pytest.mark.parametrize("uri", ["hf://datasets/alone", "hf://alone", "hf://datasets//texts", "hf://datasets/"])
 def test_an_address_that_is_no_data_set_is_refused(uri: str) -> None:
     with pytest.raises(PunaError, match="write hf://datasets/OWNER/NAME"):
         External.resolve(uri)
@@ -84,6 +89,12 @@ def test_a_data_set_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> N
     assert pinned.data_digest == named.data_digest
 
 
+def test_a_model_of_the_hub_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HfApi, "model_info", lambda self, repository, *, revision: SimpleNamespace(sha=f"{revision}1"))
+    (external,) = External.resolve("hf://someone/small@v")
+    assert (external.name, external.uri, external.files) == ("small", "hf://someone/small@v1", ())
+
+
 def test_files_below_a_data_set_are_read_as_files(monkeypatch: pytest.MonkeyPatch) -> None:
     system = MemoryFileSystem()
     system.pipe("/someone/texts/en/a.jsonl", b"{}")
@@ -100,3 +111,66 @@ def test_a_hub_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(HfApi, "dataset_info", dataset_info)
     with pytest.raises(PunaError, match=r"the hub does not give data set someone/texts \(no route\)"):
         External.resolve("hf://datasets/someone/texts")
+
+
+SIGNED = "https://{host}/crawl/web.warc.gz?X-Amz-Credential=AKIAEXAMPLE%2Fus&X-Amz-Signature=5ec2e7aa"
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """Serves one file under a signature, and nothing without it."""
+
+    def do_GET(self) -> None:
+        if "X-Amz-Signature=5ec2e7aa" not in self.path:
+            self.send_error(403)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", "5")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(b"pages")
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{made.server_port}"
+        made.shutdown()
+
+
+def test_a_signature_opens_a_file_and_is_shown_nowhere(server: str) -> None:
+    (external,) = External.resolve(SIGNED.format(host=server).replace("https", "http"))
+    assert (external.name, external.uri) == ("web", f"http://{server}/crawl/web.warc.gz")
+    (file,) = external.files
+    assert (file.name, file.shown, file.bytes) == ("web.warc.gz", external.uri, 5)
+    with file.open() as handle:
+        assert handle.read() == b"pages"
+    assert "5ec2e7aa" not in f"{external!r}{file!r}" and "AKIA" not in f"{external!r}"
+
+
+def test_errors_hold_no_signature(server: str) -> None:
+    for uri in (SIGNED.format(host=server).replace("https", "http").replace("=5ec2e7aa", "=f0r6edf0"), "https://me:pa55word@127.0.0.1:1/x.warc?sig=s3cr3t00"):
+        with pytest.raises(PunaError) as caught:
+            External.resolve(uri)
+        said = "".join(traceback.format_exception(caught.value))
+        assert not any(secret in said for secret in ("f0r6edf0", "AKIA", "pa55word", "s3cr3t00")), said
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("https://user:pw@host.org:8080/a/b.warc.gz?sig=1#x", "https://host.org:8080/a/b.warc.gz"),
+        ("s3://bucket/a?b", "s3://bucket/a"),
+        ("zip://a.html::https://host.org/x.zip?sig=1", "zip://a.html::https://host.org/x.zip"),
+        ("https://host.org?token=abcd", "https://host.org"),
+        ("/a/what?.html", "/a/what?.html"),
+        ("file:///a/what?.html", "file:///a/what?.html"),
+    ],
+)
+def test_what_of_an_address_is_shown(uri: str, shown: str) -> None:
+    assert public(uri) == shown

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from puna.stages.contract import StageConfig, StageRun, perform, stage
-from puna.stages.contract.executor import local
+from puna.stages.contract.executors import local
 from puna.stages.contract.measure import EVERY_SECONDS, Meter
 from puna.storage import Store
 

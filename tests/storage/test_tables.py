@@ -1,10 +1,10 @@
-"""Merging parts: sorted parts are put one after another, others are sorted, and the bytes do not tell which it was."""
+"""Tables in shards: the bytes do not tell who wrote which piece; rows kept by reference read like rows of one's own; the exchange."""
 
 from __future__ import annotations
 
 import dataclasses
-import tempfile
-from collections import Counter
+import hashlib
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,79 +16,240 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.storage import PunaError, schemas, tables
-from puna.storage.schemas import table_schema
+from puna.storage import Artifact, Identity, PunaError, Store, care, catalog, digest, schemas, shards
+from puna.storage.exchange import Scatter, gathered, scatter
+from puna.storage.parts import Follower, span
+from puna.storage.staging import Staging
+from puna.storage.tables import LEAST_KEPT, Balance, imbalance
+from puna.storage.work import here
 
-LETTERS = ["\x00", "a", "b", "\x7f", "é", "ÿ", "Ā", "\ud7ff", "\ue000", "\uffff", "𐀀", "😀"]  # by code point, as by UTF-8 byte
-
-
-def rows(name: str, generator: np.random.Generator, count: int) -> list[dict[str, Any]]:
-    """Rows of a table in order of the key, which is one column or two."""
-    ids = sorted({"".join(generator.choice(LETTERS, generator.integers(1, 6))) for _ in range(count)})
-    if name == "signals":
-        return [{"id": i, "words": n, "language": "en" if n % 3 else None} for n, i in enumerate(ids)]
-    return [{"id": i, "rule": rule, "value": float(n) if n % 5 else None} for n, i in enumerate(ids) for rule in ("a", "b")[: 1 + n % 2]]
+WORDS = {"meaning": "words", "unit": "words"}
 
 
-def merged(name: str, pieces: list[list[dict[str, Any]]], folder: Path) -> bytes:
-    """The bytes of the table that is merged of parts of these rows; the parts of signals differ in their columns."""
-    folder.mkdir()
-    files = []
-    for number, piece in enumerate(pieces):
-        schema = table_schema(name).schema_for(["id", "words", "language"] if name == "signals" else [])
-        part = pa.Table.from_pylist(piece, schema=schema)
-        if name == "signals" and piece and part["language"].null_count == len(piece):
-            part = part.drop_columns(["language"])
-        files.append(folder / f"{number}.parquet")
-        pq.write_table(part, files[-1])
-    assert tables.merge(name, files, folder / "merged.parquet")[0] == sum(map(len, pieces))
-    return (folder / "merged.parquet").read_bytes()
+def ids_of(count: int, seed: int = 0) -> list[str]:
+    return sorted(hashlib.md5(f"{seed}-{n}".encode()).hexdigest() for n in range(count))
 
 
-@pytest.mark.parametrize("name", ["signals", "dropped"])
+def documents(ids: list[str], texts: list[str]) -> pa.Table:
+    n = len(ids)
+    return pa.table({
+        "id": pa.array(ids, pa.string()), "url": [f"https://x.org/{i}" for i in ids], "fetched_at": pa.array([datetime(2026, 1, 1, tzinfo=UTC)] * n, schemas.TIME),
+        "source": pa.array(["web"] * n, pa.string()), "title": pa.array([None] * n, pa.string()), "text": pa.array(texts, pa.string()),
+    })  # fmt: skip
+
+
+def small_shards(monkeypatch: pytest.MonkeyPatch, *names: str, size: int = 400, group: int = 7) -> None:
+    for name in names:
+        monkeypatch.setitem(schemas.TABLES, name, dataclasses.replace(schemas.TABLES[name], shard_bytes=size, group_rows=group))
+
+
+def committed(store: Store, name: str, pieces: list[pa.Table], stage: str = "stage") -> Artifact:
+    identity = Identity(stage)
+    with store.work(identity.key) as work:
+        for number, piece in enumerate(pieces):
+            work.add(name, piece, f"{number:03d}")
+        return work.commit(name if name in schemas.KINDS else "signals", identity.key, identity)
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_the_bytes_do_not_depend_on_the_parts(tmp_path, monkeypatch, name, seed):
+def test_the_bytes_do_not_depend_on_the_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     generator = np.random.default_rng(seed)
-    monkeypatch.setitem(schemas.TABLES, name, dataclasses.replace(table_schema(name), group_rows=50))
-    whole = rows(name, generator, 300)
-    shuffled = [whole[n] for n in generator.permutation(len(whole))]
-    expected = merged(name, [shuffled[::2], shuffled[1::2]], tmp_path / "sorted")
-    assert pq.read_table(tmp_path / "sorted" / "merged.parquet").select(list(whole[0])).to_pylist() == whole
-    cuts = [0, *sorted(generator.integers(0, len(whole), 9).tolist()), len(whole)]
-    pieces = [whole[a:b] for a, b in pairwise(cuts)]
-    monkeypatch.setattr(tables.duckdb, "connect", lambda **_: pytest.fail("sorted parts need no sorting"))
-    assert merged(name, [pieces[n] for n in generator.permutation(len(pieces))], tmp_path / "in_order") == expected
+    small_shards(monkeypatch, "documents")
+    ids = ids_of(90, seed)
+    whole = documents(ids, ["x" * int(n) for n in generator.integers(1, 300, 90)])
+    found = set()
+    for trial in range(4):
+        order = generator.permutation(90) if trial % 2 else np.arange(90)
+        cuts = sorted({0, 90, *generator.integers(0, 90, 6).tolist()})
+        pieces = [whole.take(pa.array(order[a:b])) for a, b in pairwise(cuts)]
+        made = committed(Store.open(tmp_path / str(trial)), "documents", [pieces[n] for n in generator.permutation(len(pieces))])
+        assert made.read().equals(whole.cast(made.read().schema)) and made.damage() == []
+        found.add((str(made.manifest.files), made.data_digest))
+    assert len(found) == 1
+    record = made.record()
+    assert record.cut == len(record.shards) == shards.count(schemas.TABLES["documents"], int(shards.row_bytes(whole).sum())) > 2
+    for number, shard in enumerate(record.shards):
+        low, high = span(record.cut, number)
+        if shard.rows:
+            assert low <= shard.low[0] <= shard.high[0] and (high is None or shard.high[0] < high)
+        assert all(rows <= 7 for rows in shard.groups)
+    assert made.manifest.metrics["characters"] == sum(map(len, whole["text"].to_pylist()))
+
+
+def test_a_shard_holds_ids_by_their_leading_bits() -> None:
+    ids = ids_of(500)
+    for count in (1, 2, 8, 64, 4096):
+        assert shards.shard_of(pa.array(ids), count).tolist() == [int(i[:8], 16) * count >> 32 for i in ids]
 
 
 @pytest.mark.parametrize("pieces", [["ab", "bc"], ["aab"], ["b", "ab"], ["ab", "ab"], ["ac", "cab"]])
-def test_two_rows_with_one_key_are_refused_wherever_they_are(tmp_path, pieces):
-    made = [[{"id": i, "words": 1, "language": "en"} for i in piece] for piece in pieces]
-    key = "a" if pieces in (["aab"], ["ab", "ab"], ["ac", "cab"]) else "b"
-    with pytest.raises(PunaError, match=f"two rows have the key {{'id': '{key}'}}"):
-        merged("signals", made, tmp_path / "parts")
+def test_two_rows_with_one_key_are_refused_wherever_they_are(tmp_path: Path, pieces: list[str]) -> None:
+    tables = [pa.table({"id": list(piece)}) for piece in pieces]
+    with pytest.raises(PunaError, match="table signals: two rows have the key {'id': '[abc]'}"):
+        committed(Store.open(tmp_path), "signals", tables)
 
 
 @pytest.mark.parametrize("pieces", [["ac", "b"], ["ba"], ["c", "ab", ""], ["", ""]])
-def test_parts_that_overlap_or_are_not_sorted_or_empty(tmp_path, pieces):
-    merged("signals", [[{"id": i, "words": 1, "language": "en"} for i in piece] for piece in pieces], tmp_path / "parts")
-    assert pq.read_table(tmp_path / "parts" / "merged.parquet")["id"].to_pylist() == sorted("".join(pieces))
+def test_pieces_that_overlap_or_are_not_sorted_or_empty(tmp_path: Path, pieces: list[str]) -> None:
+    made = committed(Store.open(tmp_path), "signals", [pa.table({"id": pa.array(list(piece), pa.string())}) for piece in pieces])
+    assert made.read()["id"].to_pylist() == sorted("".join(pieces))
 
 
-@pytest.mark.parametrize("few", [0, 1000])
+def test_columns_that_some_pieces_lack_are_null(tmp_path: Path) -> None:
+    field = pa.field("words", pa.int64(), metadata=WORDS)
+    tables = [pa.table({"id": ["b", "a"]}), pa.table({"id": ["c"], "words": [1]}, schema=pa.schema([("id", pa.string()), field]))]
+    made = committed(Store.open(tmp_path), "signals", tables)
+    assert made.read().to_pylist() == [{"id": "a", "words": None}, {"id": "b", "words": None}, {"id": "c", "words": 1}]
+    assert made.read().schema.field("words").metadata[b"unit"] == b"words"
+
+
+ROWS = st.lists(st.tuples(st.text(max_size=4), st.none() | st.text(max_size=3), st.integers(-5, 5)), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(ROWS, ROWS)
+def test_a_row_has_one_digest_wherever_it_lies(first: list[Any], second: list[Any]) -> None:
+    def table(rows: list[Any]) -> pa.Table:
+        return pa.table({"a": pa.array([r[0] for r in rows]), "b": pa.array([r[1] for r in rows], pa.string()), "n": pa.array([r[2] for r in rows])})
+
+    one, other, both = (digest.of_rows(table(rows)) for rows in (first, second, [*first, *second]))
+    assert np.array_equal(np.concatenate([one, other]), both)
+    for i, left in enumerate(first):
+        for j, right in enumerate(second):
+            assert (left == right) == np.array_equal(one[i], other[j])
+
+
+def selected(store: Store, base: Artifact, keep: list[bool], changed: list[int], stage: str) -> Artifact:
+    """The rows of `base` that are kept, some of them with another text, as a stage makes them."""
+    from puna.stages.contract import Documents, StageConfig, execute
+    from puna.stages.contract import stage as declare
+
+    kept = dict(zip(base.read(columns=["id"])["id"].to_pylist(), keep, strict=True))
+    ids = list(kept)
+
+    def step(documents: Documents, config: StageConfig, run: Any) -> None:
+        """Keep some rows and change some."""
+        run.transform(chosen, documents)
+
+    def chosen(rows: pa.Table) -> pa.Table:
+        texts = [f"{t}!" if ids.index(i) in changed else t for i, t in zip(rows["id"].to_pylist(), rows["text"].to_pylist(), strict=True)]
+        rows = rows.set_column(rows.schema.get_field_index("text"), "text", pa.array(texts))
+        return rows.filter(pa.array([kept[i] for i in rows["id"].to_pylist()]))
+
+    step.__name__ = stage
+    step.__annotations__ = {"documents": Documents, "config": StageConfig, "run": Any, "return": None}
+    return execute(declare(kind="documents", version=stage)(step), StageConfig(), {"documents": base}, store)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_kept_by_reference_are_those_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    small_shards(monkeypatch, "documents", size=800)
+    store, other = Store.open(tmp_path / "a"), Store.open(tmp_path / "b")
+    ids = ids_of(60, seed)
+    rows = documents(ids, ["x" * int(n) for n in generator.integers(1, 60, 60)])
+    current, expected = store.import_table("documents", rows), rows
+    for step in range(4):
+        n = expected.num_rows
+        keep = (generator.random(n) < 0.85).tolist()
+        changed = generator.choice(n, 3, replace=False).tolist() if step % 2 else []
+        current = selected(store, current, keep, changed, f"step{seed}{step}")
+        texts = [f"{t}!" if at in changed else t for at, t in enumerate(expected["text"].to_pylist())]
+        expected = expected.set_column(5, "text", pa.array(texts)).filter(pa.array(keep))
+        plain = other.import_table("documents", expected)
+        assert current.read().equals(plain.read()) and current.damage() == []
+        assert current.record().sources and current.manifest.metrics["characters"] == plain.manifest.metrics["characters"]
+        # Reuse goes by content, however the rows are kept; the cut belongs to it.
+        again = selected(other, plain, [True] * plain.rows(), [], f"whole{seed}{step}")
+        if plain.record().cut == current.record().cut:
+            assert current.record().digest == plain.record().digest == again.record().digest
+        for size in (3, 1000):
+            assert pa.concat_tables([p.read() for p in current.parts(columns=["id", "text"], rows=size)]).equals(plain.read(columns=["id", "text"]))
+        low, high = sorted(generator.choice(ids, 2, replace=False))
+        assert current.between(low, high, columns=["id"])["id"].to_pylist() == [i for i in plain.read()["id"].to_pylist() if low <= i <= high]
+    with catalog.connect(store) as opened:
+        found = catalog.run(opened, f"select * exclude (artifact) from documents where artifact = '{current.key}' order by id")
+    assert found["text"].to_pylist() == expected["text"].to_pylist() and found["id"].to_pylist() == expected["id"].to_pylist()
+
+
+def test_few_rows_are_written_anew(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    base = store.import_table("documents", documents(ids_of(40), ["text"] * 40))
+    few = selected(store, base, [n < 40 * LEAST_KEPT - 1 for n in range(40)], [], "few")
+    many = selected(store, base, [n < 40 * LEAST_KEPT for n in range(40)], [], "many")
+    assert not few.record().sources and "documents.parquet" in few.manifest.files
+    assert many.record().sources and "documents.parquet" not in many.manifest.files
+    assert few.record().digest == store.import_table("documents", few.read()).record().digest
+
+
+def test_what_is_kept_by_reference_is_needed_and_checked(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    base = store.import_table("documents", documents(ids_of(8), ["text"] * 8))
+    kept = selected(store, base, [True] * 7 + [False], [], "referring")
+    store.set_alias("kept@latest", kept)
+    assert care.collect(store, keep_runs=0, work_days=0, remove=True) == []
+    file = base.path("documents.parquet")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+    assert any("keeps rows of" in what and "wrong checksum" in what for what in kept.damage(quick=True))
+    store.set_aside(base.kind, base.key)
+    assert any("not in the store" in what for what in Artifact(kept.kind, kept.key, store.files).damage())
+
+
 @given(
-    came=st.lists(st.lists(st.sampled_from("abcdef"), max_size=6), max_size=3),
-    went=st.lists(st.lists(st.sampled_from("abcdef"), max_size=6), max_size=3),
+    came=st.lists(st.sampled_from("abcdef"), max_size=9, unique=True),
+    kept=st.lists(st.sampled_from("abcdef"), max_size=9, unique=True),
+    dropped=st.lists(st.sampled_from("abcdef"), max_size=9, unique=True),
 )
-@settings(max_examples=25, deadline=None)
-def test_ids_that_are_missing_or_too_many(few: int, came: list[list[str]], went: list[list[str]]) -> None:
-    """Both ways of counting, against Python's."""
-    counts = Counter("".join("".join(ids) for ids in came))
-    counts.subtract("".join("".join(ids) for ids in went))
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "FEW", few)
-        files: list[list[Path]] = [[], []]
-        for side, lists in enumerate((came, went)):
-            for number, ids in enumerate(lists):
-                files[side].append(Path(folder) / f"{side}-{number}.parquet")
-                pq.write_table(pa.table({"id": pa.array(ids, pa.string())}), files[side][-1])
-        assert tables.imbalance(*files, Path(folder)) == sorted((i, n) for i, n in counts.items() if n)[:3]
+@settings(max_examples=40, deadline=None)
+def test_ids_that_are_missing_or_too_many(tmp_path_factory: pytest.TempPathFactory, came: list[str], kept: list[str], dropped: list[str]) -> None:
+    store = Store.open(tmp_path_factory.mktemp("s"))
+    tables = [store.import_table("signals", pa.table({"id": pa.array(one, pa.string()), "words": pa.array([n] * len(one), pa.int64())}))
+              for n, one in enumerate((came, kept, dropped))]  # fmt: skip
+    balance = Balance(tables[0].shards(), tables[1].shards() + tables[2].shards())
+    expected = [(i, n) for i in "abcdef" if (n := came.count(i) - kept.count(i) - dropped.count(i))]
+    assert imbalance(balance, 1, here) == imbalance(balance, 4, here) == expected[:3]
+
+
+@pytest.mark.parametrize("by", ["hash", "id", "place"])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_exchange_gives_each_row_once_to_the_partition_of_its_key(tmp_path: Path, by: str, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    staging = Staging(Store.open(tmp_path).files, "work/x/parts")
+    count, tables, found = 8, [], []
+    for job in range(4):
+        n = int(generator.integers(0, 50))
+        ids = [hashlib.md5(generator.bytes(8)).hexdigest() for _ in range(n)]
+        columns = {"id": pa.array(ids, pa.string()), "hash": generator.integers(0, 1 << 64, n, np.uint64), "place": generator.integers(0, count, n).astype(np.int32)}
+        tables.append(pa.table(columns))
+        pieces = [tables[-1].slice(0, n // 2), tables[-1].slice(n // 2)]
+        found.append(scatter(Scatter(staging, f"job{job}", by, count), iter(pieces), lambda: None))
+    exchange = gathered(staging.files, found, count)
+    whole = pa.concat_tables(tables)
+    assert exchange.rows == whole.num_rows and len(exchange.parts) == count
+    expected = {"hash": lambda r: r["hash"] >> 61, "id": lambda r: int(r["id"][0], 16) >> 1, "place": lambda r: r["place"]}[by]
+    for number, part in enumerate(exchange.parts):
+        assert part.read().to_pylist() == [r for r in whole.to_pylist() if expected(r) == number]
+    if by == "id":
+        follower, low = Follower(exchange, "", None), ""
+        for edge in ("3", "77", "c", None):
+            wanted = sorted(i for i in whole["id"].to_pylist() if i > low and (edge is None or i <= edge))
+            assert follower.upto(edge)["id"].to_pylist() == wanted
+            low = edge or low
+
+
+def test_a_damaged_run_is_refused(tmp_path: Path) -> None:
+    staging = Staging(Store.open(tmp_path).files, "work/x/parts")
+    found = scatter(Scatter(staging, "job", "place", 2), pa.table({"place": pa.array([0, 1] * 9, pa.int32())}), lambda: None)
+    file = tmp_path / found.files[0][0]
+    data = bytearray(file.read_bytes())
+    data[len(data) // 4] ^= 4
+    file.write_bytes(bytes(data))
+    with pytest.raises(PunaError, match="what was written of partition 0 is damaged"):
+        gathered(staging.files, [found], 2).parts[0].read()
+
+
+def test_files_are_plain_parquet(tmp_path: Path) -> None:
+    made = Store.open(tmp_path).import_table("documents", documents(ids_of(5), ["text"] * 5))
+    assert pq.read_table(made.path("documents.parquet")).equals(made.read())

@@ -1,7 +1,8 @@
 """Objectives: each a pure function of log-probs (or rewards, values) and a thin class around it."""
 
 from puna.models.training.objectives.base import Objective, Targets, sum_segments, target_logprobs
-from puna.models.training.objectives.dpo import Dpo, DpoBatch, cache_reference, dpo_loss, reference_logprobs
+from puna.models.training.objectives.dpo import Dpo, DpoBatch, cache_reference, reference_logprobs
+from puna.models.training.objectives.kto import Kto, KtoBatch
 from puna.models.training.objectives.language_modeling import LanguageModeling, language_modeling_loss
 from puna.models.training.objectives.ppo import (
     Ppo,
@@ -24,6 +25,8 @@ from puna.models.training.objectives.sft import Sft, sft_loss
 __all__ = [
     "Dpo",
     "DpoBatch",
+    "Kto",
+    "KtoBatch",
     "LanguageModeling",
     "Objective",
     "Ppo",
@@ -35,7 +38,6 @@ __all__ = [
     "Value",
     "answer_rewards",
     "cache_reference",
-    "dpo_loss",
     "language_modeling_loss",
     "ppo_policy_loss",
     "ppo_value_loss",

@@ -46,7 +46,7 @@ class Targets:
     prompt: Tensor
 
     @staticmethod
-    def from_documents(documents: Sequence[Sequence[int]]) -> Targets:
+    def from_documents(documents: Sequence[Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]]) -> Targets:
         """Documents side by side: each token but a document's first is a target."""
         row = np.concatenate([np.asarray(document, dtype=np.int64) for document in documents])
         return Targets.from_packed(row, [len(document) for document in documents])
@@ -164,10 +164,14 @@ class Objective(Generic[BatchT]):
         """Denominators this batch contributes to a step."""
         raise NotImplementedError
 
-    def __call__(self, model: Any, batch: BatchT, totals: Totals | None = None) -> tuple[Tensor, Metrics]:
-        return self.share(model, batch, self.totals(batch) if totals is None else totals)
+    def measure(self, model: Any, batch: BatchT) -> dict[str, float]:
+        """Sums over this batch that need the model, without a gradient; over a step they are added up and join the totals."""
+        return {}
 
-    def share(self, model: Any, batch: BatchT, totals: Totals) -> tuple[Tensor, Metrics]:
+    def __call__(self, model: Any, batch: BatchT, totals: Totals | None = None) -> tuple[Tensor, Metrics]:
+        return self.loss(model, batch, {**self.totals(batch), **self.measure(model, batch)} if totals is None else totals)
+
+    def loss(self, model: Any, batch: BatchT, totals: Totals) -> tuple[Tensor, Metrics]:
         """Loss and metrics of this batch, divided by the totals of its step."""
         raise NotImplementedError
 

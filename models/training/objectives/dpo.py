@@ -1,4 +1,4 @@
-"""Direct preference optimisation (Rafailov et al. 2023) as Llama 3 runs it (section 4.1.4)."""
+"""Preference optimization of pairs: DPO (Rafailov et al. 2023) as Llama 3 runs it (section 4.1.4), and its relatives."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from puna.models.training import losses
+from puna.models.training.losses import PairLogprobs
 from puna.models.training.objectives.base import (
     Metrics,
     Objective,
@@ -19,20 +20,6 @@ from puna.models.training.objectives.base import (
     sum_segments,
     target_logprobs,
 )
-
-
-def dpo_loss(
-    chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, beta: float
-) -> tuple[Tensor, Tensor]:
-    """Loss of each preference pair.
-
-    chosen, rejected, reference_chosen, reference_rejected [M] float: summed log-probabilities of the
-    answers under the policy and the reference. Returns (losses [M], logits [M]) with
-    ``logits = beta * ((chosen - reference_chosen) - (rejected - reference_rejected))`` and
-    ``losses = -log sigmoid(logits)``.
-    """
-    logits = beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
-    return -F.logsigmoid(logits), logits
 
 
 @dataclass(frozen=True)
@@ -65,7 +52,7 @@ class DpoBatch:
 
 
 class Dpo(Objective[DpoBatch]):
-    """DPO with format tokens masked and a negative log-likelihood term on the chosen answers.
+    """A preference loss of `training.losses`, by name, with format tokens masked and a negative log-likelihood term on the chosen answers.
 
     The NLL term covers every token of the chosen answer, its termination included: it is what keeps the
     model ending its answers once the preference term no longer sees that token.
@@ -81,52 +68,74 @@ class Dpo(Objective[DpoBatch]):
         beta: float = 0.1,
         nll_weight: float = 0.2,
         nll_normalization: Literal["sequence", "tokens"] = "sequence",
+        loss: str = "sigmoid",
+        gamma: float = 0.5,
     ) -> None:
         if beta <= 0 or nll_weight < 0:
             raise ValueError(f"beta must be positive and nll_weight not negative: {beta}, {nll_weight}")
         if nll_normalization not in ("sequence", "tokens"):
             raise ValueError(f"nll_normalization is 'sequence' or 'tokens', not {nll_normalization!r}")
-        self.beta = beta
-        self.nll_weight = nll_weight
-        self.nll_normalization = nll_normalization
+        if loss not in losses.REGISTRY:
+            raise ValueError(f"there is no preference loss {loss!r}; there are {', '.join(sorted(losses.REGISTRY))}")
+        self.beta, self.gamma = beta, gamma
+        self.nll_weight, self.nll_normalization = nll_weight, nll_normalization
+        self.preference = losses.REGISTRY[loss]
 
     def totals(self, batch: DpoBatch) -> dict[str, float]:
         tokens = batch.targets.lengths[batch.chosen].sum()
         return {"pairs": float(len(batch.chosen)), "chosen_tokens": float(tokens)}
 
-    def share(self, model: Any, batch: DpoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
-        if batch.reference is None:
-            raise ValueError("the batch has no reference log-probs: compute them with reference_logprobs")
-        targets, pairs = batch.targets, totals["pairs"]
-        # Log-probabilities, not `kernels.linear_preference_loss`: neither keeps logits, and that one gives no log-probs,
-        # of which the NLL term (with the tokens that the mask hides) and six metrics are made. What it would save is one of
-        # four products of the output layer where both answers of a pair fit one chunk of logits; with longer ones nothing.
+    def loss(self, model: Any, batch: DpoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+        targets, count = batch.targets, totals["pairs"]
         logprobs = target_logprobs(model, targets)
-        answers = targets.sum_by_answer(logprobs)
-        chosen, rejected = answers[batch.chosen], answers[batch.rejected]
-        reference_chosen, reference_rejected = batch.reference[batch.chosen], batch.reference[batch.rejected]
-        losses, logits = dpo_loss(chosen, rejected, reference_chosen, reference_rejected, self.beta)
-        nll = self._nll(logprobs, batch, totals)
-        loss = divide(losses.sum(), pairs) + self.nll_weight * nll
+        pairs = self._pairs(targets.sum_by_answer(logprobs), batch)
+        found = self.preference.function(pairs, self.beta, self.gamma)
+        nll = answer_nll(logprobs, targets, batch.chosen, count, totals["chosen_tokens"], self.nll_normalization)
+        loss = divide(found.losses.sum(), count) + self.nll_weight * nll
         with torch.no_grad():
+            margin = found.chosen_reward - found.rejected_reward
             values = {
-                "accuracy": (logits > 0).float() + 0.5 * (logits == 0).float(),
-                "margin": logits,
-                "chosen_reward": self.beta * (chosen - reference_chosen),
-                "rejected_reward": self.beta * (rejected - reference_rejected),
-                "chosen_logprob": chosen,
-                "rejected_logprob": rejected,
+                "accuracy": (margin > 0).float() + 0.5 * (margin == 0).float(),
+                "margin": margin,
+                "chosen_reward": found.chosen_reward,
+                "rejected_reward": found.rejected_reward,
+                "chosen_logprob": pairs.chosen,
+                "rejected_logprob": pairs.rejected,
             }
-            metrics = {name: divide(value.sum(), pairs).detach() for name, value in values.items()}
+            metrics = {name: divide(value.sum(), count).detach() for name, value in values.items()}
             metrics["nll"] = nll.detach()
         return loss, metrics
 
-    def _nll(self, logprobs: Tensor, batch: DpoBatch, totals: Totals) -> Tensor:
-        sums = sum_segments(logprobs, batch.targets.lengths)[batch.chosen]
-        if self.nll_normalization == "tokens":
-            return divide(-sums.sum(), totals["chosen_tokens"])
-        lengths = batch.targets.lengths[batch.chosen].clamp(min=1)
-        return divide(-(sums / lengths).sum(), totals["pairs"])
+    def _pairs(self, answers: Tensor, batch: DpoBatch) -> PairLogprobs:
+        """The log-probabilities of each pair, of answers [A] float."""
+        reference = batch.reference
+        if reference is None:
+            if self.preference.needs_reference:
+                raise ValueError("the batch has no reference log-probs: compute them with reference_logprobs")
+            reference = torch.zeros_like(answers, requires_grad=False)
+        tokens = batch.targets.sum_by_answer(torch.ones_like(batch.targets.tokens, dtype=torch.float32)).clamp(min=1)
+        return PairLogprobs(
+            chosen=answers[batch.chosen],
+            rejected=answers[batch.rejected],
+            reference_chosen=reference[batch.chosen],
+            reference_rejected=reference[batch.rejected],
+            chosen_tokens=tokens[batch.chosen],
+            rejected_tokens=tokens[batch.rejected],
+        )
+
+
+def answer_nll(
+    logprobs: Tensor, targets: Targets, chosen: Tensor, answers: float, tokens: float, normalization: Literal["sequence", "tokens"]
+) -> Tensor:
+    """Negative log-likelihood of whole answers, masked tokens included: a scalar in nats.
+
+    logprobs [N] float; chosen [M] int64, indices of answers. ``sequence``: each answer's mean, over the step's `answers`;
+    ``tokens``: the sum over the step's `tokens`.
+    """
+    sums = sum_segments(logprobs, targets.lengths)[chosen]
+    if normalization == "tokens":
+        return divide(-sums.sum(), tokens)
+    return divide(-(sums / targets.lengths[chosen].clamp(min=1)).sum(), answers)
 
 
 @torch.no_grad()

@@ -33,6 +33,6 @@ class LanguageModeling(Objective[Targets]):
     def totals(self, batch: Targets) -> dict[str, float]:
         return {"tokens": float(batch.mask.sum())}
 
-    def share(self, model: Any, batch: Targets, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Any, batch: Targets, totals: Totals) -> tuple[Tensor, Metrics]:
         loss = token_loss(model, batch, totals["tokens"])
         return loss, {"bits_per_token": loss.detach() / math.log(2.0)}

@@ -104,7 +104,7 @@ class Ppo(Objective[PpoBatch]):
     def totals(self, batch: PpoBatch) -> dict[str, float]:
         return {"tokens": float(batch.targets.mask.sum())}
 
-    def share(self, model: Any, batch: PpoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Any, batch: PpoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         targets, tokens = batch.targets, totals["tokens"]
         logprobs, entropy = model.token_logprobs(
             targets.forest, targets.positions, targets.tokens, temperature=self.temperature
@@ -141,7 +141,7 @@ class Value(Objective[PpoBatch]):
     def totals(self, batch: PpoBatch) -> dict[str, float]:
         return {"tokens": float(batch.targets.mask.sum())}
 
-    def share(self, model: Any, batch: PpoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Any, batch: PpoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         values = token_values(model, batch.targets)
         mask, tokens = batch.targets.mask, totals["tokens"]
         loss = ppo_value_loss(values, batch.values, batch.returns, mask, self.clip, tokens)

@@ -77,7 +77,7 @@ class Reward(Objective[RewardBatch]):
         better, _, _ = ranked_pairs(batch.targets.prompt, batch.rank)
         return {"prompts": float(len(torch.unique(batch.targets.prompt[better]))), "best": float((batch.rank == 0).sum())}
 
-    def share(self, model: Any, batch: RewardBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Any, batch: RewardBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         hidden = model.hidden(batch.targets.forest)
         rewards = _rewards(model, hidden, batch.targets)
         better, worse, weight = ranked_pairs(batch.targets.prompt, batch.rank)

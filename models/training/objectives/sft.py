@@ -29,7 +29,7 @@ class Sft(Objective[Targets]):
     def totals(self, batch: Targets) -> dict[str, float]:
         return {"tokens": float(batch.mask.sum()), "answers": float(batch.answers)}
 
-    def share(self, model: Any, batch: Targets, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Any, batch: Targets, totals: Totals) -> tuple[Tensor, Metrics]:
         loss = token_loss(model, batch, totals["tokens"])
         nll = divide(loss.detach() * totals["tokens"], totals["answers"])
         return loss, {"answer_nll": nll}

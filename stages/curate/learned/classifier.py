@@ -1,8 +1,8 @@
-"""fastText classifiers trained in the run, with out-of-fold scores: no document is scored by a model that saw it.
+"""Training of fastText classifiers, one model per fold: no document is scored by a model that saw it.
 
-Documents fall into folds by the hash of their id. One model per fold is trained on the labelled documents of the other
-folds and scores the fold; one more, trained on all, is what the artifact keeps. fastText with one thread and its lines
-in a fixed order gives the same model every time, given the care of `_zeroed_memory`.
+Documents fall into folds by the hash of their id. The model of a fold is trained on the labelled documents of the other
+folds. fastText with one thread and its lines in a fixed order gives the same model every time, given the care of
+`_zeroed_memory`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import Field
 
-from puna.stages.contract import SeededConfig, StageRun
-from puna.stages.curate.rows.draws import folds, uniform
+from puna.stages.contract import Figure, SeededConfig, StageRun
+from puna.stages.draws import folds, uniform
 from puna.storage import Artifact, Part, PunaError
 
+FOLD = "fold-{}.bin"
 BATCH = 1024
 MAX_REPEATS = 10
 GOLDEN = 0.6180339887498949
@@ -61,11 +62,11 @@ class Scores:
 
 @dataclass(frozen=True)
 class _Job:
-    """One model to train: on the lines with a label outside `fold` (None: on all), to score the fold."""
+    """One model to train: on the lines with a label outside `fold`, to score the fold."""
 
-    fold: int | None
+    fold: int
     labels: str
-    model: str | None
+    model: str
 
 
 def prepare(run: StageRun, documents: Artifact, config: ClassifierConfig) -> list[str]:
@@ -74,36 +75,36 @@ def prepare(run: StageRun, documents: Artifact, config: ClassifierConfig) -> lis
     return list(run.map(_prepare, parts, str(run.scratch), config.max_characters))
 
 
-def out_of_fold(run: StageRun, files: list[str], labels: dict[str, str], scored: list[str], config: ClassifierConfig, model: str) -> Scores:
-    """Train on the documents that `labels` names and score the documents `scored`; keep the full model as file `model`.
+def out_of_fold(run: StageRun, files: list[str], labels: dict[str, str], config: ClassifierConfig, folder: Path) -> Scores:
+    """Train on the documents that `labels` names, keep the model of each fold in `folder`, and score these documents.
 
-    `labels`: id → class, of at least two classes in every set of folds. `scored`: sorted ids.
+    `labels`: id → class, of at least two classes in every set of folds.
     """
+    folder.mkdir(exist_ok=True)
     classes = sorted(set(labels.values()))
     ids = sorted(labels)
     names = np.array([labels[i] for i in ids], dtype="U")
     of_fold = folds(ids, config.seed, config.folds)
     jobs = []
-    for fold in (*range(config.folds), None):
-        usable = np.ones(len(ids), np.bool_) if fold is None else of_fold != fold
-        chosen = _balanced(ids, names, usable, config)
+    for fold in range(config.folds):
+        chosen = _balanced(ids, names, of_fold != fold, config)
         if set(names[chosen].tolist()) != set(classes) or len(classes) < 2:
             raise PunaError(
                 f"stage {run.stage}: a classifier needs two classes with labelled documents in every fold; it has "
                 f"{_census(names)} over {config.folds} folds. Give more documents, fewer folds, or other labels"
             )
-        jobs.append(_write_labels(run.scratch, ids, names, chosen, fold, None if fold is not None else str(run.folder / model), config))
-    all_folds = dict(zip(scored, folds(scored, config.seed, config.folds).tolist(), strict=True))
+        file = run.scratch / f"{folder.name}-{fold}.parquet"
+        pq.write_table(pa.table({"id": [ids[i] for i in chosen], "label": names[chosen].tolist()}), file)
+        jobs.append(_Job(fold, str(file), str(folder / FOLD.format(fold))))
+    all_folds = dict(zip(ids, of_fold.tolist(), strict=True))
     rows: dict[str, NDArray[np.float64]] = {}
-    # The long jobs take turns on the workers; the one without a fold scores nothing.
     for result in run.map(_train, jobs, files, all_folds, classes, config, rows=len(jobs)):
         for identity, values in zip(*result, strict=True):
             rows[identity] = values
-    missing = [identity for identity in scored if identity not in rows]
+    missing = [identity for identity in ids if identity not in rows]
     if missing:
-        raise PunaError(f"stage {run.stage}: document {missing[0]} was not scored")
-    matrix = np.array([rows[identity] for identity in scored]).reshape(len(scored), len(classes))
-    return Scores(scored, classes, matrix)
+        raise PunaError(f"stage {run.stage}: document {missing[0]} has a label and no text")
+    return Scores(ids, classes, np.array([rows[identity] for identity in ids]))
 
 
 def auc(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
@@ -122,6 +123,26 @@ def calibration(scores: NDArray[np.float64], positive: NDArray[np.bool_], bins: 
     """Points of a calibration curve: mean score and share of positives of each non-empty bin of scores."""
     at = np.minimum((scores * bins).astype(np.int64), bins - 1)
     return [(float(scores[at == b].mean()), float(positive[at == b].mean())) for b in range(bins) if (at == b).any()]
+
+
+def report_calibration(run: StageRun, name: str, what: str, scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> None:
+    """Calibration of a classifier on its labels, out of fold, as the figure `name`."""
+    series = {"documents": calibration(scores, positive), "perfect": [(0.0, 0.0), (1.0, 1.0)]}
+    run.figure(name, Figure(f"Calibration of the classifier of {what}, out of fold", "predicted probability", f"share of {what}", series))
+
+
+def report_quality(run: StageRun, scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> None:
+    """How well a classifier tells good documents from others, out of fold: area under the ROC curve, calibration, histogram."""
+    run.metric("auc", auc(scores, positive))
+    run.metric("positives", int(positive.sum()))
+    run.metric("negatives", int((~positive).sum()))
+    report_calibration(run, "calibration", "good documents", scores, positive)
+    edges = np.linspace(0, 1, 21)
+    histogram = {}
+    for name, chosen in (("good documents", positive), ("others", ~positive)):
+        counts, _ = np.histogram(scores[chosen], edges)
+        histogram[name] = [(float(e), float(c / chosen.sum())) for e, c in zip(edges[:-1], counts, strict=True)]
+    run.figure("scores", Figure("Quality scores, out of fold", "probability", "share of documents", histogram, kind="bar"))
 
 
 def _census(names: NDArray[np.str_]) -> str:
@@ -154,14 +175,6 @@ def _balanced(ids: list[str], names: NDArray[np.str_], usable: NDArray[np.bool_]
     return joined[np.lexsort((joined, places))]
 
 
-def _write_labels(
-    scratch: Path, ids: list[str], names: NDArray[np.str_], chosen: NDArray[np.int64], fold: int | None, model: str | None, config: Any
-) -> _Job:
-    file = scratch / f"labels-{'all' if fold is None else fold}.parquet"
-    pq.write_table(pa.table({"id": [ids[i] for i in chosen], "label": names[chosen].tolist()}), file)
-    return _Job(fold, str(file), model)
-
-
 def _prepare(part: Part, scratch: str, limit: int) -> str:
     from puna.stages.curate.text.words import split
 
@@ -178,7 +191,7 @@ def _prepare(part: Part, scratch: str, limit: int) -> str:
 def _train(
     job: _Job, files: list[str], of_fold: dict[str, int], classes: list[str], config: ClassifierConfig
 ) -> tuple[list[str], list[NDArray[np.float64]]]:
-    """Train one model; score its fold."""
+    """Train one model, keep it; score the labelled documents of its fold."""
     labels = pq.read_table(job.labels).to_pydict()
     wanted = dict(zip(labels["id"], labels["label"], strict=True))
     lines = {identity: line for identity, line in _lines(files) if identity in wanted}
@@ -188,10 +201,7 @@ def _train(
             out.write(f"__label__{wanted[identity]} {lines[identity]}\n")
     model = _fit(text, config)
     text.unlink()
-    if job.model is not None:
-        model.save_model(job.model)
-    if job.fold is None:
-        return [], []
+    model.save_model(job.model)
     ids: list[str] = []
     rows: list[NDArray[np.float64]] = []
     batch: list[tuple[str, str]] = []
@@ -199,11 +209,11 @@ def _train(
         if of_fold.get(identity) == job.fold:
             batch.append((identity, line))
         if len(batch) == BATCH:
-            rows += _predict(model, [line for _, line in batch], classes)
+            rows += predict(model, [line for _, line in batch], classes)
             ids += [identity for identity, _ in batch]
             batch = []
     if batch:
-        rows += _predict(model, [line for _, line in batch], classes)
+        rows += predict(model, [line for _, line in batch], classes)
         ids += [identity for identity, _ in batch]
     return ids, rows
 
@@ -252,7 +262,7 @@ def _lines(files: list[str]) -> Iterator[tuple[str, str]]:
         yield from zip(table["id"].to_pylist(), table["line"].to_pylist(), strict=True)
 
 
-def _predict(model: Any, lines: list[str], classes: list[str]) -> list[NDArray[np.float64]]:
+def predict(model: Any, lines: list[str], classes: list[str]) -> list[NDArray[np.float64]]:
     """Probability of every class for each line, float64[classes] each."""
     # A list, because fastText 0.9.3 cannot predict a single string under numpy 2.
     labels, probabilities = model.predict(lines, k=len(classes))

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.stages.curate.learned.place import Place
-from puna.stages.curate.learned.questions import TEXT, Question, tokens_apart
+from puna.stages.curate.learned.questions import TEXT, Question
+from puna.stages.grading import mean_grades, tokens_apart
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
@@ -58,11 +59,8 @@ class Grader:
         forest = Forest.branch(self.head, branches) if self.head else Forest.pack(branches)
         place = next(self.model.parameters()).device
         last = torch.tensor([len(branch) for branch in branches], device=place).cumsum(0) + len(self.head) - 1
-        logits = self.model.logits(self.model.hidden(forest.to(place))[last]).double()
-        answers = logits[:, self.tokens]
-        values = torch.tensor(self.question.values, dtype=torch.float64, device=place)
-        said = (answers.logsumexp(-1) - logits.logsumexp(-1)).exp()
-        return (answers.softmax(-1) @ values).cpu().numpy(), said.cpu().numpy()
+        grades, said = mean_grades(self.model.logits(self.model.hidden(forest.to(place))[last]), self.tokens, self.question.values)
+        return grades.cpu().numpy(), said.cpu().numpy()
 
 
 def _framed(tokenizer: Any, question: Question) -> tuple[str, str]:

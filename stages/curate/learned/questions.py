@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from puna.storage import PunaError
-
 Kind = Literal["scale", "yes_no"]
 Grade = Literal["judgement", "code_judgement", "reasoning_judgement"]
 TEXT = "{text}"
@@ -82,14 +80,3 @@ def answers_of(kind: Kind, top: int) -> tuple[tuple[str, ...], tuple[float, ...]
     if kind == "yes_no":
         return ("No", "Yes"), (0.0, 1.0)
     return tuple(map(str, range(top + 1))), tuple(map(float, range(top + 1)))
-
-
-def tokens_apart(ids: list[list[int]], answers: tuple[str, ...]) -> tuple[list[int], list[int]]:
-    """What the encodings of all answers share at their beginning, and each one's next token; PunaError where two have the same."""
-    shared = 0
-    while all(len(one) > shared for one in ids) and len({one[shared] for one in ids}) == 1:
-        shared += 1
-    tokens = [one[shared] if len(one) > shared else -1 for one in ids]
-    if -1 in tokens or len(set(tokens)) < len(tokens):
-        raise PunaError(f"judge: the model's tokenizer does not tell the answers {', '.join(answers)} apart by one token; ask otherwise")
-    return ids[0][:shared], tokens

@@ -13,7 +13,7 @@ from puna.storage import PunaError
 
 if TYPE_CHECKING:
     from puna.kernels.minhash import Device
-    from puna.kernels.near_duplicates import Criteria
+    from puna.stages.curate.minhash.near_duplicates import Criteria
 
 SLACK = 4.0  # standard errors of a signature's estimate below the threshold at which pairs are still compared
 MARGIN = 1.4  # covers the scatter of short texts
@@ -100,7 +100,7 @@ class MinhashDedupConfig(SignatureConfig):
 
     def criteria(self) -> Criteria:
         """What the kernel needs to verify a pair."""
-        from puna.kernels.near_duplicates import Criteria
+        from puna.stages.curate.minhash.near_duplicates import Criteria
 
         estimate = 0.0
         if self.similarity == "jaccard":  # a signature estimates it: pairs far below need no exact comparison

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.stages.curate.minhash.config import MinhashDedupConfig
-from puna.stages.curate.minhash.sketch import Shingles, shingled, signed
+from puna.stages.curate.minhash.sketch import FACTS, Shingles, facts_of, shingled, signed
+from puna.storage import Artifact
+
+if TYPE_CHECKING:
+    from puna.kernels.minhash import Device
 
 BLOCK_DOCUMENTS = 512
 
@@ -70,7 +74,7 @@ def preference(
 
 def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> NDArray[np.int64]:
     """Bands with equal keys as numbers, counted from 0 over all bands, int64[M, B]."""
-    from puna.kernels.near_duplicates import band_keys
+    from puna.stages.curate.minhash.near_duplicates import band_keys
 
     keys = band_keys(signatures, config.bands, config.rows)
     groups = np.empty(keys.shape, np.int64)
@@ -82,7 +86,7 @@ def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> NDArray[n
 
 def decide(job: Job, signatures: NDArray[Any], sequence: NDArray[np.uint64], config: MinhashDedupConfig) -> Found:
     """The documents of a job that go; `signatures` [M, P] are the members'."""
-    from puna.kernels.near_duplicates import resolve
+    from puna.stages.curate.minhash.near_duplicates import resolve
 
     groups = groups_of(signatures, config)
     found = resolve(signatures, groups, job.words, job.start, job.counts, sequence, config.criteria())
@@ -99,35 +103,73 @@ def collapse(job: Job, signatures: NDArray[Any]) -> Found:
     return Found(job.rows[gone], job.rows[first[gone]], estimate, np.zeros(len(gone), np.int64), 0)
 
 
-def company(rows: NDArray[np.int64], config: MinhashDedupConfig, starts: NDArray[np.int64], signatures: list[str]) -> NDArray[np.bool_]:
-    """In a worker: which members of some components may be near-duplicates, by their signatures."""
-    from puna.kernels.near_duplicates import near
+class Candidates(NamedTuple):
+    """Documents that share a band with another one: ids, rows, FACTS, signatures [M, P]; `hashes` of their shingles, one after another."""
 
-    own = _signatures(rows, starts, signatures)
-    return near(own, groups_of(own, config), config.criteria().estimate)  # type: ignore[no-any-return]
+    ids: pa.Array
+    rows: NDArray[np.int64]
+    facts: NDArray[Any]
+    signatures: NDArray[Any]
+    hashes: NDArray[np.uint64]
+
+    @classmethod
+    def of(
+        cls, table: pa.Table, rows: NDArray[np.int64], signals: Artifact | None, config: MinhashDedupConfig, device: Device
+    ) -> Candidates:
+        """The candidates in a table of documents."""
+        found = shingled(table["text"], config)
+        values, _ = signed(found, config, device)
+        return cls(table["id"].combine_chunks(), rows, facts_of(table, found, signals, config), values, found.hashes)
+
+    def table(self, component: NDArray[np.int64]) -> pa.Table:
+        """The candidates as rows of an exchange by component."""
+        offsets = 8 * np.concatenate([[0], np.cumsum(self.facts["shingles"])]).astype(np.int64)
+        shingles = pa.Array.from_buffers(pa.large_binary(), len(self.rows), [None, pa.py_buffer(offsets), pa.py_buffer(self.hashes)])
+        hashes = component.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        return pa.table(
+            {
+                "hash": hashes, "component": component, "row": self.rows, "id": self.ids, "facts": _binary(self.facts),
+                "signature": _binary(self.signatures), "shingles": shingles,
+            }
+        )  # fmt: skip
+
+    @classmethod
+    def read(cls, table: pa.Table, config: MinhashDedupConfig) -> tuple[Candidates, NDArray[np.int64]]:
+        """Candidates by component and then by preference, and the bounds of the components."""
+        facts = np.frombuffer(b"".join(table["facts"].to_pylist()), FACTS)
+        component, rows = (table[name].combine_chunks().to_numpy() for name in ("component", "row"))
+        score = facts["score"] if config.survivor == "best_score" else None
+        order = np.lexsort((*preference(config, rows, facts["words"], facts["fetched"], facts["preferred"], score), component))
+        sorted_ = table.take(pa.array(order))
+        narrow = table.schema.field("signature").type.byte_width == 4 * config.bands * config.rows
+        dtype = np.uint32 if narrow else np.uint64
+        signatures = np.frombuffer(b"".join(sorted_["signature"].to_pylist()), dtype).reshape(len(order), -1)
+        hashes = np.frombuffer(b"".join(sorted_["shingles"].to_pylist()), np.uint64)
+        bounds = np.append(np.flatnonzero(np.diff(component[order], prepend=-1)), len(order))
+        return cls(sorted_["id"].combine_chunks(), rows[order], facts[order], signatures, hashes), bounds
 
 
-def resolved(job: Job, config: MinhashDedupConfig, file: str, starts: NDArray[np.int64], signatures: list[str]) -> Found:
-    """In a worker: `decide` or `collapse` a job whose shingles and signatures lie in files."""
-    own = _signatures(job.rows, starts, signatures)
+def decided(found: Candidates, bounds: NDArray[np.int64], config: MinhashDedupConfig) -> Found:
+    """What happens to candidates, by their places."""
+    from puna.stages.curate.minhash.near_duplicates import near
+
+    place, counts = np.arange(len(found.rows)), found.facts["shingles"].astype(np.int64)
+    start = np.cumsum(counts) - counts
     if not config.verify:
-        return collapse(job, own)
-    # Members of a job lie one after another in the file.
-    low, high = int(job.start[0]), int(job.start[-1] + job.counts[-1])
-    sequence = np.asarray(np.load(file, mmap_mode="r")[low:high])
-    return decide(job._replace(start=job.start - low), own, sequence, config)
+        return Found.of([collapse(Job(place, bounds, found.facts["words"], start, counts), found.signatures)])
+    keep = near(found.signatures, groups_of(found.signatures, config), config.criteria().estimate)
+    if not keep.any():
+        return Found.of([])
+    words = found.facts["words"].astype(np.int64)[keep]
+    job = Job(place[keep], bounds[:0], words, start[keep], counts[keep])
+    return Found.of([decide(job, found.signatures[keep], found.hashes, config)])
 
 
-def _signatures(rows: NDArray[np.int64], starts: NDArray[np.int64], files: list[str]) -> NDArray[Any]:
-    """The signatures of some rows, from the files of the parts that hold them."""
-    part = np.searchsorted(starts, rows, side="right") - 1
-    stored = {number: np.load(files[number], mmap_mode="r") for number in np.unique(part).tolist()}
-    some = next(iter(stored.values()))
-    out = np.empty((len(rows), some.shape[1]), some.dtype)
-    for number, values in stored.items():
-        here = part == number
-        out[here] = values[rows[here] - starts[number]]
-    return out
+def _binary(array: NDArray[Any]) -> pa.Array:
+    """Each row of an array as its bytes."""
+    data = np.ascontiguousarray(array)
+    width = data.nbytes // max(1, len(data))
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(data), [None, pa.py_buffer(data)])
 
 
 def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: MinhashDedupConfig | None = None) -> Found:
@@ -135,7 +177,7 @@ def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: Minha
 
     Rows are positions in `texts`. Takes about twice the texts' size; the stage takes any size.
     """
-    from puna.kernels import near_duplicates as kernel
+    from puna.stages.curate.minhash import near_duplicates as kernel
 
     config = config or MinhashDedupConfig()
     column = texts if isinstance(texts, pa.ChunkedArray) else pa.chunked_array([pa.array(texts, pa.large_string())])

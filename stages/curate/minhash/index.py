@@ -19,48 +19,39 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.stages.curate.minhash.config import MinhashDedupConfig
-from puna.stages.curate.minhash.sketch import Shingles, Sketches, of_words
+from puna.stages.curate.minhash.sketch import Shingles, of_words
 from puna.storage import Artifact, PunaError
 
 INDEX = "index"
-FACTS = np.dtype(
-    [("fetched", "<i8"), ("preferred", "?"), ("words", "<i8"), ("shingles", "<i8"), ("score", "<f8"), ("text", "<i8"), ("bytes", "<i8"),
-     ("raw", "<i8")]
-)  # fmt: skip
 
 
-def write_index(
-    folder: Path, documents: Artifact, sketches: list[Sketches], score: NDArray[np.float64] | None, config: MinhashDedupConfig
-) -> None:
-    """Write the index of the documents of which the sketches are, part by part, within bounded memory but for the keys."""
+def write_index(folder: Path, sketches: list[str], config: MinhashDedupConfig) -> None:
+    """In a worker: write the index of the documents of which the sketches are, within bounded memory but for the keys."""
+
+    def of(name: str) -> list[NDArray[Any]]:
+        return [np.load(f"{begin}-{name}.npy", mmap_mode="r") for begin in sketches]
+
     folder.mkdir(exist_ok=True)
-    total = sum(s.documents for s in sketches)
-    ids = [np.array([i.encode() for i in batch.column(0).to_pylist()]) for batch in documents.batches(columns=["id"])]
-    np.save(folder / "ids.npy", np.concatenate(ids))
-    facts = np.zeros(total, FACTS)
-    for name in ("fetched", "preferred", "words", "shingles"):
-        facts[name] = np.concatenate([getattr(s, name) for s in sketches])
-    facts["bytes"] = np.concatenate([s.stored for s in sketches])
-    facts["raw"] = np.concatenate([s.raw for s in sketches])
+    np.save(folder / "ids.npy", np.concatenate(of("ids")))
+    facts = np.concatenate(of("facts"))
     facts["text"] = np.cumsum(facts["bytes"]) - facts["bytes"]
-    facts["score"] = 0.0 if score is None else score
     np.save(folder / "facts.npy", facts)
     with (folder / "texts.bin").open("wb") as out:
-        for s in sketches:
-            with Path(s.texts).open("rb") as file:
+        for begin in sketches:
+            with Path(f"{begin}-texts.bin").open("rb") as file:
                 shutil.copyfileobj(file, out)
-    first = np.load(sketches[0].signatures, mmap_mode="r")
-    signatures = np.lib.format.open_memmap(folder / "signatures.npy", "w+", first.dtype, (total, first.shape[1]))
+    parts = of("signatures")
+    signatures = np.lib.format.open_memmap(folder / "signatures.npy", "w+", parts[0].dtype, (len(facts), parts[0].shape[1]))
     at = 0
-    for s in sketches:
-        signatures[at : at + s.documents] = np.load(s.signatures)
-        at += s.documents
+    for part in parts:
+        signatures[at : at + len(part)] = part
+        at += len(part)
     filled = np.flatnonzero(facts["shingles"])
     shape = (config.bands, len(filled))
     keys = np.lib.format.open_memmap(folder / "keys.npy", "w+", np.uint64, shape)
     rows = np.lib.format.open_memmap(folder / "rows.npy", "w+", np.int64, shape)
     for band in range(config.bands):
-        own = np.concatenate([np.load(s.keys, mmap_mode="r")[band] for s in sketches])[filled]
+        own = np.concatenate([part[band] for part in of("keys")])[filled]
         order = np.argsort(own, kind="stable")
         keys[band], rows[band] = own[order], filled[order]
 

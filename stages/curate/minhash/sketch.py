@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from puna.stages.curate.minhash.config import MinhashDedupConfig
-from puna.storage import Part
+from puna.storage import Artifact, Part
 
 if TYPE_CHECKING:
     from puna.kernels.minhash import Device
-    from puna.kernels.shingles import Words
+    from puna.stages.curate.text.normal_words import Words
 
 
 class Shingles(NamedTuple):
@@ -30,22 +31,6 @@ class Shingles(NamedTuple):
     normal: Words
 
 
-class Sketches(NamedTuple):
-    """What one part of the documents was reduced to; signatures [D, P] and band keys [B, D] lie in files, and for an index the
-    compressed normal texts, of `stored` bytes each, `raw` before compression."""
-
-    documents: int
-    fetched: NDArray[np.int64]
-    preferred: NDArray[np.bool_]
-    words: NDArray[np.int64]
-    shingles: NDArray[np.int64]
-    signatures: str
-    keys: str
-    texts: str
-    stored: NDArray[np.int64]
-    raw: NDArray[np.int64]
-
-
 def shingled(texts: pa.ChunkedArray, config: MinhashDedupConfig) -> Shingles:
     """The shingles of a column of texts."""
     from puna.stages.curate.text.shingles import bytes_of
@@ -55,7 +40,7 @@ def shingled(texts: pa.ChunkedArray, config: MinhashDedupConfig) -> Shingles:
         from puna.stages.curate.text.datatrove_words import datatrove_words
 
         return of_words(datatrove_words(data, offsets), config)
-    from puna.kernels.shingles import normal_words
+    from puna.stages.curate.text.normal_words import normal_words
     from puna.stages.curate.text.shingles import table
 
     return of_words(normal_words(data, offsets, table()), config)
@@ -63,7 +48,7 @@ def shingled(texts: pa.ChunkedArray, config: MinhashDedupConfig) -> Shingles:
 
 def of_words(words: Words, config: MinhashDedupConfig) -> Shingles:
     """The shingles of normal texts."""
-    from puna.kernels.shingles import shingle_hashes
+    from puna.stages.curate.text.normal_words import shingle_hashes
 
     hashes, where = shingle_hashes(words, config.words, short=config.normal_form == "puna")
     values = hashes if config.hash == "xxh64" else _sha1(words, where, config)
@@ -84,63 +69,48 @@ def _sha1(words: Words, where: NDArray[np.int64], config: MinhashDedupConfig) ->
 def signed(found: Shingles, config: MinhashDedupConfig, device: Device = "cpu") -> tuple[NDArray[Any], NDArray[np.uint64]]:
     """Signatures [D, P] and band keys [D, B]."""
     from puna.kernels.minhash import signatures
-    from puna.kernels.near_duplicates import band_keys
+    from puna.stages.curate.minhash.near_duplicates import band_keys
 
     values = signatures(found.values, found.offsets, config.bands * config.rows, config.seed, config.scheme, device)
     return values, band_keys(values, config.bands, config.rows)
 
 
-def sketch(job: tuple[int, Part], config: MinhashDedupConfig, device: Device, scratch: str) -> Sketches:
-    """Signatures and band keys of one part, in files: the driver holds a few bytes per document."""
+FACTS = np.dtype(
+    [("fetched", "<i8"), ("preferred", "?"), ("words", "<i8"), ("shingles", "<i8"), ("score", "<f8"), ("text", "<i8"), ("bytes", "<i8"),
+     ("raw", "<i8")]
+)  # fmt: skip
+"""What an index knows of a document; `text`: where its compressed normal text begins, `bytes` long, `raw` before compression."""
+
+
+def facts_of(table: pa.Table, found: Shingles, signals: Artifact | None, config: MinhashDedupConfig) -> NDArray[Any]:
+    """The facts of documents that decide which of several near-duplicates survives, FACTS[n]."""
+    facts = np.zeros(len(found.words), FACTS)
+    facts["fetched"] = np.asarray(table["fetched_at"].cast(pa.int64()))
+    facts["preferred"] = [source in config.prefer_sources for source in table["source"].to_pylist()]
+    facts["words"], facts["shingles"] = found.words, np.diff(found.offsets)
+    if signals is not None and len(facts):
+        ids = table["id"]
+        known = signals.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", config.score])
+        place = pc.index_in(ids, value_set=known["id"].combine_chunks())
+        values = np.asarray(known[config.score].cast(pa.float64()).take(place).fill_null(-np.inf), dtype=np.float64)
+        facts["score"] = np.nan_to_num(values, nan=-np.inf)  # a missing score is worst
+    return facts
+
+
+def sketch(job: tuple[int, Part], signals: Artifact | None, config: MinhashDedupConfig, device: Device, scratch: str) -> str:
+    """In a worker: what an index holds of one part, in files whose common beginning is returned."""
     number, part = job
-    read = part.read()
-    found = shingled(read.column("text"), config)
+    table = part.read()
+    found = shingled(table["text"], config)
     values, keys = signed(found, config, device)
-    files = [str(Path(scratch) / f"{name}-{number:06d}.npy") for name in ("signatures", "keys")]
-    np.save(files[0], values)
-    np.save(files[1], np.ascontiguousarray(keys.T))
-    fetched = np.asarray(read.column("fetched_at").cast(pa.int64()))
-    preferred = np.array([source in config.prefer_sources for source in read.column("source").to_pylist()], dtype=bool)
-    texts = Path(scratch) / f"texts-{number:06d}.bin"
-    stored = np.zeros(0, np.int64)
-    if config.keep_index:
-        codec = pa.Codec("zstd", 1)
-        bounds, whole = found.normal.offsets_D1.tolist(), memoryview(found.normal.data)
-        pieces = [codec.compress(whole[a:b], asbytes=True) for a, b in pairwise(bounds)]
-        texts.write_bytes(b"".join(pieces))
-        stored = np.array([len(piece) for piece in pieces], np.int64)
-    shingles, raw = np.diff(found.offsets), np.diff(found.normal.offsets_D1)
-    return Sketches(part.rows, fetched, preferred, found.words, shingles, files[0], files[1], str(texts), stored, raw)
-
-
-def band_edges(band: int, files: list[str], documents: int) -> NDArray[np.int64]:
-    """Neighbouring rows that share the key of one band, int64[E, 2]."""
-    from puna.kernels.near_duplicates import edges
-
-    keys = np.empty(documents, dtype=np.uint64)
-    at = 0
-    for file in files:
-        found = np.load(file, mmap_mode="r")
-        keys[at : at + found.shape[1]] = found[band]
-        at += found.shape[1]
-    return edges(keys)  # type: ignore[no-any-return]
-
-
-class Place(NamedTuple):
-    """Candidates of one part: their rows in it, and where each one's shingles go in the file of all."""
-
-    part: Part
-    rows: NDArray[np.int64]
-    start: NDArray[np.int64]
-
-
-def store_shingles(place: Place, config: MinhashDedupConfig, file: str) -> None:
-    """Write the candidates' shingles where they belong.
-
-    Texts are read a second time, because few documents are candidates and the shingles of all need more room than the texts.
-    """
-    found = shingled(place.part.read().column("text").take(pa.array(place.rows)), config)
-    sequence = np.load(file, mmap_mode="r+")
-    for k, start in enumerate(place.start.tolist()):
-        own = found.hashes[found.offsets[k] : found.offsets[k + 1]]
-        sequence[start : start + len(own)] = own
+    facts = facts_of(table, found, signals, config)
+    codec = pa.Codec("zstd", 1)
+    bounds, whole = found.normal.offsets_D1.tolist(), memoryview(found.normal.data.tobytes())
+    pieces = [codec.compress(whole[a:b], asbytes=True) for a, b in pairwise(bounds)]
+    facts["bytes"], facts["raw"] = [len(piece) for piece in pieces], np.diff(found.normal.offsets_D1)
+    begin = f"{scratch}/sketch-{number:06d}"
+    Path(f"{begin}-texts.bin").write_bytes(b"".join(pieces))
+    ids = np.array([i.encode() for i in table["id"].to_pylist()], dtype=bytes)
+    for name, array in {"ids": ids, "facts": facts, "signatures": values, "keys": np.ascontiguousarray(keys.T)}.items():
+        np.save(f"{begin}-{name}.npy", array)
+    return begin

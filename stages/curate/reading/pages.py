@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
-
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Page(NamedTuple):
@@ -30,13 +27,6 @@ class Rejected(NamedTuple):
     threshold: float | None = None
 
 
-def microseconds(moment: datetime) -> int:
-    """Microseconds since 1970; a time without a zone is UTC."""
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
-    return (moment - EPOCH) // timedelta(microseconds=1)
-
-
 def page_id(source: str, page: Page) -> str:
     """32 hex digits over everything that makes the page what it is; its place in a file does not count."""
     head = f"{source}\0{page.url}\0{page.fetched_at}\0{page.content_type}\0{page.charset or ''}\0"
@@ -52,5 +42,5 @@ def rejected_id(source: str, rejected: Rejected) -> str:
 
 
 def repeated_id(identity: str, number: int) -> str:
-    """Identity of the `number`-th repetition of a row that is there already."""
-    return hashlib.blake2b(f"repeated\0{identity}\0{number}".encode(), digest_size=16).hexdigest()
+    """Identity of the `number`-th repetition of a row that is there already; it lies in the same shard."""
+    return identity[:8] + hashlib.blake2b(f"repeated\0{identity}\0{number}".encode(), digest_size=12).hexdigest()

@@ -5,20 +5,14 @@ Each yields a `Page` or, where a record is none, a `Rejected` with the rule that
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
-import lzma
-import zlib
 from collections.abc import Iterator
-from datetime import date, datetime
-from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
-import zstandard
-
-from puna.stages.curate.reading.pages import Page, Rejected, microseconds
+from puna.stages.curate.reading.pages import Page, Rejected
+from puna.stages.reading.dates import moment
+from puna.stages.reading.files import DAMAGE, field_at, suffix, unpacked
 from puna.storage import PunaError
 
 MEDIA_TYPES = {
@@ -33,8 +27,6 @@ MEDIA_TYPES = {
     ".yaml": "text/x-yaml", ".yml": "text/x-yaml", ".ini": "text/x-ini", ".css": "text/css", ".xml": "text/xml",
 }  # fmt: skip
 DATE_COLUMNS = ("fetched_at", "date", "timestamp", "crawl_timestamp", "added", "created")
-DATASET_SIDECARS = ("dataset_info.json", "state.json", "dataset_dict.json")
-COMPRESSED = (".gz", ".zst", ".xz")
 BATCH_ROWS = 1024
 
 
@@ -57,44 +49,6 @@ class Columns:
                 raise PunaError(f"{where}: no column {column!r}; it has {there}. Name another one with ingest.{option}")
 
 
-def suffix(name: str) -> str:
-    """The file's suffix in lower case, that of a compression set aside."""
-    path = PurePosixPath(name.lower())
-    return PurePosixPath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
-
-
-class _Pieces(io.RawIOBase):
-    """What a decompressor gives, piece by piece: what comes before a fault is not lost with it."""
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, room: Any) -> int:
-        piece = self._source.read1(len(room))
-        room[: len(piece)] = piece
-        return len(piece)
-
-    def close(self) -> None:
-        self._source.close()
-        super().close()
-
-
-def unpacked(handle: BinaryIO, name: str) -> io.BufferedReader:
-    """The file's bytes, decompressed as its name says."""
-    ending = PurePosixPath(name.lower()).suffix
-    raw: Any = handle
-    if ending == ".gz":
-        raw = _Pieces(gzip.GzipFile(fileobj=handle))
-    elif ending == ".xz":
-        raw = _Pieces(lzma.LZMAFile(handle))  # noqa: SIM115  closed with the reader around it
-    elif ending == ".zst":
-        raw = zstandard.ZstdDecompressor().stream_reader(handle, read_across_frames=True)
-    return io.BufferedReader(raw, 1 << 20)
-
-
 def address(source: str, name: str, row: int | None = None) -> str:
     """The address of a page that brings none: its place in the input."""
     place = f"file:///{quote(source)}/{quote(name)}"
@@ -109,7 +63,7 @@ def read_file(handle: BinaryIO, source: str, name: str) -> Iterator[Page | Rejec
         return
     try:
         body = unpacked(handle, name).read()
-    except (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError) as error:
+    except DAMAGE as error:
         yield Rejected("truncated_record", name, f"{name}: {error}")
         return
     yield Page(address(source, name), 0, media, None, body, name)
@@ -125,7 +79,7 @@ def read_jsonl(handle: BinaryIO, source: str, name: str, columns: Columns) -> It
         number += 1
         try:
             line = next(lines, None)
-        except (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError) as error:
+        except DAMAGE as error:
             yield Rejected("truncated_record", f"{name}#{number}", f"{name}, line {number + 1}: {error}")
             return
         if line is None:
@@ -146,7 +100,7 @@ def read_jsonl(handle: BinaryIO, source: str, name: str, columns: Columns) -> It
             continue
         rows += 1
         names.update(dict.fromkeys(row))
-        found = found or _field(row, columns.body) is not None
+        found = found or field_at(row, columns.body) is not None
         yield _row(row, source, name, number, columns)
     if rows and not found:
         columns.check(sorted(names), name)
@@ -212,17 +166,9 @@ def _chosen(names: list[str], where: str, columns: Columns) -> list[str]:
     return [name for name in names if name in wanted]
 
 
-def _field(row: dict[str, Any], path: str) -> Any:
-    """`row["a"]["b"]` for the path `a.b`; None where there is none."""
-    value: Any = row
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
-
-
 def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Columns) -> Page | Rejected:
     where = f"{name}#{number}"
-    body = _field(row, columns.body)
+    body = field_at(row, columns.body)
     if isinstance(body, str):
         try:
             body = body.encode()
@@ -230,7 +176,7 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
             return Rejected("malformed_record", where, f"{name}, row {number}: {error}")
     if not isinstance(body, bytes):
         return Rejected("malformed_record", where, f"{name}, row {number}: {columns.body} holds {type(body).__name__}, not text")
-    url = _field(row, columns.url or "url")
+    url = field_at(row, columns.url or "url")
     if not isinstance(url, str) or "://" not in url:
         if columns.url is not None and not isinstance(url, str):
             return Rejected("malformed_record", where, f"{name}, row {number}: {columns.url} holds {type(url).__name__}, not text")
@@ -238,12 +184,12 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
     if not _encodable(url):
         return Rejected("malformed_record", where, f"{name}, row {number}: the address {url!r} is not Unicode text")
     column = columns.date or next((c for c in DATE_COLUMNS if row.get(c) is not None), None)
-    moment = _moment(_field(row, column)) if column else 0
-    if moment is None and columns.date is None:
-        moment = 0  # A column that only happens to be called so is no reason to lose the text.
-    if moment is None:
-        return Rejected("malformed_record", where, f"{name}, row {number}: {column} holds {_field(row, column or '')!r}, not a date")
-    return Page(url, moment, columns.content_type, "utf-8", body, where)
+    at = moment(field_at(row, column)) if column else 0
+    if at is None and columns.date is None:
+        at = 0  # A column that only happens to be called so is no reason to lose the text.
+    if at is None:
+        return Rejected("malformed_record", where, f"{name}, row {number}: {column} holds {field_at(row, column or '')!r}, not a date")
+    return Page(url, at, columns.content_type, "utf-8", body, where)
 
 
 def _encodable(text: str) -> bool:
@@ -252,23 +198,3 @@ def _encodable(text: str) -> bool:
     except UnicodeEncodeError:  # JSON may hold halves of surrogate pairs
         return False
     return True
-
-
-def _moment(value: Any) -> int | None:
-    """A date, a time, ISO text or seconds or milliseconds since 1970 as microseconds; nothing counts as 1970; None: not a date."""
-    if value is None or value == "":
-        return 0
-    if isinstance(value, datetime):
-        return microseconds(value)
-    if isinstance(value, date):
-        return microseconds(datetime(value.year, value.month, value.day))
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e11:
-        return round(value * 1_000_000)
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e14:
-        return round(value * 1_000)
-    if isinstance(value, str):
-        try:
-            return microseconds(datetime.fromisoformat(value.strip()))
-        except ValueError:
-            return None
-    return None

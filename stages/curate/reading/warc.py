@@ -12,8 +12,9 @@ from typing import Any, BinaryIO
 from fastwarc.stream_io import BrotliReader
 from fastwarc.warc import WarcRecord
 
-from puna.stages.curate.reading.pages import Page, Rejected, microseconds
+from puna.stages.curate.reading.pages import Page, Rejected
 from puna.stages.curate.reading.warc_frames import GZIP_MAGIC, MAX_HEADER_BYTES, ZSTD_MAGIC, frames, unzstd
+from puna.stages.reading.dates import microseconds
 
 
 def read_warc(handle: BinaryIO, name: str, max_body_bytes: int) -> Iterator[Page | Rejected]:

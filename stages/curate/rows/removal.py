@@ -1,12 +1,59 @@
-"""Removing rows by id: the decision is made once, and every worker reads it from a sorted file."""
+"""Removing duplicates by decisions that were regrouped by id: what every stage that finds them does last."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+
+from puna.stages.contract import StageRun
+from puna.storage import Artifact
+from puna.storage.schemas import table_schema
+
+DECIDED = pa.schema([("id", pa.string()), ("kept_id", pa.string()), ("similarity", pa.float64()), ("detail", pa.string())])
+"""A document that goes, the one that is kept instead, how similar they are, and what a reader needs to understand that."""
+MANY = 100_000
+"""Decisions that one partition holds, about, where every document goes."""
+
+
+def remove(
+    run: StageRun,
+    documents: Artifact,
+    decide: Callable[..., Any],
+    items: Sequence[Any],
+    *args: Any,
+    method: str,
+    rule: str,
+    threshold: float | None = None,
+) -> Sequence[Any]:
+    """Remove the documents that `decide(item, *args)` names in tables of DECIDED, with evidence in `duplicates` and `dropped`.
+
+    Gives what `decide` gives beside its tables, by item. `threshold` is that of the rule; None: it has no value either.
+    """
+    parts = 1 << max(0, (documents.rows() // MANY).bit_length() - 1)
+    decided = run.exchange(decide, items, *args, by="id", partitions=parts)
+    run.filter(_remove, documents, decided if decided.rows else DECIDED.empty_table(), method, rule, threshold, columns=["id"])
+    run.metric("removed", decided.rows)
+    return decided.infos
+
+
+def _remove(documents: pa.Table, decided: pa.Table, method: str, rule: str, threshold: float | None) -> dict[str, Any]:
+    """In a worker: which documents of a part stay, and the evidence for the others."""
+    ids, kept, similarity = decided["id"], decided["kept_id"], decided["similarity"]
+    count = len(ids)
+    evidence = {"id": ids, "kept_id": kept, "method": pa.repeat(method, count), "similarity": similarity, "cluster": kept}
+    value = pa.nulls(count, pa.float64()) if threshold is None else similarity
+    bound = pa.nulls(count, pa.float64()) if threshold is None else pa.repeat(threshold, count)
+    dropped = {"id": ids, "rule": pa.repeat(rule, count), "value": value, "threshold": bound, "detail": decided["detail"]}
+    return {
+        "keep": pc.invert(pc.is_in(documents["id"], value_set=ids.combine_chunks())),
+        "duplicates": pa.table(evidence, schema=table_schema("duplicates").schema),
+        "dropped": pa.table(dropped, schema=table_schema("dropped").schema),
+    }
 
 
 def write_removed(folder: Path, ids: Iterable[str]) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from puna.stages.curate.rules.expressions import SqlRule, sql_fires, sql_row
 from puna.stages.curate.rules.groups import Rule
 
 
@@ -40,16 +42,20 @@ def numeric(values: pa.ChunkedArray) -> NDArray[np.float64]:
     return np.array(values.cast(pa.float64()).fill_null(math.nan), np.float64)
 
 
-def decide(table: pa.Table, rules: list[Rule]) -> pa.Table:
+def decide(table: pa.Table, rules: Sequence[Rule | SqlRule]) -> pa.Table:
     """The dropped documents of `table` (id, source and the rules' signals) as rows of the table `dropped`."""
     sources = np.array(table["source"].to_pylist(), dtype=object).astype("U")
     first = np.full(table.num_rows, len(rules), np.int64)
     for index, rule in enumerate(rules):
-        first[fires(rule, table, sources) & (first == len(rules))] = index
+        gone = sql_fires(rule, table) if isinstance(rule, SqlRule) else fires(rule, table, sources)
+        first[gone & (first == len(rules))] = index
     ids = table["id"].to_pylist()
     rows = []
     for at in np.flatnonzero(first < len(rules)):
         rule = rules[first[at]]
+        if isinstance(rule, SqlRule):
+            rows.append(sql_row(rule, ids[at], {name: table[name][int(at)].as_py() for name in rule.columns}))
+            continue
         value = table[rule.drop.signal][int(at)].as_py()
         # Python and Arrow agree on NaN as a number; a threshold on it means "not measured".
         value = None if isinstance(value, float) and math.isnan(value) else value

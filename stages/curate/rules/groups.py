@@ -9,9 +9,9 @@ that is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
@@ -72,6 +72,25 @@ class RuleGroup(StageConfig):
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents this group does not judge")
 
 
+RULE_GROUPS: dict[str, type[RuleGroup]] = {}
+"""Groups of rules of other packages and modules, by the name that `select.groups` gives them."""
+
+G = TypeVar("G", bound=type[RuleGroup])
+
+
+def rule_group(name: str) -> Callable[[G], G]:
+    """Declare a class of rules, each a field marked with `Drop`, as a group that `select.groups` turns on by this name."""
+
+    def declare(group: G) -> G:
+        before = RULE_GROUPS.get(name)
+        if before is not None and before.__module__ != group.__module__:
+            raise TypeError(f"group of rules {name} is declared twice, in {before.__module__} and in {group.__module__}; rename one")
+        RULE_GROUPS[name] = group
+        return group
+
+    return declare
+
+
 class WebRules(RuleGroup):
     """Rules made for crawled pages. Gopher applied its own to the web alone, not to its curated sources."""
 
@@ -81,7 +100,7 @@ class WebRules(RuleGroup):
 class LanguageRules(RuleGroup):
     """Language identification; FineWeb keeps documents of a score of at least 0.65."""
 
-    min_score: Annotated[Fraction | None, Drop("language_score", "<")] = Field(0.65, description="Least probability of the language")
+    min_score: Annotated[Fraction | None, Drop("language_score", "<")] = Field(0.65, description="Minimum probability of the language")
     languages: Annotated[tuple[str, ...] | None, Drop("language", "not in")] = Field(
         None, description="Languages to keep (ISO 639 codes); null: all"
     )
@@ -91,93 +110,93 @@ class GopherRepetitionRules(WebRules):
     """Gopher's repetition rules (Rae et al. 2021, table A1): fractions of lines, paragraphs or characters."""
 
     min_characters: Annotated[int | None, Drop("characters", "<")] = Field(
-        1, ge=0, description="Least length of the text, characters: an empty one has no fractions"
+        1, ge=0, description="Minimum length of the text, characters: an empty one has no fractions"
     )
     max_duplicate_paragraphs: Annotated[Fraction | None, Drop("duplicate_paragraph_fraction", ">")] = Field(
-        0.30, description="Greatest fraction of paragraphs seen earlier in the document"
+        0.30, description="Maximum fraction of paragraphs seen earlier in the document"
     )
     max_duplicate_paragraph_characters: Annotated[Fraction | None, Drop("duplicate_paragraph_character_fraction", ">")] = Field(
-        0.20, description="Greatest fraction of characters in paragraphs seen earlier"
+        0.20, description="Maximum fraction of characters in paragraphs seen earlier"
     )
     max_duplicate_lines: Annotated[Fraction | None, Drop("duplicate_line_fraction", ">")] = Field(
-        0.30, description="Greatest fraction of lines seen earlier in the document"
+        0.30, description="Maximum fraction of lines seen earlier in the document"
     )
     max_duplicate_line_characters: Annotated[Fraction | None, Drop("duplicate_line_character_fraction", ">")] = Field(
-        0.20, description="Greatest fraction of characters in lines seen earlier"
+        0.20, description="Maximum fraction of characters in lines seen earlier"
     )
     max_top_2gram: Annotated[Fraction | None, Drop("top_2gram_character_fraction", ">")] = Field(
-        0.20, description="Greatest fraction of characters in the most frequent pair of words"
+        0.20, description="Maximum fraction of characters in the most frequent pair of words"
     )
     max_top_3gram: Annotated[Fraction | None, Drop("top_3gram_character_fraction", ">")] = Field(
-        0.18, description="Greatest fraction of characters in the most frequent 3 words"
+        0.18, description="Maximum fraction of characters in the most frequent 3 words"
     )
     max_top_4gram: Annotated[Fraction | None, Drop("top_4gram_character_fraction", ">")] = Field(
-        0.16, description="Greatest fraction of characters in the most frequent 4 words"
+        0.16, description="Maximum fraction of characters in the most frequent 4 words"
     )
     max_duplicate_5grams: Annotated[Fraction | None, Drop("duplicate_5gram_character_fraction", ">")] = Field(
-        0.15, description="Greatest fraction of characters in 5 words seen earlier"
+        0.15, description="Maximum fraction of characters in 5 words seen earlier"
     )
     max_duplicate_6grams: Annotated[Fraction | None, Drop("duplicate_6gram_character_fraction", ">")] = Field(
-        0.14, description="Greatest fraction of characters in 6 words seen earlier"
+        0.14, description="Maximum fraction of characters in 6 words seen earlier"
     )
     max_duplicate_7grams: Annotated[Fraction | None, Drop("duplicate_7gram_character_fraction", ">")] = Field(
-        0.13, description="Greatest fraction of characters in 7 words seen earlier"
+        0.13, description="Maximum fraction of characters in 7 words seen earlier"
     )
     max_duplicate_8grams: Annotated[Fraction | None, Drop("duplicate_8gram_character_fraction", ">")] = Field(
-        0.12, description="Greatest fraction of characters in 8 words seen earlier"
+        0.12, description="Maximum fraction of characters in 8 words seen earlier"
     )
     max_duplicate_9grams: Annotated[Fraction | None, Drop("duplicate_9gram_character_fraction", ">")] = Field(
-        0.11, description="Greatest fraction of characters in 9 words seen earlier"
+        0.11, description="Maximum fraction of characters in 9 words seen earlier"
     )
     max_duplicate_10grams: Annotated[Fraction | None, Drop("duplicate_10gram_character_fraction", ">")] = Field(
-        0.10, description="Greatest fraction of characters in 10 words seen earlier"
+        0.10, description="Maximum fraction of characters in 10 words seen earlier"
     )
 
 
 class GopherQualityRules(WebRules):
     """Gopher's quality rules (Rae et al. 2021, appendix A.1.1)."""
 
-    min_words: Annotated[int | None, Drop("words", "<")] = Field(50, ge=0, description="Least number of words")
-    max_words: Annotated[int | None, Drop("words", ">")] = Field(100_000, ge=0, description="Greatest number of words")
+    min_words: Annotated[int | None, Drop("words", "<")] = Field(50, ge=0, description="Minimum number of words")
+    max_words: Annotated[int | None, Drop("words", ">")] = Field(100_000, ge=0, description="Maximum number of words")
     # Not measured for scripts written without spaces.
     min_mean_word_length: Annotated[float | None, Drop("mean_word_length", "<", "keep")] = Field(
-        3.0, ge=0, description="Least mean length of words, characters"
+        3.0, ge=0, description="Minimum mean length of words, characters"
     )
     max_mean_word_length: Annotated[float | None, Drop("mean_word_length", ">", "keep")] = Field(
-        10.0, ge=0, description="Greatest mean length of words, characters"
+        10.0, ge=0, description="Maximum mean length of words, characters"
     )
     # dolma's; measured with `heuristics.words: dolma` alone.
     min_median_word_length: Annotated[float | None, Drop("median_word_length", "<")] = Field(
-        None, ge=0, description="Least median length of words between white space, characters; dolma: 3"
+        None, ge=0, description="Minimum median length of words between white space, characters; dolma: 3"
     )
     max_median_word_length: Annotated[float | None, Drop("median_word_length", ">")] = Field(
-        None, ge=0, description="Greatest median length of words between white space, characters; dolma: 10"
+        None, ge=0, description="Maximum median length of words between white space, characters; dolma: 10"
     )
     max_symbol_words: Annotated[Fraction | None, Drop("symbol_word_fraction", ">")] = Field(
-        None, description="Greatest fraction of words between white space with a # or an ellipsis; dolma: 0.1"
+        None, description="Maximum fraction of words between white space with a # or an ellipsis; dolma: 0.1"
     )
-    max_hash_ratio: Annotated[float | None, Drop("hash_ratio", ">")] = Field(0.1, ge=0, description="Greatest number of # per word")
+    max_hash_ratio: Annotated[float | None, Drop("hash_ratio", ">")] = Field(0.1, ge=0, description="Maximum number of # per word")
     max_ellipsis_ratio: Annotated[float | None, Drop("ellipsis_ratio", ">")] = Field(
-        0.1, ge=0, description="Greatest number of ellipses per word"
+        0.1, ge=0, description="Maximum number of ellipses per word"
     )
     max_bullet_lines: Annotated[Fraction | None, Drop("bullet_line_fraction", ">")] = Field(
-        0.9, description="Greatest fraction of lines that start with a bullet"
+        0.9, description="Maximum fraction of lines that start with a bullet"
     )
     max_ellipsis_lines: Annotated[Fraction | None, Drop("ellipsis_line_fraction", ">")] = Field(
-        0.3, description="Greatest fraction of lines that end with an ellipsis"
+        0.3, description="Maximum fraction of lines that end with an ellipsis"
     )
     min_alphabetic_words: Annotated[Fraction | None, Drop("alphabetic_word_fraction", "<")] = Field(
-        0.8, description="Least fraction of words with an alphabetic character; punctuation is a word for datatrove alone"
+        0.8, description="Minimum fraction of words with an alphabetic character; punctuation is a word for datatrove alone"
     )
     min_stop_words: Annotated[int | None, Drop("stop_words", "<")] = Field(
-        2, ge=0, description="Least number of distinct stop words of any one language"
+        2, ge=0, description="Minimum number of distinct stop words of any one language"
     )
     min_english_stop_words: Annotated[int | None, Drop("english_stop_words", "<")] = Field(
-        None, ge=0, description="Least number of distinct English stop words; Gopher's 2 drops every other language"
+        None, ge=0, description="Minimum number of distinct English stop words; Gopher's 2 drops every other language"
     )
     # dolma's; measured with `heuristics.words: dolma` alone.
     min_english_stop_word_occurrences: Annotated[int | None, Drop("english_stop_word_occurrences", "<")] = Field(
-        None, ge=0, description="Least number of English stop words, each as often as it occurs; dolma: 2"
+        None, ge=0, description="Minimum number of English stop words, each as often as it occurs; dolma: 2"
     )
 
 
@@ -185,52 +204,52 @@ class C4Rules(WebRules):
     """C4's rules (Raffel et al. 2020) without its terminal punctuation rule, as FineWeb uses them."""
 
     max_curly_bracket_lines: Annotated[int | None, Drop("c4_open_curly_bracket_lines", ">")] = Field(
-        None, ge=0, description="Greatest number of lines with '{'; C4: 0, which also drops pages that show code or mathematics"
+        None, ge=0, description="Maximum number of lines with '{'; C4: 0, which also drops pages that show code or mathematics"
     )
     max_lorem_ipsum_lines: Annotated[int | None, Drop("c4_open_lorem_ipsum_lines", ">")] = Field(
-        0, ge=0, description="Greatest number of lines with 'lorem ipsum'"
+        0, ge=0, description="Maximum number of lines with 'lorem ipsum'"
     )
     max_terminated_curly_bracket_lines: Annotated[int | None, Drop("c4_curly_bracket_lines", ">")] = Field(
-        None, ge=0, description="Greatest number of lines with '{' that end in terminal punctuation; C4: 0"
+        None, ge=0, description="Maximum number of lines with '{' that end in terminal punctuation; C4: 0"
     )
     max_terminated_lorem_ipsum_lines: Annotated[int | None, Drop("c4_lorem_ipsum_lines", ">")] = Field(
-        None, ge=0, description="Greatest number of lines with 'lorem ipsum' that end in terminal punctuation; C4: 0"
+        None, ge=0, description="Maximum number of lines with 'lorem ipsum' that end in terminal punctuation; C4: 0"
     )
     # Not measured for scripts written without spaces.
     min_sentences: Annotated[int | None, Drop("c4_open_sentences", "<", "keep")] = Field(
-        5, ge=0, description="Least number of sentences in the lines that C4 keeps"
+        5, ge=0, description="Minimum number of sentences in the lines that C4 keeps"
     )
     min_terminated_sentences: Annotated[int | None, Drop("c4_sentences", "<", "keep")] = Field(
         None, ge=0, description="The same with only lines that end in terminal punctuation; C4: 5"
     )
     # dolma's; measured with `heuristics.words: dolma` alone.
     max_any_curly_bracket_lines: Annotated[int | None, Drop("curly_bracket_lines", ">")] = Field(
-        None, ge=0, description="Greatest number of lines with '{', whatever else they are; dolma: 0"
+        None, ge=0, description="Maximum number of lines with '{', whatever else they are; dolma: 0"
     )
     max_any_lorem_ipsum_lines: Annotated[int | None, Drop("lorem_ipsum_lines", ">")] = Field(
-        None, ge=0, description="Greatest number of lines with 'lorem ipsum', whatever else they are; dolma: 0"
+        None, ge=0, description="Maximum number of lines with 'lorem ipsum', whatever else they are; dolma: 0"
     )
     max_any_javascript_lines: Annotated[int | None, Drop("javascript_lines", ">")] = Field(
-        None, ge=0, description="Greatest number of lines with 'javascript', whatever else they are; dolma: 0"
+        None, ge=0, description="Maximum number of lines with 'javascript', whatever else they are; dolma: 0"
     )
 
 
 class FineWebRules(WebRules):
     """FineWeb's own rules (Penedo et al. 2024, section 3.5)."""
 
-    min_lines: Annotated[int | None, Drop("lines", "<")] = Field(1, ge=0, description="Least number of lines that are not blank")
+    min_lines: Annotated[int | None, Drop("lines", "<")] = Field(1, ge=0, description="Minimum number of lines that are not blank")
     min_terminated_lines: Annotated[Fraction | None, Drop("terminated_line_fraction", "<")] = Field(
-        0.12, description="Least fraction of lines that end a sentence"
+        0.12, description="Minimum fraction of lines that end a sentence"
     )
     # Not measured for scripts written without spaces.
     max_short_lines: Annotated[Fraction | None, Drop("short_line_fraction", ">", "keep")] = Field(
-        0.67, description="Greatest fraction of lines of at most 30 characters"
+        0.67, description="Maximum fraction of lines of at most 30 characters"
     )
     max_repeated_line_characters: Annotated[Fraction | None, Drop("repeated_line_character_fraction", ">")] = Field(
-        0.01, description="Greatest fraction of characters in lines seen earlier; datatrove: 0.01, the paper: 0.1"
+        0.01, description="Maximum fraction of characters in lines seen earlier; datatrove: 0.01, the paper: 0.1"
     )
     max_newline_ratio: Annotated[float | None, Drop("newline_ratio", ">")] = Field(
-        0.3, ge=0, description="Greatest number of newlines per word"
+        0.3, ge=0, description="Maximum number of newlines per word"
     )
 
 
@@ -238,10 +257,10 @@ class DirtyWordRules(RuleGroup):
     """Pages for adults that domain lists miss (Llama 3, section 3.1.1)."""
 
     max_ratio: Annotated[Fraction | None, Drop("dirty_word_ratio", ">")] = Field(
-        0.02, description="Greatest fraction of words of the adult vocabulary"
+        0.02, description="Maximum fraction of words of the adult vocabulary"
     )
     max_words: Annotated[int | None, Drop("dirty_words", ">")] = Field(
-        None, ge=0, description="Greatest number of words of the adult vocabulary"
+        None, ge=0, description="Maximum number of words of the adult vocabulary"
     )
 
 
@@ -250,7 +269,7 @@ class DivergenceRules(RuleGroup):
 
     # Not measured for languages with too few documents to compare with.
     max_excess: Annotated[float | None, Drop("token_kl_excess", ">", "keep")] = Field(
-        5.0, description="Greatest divergence from the corpus over what its length explains, nats"
+        5.0, description="Maximum divergence from the corpus over what its length explains, nats"
     )
 
 
@@ -258,7 +277,7 @@ class NgramCoverageRules(RuleGroup):
     """Documents that mostly repeat themselves: logs, generated listings (Llama 3, section 3.1.1)."""
 
     max_coverage: Annotated[Fraction | None, Drop("ngram_coverage", ">")] = Field(
-        0.5, description="Greatest fraction of words inside n-grams seen earlier in the document"
+        0.5, description="Maximum fraction of words inside n-grams seen earlier in the document"
     )
 
 
@@ -266,7 +285,7 @@ class CuratedRules(RuleGroup):
     """Documents of sources that are curated already: only stubs go."""
 
     sources: tuple[str, ...] = Field(("wikipedia",), description="Sources whose documents this group judges; empty: all")
-    min_words: Annotated[int | None, Drop("words", "<")] = Field(20, ge=0, description="Least number of words")
+    min_words: Annotated[int | None, Drop("words", "<")] = Field(20, ge=0, description="Minimum number of words")
 
 
 class CodeRules(RuleGroup):
@@ -275,15 +294,15 @@ class CodeRules(RuleGroup):
     sources: tuple[str, ...] = Field(("code",), description="Sources whose documents this group judges; empty: all")
     exempt_sources: tuple[str, ...] = Field((), description="Sources whose documents this group does not judge")
     max_line_length: Annotated[int | None, Drop("max_line_length", ">")] = Field(
-        1000, ge=0, description="Greatest length of a line, characters"
+        1000, ge=0, description="Maximum length of a line, characters"
     )
     max_mean_line_length: Annotated[float | None, Drop("mean_line_length", ">")] = Field(
-        100.0, ge=0, description="Greatest mean length of the lines, characters"
+        100.0, ge=0, description="Maximum mean length of the lines, characters"
     )
     min_alphanumeric: Annotated[Fraction | None, Drop("alphanumeric_fraction", "<")] = Field(
-        0.25, description="Least fraction of letters and digits among the characters"
+        0.25, description="Minimum fraction of letters and digits among the characters"
     )
-    min_words: Annotated[int | None, Drop("words", "<")] = Field(10, ge=0, description="Least number of words")
+    min_words: Annotated[int | None, Drop("words", "<")] = Field(10, ge=0, description="Minimum number of words")
 
 
 class CodeReasoningRules(WebRules):
@@ -292,17 +311,17 @@ class CodeReasoningRules(WebRules):
     Their words and lines are not those of prose: the groups `spared_by` leave them out, and the rules here are theirs alone.
     """
 
-    min_code: Fraction | None = Field(0.5, description="Least probability of a page with code; null: none is one")
-    min_reasoning: Fraction | None = Field(0.5, description="Least probability of a page that reasons; null: none is one")
+    min_code: Fraction | None = Field(0.5, description="Minimum probability of a page with code; null: none is one")
+    min_reasoning: Fraction | None = Field(0.5, description="Minimum probability of a page that reasons; null: none is one")
     spared_by: tuple[Literal["gopher_quality", "c4", "fineweb", "divergence", "quality"], ...] = Field(
         ("gopher_quality", "c4", "fineweb", "divergence", "quality"), description="Groups of rules that do not judge these pages"
     )
-    min_words: Annotated[int | None, Drop("words", "<")] = Field(50, ge=0, description="Least number of words of such a page")
+    min_words: Annotated[int | None, Drop("words", "<")] = Field(50, ge=0, description="Minimum number of words of such a page")
     min_alphabetic_words: Annotated[Fraction | None, Drop("alphabetic_word_fraction", "<")] = Field(
-        0.5, description="Least fraction of words with an alphabetic character; operators and brackets are words too"
+        0.5, description="Minimum fraction of words with an alphabetic character; operators and brackets are words too"
     )
     max_repeated_line_characters: Annotated[Fraction | None, Drop("repeated_line_character_fraction", ">")] = Field(
-        0.1, description="Greatest fraction of characters in lines seen earlier: programs repeat some, generated listings many"
+        0.1, description="Maximum fraction of characters in lines seen earlier: programs repeat some, generated listings many"
     )
 
     @property
@@ -315,9 +334,9 @@ class CodeReasoningRules(WebRules):
 class QualityRules(WebRules):
     """The quality classifier's score. The sources that it learned from are good by definition, and are not judged by it."""
 
-    min_quality: Annotated[Fraction | None, Drop("quality", "<")] = Field(None, description="Least probability of good quality")
+    min_quality: Annotated[Fraction | None, Drop("quality", "<")] = Field(None, description="Minimum probability of good quality")
     min_rank: Annotated[Fraction | None, Drop("quality_rank", "<")] = Field(
-        0.1, description="Least rank of the quality: 0.1 drops the worst tenth of the documents scored"
+        0.1, description="Minimum rank of the quality: 0.1 drops the worst tenth of the documents scored"
     )
 
 
@@ -325,7 +344,7 @@ class DomainRules(RuleGroup):
     """The knowledge classifier's category."""
 
     excluded: Annotated[tuple[str, ...] | None, Drop("domain", "in")] = Field(None, description="Knowledge types to drop")
-    min_score: Annotated[Fraction | None, Drop("domain_score", "<")] = Field(None, description="Least probability of the knowledge type")
+    min_score: Annotated[Fraction | None, Drop("domain_score", "<")] = Field(None, description="Minimum probability of the knowledge type")
 
 
 class LineRules(StageConfig):
@@ -334,17 +353,18 @@ class LineRules(StageConfig):
     """
 
     max_ngram_coverage: Annotated[float, Field(ge=0.5, le=1)] | None = Field(
-        0.9, description="Greatest fraction of a line's words inside n-grams seen earlier in the document; null: any"
+        0.9, description="Maximum fraction of a line's words inside n-grams seen earlier in the document; null: any"
     )
     min_words: int = Field(10, ge=1, description="Shorter lines are not judged by their n-grams, words")
     final_punctuation: bool = Field(False, description="Whether lines go that end in none of . ? ! and the double quote; C4: true")
-    min_line_words: int = Field(0, ge=0, description="Least number of words of a line between white space; C4: 3")
+    min_line_words: int = Field(0, ge=0, description="Minimum number of words of a line between white space; C4: 3")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents keep all lines")
 
 
 def active_rules(config: StageConfig) -> Iterator[Rule]:
     """The rules of a configuration whose fields are rule groups, in declared order; those that are off left out."""
     groups = {name: group for name in type(config).model_fields if isinstance(group := getattr(config, name), RuleGroup)}
+    groups |= getattr(config, "groups", {})
     apart = next((group for group in groups.values() if isinstance(group, CodeReasoningRules)), None)
     for group_name, group in groups.items():
         kinds = apart.kinds if apart is not None and (group is apart or group_name in apart.spared_by) else ()

@@ -7,7 +7,7 @@ from puna.stages.curate.rules.groups import Rule, active_rules
 
 
 def rules_sql(config: StageConfig, documents: str = "documents", signals: str = "signals") -> str:
-    """A DuckDB query that gives the rows of `dropped`: the decision of `decide`, from the tables themselves.
+    """A DuckDB query that gives the rows of `dropped` for thresholds: the decision of `decide`, from the tables themselves.
 
     `documents`: a relation with id and source. `signals`: one with id and every signal the rules read; join several
     artifacts' tables by id first.

@@ -6,6 +6,8 @@ On a text without blank lines, as all of the Dolma corpus were, the tagger gophe
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -151,12 +153,11 @@ def repeated_gram_share(
 
 
 @njit(cache=True)
-def c4_lines(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np.uint32], out: NDArray[np.float64]) -> None:
-    """Write to out[:5] how many lines, blank ones too, end in none of `.`, `?`, `!`, `"`; have fewer than three words; have a
+def c4_lines(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np.uint32], one: Any) -> None:
+    """Write to a document's record how many lines, blank ones too, end in none of `.`, `?`, `!`, `"`; have fewer than three words; have a
     curly bracket; have "lorem ipsum"; have "javascript".
     """
-    out[:5] = 0
-    start, total = 0, len(codes)
+    open_, few, curlies, lorem, javascript, start, total = 0, 0, 0, 0, 0, 0, len(codes)
     while start <= total:
         end, curly = start, False
         while end < total and codes[end] != NEWLINE:
@@ -164,10 +165,12 @@ def c4_lines(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArra
             end += 1
         first, last = stripped(codes, flags, start, end)
         final = codes[last - 1] if last > first else NEWLINE
-        out[0] += final not in (DOT, QUESTION, EXCLAMATION, DOUBLE_QUOTE)
-        out[1] += white_space_words(codes, flags, first, last)[0] < MIN_LINE_WORDS
-        out[2] += curly
+        open_ += final not in (DOT, QUESTION, EXCLAMATION, DOUBLE_QUOTE)
+        few += white_space_words(codes, flags, first, last)[0] < MIN_LINE_WORDS
+        curlies += curly
         kinds = phrase_kinds(codes, lower, first, last)
-        out[3] += kinds & LOREM_IPSUM != 0
-        out[4] += kinds & JAVASCRIPT != 0
+        lorem += kinds & LOREM_IPSUM != 0
+        javascript += kinds & JAVASCRIPT != 0
         start = end + 1
+    one.unpunctuated_lines, one.few_word_lines, one.curly_bracket_lines = open_, few, curlies
+    one.lorem_ipsum_lines, one.javascript_lines = lorem, javascript

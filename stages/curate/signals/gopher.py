@@ -13,9 +13,6 @@ from puna.stages.curate.text.words import BASE, DOT, HAS_LETTER, HYPHEN, IS_SYMB
 HASH_SIGN, ELLIPSIS, BULLET, NEWLINE, RETURN = 0x23, 0x2026, 0x2022, 0x0A, 0x0D
 GAP = np.uint64(0x20) + ONE  # the space between the words of an n-gram
 
-TOP_N = (2, 3, 4)
-DUPLICATE_N = (5, 6, 7, 8, 9, 10)
-
 
 @njit(cache=True)
 def character_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[int, int, int, int, int]:

@@ -6,6 +6,8 @@ counted as spaCy's sentencizer does. RefinedWeb (arXiv 2306.01116) in `refinedwe
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -171,9 +173,9 @@ def c4_numbers(
     start: NDArray[np.int32],
     stop: NDArray[np.int32],
     line: NDArray[np.uint32],
-    out: NDArray[np.float64],
+    one: Any,
 ) -> None:
-    """Write C4's numbers to out[:6]: sentences in kept lines, lines with "lorem ipsum", lines with a curly bracket
+    """Write C4's numbers to a document's record: sentences in kept lines, lines with "lorem ipsum", lines with a curly bracket
     before any with "lorem ipsum"; first with the rule that a line must end in `.`, `?`, `!`, `"` or `'` but not in an
     ellipsis, then without it (FineWeb's use).
 
@@ -182,8 +184,8 @@ def c4_numbers(
     sentences of such a line count. `line`: room for the longest line. Words of a line
     with citation marks are found anew without the marks, with `english` if it has exceptions.
     """
-    out[:6] = 0
     at, total, word = 0, len(codes), 0
+    found, lorem, curlies, open_found, open_lorem, open_curlies = 0, 0, 0, 0, 0, 0
     while at < total:
         end, opens, curly = at, False, False
         while end < total and not flags[codes[end]] & BREAK:
@@ -206,18 +208,20 @@ def c4_numbers(
         ends = _ends_sentence(text)
         kinds = phrase_kinds(text, lower, 0, size)
         if kinds & LOREM_IPSUM:
-            out[1] += ends
-            out[4] += 1
+            lorem += ends
+            open_lorem += 1
             continue
         if kinds & JAVASCRIPT:
             continue
         if curly:
-            out[2] += ends and out[1] == 0
-            out[5] += out[4] == 0
+            curlies += ends and lorem == 0
+            open_curlies += open_lorem == 0
         if not kinds & POLICY:
-            found = _sentences_anew(text, flags, english) if marked else sentences(codes, flags, start, stop, first_word, word, a, b)
-            out[0] += found if ends else 0
-            out[3] += found
+            here = _sentences_anew(text, flags, english) if marked else sentences(codes, flags, start, stop, first_word, word, a, b)
+            found += here if ends else 0
+            open_found += here
+    one.c4_sentences, one.c4_lorem_ipsum_lines, one.c4_curly_bracket_lines = found, lorem, curlies
+    one.c4_open_sentences, one.c4_open_lorem_ipsum_lines, one.c4_open_curly_bracket_lines = open_found, open_lorem, open_curlies
 
 
 @njit(cache=True)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
-from puna.stages.curate.signals import dolma
+from puna.stages.contract import SIGNALS
+from puna.stages.curate.signals import definitions, dolma
 from puna.stages.curate.signals.divergence import BINS_BITS
 from puna.stages.curate.signals.gopher import (
-    DUPLICATE_N,
-    TOP_N,
     chain,
     character_numbers,
     duplicate_gram_characters,
@@ -31,45 +30,20 @@ from puna.stages.curate.text.english_tables import EnglishTables, bare_tables, d
 from puna.stages.curate.text.english_words import english_tables, split_english
 from puna.stages.curate.text.hash_table import cleared, contains, mix, place, size_for, table_of
 from puna.stages.curate.text.words import IS_SYMBOL, describe, exact_hashes, folded_hashes, powers, prefix_hashes, split_ranges
+from puna.storage import PunaError
 
 DATA = Path(__file__).parents[1] / "data"
 Splitter = Literal["universal", "datatrove", "dolma"]
+assert definitions  # importing it declares the signals that are measured here
 
-QUALITY = (
-    "words", "mean_word_length", "alphabetic_word_fraction", "hash_ratio", "ellipsis_ratio", "bullet_line_fraction",
-    "ellipsis_line_fraction", "english_stop_words", "stop_words",
-)  # fmt: skip
-REPETITION = (
-    "duplicate_line_fraction", "duplicate_line_character_fraction", "duplicate_paragraph_fraction",
-    "duplicate_paragraph_character_fraction", *(f"top_{n}gram_character_fraction" for n in TOP_N),
-    *(f"duplicate_{n}gram_character_fraction" for n in DUPLICATE_N),
-)  # fmt: skip
-C4 = (
-    "c4_sentences", "c4_lorem_ipsum_lines", "c4_curly_bracket_lines",
-    "c4_open_sentences", "c4_open_lorem_ipsum_lines", "c4_open_curly_bracket_lines",
-)  # fmt: skip
-FINEWEB = ("lines", "terminated_line_fraction", "short_line_fraction", "newline_ratio", "repeated_line_character_fraction")
-OTHER = (
-    "characters", "mean_line_length", "max_line_length", "alphanumeric_fraction", "ngram_coverage", "dirty_words",
-    "dirty_word_ratio",
-)  # fmt: skip
-NAMES = (*QUALITY, *REPETITION, *C4, *FINEWEB, *OTHER)
-# Measured with the splitter dolma alone.
-DOLMA = (
-    "median_word_length", "symbol_word_fraction", "english_stop_word_occurrences", "unpunctuated_lines", "few_word_lines",
-    "curly_bracket_lines", "lorem_ipsum_lines", "javascript_lines",
-)  # fmt: skip
-AT_REPETITION = len(QUALITY)
-AT_C4 = AT_REPETITION + len(REPETITION)
-AT_FINEWEB = AT_C4 + len(C4)
-AT_OTHER = AT_FINEWEB + len(FINEWEB)
-AT_DOLMA = len(NAMES)
-AT_TOP, AT_DUPLICATE = AT_REPETITION + 4, AT_REPETITION + 4 + len(TOP_N)
+# One field for each compiled signal; what no measurement fills stays NaN, which is null.
+RECORD = np.dtype([(name, np.float64) for name, made in SIGNALS.items() if made.compiled])
 
 
 def names(splitter: Splitter) -> tuple[str, ...]:
     """The signals that are measured with a splitter."""
-    return (*NAMES, *DOLMA) if splitter == "dolma" else NAMES
+    passes = ("heuristics", "dolma") if splitter == "dolma" else ("heuristics",)
+    return tuple(name for name in RECORD.names or () if SIGNALS[name].compiled in passes)
 
 
 class Vocabulary(NamedTuple):
@@ -146,13 +120,13 @@ def _space(characters: int) -> Space:
 
 
 class Measurements(NamedTuple):
-    """Of D documents. `values` float64[D, len(names(splitter))], NaN where not measured.
+    """Of D documents. `values` RECORD[D], NaN where not measured.
 
     Document d's words for the divergence: `bins` and `counts` uint32 in bin_offsets[d : d + 2]. Its lines that are
     covered enough: `line` (number), `line_words`, `line_covered` int32 in line_offsets[d : d + 2].
     """
 
-    values: NDArray[np.float64]
+    values: NDArray[np.void]
     bin_offsets: NDArray[np.int64]
     bins: NDArray[np.uint32]
     counts: NDArray[np.uint32]
@@ -170,7 +144,7 @@ def measure(texts: pa.Array | pa.ChunkedArray, splitter: Splitter, coverage_n: i
     """
     data, offsets = buffers(texts)
     longest = int(np.diff(offsets).max(initial=0))
-    values = np.full((len(offsets) - 1, len(names(splitter))), np.nan)
+    values = np.full(len(offsets) - 1, np.nan, RECORD)
     universal, as_dolma = splitter != "datatrove", splitter == "dolma"
     found = _measure(data, offsets, vocabulary(splitter), _space(longest), values, universal, as_dolma, coverage_n, line_coverage)
     return Measurements(values, *found)
@@ -193,7 +167,7 @@ def _measure(
     offsets: NDArray[np.int64],
     about: Vocabulary,
     room: Space,
-    values: NDArray[np.float64],
+    values: Any,
     universal: bool,
     as_dolma: bool,
     coverage_n: int,
@@ -219,34 +193,32 @@ def _measure(
         start, stop = room.start[:words], room.stop[:words]
         power = room.powers
         describe(codes, about.flags, about.lower, hashes, power, start, stop, room.hash, room.power, room.folded, room.flags)
-        one[0], one[1], one[2] = word_numbers(codes, about.flags, start, stop, room.flags, universal)
-        one[3], one[4] = signs / max(words, 1), ellipses / max(words, 1)
-        one[5], one[6] = line_numbers(codes, about.flags)
-        one[7], one[8] = _stop_words(about, room.hash[:words])
+        plain, mean_length, lettered = word_numbers(codes, about.flags, start, stop, room.flags, universal)
+        one.words, one.mean_word_length, one.alphabetic_word_fraction = plain, mean_length, lettered
+        one.hash_ratio, one.ellipsis_ratio = signs / max(words, 1), ellipses / max(words, 1)
+        one.bullet_line_fraction, one.ellipsis_line_fraction = line_numbers(codes, about.flags)
+        one.english_stop_words, one.stop_words = _stop_words(about, room.hash[:words])
         # What occurs once is no repetition, though datatrove counts it: a sentence would have the top 4-gram of a spam page.
-        _line_repetition(codes, about.flags, room, hashes, newlines + 1, one[AT_REPETITION:])
+        _line_repetition(codes, about.flags, room, hashes, newlines + 1, one)
         if not as_dolma:
-            _gram_repetition(room, words, max(characters, 1), 2 if universal else 1, one[AT_TOP:])
-        c4_numbers(codes, about.flags, about.lower, about.english, start, stop, room.line, one[AT_C4:])
-        if universal and one[1] != one[1]:
+            _gram_repetition(room, words, max(characters, 1), 2 if universal else 1, one)
+        c4_numbers(codes, about.flags, about.lower, about.english, start, stop, room.line, one)
+        one.lines, one.terminated_line_fraction, one.short_line_fraction = fineweb_numbers(codes, about.flags)
+        if universal and mean_length != mean_length:
             # C4 counts words between white space: a line of a script without spaces has one, and none would be kept.
-            one[AT_C4] = one[AT_C4 + 3] = np.nan
-        one[AT_FINEWEB], one[AT_FINEWEB + 1], one[AT_FINEWEB + 2] = fineweb_numbers(codes, about.flags)
-        if universal and one[1] != one[1]:
-            # 30 characters are a short line of letters, but a sentence of a script without spaces.
-            one[AT_FINEWEB + 2] = np.nan
-        one[AT_FINEWEB + 3] = newlines / max(words, 1)
+            # 30 characters are a short line of letters, but a sentence of such a script.
+            one.c4_sentences = one.c4_open_sentences = one.short_line_fraction = np.nan
+        one.newline_ratio = newlines / max(words, 1)
         keys = cleared(room.keys, newlines + 1)
         repeated = duplicate_pieces(codes, about.flags, hashes, power, 0, characters, 1, True, keys)[2]
-        one[AT_FINEWEB + 4] = repeated / max(characters - newlines, 1)
-        one[AT_OTHER], one[AT_OTHER + 1] = characters, (characters - newlines) / (newlines + 1)
-        one[AT_OTHER + 2], one[AT_OTHER + 3] = longest, alphanumeric / max(characters, 1)
+        one.repeated_line_character_fraction = repeated / max(characters - newlines, 1)
+        one.characters, one.mean_line_length = characters, (characters - newlines) / (newlines + 1)
+        one.max_line_length, one.alphanumeric_fraction = longest, alphanumeric / max(characters, 1)
         of_line, covered = np.empty(newlines + 1, np.int32), np.empty(newlines + 1, np.int32)
         ngram_coverage(codes, start, room.folded, room.flags, coverage_n, room.keys, of_line, covered)
-        plain = of_line.sum()
-        one[AT_OTHER + 4] = covered.sum() / max(plain, 1)
+        one.ngram_coverage = covered.sum() / max(plain, 1)
         found, dirty = _count_bins(room, words, about.dirty, bins[bin_offsets[d] :], counts[bin_offsets[d] :])
-        one[AT_OTHER + 5], one[AT_OTHER + 6] = dirty, dirty / max(plain, 1)
+        one.dirty_words, one.dirty_word_ratio = dirty, dirty / max(plain, 1)
         bin_offsets[d + 1] = bin_offsets[d] + found
         at = line_offsets[d]
         for number in range(newlines + 1):
@@ -283,38 +255,51 @@ def _stop_words(about: Vocabulary, hashes: NDArray[np.uint64]) -> tuple[int, int
 
 @njit(cache=True)
 def _line_repetition(
-    codes: NDArray[np.uint32], flags: NDArray[np.uint16], room: Space, hashes: NDArray[np.uint64], lines: int, out: NDArray[np.float64]
+    codes: NDArray[np.uint32], flags: NDArray[np.uint16], room: Space, hashes: NDArray[np.uint64], lines: int, one: Any
 ) -> None:
-    """Write Gopher's numbers of repeated lines and paragraphs to out[:4]."""
+    """Write Gopher's numbers of repeated lines and paragraphs to a document's record."""
     size = max(len(codes), 1)
     keys = cleared(room.keys, lines)
     pieces, repeated, characters = duplicate_pieces(codes, flags, hashes, room.powers, 0, len(codes), 1, False, keys)
-    out[0], out[1] = repeated / pieces, characters / size
+    one.duplicate_line_fraction, one.duplicate_line_character_fraction = repeated / pieces, characters / size
     first, last = stripped(codes, flags, 0, len(codes))
     keys[:] = 0
     pieces, repeated, characters = duplicate_pieces(codes, flags, hashes, room.powers, first, last, 2, False, keys)
-    out[2], out[3] = repeated / pieces, characters / size
+    one.duplicate_paragraph_fraction, one.duplicate_paragraph_character_fraction = repeated / pieces, characters / size
 
 
 @njit(cache=True)
-def _gram_repetition(room: Space, words: int, size: int, least: int, out: NDArray[np.float64]) -> None:
-    """Write Gopher's numbers of repeated n-grams, of `size` characters, to `out`; a top n-gram occurs at least `least` times."""
+def _gram_repetition(room: Space, words: int, size: int, least: int, one: Any) -> None:
+    """Write Gopher's numbers of repeated n-grams to the record of a document of `size` characters; a top n-gram occurs at least
+    `least` times."""
     chain(room.hash, room.power, room.start[:words], room.stop[:words], room.joined, room.spaced, room.length)
     joined, spaced, length = room.joined[: words + 1], room.spaced[: words + 1], room.length[: words + 1]
-    at = 0
-    for n in TOP_N:
-        out[at] = top_gram_characters(spaced, length, room.powers, n, room.keys, room.counts, room.firsts, least, 1) / size
-        at += 1
-    for n in DUPLICATE_N:
-        out[at] = duplicate_gram_characters(joined, length, room.powers, n, room.keys) / size
-        at += 1
+    one.top_2gram_character_fraction = _top(room, spaced, length, 2, least, 1) / size
+    one.top_3gram_character_fraction = _top(room, spaced, length, 3, least, 1) / size
+    one.top_4gram_character_fraction = _top(room, spaced, length, 4, least, 1) / size
+    one.duplicate_5gram_character_fraction = duplicate_gram_characters(joined, length, room.powers, 5, room.keys) / size
+    one.duplicate_6gram_character_fraction = duplicate_gram_characters(joined, length, room.powers, 6, room.keys) / size
+    one.duplicate_7gram_character_fraction = duplicate_gram_characters(joined, length, room.powers, 7, room.keys) / size
+    one.duplicate_8gram_character_fraction = duplicate_gram_characters(joined, length, room.powers, 8, room.keys) / size
+    one.duplicate_9gram_character_fraction = duplicate_gram_characters(joined, length, room.powers, 9, room.keys) / size
+    one.duplicate_10gram_character_fraction = duplicate_gram_characters(joined, length, room.powers, 10, room.keys) / size
+
+
+@njit(cache=True)
+def _top(room: Space, spaced: NDArray[np.uint64], length: NDArray[np.int64], n: int, least: int, between: int) -> int:
+    return int(top_gram_characters(spaced, length, room.powers, n, room.keys, room.counts, room.firsts, least, between))
+
+
+@njit(cache=True)
+def _dolma_repeated(room: Space, spaced: NDArray[np.uint64], length: NDArray[np.int64], n: int) -> float:
+    return float(dolma.repeated_gram_share(spaced, length, room.powers, n, room.keys, room.counts))
 
 
 @njit(cache=True)
 def _measure_as_dolma(
-    about: Vocabulary, room: Space, codes: NDArray[np.uint32], hashes: NDArray[np.uint64], newlines: int, out: NDArray[np.float64]
+    about: Vocabulary, room: Space, codes: NDArray[np.uint32], hashes: NDArray[np.uint64], newlines: int, one: Any
 ) -> None:
-    """Write what dolma measures to a document's signals, over what it measures in another way; the words in `room` are lost."""
+    """Write what dolma measures to a document's record, over what it measures in another way; the words in `room` are lost."""
     words, lettered, symbols = dolma.split_white_space(
         codes, about.flags, hashes, room.powers, room.start, room.stop, room.hash, room.power
     )
@@ -322,20 +307,23 @@ def _measure_as_dolma(
     chain(room.hash, room.power, start, stop, room.joined, room.spaced, room.length)
     spaced, length = room.spaced[: words + 1], room.length[: words + 1]
     size = max(length[words], 1)  # characters that are no white space
-    out[0], out[2] = words, lettered / max(words, 1)
+    one.words, one.alphabetic_word_fraction = words, lettered / max(words, 1)
     keys = cleared(room.keys, newlines + 1)
-    out[5], out[6], out[AT_REPETITION], repeated = dolma.line_numbers(codes, hashes, room.powers, keys, room.counts)
-    out[AT_REPETITION + 1] = repeated / size
-    at = AT_TOP
-    for n in TOP_N:
-        out[at] = top_gram_characters(spaced, length, room.powers, n, room.keys, room.counts, room.firsts, 1, 0) / size
-        at += 1
-    for n in DUPLICATE_N:
-        out[at] = dolma.repeated_gram_share(spaced, length, room.powers, n, room.keys, room.counts)
-        at += 1
-    out[AT_DOLMA], out[AT_DOLMA + 1] = dolma.median_length(start, stop, room.counts), symbols / max(words, 1)
-    out[AT_DOLMA + 2] = dolma.occurrences(room.hash[:words], about.stop_keys, about.stop_languages)
-    dolma.c4_lines(codes, about.flags, about.lower, out[AT_DOLMA + 3 :])
+    bullets, ellipses, duplicates, repeated = dolma.line_numbers(codes, hashes, room.powers, keys, room.counts)
+    one.bullet_line_fraction, one.ellipsis_line_fraction, one.duplicate_line_fraction = bullets, ellipses, duplicates
+    one.duplicate_line_character_fraction = repeated / size
+    one.top_2gram_character_fraction = _top(room, spaced, length, 2, 1, 0) / size
+    one.top_3gram_character_fraction = _top(room, spaced, length, 3, 1, 0) / size
+    one.top_4gram_character_fraction = _top(room, spaced, length, 4, 1, 0) / size
+    one.duplicate_5gram_character_fraction = _dolma_repeated(room, spaced, length, 5)
+    one.duplicate_6gram_character_fraction = _dolma_repeated(room, spaced, length, 6)
+    one.duplicate_7gram_character_fraction = _dolma_repeated(room, spaced, length, 7)
+    one.duplicate_8gram_character_fraction = _dolma_repeated(room, spaced, length, 8)
+    one.duplicate_9gram_character_fraction = _dolma_repeated(room, spaced, length, 9)
+    one.duplicate_10gram_character_fraction = _dolma_repeated(room, spaced, length, 10)
+    one.median_word_length, one.symbol_word_fraction = dolma.median_length(start, stop, room.counts), symbols / max(words, 1)
+    one.english_stop_word_occurrences = dolma.occurrences(room.hash[:words], about.stop_keys, about.stop_languages)
+    dolma.c4_lines(codes, about.flags, about.lower, one)
 
 
 @njit(cache=True)
@@ -362,3 +350,13 @@ def _count_bins(
             found += 1
         counts[room.firsts[where]] += 1
     return found, bad
+
+
+def check_against_definitions(found: Measurements, texts: pa.ChunkedArray, splitter: Splitter, documents: int = 3) -> None:
+    """PunaError where a signal that may be null for all documents is, although its definition gives the first ones a value."""
+    for name in names(splitter):
+        made = SIGNALS[name]
+        if made.optional and made.definition and splitter == "universal" and np.isnan(found.values[name]).all():
+            for text in texts.slice(0, documents).to_pylist():
+                if made.definition(text) is not None:
+                    raise PunaError(f"signal {name} ({made.meaning}) was measured for no document, but its definition gives it a value")

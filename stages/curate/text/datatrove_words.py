@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
-from puna.kernels.hashing import I64, U64, slice_hashes, xxh64
-from puna.kernels.shingles import Table, Words, code_point, normal_words
 from puna.stages.curate.text.english_tables import data as english_data
 from puna.stages.curate.text.english_words import english_words
 from puna.stages.curate.text.hash_table import place, size_for
+from puna.stages.curate.text.hashing import I64, U64, slice_hashes, xxh64
+from puna.stages.curate.text.normal_words import Table, Words, code_point, normal_words
 
 LIMIT = 0x40000
 CONTROLS = {*range(9), 11, 12, *range(13, 32), *range(127, 160)}
@@ -36,8 +36,8 @@ MEMO_RUNS = 1 << 21
 
 def datatrove_words(data: NDArray[np.uint8], offsets_D1: NDArray[np.int64]) -> Words:
     """The words of documents given as UTF-8 bytes one after another."""
-    data, offsets_D1 = _sigma_lowered(data, offsets_D1)
-    return _memo().cut(normal_words(*_numbers(data, offsets_D1, *_number_tables()), _table()))
+    data, offsets_D1 = _numbers(*_sigma_lowered(data, offsets_D1), *_number_tables())
+    return _memo().cut(normal_words(data, offsets_D1, _table()))
 
 
 def simplified(character: str) -> str:
@@ -216,7 +216,7 @@ def _run(words: Words, at: int) -> str:
     start = int(words.offsets_D1[document])
     last = at + 1 == words.words_D1[document + 1]
     end = int(words.offsets_D1[document + 1]) if last else start + int(words.begins[at + 1]) - 1
-    return words.data[start + int(words.begins[at]) : end].tobytes().decode()  # type: ignore[no-any-return]
+    return words.data[start + int(words.begins[at]) : end].tobytes().decode()
 
 
 @njit(cache=True, nogil=True)

@@ -30,11 +30,11 @@ class FuzzyIndex:
 
 def build_fuzzy(texts: list[str], n: int, step: int, misses: int, min_words: int) -> FuzzyIndex:
     """The index of some prompts; those of fewer than `min_words` words have no n-grams in it."""
-    from puna.stages.curate.text.grams import gram_hashes, normal_words
+    from puna.stages.curate.text.grams import gram_hashes, word_hashes
 
     found = []
     for text in texts:
-        words, _, _ = normal_words(text)
+        words, _, _ = word_hashes(text)
         found.append(set(gram_hashes(words, n).tolist()) if len(words) >= max(n, min_words) else set())
     prompts = Counter(gram for grams in found for gram in grams)
     weights = [{gram: math.log1p(len(texts) / prompts[gram]) for gram in sorted(grams)} for grams in found]
@@ -61,9 +61,9 @@ class FuzzyMatch:
 
 def fuzzy_match(text: str, index: FuzzyIndex) -> FuzzyMatch | None:
     """The prompt that one passage of the document covers best, or None; of equals the first."""
-    from puna.stages.curate.text.grams import gram_hashes, normal_words
+    from puna.stages.curate.text.grams import gram_hashes, word_hashes
 
-    words, ranges, lowered = normal_words(text)
+    words, ranges, lowered = word_hashes(text)
     grams = gram_hashes(words, index.n)
     sampled = grams[:: index.step]
     low = np.searchsorted(index.hashes, sampled, side="left")

@@ -11,7 +11,7 @@ from puna.stages.curate.text.hash_table import mix
 from puna.stages.curate.text.words import IS_SYMBOL, split_codes
 
 
-def normal_words(text: str) -> tuple[NDArray[np.uint64], list[tuple[int, int]], str]:
+def word_hashes(text: str) -> tuple[NDArray[np.uint64], list[tuple[int, int]], str]:
     """Hashes of the words of a text without case and punctuation, uint64[n]; their character ranges; the text they are of."""
     lowered = text.lower()
     words = split_codes(code_points(lowered))

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
-from puna.kernels.hashing import xxh64
+from puna.stages.curate.text.hashing import xxh64
 
 U8 = NDArray[np.uint8]
 U64 = NDArray[np.uint64]

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from puna.kernels.shingles import SPACE, Table, Words
+from puna.stages.curate.text.normal_words import SPACE, Table, Words
 
 LIMIT = 0x40000  # no letters beyond
 # Scripts written without spaces: each character is a word of its own.

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from puna.stages.conversations import answering, asking, dump, messages_of, text_of
 from puna.storage import Artifact, Identity, InputRecord, Store
 from puna.storage.schemas import table_schema
 
@@ -61,7 +62,7 @@ class Built:
         identity = Identity(stage, "1", {}, {"step": step, "run": self.run}, records)
         with self.store.work(identity.key) as work:
             for name, table in made.items():
-                schema = table_schema(name).schema_for(dict.fromkeys(k for row in table for k in row))
+                schema = table_schema(name).schema_for(pa.Table.from_pylist(table).schema)
                 loose = pa.schema([f.with_nullable(True) for f in schema])
                 if table:
                     work.add(name, pa.Table.from_pylist(table, schema=loose), "part")
@@ -105,8 +106,8 @@ class Built:
 
 def curated(b: Built) -> None:
     """Pages to documents, with every side table that the report shows."""
-    asked = [(f"p{i:02}", "sum", "heldout", f"What is {i} + {i}? {EVIL}", str(2 * i), "{}") for i in range(20)]
-    b.add("prompts", prompts=rows("id task split prompt reference entry", asked))
+    asked = [(f"p{i:02}", "sum", "heldout", asking(f"What is {i} + {i}? {EVIL}"), str(2 * i), None) for i in range(20)]
+    b.add("prompts", prompts=rows("id task split messages reference verifier", asked))
     when, texts = datetime(2024, 5, 1, tzinfo=UTC), []
     for n in range(420):
         title = f"{EVIL} {n}" if n % 5 == 0 else f"On llamas, part {n}"
@@ -207,7 +208,7 @@ def judge(b: Built, step: str, model: Artifact, accuracy: float, more: dict[str,
     for p in b.at["prompts"].read().to_pylist()[:10]:
         right = b.random.random() < accuracy
         detail = json.dumps({"task": p["task"], "reference": p["reference"], "score": float(right)})
-        shown.append((f"prompt-{p['id']}", "answer", p["prompt"], p["reference"] if right else EVIL, detail))
+        shown.append((f"prompt-{p['id']}", "answer", text_of(messages_of(p)), p["reference"] if right else EVIL, detail))
     if more:
         for task, bits in (("pages", 1.9), ("pages/code", 1.5)):
             found += [
@@ -219,11 +220,16 @@ def judge(b: Built, step: str, model: Artifact, accuracy: float, more: dict[str,
     b.add(step, {"model": model, **(more or {}), "prompts": b.at["prompts"]}, stage="evaluate", seconds=8, **tables)
 
 
+def said(question: str, answer: str) -> str:
+    """A conversation of two turns."""
+    return dump([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+
+
 def aligned(b: Built, rounds: int = 2) -> None:
     """Supervised finetuning, then rounds."""
-    instruction = "id prompt_id task prompt response source score"
+    instruction = "id prompt_id task split messages source score"
     gold = b.add(
-        "instructions", {"prompts": b.at["prompts"]}, instructions=rows(instruction, [("i1", "p01", "sum", "1+1", "2", "gold", None)])
+        "instructions", {"prompts": b.at["prompts"]}, instructions=rows(instruction, [("i1", "p01", "sum", "train", said("1+1", "2"), "gold", None)])
     )
     policy = b.add("sft_first", {"model": b.at["pretrain"], "instructions": [gold]}, "sft", 30, training_log=log_of(120))
     other = b.add("sft_lora", {"model": policy, "instructions": [gold]}, "sft", 20, reused=True, training_log=log_of(60))
@@ -238,13 +244,13 @@ def aligned(b: Built, rounds: int = 2) -> None:
         answers = rows("id prompt_id sample model text tokens logprobs finished score gold", drawn)
         drawn_by = b.add(f"sample_{r}", {"models": [policy, other], "prompts": tasks}, seconds=22, answers=answers)
         gone = rows("id rule value threshold detail", [(f"x{i}", "similar", 0.01 * i, 0.05, EVIL) for i in range(5)])
-        kept = [(f"q{i}", "p1", "sum", "train", EVIL, "4", "5", None, "better", 0.5, policy.data_digest, other.data_digest) for i in range(11)]
-        columns = "id prompt_id task split prompt chosen rejected edited level margin chosen_model rejected_model"
+        kept = [(f"q{i}", "p1", "sum", "train", asking(EVIL), answering("4"), answering("5"), None, "better", 0.5, policy.data_digest, other.data_digest) for i in range(11)]
+        columns = "id prompt_id task split messages chosen rejected edited level margin chosen_model rejected_model"
         pairs.append(b.add(f"preferences_{r}", {"answers": drawn_by, "prompts": tasks}, preferences=rows(columns, kept), dropped=gone))
         metrics = {"heldout_accuracy": 0.78 + 0.03 * r, "train_accuracy": 0.88, "heldout_pairs": 200}
         given = {"model": policy, "preferences": list(pairs)}
         reward = b.add(f"reward_model_{r}", given, seconds=18, training_log=log_of(90, accuracy=0.9), metrics=metrics)
-        best = rows(instruction, [(f"j{i}", f"p{i}", "sum", EVIL, EVIL, "best", 1.0) for i in range(9)])
+        best = rows(instruction, [(f"j{i}", f"p{i}", "sum", "train", said(EVIL, EVIL), "best", 1.0) for i in range(9)])
         scores = rows("id name value", [(a["id"], "reward", r + b.random.gauss(0, 1)) for a in answers])
         given = {"answers": drawn_by, "reward_model": reward, "prompts": tasks}
         picked = b.add(f"rejection_sample_{r}", given, instructions=best, scores=scores)

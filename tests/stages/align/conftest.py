@@ -25,7 +25,7 @@ class TinyConfig(SeededConfig):
 def tiny(config: TinyConfig, run: StageRun) -> None:
     """Random weights, drawn wide enough to have opinions."""
     tokenizer = Tokenizer.train([TEXT * 3], 300)
-    sizes = ModelConfig(tokenizer.vocab_size, 32, 64, 2, 4, 2, tie_word_embeddings=True, initializer_range=0.1)
+    sizes = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.1)
     save(Transformer(sizes, generator=torch.Generator().manual_seed(config.seed)), run.folder, tokenizer)
 
 

@@ -24,12 +24,16 @@ from puna.stages.align.data_quality import (
     k_means,
 )
 from puna.stages.contract import execute
+from puna.stages.conversations import dump
+from puna.stages.training.train import load_model, render_conversation
 from puna.storage import Artifact, Store
 from puna.storage.schemas import table_schema
 
 
 def row(name: str, response: str = "ok", prompt: str = "q", score: float | None = 0.0) -> dict[str, Any]:
-    return {"id": name, "prompt_id": name, "task": "t", "prompt": prompt, "response": response, "source": "s", "score": score}
+    turns = dump([{"role": "user", "content": prompt}, {"role": "assistant", "content": response}])
+    about = {"id": name, "prompt_id": name, "task": "t", "split": "train", "tools": None, "source": "s", "score": score}
+    return about | {"messages": turns}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,9 @@ def test_k_means_finds_separated_groups() -> None:
 def test_embeddings_are_centred_unit_vectors_whatever_the_packing(tmp_path: Path, tiny_model: Callable[..., Artifact]) -> None:
     model = tiny_model(Store.open(tmp_path))
     rows = [row(str(i), f"{i} and {i * 7}", prompt=f"say {i}") for i in range(12)]
-    one, many = embed(rows, model, 64), embed(rows, model, 4096)
+    network, tokenizer = load_model(model, "lm")
+    examples = [render_conversation(tokenizer, one)[-1] for one in rows]
+    one, many = embed(examples, network, 64), embed(examples, network, 4096)
     np.testing.assert_allclose(one, many, atol=2e-5)
     np.testing.assert_allclose(np.linalg.norm(one, axis=1), 1.0, atol=1e-5)
 

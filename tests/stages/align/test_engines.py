@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,31 @@ import torch
 from puna.models.checkpoint import load
 from puna.models.forest import Forest
 from puna.models.tokenizer import Tokenizer
-from puna.stages.align import fitting
+from puna.models.training import losses
 from puna.stages.align.average import AverageConfig, average
 from puna.stages.align.dpo import DpoConfig, dpo, pairs_of
-from puna.stages.align.fitting import Example, render
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sft import SftConfig, sft
-from puna.stages.contract import execute
+from puna.stages.contract import execute, identify, plugins
+from puna.stages.conversations import answering, asking, content_of, dump, message_of, messages_of
+from puna.stages.training import train as training
+from puna.stages.training.train import Example, render
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 
 Tiny = Callable[..., Artifact]
-STEPS = {"epochs": 1.0, "batch_size": 8, "learning_rate": 1e-3, "warmup": 0.0, "schedule": "constant", "weight_decay": 0.01}
+STEPS = {
+    "epochs": 1.0,
+    "batch_size": 8,
+    "schedule": {"learning_rate": 1e-3, "warmup_steps": 0.0, "shape": "constant"},
+    "optimizer": {"weight_decay": 0.01},
+}
 
 
 def instructions(store: Store, count: int = 24) -> Artifact:
     rows = [
-        {"id": f"{i:02d}", "prompt_id": f"{i:02d}", "task": "t", "prompt": f"say {i} + {i % 3}", "response": str(i + i % 3),
+        {"id": f"{i:02d}", "prompt_id": f"{i:02d}", "task": "t", "split": "train", "tools": None,
+         "messages": dump([{"role": "user", "content": f"say {i} + {i % 3}"}, {"role": "assistant", "content": str(i + i % 3)}]),
          "source": "gold", "score": None}
         for i in range(count)
     ]  # fmt: skip
@@ -40,9 +49,9 @@ def instructions(store: Store, count: int = 24) -> Artifact:
 
 def preferences(store: Store, count: int = 24, edited: bool = False, split: str = "train") -> Artifact:
     rows = [
-        {"id": f"{i:02d}{split}", "prompt_id": f"{split}{i // 2:02d}", "task": "t", "split": split, "prompt": f"say {i // 2} + 1",
-         "chosen": str(i // 2 + 1), "rejected": f"no {i % 4}", "edited": f"{i // 2 + 1} !" if edited else None, "level": "better",
-         "margin": 0.5, "chosen_model": "a", "rejected_model": "b"}
+        {"id": f"{i:02d}{split}", "prompt_id": f"{split}{i // 2:02d}", "task": "t", "split": split, "messages": asking(f"say {i // 2} + 1"),
+         "tools": None, "chosen": answering(str(i // 2 + 1)), "rejected": answering(f"no {i % 4}"),
+         "edited": answering(f"{i // 2 + 1} !") if edited else None, "others": None, "level": "better", "margin": 0.5, "chosen_model": "a", "rejected_model": "b"}
         for i in range(count)
     ]  # fmt: skip
     return store.import_table("preferences", pa.Table.from_pylist(rows, schema=table_schema("preferences").schema))
@@ -57,7 +66,7 @@ def sft_loss_by_hand(model: Artifact, rows: list[dict[str, Any]]) -> float:
     tokenizer, policy = Tokenizer.load(model.path()), load(model.path()).double()
     total, count = 0.0, 0
     for row in rows:
-        prompt, answer, _ = tokenizer.render_pair(row["prompt"], row["response"])
+        prompt, answer, _ = tokenizer.render_pair(messages_of(row)[:-1], content_of(messages_of(row)[-1]))
         ids = [*prompt, *answer]
         logits = policy.logits(policy.hidden(Forest.pack([ids])))
         logprobs = logits.log_softmax(-1)
@@ -71,7 +80,7 @@ def test_sft_engines_agree_with_the_definition(tmp_path: Path, tiny_model: Tiny)
     model, data = tiny_model(store), instructions(store)
     found = {}
     for engine in ("puna", "trl"):
-        config = SftConfig(engine=engine, fitting={**STEPS, "batch_size": 24, "epochs": 3.0})
+        config = SftConfig(engine=engine, training={**STEPS, "batch_size": 24, "epochs": 3.0})
         found[engine] = execute(sft, config, {"model": model, "instructions": [data]}, store)
     expected = sft_loss_by_hand(model, data.read().to_pylist())
     logs = {engine: log(artifact) for engine, artifact in found.items()}
@@ -91,7 +100,7 @@ def test_reward_engines_agree_on_pairs(tmp_path: Path, tiny_model: Tiny) -> None
     logs, artifacts = {}, {}
     # 24 pairs of 12 prompts, two of each: one step takes them all in either engine.
     for engine, batch in (("puna", 12), ("trl", 24)):
-        config = RewardModelConfig(engine=engine, fitting={**STEPS, "batch_size": batch, "epochs": 4.0})
+        config = RewardModelConfig(engine=engine, training={**STEPS, "batch_size": batch, "epochs": 4.0})
         artifacts[engine] = execute(reward_model, config, given, store)
         logs[engine] = log(artifacts[engine])
     assert [r["loss"] for r in logs["trl"]] == pytest.approx([r["loss"] for r in logs["puna"]], rel=2e-3)
@@ -107,7 +116,7 @@ def test_dpo_engines_agree_without_what_trl_cannot_do(tmp_path: Path, tiny_model
     logs = {}
     for engine, batch in (("puna", 12), ("trl", 24)):
         fit = {**STEPS, "batch_size": batch, "epochs": 4.0}
-        config = DpoConfig(engine=engine, mask_format=False, nll_normalization="tokens", fitting=fit)
+        config = DpoConfig(engine=engine, mask_format=False, nll_normalization="tokens", training=fit)
         logs[engine] = log(execute(dpo, config, given, store))
     assert [r["loss"] for r in logs["trl"]] == pytest.approx([r["loss"] for r in logs["puna"]], rel=2e-3)
     first = logs["puna"][0]
@@ -118,12 +127,12 @@ def test_dpo_engines_agree_without_what_trl_cannot_do(tmp_path: Path, tiny_model
 def test_trl_masks_format_tokens_too(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     given = {"model": tiny_model(store), "preferences": [preferences(store, 8)]}
-    made = execute(dpo, DpoConfig(engine="trl", nll_normalization="tokens", fitting=STEPS), given, store)
+    made = execute(dpo, DpoConfig(engine="trl", nll_normalization="tokens", training=STEPS), given, store)
     tokenizer = Tokenizer.load(given["model"].path())
     policy = load(given["model"].path()).double()
     total = count = 0
     for row in given["preferences"][0].read().to_pylist():
-        prompt, answer, mask = tokenizer.render_pair(row["prompt"], row["chosen"])
+        prompt, answer, mask = tokenizer.render_pair(messages_of(row), content_of(message_of(row, "chosen")))
         logprobs = policy.logits(policy.hidden(Forest.pack([[*prompt, *answer]]))).log_softmax(-1)
         kept = [i for i, flag in enumerate(mask) if not flag]
         assert len(kept) == len(answer) - 1
@@ -136,7 +145,7 @@ def test_trl_masks_format_tokens_too(tmp_path: Path, tiny_model: Tiny) -> None:
 def test_lora_trains_few_weights_and_merges_into_a_plain_checkpoint(tmp_path: Path, tiny_model: Tiny, engine: str) -> None:
     store = Store.open(tmp_path)
     model, data = tiny_model(store), instructions(store)
-    config = SftConfig(engine=engine, method="lora", lora={"rank": 4, "targets": ("q_proj", "v_proj")}, fitting=STEPS)
+    config = SftConfig(engine=engine, method="lora", lora={"rank": 4, "targets": ("q_proj", "v_proj")}, training=STEPS)
     made = execute(sft, config, {"model": model, "instructions": [data]}, store)
     before, after = load(model.path()).state_dict(), load(made.path()).state_dict()
     assert set(before) == set(after)
@@ -158,7 +167,7 @@ def test_order_of_the_inputs_and_row_sizes_do_not_matter(tmp_path: Path, tiny_mo
     weights = []
     for number, (sets, row_tokens) in enumerate((([one, other], 4096), ([other, one], 4096), ([one, other], 64))):
         place = Store.open(tmp_path / str(number))
-        config = SftConfig(fitting={**STEPS, "row_tokens": row_tokens})
+        config = SftConfig(training={**STEPS, "compute": {"micro_batch_tokens": row_tokens}})
         weights.append(load(execute(sft, config, {"model": model, "instructions": sets}, place).path()).state_dict())
     for name, value in weights[0].items():
         assert torch.equal(value, weights[1][name])
@@ -166,9 +175,9 @@ def test_order_of_the_inputs_and_row_sizes_do_not_matter(tmp_path: Path, tiny_mo
 
 
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "CHECKPOINT_STEPS", 2)
+    monkeypatch.setattr(training, "CHECKPOINT_STEPS", 2)
     stores = [Store.open(tmp_path / name) for name in ("whole", "killed")]
-    config = SftConfig(fitting={**STEPS, "epochs": 2.0})
+    config = SftConfig(training={**STEPS, "epochs": 2.0})
     model, data = tiny_model(stores[0]), instructions(stores[0])
     whole = execute(sft, config, {"model": model, "instructions": [data]}, stores[0])
 
@@ -194,21 +203,23 @@ def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path, tiny_model: Ti
 def test_edits_rank_before_chosen_before_rejected(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     tokenizer = Tokenizer.load(tiny_model(store).path())
-    example = render(tokenizer, "q", [["edit", "good", "bad"], ["good", "bad"]])
-    assert example.groups == [[0, 1, 2], [3, 4]] and len(example.answers) == 5
+    row = {"id": "p", "messages": asking("q"), "tools": None}
+    said = [[[{"role": "assistant", "content": text}] for text in group] for group in (("edit", "good", "bad"), ("good", "bad"))]
+    example = render(tokenizer, row, said)
+    assert example.groups == [[[0], [1], [2]], [[3], [4]]] and len(example.answers) == 5
     assert pairs_of(example, "best_rest") == [(0, 1), (0, 2), (3, 4)]
     assert pairs_of(example, "best_worst") == [(0, 2), (3, 4)]
     assert tokenizer.decode(example.answers[2], skip_special_tokens=True) == "bad"
     assert all(mask[-1] is False and all(mask[:-1]) for mask in example.masks)
     given = {"model": tiny_model(store), "preferences": [preferences(store, 40, edited=True)]}
-    made = execute(reward_model, RewardModelConfig(fitting={**STEPS, "epochs": 15.0}), given, store)
+    made = execute(reward_model, RewardModelConfig(training={**STEPS, "epochs": 15.0}), given, store)
     assert made.manifest.metrics["train_accuracy"] > 0.9 and made.manifest.metrics["train_edit_accuracy"] > 0.9
 
 
 def test_dpo_prefers_the_chosen_and_keeps_its_likelihood(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     given = {"model": tiny_model(store), "preferences": [preferences(store)]}
-    metrics = execute(dpo, DpoConfig(fitting={**STEPS, "epochs": 20.0}), given, store).manifest.metrics
+    metrics = execute(dpo, DpoConfig(training={**STEPS, "epochs": 20.0}), given, store).manifest.metrics
     # Policy and reference are the same model at first.
     assert metrics["first_margin"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["final_accuracy"] == 1.0 and metrics["final_chosen_logprob"] > metrics["first_chosen_logprob"]
@@ -224,7 +235,7 @@ def test_average_is_the_mean_and_refuses_models_of_two_kinds(tmp_path: Path, tin
     assert Tokenizer.load(made.path()).vocab_size == Tokenizer.load(models[0].path()).vocab_size
     with pytest.raises(PunaError, match="3 weights are given for 2 models"):
         execute(average, AverageConfig(weights=(1, 1, 1)), {"models": models}, store)
-    scorer = execute(reward_model, RewardModelConfig(fitting=STEPS), {"model": models[0], "preferences": [preferences(store, 8)]}, store)
+    scorer = execute(reward_model, RewardModelConfig(training=STEPS), {"model": models[0], "preferences": [preferences(store, 8)]}, store)
     with pytest.raises(PunaError, match="average: "):
         execute(average, AverageConfig(), {"models": [models[0], scorer]}, store)
 
@@ -232,8 +243,8 @@ def test_average_is_the_mean_and_refuses_models_of_two_kinds(tmp_path: Path, tin
 def test_what_cannot_be_trained_is_named(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     model = tiny_model(store)
-    with pytest.raises(PunaError, match=r"instruction 0\d has \d+ tokens.*row_tokens=16"):
-        config = SftConfig(fitting={**STEPS, "row_tokens": 16})
+    with pytest.raises(PunaError, match=r"24 too_long.*row 00: the conversation has \d+ tokens, but training.compute.micro_batch_tokens=16"):
+        config = SftConfig(training={**STEPS, "compute": {"micro_batch_tokens": 16}})
         execute(sft, config, {"model": model, "instructions": [instructions(store)]}, store)
     with pytest.raises(PunaError, match="no training preference of the levels significantly_better"):
         config = DpoConfig(levels=("significantly_better",))
@@ -241,19 +252,19 @@ def test_what_cannot_be_trained_is_named(tmp_path: Path, tiny_model: Tiny) -> No
 
 
 def test_an_example_counts_its_tokens_once() -> None:
-    assert len(Example([1, 2, 3], [[4], [5, 6]], [[True], [True, True]], [[0, 1]])) == 6
+    assert len(Example([1, 2, 3], [[4], [5, 6]], [[True], [True, True]], [[[0], [1]]])) == 6
 
 
 def test_the_reward_models_nll_term_is_that_of_the_best_answers_under_the_policys_head(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     model, data = tiny_model(store), preferences(store, 12, edited=True)
     steps = {**STEPS, "batch_size": 6}  # all six prompts in the first and only step, where rewards are still equal
-    config = RewardModelConfig(nll_weight=0.5, fitting=steps)
+    config = RewardModelConfig(nll_weight=0.5, training=steps)
     made = execute(reward_model, config, {"model": model, "preferences": [data]}, store)
     tokenizer, policy = Tokenizer.load(model.path()), load(model.path()).double()
     means = []
     for row in data.read().to_pylist():
-        prompt, answer, _ = tokenizer.render_pair(row["prompt"], row["edited"])
+        prompt, answer, _ = tokenizer.render_pair(messages_of(row), content_of(message_of(row, "edited")))
         logprobs = policy.logits(policy.hidden(Forest.pack([[*prompt, *answer]]))).log_softmax(-1).detach()
         means.append(-sum(float(logprobs[len(prompt) + i - 1, token]) for i, token in enumerate(answer)) / len(answer))
     (row,) = log(made)
@@ -270,11 +281,80 @@ def test_trl_has_no_nll_term_for_reward_models() -> None:
 def test_settings_that_trl_has_not_are_refused(kind: type) -> None:
     other = {"nll_normalization": "tokens"} if kind is DpoConfig else {}
     kind(engine="trl", **other)
-    with pytest.raises(ValueError, match="fitting.optimizer cannot be muon"):
-        kind(engine="trl", fitting={"optimizer": "muon"}, **other)
+    with pytest.raises(ValueError, match="training.optimizer.name cannot be muon"):
+        kind(engine="trl", training={"optimizer": {"name": "muon"}}, **other)
 
 
 def test_trl_takes_the_likelihood_over_tokens_only() -> None:
     with pytest.raises(ValueError, match="nll_normalization must be tokens with engine trl"):
         DpoConfig(engine="trl")
     DpoConfig(engine="trl", nll_weight=0)
+
+
+def test_trl_refuses_adapters_that_it_would_not_train() -> None:
+    for config, given in ((DpoConfig, {"nll_normalization": "tokens"}), (RewardModelConfig, {})):
+        with pytest.raises(ValueError, match="set engine puna for method lora"):
+            config(engine="trl", method="lora", **given)
+    with pytest.raises(ValueError, match="loraplus_ratio must be 1"):
+        SftConfig(engine="trl", method="lora", lora={"loraplus_ratio": 4.0})
+
+
+def test_trl_refuses_a_loss_that_it_would_train_otherwise() -> None:
+    for loss in ("simpo", "orpo"):
+        with pytest.raises(ValueError, match=f"DPOTrainer has no loss {loss}, only sigmoid, ipo, hinge: set engine puna"):
+            DpoConfig(engine="trl", loss=loss, nll_normalization="tokens")
+    with pytest.raises(ValueError, match="no preference loss sigmiod; did you mean sigmoid"):
+        DpoConfig(loss="sigmiod")
+    for wrong, message in (({"schedule": {"ema": 0.9}}, "training.schedule.ema cannot be 0.9"), ({"compute": {"linear_precision": "int8"}}, "linear_precision")):
+        with pytest.raises(ValueError, match=message):
+            DpoConfig(engine="trl", nll_normalization="tokens", training=wrong)
+
+
+@pytest.mark.parametrize("loss", ["ipo", "hinge", "simpo", "orpo"])
+def test_every_loss_prefers_the_better_answer(tmp_path: Path, tiny_model: Tiny, loss: str) -> None:
+    store = Store.open(tmp_path)
+    given = {"model": tiny_model(store), "preferences": [preferences(store, 6)]}
+    metrics = execute(dpo, DpoConfig(loss=loss, training={**STEPS, "epochs": 8.0}), given, store).manifest.metrics
+    assert metrics["final_margin"] > metrics["first_margin"]
+
+
+def test_the_loss_of_the_page_trains_and_its_code_counts_in_the_key(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "extend.md").read_text(encoding="utf-8")
+    blocks = [block.partition("```")[0] for block in page.split("```python\n")[1:]]
+    (code,) = [block for block in blocks if "@preference_loss" in block]
+    monkeypatch.setattr(losses, "REGISTRY", dict(losses.REGISTRY))
+    monkeypatch.setattr(plugins, "_modules", {})
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    store = Store.open(tmp_path / "store")
+    given = {"model": tiny_model(store), "preferences": [preferences(store, 6)]}
+
+    def config(module: str, text: str) -> DpoConfig:
+        losses.REGISTRY.pop("squared_hinge", None)
+        (tmp_path / f"{module}.py").write_text(text)
+        plugins.add(str(tmp_path / f"{module}.py"))
+        return DpoConfig(loss="squared_hinge", beta=0.5, nll_weight=0, training=STEPS)
+
+    first = config("loss_of_the_page", code)
+    here = identify(dpo, first, given).code
+    row = log(execute(dpo, first, given, store))[0]
+    assert row["loss"] == pytest.approx(1.0)  # margins are 0 before the first step
+    hashes = {}
+    for module, text in (("loss_with_a_comment", code + "\n# a comment\n"), ("loss_doubled", code.replace(".square()", ".square() * 2"))):
+        found = identify(dpo, config(module, text), given).code
+        (hashes[module],) = [value for name, value in found.items() if name.startswith(module) and "squared_hinge" in name]
+    assert hashes["loss_with_a_comment"] == next(v for k, v in here.items() if "squared_hinge" in k) != hashes["loss_doubled"]
+
+
+@pytest.mark.parametrize("lora", [{"rslora": True, "loraplus_ratio": 4.0}, {"dora": True}, {"initialization": "pissa"}])
+@pytest.mark.parametrize("trained", ["dpo", "reward_model"])
+def test_adapters_of_each_kind_train_and_merge(tmp_path: Path, tiny_model: Tiny, lora: dict, trained: str) -> None:
+    store = Store.open(tmp_path)
+    start = tiny_model(store)
+    given = {"model": start, "preferences": [preferences(store, 6)]}
+    config = {"method": "lora", "lora": {"rank": 2, **lora}, "training": {**STEPS, "epochs": 4.0}}
+    made = execute(*((dpo, DpoConfig(**config)) if trained == "dpo" else (reward_model, RewardModelConfig(**config))), given, store)
+    before, after = load(start.path()), load(made.path())
+    assert torch.equal(before.model.embed_tokens.weight, after.model.embed_tokens.weight)
+    name = "layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(before.model.get_parameter(name), after.model.get_parameter(name))
+    assert after.head == ("lm" if trained == "dpo" else "scalar") and (trained == "dpo" or after.score.weight.abs().max() > 0)

@@ -20,6 +20,7 @@ from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sample import SampleConfig, sample
 from puna.stages.align.sft import SftConfig, sft
 from puna.stages.contract import SeededConfig, StageRun, execute, stage
+from puna.stages.conversations import answering, asking
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 
@@ -108,8 +109,8 @@ def test_answers_to_held_out_prompts_are_never_trained_on(tmp_path: Path, tiny_m
 
 def pairs(store: Store, split: str, prompts: range, name: str) -> Artifact:
     rows = [
-        {"id": f"{name}{i}", "prompt_id": f"{i:02d}", "task": "t", "split": split, "prompt": f"say {i}", "chosen": "1",
-         "rejected": "no no", "edited": None, "level": "better", "margin": 0.5, "chosen_model": "a", "rejected_model": "b"}
+        {"id": f"{name}{i}", "prompt_id": f"{i:02d}", "task": "t", "split": split, "messages": asking(f"say {i}"), "tools": None,
+         "chosen": answering("1"), "rejected": answering("no no"), "edited": None, "others": None, "level": "better", "margin": 0.5, "chosen_model": "a", "rejected_model": "b"}
         for i in prompts
     ]  # fmt: skip
     return store.import_table("preferences", pa.Table.from_pylist(rows, schema=table_schema("preferences").schema))

@@ -25,15 +25,22 @@ from puna.stages.align.preferences import (
     preferences,
 )
 from puna.stages.contract import execute, parse
+from puna.stages.conversations import asking, message_of
 from puna.storage import PunaError, Store
 
 CONFIG = PreferencesConfig(noise=0.0, gold_weight=0.6)
-PROMPT = {"id": "p", "task": "chain_sum", "prompt": "1 + 11 =", "reference": "12"}
+PROMPT = {"id": "p", "task": "chain_sum", "messages": asking("1 + 11 ="), "tools": None, "reference": "12"}
 
 
 def answer(text: str, gold: float, model: str = "A", finished: bool = True, sample: int = 0) -> dict[str, Any]:
     name = f"{model}-{sample}-{text}"
     return {"id": name, "text": text, "gold": gold, "model": model, "finished": finished, "sample": sample}
+
+
+def sides(row: dict[str, Any]) -> tuple[str | None, ...]:
+    """The texts of chosen, rejected and edited."""
+    found = [message_of(row, side) for side in ("chosen", "rejected", "edited")]
+    return tuple(None if message is None else message["content"] for message in found)
 
 
 def slow_distance(a: str, b: str) -> int:
@@ -83,14 +90,14 @@ def test_levels_and_edits(
             assert rule == "similar"
             continue
         assert rule is None
-        assert (row["chosen"], row["rejected"], row["level"], row["edited"]) == (first[0], second[0], level, edited)
+        assert (*sides(row), row["level"]) == (first[0], second[0], edited, level)
         assert (row["chosen_model"], row["rejected_model"]) == ("A", "B")
 
 
 def test_noise_can_turn_a_preference_around() -> None:
     right, wrong = answer("12", 1.0), answer("13", 0.0, "B")
     row, _, margin = judge(PROMPT, right, wrong, PreferencesConfig(noise=1.0), -2.0)
-    assert row["chosen"] == "13" and margin == pytest.approx(1.2) and row["edited"] is None
+    assert sides(row) == ("13", "12", None) and margin == pytest.approx(1.2)
 
 
 def test_identical_and_unfinished_pairs_are_dropped() -> None:
@@ -129,7 +136,8 @@ def tables(store: Store, texts: dict[str, list[tuple[str, float]]]) -> dict[str,
     """Prompts 0..n-1 with reference 12, and each model's answers to all of them."""
     count = len(next(iter(texts.values())))
     asked = [
-        {"id": f"{i:032x}", "task": "t", "split": "train", "prompt": f"q{i}", "reference": "12", "entry": "{}"} for i in range(count)
+        {"id": f"{i:032x}", "task": "t", "split": "train", "messages": asking(f"q{i}"), "tools": None, "reference": "12",
+         "verifier": '{"name": "exact"}'} for i in range(count)
     ]
     rows = [
         {"id": f"{model}{i}", "prompt_id": f"{i:032x}", "sample": 0, "model": model, "text": text, "tokens": [1], "logprobs": [0.0],
@@ -153,8 +161,8 @@ def test_stage_counts_pairs_and_splits_by_prompt(tmp_path: Path) -> None:
     rows = made.read().to_pylist()
     # Three answers of three models give one disjoint pair.
     assert made.rows() == 100 and made.rows("dropped") == 0
-    assert {(r["chosen"], r["rejected"]) for r in rows} <= {("12", "99"), ("12", "13"), ("13", "99")}
-    assert all((r["edited"] == "12") == (r["chosen"] == "13") for r in rows)
+    assert {sides(r)[:2] for r in rows} <= {("12", "99"), ("12", "13"), ("13", "99")}
+    assert all((edited == "12") == (chosen == "13") for chosen, _, edited in map(sides, rows))
     share = sum(r["split"] == "heldout" for r in rows) / 100
     assert 0.1 < share < 0.5
     again = execute(preferences, config.model_copy(update={"noise": 0.01}), inputs, store).read().to_pylist()
@@ -180,10 +188,10 @@ def test_answers_to_other_prompts_are_refused(tmp_path: Path) -> None:
 
 def test_an_edit_is_never_the_rejected_answer() -> None:
     """An annotator's mistake puts a wrong answer before the right one: the reference cannot be its improvement, too."""
-    prompt = {"id": "p", "task": "t", "prompt": "?", "reference": "42"}
+    prompt = {"id": "p", "task": "t", "messages": asking("?"), "tools": None, "reference": "42"}
     right, wrong = answer("42 ", 1.0, "A"), answer("17", 0.0, "B")
     config = PreferencesConfig(noise=5.0)
     row, rule, _ = judge(prompt, right, wrong, config, -1.0)
-    assert rule is None and (row["chosen"], row["rejected"], row["edited"]) == ("17", "42", None)
+    assert rule is None and sides(row) == ("17", "42", None)
     row, rule, _ = judge(prompt, answer("41", 0.0, "A"), wrong, config, -1.0)
-    assert (row["chosen"], row["rejected"], row["edited"]) == ("17", "41", "42")
+    assert sides(row) == ("17", "41", "42")

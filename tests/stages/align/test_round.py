@@ -20,14 +20,21 @@ from puna.stages.align.prompts import PromptsConfig, prompts
 from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sample import SampleConfig, sample
-from puna.stages.align.scoring import score
 from puna.stages.contract import StageRun, execute, parse, stage
+from puna.stages.conversations import answering, asking, messages_of
+from puna.stages.verifiers.registry import from_text
+from puna.stages.verifiers.scoring import question_of
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 
 from .conftest import TinyConfig, tiny
 
 Tiny = Callable[..., Artifact]
+
+
+def score(prompt: dict[str, Any], text: str) -> float | None:
+    """What the prompt's own verifier says."""
+    return from_text(prompt["verifier"]).score(question_of(prompt), text).value
 
 
 @stage(kind="model", version="1")
@@ -49,12 +56,12 @@ def asked(store: Store, train: int = 6, heldout: int = 2) -> Artifact:
 def scorer(store: Store, model: Artifact) -> Artifact:
     """A reward model that has seen a few preferences."""
     rows = [
-        {"id": f"{i}", "prompt_id": f"{i}", "task": "t", "split": "train", "prompt": f"say {i}", "chosen": "1", "rejected": "no no",
-         "edited": None, "level": "better", "margin": 0.5, "chosen_model": "a", "rejected_model": "b"}
+        {"id": f"{i}", "prompt_id": f"{i}", "task": "t", "split": "train", "messages": asking(f"say {i}"), "tools": None,
+         "chosen": answering("1"), "rejected": answering("no no"), "edited": None, "others": None, "level": "better", "margin": 0.5, "chosen_model": "a", "rejected_model": "b"}
         for i in range(8)
     ]  # fmt: skip
     given = store.import_table("preferences", pa.Table.from_pylist(rows, schema=table_schema("preferences").schema))
-    config = RewardModelConfig(fitting={"epochs": 16.0, "batch_size": 8, "learning_rate": 3e-3})
+    config = RewardModelConfig(training={"epochs": 16.0, "batch_size": 8, "schedule": {"learning_rate": 3e-3}})
     return execute(reward_model, config, {"model": model, "preferences": [given]}, store)
 
 
@@ -71,12 +78,12 @@ def test_answers_carry_models_gold_and_logprobs(tmp_path: Path, tiny_model: Tiny
     policies = {m.data_digest: load(m.path()) for m in models}
     for row in rows[::5]:
         prompt = train[row["prompt_id"]]
-        assert row["gold"] == score(prompt["task"], row["text"], prompt["entry"])
-        assert row["finished"] == (row["tokens"][-1] in (tokenizer.eot, tokenizer.eos))
+        assert row["gold"] == score(prompt, row["text"])
+        assert row["finished"] == (row["tokens"][-1] in tokenizer.stop_ids)
         assert len(row["tokens"]) <= 5
         from puna.models.forest import Forest
 
-        ids = [*tokenizer.chat([{"role": "user", "content": prompt["prompt"]}], True), *row["tokens"]]
+        ids = [*tokenizer.chat(messages_of(prompt), True), *row["tokens"]]
         with torch.no_grad():
             policy = policies[row["model"]]
             logprobs = (policy.logits(policy.hidden(Forest.pack([ids]))) / 0.7).log_softmax(-1)
@@ -145,7 +152,7 @@ def answers(store: Store, questions: Artifact, texts: dict[str, list[tuple[str, 
     train = [r for r in questions.read().to_pylist() if r["split"] == "train"]
     rows = [
         {"id": f"{p['id'][:8]}{model}{i}", "prompt_id": p["id"], "sample": i, "model": model, "text": text, "tokens": [1],
-         "logprobs": [0.0], "finished": finished, "score": None, "gold": score(p["task"], text, p["entry"])}
+         "logprobs": [0.0], "finished": finished, "score": None, "gold": score(p, text)}
         for p in train for model, given in texts.items() for i, (text, finished) in enumerate(given)
     ]  # fmt: skip
     return store.import_table("answers", pa.Table.from_pylist(rows, schema=table_schema("answers").schema))
@@ -158,7 +165,7 @@ def test_the_best_by_reward_is_picked_and_agreement_counted(tmp_path: Path, tiny
     given = answers(store, questions, {"A": [("1", True), ("no no", True), ("1 ", True)], "B": [("no no", True), ("5 5", False)]})
     inputs = {"answers": given, "reward_model": rewards, "prompts": questions}
     made = execute(rejection_sample, RejectionSampleConfig(), inputs, store)
-    assert [r["response"] for r in made.read().to_pylist()] == ["1"] * 6
+    assert [messages_of(r)[1:] for r in made.read().to_pylist()] == [[{"role": "assistant", "content": "1"}]] * 6
     scores = made.read("scores").to_pylist()
     by_id: dict[str, dict[str, float]] = {}
     for row in scores:
@@ -212,7 +219,7 @@ def test_ppo_raises_the_reward_and_resumes(tmp_path: Path, tiny_model: Tiny) -> 
     stores = [Store.open(tmp_path / name) for name in ("whole", "killed")]
     model, questions = tiny_model(stores[0]), asked(stores[0])
     given = {"policy": model, "reward_model": scorer(stores[0], model), "prompts": questions}
-    config = PpoConfig(rollouts=6, prompts=6, answers=8, max_tokens=4, learning_rate=3e-3, critic_learning_rate=3e-3, kl_coefficient=0.0)
+    config = PpoConfig(rollouts=6, prompts=6, answers=8, max_tokens=4, critic_learning_rate=3e-3, kl_coefficient=0.0, schedule={"learning_rate": 3e-3})
     whole = execute(ppo, config, given, stores[0])
     metrics = whole.manifest.metrics
     assert metrics["final_score"] > metrics["first_score"] and metrics["first_kl"] == pytest.approx(0.0, abs=1e-4)
@@ -238,15 +245,15 @@ def test_ppo_needs_enough_prompts(tmp_path: Path, tiny_model: Tiny) -> None:
 
 def test_ppo_refuses_what_cannot_run(tmp_path: Path, tiny_model: Tiny) -> None:
     for wrong, message in (
-        ({"minibatches": 9, "prompts": 8}, "a minibatch needs at least one prompt"),
-        ({"warmup_steps": 99, "rollouts": 2}, "warmup_steps must lie in"),
-        ({"answers": 8, "max_tokens": 16, "row_tokens": 128}, "row_tokens 128 cannot hold 8 answers of 16 tokens and a prompt"),
+        ({"minibatches": 9, "prompts": 8}, "minibatches 9 must not exceed prompts 8"),
+        ({"schedule": {"warmup_steps": 99}, "rollouts": 2}, "warmup_steps must lie in"),
+        ({"answers": 8, "max_tokens": 16, "compute": {"micro_batch_tokens": 128}}, "micro_batch_tokens 128 cannot hold 8 answers of 16 tokens and a prompt"),
     ):
         with pytest.raises(ValidationError, match=message):
             PpoConfig(**wrong)
     store = Store.open(tmp_path)
     model, questions = tiny_model(store), asked(store)
     given = {"policy": model, "reward_model": scorer(store, model), "prompts": questions}
-    config = PpoConfig(rollouts=1, prompts=2, answers=4, max_tokens=4, row_tokens=20)
-    with pytest.raises(PunaError, match=r"ppo: prompt [0-9a-f]{32} and 4 answers of max_tokens=4 may take \d+ tokens, but a row holds row_tokens=20"):
+    config = PpoConfig(rollouts=1, prompts=2, answers=4, max_tokens=4, compute={"micro_batch_tokens": 20})
+    with pytest.raises(PunaError, match=r"6 too_long.*row [0-9a-f]{32}: the prompt with 4 answers of max_tokens=4 has \d+ tokens, but compute.micro_batch_tokens=20"):
         execute(ppo, config, given, store)

@@ -8,7 +8,7 @@ import pytest
 
 from puna.stages.contract import execute
 from puna.stages.contract.config import parse
-from puna.stages.curate.code_reasoning import CodeReasoningConfig, _label, code_reasoning
+from puna.stages.curate.code_reasoning import CodeReasoningConfig, TrainCodeReasoningConfig, _label, code_reasoning, train_code_reasoning
 from puna.stages.curate.text.characters import code_points
 from puna.stages.curate.text.technical import Technical, code_lines, formula_marks, measured
 from puna.storage import PunaError, Store
@@ -85,7 +85,7 @@ def test_formulas_by_hand():
     ],
 )
 def test_labels_at_their_bounds(kind, found, label):
-    assert _label(kind, found, CodeReasoningConfig()) is label
+    assert _label(kind, found, TrainCodeReasoningConfig()) is label
 
 
 def corpus(count, seed=0):
@@ -105,21 +105,26 @@ def corpus(count, seed=0):
     return [*rows, ("source", "code", "\n".join(CODE))], kinds
 
 
+def trained_and_applied(store, documents, **inputs):
+    """Classifiers of both kinds, and the signals they give to the documents that they learned from."""
+    made = execute(train_code_reasoning, TrainCodeReasoningConfig(**SMALL), {"documents": documents, **inputs}, store)
+    return made, execute(code_reasoning, CodeReasoningConfig(), {"documents": documents, "classifier": made}, store)
+
+
 def test_pages_without_the_signs_are_found(tmp_path, make_documents):
     store = Store.open(tmp_path)
     rows, kinds = corpus(270)
-    made = execute(code_reasoning, CodeReasoningConfig(**SMALL), {"documents": make_documents(store, rows)}, store)
+    classifier, made = trained_and_applied(store, make_documents(store, rows))
     table = {r["id"]: r for r in made.read().to_pylist()}
     source = table.pop("source")
     assert all(value is None for name, value in source.items() if name != "id")
-    metrics = made.manifest.metrics
+    metrics = classifier.manifest.metrics
     # 60 of the 90 pages of a kind carry its signs.
-    assert (metrics["code_positives"], metrics["reasoning_positives"], metrics["documents"]) == (60, 60, 270)
+    assert (metrics["code_positives"], metrics["reasoning_positives"]) == (60, 60)
     assert metrics["code_auc"] > 0.99 and metrics["reasoning_auc"] > 0.99
     for kind in ("code", "reasoning"):
         right = [(table[i][f"{kind}_score"] > 0.5) == (of == kind) for i, of in kinds.items()]
         assert np.mean(right) > 0.98
-        assert made.path(f"{kind}.bin").stat().st_size > 0
 
 
 def test_grades_of_a_judge_come_before_the_signs(tmp_path, make_documents):
@@ -133,10 +138,10 @@ def test_grades_of_a_judge_come_before_the_signs(tmp_path, make_documents):
         "reasoning_judgement": [4.0 if n < 3 else 1.0 for n in range(len(ids))],
     }
     labels = store.import_table("signals", pa.table({"id": ids, **judged}))
-    made = execute(code_reasoning, CodeReasoningConfig(**SMALL), {"documents": docs, "labels": labels}, store)
+    classifier, made = trained_and_applied(store, docs, labels=labels)
     scores = {r["id"]: r["code_score"] for r in made.read().to_pylist()}
     assert np.mean([(scores[i] > 0.5) == (kinds[i] == "prose") for i in ids]) > 0.98
-    metrics = made.manifest.metrics
+    metrics = classifier.manifest.metrics
     assert metrics["code_positives"] == sum(grade == 4.0 for grade in judged["code_judgement"])
     assert metrics["code_positives"] + metrics["code_negatives"] == sum(grade is not None for grade in judged["code_judgement"])
     # Three positives are too few to learn from: no score, and the metrics say why.
@@ -144,15 +149,15 @@ def test_grades_of_a_judge_come_before_the_signs(tmp_path, make_documents):
     assert made.read()["reasoning_score"].null_count == len(ids)
     none = store.import_table("signals", pa.table({"id": ids, "judgement": [1.0] * len(ids)}))
     with pytest.raises(PunaError, match="is to have the signal 'code_judgement' of a judge's grades; 0 have it"):
-        execute(code_reasoning, CodeReasoningConfig(**SMALL), {"documents": docs, "labels": none}, store)
+        trained_and_applied(store, docs, labels=none)
 
 
 def test_bounds_that_cross_are_refused():
     with pytest.raises(PunaError, match=r"min_reasoning_words=1 must be above max_reasoning_words=1"):
-        parse(CodeReasoningConfig, {"min_reasoning_words": 1}, "code_reasoning")
+        parse(TrainCodeReasoningConfig, {"min_reasoning_words": 1}, "train_code_reasoning")
 
 
 def test_no_documents(tmp_path, make_documents):
     store = Store.open(tmp_path)
-    made = execute(code_reasoning, CodeReasoningConfig(), {"documents": make_documents(store, [])}, store)
+    _, made = trained_and_applied(store, make_documents(store, []))
     assert made.rows() == 0

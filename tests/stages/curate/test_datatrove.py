@@ -22,7 +22,7 @@ from puna.stages.curate.rules.decide import decide
 from puna.stages.curate.rules.groups import active_rules
 from puna.stages.curate.rules.sets import DATATROVE_REASONS
 from puna.stages.curate.select import SelectConfig
-from puna.stages.curate.signals.measure import NAMES, measure
+from puna.stages.curate.signals.measure import measure, names
 from puna.stages.curate.text.english_tables import DATA, data
 from puna.stages.curate.text.english_words import english_words
 
@@ -83,7 +83,7 @@ def ours(texts, name):
     off = dict.fromkeys(field for field in SelectConfig.model_fields if field not in ("rule_set", group))
     config = SelectConfig(rule_set=rule_set, **off)
     values = measure(pa.array(texts), "datatrove", 5, 0.5).values
-    table = pa.table({"id": [f"{n}" for n in range(len(texts))], "source": ["web"] * len(texts), **dict(zip(NAMES, values.T, strict=True))})
+    table = pa.table({"id": [f"{n}" for n in range(len(texts))], "source": ["web"] * len(texts), **{name: values[name] for name in names("datatrove")}})
     dropped = decide(table, list(active_rules(config)))
     found = dict(zip(dropped["id"].to_pylist(), dropped["rule"].to_pylist(), strict=True))
     return [DATATROVE_REASONS[found[f"{n}"]] if f"{n}" in found else None for n in range(len(texts))]

@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puna.stages.contract import execute
+from puna.stages.conversations import asking
 from puna.stages.curate.decontaminate import DecontaminateConfig, build_index, decontaminate, match
 from puna.stages.curate.text.fuzzy_match import build_fuzzy, fuzzy_match
-from puna.storage import Store
+from puna.storage import PunaError, Store
 
 QUESTION = "A train leaves the old station at nine and meets another one at noon, where do they meet?"
 
 
 def row(identity, prompt, reference="x", task="trains", split="heldout"):
-    return {"id": identity, "task": task, "split": split, "prompt": prompt, "reference": reference, "entry": "{}"}
+    return {"id": identity, "task": task, "split": split, "messages": asking(prompt), "tools": None, "reference": reference, "verifier": None}
 
 
 def test_the_stage_names_prompt_and_ngram(tmp_path, make_documents):
@@ -134,3 +135,25 @@ def test_against_plain_python(prompts, text):
     assert found.prompt == shares.index(max(shares))
     assert found.seen == {i for i, share in enumerate(shares) if share}
     assert tuple(found.text.split()) in inside
+
+
+def test_texts_and_splits_are_looked_for(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    essay = "Llamas of the high grassland carry salt over the passes in spring, and their wool is spun by night in every village."
+    other = "The second essay is about the colour of rivers after rain and about bridges of grass that are woven anew each June."
+    docs = make_documents(store, [("a", "web", f"Blog: {essay}"), ("b", "web", f"Copied: {QUESTION}"), ("c", "web", other), ("d", "web", "Nothing to see. " * 9)])
+    exam = make_documents(store, [("e1", "exam", essay), ("e2", "exam", "An exam text that no page holds, of words enough to be matched by thirteen of them in a row.")])
+    prompts = store.import_table("prompts", pa.Table.from_pylist([row("p1", QUESTION, split="train"), row("p2", other)]))
+
+    def dropped(inputs, **settings):
+        made = execute(decontaminate, DecontaminateConfig(**settings), {"documents": docs, **inputs}, store)
+        return {r["id"]: r["detail"].partition(": ")[0] for r in made.read("dropped").to_pylist()}, made.manifest.metrics
+
+    found, metrics = dropped({"texts": [exam]})
+    assert found == {"a": "exam prompt e1"} and (metrics["prompts_exam"], metrics["contaminated_exam"]) == (2, 1)
+    assert dropped({"prompts": [prompts]})[0] == {"c": "trains prompt p2"}
+    assert dropped({"prompts": [prompts]}, splits=("train",))[0] == {"b": "trains prompt p1"}
+    everything = {"a": "exam prompt e1", "b": "trains prompt p1", "c": "trains prompt p2"}
+    assert dropped({"prompts": [prompts], "texts": [exam]}, splits=("heldout", "train"))[0] == everything
+    with pytest.raises(PunaError, match="give prompts or texts to look for"):
+        dropped({})

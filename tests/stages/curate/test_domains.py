@@ -6,10 +6,17 @@ import numpy as np
 import pytest
 
 from puna.stages.contract import execute
-from puna.stages.curate.domains import DomainsConfig, domains, lexicon, seed_counts, seed_label
+from puna.stages.curate.domains import DomainsConfig, TrainDomainsConfig, domains, lexicon, seed_counts, seed_label, train_domains
+from puna.stages.curate.learned.trained import trained
 from puna.storage import PunaError, Store
 
 SMALL = {"buckets": 10_000, "dimension": 8, "min_labels": 5}
+
+
+def trained_and_applied(store, documents, **settings):
+    """A classifier of knowledge types, and the types of the documents that it learned from."""
+    made = execute(train_domains, TrainDomainsConfig(**SMALL, **settings), {"documents": documents}, store)
+    return made, execute(domains, DomainsConfig(), {"documents": documents, "classifier": made}, store)
 
 
 def count(text):
@@ -44,13 +51,12 @@ def test_themes_are_found(tmp_path, make_documents, themed):
     store = Store.open(tmp_path)
     rows = themed(240)
     docs = make_documents(store, rows)
-    made = execute(domains, DomainsConfig(**SMALL), {"documents": docs}, store)
+    classifier, made = trained_and_applied(store, docs)
     for (identity, source, _), found in zip(sorted(rows), made.read().to_pylist(), strict=True):
         assert found["id"] == identity
         assert found["domain"] == ("code" if source == "code" else identity[4:])
         assert (found["domain_seed"] is None) == (source == "code")
-    assert made.manifest.metrics["agreement"] > 0.95
-    assert made.path("domains.bin").stat().st_size > 0
+    assert classifier.manifest.metrics["agreement"] > 0.95
 
 
 def test_a_document_without_seed_words_is_typed_by_its_company(tmp_path, make_documents, themed):
@@ -61,7 +67,7 @@ def test_a_document_without_seed_words_is_typed_by_its_company(tmp_path, make_do
         if "=" not in t
     ]
     rows.append(("zz", "web", "zamboni " * 30))
-    made = execute(domains, DomainsConfig(**SMALL, learning_rate=0.3), {"documents": make_documents(store, rows)}, store)
+    _, made = trained_and_applied(store, make_documents(store, rows), learning_rate=0.3)
     last = made.read().to_pylist()[-1]
     assert last["id"] == "zz"
     assert last["domain"] == "sports"
@@ -72,6 +78,24 @@ def test_too_few_labels(tmp_path, make_documents):
     store = Store.open(tmp_path)
     docs = make_documents(store, [(f"{n}", "web", "nothing to see in these lines of words") for n in range(9)])
     with pytest.raises(PunaError, match="the seed words label 0 documents of no type"):
-        execute(domains, DomainsConfig(**SMALL), {"documents": docs}, store)
+        trained_and_applied(store, docs)
     code = make_documents(store, [(f"{n}", "code", "x = 1") for n in range(3)])
-    assert execute(domains, DomainsConfig(**SMALL), {"documents": code}, store).read()["domain"].to_pylist() == ["code"] * 3
+    classifier, made = trained_and_applied(store, code)
+    assert made.read()["domain"].to_pylist() == ["code"] * 3
+    with pytest.raises(PunaError, match="learned no types, as it was trained without documents"):
+        execute(domains, DomainsConfig(), {"documents": docs, "classifier": classifier}, store)
+
+
+def test_the_types_are_the_product_of_classifier_and_seed_words(tmp_path, make_documents, themed):
+    store = Store.open(tmp_path)
+    rows = [(f"{n}-{i}", "web", f"{a} {b}") for n, seed in enumerate((1, 2)) for (i, _, a), (_, _, b) in zip(themed(90, seed), themed(90, 3), strict=True)]
+    docs = make_documents(store, rows)
+    classifier, made = trained_and_applied(store, docs, epochs=5)
+    model = trained(classifier, "domains")
+    found = {row["id"]: row for row in made.read().to_pylist()}
+    for identity, _, text in rows:
+        (alone,) = model.probabilities([identity], [text])
+        counts = np.array([count(text[:1500]).get(name, 0) for name in model.classes])
+        joint = alone * (1 + counts) ** 2
+        assert found[identity]["domain"] == model.classes[int(joint.argmax())]
+        assert found[identity]["domain_score"] == pytest.approx(joint.max() / joint.sum(), abs=1e-6)

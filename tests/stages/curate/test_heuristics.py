@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puna.stages.contract import execute
-from puna.stages.curate.heuristics import HeuristicsConfig, Tally, heuristics
+from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.curate.signals.divergence import BINS, Corpus, expected_at
-from puna.stages.curate.signals.measure import NAMES, measure
+from puna.stages.curate.signals.measure import measure, names
+from puna.stages.curate.signals.tally import Tally
 from puna.stages.curate.text.characters import SYMBOL, TERMINAL, tables
 from puna.stages.curate.text.words import split
 from puna.storage import Store
@@ -28,7 +29,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=60).map(" ".join) | st.lists(
 def numbers(text, splitter="universal"):
     """Signals of one text, null as None."""
     values = measure(pa.array([text]), splitter, 5, 0.5).values[0]
-    return {name: None if math.isnan(value) else value for name, value in zip(NAMES, values.tolist(), strict=True)}
+    return {name: None if math.isnan(values[name]) else float(values[name]) for name in names(splitter)}
 
 
 def has(char, bit):
@@ -192,7 +193,7 @@ def test_ngram_coverage(text, n):
     assert made.line.tolist() == sorted(of_line)
     assert made.line_words.tolist() == [of_line[line] for line in sorted(of_line)]
     assert made.line_covered.tolist() == [expected[line] for line in sorted(of_line)]
-    assert made.values[0][NAMES.index("ngram_coverage")] == len(covered) / max(len(pieces), 1)
+    assert made.values["ngram_coverage"][0] == len(covered) / max(len(pieces), 1)
 
 
 def test_dirty_words():

@@ -12,10 +12,11 @@ from puna.models.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages.contract import External, execute
 from puna.stages.contract.config import parse
-from puna.stages.curate.code_reasoning import CodeReasoningConfig, code_reasoning
+from puna.stages.curate.code_reasoning import TrainCodeReasoningConfig, train_code_reasoning
 from puna.stages.curate.encoder_quality import EncoderQualityConfig, encoder_quality
 from puna.stages.curate.judge import JudgeConfig, judge
-from puna.stages.curate.learned.questions import SCALES, TEXT, TOP, built_in, tokens_apart
+from puna.stages.curate.learned.questions import SCALES, TEXT, TOP, built_in
+from puna.stages.grading import tokens_apart
 from puna.storage import Identity, PunaError, Store
 
 PROMPT = "How good is this? {text} Say it."
@@ -173,8 +174,8 @@ def test_classifiers_learn_the_grades(tmp_path, make_documents, themed, small_mo
     assert np.mean([(q > 0.5) == ("sports" in i) for i, q in quality.items() if i not in grades]) > 0.9
     both = [execute(judge, config.model_copy(update={"signal": f"{kind}_judgement"}), {"documents": documents, "model": judged}, store)
             for kind in ("code", "reasoning")]  # fmt: skip
-    small = CodeReasoningConfig(dimension=8, buckets=10_000, epochs=3)
-    made = execute(code_reasoning, small, {"documents": plain, "labels": both}, store)
+    small = TrainCodeReasoningConfig(dimension=8, buckets=10_000, epochs=3)
+    made = execute(train_code_reasoning, small, {"documents": plain, "labels": both}, store)
     assert made.manifest.metrics["code_positives"] == made.manifest.metrics["reasoning_positives"] == len(likes)
 
 

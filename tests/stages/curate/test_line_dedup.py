@@ -32,7 +32,7 @@ def run(folder, texts, config=None, sources=None, **how):
         for n, t in enumerate(texts)
     ]
     documents = store.import_table("documents", pa.Table.from_pylist(rows))
-    return execute(line_dedup, config or LineDedupConfig(), {"documents": documents}, store, **how)
+    return execute(line_dedup, config or LineDedupConfig(min_documents=0), {"documents": documents}, store, **how)
 
 
 def plain(texts, config):
@@ -80,7 +80,7 @@ lines = st.sampled_from(
 )
 @settings(max_examples=40, deadline=None)
 def test_equal_to_a_plain_counter(tmp_path_factory, texts, most, bucket, policy, part_rows, unit):
-    config = LineDedupConfig(max_occurrences=most, bucket_documents=bucket, policy=policy, unit=unit)
+    config = LineDedupConfig(max_occurrences=most, min_documents=0, bucket_documents=bucket, policy=policy, unit=unit)
     made = run(tmp_path_factory.mktemp("store"), texts, config, part_rows=part_rows)
     expected, removed = plain(texts, config)
     assert [(int(r["id"]), r["text"]) for r in made.read().to_pylist()] == [(n, t) for n, t in enumerate(expected) if t is not None]
@@ -99,7 +99,7 @@ def test_equal_to_a_plain_counter_on_a_larger_corpus(tmp_path, seed, monkeypatch
     vocabulary = [f"line {n} " + "x" * int(generator.integers(0, 90)) for n in range(400)]
     weights = 1 / np.arange(1, 401)
     texts = ["\n".join(generator.choice(vocabulary, int(generator.integers(0, 12)), p=weights / weights.sum())) for _ in range(600)]
-    config = LineDedupConfig(bucket_documents=250, policy=("drop_all", "keep_first")[seed % 2])
+    config = LineDedupConfig(bucket_documents=250, min_documents=0, policy=("drop_all", "keep_first")[seed % 2])
     made = run(tmp_path, texts, config, part_rows=70)
     expected, removed = plain(texts, config)
     assert [(int(r["id"]), r["text"]) for r in made.read().to_pylist()] == [(n, t) for n, t in enumerate(expected) if t is not None]
@@ -117,13 +117,13 @@ def test_code_is_neither_counted_nor_touched(tmp_path):
     texts = ["}\nreturn 0;"] * 10 + ["}\nprose"]
     made = run(tmp_path, texts, sources=["code"] * 10 + ["web"])
     assert made.read()["text"].to_pylist() == texts
-    every = run(tmp_path, texts, LineDedupConfig(sources_exempt=()), sources=["code"] * 10 + ["web"])
+    every = run(tmp_path, texts, LineDedupConfig(sources_exempt=(), min_documents=0), sources=["code"] * 10 + ["web"])
     assert every.read()["text"].to_pylist() == ["prose"]
 
 
 def test_code_in_manuals_can_be_protected(tmp_path):
     texts = [f"Sign in\nUse it like this, {n}:\n>>> import puna\n    return None\n)" for n in range(9)]
-    made = run(tmp_path, texts, LineDedupConfig(protect_code=True))
+    made = run(tmp_path, texts, LineDedupConfig(protect_code=True, min_documents=0))
     assert made.read()["text"].to_pylist() == [t.removeprefix("Sign in\n") for t in texts]
 
 
@@ -160,3 +160,26 @@ def test_no_documents(tmp_path):
     empty = run(tmp_path / "x", ["a"]).read().slice(0, 0)
     made = execute(line_dedup, LineDedupConfig(), {"documents": store.import_table("documents", empty)}, store)
     assert made.rows() == 0
+
+
+def test_the_limit_is_a_rate_with_a_minimum():
+    config = LineDedupConfig()
+    # The report's 6 in 30 million documents; more documents, more occurrences; fewer never less than 6.
+    assert [config.limit(n) for n in (1, 30_000_000, 60_000_000, 300_000_000)] == [6, 6, 12, 60]
+
+
+def test_few_documents_lose_no_line_and_show_what_they_would_lose(tmp_path):
+    texts = [f"--force\nwhat number {n} alone says" + ("\n--verbose" if n < 7 else "") for n in range(9)] + ["--quiet\nrest"] * 6
+    made = run(tmp_path, texts, LineDedupConfig(min_documents=16))
+    assert made.read()["text"].to_pylist() == texts and made.rows("removed_lines") == made.rows("dropped") == 0
+    shown = {row["text"]: row["detail"] for row in made.read("examples").to_pylist()}
+    assert shown == {
+        "--force": "9 times in 15 documents, limit 6; kept: fewer than min_documents=16",
+        "--verbose": "7 times in 15 documents, limit 6; kept: fewer than min_documents=16",
+    }
+    assert {name: made.manifest.metrics[name] for name in ("frequent_lines", "frequent_occurrences", "spared_occurrences", "limit")} == {
+        "frequent_lines": 2, "frequent_occurrences": 16, "spared_occurrences": 16, "limit": 6,
+    }  # fmt: skip
+    enough = run(tmp_path, texts, LineDedupConfig(min_documents=15))
+    assert enough.rows("removed_lines") == 16 and enough.manifest.metrics["spared_occurrences"] == 0
+    assert {row["detail"] for row in enough.read("examples").to_pylist()} == {f"{n} times in 15 documents, limit 6; removed" for n in (7, 9)}

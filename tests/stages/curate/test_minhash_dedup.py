@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from puna.kernels.shingles import normal_words
 from puna.stages.contract import execute
 from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
 from puna.stages.curate.text import shingles
+from puna.stages.curate.text.normal_words import normal_words
 from puna.stages.curate.text.shingles import normalized
 from puna.storage import PunaError, Store
 

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import duckdb
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import Field
 
-from puna.stages.contract import execute
+from puna.stages.contract import SIGNALS, Facts, InputFacts, execute
 from puna.stages.contract.config import parse
+from puna.stages.curate import code_reasoning, domains, heuristics, language, quality
 from puna.stages.curate.rules.decide import decide
-from puna.stages.curate.rules.groups import active_rules
+from puna.stages.curate.rules.groups import Drop, WebRules, active_rules, rule_group
 from puna.stages.curate.rules.sql import rules_sql
 from puna.stages.curate.select import SelectConfig, select, without_lines
 from puna.storage import PunaError, Store
 from puna.storage.schemas import table_schema
-from puna.storage.signals import SIGNALS
 
-OFF = dict.fromkeys(name for name in SelectConfig.model_fields if name != "rule_set")
+SCORING = (code_reasoning, domains, heuristics, language, quality)  # importing them declares their signals
+OFF = dict.fromkeys(name for name in SelectConfig.model_fields if name not in ("rule_set", "groups", "sql"))
 
 
 def config(**groups):
@@ -216,7 +219,7 @@ def test_sql_replays_the_decision(data):
     count = data.draw(st.integers(1, 8))
     columns = {"id": [f"{n}" for n in range(count)]}
     for name in dict.fromkeys(signal for rule in rules for signal in rule.signals):
-        kind = SIGNALS[name].type
+        kind = SIGNALS[name].field.type
         values = st.sampled_from([None, "en", "de", "it's", "sports"]) if pa.types.is_string(kind) else NUMBERS
         drawn = data.draw(st.lists(values, min_size=count, max_size=count))
         if pa.types.is_integer(kind):
@@ -231,3 +234,76 @@ def test_sql_replays_the_decision(data):
         connection.register("signals", signals_table)
         assert connection.sql(rules_sql(chosen)).to_arrow_table().to_pylist() == expected.to_pylist()
         assert connection.sql(rules_sql(config())).fetchall() == []
+
+
+def test_a_rule_may_be_a_condition_over_signals(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    given_ = {
+        "documents": make_documents(store, [(i, "news" if i == "d" else "web", i) for i in "abcde"]),
+        "signals": [signals(store, id=list("abcde"), words=[10, 10, 300, 10, None], hash_ratio=[0.6, 0.4, 0.6, 0.6, 0.6])],
+    }
+    chosen = config(sql={"many_signs": "hash_ratio > 0.5 and words < 200 and source <> 'news'", "few": "words = 10 and hash_ratio < .5"})
+    made = execute(select, chosen, given_, store)
+    # A document without words is not measured: the condition is null, which is not true.
+    assert made.read()["id"].to_pylist() == ["c", "d", "e"]
+    said = "hash_ratio > 0.5 and words < 200 and source <> 'news': hash_ratio = 0.6, words = 10, source = web"
+    assert [(row["id"], row["rule"], row["detail"]) for row in made.read("dropped").to_pylist()] == [
+        ("a", "sql.many_signs", said), ("b", "sql.few", "words = 10 and hash_ratio < .5: words = 10, hash_ratio = 0.4"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("expression", "said"),
+    [
+        ("words <", "is no SQL expression"),
+        ("words > (select 1)", "has a subquery"),
+        ("avg(words) > 3", "avg is a function of many rows"),
+        ("random() > words", "random gives another value each time"),
+        ("row_number() over () > words", "has a window function"),
+        ("nosuch(words)", "there is no function nosuch"),
+        ("1 = 1", "reads no signal"),
+        ("words > 1) from read_csv('x'", "is more than one expression"),
+        ("words > 1, 2", "a rule is true or false"),
+    ],
+)
+def test_a_condition_that_is_none_is_refused(tmp_path, make_documents, expression, said):
+    store = Store.open(tmp_path)
+    given_ = {"documents": make_documents(store, [("a", "web", "x")]), "signals": [signals(store, id=["a"], words=[1])]}
+    with pytest.raises(PunaError, match=said):
+        execute(select, config(sql={"wrong": expression}), given_, store)
+
+
+def test_a_condition_is_checked_against_the_signals_before_anything_runs(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    given_ = {"documents": make_documents(store, [("a", "web", "x")]), "signals": [signals(store, id=["a"], words=[1])]}
+    for expression, said in (("wrods > 3", "select.sql.r reads 'wrods', which no input carries; did you mean words"),
+                             ("words + 1", "gives int64; a rule is true or false"), ("lower(words) < 3", "select.sql.r")):  # fmt: skip
+        with pytest.raises(PunaError, match=said):
+            execute(select, config(sql={"r": expression}), given_, store)
+    facts = Facts({"signals": (InputFacts("signals", {"signals": ("id", "words")}),)}, 1, 1)
+    assert select.unmet(config(sql={"r": "wrods > 3"}), facts)[0].startswith("select: select.sql.r reads 'wrods'")
+    assert select.unmet(config(sql={"r": "words > 3"}), facts) == []
+
+
+@rule_group("signs_of_tests")
+class SignRules(WebRules):
+    """Rules of another package."""
+
+    max_signs: Annotated[float | None, Drop("hash_ratio", ">")] = Field(0.5, ge=0, description="Maximum number of signs per word")
+
+
+def test_rules_of_other_packages_are_groups_like_all_others(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    given_ = {
+        "documents": make_documents(store, [("a", "web", "x"), ("b", "web", "y")]),
+        "signals": [signals(store, id=["a", "b"], hash_ratio=[0.4, 0.6])],
+    }
+    made = execute(select, config(groups={"signs_of_tests": {}}), given_, store)
+    assert [(r["id"], r["rule"], r["value"], r["threshold"]) for r in made.read("dropped").to_pylist()] == [
+        ("b", "signs_of_tests.max_signs", 0.6, 0.5)
+    ]
+    stricter = execute(select, config(groups={"signs_of_tests": {"max_signs": 0.3}}), given_, store)
+    assert stricter.rows("dropped") == 2 and stricter.key != made.key
+    assert execute(select, config(groups={"signs_of_tests": {"max_signs": None}}), given_, store).rows("dropped") == 0
+    with pytest.raises(PunaError, match=r"'signs_of_test' is no group of rules .*; did you mean signs_of_tests\?"):
+        config(groups={"signs_of_test": {}})

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puna.stages.contract import execute
-from puna.stages.curate.text.urls import normalized
 from puna.stages.curate.url_dedup import UrlDedupConfig, url_dedup
+from puna.stages.urls import normalized
 from puna.storage import Store
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from puna.stages.contract import External, execute
 from puna.stages.curate.block_lists import BlockListsConfig, block_lists
-from puna.stages.curate.text.urls import names
 from puna.stages.curate.url_filter import UrlFilterConfig, url_filter
+from puna.stages.urls import names
 from puna.storage import PunaError, Store
 
 

@@ -10,12 +10,13 @@ import pytest
 from puna.stages.contract import execute
 from puna.stages.experiments import anneal_experiment as module
 from puna.stages.experiments.anneal_experiment import AnnealExperimentConfig, anneal_experiment
-from puna.stages.pretrain.pretrain import Phase, PretrainConfig, Shape, pretrain
+from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
+from puna.stages.training.phase import SHAPE, Phase
 from puna.storage import PunaError
 
 SETTINGS = AnnealExperimentConfig(
-    phase=Phase(name="anneal", steps=12, rows_per_step=4, learning_rate=5e-3, warmup_steps=2, schedule="linear"),
+    phase=Phase(name="anneal", steps=12, rows_per_step=4, schedule={"learning_rate": 5e-3, "warmup_steps": 2, "shape": "linear"}),
     repeats=2,
     heldout_tokens=400,
     validation_share=0.1,
@@ -30,9 +31,9 @@ def given(store, corpus):
     old = store.import_table("documents", texts.slice(0, 40))
     new = store.import_table("documents", texts.slice(40))
     tokens = execute(tokenize, TokenizeConfig(sequence_length=32), {"documents": old, "tokenizer": both["tokenizer"]}, store)
-    shape = Shape(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    shape = SHAPE.replace(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
     config = PretrainConfig(
-        model=shape, phases=(Phase(steps=30, rows_per_step=4, learning_rate=2e-2, warmup_steps=3),), validation_share=0.1
+        model=shape, phases=(Phase(steps=30, rows_per_step=4, schedule={"learning_rate": 2e-2, "warmup_steps": 3}),), validation_share=0.1
     )
     model = execute(pretrain, config, {"tokens": tokens, "tokenizer": both["tokenizer"]}, store)
     return {"model": model, "tokens": tokens, "documents": new}
@@ -89,7 +90,7 @@ def test_what_is_held_out_on_one_side_is_not_read_on_the_other(store, given, cor
         read.append({packed.ids[owner] for owner in packed.owners[~excluded]})
         return original(packed, excluded, *rest)
 
-    def measuring(model, pieces):
+    def measuring(model, pieces, size):
         measured.append([tuple(piece) for piece in pieces])
         return 1.0
 

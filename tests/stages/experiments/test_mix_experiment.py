@@ -15,8 +15,8 @@ from puna.stages.experiments import laws
 from puna.stages.experiments import mix_experiment as module
 from puna.stages.experiments.mix_experiment import MixExperimentConfig, Target, mix_experiment
 from puna.stages.experiments.pools import Mixed, Pools
-from puna.stages.pretrain.packed import Packed
-from puna.stages.pretrain.pretrain import Phase, Shape
+from puna.stages.training.packed import Packed, Reader
+from puna.stages.training.phase import SHAPE, Phase
 from puna.storage import PunaError
 
 from .conftest import text
@@ -24,8 +24,8 @@ from .conftest import text
 SETTINGS = MixExperimentConfig(
     categories=3,
     trials=6,
-    model=Shape(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1),
-    phase=Phase(name="proxy", steps=15, rows_per_step=4, learning_rate=3e-2, warmup_steps=2),
+    model=SHAPE.replace(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1),
+    phase=Phase(name="proxy", steps=15, rows_per_step=4, schedule={"learning_rate": 3e-2, "warmup_steps": 2}),
     sequence_length=32,
     heldout_tokens=300,
 )
@@ -132,6 +132,21 @@ def test_shares_are_met_at_every_moment(tmp_path: Path) -> None:
     # The k-th row of a group is its k-th row whatever the shares.
     assert all(rows == list(range(1, len(rows) + 1)) for rows in order.values())
     assert mixed._spans(7) == Mixed(mixed.readers, shares, 4)._spans(7)
+
+
+@pytest.mark.parametrize("size", [1, 7, 12, 1000])
+def test_micro_batches_hold_the_steps_documents_in_order(size: int) -> None:
+    lengths = [5, 3, 4, 4, 8, 2, 6]
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    packed = Packed(np.arange(starts[-1], dtype=np.int32), starts, np.array([0, 2, 4, 5, 7]), np.arange(7), tuple("abcdefg"))
+    readers = [Reader(packed, np.zeros(7, dtype=bool), 1, seed, begin=0) for seed in (0, 1)]
+    mixed = Mixed(readers, np.array([0.5, 0.5]), 3)
+    for step in (1, 2):
+        batches = mixed.batches(step, size)
+        assert [int(n) + 1 for batch in batches for n in batch.lengths] == mixed.lengths(step)
+        assert [int(t) for batch in batches for t in batch.forest.tokens] == [t for g, a, b in mixed._spans(step) for t in packed.tokens[a:b].tolist()]
+        assert all(len(batch) <= size or batch.answers == 1 for batch in batches)
+        assert size < 1000 or len(batches) == 1
 
 
 def test_held_out_pages_are_not_read(store, corpus, monkeypatch: pytest.MonkeyPatch) -> None:

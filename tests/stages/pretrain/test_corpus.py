@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from puna.stages.pretrain import corpus
+from puna.stages.training import corpus
 from puna.storage import PunaError
 
 

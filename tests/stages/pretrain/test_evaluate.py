@@ -14,9 +14,10 @@ from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages.align.prompts import PromptsConfig, Task, prompts
 from puna.stages.contract import SeededConfig, StageRun, execute, stage
-from puna.stages.pretrain import bits_per_byte, intervals
+from puna.stages.conversations import messages_of, text_of
 from puna.stages.pretrain import evaluate as module
 from puna.stages.pretrain.evaluate import AnswersConfig, EvaluateConfig, PagesConfig, evaluate
+from puna.stages.training import bits_per_byte, intervals
 from puna.storage import PunaError
 
 from .conftest import sentences
@@ -31,7 +32,7 @@ SETTINGS = EvaluateConfig(
 def tiny_model(config: SeededConfig, run: StageRun) -> None:
     """A small random model."""
     tokenizer = Tokenizer.train([sentences(i, 60) for i in range(30)], 300)
-    shape = ModelConfig(300, 16, 32, 2, 2, 1, max_position_embeddings=32, initializer_range=0.2)
+    shape = ModelConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.2)
     save(Transformer(shape, generator=torch.Generator().manual_seed(config.seed)), run.folder, tokenizer)
 
 
@@ -94,7 +95,7 @@ def test_answers_are_judged_by_the_scorer(store, model, monkeypatch: pytest.Monk
     """The engine is replaced by one that knows two answers in three."""
     tasks = (Task(task="chain_sum", parameters={"min_digits": 1, "max_digits": 1}), Task(task="gcd"))
     asked = execute(prompts, PromptsConfig(tasks=tasks, train=4, heldout=9), {}, store)
-    rows = {row["prompt"]: row for row in asked.read().to_pylist()}
+    rows = {text_of(messages_of(row)): row for row in asked.read().to_pylist()}
     tokenizer = Tokenizer.load(model.path())
     order: list[str] = []
 
@@ -107,11 +108,11 @@ def test_answers_are_judged_by_the_scorer(store, model, monkeypatch: pytest.Monk
 
             found = []
             for ids in given:
-                (prompt,) = [p for p in rows if tokenizer.chat([{"role": "user", "content": p}], add_generation_prompt=True) == list(ids)]
+                (prompt,) = [p for p in rows if tokenizer.chat([{"role": "user", "content": p}]) == list(ids)]
                 order.append(prompt)
                 right = sum(rows[p]["task"] == rows[prompt]["task"] for p in order) % 3 != 0
                 text = rows[prompt]["reference"] if right else "no idea"
-                found.append([Completion([*tokenizer.encode(text), tokenizer.eot], [], right)])
+                found.append([Completion([*tokenizer.encode(text), tokenizer.stop_ids[-1]], [], right)])
             return found
 
     monkeypatch.setattr("puna.models.generation.Engine", Oracle)
@@ -142,7 +143,7 @@ def test_needs_something_to_measure(store, documents, mixture, model) -> None:
         execute(evaluate, SETTINGS, {"model": model}, store)
     with pytest.raises(PunaError, match="without its documents"):
         execute(evaluate, SETTINGS, {"model": model, "mixture": mixture([(0, "a", "heldout", 1)]), "prompts": asked_of(store)}, store)
-    with pytest.raises(ValueError, match="does not fit into pass_tokens"):
+    with pytest.raises(ValueError, match="does not fit into micro_batch_tokens"):
         EvaluateConfig(context=9000)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest, t
 
-from puna.stages.pretrain import intervals
+from puna.stages.training import intervals
 
 
 @given(trials=st.integers(1, 400), share=st.floats(0, 1))

@@ -17,19 +17,20 @@ from puna.models.tokenizer import Tokenizer
 from puna.stages.contract import execute
 from puna.stages.experiments.scaling_law import ScalingLawConfig, scaling_law
 from puna.stages.pretrain import pretrain as module
-from puna.stages.pretrain.packed import Packed, mean_loss
-from puna.stages.pretrain.pretrain import Optimizer, Phase, PretrainConfig, Shape, pretrain
+from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
+from puna.stages.training.packed import Packed, mean_loss
+from puna.stages.training.phase import SHAPE, Phase
 from puna.storage import PunaError
 
 from .conftest import sentences
 
-SHAPE = Shape(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+SHAPE = SHAPE.replace(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 
 
 def config(**changes) -> PretrainConfig:
-    phase = Phase(steps=60, rows_per_step=4, learning_rate=1e-2, warmup_steps=5, schedule="cosine", anneal_steps=20, average=4)
+    phase = Phase(steps=60, rows_per_step=4, schedule={"learning_rate": 1e-2, "warmup_steps": 5, "shape": "cosine", "anneal_steps": 20, "average": 4})
     values = {"model": SHAPE, "phases": (phase,), "validate_every": 20, "checkpoint_every": 7, "validation_share": 0.1}
     return PretrainConfig(**(values | changes))
 
@@ -68,7 +69,7 @@ def test_learns_and_tells_the_truth_about_it(store, given) -> None:
 
 
 def test_resumes_bit_by_bit(tmp_path: Path, store, given, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = config(phases=(config().phases[0], Phase(name="long", steps=9, rows_per_step=1, join_rows=2, warmup_steps=2)))
+    settings = config(phases=(config().phases[0], Phase(name="long", steps=9, rows_per_step=1, join_rows=2, schedule={"warmup_steps": 2})))
     whole = execute(pretrain, settings, given, store)
     expected = whole.path("model.safetensors").read_bytes()
     from puna.storage import Store
@@ -103,7 +104,7 @@ def test_resumes_bit_by_bit(tmp_path: Path, store, given, monkeypatch: pytest.Mo
 
 def test_a_loss_that_a_crash_left_unmeasured_is_measured(tmp_path: Path, store, given, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint of step 20 is written, and the run is killed before the loss after step 20 is known."""
-    phase = Phase(steps=30, rows_per_step=4, learning_rate=1e-2, warmup_steps=5)
+    phase = Phase(steps=30, rows_per_step=4, schedule={"learning_rate": 1e-2, "warmup_steps": 5})
     settings = config(phases=(phase,), checkpoint_every=20, validate_every=20)
     original, calls = module.Watch.loss, []
 
@@ -125,7 +126,7 @@ def test_a_loss_that_a_crash_left_unmeasured_is_measured(tmp_path: Path, store, 
 
 
 def test_a_long_context_phase_lengthens_the_context(store, given) -> None:
-    phases = (config().phases[0], Phase(name="long", steps=5, rows_per_step=1, join_rows=4, rope_theta=50_000.0, warmup_steps=1))
+    phases = (config().phases[0], Phase(name="long", steps=5, rows_per_step=1, join_rows=4, rope_theta=50_000.0, schedule={"warmup_steps": 1}))
     made = execute(pretrain, config(phases=phases), given, store)
     saved = load(made.path()).config
     assert saved.max_position_embeddings == 256 and saved.rope_theta == 50_000.0
@@ -134,9 +135,9 @@ def test_a_long_context_phase_lengthens_the_context(store, given) -> None:
 
 
 def test_passes_do_not_change_the_training(store, given) -> None:
-    short = config(phases=(Phase(steps=3, rows_per_step=4, warmup_steps=0),))
+    short = config(phases=(Phase(steps=3, rows_per_step=4, schedule={"warmup_steps": 0}),))
     one = load(execute(pretrain, short, given, store).path())
-    many = load(execute(pretrain, short.model_copy(update={"pass_tokens": 70}), given, store).path())
+    many = load(execute(pretrain, short.replace(compute={"micro_batch_tokens": 70}), given, store).path())
     for (name, a), (_, b) in zip(one.named_parameters(), many.named_parameters(), strict=True):
         assert torch.allclose(a, b, atol=2e-3), name  # Adam's first steps amplify rounding of tiny gradients
     assert np.mean([float((a - b).detach().abs().mean()) for a, b in zip(one.parameters(), many.parameters(), strict=True)]) < 1e-5
@@ -145,22 +146,22 @@ def test_passes_do_not_change_the_training(store, given) -> None:
 def test_wrong_settings_are_refused_by_name() -> None:
     for wrong, message in (
         ({"steps": 5, "warmup_steps": 5}, "warmup_steps must lie in"),
-        ({"schedule": "wsd"}, "decay_steps belongs"),
+        ({"shape": "wsd"}, "decay_steps belongs"),
         ({"average": 3, "anneal_steps": 2}, "average must lie in"),
         ({"steps": 10, "warmup_steps": 6, "anneal_steps": 6}, "annealing overlap"),
-        ({"schedule": "constant", "final_ratio": 0.5}, "has no final_ratio"),
+        ({"shape": "constant", "final_ratio": 0.5}, "has no final_ratio"),
     ):
         with pytest.raises(ValidationError, match=message):
-            Phase(**wrong)
-    with pytest.raises(ValidationError, match="no multiple of num_key_value_heads 3"):
-        Shape(num_key_value_heads=3, num_attention_heads=4)
-    with pytest.raises(ValidationError, match="num_attention_heads 5"):
-        Shape(num_attention_heads=5, num_key_value_heads=1)
+            Phase(**{name: value for name, value in wrong.items() if name == "steps"}, schedule={n: v for n, v in wrong.items() if n != "steps"})
+    with pytest.raises(ValidationError, match="a multiple of num_key_value_heads 3"):
+        SHAPE.replace(num_key_value_heads=3, num_attention_heads=4)
+    with pytest.raises(ValidationError, match="multiple of num_attention_heads 5"):
+        SHAPE.replace(num_attention_heads=5, num_key_value_heads=1)
 
 
 def test_every_phase_the_form_accepts_is_one_the_loop_accepts() -> None:
-    for phase in (Phase(), Phase(schedule="wsd", decay_steps=100), Phase(schedule="constant"), Phase(steps=1, warmup_steps=0)):
-        assert phase.train_config(Optimizer()).steps == phase.steps
+    for phase in (Phase(), Phase(schedule={"shape": "wsd", "decay_steps": 100}), Phase(schedule={"shape": "constant"}), Phase(steps=1, schedule={"warmup_steps": 0})):
+        assert phase.train_config(config().optimizer, config().compute).steps == phase.steps
 
 
 def test_tokens_of_another_tokenizer_are_refused(store, given, documents) -> None:

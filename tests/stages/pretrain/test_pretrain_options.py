@@ -10,21 +10,23 @@ from pydantic import ValidationError
 from puna.kernels import quantized_linear
 from puna.models import transformer
 from puna.models.training.loop import TrainingDiverged
-from puna.stages.align.fitting import divergence_named
+from puna.models.training.settings import OptimizerSettings
 from puna.stages.contract import execute
 from puna.stages.experiments.anneal_experiment import AnnealExperimentConfig
 from puna.stages.experiments.mix_experiment import MixExperimentConfig
 from puna.stages.experiments.scaling_law import shortened
 from puna.stages.pretrain import pretrain as module
-from puna.stages.pretrain.packed import Packed
-from puna.stages.pretrain.pretrain import Optimizer, Phase, PretrainConfig, Shape, pretrain
+from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
+from puna.stages.training.packed import Packed
+from puna.stages.training.phase import SHAPE, Phase
+from puna.stages.training.train import divergence_named
 from puna.storage import PunaError
 
 from .conftest import sentences
 
-SHAPE = Shape(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+SHAPE = SHAPE.replace(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 
 
 @pytest.fixture
@@ -35,10 +37,10 @@ def given(store, documents):
     return {"tokens": tokens, "tokenizer": vocabulary}
 
 
-def config(optimizer: dict | None = None, **phase) -> PretrainConfig:
-    values = {"steps": 24, "rows_per_step": 4, "learning_rate": 1e-2, "warmup_steps": 3} | phase
+def config(optimizer: dict | None = None, compute: dict | None = None, schedule: dict | None = None, **phase) -> PretrainConfig:
+    values = {"steps": 24, "rows_per_step": 4, "schedule": {"learning_rate": 1e-2, "warmup_steps": 3} | (schedule or {})} | phase
     return PretrainConfig(
-        model=SHAPE, phases=(Phase(**values),), optimizer=Optimizer(**(optimizer or {})), validate_every=12, checkpoint_every=8,
+        model=SHAPE, phases=(Phase(**values),), optimizer=optimizer or {}, compute=compute or {}, validate_every=12, checkpoint_every=8,
         validation_share=0.1,
     )  # fmt: skip
 
@@ -56,14 +58,14 @@ def test_muon_moves_the_matrices_another_way(store, given) -> None:
 
 
 def test_a_moving_average_becomes_the_model(store, given) -> None:
-    plain, averaged = execute(pretrain, config(), given, store), execute(pretrain, config(ema=0.8), given, store)
+    plain, averaged = execute(pretrain, config(), given, store), execute(pretrain, config(schedule={"ema": 0.8}), given, store)
     metrics = averaged.manifest.metrics
     # The same steps were made; the weights after them differ.
     assert metrics["validation_loss_before_averaging"] == plain.manifest.metrics["validation_loss"]
     assert metrics["validation_loss"] != metrics["validation_loss_before_averaging"]
     assert metrics["averaging_gain"] == metrics["validation_loss_before_averaging"] - metrics["validation_loss"]
     with pytest.raises(ValidationError, match="ema and average are two ways"):
-        config(ema=0.8, anneal_steps=5, average=2)
+        config(schedule={"ema": 0.8, "anneal_steps": 5, "average": 2})
 
 
 def test_spikes_are_skipped_and_many_in_a_row_stop_the_run(store, given) -> None:
@@ -86,20 +88,20 @@ def test_checkpointed_layers_give_the_same_model(store, given, monkeypatch: pyte
     plain = execute(pretrain, config(steps=6), given, store)
     calls, original = [], transformer.checkpoint
     monkeypatch.setattr(transformer, "checkpoint", lambda *a, **k: calls.append(1) or original(*a, **k))
-    made = execute(pretrain, config({"activation_checkpointing": True}, steps=6), given, store)
+    made = execute(pretrain, config(compute={"activation_checkpointing": True}, steps=6), given, store)
     assert len(calls) >= 6 * SHAPE.num_hidden_layers and weights(made) == weights(plain)
 
 
 def test_layers_in_8_bits_give_another_model_of_the_same_quality(store, given, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, made = (execute(pretrain, config(o), given, store) for o in ({}, {"linear_precision": "int8"}))
+    plain, made = (execute(pretrain, config(compute=o), given, store) for o in ({}, {"linear_precision": "int8"}))
     first, last = plain.read("training_log").to_pylist()[0]["loss"], plain.manifest.metrics["validation_loss"]
     assert weights(made) != weights(plain)
     assert abs(made.manifest.metrics["validation_loss"] - last) < 0.1 * (first - last)
     monkeypatch.setattr(module, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(quantized_linear, "capability", lambda device: 80)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    with pytest.raises(PunaError, match="optimizer.linear_precision: A100 .* has no FP8 products"):
-        execute(pretrain, config({"linear_precision": "fp8"}), given, store)
+    with pytest.raises(PunaError, match="compute.linear_precision: A100 .* has no FP8 products"):
+        execute(pretrain, config(compute={"linear_precision": "fp8"}), given, store)
 
 
 def test_rows_of_a_step_grow_and_none_is_read_twice(store, given) -> None:
@@ -108,7 +110,7 @@ def test_rows_of_a_step_grow_and_none_is_read_twice(store, given) -> None:
     reader = phase.reader(packed, np.zeros(len(packed.owners), dtype=bool), 0, 0)
     assert [reader.rows_before(step) for step in range(1, 12)] == [0, 1, 2, 3, 5, 7, 9, 13, 17, 21, 25]
     starts = [start for step in range(1, 11) for start, _ in reader.pieces(step)]
-    whole = config(steps=1, rows_per_step=25, warmup_steps=0).phases[0].reader(packed, np.zeros(len(packed.owners), dtype=bool), 0, 0)
+    whole = config(steps=1, rows_per_step=25, schedule={"warmup_steps": 0}).phases[0].reader(packed, np.zeros(len(packed.owners), dtype=bool), 0, 0)
     assert starts == [start for start, _ in whole.pieces(1)] and len(set(starts)) == len(starts)
     made = execute(pretrain, config(rows_ramp=(1, 2), ramp_steps=3, steps=10), given, store)
     tokens = [row["tokens"] for row in made.read("training_log").to_pylist()]
@@ -142,7 +144,7 @@ def test_wrong_options_are_refused() -> None:
         with pytest.raises(ValidationError, match=message):
             config(**wrong)
     with pytest.raises(ValidationError, match="spike_window must be 0 or at least 8"):
-        Optimizer(spike_window=3)
+        OptimizerSettings(spike_window=3)
     ramped = Phase(rows_ramp=(1,), ramp_steps=5)
     for experiment in (MixExperimentConfig, AnnealExperimentConfig):
         with pytest.raises(ValidationError, match="ramp_steps 0"):

@@ -21,7 +21,7 @@ def corpus(store: Store, rows: list[tuple[str, str, int]]) -> dict[str, Artifact
         "id": ids, "url": [r[0] for r in rows], "fetched_at": [datetime(2024, 1, 1, tzinfo=UTC)] * len(rows),
         "source": ["web"] * len(rows), "title": pa.array([None] * len(rows), pa.string()), "text": ["x" * r[2] for r in rows],
     }))  # fmt: skip
-    return {"documents": documents, "signals": store.import_table("signals", pa.table({"id": ids, "domain": [r[1] for r in rows]}))}
+    return {"documents": documents, "signals": store.import_table("signals", pa.table({"id": ids, "domain": pa.array([r[1] for r in rows], pa.string())}))}
 
 
 def pages(count: int, start: int = 0) -> list[str]:

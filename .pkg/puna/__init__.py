@@ -1,0 +1,29 @@
+"""Puna: raw web pages to an aligned language model.
+
+    import puna
+    store = puna.open("my-store")
+    made = puna.run("heuristics", "documents@latest", store=store)
+
+Importing it loads nothing else; `open`, `run` and `run_flow` load what they need when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from puna.flows.interactive import open, run, run_flow
+
+__all__ = ["open", "run", "run_flow"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'puna' has no attribute {name!r}")
+    from puna.flows import interactive
+
+    return getattr(interactive, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,207 @@
+"""`puna clean`: one's own pages to clean documents in plain files and a report."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from puna.flows import running
+from puna.flows.adapter import Performer
+from puna.flows.curate import curate
+from puna.flows.inputs import column_changes, named_items
+from puna.flows.preflight import PEEK_SECONDS, page_text
+from puna.flows.program import Item
+from puna.flows.session import Session, session
+from puna.flows.trace import load
+from puna.stages.contract import External
+from puna.stages.curate.domains import TrainDomainsConfig, seed_counts, seed_label
+from puna.stages.curate.ingest import IngestConfig, ingest, peek
+from puna.stages.curate.language import identify
+from puna.stages.curate.reading.sniff import sniff
+from puna.storage import Artifact, PunaError, Store
+
+ENDINGS = {".jsonl": "jsonl", ".parquet": "parquet"}
+ROWS = 10_000
+
+
+@dataclass
+class Choices:
+    """What was found out about the inputs: changes to the recipe, and sentences that say what was chosen and why."""
+
+    changes: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """What `puna clean` leaves: the files of documents and of dropped pages, the report, and how many there are."""
+
+    documents: Path
+    dropped: Path
+    report: Path
+    kept: int
+    pages: int
+
+
+def clean(
+    paths: Sequence[str], output: Path, store: Store, *, changes: Sequence[str] = (), columns: Sequence[str] = (),
+    workers: int | None = None, say: Callable[[str], None] = print, quiet: bool = False,
+) -> Cleaned:  # fmt: skip
+    """Clean pages: look at them, choose, tell what was chosen, run the flow `curate`, write plain files.
+
+    `output`: a folder, or a file that ends in .jsonl or .parquet. PunaError says what is wrong before anything runs.
+    """
+    kind, target = _target(output)
+    items = named_items(paths, curate.inputs, store, "clean")
+    files = [item for item in items if isinstance(item, External)]
+    if len(files) < len(items):
+        raise PunaError("clean: takes files and folders, not artifacts; `puna run curate` continues from those")
+    named = column_changes(columns, "ingest")
+    choices = look(files, named)
+    for sentence in choices.said:
+        say(sentence)
+    recipe = load("clean", [*choices.changes, *named, *changes], "curate")
+    whole: list[Item] = list(items)
+    given = running.fit(curate, recipe, whole, store, quiet=True)
+    with session(store, flow="curate", workers=workers, json=quiet) as now:
+        made = Performer(recipe)
+        documents = made.walk(curate, given).documents.items[0]
+    from puna.flows.report import write
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _replace(target, lambda file: _write(_rows(documents, now), file, kind))
+    dropped = target.with_name(f"{target.stem}.dropped.jsonl")
+    _replace(dropped, lambda file: _write(_dropped(now), file, "jsonl"))
+    page = target.with_name(f"{target.stem}.report.html")
+    _replace(page, lambda file: shutil.copyfile(write(store, now.run, None), file))
+    pages = next(outcome.artifact for step, outcome in now.outcomes if step == "ingest")
+    return Cleaned(target, dropped, page, documents.rows(), pages.rows())
+
+
+def look(files: list[External], named: Sequence[str]) -> Choices:
+    """What a look at the first pages says about fields, languages and topics. `named`: changes that a person gave for fields."""
+    found = Choices()
+    taken = {change.partition("=")[0] for change in named}
+    for external in files:
+        size = sum(file.bytes for file in external.files)
+        found.said.append(f"{external.name}: {len(external.files):,} files, {size / 1e6:,.1f} MB")
+        fields = sniff(external)
+        if fields is None or taken & {"ingest.text_column", "ingest.html_column"} or any(f"inputs.{external.name}." in t for t in taken):
+            continue
+        own = {"html" if fields.html else "text": fields.page} | ({"url": fields.url} if fields.url else {})
+        found.changes.append(f"ingest.inputs={json.dumps({external.name: own})}")
+        address = f"its address {fields.url}" if fields.url else "no field with an address"
+        what = "HTML" if fields.html else "plain text"
+        found.said.append(f"  fields {', '.join(fields.names)}: {fields.page} is read as {what}; {address} (--columns says otherwise)")
+    _merge_inputs(found)
+    config = load("clean", [*found.changes, *named], "curate").one("ingest", ingest, IngestConfig)
+    pages, _ = peek(files, config, PEEK_SECONDS)
+    texts = [text for text in map(page_text, pages) if text.strip()]
+    if not texts:
+        raise PunaError(
+            f"clean: no page of {', '.join(f.uri for f in files)} holds text; `puna run ingest --input …` says what was dropped"
+        )
+    _tell_languages(texts, found)
+    _choose_topics(texts, found)
+    return found
+
+
+def _merge_inputs(found: Choices) -> None:
+    """One change for the fields of all inputs."""
+    own: dict[str, Any] = {}
+    for change in found.changes:
+        own |= json.loads(change.partition("=")[2])
+    found.changes = [f"ingest.inputs={json.dumps(own)}"] if own else []
+
+
+def _tell_languages(texts: list[str], found: Choices) -> None:
+    languages = Counter(identify(text)[0] for text in texts)
+    shown = ", ".join(f"{name} {count / len(texts):.0%}" for name, count in languages.most_common(6))
+    found.said.append(
+        f"languages of {len(texts):,} pages that were looked at: {shown}; all are kept (--set 'select.language={{…}}' chooses)"
+    )
+
+
+def _choose_topics(texts: list[str], found: Choices) -> None:
+    config = TrainDomainsConfig()
+    labels = (seed_label(seed_counts(text[: config.max_characters]), config.min_seeds, config.max_second) for text in texts)
+    topics = Counter(label for label in labels if label is not None)
+    # Twice as many as are needed: duplicates go before types are given.
+    if sum(count >= 2 * config.min_labels for count in topics.values()) >= 2:
+        found.changes.append("domains={}")
+        found.said.append(f"topics: {', '.join(name for name, _ in topics.most_common(5))}, …; each document gets one (domains)")
+    else:
+        found.said.append("topics: too few pages of two topics to tell them apart; documents get none (domains)")
+
+
+def _target(output: Path) -> tuple[str, Path]:
+    """The format and the file of the documents."""
+    if output.suffix in ENDINGS and not output.is_dir():
+        return ENDINGS[output.suffix], output
+    if output.suffix and not output.is_dir():
+        raise PunaError(f"clean: {output}: name a folder, or a file that ends in {' or '.join(ENDINGS)}")
+    if output.exists() and not output.is_dir():
+        raise PunaError(f"clean: {output}: is a file; name a folder")
+    return "jsonl", output / "documents.jsonl"
+
+
+def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
+    """The documents with the signals that describe them: language and, where it is known, topic."""
+    signals = [outcome.artifact for step, outcome in now.outcomes if step in ("language", "domains")]
+    described: dict[str, dict[str, Any]] = {}
+    names: list[str] = []
+    for artifact in signals:
+        columns = [name for name in ("language", "language_score", "domain") if name in artifact.manifest.tables["signals"].columns]
+        names += columns
+        for row in artifact.read(columns=["id", *columns]).to_pylist():
+            described.setdefault(row.pop("id"), {}).update(row)
+    for part in documents.parts(None, None, ROWS):
+        table = part.read()
+        ids = table.column("id").to_pylist()
+        for name in names:
+            table = table.append_column(name, pa.array([described.get(i, {}).get(name) for i in ids]))
+        yield from table.to_batches()
+
+
+def _dropped(now: Session) -> Iterator[pa.RecordBatch]:
+    """Every page that went, with the step and the rule."""
+    for step, outcome in now.outcomes:
+        if "dropped" in outcome.artifact.tables:
+            table = outcome.artifact.read("dropped")
+            yield from table.add_column(0, "step", pa.array([step] * table.num_rows, pa.string())).to_batches()
+
+
+def _write(batches: Iterator[pa.RecordBatch], file: Path, kind: str) -> None:
+    if kind == "parquet":
+        writer: pq.ParquetWriter | None = None
+        for batch in batches:
+            writer = writer or pq.ParquetWriter(file, batch.schema.remove_metadata(), compression="zstd")
+            writer.write_batch(batch.replace_schema_metadata(None))
+        if writer is not None:
+            writer.close()
+        return
+    with file.open("w", encoding="utf-8") as out:
+        for batch in batches:
+            for row in batch.to_pylist():
+                out.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+
+
+def _replace(target: Path, write: Callable[[Path], object]) -> None:
+    """Write a file whole or not at all."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        write(temporary)
+        os.replace(temporary, target)
+    except OSError as error:
+        raise PunaError(f"clean: {target}: cannot be written ({error}); name another place with -o") from error
+    finally:
+        temporary.unlink(missing_ok=True)

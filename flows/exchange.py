@@ -1,0 +1,98 @@
+"""`puna import` and `puna export`: models and data from outside become artifacts with names, and go out as plain files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from puna.flows.look import StoreOption, existing
+from puna.flows.settings import DEFAULT_STORE
+from puna.stages.contract import did_you_mean
+from puna.storage import PunaError, Store
+
+app = typer.Typer()
+
+
+@app.command("import")
+def import_(
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="What the files hold: model, documents, instructions, prompts, preferences, classifier")
+    ],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH|URI…", help="Files or folders, [NAME=]URI each; hf://… for the hub")],
+    name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Alias to set: NAME@latest")] = None,
+    columns: Annotated[
+        list[str] | None, typer.Option("--columns", metavar="FIELD=COLUMN", help="Column of the rows that holds a field: prompt=question")
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field; `puna fields import_KIND` shows them")
+    ] = None,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
+) -> None:
+    """Bring in a model (a checkpoint with its tokenizer) or data (JSON lines, Parquet, CSV, data sets) from outside."""
+    from puna.flows.settings import prepare
+
+    if name is not None and not re.fullmatch(r"[\w-][\w.-]*", name):
+        raise PunaError(f"--as {name}: a name has letters, digits, _, - and . only, for example smollm2")
+    opened = Store.open(store)
+    prepare(opened.root)
+    from puna.flows import launch
+    from puna.flows.trace import load_stages
+
+    named = [f"columns={json.dumps(mapped(columns))}"] if columns else []
+    stages = load_stages()
+    kinds = [name.removeprefix("import_") for name in stages if name.startswith("import_")]
+    if kind not in kinds:
+        raise PunaError(f"import {kind}: no such kind{did_you_mean(kind, kinds)}; pages are read by `puna clean` and `puna run curate`")
+    stage = stages[f"import_{kind}"]
+    made = launch.run_stage(stage, launch.Request(stage.name, None, (*named, *(changes or ())), tuple(paths), json=as_json), opened)
+    if name is not None:
+        opened.set_alias(f"{name}@latest", made)
+    if not as_json:
+        typer.echo(f"{made.id}{f' is {name}@latest' if name else ''}")
+
+
+def mapped(texts: list[str]) -> dict[str, str]:
+    """`FIELD=COLUMN[,FIELD=COLUMN]` as a mapping."""
+    found: dict[str, str] = {}
+    for text in texts:
+        for pair in text.split(","):
+            field, sign, column = pair.partition("=")
+            if not sign or not field or not column:
+                raise PunaError(f"--columns {text}: write FIELD=COLUMN, for example prompt=question")
+            found[field] = column
+    return found
+
+
+@app.command("export")
+def export(
+    identity: Annotated[str, typer.Argument(metavar="ID", help="kind/prefix, a prefix of the key, or NAME@VERSION")],
+    folder: Annotated[Path, typer.Argument(help="New folder for the files")],
+    format: Annotated[
+        str | None, typer.Option(help="Of a model: hf (default) or gguf. Of data: parquet (default) or jsonl", metavar="FORMAT")
+    ] = None,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
+) -> None:
+    """Write an artifact as plain files: a model for transformers, vLLM or llama.cpp, data as Parquet or JSON lines."""
+    from puna.stages.io.export_data import export_data
+    from puna.stages.io.export_model import export_model
+
+    opened = existing(store)
+    artifact = opened.checked(opened.resolve(identity))
+    formats = ("hf", "gguf") if artifact.kind == "model" else ("parquet", "jsonl")
+    if format is not None and format not in formats:
+        raise PunaError(f"--format {format}: {artifact.id} goes out as {' or '.join(formats)}")
+    if artifact.kind == "model":
+        files = export_model(artifact, folder, "gguf" if format == "gguf" else "hf")
+    else:
+        files = [export_data(artifact, folder, "jsonl" if format == "jsonl" else "parquet")]
+    if as_json:
+        typer.echo(json.dumps([str(file) for file in files]))
+        return
+    for file in files:
+        typer.echo(f"{file}  {file.stat().st_size / 1e6:,.1f} MB")

@@ -1,0 +1,30 @@
+"""`experiments`: small runs that choose the mixture and predict the loss of the large run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from puna.flows.program import Output, flow, publish, step
+from puna.stages.contract import Kind
+from puna.stages.experiments.mix_experiment import mix_experiment
+from puna.stages.experiments.scaling_law import scaling_law
+from puna.stages.pretrain.mix import mix
+from puna.stages.pretrain.split import split
+from puna.stages.pretrain.tokenize import tokenize
+from puna.stages.pretrain.tokenizer import tokenizer
+
+
+@flow
+def experiments(
+    documents: Annotated[Output, Kind("documents")],
+    domains: Annotated[Output, Kind("signals")],
+    deduplicated: list[Annotated[Output, Kind("documents")]] | None = None,
+) -> Output:
+    """Documents and their knowledge types to the weights of the mixture, and the loss to expect of it."""
+    sides = step(split, documents=documents, signals=domains)
+    vocabulary = step(tokenizer, documents=documents, mixture=sides)
+    weights = step(mix_experiment, documents=documents, split=sides, tokenizer=vocabulary)
+    mixture = step(mix, documents=documents, split=sides, weights=weights, deduplicated=deduplicated)
+    tokens = step(tokenize, documents=documents, mixture=mixture, tokenizer=vocabulary)
+    step(scaling_law, tokens=tokens, tokenizer=vocabulary)
+    return publish("weights", weights)

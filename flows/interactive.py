@@ -1,0 +1,61 @@
+"""Stages and flows from a notebook or a script: `puna.open`, `puna.run`, `puna.run_flow`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from puna.flows import launch, running
+from puna.flows.adapter import Performer
+from puna.flows.inputs import by_name, named_items
+from puna.flows.program import FLOWS, Flow, Item
+from puna.flows.session import session
+from puna.flows.settings import DEFAULT_STORE
+from puna.flows.trace import load
+from puna.stages.contract import External, Stage, parse, perform
+from puna.stages.contract.declaration import InputSpec
+from puna.storage import Artifact, PunaError, Store
+
+Input = Item | str | Path
+
+
+def open(path: str | Path = DEFAULT_STORE) -> Store:
+    """The store in a folder, which is made where there is none."""
+    return Store.open(path)
+
+
+def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_STORE, **settings: Any) -> Artifact:
+    """The artifact of a stage: found in the store where it is there, made otherwise.
+
+    `stage`: declared with `@stage`, or a name. `inputs`: artifacts, their ids or aliases, files; each goes to the input of its
+    kind, `NAME=ID` to that of the name. `settings`: fields of the stage's configuration. PunaError names what is wrong with any.
+    """
+    found = launch.chosen(f"stage:{stage.removeprefix('stage:')}") if isinstance(stage, str) else stage
+    assert isinstance(found, Stage)
+    opened = store if isinstance(store, Store) else Store.open(store)
+    texts, named = by_name([str(item) for item in inputs if isinstance(item, str | Path)], found.inputs, opened, found.name)
+    ready = [item for item in inputs if isinstance(item, Artifact | External)]
+    given = running.given_to(found, ready + named_items(texts, found.inputs, opened, found.name), named)
+    return perform(found, parse(found.config, settings, found.name), given, opened).artifact
+
+
+def run_flow(
+    flow: Flow | str, *inputs: Input, recipe: str = "demo", changes: Sequence[str] = (), store: Store | str | Path = DEFAULT_STORE
+) -> dict[str, Artifact]:
+    """The artifacts of a flow by step. `recipe`: a name or a YAML file; `changes`: `step.field=value`, as `--set` takes them."""
+    found = launch.chosen(f"flow:{flow.removeprefix('flow:')}") if isinstance(flow, str) else flow
+    assert isinstance(found, Flow)
+    if FLOWS.get(found.name) is not found:
+        raise PunaError(f"flow {found.name}: another flow of that name was declared later; rename one")
+    opened = store if isinstance(store, Store) else Store.open(store)
+    loaded = load(recipe, list(changes), found.name)
+    given = running.fit(found, loaded, _items(inputs, found.inputs, opened, f"flow {found.name}"), opened, quiet=True)
+    with session(opened, flow=found.name) as now:
+        Performer(loaded).walk(found, given)
+        return {label: outcome.artifact for label, outcome in now.outcomes}
+
+
+def _items(inputs: Sequence[Input], specs: Sequence[InputSpec], store: Store, where: str) -> list[Item]:
+    ready = [item for item in inputs if isinstance(item, Artifact | External)]
+    return ready + named_items([str(item) for item in inputs if isinstance(item, str | Path)], specs, store, where)

@@ -1,0 +1,118 @@
+"""Every need of every step, looked at before the first one runs; all that are not met are told at once."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from puna.flows.program import Flow, Given, Item, name_of, outputs
+from puna.flows.recipe import Recipe
+from puna.flows.trace import TracedStep, trace
+from puna.stages.contract import External, Facts, InputFacts, Stage, StageConfig, Value
+from puna.stages.curate.ingest import IngestConfig, check_inputs, peek
+from puna.storage import Artifact, PunaError, Store
+
+if TYPE_CHECKING:
+    from puna.stages.curate.reading.pages import Page
+
+PEEK_SECONDS = 1.5
+"""Time for reading the inputs' first pages."""
+PEEK_CHARACTERS = 4000
+"""Read of each page."""
+STORED_PER_BYTE = 1.5
+"""Bytes of disk that curation needs per byte of its inputs, at least: pages and their text, both compressed."""
+
+
+def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store) -> None:
+    """PunaError with every need of the flow's steps that its recipe and inputs do not meet, each with its remedy."""
+    found = trace(flow, recipe, given)
+    complaints = list(found.complaints)
+    files = [item for value in given.values() for output in outputs(value) for item in output.items if isinstance(item, External)]
+    reading = next((step.config for step in found.steps if isinstance(step.config, IngestConfig)), None)
+    sampled: tuple[tuple[str, ...], float] | None = None
+    if reading is not None and files:
+        wrong = _told(lambda: check_inputs(files, reading))
+        complaints += wrong
+        if not wrong:
+            pages, share = peek(files, reading, PEEK_SECONDS)
+            sampled = (tuple(page_text(page) for page in pages), share)
+    complaints += _room(files, store)
+    known: dict[str, InputFacts] = {}
+    for value in given.values():
+        for output in outputs(value):
+            for label, item in zip(output.labels, output.items, strict=True):
+                known[label] = _facts(item, sampled)
+    for step in found.steps:
+        complaints += _unmet(step, known, store)
+    if complaints:
+        raise PunaError("\n".join(dict.fromkeys(complaints)))
+
+
+def check_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store) -> None:
+    """PunaError with every need of a stage alone that its inputs do not meet."""
+    inputs = {name: tuple(_facts(item, None) for item in items) for name, items in stage.check(dict(given)).items()}
+    complaints = stage.unmet(config, Facts({name: items for name, items in inputs.items() if items}, *_machine(store)))
+    if complaints:
+        raise PunaError("\n".join(complaints))
+
+
+def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store) -> list[str]:
+    """What a step lacks; what is known of its output is added to `known`."""
+    stage = step.step.stage
+    inputs = {name: tuple(known[label] for label in labels if label in known) for name, labels in step.inputs.items() if labels}
+    before = [item for items in inputs.values() for item in items]
+    sources = tuple(dict.fromkeys(source for item in before for source in item.sources or ()))
+    texts = next((item for item in before if item.texts is not None), InputFacts(""))
+    tables = {"signals": ("id", *stage.signals)} if stage.signals else None
+    known[step.label] = InputFacts(stage.kind, tables, sources or None, None, texts.texts, texts.share)
+    if stage.needs is None or step.config is None:
+        return []
+    return [f"{step.label}: {said}" for said in stage.needs(step.config, Facts(inputs, *_machine(store)))]
+
+
+def _facts(item: Item, sampled: tuple[tuple[str, ...], float] | None) -> InputFacts:
+    """What is known of an input of the run."""
+    if isinstance(item, Artifact):
+        tables = {name: tuple(record.columns) for name, record in item.manifest.tables.items()}
+        sources = tuple(i.name.partition(":")[2] for i in item.manifest.inputs if i.kind == "external")
+        return InputFacts(item.kind, tables, sources or None, sum(record.bytes for record in item.manifest.files.values()))
+    texts, share = sampled or (None, 0.0)
+    return InputFacts("external", None, (item.name,), sum(file.bytes for file in item.files), texts, share)
+
+
+def _machine(store: Store) -> tuple[int, int]:
+    import psutil
+
+    return shutil.disk_usage(store.root).free, psutil.virtual_memory().available
+
+
+def _room(files: list[External], store: Store) -> list[str]:
+    """A complaint where the disk cannot hold what the inputs become."""
+    needed = STORED_PER_BYTE * sum(file.bytes for item in files for file in item.files)
+    free = shutil.disk_usage(store.root).free
+    if needed <= free:
+        return []
+    names = ", ".join(name_of(item) for item in files[:3])
+    return [
+        f"store {store.root}: has {free / 1e9:.1f} GB free, and what is made of {names} needs about {needed / 1e9:.1f} GB at least; "
+        "free some (`puna gc` removes what nothing needs), or choose another disk with --store"
+    ]
+
+
+def page_text(page: Page) -> str:
+    """Roughly the text of a page: enough to see what it is about."""
+    from resiliparse.extract.html2text import extract_plain_text
+
+    body = page.body[: 50 * PEEK_CHARACTERS].decode(page.charset if page.charset == "latin-1" else "utf-8", errors="replace")
+    if page.content_type.endswith(("html", "xhtml+xml")):
+        body = extract_plain_text(body, main_content=True)
+    return body[:PEEK_CHARACTERS]
+
+
+def _told(ask: Callable[[], None]) -> list[str]:
+    try:
+        ask()
+    except PunaError as error:
+        return str(error).splitlines()
+    return []

@@ -1,0 +1,94 @@
+"""A flow in a session: its inputs from texts, what they must meet, and its steps performed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from puna.flows import preflight
+from puna.flows.adapter import Performer, opened
+from puna.flows.closing import closing_table
+from puna.flows.console import Console
+from puna.flows.inputs import named_items
+from puna.flows.program import Flow, Given, Item, name_of
+from puna.flows.recipe import Recipe
+from puna.flows.trace import load, load_flows, trace
+from puna.stages.contract import External, Stage, Value
+from puna.stages.contract.declaration import InputSpec
+from puna.stages.contract.executors import PROCESSES
+from puna.stages.sample import SampleReport, build_sample
+from puna.storage import Artifact, PunaError, Store
+
+
+def whole(name: str, recipe: str, changes: list[str], inputs: list[str], store: str, executor: str = PROCESSES) -> str:
+    """Run the flow of that name in the session in progress, or in one of its own; returns the name of the run."""
+    flow = load_flows()[name]
+    loaded = load(recipe, changes, name)
+    with opened(store, name, executor) as now:
+        given = now.given if now.given is not None else checked_inputs(flow, loaded, inputs, now.store, quiet=True)
+        Performer(loaded).walk(flow, given)
+        closing_table(now)
+        return now.run
+
+
+def checked_inputs(flow: Flow, recipe: Recipe, texts: Sequence[str], store: Store, *, quiet: bool) -> dict[str, Given]:
+    """The inputs of a flow, fit for its recipe; PunaError with every need that is not met. Each file is read once."""
+    unmet = trace(flow, recipe).complaints
+    if unmet:  # before files are read, which may take a while
+        raise PunaError("\n".join(unmet))
+    return fit(flow, recipe, named_items(texts, flow.inputs, store, f"flow {flow.name}"), store, quiet=quiet)
+
+
+def fit(flow: Flow, recipe: Recipe, items: list[Item], store: Store, *, quiet: bool) -> dict[str, Given]:
+    """Items as the inputs of a flow, the sample or what aliases name where there are none; PunaError where needs are not met."""
+    if not items and any(spec.kind == "external" for spec in flow.inputs):
+        items += sample_pages(store, quiet)
+    items += latest(flow.inputs, items, store, quiet)
+    given = flow.by_kind(items)
+    preflight.check(flow, recipe, given, store)
+    return given
+
+
+def latest(specs: Sequence[InputSpec], items: Sequence[Item], store: Store, quiet: bool) -> list[Item]:
+    """What the aliases `NAME@latest` of the inputs point to, where no input is named at all."""
+    if items:
+        return []
+    aliases = store.aliases()
+    found: list[Item] = []
+    for spec in specs:
+        if f"{spec.name}@latest" in aliases:
+            found.append(store.checked(store.alias(f"{spec.name}@latest")))
+            if not quiet:
+                print(f"input {spec.name}: {spec.name}@latest, {name_of(found[-1])}")
+    return found
+
+
+def given_to(stage: Stage, items: Sequence[Item], named: Mapping[str, list[Artifact]] | None = None) -> dict[str, Value]:
+    """Artifacts and files as the inputs of a stage: those in `named` by the input's name, the others each by its kind."""
+    given = stage.by_kind([item for item in items if isinstance(item, Artifact)], named)
+    files = [item for item in items if isinstance(item, External)]
+    spec = next((spec for spec in stage.inputs if spec.kind == "external"), None)
+    if spec is not None and files:
+        given[spec.name] = files if spec.many else (files[0] if len(files) == 1 else files)
+    return given
+
+
+def sample_pages(store: Store, quiet: bool) -> list[External]:
+    """The sample's files as inputs."""
+    made = make_sample(sample_folder(store.root), quiet=quiet)
+    return sorted((item for path in made.paths for item in External.resolve(str(path))), key=lambda item: item.name)
+
+
+def sample_folder(root: Path) -> Path:
+    """Where the sample lies that a run without inputs reads, in the store at `root`."""
+    return root / "sample"
+
+
+def make_sample(folder: Path, *, quiet: bool = False) -> SampleReport:
+    """Build the sample of real pages in `folder`, or find it whole."""
+    with Console(json=quiet) as console:
+        console.step = "sample"
+        console.started("sample", None)
+        report = build_sample(folder, lambda done, total, note: console.progress("sample", done, total, note), say=console.say)
+        console.done()
+    return report

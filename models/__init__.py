@@ -1,0 +1,1 @@
+"""The language model: its settings, layouts, tokenizer, training and generation."""

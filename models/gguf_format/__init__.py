@@ -1,0 +1,1 @@
+"""GGUF, the format of llama.cpp: models and their tokenizers, in and out."""

@@ -1,0 +1,208 @@
+"""How GGUF names a model's shape and its tensors; both directions.
+
+Rows of the query and key projections of the architecture `llama` lie in another order than on the hub: llama.cpp rotates
+neighbouring numbers, the hub's layout halves of a head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from puna.models.config import ModelConfig
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+"""GGUF's architecture of each family."""
+PERMUTED = "llama"
+
+OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+SKIPPED = ("rope_freqs.weight",)
+LLAMA3_FACTORS = (4.0, 8.0, 16.0, 32.0)
+
+
+def number(value: Any) -> float:
+    """A 32-bit number of a file, as it was written in decimals: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def raw_config(fields: Mapping[str, Any], names: Iterable[str], vocabulary: int, frequencies: Tensor | None) -> dict[str, Any]:
+    """The hub's configuration of a file: `fields` without the architecture's prefix, its tensors' names, `rope_freqs`.
+
+    Raises ValueError, naming the field, for what is missing or not computed here.
+    """
+    architecture = fields["general.architecture"]
+    experts = int(fields.get("expert_count") or 0)
+    families = {family: kind for family, kind in ARCHITECTURES.items() if kind == architecture}
+    if not families:
+        known = ", ".join(sorted(set(ARCHITECTURES.values())))
+        raise ValueError(f"general.architecture = {architecture!r} is not supported (only {known})")
+    family = "mixtral" if experts and architecture == "llama" else next(iter(families))
+    needed = ("embedding_length", "block_count", "attention.head_count", "attention.layer_norm_rms_epsilon")
+    if missing := [name for name in needed if name not in fields]:
+        raise ValueError(f"the file lacks {architecture}.{missing[0]}")
+    heads, present = int(fields["attention.head_count"]), set(names)
+    head = int(fields.get("attention.key_length") or fields["embedding_length"] // heads)
+    if (rotated := int(fields.get("rope.dimension_count") or head)) != head:
+        raise ValueError(f"{architecture}.rope.dimension_count = {rotated} is not supported (only {head}, the whole head)")
+    raw: dict[str, Any] = {
+        "model_type": family,
+        "hidden_size": int(fields["embedding_length"]),
+        "intermediate_size": int(fields.get("feed_forward_length") or fields.get("expert_feed_forward_length") or 0),
+        "num_hidden_layers": int(fields["block_count"]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(fields.get("attention.head_count_kv") or heads),
+        "head_dim": head,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": int(fields.get("context_length") or 2048),
+        "rms_norm_eps": number(fields["attention.layer_norm_rms_epsilon"]),
+        "tie_word_embeddings": "output.weight" not in present,
+        "rope_parameters": _rope(fields, frequencies, head),
+    }
+    if experts:
+        raw |= {"num_local_experts": experts, "num_experts_per_tok": int(fields["expert_used_count"]), "norm_topk_prob": True}
+        raw["moe_intermediate_size"] = int(fields.get("expert_feed_forward_length") or raw["intermediate_size"])
+    return raw
+
+
+def _rope(fields: Mapping[str, Any], frequencies: Tensor | None, head: int) -> dict[str, Any]:
+    theta = number(fields.get("rope.freq_base", 10000.0))
+    kind, factor = fields.get("rope.scaling.type", "none"), fields.get("rope.scaling.factor")
+    if frequencies is not None:
+        for chosen in LLAMA3_FACTORS:
+            if torch.allclose(llama3_frequencies(theta, head, chosen, 1.0, 4.0, 8192), frequencies, rtol=1e-4):
+                names = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+                return {"rope_type": "llama3", "rope_theta": theta, "factor": chosen, **names}
+        raise ValueError("rope_freqs scales the rotary frequencies in another way than Llama 3.1's")
+    if kind == "linear":
+        return {"rope_type": "linear", "rope_theta": theta, "factor": number(factor)}
+    if kind != "none":
+        raise ValueError(f"rope.scaling.type = {kind!r} is not supported (only 'none' and 'linear')")
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def llama3_frequencies(theta: float, head: int, factor: float, low: float, high: float, original: int) -> Tensor:
+    """What llama.cpp divides the rotary frequencies by in Llama 3.1's scaling, float32[head / 2]."""
+    waves = 2 * torch.pi * theta ** (torch.arange(0, head, 2, dtype=torch.float64) / head)
+    smooth = ((original / waves - low) / (high - low)).clamp(0, 1)
+    return (1 / ((1 - smooth) / factor + smooth)).float()
+
+
+def config_fields(config: ModelConfig) -> tuple[str, dict[str, Any], Tensor | None]:
+    """The architecture, its fields without the prefix, and `rope_freqs`; ValueError for what GGUF cannot say."""
+    if config.model_type not in ARCHITECTURES or config.mla is not None or config.parallel_block:
+        raise ValueError(f"GGUF has no architecture for a model of the family {config.model_type}")
+    if config.sliding_window is not None:
+        raise ValueError(f"sliding_window = {config.sliding_window}: llama.cpp attends to everything in this architecture")
+    architecture = ARCHITECTURES[config.model_type]
+    fields: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(config.rope_theta),
+    }
+    if config.moe is not None:
+        if not config.moe.norm_topk_prob:
+            raise ValueError("norm_topk_prob = false: llama.cpp normalises the chosen experts' weights")
+        fields |= {"expert_count": config.moe.num_experts, "expert_used_count": config.moe.num_experts_per_tok}
+        fields["expert_feed_forward_length"] = config.moe.moe_intermediate_size
+    scaling, frequencies = config.rope_scaling, None
+    if scaling is not None and scaling.rope_type == "linear":
+        fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
+    elif scaling is not None:
+        frequencies = llama3_frequencies(
+            config.rope_theta, config.head_dim, scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor,
+            scaling.original_max_position_embeddings,
+        )  # fmt: skip
+    return architecture, fields, frequencies
+
+
+def to_state(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The decoder's state of a file's tensors. Raises ValueError for a tensor without a place."""
+    permuted = ARCHITECTURES[config.model_type] == PERMUTED
+    state: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name in SKIPPED or name.split(".")[-2] in EXPERTS:
+            continue
+        if permuted and (found := re.search(r"\.attn_([qk])\.", name)):
+            heads = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
+            tensor = unpermute(tensor, heads)
+        state[hub_name(name)] = tensor
+    for layer in range(config.num_hidden_layers if config.moe else 0):
+        gate, up, down = (tensors[f"blk.{layer}.{name}.weight"] for name in EXPERTS)
+        place = f"model.layers.{layer}.mlp.experts"
+        state |= {f"{place}.gate_up_proj": torch.cat([gate, up], 1), f"{place}.down_proj": down}
+    return state
+
+
+def from_state(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The inverse of `to_state`; the tensors of the head only where the embeddings are not its own."""
+    permuted = ARCHITECTURES[config.model_type] == PERMUTED
+    inner = {hub: own for own, hub in LAYER.items()}
+    outer = {hub: own for own, hub in OUTER.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        found = re.fullmatch(r"model\.layers\.(\d+)\.(.+?)(\.(?:weight|bias))?", name)
+        if found is None:
+            place, _, leaf = name.rpartition(".")
+            tensors[f"{outer[place]}.{leaf}"] = tensor
+        elif found[2] == "mlp.experts.gate_up_proj":
+            gate, up = tensor.chunk(2, 1)
+            tensors |= {f"blk.{found[1]}.{EXPERTS[0]}.weight": gate, f"blk.{found[1]}.{EXPERTS[1]}.weight": up}
+        elif found[2] == "mlp.experts.down_proj":
+            tensors[f"blk.{found[1]}.{EXPERTS[2]}.weight"] = tensor
+        else:
+            if permuted and found[2] in ("self_attn.q_proj", "self_attn.k_proj"):
+                tensor = permute(tensor, config.num_attention_heads if "q_proj" in found[2] else config.num_key_value_heads)
+            tensors[f"blk.{found[1]}.{inner[found[2]]}{found[3]}"] = tensor
+    return tensors
+
+
+def hub_name(name: str) -> str:
+    """The hub's name of a tensor. Raises ValueError where there is none."""
+    found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if found and found[2] in LAYER:
+        return f"model.layers.{found[1]}.{LAYER[found[2]]}.{found[3]}"
+    place, _, leaf = name.rpartition(".")
+    if place not in OUTER:
+        raise ValueError(f"the tensor {name} has no place in this model")
+    return f"{OUTER[place]}.{leaf}"
+
+
+def permute(tensor: Tensor, heads: int) -> Tensor:
+    """Rows of a projection from halves to neighbouring numbers, head by head."""
+    return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def unpermute(tensor: Tensor, heads: int) -> Tensor:
+    """The inverse of `permute`."""
+    return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)

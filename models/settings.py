@@ -1,0 +1,58 @@
+"""The base of all settings: frozen pydantic models whose every field is described and bounded.
+
+The same class is what code reads, what a recipe is checked against, and what a form shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+
+class Settings(BaseModel):
+    """Frozen, and strict about names. A group that is given in part keeps the rest of its field's own default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=())
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a field without a description when the class is defined: it is the form, the help and the schema."""
+        for name, field in cls.model_fields.items():
+            if not field.description:
+                raise TypeError(f"{cls.__name__}.{name}: a configuration field needs a description")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_defaults_of_groups(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        defaults = {name: field.get_default(call_default_factory=True) for name, field in cls.model_fields.items()}
+        return {name: _over(defaults.get(name), value) for name, value in values.items()}
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with other values, checked like a new one."""
+        return type(self).model_validate(dict(self) | changes)
+
+
+def _over(default: object, given: Any) -> Any:
+    """The values of a default group with those that are given in their place; anything else as it is given."""
+    if not isinstance(default, Settings) or not isinstance(given, Mapping):
+        return given
+    values = dict(default)
+    return values | {name: _over(values.get(name), value) for name, value in given.items()}
+
+
+def problems(error: ValidationError) -> str:
+    """What is wrong, in one line: `field: what is wrong (got value)`, field by field."""
+    found = []
+    for item in error.errors():
+        name = ".".join(map(str, item["loc"]))
+        if item["type"] == "value_error":  # a check of ours, which says what it got
+            found.append(f"{name}: {item['ctx']['error']}" if name else str(item["ctx"]["error"]))
+        elif item["type"] in ("missing", "extra_forbidden"):
+            found.append(f"{name}: is missing" if item["type"] == "missing" else f"{name}: no such field")
+        else:
+            found.append(f"{name}: {item['msg']} (got {item['input']!r:.80})")
+    return "; ".join(found)

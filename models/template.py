@@ -1,0 +1,180 @@
+"""Chat templates: the Jinja program that travels with a model and writes its conversations as text.
+
+The environment is that of transformers' `apply_chat_template`: sandboxed, blocks trimmed, `raise_exception`,
+`strftime_now`, `tojson` without HTML escapes, and the tag `generation`. One thing differs: the date is fixed, so that the
+same conversation gives the same tokens on every day.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+
+Message = Mapping[str, Any]
+"""One turn: `role`, `content`, and what else the template reads (`tool_calls`, `reasoning_content`, …)."""
+
+TODAY = datetime(2024, 7, 26)
+"""What `strftime_now` tells: the date that Llama 3.1's template falls back to."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The keys under which data sets keep an answer's reasoning."""
+
+
+class TemplateError(ValueError):
+    """A template that does not compile, or that refuses a conversation; the text says why."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` writes what is between."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace, without names that begin with an underscore: these lead out of the sandbox."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        self, *rest = args
+        named = dict(*rest, **values)
+        for name in named:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, named)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+class _Dict:
+    """`dict(…)` in a template, without the attributes of the type."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a template may not set {name!r}: names that begin with _ are closed")
+
+
+def _raise(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> jinja2.Environment:
+    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    made.filters["tojson"] = _tojson
+    strftime: Callable[[str], str] = TODAY.strftime
+    made.globals |= {"raise_exception": _raise, "strftime_now": strftime, "dict": _Dict(), "namespace": _Namespace}
+    return made
+
+
+class Template:
+    """A compiled template; `source` is its text, or the texts by name where a model has several."""
+
+    def __init__(self, source: str | Mapping[str, str], special: Mapping[str, str]) -> None:
+        """`special`: the special tokens that the template may name (`bos_token`, …). TemplateError where it does not compile."""
+        self.source = source
+        self._special = dict(special)
+        sources = {"default": source} if isinstance(source, str) else dict(source)
+        if not sources:
+            raise TemplateError("the model names no chat template")
+        environment = _environment()
+        try:
+            self._programs = {name: environment.from_string(text) for name, text in sources.items()}
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the chat template does not compile: {error}") from error
+        if "default" not in self._programs and len(self._programs) > 1:
+            raise TemplateError(f"none of the chat templates {', '.join(sorted(sources))} is named default")
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> str:
+        """The conversation as text; with `add_generation_prompt` up to where the model's answer begins.
+
+        `tools`: JSON schemas. `options`: further variables of the template, such as `enable_thinking`.
+        Arguments of tool calls may be objects or their JSON text: the template gets the form that it can write.
+        """
+        name = "tool_use" if tools and "tool_use" in self._programs else "default"
+        program = self._programs.get(name) or next(iter(self._programs.values()))
+
+        def write(given: Sequence[Message]) -> str:
+            return program.render(
+                messages=given, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **self._special, **options
+            )
+
+        prepared = [_prepared(message) for message in messages]
+        try:
+            try:
+                return write([_with_arguments(message, _as_object) for message in prepared])
+            except TypeError:
+                return write([_with_arguments(message, _as_text) for message in prepared])
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise TemplateError(str(error) or type(error).__name__) from error
+
+
+def _prepared(message: Message) -> dict[str, Any]:
+    """Without the keys that are null, and with the reasoning under each name that templates read."""
+    found = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((found[key] for key in REASONING if key in found), None)
+    return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
+
+
+def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
+    """The message with each tool call's arguments in one form."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    changed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and "arguments" in function:
+            call = {**call, "function": {**function, "arguments": form(function["arguments"])}}
+        elif isinstance(call, Mapping) and "arguments" in call:
+            call = {**call, "arguments": form(call["arguments"])}
+        changed.append(call)
+    return {**message, "tool_calls": changed}
+
+
+def _as_object(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

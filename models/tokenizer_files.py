@@ -1,0 +1,108 @@
+"""The files of a tokenizer in Hugging Face's layout, read as transformers reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from puna.models.vocabulary import with_tokens
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The special tokens that have a name; a chat template may use them."""
+
+
+class TokenizerError(ValueError):
+    """A folder that holds no tokenizer, or one that cannot be read."""
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The vocabulary; special tokens by name; the chat template, or several by name; the ids that end an answer."""
+
+    backend: tokenizers.Tokenizer
+    named: dict[str, str]
+    template: str | dict[str, str] | None
+    stops: list[int]
+
+
+def read_files(folder: Path) -> TokenizerFiles:
+    """The tokenizer in a folder. FileNotFoundError where it has none, TokenizerError for what cannot be read."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: a tokenizer or model folder holds tokenizer.json")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise TokenizerError(f"{path} is no tokenizer: {error}") from error
+    config = _json(folder / "tokenizer_config.json")
+    others = _json(folder / "special_tokens_map.json")
+    named = {name: text for name in NAMED if (text := _text(config.get(name) or others.get(name)))}
+    stops = _stop_ids(folder)
+    written = [token for id_ in stops if (token := backend.id_to_token(id_)) is not None]
+    with_tokens(backend, [*named.values(), *_listed(config), *_listed(others), *written], _added(config))
+    return TokenizerFiles(backend, named, _template(folder, config), stops)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise TokenizerError(f"{path} is no JSON object")
+    return found
+
+
+def _text(token: Any) -> str | None:
+    """A token's text, written as it is or as an object."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) and found else None
+
+
+def _listed(config: Mapping[str, Any]) -> list[str]:
+    """Special tokens without a name."""
+    found: list[Any] = []
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        value = config.get(name) or []
+        found += list(value.values()) if isinstance(value, dict) else value
+    return [text for token in found if (text := _text(token))]
+
+
+def _added(config: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
+    """Tokens that the configuration adds to the vocabulary, in the order of their ids."""
+    found = config.get("added_tokens_decoder") or {}
+    flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
+    return [
+        tokenizers.AddedToken(token["content"], **{flag: bool(token.get(flag)) for flag in flags})
+        for _, token in sorted(found.items(), key=lambda item: int(item[0]))
+    ]
+
+
+def _stop_ids(folder: Path) -> list[int]:
+    """`eos_token_id` of the generation's configuration, or else of the model's."""
+    for name in ("generation_config.json", "config.json"):
+        found = _json(folder / name).get("eos_token_id")
+        if found is not None:
+            return [int(id_) for id_ in (found if isinstance(found, list) else [found])]
+    return []
+
+
+def _template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """The chat template, or several by name; a file of its own counts before the configuration's."""
+    found = config.get("chat_template")
+    named = {entry["name"]: entry["template"] for entry in found} if isinstance(found, list) else {}
+    if isinstance(found, str):
+        named["default"] = found
+    if isinstance(written := _json(folder / "chat_template.json").get("chat_template"), str):
+        named["default"] = written
+    for path in [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]:
+        if path.is_file():
+            named["default" if path.stem == "chat_template" else path.stem] = path.read_text(encoding="utf-8")
+    return named["default"] if set(named) == {"default"} else named or None

@@ -1,0 +1,257 @@
+"""Settings of training: one class for each thing, used by every training stage and its form as it is."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from puna.models.settings import Settings
+from puna.models.training.schedules import Schedule, learning_rate
+
+Steps = float
+"""A number of optimization steps; below 1, a share of all steps."""
+
+
+class OptimizerSettings(Settings):
+    """The optimizer, and which steps it refuses.
+
+    A step that is not finite, or is a spike, changes nothing.
+    """
+
+    name: Literal["adamw", "muon"] = Field(
+        "adamw", description="AdamW; or Muon for the matrices inside the layers and AdamW for all else, at one learning rate"
+    )
+    weight_decay: float = Field(0.1, ge=0, le=1, description="Decoupled weight decay of matrices; none on norms, biases and embeddings")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the second moment")
+    epsilon: float = Field(1e-8, gt=0, lt=1, description="Added to the root of AdamW's second moment")
+    momentum: float = Field(0.95, ge=0, lt=1, description="Muon's momentum")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="Global norm to which the gradient is clipped; null: no clipping")
+    spike_window: int = Field(
+        0, ge=0, le=10_000, description="Accepted steps that a loss and gradient norm are compared with, at least 8; 0: no spike detection"
+    )
+    spike_limit: float = Field(
+        10.0, gt=0, description="A step this far above the window's median is a spike, in robust standard deviations of the window"
+    )
+    max_skipped: int = Field(5, ge=1, description="Refused steps in a row that stop the run")
+
+    @model_validator(mode="after")
+    def _window_is_long_enough(self) -> OptimizerSettings:
+        if 0 < self.spike_window < 8:
+            raise ValueError(f"spike_window must be 0 or at least 8, not {self.spike_window}")
+        return self
+
+
+class ScheduleSettings(Settings):
+    """The learning rate over a run, and the weights that it ends with. Steps below 1 are a share of all steps."""
+
+    learning_rate: float = Field(1e-3, gt=0, le=1, description="Learning rate at the peak")
+    warmup_steps: Steps = Field(0.05, ge=0, description="Steps in which the rate rises from 0; below 1: share of all steps")
+    shape: Schedule = Field(
+        "cosine", description="After the warm-up: half a cosine, a line, constant, or constant with a decay at the end (wsd)"
+    )
+    final_ratio: float = Field(0.0, ge=0, le=1, description="Rate at the end, as a share of the peak")
+    decay_steps: Steps = Field(0, ge=0, description="Steps of wsd's decay; below 1: share of all steps")
+    anneal_steps: Steps = Field(
+        0, ge=0, description="Last steps, in which the rate falls in a line to 0 (Llama 3, section 3.4.3); below 1: share of all steps"
+    )
+    average: int = Field(0, ge=0, description="Checkpoints of the annealing that are averaged into the model; 0: the last one is the model")
+    ema: float = Field(
+        0.0, ge=0, lt=1, description="Decay per step of a moving average of the weights that becomes the model; 0: none; not beside average"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ScheduleSettings:
+        for name in ("warmup_steps", "decay_steps", "anneal_steps"):
+            value = getattr(self, name)
+            if value >= 1 and value != int(value):
+                raise ValueError(f"{name} must be a whole number, or a share below 1, not {value}")
+        if self.shape == "constant" and self.final_ratio:
+            raise ValueError("a constant schedule has no final_ratio")
+        if (self.shape == "wsd") != (self.decay_steps > 0):
+            raise ValueError("decay_steps belongs to the schedule wsd: set both or neither")
+        if self.ema and self.average:
+            raise ValueError("ema and average are two ways to the final weights: choose one")
+        return self
+
+    def warmup(self, steps: int) -> int:
+        """Steps of warm-up in a run of `steps`."""
+        return _resolved(self.warmup_steps, steps, steps - 1)
+
+    def decay(self, steps: int) -> int:
+        """Steps of wsd's decay."""
+        found = _resolved(self.decay_steps, steps, steps - self.warmup(steps))
+        return max(1, found) if self.decay_steps else 0
+
+    def anneal(self, steps: int) -> int:
+        """Steps of annealing."""
+        return _resolved(self.anneal_steps, steps, steps - self.warmup(steps))
+
+
+def _resolved(value: Steps, steps: int, most: int) -> int:
+    """A number of steps as it is; a share as so many of `steps`, at most `most`."""
+    return min(round(value * steps), most) if value < 1 else int(value)
+
+
+class ComputeSettings(Settings):
+    """How a step is computed: they change its time and memory, and its results by rounding alone."""
+
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="fp32; or bf16: the model computes in bf16, gradients are added up and weights updated in fp32 (GPU)"
+    )
+    linear_precision: Literal["same", "int8", "fp8"] = Field(
+        "same", description="Products of the layers' matrices: as the rest, or in 8 bits with a scale per row (fp8: GPU from 8.9 on)"
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Keep each layer's input only and compute the layer again in the backward pass: less memory, more time"
+    )
+    micro_batch_tokens: int = Field(
+        8192, ge=16, description="Tokens of one forward and backward pass; a larger step is split, and its gradients are added up"
+    )
+
+
+class TrainConfig(Settings):
+    """All that the training loop is told: how many steps, and how each is done."""
+
+    steps: int = Field(ge=1, description="Optimization steps")
+    schedule: ScheduleSettings = Field(ScheduleSettings(), description="Learning rate over the run")
+    optimizer: OptimizerSettings = Field(OptimizerSettings(), description="The optimizer")
+    compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> TrainConfig:
+        warmup, decay, anneal = self.warmup_steps, self.schedule.decay(self.steps), self.anneal_steps
+        if warmup >= max(self.steps, 2):
+            raise ValueError(f"schedule.warmup_steps must lie in 0..steps-1 ({self.steps - 1}), not {warmup}")
+        if decay + warmup > self.steps or anneal + warmup > self.steps:
+            end = max(decay, anneal)
+            raise ValueError(f"the schedule's warm-up and its decay or annealing overlap: {warmup} + {end} of {self.steps} steps")
+        if self.schedule.average > anneal:
+            raise ValueError(f"schedule.average must lie in 0..anneal_steps ({anneal}), not {self.schedule.average}")
+        return self
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of warm-up."""
+        return self.schedule.warmup(self.steps)
+
+    @property
+    def anneal_steps(self) -> int:
+        """Steps of annealing."""
+        return self.schedule.anneal(self.steps)
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step, counted from 1."""
+        return learning_rate(
+            step,
+            steps=self.steps,
+            peak=self.schedule.learning_rate,
+            warmup_steps=self.warmup_steps,
+            schedule=self.schedule.shape,
+            final_ratio=self.schedule.final_ratio,
+            decay_steps=self.schedule.decay(self.steps),
+            anneal_steps=self.anneal_steps,
+        )
+
+    def averaged_steps(self) -> frozenset[int]:
+        """The steps after which the weights enter the average: evenly spread over the annealing, its last step among them."""
+        count, anneal = self.schedule.average, self.anneal_steps
+        return frozenset(self.steps - anneal + math.ceil(anneal * k / count) for k in range(1, count + 1))
+
+
+class TrainingSettings(Settings):
+    """How a model is trained on a set of examples."""
+
+    epochs: float = Field(1.0, gt=0, le=1000, description="Passes over the examples")
+    batch_size: int = Field(32, ge=1, description="Examples per step")
+    schedule: ScheduleSettings = Field(ScheduleSettings(), description="Learning rate over the run")
+    optimizer: OptimizerSettings = Field(OptimizerSettings(weight_decay=0.0, beta2=0.98), description="The optimizer")
+    compute: ComputeSettings = Field(ComputeSettings(micro_batch_tokens=4096), description="Precision and memory")
+
+    def train_config(self, examples: int) -> TrainConfig:
+        """The loop's settings for that many examples; the last step is full."""
+        steps = max(1, math.ceil(self.epochs * examples / self.batch_size))
+        return TrainConfig(steps=steps, schedule=self.schedule, optimizer=self.optimizer, compute=self.compute)
+
+
+Projection = Literal[
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"
+]
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters: a matrix W becomes W + scale * B A (Hu et al. 2021), merged into W at the end."""
+
+    rank: int = Field(16, ge=1, description="Rank of the adapters")
+    alpha: float = Field(32.0, gt=0, description="Scale of the adapters' product, over the rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the adapters, as a fraction")
+    targets: tuple[Projection, ...] = Field((), description="Projections that get an adapter; none named: all of the model's layers")
+    rslora: bool = Field(False, description="Scale by alpha / sqrt(rank) in place of alpha / rank (rsLoRA, Kalajdzievski 2023)")
+    dora: bool = Field(False, description="Train each row's length apart from its direction (DoRA, Liu et al. 2024)")
+    initialization: Literal["zero", "pissa"] = Field(
+        "zero", description="zero: B starts at 0; pissa: A and B start as W's largest singular directions (Meng et al. 2024)"
+    )
+    loraplus_ratio: float = Field(1.0, ge=1, description="Learning rate of B over that of A (LoRA+, Hayou et al. 2024)")
+
+    @model_validator(mode="after")
+    def _methods_go_together(self) -> LoraSettings:
+        if self.dora and self.initialization == "pissa":
+            raise ValueError("dora and initialization pissa do not go together: choose one")
+        return self
+
+
+class PpoSettings(Settings):
+    """Proximal policy optimization of a policy and its critic (Schulman et al. 2017)."""
+
+    rollouts: int = Field(8, ge=1, description="Times that answers are sampled")
+    prompts: int = Field(64, ge=1, description="Prompts per rollout")
+    answers: int = Field(4, ge=1, description="Answers to each prompt of a rollout")
+    epochs: int = Field(2, ge=1, description="Passes over a rollout")
+    minibatches: int = Field(2, ge=1, description="Updates per pass")
+    schedule: ScheduleSettings = Field(
+        ScheduleSettings(learning_rate=3e-4, warmup_steps=0, shape="constant"), description="Learning rate of the policy; steps are updates"
+    )
+    critic_learning_rate: float = Field(3e-4, gt=0, le=1, description="Peak learning rate of the critic, on the policy's schedule")
+    optimizer: OptimizerSettings = Field(OptimizerSettings(weight_decay=0.0, beta2=0.999), description="The optimizer of both")
+    compute: ComputeSettings = Field(ComputeSettings(micro_batch_tokens=4096), description="Precision and memory")
+    clip: float = Field(0.2, gt=0, lt=1, description="Clip range of the probability ratio")
+    value_clip: float = Field(0.2, gt=0, description="Clip range of a step of the critic")
+    gamma: float = Field(1.0, ge=0, le=1, description="Discount per token")
+    lam: float = Field(0.95, ge=0, le=1, description="GAE's lambda")
+    entropy_weight: float = Field(0.0, ge=0, description="Weight of the entropy bonus")
+    kl_coefficient: float = Field(
+        0.05, ge=0, description="Penalty on the KL divergence to the reference, per nat and token; its start where kl_target is set"
+    )
+    kl_target: float | None = Field(
+        None, gt=0, description="KL to the reference that the penalty is steered to, nats per answer; null: fixed penalty"
+    )
+    kl_horizon: float = Field(10_000.0, gt=0, description="Answers over which the penalty is steered")
+    temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature, and that of every log-probability")
+    max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
+    normalize_rewards: bool = Field(True, description="Shift and scale rewards to mean 0 and variance 1 of the first rollout")
+    unfinished_penalty: float = Field(1.0, ge=0, description="Taken off the (normalized) reward of an answer that was cut off")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PpoSettings:
+        if self.minibatches > self.prompts:
+            raise ValueError(f"minibatches {self.minibatches} must not exceed prompts {self.prompts}: each needs one at least")
+        if self.answers * self.max_tokens >= self.compute.micro_batch_tokens:
+            raise ValueError(
+                f"compute.micro_batch_tokens {self.compute.micro_batch_tokens} cannot hold {self.answers} answers of "
+                f"{self.max_tokens} tokens and a prompt"
+            )
+        if self.schedule.ema or self.schedule.average:
+            raise ValueError("ppo samples with the weights that it trains: schedule.ema and schedule.average must be 0")
+        self.training(self.schedule.learning_rate)
+        return self
+
+    def training(self, rate: float) -> TrainConfig:
+        """The loop's settings of one of the two models, at its learning rate."""
+        return TrainConfig(
+            steps=self.rollouts * self.epochs * self.minibatches,
+            schedule=self.schedule.replace(learning_rate=rate),
+            optimizer=self.optimizer,
+            compute=self.compute,
+        )

@@ -1,0 +1,286 @@
+"""A model, its objective and its optimisers, one optimisation step at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from puna.kernels.adamw import clipping_factor, gradient_norm
+from puna.kernels.quantized_linear import Kind, require_products
+from puna.models import accounting
+from puna.models.config import ModelConfig
+from puna.models.forest import Forest
+from puna.models.training.adamw import AdamW
+from puna.models.training.muon import Muon, inner_matrices
+from puna.models.training.settings import TrainConfig
+from puna.models.training.spikes import NO_LIMITS, Limits
+from puna.models.transformer import Decoder, Experts, Linear
+
+Row = dict[str, float]
+RESERVED = ("step", "loss", "learning_rate", "gradient_norm", "tokens", "seconds", "skipped")
+TIMED = ("seconds", "tokens_per_second", "model_flops_utilization")
+"""Columns of the training log that differ from run to run."""
+
+
+class Trainer:
+    """A model, its objective and its optimisers, one optimisation step at a time.
+
+    `weights` are the trained tensors by name, fp32: the model's own parameters, or, in bf16, the
+    originals that the optimiser works on while the model holds rounded copies. As a context manager it gives
+    a bf16 model its fp32 weights back on leaving, and 8-bit layers their products.
+    """
+
+    def __init__(
+        self, model: nn.Module, objective: Callable[..., tuple[Tensor, dict[str, Any]]], config: TrainConfig,
+        rate_scales: Mapping[str, float] | None = None,
+    ) -> None:
+        self.model, self.objective, self.config = model, objective, config
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise ValueError("the model has no parameter that requires a gradient")
+        self.device = next(iter(self.parameters.values())).device
+        self.weights = self.parameters
+        self._originals: list[tuple[nn.Parameter, Tensor]] = []
+        if config.compute.precision == "bf16":
+            self._originals = [(p, p.data) for p in model.parameters()]
+            self.weights = {name: nn.Parameter(p.data) for name, p in self.parameters.items()}
+            for parameter, data in self._originals:
+                parameter.data = data.to(torch.bfloat16)
+        self.optimizers = optimizers(model, self.weights, config, rate_scales or {})
+        self._decoders = [m for m in model.modules() if isinstance(m, Decoder)]
+        for decoder in self._decoders:
+            decoder.checkpointing = config.compute.activation_checkpointing
+        kind = config.compute.linear_precision
+        self._linears = [] if kind == "same" else eight_bit_linears(model, kind)
+        for matrix in self._linears:
+            matrix.eight_bits = None if kind == "same" else kind
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for decoder in self._decoders:
+            decoder.checkpointing = False
+        for matrix in self._linears:
+            matrix.eight_bits = None
+        for parameter, data in self._originals:
+            parameter.grad = None
+            parameter.data = data
+
+    def step(self, step: int, batch: Any, seed: int, limits: Limits = NO_LIMITS) -> Row:
+        """One step on a batch or on a list of micro-batches. One that is not finite, or whose loss or gradient
+        norm exceeds `limits`, changes nothing."""
+        started = time.perf_counter()
+        rate = self.config.rate(step)
+        micro = list(batch) if isinstance(batch, list | tuple) else [batch]
+        loss, metrics = self._accumulate(micro, _step_seed(seed, step))
+        norm = gradient_norm([w.grad for w in self.weights.values() if w.grad is not None]).to(self.device)
+        names = list(metrics)
+        # One transfer for everything that is logged.
+        values = torch.stack([loss, norm, *metrics.values()]).tolist()
+        # A value that is not a number is within no limit.
+        skipped = not (values[0] <= limits[0] and 0 <= values[1] <= limits[1])
+        if not skipped:
+            limit = self.config.optimizer.max_grad_norm
+            factor = None if limit is None else clipping_factor(norm, limit)
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * group["scale"]
+                optimizer.step(factor)
+            self._publish()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        seconds = time.perf_counter() - started
+        tokens = sum(len(part) for part in micro)
+        return {
+            "step": step,
+            "loss": values[0],
+            "learning_rate": rate,
+            "gradient_norm": values[1],
+            "tokens": tokens,
+            "seconds": seconds,
+            "skipped": int(skipped),
+            "tokens_per_second": tokens / seconds,
+            **self._utilization(micro, seconds),
+            **dict(zip(names, values[2:], strict=True)),
+        }
+
+    def _accumulate(self, micro: Sequence[Any], seed: int) -> tuple[Tensor, dict[str, Tensor]]:
+        if not micro:
+            raise ValueError("a step needs at least one batch")
+        tokens = sum(len(part) for part in micro)
+        loss = torch.zeros((), device=self.device)
+        metrics: dict[str, Tensor] = {}
+        with _seeded(seed, self.device):
+            options = self._totals(micro)
+            for part in micro:
+                share, values = self.objective(self.model, self._moved(part), **options)
+                share, values = self._balanced(share, values, len(part) / tokens)
+                share.backward()
+                self._collect()
+                loss = loss + share.detach().float()
+                for name, share_of in values.items():
+                    if name in RESERVED or name in TIMED:
+                        raise ValueError(f"metric {name!r} would hide a column of the training log")
+                    number = torch.as_tensor(share_of, dtype=torch.float32, device=self.device).detach()
+                    metrics[name] = metrics[name] + number if name in metrics else number
+        return loss, metrics
+
+    def _moved(self, part: Any) -> Any:
+        return part.to(self.device) if hasattr(part, "to") else part
+
+    def _totals(self, micro: Sequence[Any]) -> dict[str, dict[str, float]]:
+        """The objective's option `totals`: what its parts add up to over the step."""
+        if not hasattr(self.objective, "totals"):
+            if len(micro) > 1:
+                raise TypeError("only an objective with totals() can split a step into micro-batches")
+            return {}
+        measure = getattr(self.objective, "measure", None)
+        totals: dict[str, float] = {}
+        for part in micro:
+            found = dict(self.objective.totals(part))
+            if measure is not None:
+                found |= measure(self.model, self._moved(part))
+            for name, value in found.items():
+                totals[name] = totals.get(name, 0.0) + value
+        return {"totals": totals}
+
+    def _balanced(self, loss: Tensor, metrics: Any, part: float) -> tuple[Tensor, Any]:
+        """With the load-balancing loss of a model with experts, by this micro-batch's part of the step's tokens."""
+        take = getattr(self.model, "take_balance_loss", None)
+        balance = None if take is None else take()
+        if balance is None:
+            return loss, metrics
+        return loss + part * balance, {**metrics, "balance_loss": part * balance.detach()}
+
+    def _utilization(self, micro: Sequence[Any], seconds: float) -> dict[str, float]:
+        """Model FLOPs of the step over what the device's matrix products would do in its time, where both are
+        known: for a whole `Transformer` on a device in `accounting.peak_flops`."""
+        config = getattr(self.model, "config", None)
+        found = [getattr(getattr(part, "targets", part), "forest", None) for part in micro]
+        forests = [forest for forest in found if isinstance(forest, Forest)]
+        whole = len(self.parameters) == sum(1 for _ in self.model.parameters())
+        if not isinstance(config, ModelConfig) or not whole or len(forests) < len(micro):
+            return {}
+        peak = accounting.peak_flops(self.device.type, self.config.compute.precision)
+        if peak is None:
+            return {}
+        flops = sum(3 * accounting.forest_flops(config, forest) for forest in forests)
+        return {"model_flops_utilization": flops / seconds / peak}
+
+    def _collect(self) -> None:
+        """Add a bf16 model's gradients to those of the fp32 weights; in fp32 they are the same tensors."""
+        for name, parameter in self.parameters.items() if self._originals else ():
+            if parameter.grad is not None:
+                weight, gradient = self.weights[name], parameter.grad.float()
+                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+                parameter.grad = None
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Round the fp32 weights into a bf16 model."""
+        for name, parameter in self.parameters.items() if self._originals else ():
+            parameter.copy_(self.weights[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and the optimisers' moments, by name."""
+        state: dict[str, Tensor] = {}
+        for name, weight in self.weights.items():
+            state[f"weight.{name}"] = weight.detach()
+            for optimizer in self.optimizers:
+                for key, value in optimizer.state.get(weight, {}).items():
+                    state[f"{key}.{name}"] = value
+        return state
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """The inverse of `tensors`."""
+        self.assign({name: tensors[f"weight.{name}"] for name in self.weights})
+        names = {id(weight): name for name, weight in self.weights.items()}
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+            for weight in (w for group in optimizer.param_groups for w in group["params"]):
+                name = names[id(weight)]
+                moments = {
+                    # Copies: what was read from a file lies in memory mapped from it.
+                    key: tensors[f"{key}.{name}"].to("cpu" if key == "step" else weight.device, copy=True)
+                    for key in ("step", "exp_avg", "exp_avg_sq", "momentum")
+                    if f"{key}.{name}" in tensors
+                }
+                if moments:
+                    optimizer.state[weight] = moments
+
+    @torch.no_grad()
+    def assign(self, values: dict[str, Tensor]) -> None:
+        """Overwrite weights, by name; those not named stay."""
+        for name, value in values.items():
+            self.weights[name].copy_(value)
+        self._publish()
+
+
+def optimizers(
+    model: nn.Module, weights: dict[str, nn.Parameter], config: TrainConfig, scales: Mapping[str, float]
+) -> list[AdamW | Muon]:
+    """AdamW for all weights, or Muon for the matrices inside the layers and AdamW for the others.
+
+    Each group's `scale` multiplies its learning rate; `scales` has those that are not 1, by name.
+    """
+    settings, rate = config.optimizer, config.schedule.learning_rate
+    if unknown := sorted(scales.keys() - weights.keys()):
+        raise ValueError(f"there is no trained parameter {unknown[0]} whose learning rate could be scaled")
+    plain = undecayed(model)
+    inner = inner_matrices(model) & weights.keys() if settings.name == "muon" else set()
+
+    def groups(names: list[str]) -> list[dict[str, Any]]:
+        kinds: dict[tuple[float, bool], list[nn.Parameter]] = {}
+        for name in names:
+            kinds.setdefault((scales.get(name, 1.0), name in plain), []).append(weights[name])
+        return [
+            {"params": kinds[key], "weight_decay": 0.0 if key[1] else settings.weight_decay, "scale": key[0]} for key in sorted(kinds)
+        ]
+
+    made: list[AdamW | Muon] = []
+    if inner:
+        made.append(Muon(groups([name for name in weights if name in inner]), rate, settings.momentum))
+    if rest := groups([name for name in weights if name not in inner]):
+        made.append(AdamW(rest, rate, (settings.beta1, settings.beta2), settings.epsilon))
+    return made
+
+
+def eight_bit_linears(model: nn.Module, kind: Kind) -> list[Linear]:
+    """The matrices inside the layers, which `linear_precision` puts into 8 bits: not embeddings, heads or routers.
+
+    Raises ValueError where 8 bits would not be what they promise: on a device without such products, in a model
+    whose experts are multiplied together, or without a layer of ours.
+    """
+    names = inner_matrices(model)
+    found = [m for name, m in model.named_modules() if isinstance(m, Linear) and f"{name}.weight" in names]
+    if any(isinstance(m, Experts) for m in model.modules()):
+        raise ValueError(f"linear_precision = {kind!r}: a mixture of experts is not trained in 8 bits; set it to 'same'")
+    if not found:
+        raise ValueError(f"linear_precision = {kind!r}: the model has no decoder layer of puna.models.transformer")
+    require_products(kind, found[0].weight.device)
+    return found
+
+
+def undecayed(model: nn.Module) -> set[str]:
+    """Names of the parameters without weight decay: vectors (norms, biases) and embeddings."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {name for name, p in model.named_parameters() if p.ndim < 2 or id(p) in embeddings}
+
+
+def _step_seed(seed: int, step: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:8], "little") >> 1
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """The default torch generators seeded inside, as they were outside (dropout of adapters uses them)."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

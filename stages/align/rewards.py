@@ -1,0 +1,58 @@
+"""What a policy's answers are rewarded by: a reward model, the verifiers of the prompts, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from puna.stages.conversations import answer_text
+from puna.stages.verifiers.reward_model import sigmoid
+from puna.stages.verifiers.scoring import Scorer
+from puna.storage import PunaError
+
+if TYPE_CHECKING:
+    from puna.models.generation import Completion
+    from puna.models.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
+
+Reward = Literal["reward_model", "verifier", "product"]
+REWARDS = (
+    "What an answer is rewarded by: the reward model's number; the score of the prompt's verifier, 0 to 1; "
+    "or product: the score times the sigmoid of the number"
+)
+
+
+def rewards_of(
+    scorer: Scorer | None,
+    reward_model: Transformer | None,
+    rows: Sequence[dict[str, Any]],
+    asked: Sequence[Sequence[int]],
+    tokenizer: Tokenizer,
+    row_tokens: int,
+) -> Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], list[list[float]]]:
+    """The rewards of answers to prompts, given as ids: the verifier's score, the reward model's number, or the product of the score
+    and the number's sigmoid. `asked` are the ids of `rows`.
+    """
+    from puna.models.training.ppo import reward_model_scorer
+
+    by_ids: dict[tuple[int, ...], dict[str, Any]] = {}
+    for ids, row in zip(asked, rows, strict=True):
+        known = by_ids.setdefault(tuple(ids), row)
+        if scorer is not None and (known["verifier"], known["reference"]) != (row["verifier"], row["reference"]):
+            raise PunaError(f"prompts {known['id']} and {row['id']} are one text with two ways to score it; leave one of them out")
+    numbers = None if reward_model is None else reward_model_scorer(reward_model, row_tokens)
+
+    def rewards(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Completion]]) -> list[list[float]]:
+        if scorer is None:
+            assert numbers is not None
+            return [list(some) for some in numbers(prompts, completions)]
+        pairs = zip(prompts, completions, strict=True)
+        answers = [(by_ids[tuple(ids)], answer_text(one.tokens, tokenizer)) for ids, some in pairs for one in some]
+        found = iter([score.value or 0.0 for score in scorer.scores(answers)])
+        scores = [[next(found) for _ in some] for some in completions]
+        if numbers is None:
+            return scores
+        both = zip(scores, numbers(prompts, completions), strict=True)
+        return [[score * sigmoid(number) for score, number in zip(*pair, strict=True)] for pair in both]
+
+    return rewards

@@ -1,0 +1,105 @@
+"""The data files that a statement opens: path expressions evaluated without running them."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+Value = Path | str | None
+Lookup = Callable[[str], Value]
+"""What a name of the module stands for, where that is a path or a text; `__file__` among them."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A file; or a folder in which a name that is not known is opened: `names` says whether it is one written elsewhere in the code."""
+
+    path: Path
+    names: bool = False
+
+
+def opened(node: ast.AST, lookup: Lookup) -> Iterator[Opened]:
+    """Files and folders that the paths in a statement mean. A folder that is only given a name is not opened by that."""
+    if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(path := value(node.value, lookup), Path) and path.is_dir():
+        return
+    yield from _opened(node, lookup, names=False)
+
+
+def _opened(node: ast.AST | None, lookup: Lookup, names: bool) -> Iterator[Opened]:
+    if node is None:
+        return
+    if isinstance(node, ast.expr) and isinstance(path := value(node, lookup), Path):
+        yield Opened(path, names)
+        return
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        simple = isinstance(node.right, ast.Name | ast.Attribute | ast.Constant)
+        yield from _opened(node.left, lookup, names=simple)
+        yield from _opened(node.right, lookup, names=False)
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _opened(child, lookup, names=False)
+
+
+def value(node: ast.AST | None, lookup: Lookup) -> Value:
+    """The path or text that an expression stands for, where that can be told without running it."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.Name):
+        return Path(str(lookup("__file__"))) if node.id == "__file__" else lookup(node.id)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        left, right = value(node.left, lookup), value(node.right, lookup)
+        return left / right if isinstance(left, Path) and right is not None else None
+    if isinstance(node, ast.Attribute) and node.attr == "parent":
+        base = value(node.value, lookup)
+        return base.parent if isinstance(base, Path) else None
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr == "parents":
+        base = value(node.value.value, lookup)
+        index = node.slice.value if isinstance(node.slice, ast.Constant) else None
+        return base.parents[index] if isinstance(base, Path) and isinstance(index, int) and index < len(base.parents) else None
+    return _called(node, lookup) if isinstance(node, ast.Call) else None
+
+
+def _called(node: ast.Call, lookup: Lookup) -> Value:
+    arguments = [value(item, lookup) for item in node.args]
+    if isinstance(node.func, ast.Name):
+        return Path(*[a for a in arguments if a is not None]) if node.func.id == "Path" and arguments and None not in arguments else None
+    if not isinstance(node.func, ast.Attribute):
+        return None
+    name = node.func.attr
+    inner = node.func.value
+    is_os_path = isinstance(inner, ast.Attribute) and inner.attr == "path" and isinstance(inner.value, ast.Name) and inner.value.id == "os"
+    if is_os_path and arguments and None not in arguments:
+        texts = [str(item) for item in arguments]
+        functions: dict[str, Callable[..., str]] = {"join": os.path.join, "dirname": os.path.dirname, "abspath": os.path.abspath}
+        return Path(functions[name](*texts)) if name in functions else None
+    base = value(node.func.value, lookup)
+    if not isinstance(base, Path) or None in arguments:
+        return None
+    if name in ("resolve", "absolute", "expanduser"):
+        return base
+    if name == "joinpath":
+        return base.joinpath(*[a for a in arguments if a is not None])
+    if name in ("with_name", "with_suffix") and isinstance(arguments[0], str):
+        changed: Path = getattr(base, name)(arguments[0])
+        return changed
+    return None
+
+
+def texts(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """The strings that may name a file."""
+    for inner in nodes:
+        word = inner.value if isinstance(inner, ast.Constant) else None
+        if isinstance(word, str) and 0 < len(word) < 100 and word[0] not in "./" and all(c.isalnum() or c in "._-/" for c in word):
+            yield word
+
+
+def below(folder: Path) -> list[Path]:
+    """The data files in a folder and the folders below it."""
+    found = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
+        found += [Path(place, name) for name in sorted(names) if not name.endswith((".py", ".pyc")) and not name.startswith(".")]
+    return found

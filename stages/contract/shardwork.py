@@ -1,0 +1,183 @@
+"""What a worker does for `StageRun`: it reads the rows of one job, calls the stage's function and leaves what that made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from puna.stages.contract.signals import described
+from puna.storage import PunaError
+from puna.storage.exchange import Exchange, Scatter, Scattered, found_before, scatter
+from puna.storage.parts import Beside, Follower, ShardRows, Stored
+from puna.storage.schemas import table_schema
+from puna.storage.staging import Damaged, Outputs, Staged, Staging, unnumbered
+
+
+@dataclass(frozen=True)
+class Job:
+    """One shard of a table to transform. `span`: its range of ids; `facts`, `shift`: see `Work.refers`."""
+
+    function: Callable[..., Any]
+    kind: str
+    name: str
+    staging: Staging
+    rows: ShardRows
+    number: int
+    cut: int
+    span: tuple[str, str | None] | None
+    part_rows: int
+    columns: list[str] | None
+    facts: tuple[Stored | None, ...] | None
+    shift: int
+    filtering: bool
+
+
+def transformed(task: tuple[Job, list[Any]]) -> list[Staged]:
+    """Write the tables of one shard."""
+    job, args = task
+    followers = {n: Follower(a, *(job.span or ("", None))) for n, a in enumerate(args) if isinstance(a, (Beside, Exchange))}
+    with Outputs(job.staging, job.name, _streamed(job.kind), job.facts) as outputs:
+        read = job.columns
+        if job.filtering and job.columns is not None:
+            read = None if job.facts is None else ["id", *(c for c in job.columns if c != "id")]
+        for start, stop in job.rows.pieces(job.part_rows):
+            rows = job.rows.read(start, stop, read)
+            last = None if stop == job.rows.rows or not followers else rows["id"][-1].as_py()
+            given = [followers[n].upto(last) if n in followers else a for n, a in enumerate(args)]
+            asked = rows.select(job.columns) if job.columns is not None else rows
+            result = job.function(asked, *given)
+            made = dict(result) if isinstance(result, dict) else {"keep" if job.filtering else job.kind: result}
+            if job.filtering:
+                _keep(outputs, job, rows, start, stop, made.pop("keep"))
+            for table, found in made.items():
+                if table == job.kind and job.facts is not None:
+                    _compare(outputs, job, rows, start, stop, table_schema(table).conform(found))
+                else:
+                    outputs.add(table, described(found) if table == "signals" else found)
+        return _numbered(outputs, job.number, job.cut, job.span)
+
+
+def _streamed(kind: str) -> str:
+    """The main table, where it is large: its rows must come in order. Others are held until the shard's end."""
+    return kind if kind in ("pages", "documents", "tokens") else ""
+
+
+def _numbered(outputs: Outputs, number: int, cut: int, span: tuple[str, str | None] | None, info: Any = None) -> list[Staged]:
+    """End the tables; one whose rows lie outside of the shard is no shard of it."""
+    if not cut or span is None:
+        return outputs.finish(info=info)
+    found = outputs.finish(number=number, cut=cut, info=info)
+    low, high = span
+    inside = [
+        table_schema(one.table).key[0] == "id"
+        and (not one.shard.rows or (str(one.shard.low[0]) >= low and (high is None or str(one.shard.high[0]) < high)))
+        for one in found
+    ]
+    return [one if fits else unnumbered(one) for one, fits in zip(found, inside, strict=True)]
+
+
+def _places(job: Job, start: int, stop: int) -> tuple[Any, Any]:
+    """Where rows lie, with sources counted as `Work.refers` does."""
+    source, row = job.rows.place(start, stop)
+    return source + job.shift, row
+
+
+def _keep(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, keep: Any) -> None:
+    """Keep the rows that a filter says."""
+    mask = np.asarray(keep, dtype=bool)
+    if len(mask) != rows.num_rows:
+        raise PunaError(f"a filter said {len(mask)} times whether one of {rows.num_rows} rows is kept")
+    chosen = rows if mask.all() else rows.filter(pa.array(mask))
+    if job.facts is None:
+        outputs.add(job.kind, chosen)
+    elif chosen.num_rows:
+        source, row = _places(job, start, stop)
+        outputs.keep(chosen["id"], source[mask], row[mask])
+
+
+def _compare(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, made: pa.Table) -> None:
+    """Keep by reference the documents that came back as they were; others are written."""
+    place = pc.index_in(made["id"], value_set=rows["id"].combine_chunks())
+    if place.null_count:
+        raise PunaError("documents were made whose ids are not those of the rows that they were made of")
+    at = np.asarray(place.combine_chunks() if isinstance(place, pa.ChunkedArray) else place)
+    if len(at) > 1 and not (np.diff(at) > 0).all():
+        order = np.argsort(at)
+        made, at = made.take(pa.array(order)), at[order]
+    before = rows if len(at) == rows.num_rows else rows.take(pa.array(at))
+    same = np.ones(len(at), bool)
+    for name in made.schema.names:
+        new, old = made[name], before[name].cast(made[name].type)
+        equal = pc.fill_null(pc.equal(new, old), False)
+        if new.null_count or old.null_count:
+            equal = pc.or_(equal, pc.and_(pc.is_null(new), pc.is_null(old)))
+        same &= np.asarray(equal.combine_chunks() if isinstance(equal, pa.ChunkedArray) else equal, dtype=bool)
+    source, row = _places(job, start, stop)
+    outputs.add_mixed(made, pa.array(~same), source[at], row[at])
+
+
+@dataclass(frozen=True)
+class Produce:
+    """One item of which tables are made. `shard`: number, cut and span, where they are one shard of them."""
+
+    function: Callable[..., Any]
+    item: Any
+    args: tuple[Any, ...]
+    kind: str
+    name: str
+    staging: Staging
+    shard: tuple[int, int, tuple[str, str | None]] | None = None
+
+
+def produced(job: Produce) -> list[Staged]:
+    """Write the tables of one item."""
+    item = job.item
+    if job.shard is not None:
+        item = pa.concat_tables([job.item.schema.empty_table(), *job.item.pieces(*job.shard[2])])
+    result = job.function(item, *job.args)
+    made, info = result if isinstance(result, tuple) else (result, None)
+    with Outputs(job.staging, job.name) as outputs:
+        for table, rows in (made if isinstance(made, dict) else {job.kind: made}).items():
+            outputs.add(table, described(rows) if table == "signals" else rows)
+        return outputs.finish(info=info) if job.shard is None else _numbered(outputs, *job.shard, info)
+
+
+@dataclass(frozen=True)
+class Scattering:
+    """One item whose rows are regrouped."""
+
+    function: Callable[..., Any]
+    item: Any
+    args: tuple[Any, ...]
+    how: Scatter
+
+
+def scattered(job: Scattering) -> tuple[Scattered, str]:
+    """Write the rows of one item by partition; and what there is to say."""
+    said = ""
+    try:
+        before = found_before(job.how)
+        if before is not None:
+            return before, ""
+    except Damaged as damaged:
+        said = str(damaged)
+    result = job.function(job.item, *job.args)
+    made, info = result if isinstance(result, tuple) else (result, None)
+    if isinstance(made, Iterator):
+        values: list[Any] = []
+        return scatter(job.how, _tables(made, values), lambda: values[0] if values else None), said
+    return scatter(job.how, made, lambda: info), said
+
+
+def _tables(made: Iterator[Any], values: list[Any]) -> Iterator[pa.Table]:
+    """The tables of an iterator; what else it gives last goes into `values`."""
+    for one in made:
+        if isinstance(one, pa.Table):
+            yield one
+        else:
+            values.append(one)

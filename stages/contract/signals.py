@@ -1,0 +1,125 @@
+"""Signals: numbers and words about documents. Each is declared once: name, type, unit, meaning, and how it is found.
+
+A stage that finds a signal in its own way names it with `declare_signal`. One that follows from the document alone is a
+plain Python function, declared with `@signal`; `heuristics` measures it. Where compiled code measures it faster, the function
+stays as what the compiled field must equal.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar, get_args, get_type_hints
+
+import pyarrow as pa
+
+from puna.storage import PunaError
+
+Value = float | int | str | None
+Definition = Callable[..., Value]
+F = TypeVar("F", bound=Definition)
+TYPES: dict[type, pa.DataType] = {float: pa.float64(), int: pa.int64(), str: pa.string()}
+COLUMNS = ("text", "title", "url", "source")
+"""What a definition may take of a document, as parameters of these names."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A number or word about a document.
+
+    `kind`: float, int or str. `optional`: it may be null for every document of a corpus. `definition`: plain Python, of the
+    document's columns that its parameters name. `compiled`: the compiled measurement that gives it, empty for none.
+    """
+
+    name: str
+    kind: type
+    unit: str
+    meaning: str
+    module: str
+    optional: bool = False
+    definition: Definition | None = None
+    compiled: str = ""
+
+    @property
+    def field(self) -> pa.Field:
+        """The column of the table `signals`."""
+        return pa.field(self.name, TYPES[self.kind], metadata={"meaning": self.meaning, "unit": self.unit})
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of `documents` that the definition takes."""
+        return tuple(inspect.signature(self.definition).parameters) if self.definition else ()
+
+
+SIGNALS: dict[str, Signal] = {}
+
+
+def declare_signal(name: str, kind: type, unit: str, meaning: str, *, optional: bool = False) -> Signal:
+    """Declare a signal that a stage finds in its own way. TypeError where another module has one of this name."""
+    frame = inspect.currentframe()
+    caller = frame.f_back.f_globals["__name__"] if frame and frame.f_back else ""
+    return _register(Signal(name, kind, unit, meaning, caller, optional))
+
+
+def signal(*, unit: str, name: str = "", meaning: str = "", optional: bool = False, compiled: str = "") -> Callable[[F], F]:
+    """Declare a function as the definition of a signal.
+
+    Its parameters are columns of a document (text, title, url, source), its return annotation is the type: float, int or
+    str, `| None` where a document may have none. Name and meaning are the function's name and the first line of its
+    docstring where they are not given.
+    """
+
+    def declare(function: F) -> F:
+        called = name or function.__name__
+        said = meaning or (inspect.getdoc(function) or "").split("\n")[0].rstrip(".")
+        if not said:
+            raise TypeError(f"signal {called}: needs a docstring, which says what it means")
+        returned = get_type_hints(function).get("return")
+        kinds = [kind for kind in (get_args(returned) or (returned,)) if kind is not type(None)]
+        if len(kinds) != 1 or kinds[0] not in TYPES:
+            raise TypeError(f"signal {called}: its definition returns {returned}; annotate float, int or str, or these with | None")
+        wrong = [parameter for parameter in inspect.signature(function).parameters if parameter not in COLUMNS]
+        if wrong or not inspect.signature(function).parameters:
+            raise TypeError(f"signal {called}: its definition takes {wrong or 'nothing'}; its parameters are some of {', '.join(COLUMNS)}")
+        _register(Signal(called, kinds[0], unit, said, function.__module__, optional, function, compiled))
+        return function
+
+    return declare
+
+
+def _register(made: Signal) -> Signal:
+    if not made.name.isidentifier() or made.name == "id":
+        raise TypeError(f"signal {made.name!r}: a name is made of letters, digits and underscores, and is not 'id'")
+    if made.kind not in TYPES:
+        raise TypeError(f"signal {made.name}: is {made.kind}; a signal is float, int or str")
+    before = SIGNALS.get(made.name)
+    if before is not None and before.module != made.module:
+        raise TypeError(f"signal {made.name} is declared twice, in {before.module} and in {made.module}; rename one")
+    SIGNALS[made.name] = made
+    return made
+
+
+def described(table: pa.Table) -> pa.Table:
+    """A table of signals with the declared types, units and meanings. PunaError names a column that is not declared."""
+    for at, name in enumerate(table.schema.names):
+        if name == "id":
+            continue
+        if name not in SIGNALS:
+            raise PunaError(f"signal {name!r} is not declared; declare it with `signal` or `declare_signal` of puna.stages.contract")
+        field = SIGNALS[name].field
+        try:
+            table = table.set_column(at, field, table.column(at).cast(field.type))
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise PunaError(f"signal {name} is declared as {field.type}: {error}") from error
+    return table
+
+
+def check_measured(rows: int, values: dict[str, int]) -> None:
+    """PunaError where a signal is null for all of some rows and may not be. `values`: signal → how many are not null."""
+    for name, count in values.items():
+        if rows and not count and not SIGNALS[name].optional:
+            raise PunaError(
+                f"signal {name} ({SIGNALS[name].meaning}) is null for all {rows} documents: whatever measures it does not. "
+                "Mend it, or declare the signal optional where a corpus may have none"
+            )

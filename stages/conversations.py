@@ -1,0 +1,147 @@
+"""Conversations as the tables keep them: JSON text of messages, in the field's layout.
+
+A message is an object with `role` (system, user, assistant, tool) and `content`, and where they apply
+`reasoning_content`, `tool_calls`, `tool_call_id` and `name`; further keys are kept. It is JSON text because
+the arguments of tools have no common type: DuckDB reads `messages->>'$[0].content'`, `chosen->>'content'`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from puna.storage import PunaError
+
+if TYPE_CHECKING:
+    from puna.models.tokenizer import Tokenizer
+
+Message = dict[str, Any]
+"""One turn."""
+
+
+class BadRow(PunaError):
+    """A row that no example can be made of; `rule` says in one word why, the text names the row and the reason."""
+
+    def __init__(self, rule: str, text: str) -> None:
+        super().__init__(text)
+        self.rule = rule
+
+    def __reduce__(self) -> tuple[type[BadRow], tuple[str, str]]:
+        return type(self), (self.rule, str(self))
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def dump(value: Any) -> str:
+    """JSON text of a message, a list of messages or of tools; keys keep their order."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def asking(text: str) -> str:
+    """The column `messages` of a context that is one user message."""
+    return dump([{"role": "user", "content": text}])
+
+
+def answering(text: str) -> str:
+    """The column of an answer: one assistant message."""
+    return dump({"role": "assistant", "content": text})
+
+
+def messages_of(row: Mapping[str, Any]) -> list[Message]:
+    """The messages of a row of prompts, preferences or instructions."""
+    found: list[Message] = _parsed(row, "messages", list)
+    return found
+
+
+def tools_of(row: Mapping[str, Any]) -> list[Message] | None:
+    """The tools that a row's conversation may call, None where there are none."""
+    if row["tools"] is None:
+        return None
+    found: list[Message] = _parsed(row, "tools", list)
+    return found
+
+
+def message_of(row: Mapping[str, Any], column: str) -> Message | None:
+    """The answer in a column (chosen, rejected, edited), None where there is none."""
+    if row[column] is None:
+        return None
+    found: Message = _parsed(row, column, dict)
+    return found
+
+
+def others_of(row: Mapping[str, Any]) -> list[Message]:
+    """The further answers of a ranking, each with its `rank`; see the column `others` of preferences."""
+    found: list[Message] = _parsed(row, "others", list) if row["others"] is not None else []
+    return found
+
+
+def _parsed(row: Mapping[str, Any], column: str, kind: type) -> Any:
+    try:
+        value = json.loads(row[column])
+    except ValueError as error:
+        raise BadRow("not_messages", f"row {row['id']}: column {column} is no JSON text ({error})") from error
+    turns = value if isinstance(value, list) else [value]
+    if not isinstance(value, kind) or not turns or not all(isinstance(turn, dict) for turn in turns):
+        wanted = "messages" if kind is list else "a message"
+        raise BadRow("not_messages", f"row {row['id']}: column {column} holds {row[column][:80]!r}, not {wanted}")
+    return value
+
+
+def content_of(message: Message) -> str:
+    """The text of a message; that of its text parts where it is a list of parts, nothing where there is none."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
+def shown(messages: Sequence[Message]) -> str:
+    """Messages for a reader: the content of a single user message as it is, else each turn under its role."""
+    if len(messages) == 1 and messages[0].get("role") == "user":
+        return content_of(messages[0])
+    return "\n\n".join(f"{message.get('role')}: {_said(message)}" for message in messages)
+
+
+def _said(message: Message) -> str:
+    calls = message.get("tool_calls")
+    said = [str(message.get("reasoning_content") or ""), content_of(message), dump(calls) if calls else ""]
+    return "\n".join(part for part in said if part)
+
+
+def text_of(messages: Sequence[Message]) -> str:
+    """What is said in the messages, without roles: the text to search and to compare."""
+    return "\n".join(content_of(message) for message in messages)
+
+
+def answer_texts(messages: Sequence[Message]) -> list[str]:
+    """The contents of the assistant's turns."""
+    return [content_of(message) for message in messages if message.get("role") == "assistant"]
+
+
+# --- as token ids ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def rendering(row: Mapping[str, Any]) -> Iterator[None]:
+    """What a chat template refuses inside ends in a BadRow that names the row."""
+    from puna.models.chat import ChatError
+    from puna.models.template import TemplateError
+
+    try:
+        yield
+    except (ChatError, TemplateError) as error:
+        raise BadRow("chat_template", f"row {row['id']}: {error}") from error
+
+
+def prompt_ids(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[int]:
+    """The context of a row of prompts, up to where the answer begins."""
+    with rendering(row):
+        ids: list[int] = tokenizer.chat(messages_of(row), tools=tools_of(row))
+    return ids
+
+
+def answer_text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The answer without special tokens."""
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))

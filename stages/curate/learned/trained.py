@@ -1,0 +1,113 @@
+"""A classifier as an artifact: the fastText model of each fold, and what must be known to apply them.
+
+A document is scored by the model of its fold, which was trained without the documents of that fold: those that the
+classifier learned from and those of the next crawl are scored alike, by a model that saw none of them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import TypeAdapter
+
+from puna.stages.curate.learned.classifier import BATCH, FOLD, predict
+from puna.stages.curate.text.words import split
+from puna.stages.draws import folds
+from puna.storage import Artifact, PunaError
+
+ABOUT = "classifier.json"
+
+
+@dataclass(frozen=True)
+class About:
+    """What is written beside the models.
+
+    `purpose`: the stage that applies it. `classes`: sorted names; none where there was nothing to learn. `exempt_sources`:
+    their documents are not scored. `split`: texts are split into words in lower case, as in training; else shown as they are.
+    `settings`: more that the stage needs.
+    """
+
+    purpose: str
+    classes: tuple[str, ...] = ()
+    folds: int = 1
+    seed: int = 0
+    max_characters: int = 0
+    exempt_sources: tuple[str, ...] = ()
+    split: bool = True
+    settings: dict[str, float] | None = None
+
+    def write(self, folder: Path) -> None:
+        """Write it to the folder of the models."""
+        (folder / ABOUT).write_text(json.dumps(asdict(self), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+class Trained:
+    """The classifier in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.about = folder, read_about(folder)
+
+    @property
+    def classes(self) -> list[str]:
+        """Sorted names of the classes."""
+        return list(self.about.classes)
+
+    def scored(self, documents: pa.Table) -> list[int]:
+        """Rows of the documents that are scored, by their column `source`."""
+        return [row for row, source in enumerate(documents["source"].to_pylist()) if source not in self.about.exempt_sources]
+
+    def probabilities(self, ids: list[str], texts: list[str]) -> NDArray[np.float64]:
+        """Probability of each class for each document, float64[n, classes]."""
+        found = np.zeros((len(ids), len(self.classes)))
+        of_fold = folds(ids, self.about.seed, self.about.folds)
+        for fold in np.unique(of_fold).tolist():
+            rows = np.flatnonzero(of_fold == fold)
+            for at in range(0, len(rows), BATCH):
+                chosen = rows[at : at + BATCH]
+                lines = [self._line(texts[row]) for row in chosen.tolist()]
+                found[chosen] = predict(_model(str(self.folder / FOLD.format(fold))), lines, self.classes)
+        return found
+
+    def _line(self, text: str) -> str:
+        text = text[: self.about.max_characters]
+        return " ".join(split(text.lower())) if self.about.split else " ".join(text.split())
+
+
+def read_about(folder: Path) -> About:
+    """What is known of the classifier in a folder."""
+    return TypeAdapter(About).validate_json((folder / ABOUT).read_bytes())
+
+
+def purpose_of(classifier: Artifact) -> str:
+    """The stage that applies a classifier, `classify` where it serves no other."""
+    return read_about(classifier.path()).purpose
+
+
+def trained(classifier: Artifact, purpose: str) -> Trained:
+    """The classifier of an artifact; PunaError where it was made for another purpose than the stage `purpose`."""
+    found = _trained(classifier.path())
+    if found.about.purpose != purpose and purpose != "classify":
+        raise PunaError(f"{purpose}: {classifier.id} was made for {found.about.purpose!r}; give one that was made for {purpose!r}")
+    return found
+
+
+@lru_cache(maxsize=4)
+def _trained(folder: Path) -> Trained:
+    return Trained(folder)
+
+
+@lru_cache(maxsize=20)
+def _model(file: str) -> Any:
+    import fasttext
+
+    try:
+        return fasttext.load_model(file)
+    except ValueError as error:
+        raise PunaError(f"{file}: is no fastText model: {error}") from error

@@ -1,0 +1,351 @@
+"""Candidate pairs among MinHash signatures (locality-sensitive hashing) and their exact verification.
+
+Shapes: D documents, P signature values, B bands, E edges, M members of some components. Shingles lie in one flat array:
+`sequence_S[start_M[m] : start_M[m] + count_M[m]]` are those of member m in text order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.compiled import njit
+from puna.stages.curate.text.hashing import I64, U64, slice_hashes
+from puna.stages.curate.text.normal_words import _widened
+
+GROWTH = 1.25
+
+
+def band_keys(signatures_DP: NDArray[Any], bands: int, rows: int) -> U64:
+    """One 64-bit key per document and band of `rows` signature values, [D, B]; equal rows have equal keys."""
+    used = np.ascontiguousarray(signatures_DP[:, : bands * rows])
+    data = used.view(np.uint8).reshape(-1)
+    step = rows * used.dtype.itemsize
+    offsets = np.arange(0, len(data) + 1, step, dtype=np.int64) if len(data) else np.zeros(1, dtype=np.int64)
+    return slice_hashes(data, offsets).reshape(len(used), bands)
+
+
+def edges(keys_D: U64) -> I64:
+    """Neighbours among the rows that share a band's key, int64[E, 2]: each row with the next larger one of its key."""
+    order = np.argsort(keys_D)
+    ranked = keys_D[order]
+    equal = ranked[1:] == ranked[:-1]
+    shared = np.flatnonzero(np.append(equal, False) | np.append(False, equal))
+    # Only the few rows with company are put in order: a stable sort of all takes several times as long.
+    rows, ranked = order[shared], ranked[shared]
+    rows = rows[np.lexsort((rows, ranked))]
+    same = np.flatnonzero(ranked[1:] == ranked[:-1])
+    return np.stack([rows[same], rows[same + 1]], axis=1).astype(np.int64)
+
+
+def unite(parent_D: I64, edges_E2: I64) -> None:
+    """Unite the components that edges join, in place; `parent_D` begins as 0 .. D - 1.
+
+    The smaller row becomes the root, so that the result does not depend on the order of edges.
+    """
+    _unite(parent_D, np.ascontiguousarray(edges_E2))
+
+
+def roots(parent_D: I64) -> I64:
+    """The smallest row of each row's component, [D]."""
+    _flatten(parent_D)
+    return parent_D
+
+
+def components(keys_DB: U64) -> I64:
+    """Connected components of documents that share a band's key: for each document the smallest row of its component, [D]."""
+    parent = np.arange(len(keys_DB), dtype=np.int64)
+    for b in range(keys_DB.shape[1]):
+        unite(parent, edges(keys_DB[:, b]))
+    return roots(parent)
+
+
+@njit(cache=True, nogil=True)
+def _find(parent: Any, i: Any) -> Any:
+    while parent[i] != i:
+        parent[i] = parent[parent[i]]
+        i = parent[i]
+    return i
+
+
+@njit(cache=True, nogil=True)
+def _unite(parent_D: Any, edges_E2: Any) -> None:
+    for e in range(len(edges_E2)):
+        i, j = _find(parent_D, edges_E2[e, 0]), _find(parent_D, edges_E2[e, 1])
+        if i < j:
+            parent_D[j] = i
+        elif j < i:
+            parent_D[i] = j
+
+
+@njit(cache=True, nogil=True)
+def _flatten(parent_D: Any) -> None:
+    for i in range(len(parent_D)):
+        parent_D[i] = _find(parent_D, i)
+
+
+# --- shingle sets ----------------------------------------------------------------------------------------
+
+
+@njit(cache=True, nogil=True)
+def distinct(sequence_S: Any) -> Any:
+    """The values of an array, sorted and without repetitions."""
+    if len(sequence_S) == 0:
+        return sequence_S.copy()
+    ranked = np.sort(sequence_S)
+    count = 1
+    for i in range(1, len(ranked)):
+        ranked[count] = ranked[i]
+        count += ranked[i] != ranked[count - 1]
+    return ranked[:count]
+
+
+@njit(cache=True, nogil=True)
+def common(left_S: Any, right_S: Any) -> Any:
+    """How many values two sorted arrays without repetitions share."""
+    i = j = found = 0
+    while i < len(left_S) and j < len(right_S):
+        a, b = left_S[i], right_S[j]
+        found += a == b
+        i += a <= b
+        j += b <= a
+    return found
+
+
+class Sets(NamedTuple):
+    """Sets of shingles of members, each made when it is needed first.
+
+    `values` uint64[S]: a member's distinct shingles, from `start_M[m]` on, in text order; `sizes` int64[M]: how many, 0 for not
+    yet made. `slots` int32: for each member an open-addressing hash table over its values, of a power of two slots from
+    `first_M[m]` to `first_M[m + 1]`, each with 1 + the place of a value, or 0. Shingles are hashes already: their low bits
+    are the slot.
+    """
+
+    values: U64
+    sizes: I64
+    slots: NDArray[np.int32]
+    start_M: I64
+    first_M1: I64
+
+
+@njit(cache=True, nogil=True)
+def empty_sets(start_M: Any, count_M: Any) -> Any:
+    """`Sets` of members with so many shingles, none of them made."""
+    first = np.zeros(len(count_M) + 1, dtype=np.int64)
+    shingles = 0
+    for m in range(len(count_M)):
+        size = 1
+        while size < 2 * count_M[m]:
+            size *= 2
+        first[m + 1] = first[m] + size
+        shingles = max(shingles, start_M[m] + count_M[m])
+    sizes = np.zeros(len(count_M), dtype=np.int64)
+    return Sets(np.empty(shingles, dtype=np.uint64), sizes, np.zeros(first[-1], dtype=np.int32), start_M, first)
+
+
+@njit(cache=True, nogil=True)
+def make_set(sets: Any, m: Any, sequence_S: Any) -> None:
+    """Make the set of member m, whose shingles are `sequence_S`, where it is not made yet."""
+    if sets.sizes[m]:
+        return
+    slots = sets.slots[sets.first_M1[m] : sets.first_M1[m + 1]]
+    values = sets.values[sets.start_M[m] : sets.start_M[m] + len(sequence_S)]
+    size, mask = 0, np.uint64(len(slots) - 1)
+    for value in sequence_S:
+        at = value & mask
+        while slots[at] != 0 and values[slots[at] - 1] != value:
+            at = (at + np.uint64(1)) & mask
+        if slots[at] == 0:
+            values[size] = value
+            size += 1
+            slots[at] = size
+    sets.sizes[m] = size
+
+
+@njit(cache=True, nogil=True)
+def shared(sets: Any, m: Any, k: Any) -> Any:
+    """How many shingles the sets of two members share."""
+    slots = sets.slots[sets.first_M1[k] : sets.first_M1[k + 1]]
+    values = sets.values[sets.start_M[k] : sets.start_M[k] + sets.sizes[k]]
+    found, mask = 0, np.uint64(len(slots) - 1)
+    for value in sets.values[sets.start_M[m] : sets.start_M[m] + sets.sizes[m]]:
+        at = value & mask
+        while slots[at] != 0 and values[slots[at] - 1] != value:
+            at = (at + np.uint64(1)) & mask
+        found += slots[at] != 0
+    return found
+
+
+@njit(cache=True, nogil=True)
+def longest_absent_run(sequence_S: Any, sets: Any, k: Any) -> Any:
+    """Length of the longest run of values of `sequence_S` that are not in the set of member k."""
+    slots = sets.slots[sets.first_M1[k] : sets.first_M1[k + 1]]
+    values = sets.values[sets.start_M[k] : sets.start_M[k] + sets.sizes[k]]
+    longest, run, mask = 0, 0, np.uint64(len(slots) - 1)
+    for value in sequence_S:
+        at = value & mask
+        while slots[at] != 0 and values[slots[at] - 1] != value:
+            at = (at + np.uint64(1)) & mask
+        run = run + 1 if slots[at] == 0 else 0
+        longest = max(longest, run)
+    return longest
+
+
+# --- verification ----------------------------------------------------------------------------------------
+
+
+class Criteria(NamedTuple):
+    """When a document is verified to be a near-duplicate of another one.
+
+    `words` per shingle. `containment`: the shared shingles are counted by those of the removed document, not by those of
+    either. `similarity` and `distinct` float64[levels]: per doubling of the shingles' width the least similarity, and the
+    least share of distinct shingles of a text that is not repetitive. `estimate`: pairs whose signatures agree in a smaller
+    share are not compared. `new_words`, `new_share`: longest passage of its own, the larger bound counts.
+    """
+
+    words: int
+    containment: bool
+    similarity: NDArray[np.float64]
+    distinct: NDArray[np.float64]
+    estimate: float
+    new_words: int
+    new_share: float
+
+
+class Verdicts(NamedTuple):
+    """Per member: the member it is a near-duplicate of (-1: kept), their similarity, the longest passage of its own in words,
+    and per kept member whether a passage of its own is all that saved it."""
+
+    survivor: I64
+    similarity: NDArray[np.float64]
+    new_words: I64
+    saved: NDArray[np.bool_]
+
+
+def near(signatures_MP: NDArray[Any], groups_MB: I64, estimate: float) -> NDArray[np.bool_]:
+    """Whether a member's signature agrees in a share of at least `estimate` with that of another one which shares one of its
+    groups (bands with equal keys, numbered from 0 over all bands), [M]. Only these need their shingles."""
+    return _near(signatures_MP, groups_MB, estimate * signatures_MP.shape[1])  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True)
+def _near(signatures_MP: Any, groups_MB: Any, needed: Any) -> Any:
+    members, bands = groups_MB.shape
+    out = np.zeros(members, dtype=np.bool_)
+    newest, before, seen = _lists(groups_MB)
+    for m in range(members):
+        for b in range(bands):
+            k = newest[groups_MB[m, b]]
+            while k >= 0:
+                if seen[k] != m and not (out[k] and out[m]):
+                    seen[k] = m
+                    if _agreeing(signatures_MP, m, k) >= needed:
+                        out[m] = out[k] = True
+                k = before[k, b]
+            before[m, b] = newest[groups_MB[m, b]]
+            newest[groups_MB[m, b]] = m
+    return out
+
+
+@njit(cache=True, nogil=True)
+def _lists(groups_MB: Any) -> Any:
+    """Members of a group as a linked list: the newest one of each group, the one before each member, and who saw a member."""
+    members, bands = groups_MB.shape
+    newest = np.full(groups_MB.max() + 1 if members else 0, -1, dtype=np.int64)
+    return newest, np.full((members, bands), -1, dtype=np.int64), np.full(members, -1, dtype=np.int64)
+
+
+@njit(cache=True, nogil=True)
+def _agreeing(signatures_MP: Any, m: Any, k: Any) -> Any:
+    equal = 0
+    for p in range(signatures_MP.shape[1]):
+        equal += signatures_MP[m, p] == signatures_MP[k, p]
+    return equal
+
+
+def resolve(
+    signatures_MP: NDArray[Any], groups_MB: I64, words_M: I64, start_M: I64, count_M: I64, sequence_S: U64, criteria: Criteria
+) -> Verdicts:
+    """Decide member after member, in order of preference: one goes when a member kept before it, which shares one of its
+    groups (see `near`), is verified to hold the same text. Of several the most similar one is the survivor, of equally
+    similar ones the first.
+    """
+    return Verdicts(*_resolve(signatures_MP, groups_MB, words_M, start_M, count_M, sequence_S, *criteria))
+
+
+@njit(cache=True, nogil=True)
+def _resolve(
+    signatures_MP: Any, groups_MB: Any, words_M: Any, start_M: Any, count_M: Any, sequence_S: Any,
+    width: Any, containment: Any, least: Any, shares: Any, estimate: Any, new_words: Any, new_share: Any,
+) -> Any:  # fmt: skip
+    members, bands = groups_MB.shape
+    survivor, similarity = np.full(members, -1, dtype=np.int64), np.zeros(members)
+    passage, saved = np.zeros(members, dtype=np.int64), np.zeros(members, dtype=np.bool_)
+    newest, before, seen = _lists(groups_MB)
+    needed = estimate * signatures_MP.shape[1]
+    sets = empty_sets(start_M, count_M)
+    for m in range(members):
+        sequence = sequence_S[start_M[m] : start_M[m] + count_M[m]]
+        bound = max(float(new_words), new_share * words_M[m])
+        for b in range(bands):
+            k = newest[groups_MB[m, b]]
+            while k >= 0:
+                if seen[k] != m:
+                    seen[k] = m
+                    if _agreeing(signatures_MP, m, k) >= needed:
+                        rest = sequence_S[start_M[k] : start_M[k] + count_M[k]]
+                        make_set(sets, m, sequence)
+                        make_set(sets, k, rest)
+                        own, other = sets.sizes[m], sets.sizes[k]
+                        found = _similarity(shared(sets, m, k), own, other, containment)
+                        better = found > similarity[m] or (found == similarity[m] and k < survivor[m])
+                        wanted = found >= least[0] and (survivor[m] < 0 or better)
+                        if wanted and _same_order(sequence, own, rest, other, width, containment, least, shares):
+                            run = max(0, longest_absent_run(sequence, sets, k) - width + 1)
+                            if run <= bound:
+                                survivor[m], similarity[m], passage[m] = k, found, run
+                            else:
+                                saved[m] = True
+                k = before[k, b]
+        if survivor[m] >= 0:
+            saved[m] = False
+            continue
+        for b in range(bands):
+            before[m, b] = newest[groups_MB[m, b]]
+            newest[groups_MB[m, b]] = m
+    return survivor, similarity, passage, saved
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _similarity(both: Any, own: Any, other: Any, containment: Any) -> Any:
+    """Of sets of `own` and `other` shingles that share `both`."""
+    return both / (own if containment else own + other - both)
+
+
+@njit(cache=True, nogil=True)
+def _same_order(first: Any, own: Any, second: Any, other: Any, width: Any, containment: Any, least: Any, shares: Any) -> Any:
+    """Whether texts with similar sets (of `own` and `other` shingles) are not just the same few words in another order.
+
+    Tables over a small vocabulary share all short runs whatever their order: they must also agree in runs so long that they
+    could not by chance.
+    """
+    level, similarity = 0, 1.0
+    while _repetitive(first, own, width, shares[level]) or _repetitive(second, other, width, shares[level]):
+        first, second = _widened(first, width), _widened(second, width)
+        one, two = distinct(first), distinct(second)
+        own, other = len(one), len(two)
+        similarity = _similarity(common(one, two), own, other, containment)
+        width *= 2
+        level += 1
+    return level == 0 or similarity >= least[level]
+
+
+@njit(cache=True, nogil=True)
+def _repetitive(sequence: Any, own: Any, width: Any, share: Any) -> Any:
+    """Fewer than `share` of the shingles are distinct, and longer ones are far more varied: a few words in any order. (A text
+    that repeats its own passages has hardly more distinct long shingles than short ones.)"""
+    if own >= share * len(sequence) or len(sequence) <= width:
+        return False
+    return len(distinct(_widened(sequence, width))) > GROWTH * own

@@ -1,0 +1,106 @@
+"""What the rows of a file hold: which field is the page, which its address."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from puna.stages.contract import External, ExternalFile
+from puna.stages.reading.files import suffix, unpacked
+from puna.stages.reading.rows import SIDECARS
+from puna.storage import PunaError
+
+TEXT = ("text", "content", "body", "raw_content", "document", "article", "maintext", "plain_text", "markdown", "passage", "page_content")
+HTML = ("html", "raw_html", "page_html", "html_content", "content_html", "body_html")
+URL = ("url", "uri", "link", "source_url", "page_url", "warc_target_uri", "href")
+TAG = re.compile(r"<(?:!doctype|html|head|body|div|p|span|a|h[1-6]|li|td)\b", re.IGNORECASE)
+ROWS = 50
+
+
+@dataclass(frozen=True)
+class Found:
+    """The fields that hold the page; `html` says which of text and HTML `page` is; `url` None: rows bring no address."""
+
+    page: str
+    html: bool
+    url: str | None
+    names: tuple[str, ...]
+
+
+def sniff(external: External) -> Found | None:
+    """The fields of the rows of an input; None where its files hold no rows of fields (archives, pages). PunaError: none holds text."""
+    tables = [file for file in external.files if suffix(file.name) in (".parquet", ".jsonl", ".ndjson", ".json", ".arrow")]
+    tables = [file for file in tables if file.name.rsplit("/", 1)[-1] not in SIDECARS]
+    for file in tables:
+        rows = [dict(flat(row)) for row in itertools.islice(_rows(file), ROWS)]
+        if rows:
+            return fields_of(rows, file.shown)
+    return None
+
+
+def fields_of(rows: list[dict[str, Any]], where: str) -> Found:
+    """The field of flat rows that holds the page: by its usual name, else the one with the longest texts."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    texts = {name: [value for row in rows if isinstance(value := row.get(name), str | bytes) and value] for name in names}
+    texts = {name: values for name, values in texts.items() if len(values) * 2 >= len(rows)}
+    mean = {name: sum(map(len, values)) / len(values) for name, values in texts.items()}
+    html = [name for name, values in texts.items() if sum(bool(TAG.search(_head(value))) for value in values) * 2 > len(values)]
+    known = [name for usual in HTML for name in html if name.lower() == usual]
+    known += [name for usual in TEXT for name in texts if name.lower().rpartition(".")[2] == usual]
+    known += sorted((name for name in texts if mean[name] >= 40 and not _is_address(texts[name])), key=lambda name: -mean[name])
+    if not known:
+        raise PunaError(
+            f"{where}: no field holds text; it has {', '.join(names) or 'none'}. Name it with --columns text=FIELD or html=FIELD"
+        )
+    url = next((name for usual in URL for name in names if name.lower().rpartition(".")[2].replace("-", "_") == usual), None)
+    return Found(known[0], known[0] in html, url, tuple(names))
+
+
+def _head(value: str | bytes) -> str:
+    head = value[:4000]
+    return head.decode("utf-8", errors="replace") if isinstance(head, bytes) else head
+
+
+def _is_address(values: list[str | bytes]) -> bool:
+    return all("://" in _head(value)[:12] for value in values)
+
+
+def flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested fields by their dotted names."""
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _rows(file: ExternalFile) -> Iterator[dict[str, Any]]:
+    """The first rows of a file; lines that are no objects are passed over here, `ingest` tells of them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with file.open() as handle:
+        if suffix(file.name) == ".parquet":
+            try:
+                for batch in pq.ParquetFile(handle).iter_batches(batch_size=ROWS):
+                    yield from batch.to_pylist()
+            except (pa.ArrowInvalid, OSError) as error:
+                raise PunaError(f"{file.shown}: not a readable Parquet file ({error})") from error
+        elif suffix(file.name) == ".arrow":
+            try:
+                for batch in pa.ipc.open_stream(handle):
+                    yield from batch.slice(0, ROWS).to_pylist()
+            except (pa.ArrowInvalid, OSError) as error:
+                raise PunaError(f"{file.shown}: not a readable Arrow file ({error})") from error
+        else:
+            for line in unpacked(handle, file.name):
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(row, dict):
+                    yield row

@@ -1,0 +1,9 @@
+"""What every heuristic signal is, in plain Python: one function each, which the compiled measurement must equal.
+
+Words are those of `puna.stages.curate.text.words` (HeuristicsConfig.words=universal); where other words are chosen, the same is
+measured of those. Importing this package declares the signals.
+"""
+
+from puna.stages.curate.signals.definitions import counts, dolma, gopher, lines
+
+__all__ = ["counts", "dolma", "gopher", "lines"]

@@ -1,0 +1,49 @@
+"""Llama 3's signals of one document (arXiv 2407.21783, section 3.1.1): n-grams seen earlier, and the adult vocabulary."""
+
+from __future__ import annotations
+
+import re
+
+from puna.stages.contract import signal
+from puna.stages.curate.signals.definitions.views import entries, plain_words
+
+COVERAGE_N = 5
+
+
+def folded(word: str) -> str:
+    """A word in lower case, with every number alike."""
+    return re.sub(r"\d+", "0", word.lower())
+
+
+@signal(unit="fraction of words", compiled="heuristics")
+def ngram_coverage(text: str) -> float:
+    """Words inside n-grams seen earlier in the document, digits alike."""
+    return coverage(text, COVERAGE_N)
+
+
+def coverage(text: str, n: int) -> float:
+    """Share of the words inside n-grams seen earlier; one with letters in fewer than half of its words does not count."""
+    words = plain_words(text)
+    seen: set[tuple[str, ...]] = set()
+    covered: set[int] = set()
+    for at in range(len(words) - n + 1):
+        gram = tuple(map(folded, words[at : at + n]))
+        if 2 * sum(any(c.isalpha() for c in word) for word in gram) < n:
+            continue
+        if gram in seen:
+            covered |= set(range(at, at + n))
+        seen.add(gram)
+    return len(covered) / max(len(words), 1)
+
+
+@signal(unit="words", compiled="heuristics")
+def dirty_words(text: str) -> int:
+    """Words of the adult vocabulary."""
+    listed = {word for line in entries("dirty_words.txt") for word in line}
+    return sum(folded(word) in listed for word in plain_words(text))
+
+
+@signal(unit="fraction of words", compiled="heuristics")
+def dirty_word_ratio(text: str) -> float:
+    """Share of words of the adult vocabulary."""
+    return dirty_words(text) / max(len(plain_words(text)), 1)

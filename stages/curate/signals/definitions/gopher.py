@@ -1,0 +1,131 @@
+"""Gopher's signals (Rae et al. 2021, arXiv 2112.11446, appendix A.1), as datatrove defines them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+
+from puna.stages.contract import signal
+from puna.stages.curate.signals.definitions.views import entries, plain_words, seen_before, unspaced, words_of
+
+TOP_N = (2, 3, 4)
+DUPLICATE_N = (5, 6, 7, 8, 9, 10)
+
+
+@signal(unit="words", compiled="heuristics")
+def words(text: str) -> int:
+    """Words with a character that is neither punctuation nor symbol (Gopher)."""
+    return len(plain_words(text))
+
+
+@signal(unit="characters per word", optional=True, compiled="heuristics")
+def mean_word_length(text: str) -> float | None:
+    """Mean length of those words (Gopher); null where most are of a script without spaces."""
+    found = plain_words(text)
+    return None if unspaced(text) else sum(map(len, found)) / max(len(found), 1)
+
+
+@signal(unit="fraction of words", compiled="heuristics")
+def alphabetic_word_fraction(text: str) -> float:
+    """Words with an alphabetic character (Gopher)."""
+    found = plain_words(text)
+    return sum(any(c.isalpha() for c in word) for word in found) / max(len(found), 1)
+
+
+@signal(unit="per word", compiled="heuristics")
+def hash_ratio(text: str) -> float:
+    """'#' characters per word (Gopher)."""
+    return text.count("#") / max(len(words_of(text)), 1)
+
+
+@signal(unit="per word", compiled="heuristics")
+def ellipsis_ratio(text: str) -> float:
+    """'...' and '…' per word (Gopher)."""
+    return (text.count("...") + text.count("…")) / max(len(words_of(text)), 1)
+
+
+@signal(unit="fraction of lines", compiled="heuristics")
+def bullet_line_fraction(text: str) -> float:
+    """Lines that start with a bullet (Gopher)."""
+    found = text.splitlines()
+    return sum(line.lstrip().startswith(("•", "-")) for line in found) / max(len(found), 1)
+
+
+@signal(unit="fraction of lines", compiled="heuristics")
+def ellipsis_line_fraction(text: str) -> float:
+    """Lines that end with an ellipsis (Gopher)."""
+    found = text.splitlines()
+    return sum(line.rstrip().endswith(("...", "…")) for line in found) / max(len(found), 1)
+
+
+@signal(unit="distinct words", compiled="heuristics")
+def english_stop_words(text: str) -> int:
+    """Distinct words of Gopher's eight English stop words."""
+    return len(set(entries("stop_words.txt")[0][1:]) & set(words_of(text)))
+
+
+@signal(unit="distinct words", compiled="heuristics")
+def stop_words(text: str) -> int:
+    """Distinct stop words of the language that has most of them."""
+    return max(len(set(listed) & set(words_of(text))) for _, *listed in entries("stop_words.txt"))
+
+
+@signal(unit="fraction of lines", compiled="heuristics")
+def duplicate_line_fraction(text: str) -> float:
+    """Lines seen earlier in the document (Gopher)."""
+    found = re.split(r"\n+", text)
+    return seen_before(found)[0] / len(found)
+
+
+@signal(unit="fraction of characters", compiled="heuristics")
+def duplicate_line_character_fraction(text: str) -> float:
+    """Characters in lines seen earlier (Gopher)."""
+    return seen_before(re.split(r"\n+", text))[1] / max(len(text), 1)
+
+
+@signal(unit="fraction of paragraphs", compiled="heuristics")
+def duplicate_paragraph_fraction(text: str) -> float:
+    """Paragraphs seen earlier in the document (Gopher)."""
+    found = re.split(r"\n{2,}", text.strip())
+    return seen_before(found)[0] / len(found)
+
+
+@signal(unit="fraction of characters", compiled="heuristics")
+def duplicate_paragraph_character_fraction(text: str) -> float:
+    """Characters in paragraphs seen earlier (Gopher)."""
+    return seen_before(re.split(r"\n{2,}", text.strip()))[1] / max(len(text), 1)
+
+
+def top_gram(text: str, n: int) -> float:
+    """Characters of the most frequent n-gram times its count; what occurs once is no repetition."""
+    found = words_of(text)
+    grams = Counter(" ".join(found[i : i + n]) for i in range(len(found) - n + 1))
+    gram, count = max(grams.items(), key=lambda pair: pair[1], default=("", 0))  # the first of equally frequent ones
+    return len(gram) * count / max(len(text), 1) if count > 1 else 0.0
+
+
+def duplicate_gram(text: str, n: int) -> float:
+    """Characters of n-grams seen earlier; after one the search goes on behind it."""
+    found = words_of(text)
+    seen: set[str] = set()
+    at = characters = 0
+    while at + n <= len(found):
+        gram = "".join(found[at : at + n])
+        characters += len(gram) if gram in seen else 0
+        at += n if gram in seen else 1
+        seen.add(gram)
+    return characters / max(len(text), 1)
+
+
+def _of_grams(found: Callable[[str, int], float], n: int, name: str, meaning: str) -> None:
+    def definition(text: str) -> float:
+        return found(text, n)
+
+    signal(unit="fraction of characters", name=name, meaning=meaning, compiled="heuristics")(definition)
+
+
+for _n in TOP_N:
+    _of_grams(top_gram, _n, f"top_{_n}gram_character_fraction", f"most frequent {_n}-gram (Gopher)")
+for _n in DUPLICATE_N:
+    _of_grams(duplicate_gram, _n, f"duplicate_{_n}gram_character_fraction", f"{_n}-grams seen earlier (Gopher)")

@@ -1,0 +1,152 @@
+"""Signals of lines: C4's (Raffel et al. 2020, arXiv 1910.10683), FineWeb's (arXiv 2406.17557) as datatrove defines them, lengths."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from puna.stages.contract import signal
+from puna.stages.curate.signals.definitions.views import has, seen_before, unspaced, words_of
+from puna.stages.curate.text.characters import PUNCTUATION, SENTENCE_END, TERMINAL, code_points
+from puna.stages.curate.text.words import split_codes
+
+CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
+POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
+
+
+def sentences(line: str) -> int:
+    """Sentences as spaCy's sentencizer counts them: a new one begins with a word after a full stop, or its like, that is no
+    punctuation; white space other than one blank is a word."""
+    if not line:
+        return 0
+    words = split_codes(code_points(line))
+    tokens, position = [], 0
+    for first, last in zip(words.start.tolist(), words.stop.tolist(), strict=True):
+        tokens += [line[position:first], line[first:last]]
+        position = last
+    tokens.append(line[position:])
+    count, ended = 1, False
+    for token in tokens:
+        if token in ("", " "):
+            continue
+        if len(token) == 1 and has(token, SENTENCE_END):
+            ended = True
+        elif ended and not all(has(c, PUNCTUATION) for c in token):
+            count, ended = count + 1, False
+    return count
+
+
+@lru_cache(maxsize=4)
+def c4(text: str, need_end: bool) -> tuple[int, int, int]:
+    """Sentences in the lines that C4 keeps, lines with "lorem ipsum", lines with a curly bracket before any of those."""
+    found = lorem = curly = 0
+    for line in map(str.strip, text.splitlines()):
+        words = line.split()
+        if any(len(word) > 1000 for word in words) or len(words) < 3:
+            continue
+        line = CITATION.sub("", line)
+        if need_end and (not line.endswith((".", "?", "!", '"', "'")) or line.endswith("...")):
+            continue
+        lower = line.lower()
+        if "lorem ipsum" in lower:
+            lorem += 1
+        elif "javascript" not in lower:
+            curly += "{" in line and not lorem
+            found += 0 if any(phrase in lower for phrase in POLICY) else sentences(line)
+    return found, lorem, curly
+
+
+@signal(unit="sentences", optional=True, compiled="heuristics")
+def c4_sentences(text: str) -> int | None:
+    """Sentences in the lines that C4 keeps; null for scripts without spaces, whose lines have one word to C4."""
+    return None if unspaced(text) else c4(text, True)[0]
+
+
+@signal(unit="lines", compiled="heuristics")
+def c4_lorem_ipsum_lines(text: str) -> int:
+    """Lines with 'lorem ipsum' that pass C4's earlier line rules."""
+    return c4(text, True)[1]
+
+
+@signal(unit="lines", compiled="heuristics")
+def c4_curly_bracket_lines(text: str) -> int:
+    """Lines with '{', before any with 'lorem ipsum', that pass C4's earlier line rules."""
+    return c4(text, True)[2]
+
+
+@signal(unit="sentences", optional=True, compiled="heuristics")
+def c4_open_sentences(text: str) -> int | None:
+    """As c4_sentences, without the rule on terminal punctuation (FineWeb's order)."""
+    return None if unspaced(text) else c4(text, False)[0]
+
+
+@signal(unit="lines", compiled="heuristics")
+def c4_open_lorem_ipsum_lines(text: str) -> int:
+    """As c4_lorem_ipsum_lines, without the rule on terminal punctuation."""
+    return c4(text, False)[1]
+
+
+@signal(unit="lines", compiled="heuristics")
+def c4_open_curly_bracket_lines(text: str) -> int:
+    """As c4_curly_bracket_lines, without the rule on terminal punctuation."""
+    return c4(text, False)[2]
+
+
+def written(text: str) -> list[str]:
+    """The lines that are not blank."""
+    return [line for line in text.split("\n") if line.strip()]
+
+
+@signal(unit="lines", compiled="heuristics")
+def lines(text: str) -> int:
+    """Lines that are not blank."""
+    return len(written(text))
+
+
+@signal(unit="fraction of lines", compiled="heuristics")
+def terminated_line_fraction(text: str) -> float:
+    """Lines that end in a sentence terminator (FineWeb)."""
+    return sum(has(line[-1], TERMINAL) for line in written(text)) / max(len(written(text)), 1)
+
+
+@signal(unit="fraction of lines", optional=True, compiled="heuristics")
+def short_line_fraction(text: str) -> float | None:
+    """Lines of at most 30 characters (FineWeb); null for scripts without spaces, where that is a sentence."""
+    return None if unspaced(text) else sum(len(line) <= 30 for line in written(text)) / max(len(written(text)), 1)
+
+
+@signal(unit="per word", compiled="heuristics")
+def newline_ratio(text: str) -> float:
+    """Newlines per word (FineWeb)."""
+    return text.count("\n") / max(len(words_of(text)), 1)
+
+
+@signal(unit="fraction of characters", compiled="heuristics")
+def repeated_line_character_fraction(text: str) -> float:
+    """Characters in non-blank lines seen earlier (FineWeb)."""
+    return seen_before(written(text))[1] / max(len(text.replace("\n", "")), 1)
+
+
+@signal(unit="characters", compiled="heuristics")
+def characters(text: str) -> int:
+    """Length of the text."""
+    return len(text)
+
+
+@signal(unit="characters", compiled="heuristics")
+def mean_line_length(text: str) -> float:
+    """Mean line length."""
+    pieces = text.split("\n")
+    return sum(map(len, pieces)) / len(pieces)
+
+
+@signal(unit="characters", compiled="heuristics")
+def max_line_length(text: str) -> int:
+    """Longest line."""
+    return max(map(len, text.split("\n")))
+
+
+@signal(unit="fraction of characters", compiled="heuristics")
+def alphanumeric_fraction(text: str) -> float:
+    """Letters and digits among the characters."""
+    return sum(c.isalnum() for c in text) / max(len(text), 1)

@@ -1,0 +1,54 @@
+"""Ways to look at a text that several definitions share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+from puna.stages.curate.text.characters import SINGLE, SYMBOL, tables
+from puna.stages.curate.text.words import split
+
+DATA = Path(__file__).parents[2] / "data"
+
+
+def has(character: str, flag: int) -> bool:
+    """Whether a character has a property of `puna.stages.curate.text.characters`."""
+    return bool(tables().flags[ord(character)] & flag)
+
+
+@lru_cache(maxsize=4)
+def words_of(text: str) -> tuple[str, ...]:
+    """All words of a text, symbols among them."""
+    return tuple(split(text))
+
+
+@lru_cache(maxsize=4)
+def plain_words(text: str) -> tuple[str, ...]:
+    """The words with a character that is neither punctuation nor symbol."""
+    return tuple(word for word in words_of(text) if not all(has(c, SYMBOL) for c in word))
+
+
+def unspaced(text: str) -> bool:
+    """Whether most words are of a script that is written without spaces: a word is one character there."""
+    words = plain_words(text)
+    return 2 * sum(has(word[0], SINGLE) for word in words) > len(words)
+
+
+def seen_before(pieces: Iterable[str]) -> tuple[int, int]:
+    """How many pieces are equal to an earlier one, and their characters."""
+    seen: set[str] = set()
+    count = characters = 0
+    for piece in pieces:
+        if piece in seen:
+            count += 1
+            characters += len(piece)
+        seen.add(piece)
+    return count, characters
+
+
+@lru_cache(maxsize=2)
+def entries(name: str) -> tuple[tuple[str, ...], ...]:
+    """The lines of a list in the data folder, as words; comments left out."""
+    text = (DATA / name).read_text(encoding="utf-8")
+    return tuple(tuple(line.split()) for line in text.splitlines() if line and not line.startswith("#"))

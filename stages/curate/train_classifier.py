@@ -1,0 +1,152 @@
+"""`train_classifier`, `import_classifier`, `classify`: a classifier is made once, and applied to this crawl and the next."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+from pydantic import Field
+
+from puna.stages.contract import Classifier, Documents, External, Facts, Signals, StageConfig, StageRun, declare_signal, stage
+from puna.stages.curate.learned.classifier import FOLD, ClassifierConfig, out_of_fold, prepare, report_quality
+from puna.stages.curate.learned.trained import About, trained
+from puna.stages.curate.quality import GOOD, OTHER
+from puna.stages.curate.select import signals_of
+from puna.storage import Artifact, PunaError
+
+Purpose = Literal["quality", "language", "classify"]
+PURPOSE = "The stage that applies it: quality, language, or classify, which writes class and probability"
+declare_signal("classifier_label", str, "", "most probable class of the classifier that was applied", optional=True)
+declare_signal("classifier_score", float, "probability", "probability of that class", optional=True)
+
+
+class TrainClassifierConfig(ClassifierConfig):
+    """What the classifier learns, and fastText's settings."""
+
+    purpose: Purpose = Field("quality", description=PURPOSE)
+    positive_sources: tuple[str, ...] = Field(
+        ("wikipedia",), description="Sources of the class `good`, where no signals `labels` are given; the others are `other`"
+    )
+    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither examples nor scored")
+    label: str = Field("judgement", min_length=1, description="Signal of `labels`: words are classes; a number is `good` or `other`")
+    min_label: float = Field(3.0, description="Minimum of that number for the class `good`")
+
+
+def needs(config: TrainClassifierConfig, facts: Facts) -> list[str]:
+    """Sources of both kinds, as far as the sources are known, where no labels are given."""
+    named = {source for item in facts.inputs.get("documents", ()) for source in item.sources or ()} - set(config.exempt_sources)
+    if facts.inputs.get("labels") or not named or (named & set(config.positive_sources) and named - set(config.positive_sources)):
+        return []
+    what = (
+        "no input has such a name" if not named & set(config.positive_sources) else "all inputs have such a name, and others are needed too"
+    )
+    return [
+        f"positive_sources={list(config.positive_sources)}: {what} (they are {', '.join(sorted(named))}). "
+        "Name the good one, --input wikipedia=URI, or name its source with --set 'train_quality.positive_sources=[NAME]', "
+        "or give a classifier that was trained before, --input classifier/ID, "
+        "or leave the classifier out with --set quality=null --set select_model.quality=null"
+    ]
+
+
+@stage(kind="classifier", needs=needs)
+def train_classifier(documents: Documents, labels: Signals | None, config: TrainClassifierConfig, run: StageRun) -> None:
+    """Train a fastText classifier on documents of good sources against the others, or on the labels of a stage before.
+
+    One model is trained for each fold of documents, without that fold's (see `puna.stages.curate.learned.trained`); the stage
+    `purpose` applies them. Equal inputs give equal bytes. Metrics and figures are of documents that the scoring model did not see.
+    """
+    head = documents.read(columns=["id", "source"])
+    usable = head.filter(pa.array(~np.isin(np.array(head["source"].to_pylist(), dtype=object), config.exempt_sources)))
+    known = _of_signal(usable["id"], labels, config) if labels is not None else _of_sources(usable, config)
+    if len(set(known.values())) < 2:
+        raise PunaError(
+            f"train_classifier: {len(known)} documents have a label, of {', '.join(sorted(set(known.values()))) or 'no class'}; two "
+            f"classes are needed. The documents have the sources {', '.join(sorted(set(head['source'].to_pylist()))) or 'none'}"
+        )
+    found = out_of_fold(run, prepare(run, documents, config), known, config, run.folder)
+    About(
+        config.purpose, tuple(found.labels), config.folds, config.seed, config.max_characters, config.exempt_sources
+    ).write(run.folder)  # fmt: skip
+    told = [found.labels[at] for at in found.probabilities.argmax(axis=1)]
+    run.metric("labelled", len(known))
+    run.metric("accuracy", sum(known[i] == name for i, name in zip(found.ids, told, strict=True)) / len(known))
+    if found.labels == [GOOD, OTHER]:
+        report_quality(run, found.probabilities[:, 0], np.array([known[i] == GOOD for i in found.ids]))
+
+
+def _of_sources(documents: pa.Table, config: TrainClassifierConfig) -> dict[str, str]:
+    """Document → class, by its source."""
+    rows = zip(documents["id"].to_pylist(), documents["source"].to_pylist(), strict=True)
+    return {identity: GOOD if source in config.positive_sources else OTHER for identity, source in rows}
+
+
+def _of_signal(ids: pa.ChunkedArray, labels: Artifact, config: TrainClassifierConfig) -> dict[str, str]:
+    """Document → class, by the signal that labels it; null: none."""
+    names = labels.columns()
+    if config.label not in names:
+        there = ", ".join(name for name in names if name != "id")
+        raise PunaError(f"train_classifier.label: {labels.id} has no signal {config.label!r}; it has {there}")
+    values = signals_of(labels, ids, [config.label])[config.label].to_pylist()
+    pairs = [(identity, value) for identity, value in zip(ids.to_pylist(), values, strict=True) if value is not None]
+    return {i: value if isinstance(value, str) else (GOOD if value >= config.min_label else OTHER) for i, value in pairs}
+
+
+class ImportClassifierConfig(StageConfig):
+    """What the model is for, and how texts are shown to it."""
+
+    purpose: Purpose = Field("quality", description=PURPOSE)
+    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are not scored")
+    max_characters: int = Field(10_000, ge=1, description="Read of each document, characters")
+    split: bool = Field(False, description="Whether texts are split into words in lower case, as Puna trains; false: shown as they are")
+
+
+@stage(kind="classifier")
+def import_classifier(model: External, config: ImportClassifierConfig, run: StageRun) -> None:
+    """Make an artifact of a fastText model, a .bin or .ftz file, which is applied as one that was trained here."""
+    file = Path(model.uri.removeprefix("file://"))
+    if not file.is_file():
+        raise PunaError(f"import_classifier: {model.uri} is no local file; give a fastText model, .bin or .ftz")
+    import fasttext
+
+    try:
+        labels = fasttext.load_model(str(file)).labels
+    except ValueError as error:
+        raise PunaError(f"import_classifier: {file} is no fastText model: {error}") from error
+    if not labels or not all(label.startswith("__label__") for label in labels):
+        raise PunaError(f"import_classifier: {file} has no classes; give a supervised fastText model")
+    shutil.copyfile(file, run.folder / FOLD.format(0))
+    classes = sorted(label.removeprefix("__label__") for label in labels)
+    About(
+        config.purpose, tuple(classes), max_characters=config.max_characters, exempt_sources=config.exempt_sources, split=config.split
+    ).write(run.folder)  # fmt: skip
+    run.metric("classes", len(classes))
+
+
+class ClassifyConfig(StageConfig):
+    """Nothing is to be set: the classifier says what it reads."""
+
+
+@stage(kind="signals", signals=("classifier_label", "classifier_score"))
+def classify(documents: Documents, classifier: Classifier, config: ClassifyConfig, run: StageRun) -> None:
+    """Give documents the most probable class of a classifier, and its probability; nothing is trained.
+
+    A document that the classifier learned from is scored by a model that did not see it. Null for documents of the sources
+    that the classifier leaves out.
+    """
+    run.transform(_classify, documents, classifier, columns=["id", "source", "text"])
+
+
+def _classify(documents: pa.Table, classifier: Artifact) -> pa.Table:
+    """Signals of a part."""
+    about = trained(classifier, "classify")
+    ids, texts = documents["id"].to_pylist(), documents["text"].to_pylist()
+    rows = about.scored(documents)
+    names: list[str | None] = [None] * len(ids)
+    values: list[float | None] = [None] * len(ids)
+    for row, one in zip(rows, about.probabilities([ids[row] for row in rows], [texts[row] for row in rows]), strict=True):
+        names[row], values[row] = about.classes[int(one.argmax())], float(one.max())
+    columns = {"classifier_label": pa.array(names, pa.string()), "classifier_score": pa.array(values, pa.float64())}
+    return pa.table({"id": documents["id"], **columns})

@@ -1,0 +1,46 @@
+"""Numbers and names that a seed and a text decide, whatever the order of rows or the number of workers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def uniform(ids: Iterable[str], seed: int, purpose: str) -> NDArray[np.float64]:
+    """One number in [0, 1) per id, float64[n]; different purposes give independent numbers."""
+    key = hashlib.blake2b(f"{seed}\0{purpose}".encode(), digest_size=32).digest()
+    digests = b"".join(hashlib.blake2b(identity.encode(), digest_size=8, key=key).digest() for identity in ids)
+    return (np.frombuffer(digests, dtype=">u8") >> 11).astype(np.float64) / float(1 << 53)
+
+
+def folds(ids: Iterable[str], seed: int, count: int) -> NDArray[np.int64]:
+    """The fold of each document, int64[n] in [0, count)."""
+    return np.floor(uniform(ids, seed, "fold") * count).astype(np.int64)
+
+
+def identifier(*parts: object) -> str:
+    """32 hex digits that name what the parts name."""
+    return _sha256(parts).hex()[:32]
+
+
+def hashed(*parts: object) -> int:
+    """A number of 64 bits that the parts alone decide."""
+    return int.from_bytes(_sha256(parts)[:8], "big")
+
+
+def fraction(*parts: object) -> float:
+    """A number in [0, 1) that the parts alone decide."""
+    return hashed(*parts) / 2**64
+
+
+def place(*parts: object) -> int:
+    """A number of 64 bits that puts rows in an order; quicker than `hashed`, and other numbers."""
+    return int.from_bytes(hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest(), "big")
+
+
+def _sha256(parts: tuple[object, ...]) -> bytes:
+    # Texts of other people's files may hold halves of surrogate pairs.
+    return hashlib.sha256("\0".join(map(str, parts)).encode("utf-8", "surrogatepass")).digest()

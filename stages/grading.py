@@ -1,0 +1,37 @@
+"""Grades by a language model's own probabilities of the answers, as G-Eval reads them (Liu et al., arXiv 2303.16634, section 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from puna.storage import PunaError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def tokens_apart(ids: Sequence[list[int]], answers: Sequence[str]) -> tuple[list[int], list[int]]:
+    """What the encodings of all answers share at their beginning, and each one's next token; PunaError where two have the same."""
+    shared = 0
+    while all(len(one) > shared for one in ids) and len({one[shared] for one in ids}) == 1:
+        shared += 1
+    tokens = [one[shared] if len(one) > shared else -1 for one in ids]
+    if -1 in tokens or len(set(tokens)) < len(tokens):
+        raise PunaError(
+            f"judge: the model's tokenizer does not tell the answers {', '.join(answers)} apart by one token; "
+            "ask otherwise, or choose another model"
+        )
+    return ids[0][:shared], tokens
+
+
+def mean_grades(logits: Tensor, tokens: Sequence[int], values: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Mean grade, float64[n], each of `values` weighted by the probability of its token among `tokens`; and the probability,
+    float64[n], of all these tokens together among all. `logits`: of the next token, [n, vocabulary].
+    """
+    import torch
+
+    logits = logits.double()
+    answers = logits[:, list(tokens)]
+    weights = torch.tensor(list(values), dtype=torch.float64, device=logits.device)
+    return answers.softmax(-1) @ weights, (answers.logsumexp(-1) - logits.logsumexp(-1)).exp()

@@ -1,0 +1,1 @@
+"""Stages and functions that bring data and models in and out."""

@@ -1,0 +1,329 @@
+"""Rows of a layout as rows of the tables; what cannot be taken is refused with its field and reason (`Refused`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from puna.stages.conversations import Message, dump
+from puna.stages.io import turns
+from puna.stages.io.layouts import SCORES, Plan
+from puna.stages.io.turns import Refused
+from puna.stages.reading.dates import moment
+
+Fields = Mapping[str, Any]
+Values = dict[str, Any]
+LEVELS = ("significantly_better", "better", "slightly_better", "marginally_better")
+HELDOUT = ("heldout", "test", "validation", "valid", "val", "dev", "eval")
+
+
+def instructions(plan: Plan, row: Fields) -> Values:
+    """Columns `messages` and `tools` of the instructions table."""
+    if plan.layout == "messages":
+        found = turns.messages(plan.get(row, "messages"), plan.name("messages"))
+    else:
+        answer = "completion" if plan.layout == "prompt_completion" else "output"
+        found = [*_asked(plan, row), *_answered(plan.get(row, answer), plan.name(answer))]
+    if not any(message["role"] == "assistant" for message in found):
+        raise Refused(plan.name("messages"), "no_answer", "has no turn of the assistant to learn from")
+    return {"messages": dump(_with_system(plan, row, found)), "tools": _tools(plan, row)}
+
+
+def prompts(plan: Plan, row: Fields) -> Values:
+    """Columns `messages`, `tools`, `reference` and `verifier` of the prompts table."""
+    reference = plan.get(row, "reference")
+    if plan.layout == "messages":
+        found = turns.messages(plan.get(row, "messages"), plan.name("messages"))
+        if found[-1]["role"] == "assistant":
+            last = found.pop()
+            reference = reference if reference is not None else last["content"] or None
+        if not found or found[-1]["role"] not in ("user", "tool"):
+            raise Refused(plan.name("messages"), "no_question", "has no turn before the answer")
+    else:
+        found = _asked(plan, row)
+    if reference is not None and not isinstance(reference, str):
+        reference = json.dumps(reference, ensure_ascii=False)
+    verifier = plan.get(row, "verifier")
+    if verifier is not None:
+        value = turns.parsed(verifier, plan.name("verifier")) if isinstance(verifier, str) else verifier
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            raise Refused(plan.name("verifier"), "wrong_type", "is no verifier: an object with a name and parameters")
+        verifier = dump(value)
+    return {"messages": dump(_with_system(plan, row, found)), "tools": _tools(plan, row), "reference": reference, "verifier": verifier}
+
+
+def preferences(plan: Plan, row: Fields) -> Values:
+    """The columns of the preferences table, but for those that name the row."""
+    context, values = {"pairs": _pair, "kto": _labelled, "ranked": _ranked}[plan.layout](plan, row)
+    if not context:
+        raise Refused(plan.name("prompt"), "no_prompt", "has no turn before the answers")
+    sides = {side: dump(value) if value is not None else None for side, value in values.items() if side in ("chosen", "rejected", "edited")}
+    others = values.get("others")
+    return {
+        "messages": dump(_with_system(plan, row, context)),
+        "tools": _tools(plan, row),
+        "edited": None,
+        **sides,
+        "others": dump(others) if others else None,
+        "level": values.get("level"),
+        "margin": values.get("margin"),
+        "chosen_model": None,
+        "rejected_model": None,
+    }
+
+
+def documents(plan: Plan, row: Fields) -> Values:
+    """Columns `text`, `title`, `url` and `fetched_at` of the documents table; a row without a date was fetched in 1970."""
+    text = turns.text(plan.get(row, "text"), plan.name("text"))
+    title, url, date = (plan.get(row, field) for field in ("title", "url", "date"))
+    for value, field in ((title, "title"), (url, "url")):
+        if value is not None and not isinstance(value, str):
+            raise Refused(plan.name(field), "wrong_type", f"holds {turns.kind_of(value)}, not text")
+    fetched = moment(date)
+    if fetched is None:
+        raise Refused(plan.name("date"), "wrong_type", f"holds {str(date)[:40]!r}, not a date")
+    return {"text": text, "title": title or None, "url": url or None, "fetched_at": fetched}
+
+
+CONVERT: dict[str, Callable[[Plan, Fields], Values]] = {
+    "instructions": instructions, "prompts": prompts, "preferences": preferences, "documents": documents,
+}  # fmt: skip
+
+
+def split_of(plan: Plan, row: Fields) -> str | None:
+    """train or heldout as the row says; None where it says nothing."""
+    value = plan.get(row, "split")
+    if value is None:
+        return None
+    name = value.strip().lower() if isinstance(value, str) else value
+    if name in HELDOUT:
+        return "heldout"
+    if name != "train":
+        raise Refused(plan.name("split"), "unknown_split", f"holds {str(value)[:40]!r}; known are train, {', '.join(HELDOUT)}")
+    return "train"
+
+
+# --- contexts and answers ---------------------------------------------------------------------------------
+
+
+def _asked(plan: Plan, row: Fields) -> list[Message]:
+    """The context of a row: a prompt (text, messages, an HH dialogue), an instruction with its input, or messages."""
+    if "prompt" in plan.columns:
+        value, field = plan.get(row, "prompt"), plan.name("prompt")
+        if isinstance(value, str) and turns.is_dialogue(value):
+            # A prompt of HH may end in the header of the answer.
+            return turns.dialogue(value.rstrip().removesuffix("\n\nAssistant:"), field)
+        if isinstance(value, list | dict):
+            return turns.messages(value, field)
+        return [{"role": "user", "content": turns.text(value, field)}]
+    if "instruction" in plan.columns:
+        asked = turns.text(plan.get(row, "instruction"), plan.name("instruction"))
+        given = plan.get(row, "input")
+        if given is not None and not isinstance(given, str):
+            raise Refused(plan.name("input"), "wrong_type", f"holds {turns.kind_of(given)}, not text")
+        return [{"role": "user", "content": f"{asked}\n\n{given}" if given and given.strip() else asked}]
+    if "messages" in plan.columns:
+        return turns.messages(plan.get(row, "messages"), plan.name("messages"))
+    return []
+
+
+def _answered(value: Any, field: str) -> list[Message]:
+    """An answer as messages: text is one turn of the assistant."""
+    if isinstance(value, list | dict):
+        return turns.messages(value, field)
+    return [{"role": "assistant", "content": turns.text(value, field)}]
+
+
+def _one_answer(found: Sequence[Message], field: str) -> Message:
+    if len(found) != 1 or found[0]["role"] != "assistant":
+        roles = ", ".join(message["role"] for message in found) or "nothing"
+        raise Refused(field, "not_one_answer", f"goes on from the context with {roles}, not with one turn of the assistant")
+    return found[0]
+
+
+def _with_system(plan: Plan, row: Fields, found: list[Message]) -> list[Message]:
+    """The messages behind the row's own system message, where it has one."""
+    system = plan.get(row, "system")
+    if system is None or (isinstance(system, str) and not system.strip()):
+        return found
+    if found[0]["role"] == "system":
+        raise Refused(plan.name("system"), "two_systems", "gives a system message, and the messages begin with another")
+    return [{"role": "system", "content": turns.text(system, plan.name("system"))}, *found]
+
+
+def _tools(plan: Plan, row: Fields) -> str | None:
+    """JSON text of the row's tools."""
+    value = plan.get(row, "tools")
+    if isinstance(value, str):
+        value = turns.parsed(value, plan.name("tools")) if value.strip() else None
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise Refused(plan.name("tools"), "wrong_type", f"holds {turns.kind_of(value)}, not a list of tools")
+    return dump(value)
+
+
+# --- preferences ------------------------------------------------------------------------------------------
+
+
+def _pair(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
+    fields = plan.name("chosen"), plan.name("rejected")
+    if plan.get(row, "chosen") is None and plan.get(row, "rejected") is None:
+        raise Refused(fields[0], "missing", "is missing or null")
+    context = _asked(plan, row)
+    chosen, rejected = (_side(plan.get(row, side), plan.name(side)) for side in ("chosen", "rejected"))
+    if context:
+        answers = [_behind(context, side, field) for side, field in zip((chosen, rejected), fields, strict=True)]
+    else:
+        common = 0
+        while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
+            common += 1
+        if common == len(chosen) == len(rejected):
+            raise Refused(fields[1], "identical", f"is the same as {fields[0]}")
+        context, answers = chosen[:common], [chosen[common:], rejected[common:]]
+    better, worse = (_one_answer(found, field) for found, field in zip(answers, fields, strict=True))
+    if better == worse:
+        raise Refused(fields[1], "identical", f"is the same as {fields[0]}")
+    edited = plan.get(row, "edited")
+    values: Values = {"chosen": better, "rejected": worse}
+    if edited is not None:
+        values["edited"] = _one_answer(_side(edited, plan.name("edited")), plan.name("edited"))
+    if plan.get(row, "others") is not None:
+        values["others"] = _others(plan.get(row, "others"), plan.name("others"))
+    return context, values | _margin(plan, row)
+
+
+def _others(value: Any, field: str) -> list[Message]:
+    """The further answers of a ranking as the preferences table keeps them: messages of the assistant, each with its rank."""
+    found = turns.messages(value, field)
+    for number, one in enumerate(found):
+        _one_answer([one], f"{field}.{number}")
+        if not isinstance(one.get("rank"), int) or one["rank"] < -1:
+            raise Refused(f"{field}.{number}.rank", "wrong_type", "is no rank: 0 as good as chosen, 1, 2, … between, -1 as bad as rejected")
+    return found
+
+
+def _side(value: Any, field: str) -> list[Message]:
+    """One side of a pair: messages, an HH dialogue, or the answer's text."""
+    if isinstance(value, str) and turns.is_dialogue(value):
+        return turns.dialogue(value, field)
+    if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
+        try:  # a cell of CSV holds messages as JSON; an answer may be JSON, too, and then is text
+            return turns.messages(value, field)
+        except Refused:
+            return _answered(value, field)
+    return _answered(value, field)
+
+
+def _behind(context: list[Message], found: list[Message], field: str) -> list[Message]:
+    """What of one side stands behind the context: all of it, or what follows where it repeats the context."""
+    if found[: len(context)] == context:
+        return found[len(context) :]
+    if len(found) > 1:
+        raise Refused(field, "prompt_differs", "repeats a context that is not the prompt")
+    return found
+
+
+def _margin(plan: Plan, row: Fields) -> Values:
+    """Level and margin, where the row has them; the margin may come as two scores."""
+    values: Values = {}
+    level = plan.get(row, "level")
+    if level is not None:
+        if level not in LEVELS:
+            raise Refused(plan.name("level"), "unknown_level", f"holds {str(level)[:40]!r}; known are {', '.join(LEVELS)}")
+        values["level"] = level
+    if plan.get(row, "margin") is not None:
+        values["margin"] = turns.number(plan.get(row, "margin"), plan.name("margin"))
+    elif plan.get(row, "chosen_score") is not None and plan.get(row, "rejected_score") is not None:
+        better, worse = (turns.number(plan.get(row, f"{side}_score"), plan.name(f"{side}_score")) for side in ("chosen", "rejected"))
+        values["margin"] = better - worse
+    return values
+
+
+def _labelled(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
+    """An answer with a label of its own: good ones have no `rejected`, bad ones no `chosen`."""
+    good = turns.truth(plan.get(row, "label"), plan.name("label"), numbers=plan.declared)
+    found = _asked(plan, row)
+    if "completion" in plan.columns:
+        field = plan.name("completion")
+        answer = _one_answer(_answered(plan.get(row, "completion"), field), field)
+    else:
+        field = plan.name("messages")
+        answer = _one_answer(found[-1:], field)
+        found = found[:-1]
+    return found, {"chosen": answer if good else None, "rejected": None if good else answer}
+
+
+def _ranked(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
+    """Several answers: the best is chosen, the worst rejected, the others keep their rank; equals share one."""
+    field = plan.name("answers")
+    answers = plan.get(row, "answers")
+    answers = turns.parsed(answers, field) if isinstance(answers, str) else answers
+    if not isinstance(answers, list):
+        raise Refused(field, "missing" if answers is None else "wrong_type", f"holds {turns.kind_of(answers)}, not a list of answers")
+    if len(answers) < 2:
+        raise Refused(field, "one_answer", f"has {len(answers)} answers: a ranking takes two")
+    worth, by_rank = _worth(plan, row, answers)
+    found = [(value, _candidate(answer, f"{field}.{i}")) for i, (value, answer) in enumerate(zip(worth, answers, strict=True))]
+    tiers = [[message for value, message in found if value == tier] for tier in sorted(set(worth), reverse=True)]
+    if len(tiers) == 1:
+        raise Refused(field, "all_equal", "are all equally good: there is nothing to prefer")
+    ranks = [0, *range(1, len(tiers) - 1), -1]
+    (chosen, *best), (*worst, rejected) = tiers[0], tiers[-1]
+    others = [{**m, "rank": rank} for rank, tier in zip(ranks, (best, *tiers[1:-1], worst), strict=True) for m in tier]
+    values: Values = {"chosen": chosen, "rejected": rejected, "others": others}
+    if not by_rank:
+        values["margin"] = max(worth) - min(worth)
+    edited = _edit(plan, row, answers, worth)
+    return _asked(plan, row), values | ({"edited": edited} if edited else {})
+
+
+def _candidate(answer: Any, field: str) -> Message:
+    if isinstance(answer, dict) and not {"role", "from"} & set(answer):
+        name = next((n for n in ("text", "content", "answer", "completion", "response") if answer.get(n) is not None), None)
+        if name is None:
+            raise Refused(field, "missing", f"has no text; it has {', '.join(answer) or 'nothing'}")
+        return {"role": "assistant", "content": turns.text(answer[name], f"{field}.{name}")}
+    if isinstance(answer, dict):
+        text = answer.get("content", answer.get("value", answer.get("text")))
+        return {"role": "assistant", "content": turns.text(text, field)}
+    return _one_answer(_answered(answer, field), field)
+
+
+def _worth(plan: Plan, row: Fields, answers: Sequence[Any]) -> tuple[list[float], bool]:
+    """A number for each answer, larger for a better one: its score or rating; or (True) its rank, of which the smallest is best."""
+    if "scores" in plan.columns:
+        field = plan.name("scores")
+        values = plan.get(row, "scores")
+        values = turns.parsed(values, field) if isinstance(values, str) else values
+        if not isinstance(values, list) or len(values) != len(answers):
+            said = f"{len(values)} numbers" if isinstance(values, list) else turns.kind_of(values)
+            raise Refused(field, "wrong_number", f"holds {said} for {len(answers)} answers")
+        numbers = [turns.number(value, f"{field}.{i}") for i, value in enumerate(values)]
+        return ([-value for value in numbers], True) if "rank" in field else (numbers, False)
+    field = plan.name("answers")
+    named = {name for answer in answers if isinstance(answer, dict) for name in SCORES if answer.get(name) is not None}
+    if len(named) != 1:
+        raise Refused(field, "no_score", f"have {' and '.join(sorted(named)) or 'no score, rating or rank'}: one of them is needed")
+    (name,) = named
+    numbers = []
+    for i, answer in enumerate(answers):
+        if not isinstance(answer, dict):
+            raise Refused(f"{field}.{i}", "wrong_type", f"is {turns.kind_of(answer)}, not an answer with its {name}")
+        numbers.append(turns.number(answer.get(name), f"{field}.{i}.{name}"))
+    return ([-value for value in numbers], True) if name == "rank" else (numbers, False)
+
+
+def _edit(plan: Plan, row: Fields, answers: Sequence[Any], worth: Sequence[float]) -> Message | None:
+    """The improved best answer: a column of its own, or with the answer."""
+    edits = [(i, a["edited"]) for i, a in enumerate(answers) if isinstance(a, dict) and a.get("edited") is not None]
+    if plan.get(row, "edited") is not None:
+        edits.append((max(range(len(worth)), key=lambda i: (worth[i], -i)), plan.get(row, "edited")))
+    if not edits:
+        return None
+    first = max(range(len(worth)), key=lambda i: (worth[i], -i))
+    if len(edits) > 1 or edits[0][0] != first:
+        raise Refused(f"{plan.name('answers')}.{edits[0][0]}.edited", "edit_of_another", "is an edit of an answer that is not the best one")
+    field = f"{plan.name('answers')}.{first}.edited"
+    return _one_answer(_answered(edits[0][1], field), field)

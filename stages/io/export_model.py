@@ -1,0 +1,65 @@
+"""Export of a model: a folder in Hugging Face's layout, or a GGUF file, whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from pathlib import Path
+from typing import Literal
+
+from puna.storage import Artifact, PunaError
+
+Format = Literal["hf", "gguf"]
+LEFT = ("manifest.json",)
+"""Files of an artifact that are Puna's own; tables of its training log are left out, too."""
+LAYOUT = (".json", ".safetensors", ".jinja")
+
+
+def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf") -> list[Path]:
+    """Write a model artifact to a new or empty folder; returns the files, sorted.
+
+    `hf`: weights, configuration, tokenizer and chat template as transformers, vLLM and lm-eval read them. `gguf`: one file for
+    llama.cpp, `NAME.gguf` after the folder. PunaError where it is no model, it is damaged, the folder holds anything, or GGUF has no
+    form for it.
+    """
+    if artifact.kind != "model":
+        raise PunaError(f"export: {artifact.id} is of the kind {artifact.kind}; a model is wanted")
+    if damage := artifact.damage():
+        raise PunaError(f"export: {artifact.id} is damaged: {'; '.join(damage)}; run the stage that made it again")
+    target = Path(folder).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise PunaError(f"export: {target} is there already and not empty; give a new folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.part"
+    part.mkdir()
+    try:
+        if format == "gguf":
+            _write_gguf(artifact, part / f"{target.name}.gguf")
+        else:
+            _copy(artifact, part)
+        if target.exists():
+            target.rmdir()
+        part.rename(target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return sorted(path for path in target.iterdir() if path.is_file())
+
+
+def _copy(artifact: Artifact, part: Path) -> None:
+    """The files of Hugging Face's layout."""
+    for path in sorted(artifact.path().iterdir()):
+        if path.suffix in LAYOUT and path.name not in LEFT:
+            shutil.copyfile(path, part / path.name)
+
+
+def _write_gguf(artifact: Artifact, file: Path) -> None:
+    from puna.models.checkpoint import CheckpointError, load_with_tokenizer
+    from puna.models.gguf_format.files import write
+
+    try:
+        model, tokenizer = load_with_tokenizer(artifact.path(), dtype=None)
+        if model.head != "lm":
+            raise ValueError("it is a reward model; llama.cpp runs language models")
+        write(file, model.config, model.state_dict(), tokenizer)
+    except (CheckpointError, ValueError) as error:
+        raise PunaError(f"export: {artifact.id}: {error}") from error

@@ -1,0 +1,170 @@
+"""Import of a model: any checkpoint of a known family, safetensors or GGUF, with its own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, field_validator
+
+from puna.stages.contract import External, StageConfig, StageRun, stage
+from puna.storage import PunaError
+
+if TYPE_CHECKING:
+    from puna.models.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
+
+NEEDED = ("*.json", "*.safetensors", "*.jinja", "additional_chat_templates/*")
+"""What is fetched of a repository of the hub, with its GGUF files where it has no safetensors."""
+
+
+class ImportModelConfig(StageConfig):
+    """How a checkpoint is taken in."""
+
+    dtype: Literal["stored", "float32", "bfloat16", "float16"] = Field(
+        "stored", description="Number format of the weights that are kept; stored: the checkpoint's own, float32 for packed GGUF blocks"
+    )
+    chat_template: str | None = Field(
+        None,
+        description="Chat template in place of the checkpoint's: a name (llama3, chatml), a Jinja file, or the template's text; "
+        "none: the checkpoint's own",
+    )
+
+    @field_validator("chat_template")
+    @classmethod
+    def _read(cls, value: str | None) -> str | None:
+        """The text of a template that is given as a file: it decides the artifact, where it lies does not."""
+        if value is None or "{" in value:
+            return value
+        from puna.models.tokenizer import TEMPLATES
+
+        if value in TEMPLATES:
+            named: str = TEMPLATES[value]
+            return named
+        if not Path(value).is_file():
+            raise ValueError(f"{value!r} is neither a chat template's name ({', '.join(TEMPLATES)}) nor a file")
+        return Path(value).read_text(encoding="utf-8")
+
+
+@stage(kind="model")
+def import_model(model: External, config: ImportModelConfig, run: StageRun) -> None:
+    """A model of Puna's from a checkpoint: a folder in Hugging Face's layout, a GGUF file, or `hf://OWNER/NAME[@REVISION]`.
+
+    Checked before anything is kept: the family, names and shapes of all tensors, the tokenizer against the embeddings, the
+    chat template on a conversation, the tokens that end an answer. The metrics say what was found.
+    """
+    import torch
+
+    from puna.models.checkpoint import CheckpointError, load_with_tokenizer, save
+
+    path = _local(model, run.scratch)
+    try:
+        network, tokenizer = load_with_tokenizer(path, dtype=None if config.dtype == "stored" else getattr(torch, config.dtype))
+    except CheckpointError as error:
+        raise PunaError(f"import_model: {model.uri}: {error}") from error
+    if config.chat_template is not None:
+        tokenizer = _with_template(tokenizer, config.chat_template)
+    _check(network, tokenizer, model.uri)
+    for name, value in _found(network, tokenizer, path).items():
+        run.metric(name, value)
+    save(network, run.folder, tokenizer)
+
+
+def _with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
+    from puna.models.tokenizer import TemplateError
+
+    try:
+        return tokenizer.with_template(source)
+    except TemplateError as error:
+        raise PunaError(f"import_model.chat_template: {error}") from error
+
+
+def _check(network: Transformer, tokenizer: Tokenizer, uri: str) -> None:
+    """PunaError where tokenizer, embeddings and template do not fit each other."""
+    from puna.models.chat import PROBE, ChatError
+
+    rows = network.config.vocab_size
+    if tokenizer.vocab_size > rows:
+        raise PunaError(
+            f"import_model: {uri}: the tokenizer has {tokenizer.vocab_size} tokens, the embeddings {rows} rows: "
+            f"token {rows} ({tokenizer.vocabulary.token(rows)!r}) has none; take the tokenizer that the model was trained with"
+        )
+    if tokenizer.template is None:
+        return
+    try:
+        tokenizer.chat(PROBE[:1])
+        tokenizer.render(PROBE[:2])
+    except ChatError as error:
+        raise PunaError(
+            f"import_model: {uri}: the chat template does not fit the tokenizer: {error}; give another one as chat_template"
+        ) from error
+
+
+def _found(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict[str, float | int | str]:
+    """What the checkpoint holds, by name."""
+    shape = network.config
+    ids = {"bos": tokenizer.bos, "eos": tokenizer.eos}
+    named = {name: "none" if id_ is None else tokenizer.vocabulary.token(id_) for name, id_ in ids.items()}
+    return {
+        "family": shape.model_type,
+        "format": "gguf" if path.suffix == ".gguf" else "safetensors",
+        "head": network.head,
+        "parameters": sum(parameter.numel() for parameter in network.parameters()),
+        "layers": shape.num_hidden_layers,
+        "hidden_size": shape.hidden_size,
+        "context": shape.max_position_embeddings,
+        "dtype": str(network.model.embed_tokens.weight.dtype).removeprefix("torch."),
+        "tokens": tokenizer.vocab_size,
+        "embedding_rows": shape.vocab_size,
+        **named,
+        "stop_tokens": " ".join(tokenizer.vocabulary.token(id_) for id_ in tokenizer.stop_ids) or "none",
+        "chat_template": "none" if tokenizer.template is None else "there",
+    }
+
+
+def _local(model: External, scratch: Path) -> Path:
+    """The folder or GGUF file on this machine; what lies elsewhere is fetched to the scratch folder."""
+    if model.uri.startswith("hf://") and not model.files:
+        return _chosen(_snapshot(model.uri, scratch / "hub"), model.uri)
+    places = {file.name: file.local() for file in model.files}
+    if len(places) == 1 and not next(iter(places)).endswith(".gguf"):
+        raise PunaError(f"import_model: {model.uri}: give the model's folder, which holds its configuration and tokenizer, or a GGUF file")
+    if len(places) == 1 and (only := next(iter(places.values()))) is not None:
+        return only
+    if None not in places.values():
+        name, place = next(iter(places.items()))
+        return _chosen(Path(str(place).removesuffix(name)), model.uri)
+    for file in model.files:
+        target = scratch / "fetched" / file.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with file.open() as source, target.open("wb") as out:
+            shutil.copyfileobj(source, out)
+    return _chosen(scratch / "fetched", model.uri)
+
+
+def _chosen(path: Path, uri: str) -> Path:
+    """A folder in Hugging Face's layout as it is; else the one GGUF file of the folder."""
+    if path.suffix == ".gguf" or (path / "config.json").is_file():
+        return path
+    files = sorted(path.glob("*.gguf"))
+    if len(files) != 1:
+        named = f"{len(files)} GGUF files ({', '.join(file.name for file in files[:3])}): name one" if files else "no GGUF file"
+        raise PunaError(f"import_model: {uri} holds no config.json of a Hugging Face model, and {named}")
+    return files[0]
+
+
+def _snapshot(uri: str, target: Path) -> Path:
+    """A model's repository of the hub at the commit in `uri`, without what is not read here."""
+    import httpx
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    repository, _, commit = uri.removeprefix("hf://").partition("@")
+    try:
+        names = [file.rfilename for file in HfApi().model_info(repository, revision=commit).siblings or []]
+        wanted = NEEDED if any(name.endswith(".safetensors") for name in names) else (*NEEDED, "*.gguf")
+        return Path(snapshot_download(repository, revision=commit, allow_patterns=list(wanted), local_dir=target))
+    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise PunaError(f"import_model: {uri}: the hub does not give the model ({reason})") from error

@@ -1,0 +1,355 @@
+"""What the import stages share: finding files, recognising their layout, reading them in workers, counting what is dropped.
+
+Each file is read by one worker into chunks below the run's scratch folder; the driver sees only ids, keeps the first row of
+each, and the workers write what is kept. A row that cannot be taken is a row of `dropped` with file, row, field and reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import Field
+
+from puna.stages.contract import External, ExternalFile, SeededConfig, StageRun
+from puna.stages.draws import identifier
+from puna.stages.io import convert, layouts
+from puna.stages.io.layouts import Plan
+from puna.stages.io.turns import Refused
+from puna.stages.reading.hub import hub_stream
+from puna.stages.reading.rows import COLUMNAR, SIDECARS, Fault, Row, format_of, read_rows, stream_rows
+from puna.storage import PunaError
+from puna.storage.schemas import table_schema
+
+SNIFFED_ROWS = 200
+CHUNK_BYTES = 32 << 20
+
+
+class ImportConfig(SeededConfig):
+    """How files become rows."""
+
+    columns: dict[str, str] = Field(
+        default_factory=dict, description="Field -> column that holds it, where it has not its usual name; a.b.0 reaches into structures"
+    )
+    bad_rows: Literal["drop", "refuse"] = Field(
+        "drop", description="What becomes of a row that cannot be taken: it goes to `dropped` with its reason, or ends the run"
+    )
+    format: Literal["auto", "json", "parquet", "csv", "tsv", "dataset"] = Field(
+        "auto", description="Format of every file (json: JSON lines or one array); auto goes by each file's name and first bytes"
+    )
+    max_row_bytes: int = Field(16 << 20, ge=1024, le=1 << 30, description="Longest row of JSON or cell of CSV that is read, bytes")
+    task: str = Field("", description="Task of the rows that name none; empty: the input's name")
+    dataset_subset: str | None = Field(None, min_length=1, description="Configuration of a data set on the hub")
+    dataset_split: str = Field("train", min_length=1, description="Split of a data set on the hub")
+
+
+class SplitConfig(ImportConfig):
+    """How files become rows that are trained on or held out."""
+
+    heldout_fraction: float = Field(
+        0.0, ge=0, lt=1, description="Share of prompts held out, by a hash of prompt and seed, where rows have no split of their own"
+    )
+
+
+class Job(NamedTuple):
+    """One file, or one shard of a data set on the hub."""
+
+    number: int
+    source: str
+    format: str
+    name: str
+    file: ExternalFile | None
+    uri: str = ""
+    shard: int = 0
+    shards: int = 1
+
+
+def import_rows(kind: str, layout: str, inputs: Sequence[External], config: ImportConfig, run: StageRun) -> None:
+    """Write the rows of the inputs as artifacts of `kind`; what the layout is, why, and an example go to `examples`."""
+    jobs = list(_jobs(inputs, config))
+    plans, shown = {}, []
+    for name in dict.fromkeys(job.source for job in jobs):
+        plan, example = _planned(kind, layout, name, [job for job in jobs if job.source == name], config)
+        if plan is not None:
+            plans[name] = plan
+            run.metric(f"layout_{name}", plan.layout)
+            shown.append(example)
+    if not plans:
+        raise PunaError(f"{run.stage}: {', '.join(e.uri for e in inputs)}: there are no rows in {len(jobs)} files")
+    rules: Counter[str] = Counter()
+    seen: set[bytes] = set()
+    files, kept, first = [], 0, ""
+    settings = config.model_dump_json()
+    read = [job for job in jobs if job.source in plans]
+    for folder in run.map(_read, read, plans, kind, settings, type(config), str(run.scratch), rows=len(read)):
+        for file in sorted(Path(folder).glob("*.parquet")):
+            table = file.name.split("-")[0]
+            found = pq.read_table(file, columns=["id", "place"] if table == kind else ["id", "rule", "detail"])
+            run.count_input(len(found))
+            if table == kind:
+                places, again = _repeated(found, seen)
+                if again and config.bad_rows == "refuse":
+                    raise PunaError(f"{run.stage}: {again[0]['detail']}")
+                run.write_rows(again, "dropped")
+                rules.update({"duplicate": len(again)} if again else {})
+                kept += len(found) - len(again)
+                files.append((str(file), table, places))
+            else:
+                rules.update(found.column("rule").to_pylist())
+                first = first or found.column("detail")[0].as_py()
+                files.append((str(file), table, []))
+    if not kept:
+        why = ", ".join(f"{count} {rule}" for rule, count in rules.most_common())
+        raise PunaError(f"{run.stage}: no row of {', '.join(plans)} can be taken: {why or 'there are none'}. The first: {first}")
+    run.produce(_kept, files)
+    run.write_rows(shown, "examples")
+    run.metric("files", len(jobs))
+    run.metric("rows", (run.input_rows or 0))
+    for rule, count in sorted(rules.items()):
+        run.metric(f"dropped_{rule}", count)
+
+
+# --- finding the work -------------------------------------------------------------------------------------
+
+
+def _jobs(inputs: Sequence[External], config: ImportConfig) -> Iterator[Job]:
+    number = 0
+    for external in inputs:
+        if not external.files:  # a whole data set of the hub
+            shards = hub_stream(external.uri, config.dataset_subset, config.dataset_split).num_shards
+            for shard in range(shards):
+                yield Job(number, external.name, "hub", f"{external.uri}/{config.dataset_split}/{shard}", None, external.uri, shard, shards)
+                number += 1
+            continue
+        for file in external.files:
+            if file.name.rsplit("/", 1)[-1] in SIDECARS or not file.bytes:
+                continue
+            kind = config.format if config.format != "auto" else _format(file)
+            yield Job(number, external.name, kind, file.name, file)
+            number += 1
+
+
+def _format(file: ExternalFile) -> str:
+    with closing(file.open()) as handle:
+        found = format_of(file.name, handle.read(4096))
+    if found is None:
+        where = file.shown
+        raise PunaError(f"{where}: is neither JSON, Parquet, CSV, TSV nor a saved data set by name and beginning; say which with format")
+    return found
+
+
+def _rows(job: Job, config: ImportConfig) -> Iterator[Row | Fault]:
+    if job.file is None:
+        yield from stream_rows(hub_stream(job.uri, config.dataset_subset, config.dataset_split).shard(job.shards, job.shard))
+        return
+    try:
+        with closing(job.file.open()) as handle:
+            yield from read_rows(handle, job.file.shown, job.format, config.max_row_bytes)
+    except FileNotFoundError as error:
+        raise PunaError(f"input {job.file.shown}: the file is gone ({error})") from error
+
+
+def _planned(kind: str, layout: str, name: str, jobs: Sequence[Job], config: ImportConfig) -> tuple[Plan | None, dict[str, Any]]:
+    """The layout of an input by the first rows of its files, and an example of a row; None where it has no rows."""
+    sample: list[dict[str, Any]] = []
+    fault: Fault | None = None
+    for job in jobs:
+        for row in islice(_rows(job, config), max(1, SNIFFED_ROWS // len(jobs))):
+            if isinstance(row, Row):
+                sample.append(row.fields)
+            else:
+                fault = fault or row
+        if len(sample) >= SNIFFED_ROWS:
+            break
+    where = f"input {name}"
+    if not sample:
+        if fault is not None:
+            raise PunaError(f"{where}: its first {SNIFFED_ROWS} records are no rows; row {fault.number} {fault.reason}")
+        return None, {}
+    plan = layouts.plan(kind, sample, where, layout, config.columns)
+    example = next((found for row in sample if (found := _example(kind, plan, row)) is not None), "no row of the first ones can be taken")
+    return plan, {
+        "id": f"layout-{name}",
+        "kind": "layout",
+        "prompt": _short(json.dumps(sample[0], ensure_ascii=False, default=str)),
+        "text": _short(example),
+        "detail": layouts.shown(plan, jobs[0].format),
+    }
+
+
+def _example(kind: str, plan: Plan, row: dict[str, Any]) -> str | None:
+    try:
+        values = convert.CONVERT[kind](plan, row)
+    except Refused:
+        return None
+    return json.dumps({name: value for name, value in values.items() if value is not None}, ensure_ascii=False, default=str)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 4000 else text[:4000] + "…"
+
+
+# --- reading, in a worker ---------------------------------------------------------------------------------
+
+
+def _read(job: Job, plans: dict[str, Plan], kind: str, settings: str, config_type: type[ImportConfig], scratch: str) -> str:
+    """Read one file into chunks below `scratch`; returns their folder. Done once, also after a crash."""
+    folder = Path(scratch) / f"job-{job.number:06d}"
+    marker = folder / "done"
+    if marker.exists():
+        return str(folder)
+    folder.mkdir(exist_ok=True)
+    for file in folder.glob("*.parquet"):
+        file.unlink()
+    config = config_type.model_validate_json(settings)
+    chunk = _Chunk(folder, kind)
+    address = job.file.shown if job.file is not None else job.name
+    for row in _rows(job, config):
+        found = _taken(row, job, plans[job.source], kind, config) if isinstance(row, Row) else row
+        if isinstance(found, Fault):
+            said = f"{address}, row {found.number}{f', field {found.field}' if found.field else ''}: {found.reason}"
+            if config.bad_rows == "refuse":
+                raise PunaError(f"{said}. With bad_rows=drop such rows are set aside")
+            identity = identifier("dropped", job.source, job.name, found.number)
+            chunk.add("dropped", {"id": identity, "rule": found.rule, "detail": said}, 300)
+        else:
+            size = 300 + sum(len(value) for value in found.values() if isinstance(value, str))
+            chunk.add(kind, found | {"place": f"{address}, row {row.number}"}, size)
+    chunk.flush()
+    marker.touch()
+    return str(folder)
+
+
+def _taken(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -> dict[str, Any] | Fault:
+    """The row of the table, or why there is none."""
+    fields: dict[str, Any] = _without_nulls(row.fields) if job.format in COLUMNAR else row.fields
+    try:
+        values = convert.CONVERT[kind](plan, fields)
+        own = plan.get(fields, "id")
+        if own is not None and not isinstance(own, str | int):
+            raise Refused(plan.name("id"), "wrong_type", "is neither text nor a number")
+        named = identifier(kind, job.source, own) if own is not None else None
+        return NAMED[kind](values, named, plan, fields, job, config)
+    except Refused as error:
+        return Fault(row.number, error.field, error.rule, error.reason)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the nulls by which columnar formats give every structure every key."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _about(plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig) -> dict[str, Any]:
+    """Task of a row, and its split where it names one."""
+    task = plan.get(row, "task")
+    if task is not None and (not isinstance(task, str) or not task.strip()):
+        raise Refused(plan.name("task"), "wrong_type", "is no name of a task")
+    return {"task": task or config.task or job.source, "split": convert.split_of(plan, row)}
+
+
+def _split(split: str | None, prompt: str, config: ImportConfig) -> str:
+    if split is not None:
+        return split
+    assert isinstance(config, SplitConfig)
+    share = int(identifier(config.seed, prompt)[:13], 16) / 16**13
+    return "heldout" if share < config.heldout_fraction else "train"
+
+
+def _prompt(values: dict[str, Any], named: str | None, plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig) -> dict[str, Any]:
+    about = _about(plan, row, job, config)
+    name = named or identifier(values["messages"], values["tools"] or "")
+    return values | about | {"id": name, "split": _split(about["split"], values["messages"], config)}
+
+
+def _preference(
+    values: dict[str, Any], named: str | None, plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig
+) -> dict[str, Any]:
+    about = _about(plan, row, job, config)
+    prompt = identifier(values["messages"], values["tools"] or "")
+    name = named or identifier("preference", prompt, *(values[side] for side in ("chosen", "rejected", "edited", "others")))
+    return values | about | {"id": name, "prompt_id": prompt, "split": _split(about["split"], values["messages"], config)}
+
+
+def _instruction(
+    values: dict[str, Any], named: str | None, plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig
+) -> dict[str, Any]:
+    about = _about(plan, row, job, config)
+    turns = json.loads(values["messages"])
+    asked = next(number for number, turn in enumerate(turns) if turn["role"] == "assistant")
+    prompt = identifier(json.dumps(turns[:asked], ensure_ascii=False), values["tools"] or "")
+    name = named or identifier("instruction", values["messages"], values["tools"] or "")
+    split = _split(about["split"], prompt, config)
+    return values | about | {"id": name, "prompt_id": prompt, "split": split, "source": job.source, "score": None}
+
+
+def _document(values: dict[str, Any], named: str | None, plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig) -> dict[str, Any]:
+    url = values["url"] or f"file:///{job.source}/{job.name}"
+    name = named or identifier("document", job.source, values["url"] or "", values["text"])
+    return values | {"id": name, "url": url, "source": job.source}
+
+
+NAMED = {"prompts": _prompt, "preferences": _preference, "instructions": _instruction, "documents": _document}
+
+
+class _Chunk:
+    """Rows held until there are enough for a file."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self._folder, self._kind = folder, kind
+        self._rows: dict[str, list[dict[str, Any]]] = {}
+        self._number = self._bytes = 0
+
+    def add(self, table: str, row: dict[str, Any], size: int) -> None:
+        """Hold one row; write a chunk when it is full."""
+        self._rows.setdefault(table, []).append(row)
+        self._bytes += size
+        if self._bytes >= CHUNK_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is held."""
+        for table, rows in self._rows.items():
+            loose = [field.with_nullable(True) for field in table_schema(table).schema]
+            schema = pa.schema([*loose, pa.field("place", pa.string())] if table == self._kind else loose)
+            file = self._folder / f"{table}-{self._number:06d}.parquet"
+            pq.write_table(pa.Table.from_pylist(rows, schema=schema), file, compression="zstd", compression_level=1)
+        self._rows, self._bytes = {}, 0
+        self._number += 1
+
+
+# --- what is kept -----------------------------------------------------------------------------------------
+
+
+def _repeated(table: pa.Table, seen: set[bytes]) -> tuple[list[int], list[dict[str, Any]]]:
+    """Places of the rows whose ids were seen before, and a row of `dropped` for each."""
+    places, again = [], []
+    for place, identity in enumerate(table.column("id").to_pylist()):
+        key = bytes.fromhex(identity)
+        if key in seen:
+            where = table.column("place")[place].as_py()
+            detail = f"{where}, field id: the row is there already, as {identity}"
+            again.append({"id": identifier("duplicate", where), "rule": "duplicate", "value": None, "threshold": None, "detail": detail})
+            places.append(place)
+        seen.add(key)
+    return places, again
+
+
+def _kept(file: tuple[str, str, list[int]]) -> dict[str, pa.Table]:
+    """In a worker: the rows of one chunk, but for those at the given places."""
+    path, table, places = file
+    rows = pq.read_table(path, columns=table_schema(table).schema.names)
+    if places:
+        keep = np.ones(len(rows), dtype=bool)
+        keep[places] = False
+        rows = rows.filter(pa.array(keep))
+    return {table: rows}

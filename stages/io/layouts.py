@@ -1,0 +1,227 @@
+"""The field's layouts of data sets: which columns each needs, and how one is recognised.
+
+A layout is looked for in the order of `LAYOUTS`. Data that fits several of them, or one in several ways, is not guessed at: the
+error lists the candidates and how to declare one (`layout`, `columns`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from puna.stages.io import turns
+from puna.stages.reading.files import field_at
+from puna.storage import PunaError
+
+Fields = Mapping[str, Any]
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "messages": ("messages", "conversations", "conversation"),
+    "prompt": ("prompt", "question", "query"),
+    "completion": ("completion", "response", "answer", "output"),
+    "instruction": ("instruction",),
+    "input": ("input",),
+    "output": ("output", "response", "answer", "completion"),
+    "chosen": ("chosen",),
+    "rejected": ("rejected",),
+    "label": ("label",),
+    "answers": ("answers", "responses", "completions"),
+    "scores": ("scores", "ratings", "ranks"),
+    "edited": ("edited",),
+    "others": ("others",),
+    "system": ("system", "system_prompt"),
+    "tools": ("tools", "functions"),
+    "reference": ("reference", "answer", "solution", "completion", "response", "output"),
+    "verifier": ("verifier",),
+    "split": ("split",),
+    "task": ("task",),
+    "level": ("level",),
+    "margin": ("margin",),
+    "chosen_score": ("chosen_score", "score_chosen", "chosen_rating"),
+    "rejected_score": ("rejected_score", "score_rejected", "rejected_rating"),
+    "text": ("text", "content"),
+    "title": ("title",),
+    "url": ("url",),
+    "date": ("date", "timestamp", "fetched_at"),
+    "id": (),
+}
+"""Usual names of each field's column, in the order of preference; a field without one has to be mapped."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout: the fields it needs (each entry: one of these), those it may have, and what tells it apart, in words."""
+
+    name: str
+    needs: tuple[tuple[str, ...], ...]
+    may: tuple[str, ...]
+    why: str
+
+
+ASIDE = ("system", "tools", "split", "task", "id")
+LAYOUTS: dict[str, tuple[Layout, ...]] = {
+    "preferences": (
+        Layout("pairs", (("chosen",), ("rejected",)),
+               ("prompt", "instruction", "input", "messages", "edited", "others", "level", "margin", "chosen_score", "rejected_score",
+                *ASIDE),
+               "a better and a worse answer"),
+        Layout("kto", (("messages", "prompt"), ("label",)), ("completion", *ASIDE), "single answers labelled good or bad"),
+        Layout("ranked", (("prompt", "messages"), ("answers",)), ("scores", "edited", *ASIDE), "several answers with scores or ranks"),
+    ),
+    "instructions": (
+        Layout("messages", (("messages",),), ASIDE, "whole conversations"),
+        Layout("prompt_completion", (("prompt",), ("completion",)), ASIDE, "a prompt and its completion"),
+        Layout("instruction_output", (("instruction",), ("output",)), ("input", *ASIDE), "an instruction, its input and output"),
+    ),
+    "prompts": (
+        Layout("messages", (("messages",),), ("reference", "verifier", *ASIDE), "conversations to be continued"),
+        Layout("prompt", (("prompt",),), ("reference", "verifier", *ASIDE), "one question a row"),
+        Layout("instruction", (("instruction",),), ("input", "reference", "verifier", *ASIDE), "an instruction, perhaps an input"),
+    ),
+    "documents": (Layout("text", (("text",),), ("title", "url", "date", "id"), "one text a row"),),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the rows of an input are read: the layout, the column of each field, why, and whether numbers may be labels."""
+
+    layout: str
+    columns: dict[str, str]
+    why: str
+    declared: bool
+
+    def get(self, row: Fields, field: str) -> Any:
+        """The value of a field, None where it has no column or the row lacks it."""
+        return field_at(row, self.columns[field]) if field in self.columns else None
+
+    def name(self, field: str) -> str:
+        """The column of a field, for messages."""
+        return self.columns.get(field, field)
+
+
+def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapping[str, str]) -> Plan:
+    """The layout of an input for artifacts of a kind, by its first rows; PunaError where it is not clear.
+
+    `layout` `auto` looks for one; `given` maps fields to columns and counts before the usual names.
+    """
+    known = sorted({field for one in LAYOUTS[kind] for field in (*(f for need in one.needs for f in need), *one.may)})
+    if wrong := sorted(set(given) - set(known)):
+        raise PunaError(f"columns: {wrong[0]!r} is no field of {kind}; the fields are {', '.join(known)}")
+    for field, path in given.items():
+        if all(field_at(row, path) is None for row in rows):
+            there = ", ".join(dict.fromkeys(name for row in rows for name in row))
+            raise PunaError(f"{where}: no row has the column {path!r} (columns.{field}); there are {there}")
+    fits = [one for one in LAYOUTS[kind] if layout in ("auto", one.name) and _fits(one, rows, given)]
+    if len(fits) > 1 and given:  # what is mapped was meant: a layout that uses none of it was not
+        used = [sum(field in given for need in one.needs for field in need) for one in fits]
+        fits = [one for one, count in zip(fits, used, strict=True) if count == max(used)]
+    if len(fits) != 1:
+        raise PunaError(_unclear(kind, rows, where, layout, fits))
+    (one,) = fits
+    columns = _columns(one, rows, where, given)
+    found = Plan(one.name, columns, _why(one, columns, layout, given), layout != "auto")
+    _check_values(found, rows, where)
+    return found
+
+
+def _present(field: str, rows: Sequence[Fields], given: Mapping[str, str]) -> list[str]:
+    """The columns that may hold a field."""
+    if field in given:
+        return [given[field]]
+    return [name for name in NAMES[field] if any(row.get(name) is not None for row in rows) and name not in given.values()]
+
+
+def _fits(one: Layout, rows: Sequence[Fields], given: Mapping[str, str]) -> bool:
+    if not all(any(_present(field, rows, given) for field in need) for need in one.needs):
+        return False
+    if one.name == "kto":
+        return bool(_present("messages", rows, given) or _present("completion", rows, given))
+    if one.name == "ranked":
+        return bool(_present("scores", rows, given)) or any(_scored(field_at(row, _present("answers", rows, given)[0])) for row in rows)
+    return True
+
+
+def _scored(answers: Any) -> bool:
+    """Whether a list, or the JSON text of one, holds answers with a score of their own."""
+    if isinstance(answers, str):
+        try:
+            answers = json.loads(answers)
+        except ValueError:
+            return False
+    return isinstance(answers, list) and any(isinstance(a, dict) and any(name in a for name in SCORES) for a in answers)
+
+
+SCORES = ("score", "rating", "rank")
+
+
+def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str, str]) -> dict[str, str]:
+    """Field -> column. Several columns for a needed field are refused; of optional ones the first is taken."""
+    columns: dict[str, str] = {}
+    needed = {field for need in one.needs for field in need}
+    fields = [field for need in one.needs for field in need] + [field for field in one.may if field not in needed]
+    for field in fields:
+        found = [name for name in _present(field, rows, given) if name not in columns.values()]
+        if len(found) > 1 and (field in needed or field == "reference"):
+            raise PunaError(
+                f"{where}: {field} may be {' or '.join(found)}; say which with columns.{field}, for example columns.{field}={found[0]}"
+            )
+        if found:
+            columns[field] = found[0]
+    if one.name in ("kto", "ranked") and {"prompt", "messages"} <= set(columns):
+        raise PunaError(
+            f"{where}: the context may be {columns['prompt']} or {columns['messages']}; say which with columns.prompt or columns.messages"
+        )
+    return columns
+
+
+def _why(one: Layout, columns: Mapping[str, str], layout: str, given: Mapping[str, str]) -> str:
+    if layout != "auto":
+        return "declared"
+    needed = [columns[field] for need in one.needs for field in need if field in columns]
+    mapped = f"; mapped: {', '.join(sorted(given))}" if given else ""
+    return f"{one.why}: the rows have {' and '.join(needed)}{mapped}"
+
+
+def _check_values(found: Plan, rows: Sequence[Fields], where: str) -> None:
+    """PunaError for values that leave open what was meant."""
+    if found.layout == "kto" and not found.declared:
+        labels = [found.get(row, "label") for row in rows]
+        if not any(isinstance(label, bool) or str(label).strip().lower() in ("true", "false") for label in labels):
+            shown = ", ".join(sorted({str(label)[:20] for label in labels if label is not None})[:5])
+            raise PunaError(
+                f"{where}: {found.name('label')} holds {shown}, not true or false: it may be a label, a class or a score. "
+                "Declare layout=kto where 1 means good and 0 bad"
+            )
+    if found.layout == "pairs" and not {"prompt", "instruction", "messages"} & set(found.columns):
+        sides = [found.get(row, "chosen") for row in rows]
+        if all(isinstance(side, str) and not turns.is_dialogue(side) and not side.lstrip().startswith(("[", "{")) for side in sides):
+            raise PunaError(
+                f"{where}: {found.name('chosen')} and {found.name('rejected')} are plain text and no column is the prompt: "
+                "map one with columns.prompt, for example columns.prompt=COLUMN"
+            )
+
+
+def _unclear(kind: str, rows: Sequence[Fields], where: str, layout: str, fits: Sequence[Layout]) -> str:
+    there = ", ".join(dict.fromkeys(name for row in rows for name in row)) or "none"
+    if fits:
+        said = "; ".join(f"{one.name} ({one.why})" for one in fits)
+        return f"{where}: its columns ({there}) fit several layouts of {kind}: {said}. Declare one, for example layout={fits[0].name}"
+    wanted = "; ".join(
+        f"{one.name} needs {' and '.join(' or '.join(need) for need in one.needs)}"
+        for one in LAYOUTS[kind]
+        if layout in ("auto", one.name)
+    )
+    hint = f"Map fields to columns, for example columns.{_first(kind)}=COLUMN"
+    return f"{where}: its columns ({there}) fit no layout of {kind}. {wanted}. {hint}"
+
+
+def _first(kind: str) -> str:
+    return {"preferences": "chosen", "instructions": "prompt", "prompts": "prompt", "documents": "text"}[kind]
+
+
+def shown(found: Plan, format: str) -> str:
+    """JSON for a reader: how an input was read."""
+    return json.dumps({"layout": found.layout, "why": found.why, "columns": found.columns, "format": format}, ensure_ascii=False)

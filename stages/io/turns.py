@@ -1,0 +1,157 @@
+"""Messages of the field's data sets, brought to one form; what is wrong with one is said with its place."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from puna.stages.conversations import ROLES, Message
+
+ALIASES = {
+    "human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
+    "observation": "tool", "function": "tool", "function_response": "tool", "ipython": "tool",
+}  # fmt: skip
+"""Names of roles in data sets, and what they are here."""
+CALLS = ("function_call", "tool_call")
+"""Roles whose turn is the assistant's call of a tool, as JSON."""
+HUMAN = re.compile(r"\n\n(Human|Assistant):")
+
+
+class Refused(Exception):
+    """A row that cannot be taken: the field, the rule that says so, and words for a reader."""
+
+    def __init__(self, field: str, rule: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field, self.rule, self.reason = field, rule, reason
+
+
+def messages(value: Any, field: str) -> list[Message]:
+    """A list of messages (role and content, or from and value), JSON text of one, a single message, or an HH dialogue."""
+    if isinstance(value, str):
+        if HUMAN.match(value):
+            return dialogue(value, field)
+        value = parsed(value, field)
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list):
+        raise Refused(field, "wrong_type", f"holds {kind_of(value)}, not a list of messages")
+    if not value:
+        raise Refused(field, "empty", "has no messages")
+    return [message(turn, f"{field}.{number}") for number, turn in enumerate(value)]
+
+
+def parsed(text: str, field: str) -> Any:
+    """The JSON in a text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Refused(field, "wrong_type", f"holds text that is neither JSON nor a dialogue ({error})") from error
+
+
+def message(turn: Any, field: str) -> Message:
+    """One message with a known role and text; keys that are null are left out, further ones kept."""
+    if not isinstance(turn, dict):
+        raise Refused(field, "wrong_type", f"holds {kind_of(turn)}, not a message")
+    names = [(a, b) for a, b in (("role", "content"), ("from", "value")) if turn.get(a) is not None]
+    if len(names) != 1:
+        keys = ", ".join(map(str, turn)) or "nothing"
+        raise Refused(field, "no_role", f"has {'role and from' if names else 'neither role nor from'}; it has {keys}")
+    ((by, said),) = names
+    rest = {key: value for key, value in turn.items() if key not in (by, said) and value is not None}
+    role = turn[by].strip().lower() if isinstance(turn[by], str) else turn[by]
+    if role in CALLS:
+        return {"role": "assistant", "content": "", "tool_calls": _calls(turn.get(said), field), **rest}
+    role = ALIASES.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
+        raise Refused(f"{field}.{by}", "unknown_role", f"names the role {turn[by]!r}; known are {', '.join((*ROLES, *ALIASES, *CALLS))}")
+    content = _content(turn.get(said), f"{field}.{said}", calls=bool(rest.get("tool_calls")))
+    return {"role": role, "content": content, **rest}
+
+
+def _content(content: Any, field: str, calls: bool) -> str:
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise Refused(field, "wrong_type", "has parts that are not text; images and sounds are not read")
+        content = "".join(part["text"] for part in content)
+    if content is None and calls:
+        return ""
+    if not isinstance(content, str):
+        raise Refused(field, "wrong_type", f"holds {kind_of(content)}, not text")
+    if not content.strip() and not calls:
+        raise Refused(field, "empty", "says nothing")
+    return content
+
+
+def _calls(value: Any, field: str) -> list[Message]:
+    """The tool calls of a turn that is one call, or a list of them, as JSON."""
+    found = parsed(value, field) if isinstance(value, str) else value
+    calls = found if isinstance(found, list) else [found]
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise Refused(field, "wrong_type", "a call of a tool names no function")
+    return [{"type": "function", "function": {"name": c["name"], "arguments": c.get("arguments", {})}} for c in calls]
+
+
+def dialogue(text: str, field: str) -> list[Message]:
+    """Anthropic's HH dialogues: turns behind "\\n\\nHuman:" and "\\n\\nAssistant:"."""
+    before, *parts = HUMAN.split(text)
+    if before.strip() or not parts:
+        raise Refused(field, "not_a_dialogue", f"begins with {text[:40]!r}, not with '\\n\\nHuman:'")
+    found: list[Message] = []
+    for number in range(0, len(parts), 2):
+        role, content = ("user" if parts[number] == "Human" else "assistant"), parts[number + 1].strip()
+        if not content:
+            raise Refused(field, "empty", f"turn {number // 2} of {parts[number]} says nothing")
+        found.append({"role": role, "content": content})
+    return found
+
+
+def is_dialogue(value: Any) -> bool:
+    """Whether a value is an HH dialogue."""
+    return isinstance(value, str) and HUMAN.match(value) is not None
+
+
+def text(value: Any, field: str) -> str:
+    """A text that says something."""
+    if value is None:
+        raise Refused(field, "missing", "is missing or null")
+    if not isinstance(value, str):
+        raise Refused(field, "wrong_type", f"holds {kind_of(value)}, not text")
+    if not value.strip():
+        raise Refused(field, "empty", "says nothing")
+    return value
+
+
+def number(value: Any, field: str) -> float:
+    """A finite number, or the text of one."""
+    if value is None:
+        raise Refused(field, "missing", "is missing or null")
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError as error:
+            raise Refused(field, "wrong_type", f"holds {value[:40]!r}, not a number") from error
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == float("inf"):
+        raise Refused(field, "wrong_type", f"holds {kind_of(value)}, not a finite number")
+    return float(value)
+
+
+def truth(value: Any, field: str, numbers: bool) -> bool:
+    """True or false; with `numbers` also 1 and 0."""
+    words = {"true": True, "false": False, **({"1": True, "0": False} if numbers else {})}
+    if value is None:
+        raise Refused(field, "missing", "is missing or null")
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().lower() in words:
+        return words[value.strip().lower()]
+    if numbers and value in (0, 1):
+        return bool(value)
+    raise Refused(field, "wrong_type", f"holds {str(value)[:40]!r}, not true or false")
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in words of JSON."""
+    names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
+    return names.get(type(value), f"a {type(value).__name__}")

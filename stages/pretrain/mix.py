@@ -1,0 +1,228 @@
+"""The mixture: how often each training document is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from pydantic import Field, PositiveInt, field_validator
+
+from puna.stages.contract import Documents, Evaluation, Figure, Mixture, SeededConfig, StageRun, stage
+from puna.stages.draws import uniform
+from puna.stages.pretrain.cluster_weights import FINEWEB_2, cluster_sizes, weights_of
+from puna.stages.training.corpus import check_mixture
+from puna.storage import Part, PunaError
+
+TOLERANCE = 1e-6
+"""How far weights may be from adding up to 1: what rounding to seven digits leaves."""
+
+
+class MixConfig(SeededConfig):
+    """Weights of the knowledge types."""
+
+    weights: dict[str, float] = Field(
+        default_factory=dict,
+        description="Share of training text of every category, adding up to 1, in place of the experiment's; none: as there, fraction",
+    )
+    max_share: float = Field(
+        0.5, gt=0, le=1, description="Greatest share of one category where neither configuration nor experiment gives weights, fraction"
+    )
+    down_sample: dict[str, float] = Field(
+        {"arts_entertainment": 0.5},
+        description="Knowledge type that the web has too much of → share of its weight that it keeps, the others gaining the rest in "
+        "proportion; not with `weights`, which are final, fraction",
+    )
+    max_repeats: float = Field(4.0, ge=1, le=100, description="Most times that the documents of a category are read, on average, epochs")
+    cluster_weights: dict[PositiveInt, float] = Field(
+        default_factory=dict,
+        description="Least number of near-duplicates (with itself) that a document stands for → how often it is read compared with one "
+        f"that stands for itself alone, within its category; none: all alike. FineWeb-2's: {FINEWEB_2}",
+    )
+
+    @field_validator("cluster_weights")
+    @classmethod
+    def _cluster_weights_are_positive(cls, weights: dict[int, float]) -> dict[int, float]:
+        if wrong := [size for size, weight in weights.items() if not 0 < weight <= 100]:
+            raise ValueError(f"weight of clusters from {wrong[0]} documents on must lie in 0..100, above 0")
+        return weights
+
+    @field_validator("down_sample")
+    @classmethod
+    def _factors_are_shares(cls, factors: dict[str, float]) -> dict[str, float]:
+        if wrong := [name for name, factor in factors.items() if not 0 <= factor <= 1]:
+            raise ValueError(f"what is left of the weight of {wrong[0]!r} must lie in 0..1")
+        return factors
+
+    @field_validator("weights")
+    @classmethod
+    def _weights_are_shares(cls, weights: dict[str, float]) -> dict[str, float]:
+        wrong = [name for name, weight in weights.items() if not 0 <= weight <= 1]
+        if wrong:
+            raise ValueError(f"weight of {wrong[0]!r} must lie in 0..1")
+        if weights and abs(sum(weights.values()) - 1) > TOLERANCE:
+            raise ValueError(f"the weights add up to {sum(weights.values()):.6g}, not to 1: give every category its share")
+        return weights
+
+
+class Share(NamedTuple):
+    """One category: bytes of its training documents, its weight, and the epochs that follow."""
+
+    bytes: int
+    weight: float
+    epochs: float
+
+
+@stage(kind="mixture")
+def mix(
+    documents: Documents,
+    split: Mixture,
+    weights: Evaluation | None,
+    deduplicated: list[Documents] | None,
+    config: MixConfig,
+    run: StageRun,
+) -> None:
+    """Set how often each training document of a split is read (Llama 3, section 3.1.2).
+
+    A category's weight comes from the configuration, else from a mixture experiment, else it is the category's
+    share of the text, but at most `max_share`. The web has too much of some subjects, the report names arts and
+    entertainment: these keep the fraction `down_sample` of their weight. The amount of training text
+    stays that of one pass over all documents; a category of weight w is read w x all / own times, at most
+    `max_repeats` (four passes cost little: Muennighoff et al. 2023). A fractional number of epochs becomes an
+    integer per document by a hash of its id. What is held out stays so. With `cluster_weights`, and the artifacts that removed
+    duplicates, a document that stands for several is read more often than its category's others, and the category as a whole
+    as often as before.
+    """
+    check_mixture(documents, split)
+    if config.cluster_weights and not deduplicated:
+        raise PunaError("mix.cluster_weights needs to know what was removed: give the artifacts of minhash_dedup as `deduplicated`")
+    table = split.read(columns=["id", "category", "split"])
+    ids, categories = table["id"].to_pylist(), table["category"].to_pylist()
+    heldout = np.array(table["split"].to_pylist()) == "heldout"
+    parts = run.parts(documents, columns=["id", "text"])
+    size_of = {id_: size for found in run.map(_sizes, parts, rows=len(parts)) for id_, size in found}
+    sizes = np.array([size_of[id_] for id_ in ids])
+    training = dict.fromkeys(sorted(set(categories)), 0)
+    for category, size, out in zip(categories, sizes.tolist(), heldout.tolist(), strict=True):
+        training[category] += 0 if out else size
+    wanted = dict(config.weights)
+    if weights is not None and not wanted:
+        wanted = _experiment(weights)
+    if wanted:
+        _check_weights(wanted, training, "mix.weights" if config.weights or weights is None else weights.id)
+    max_share = 1.0 if wanted else config.max_share
+    factors = {} if config.weights else _factors(config, training)
+    if any(factors.get(category, 1.0) < 1 for category in training):
+        wanted = down_sampled(wanted or training, factors)
+    shares = plan(training, wanted, config.max_repeats, max_share)
+    chance = uniform(ids, config.seed, "repeats")
+    epochs = np.array([shares[c].epochs for c in categories])
+    if config.cluster_weights and deduplicated:
+        epochs *= _relative(weights_of(cluster_sizes(ids, deduplicated), config.cluster_weights), categories, np.where(heldout, 0, sizes))
+    repeats = np.where(heldout, 0, np.floor(epochs) + (chance < epochs - np.floor(epochs))).astype(np.int32)
+    columns = {"id": ids, "category": categories, "split": table["split"], "repeats": np.where(heldout, 1, repeats).astype(np.int32)}
+    run.write(pa.table({**columns, "weight": [shares[c].weight for c in categories]}))
+    total = sum(training.values())
+    bars = {"text": [(c, s.bytes / max(total, 1)) for c, s in shares.items()], "training": [(c, s.weight) for c, s in shares.items()]}
+    note = _explained(shares, factors, config.max_repeats, max_share, total)
+    run.figure("mixture", Figure("Knowledge types in the text and in training", "knowledge type", "share", bars, "bar", note=note))
+    run.metric("documents", len(ids))
+    run.metric("heldout_documents", int(heldout.sum()))
+    run.metric("train_bytes", int((sizes * repeats).sum()))
+    for category, share in shares.items():
+        run.metric(f"epochs_{category}", round(share.epochs, 4))
+        run.metric(f"share_{category}", round(share.bytes / max(total, 1), 6))
+        run.metric(f"weight_{category}", round(share.weight, 6))
+        if factors.get(category, 1.0) < 1:
+            run.metric(f"down_sample_{category}", factors[category])
+
+
+def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: float, max_share: float = 1.0) -> dict[str, Share]:
+    """Weight and epochs of each category: `wanted`, or without any its share of the text (`sizes`, bytes).
+
+    What a category at `max_repeats` or `max_share` cannot take goes to the others, in proportion to their weights.
+    """
+    total = sum(sizes.values())
+    if not total:
+        raise PunaError("mix: the split has no training document with text: there is nothing to mix")
+    weight = {c: float(wanted[c]) if c in wanted else 0.0 if wanted else size / total for c, size in sorted(sizes.items())}
+    most = max(max_share, 1.0 / sum(size > 0 for size in sizes.values()))
+    ceiling = {c: min(max_repeats * size / total, most) for c, size in sizes.items()}
+    capped: dict[str, float] = {}
+    while over := [c for c in weight if c not in capped and weight[c] > ceiling[c] + 1e-12]:
+        capped |= {c: ceiling[c] for c in over}
+        free = sum(w for c, w in weight.items() if c not in capped)
+        if not free:
+            break
+        spare = 1.0 - sum(capped.values())
+        weight = {c: capped[c] if c in capped else w * spare / free for c, w in weight.items()}
+    weight |= capped
+    return {c: Share(sizes[c], weight[c], weight[c] * total / sizes[c] if sizes[c] else 0.0) for c in sorted(sizes)}
+
+
+def down_sampled(weights: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
+    """Weights of which some are multiplied by a factor of 0 to 1, scaled to add up to 1; PunaError where none is left."""
+    left = {category: weight * factors.get(category, 1.0) for category, weight in weights.items()}
+    total = sum(left.values())
+    if not total:
+        raise PunaError(f"mix.down_sample leaves nothing of any category with training text ({', '.join(sorted(weights))})")
+    return {category: weight / total for category, weight in left.items()}
+
+
+def _factors(config: MixConfig, training: Mapping[str, int]) -> dict[str, float]:
+    """The factors of categories that there are; one that the user names and that no document is of is refused."""
+    unknown = sorted(set(config.down_sample) - set(training))
+    if unknown and "down_sample" in config.model_fields_set:
+        raise PunaError(f"mix.down_sample: no document is of {unknown[0]!r}; the categories are {', '.join(training)}")
+    return {category: factor for category, factor in config.down_sample.items() if category in training}
+
+
+def _explained(shares: Mapping[str, Share], factors: Mapping[str, float], max_repeats: float, max_share: float, total: int) -> str:
+    """Which categories are held down, and by what."""
+    said = [f"{category} keeps {factor:g} of its weight (down_sample)" for category, factor in sorted(factors.items()) if factor < 1]
+    most = max(max_share, 1.0 / max(1, sum(share.bytes > 0 for share in shares.values())))
+    for category, share in shares.items():
+        if share.epochs >= max_repeats - TOLERANCE:
+            said.append(f"{category} is read {max_repeats:g} times, as often as any may be (max_repeats)")
+        elif max_share < 1 and share.weight >= most - TOLERANCE and share.bytes > most * total:
+            said.append(f"{category} is held at {most:.3g} of the training text (max_share)")
+    return "; ".join(said)
+
+
+def _relative(weights: NDArray[np.float64], categories: Sequence[str], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Weights divided by the mean weight of a byte of training text of their category, float64[n]."""
+    _, number = np.unique(np.array(categories, dtype=object).astype("U"), return_inverse=True)
+    text = np.bincount(number, weights=sizes)
+    mean = np.bincount(number, weights=weights * sizes) / np.maximum(text, 1)
+    return np.asarray(weights / np.where(text > 0, mean, 1.0)[number])
+
+
+def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], where: str) -> None:
+    """PunaError unless the weights are those of all categories that have training text, and add up to 1."""
+    found = {
+        "no document is of": sorted(set(wanted) - set(training)),
+        "there is no weight for": sorted(c for c, size in training.items() if size and c not in wanted),
+        "there is no training text of": sorted(c for c, weight in wanted.items() if weight > 0 and training.get(c) == 0),
+    }
+    problems = [f"{what} {', '.join(map(repr, names))}" for what, names in found.items() if names]
+    if abs(sum(wanted.values()) - 1) > TOLERANCE:
+        problems.append(f"the weights add up to {sum(wanted.values()):.6g}, not to 1")
+    if problems:
+        known = ", ".join(c for c, size in training.items() if size) or "none"
+        raise PunaError(f"{where}: {'; '.join(problems)}; the categories with training text are {known}")
+
+
+def _sizes(part: Part) -> list[tuple[str, int]]:
+    """(id, bytes) of a part's documents."""
+    table = part.read()
+    return list(zip(table["id"].to_pylist(), pc.binary_length(table["text"]).to_pylist(), strict=True))
+
+
+def _experiment(weights: Evaluation) -> dict[str, float]:
+    if "weights" not in weights.tables:
+        raise PunaError(f"{weights.id} has no table `weights`; give the artifact of mix_experiment")
+    table = weights.read("weights")
+    return dict(zip(table["category"].to_pylist(), table["weight"].to_pylist(), strict=True))

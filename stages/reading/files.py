@@ -1,0 +1,69 @@
+"""Files of rows and pages: their kind by name, their bytes decompressed piece by piece, fields of a row by path."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import lzma
+import zlib
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO
+
+import zstandard
+
+COMPRESSED = (".gz", ".zst", ".xz")
+DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)
+"""What reading a damaged or truncated file raises."""
+
+
+def suffix(name: str) -> str:
+    """The file's suffix in lower case, that of a compression set aside."""
+    path = PurePosixPath(name.lower())
+    return PurePosixPath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+
+
+class _Pieces(io.RawIOBase):
+    """What a decompressor gives, piece by piece: what comes before a fault is not lost with it."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, room: Any) -> int:
+        piece = self._source.read1(len(room))
+        room[: len(piece)] = piece
+        return len(piece)
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+
+def unpacked(handle: BinaryIO, name: str) -> io.BufferedReader:
+    """The file's bytes, decompressed as its name says."""
+    ending = PurePosixPath(name.lower()).suffix
+    raw: Any = handle
+    if ending == ".gz":
+        raw = _Pieces(gzip.GzipFile(fileobj=handle))
+    elif ending == ".xz":
+        raw = _Pieces(lzma.LZMAFile(handle))  # noqa: SIM115  closed with the reader around it
+    elif ending == ".zst":
+        raw = zstandard.ZstdDecompressor().stream_reader(handle, read_across_frames=True)
+    return io.BufferedReader(raw, 1 << 20)
+
+
+def field_at(row: Any, path: str) -> Any:
+    """`row["a"]["b"][0]` for the path `a.b.0`; a key that holds dots itself comes first; None where there is none."""
+    if isinstance(row, dict) and path in row:
+        return row[path]
+    value: Any = row
+    for part in path.split("."):
+        if isinstance(value, dict):
+            value = value.get(part)
+        elif isinstance(value, list) and part.isdecimal():
+            value = value[int(part)] if int(part) < len(value) else None
+        else:
+            return None
+    return value

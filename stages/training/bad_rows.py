@@ -1,0 +1,81 @@
+"""Rows that no example can be made of: dropped with their reason, or the run is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from pydantic import Field
+
+from puna.stages.contract import StageConfig, StageRun
+from puna.stages.conversations import BadRow
+from puna.storage import PunaError
+
+T = TypeVar("T")
+Row = dict[str, Any]
+
+
+class BadRowsConfig(StageConfig):
+    """Configuration of a stage that renders rows by a chat template."""
+
+    bad_rows: Literal["drop", "refuse"] = Field(
+        "drop",
+        description="A row that the chat template refuses, or that is too long: drop it, with its reason in `dropped`, or refuse the run",
+    )
+
+
+class Limit(NamedTuple):
+    """At most `tokens` for a row, as the setting `field` says; `what` is counted."""
+
+    tokens: int
+    field: str
+    what: str = "the conversation"
+
+
+class BadRows:
+    """What a stage drops while it renders its rows: `dropped` holds rows of the table of that name.
+
+    The rules: `chat_template` (the template refuses the row, the detail names the turn), `not_messages` (a column is no
+    conversation), `too_long` (value and threshold in tokens).
+    """
+
+    def __init__(self, config: BadRowsConfig, stage: str) -> None:
+        self._refuse, self._stage = config.bad_rows == "refuse", stage
+        self.dropped: list[Row] = []
+
+    def examples(self, rows: Iterable[Row], make: Callable[[Row], T], size: Callable[[T], int], limit: Limit) -> list[tuple[Row, T]]:
+        """The rows with what `make` gives for each, `size` tokens; others are dropped. PunaError where a bad row refuses the run."""
+        found = []
+        for row in rows:
+            try:
+                made = make(row)
+                if (tokens := size(made)) > limit.tokens:
+                    reason = f"{limit.what} has {tokens} tokens, but {limit.field}={limit.tokens}; raise it to keep the row"
+                    self._drop(row, "too_long", f"row {row['id']}: {reason}", tokens, limit.tokens)
+                    continue
+            except BadRow as error:
+                self._drop(row, error.rule, str(error), None, None)
+                continue
+            found.append((row, made))
+        return found
+
+    def _drop(self, row: Row, rule: str, detail: str, value: float | None, threshold: float | None) -> None:
+        if self._refuse:
+            raise PunaError(f"{self._stage}: {detail} (bad_rows=drop leaves such rows out)")
+        self.dropped.append({"id": row["id"], "rule": rule, "value": value, "threshold": threshold, "detail": detail})
+
+    def check_left(self, left: int, what: str) -> None:
+        """PunaError where no row is left."""
+        if left:
+            return
+        counts = ", ".join(f"{count} {rule}" for rule, count in sorted(Counter(row["rule"] for row in self.dropped).items()))
+        raise PunaError(f"{self._stage}: none of the {what} can be used ({counts}). The first: {self.dropped[0]['detail']}")
+
+    def write(self, run: StageRun) -> None:
+        """The side table `dropped` and its counts as metrics, of a stage whose artifact is a model."""
+        # Two inputs may hold rows of one id: the table has one of them, the metrics count both.
+        run.write_rows(list({(row["id"], row["rule"]): row for row in reversed(self.dropped)}.values()), "dropped")
+        run.metric("dropped_rows", len(self.dropped))
+        for rule, count in sorted(Counter(row["rule"] for row in self.dropped).items()):
+            run.metric(f"dropped_{rule}", count)

@@ -1,0 +1,125 @@
+"""Documents joined with the mixture that says what each is for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from puna.stages.draws import place
+from puna.storage import Artifact, Part, PunaError
+
+
+class Chosen(NamedTuple):
+    """One document of a split: how often it is read, and the knowledge type it belongs to."""
+
+    id: str
+    text: str
+    category: str
+    repeats: int
+
+
+def chosen(documents: pa.Table, mixture: Artifact | None, split: str) -> Iterator[Chosen]:
+    """The rows of `documents` (sorted by id) that the mixture puts into `split`; without one, all of them, once."""
+    ids = documents.column("id").to_pylist()
+    if not ids:
+        return
+    uses: dict[str, tuple[str, int]]
+    if mixture is None:
+        uses = dict.fromkeys(ids, ("all", 1))
+    else:
+        rows = mixture.between(ids[0], ids[-1], columns=["id", "category", "repeats", "split"])
+        rows = rows.filter(pc.field("split") == split)
+        uses = {
+            id_: (category, repeats)
+            for id_, category, repeats in zip(
+                rows["id"].to_pylist(), rows["category"].to_pylist(), rows["repeats"].to_pylist(), strict=True
+            )
+        }
+    for id_, text in zip(ids, documents.column("text").to_pylist(), strict=True):
+        if id_ in uses and uses[id_][1] > 0:
+            yield Chosen(id_, text, *uses[id_])
+
+
+def chosen_of(part: Part, mixture: Artifact | None, split: str) -> list[Chosen]:
+    """`chosen` of one part of a documents table, for workers."""
+    return list(chosen(part.read(), mixture, split))
+
+
+def check_mixture(documents: Artifact, mixture: Artifact) -> None:
+    """PunaError when the mixture is not of these documents: it names others, or lacks some of them."""
+    counts: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for side, id_ in _differences(_ids(mixture), _ids(documents)):
+        counts[side] += 1
+        examples.setdefault(side, id_)
+    said = {"left": f"names {{}} documents that {documents.id} does not have", "right": f"lacks {{}} documents of {documents.id}"}
+    for side, what in said.items():
+        if side in counts:
+            raise PunaError(
+                f"{mixture.id} {what.format(counts[side])}, for example {examples[side]}; give the documents that the mixture was made of"
+            )
+
+
+def _differences(left: Iterator[str], right: Iterator[str]) -> Iterator[tuple[str, str]]:
+    """(side, id) of every id that only one of two ascending sequences has; in constant memory."""
+    one, other = next(left, None), next(right, None)
+    while one is not None or other is not None:
+        if one == other:
+            one, other = next(left, None), next(right, None)
+        elif other is None or (one is not None and one < other):
+            yield "left", str(one)
+            one = next(left, None)
+        else:
+            yield "right", other
+            other = next(right, None)
+
+
+def _ids(artifact: Artifact) -> Iterator[str]:
+    """Its ids, ascending, as its tables are sorted."""
+    for batch in artifact.batches(columns=["id"]):
+        yield from batch.column("id").to_pylist()
+
+
+Ranked = tuple[int, str, int, Any]
+"""A document in a hashed order: its hash, id, size in bytes, and what is wanted of it."""
+
+
+def smallest(found: Iterable[Iterable[Ranked]], most: int, held: int = 10_000) -> list[Ranked]:
+    """The documents with the smallest hashes, in order, as many as fit into `most` bytes together; one at least.
+
+    However many are looked at, only about that many and `held` more are in memory.
+    """
+    kept: list[Ranked] = []
+    waiting: list[Ranked] = []
+    for rows in found:
+        waiting += rows
+        if len(waiting) > max(held, len(kept)):
+            kept, waiting = candidates([*kept, *waiting], most), []
+    kept = candidates([*kept, *waiting], most)
+    return kept[:-1] if len(kept) > 1 and sum(row[2] for row in kept) > most else kept
+
+
+def candidates(rows: Iterable[Ranked], most: int) -> list[Ranked]:
+    """What a part adds to `smallest`, in order: up to the first document that no longer fits, which keeps all after it out."""
+    ordered = sorted(rows, key=lambda row: row[:2])
+    size = 0
+    for number, row in enumerate(ordered):
+        size += row[2]
+        if number and size > most:
+            return ordered[: number + 1]
+    return ordered
+
+
+def rank(*parts: object) -> int:
+    """A 63-bit hash that puts rows in an order that no file order or number of workers changes."""
+    return place(*parts) >> 1
+
+
+def folder(artifact: Artifact) -> str:
+    """The artifact's folder, as workers get it."""
+    return str(Path(artifact.path()))

@@ -1,0 +1,234 @@
+"""The rows of a `tokens` artifact in memory, as training reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from puna.stages.training.corpus import rank
+from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:
+    from puna.models.training.objectives.base import Targets
+    from puna.models.training.schedules import Ramp
+    from puna.models.transformer import Transformer
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """All rows as flat arrays. A piece is what one row holds of one document.
+
+    tokens   [T] int32
+    starts   [P + 1], where each piece starts in `tokens`
+    rows     [R + 1], the first piece of each row
+    owners   [P], index into `ids`, the document a piece is of
+    """
+
+    tokens: npt.NDArray[np.int32]
+    starts: Ints
+    rows: Ints
+    owners: Ints
+    ids: tuple[str, ...]
+
+    @staticmethod
+    def read(source: Artifact | Path | str) -> Packed:
+        """The table `tokens` of an artifact, or one in a Parquet file."""
+        flat: dict[str, list[Any]] = {"tokens": [], "sizes": [], "per_row": [], "owners": []}
+        numbers: dict[str, int] = {}
+        # Batch by batch: one Arrow array of lists cannot hold more than 2^31 elements.
+        columns = ["tokens", "lengths", "documents"]
+        if isinstance(source, Artifact):
+            named, batches = source.id, source.batches("tokens", columns)
+        else:
+            named, batches = str(source), pq.ParquetFile(source).iter_batches(4096, columns=columns)
+        for batch in batches:
+            lengths = batch["lengths"]
+            flat["tokens"].append(batch["tokens"].flatten().to_numpy().astype(np.int32))
+            flat["sizes"].append(lengths.flatten().to_numpy().astype(np.int64))
+            flat["per_row"].append(pc.list_value_length(lengths).to_numpy().astype(np.int64))
+            documents = batch["documents"].flatten().dictionary_encode()
+            known = np.array([numbers.setdefault(id_, len(numbers)) for id_ in documents.dictionary.to_pylist()], dtype=np.int64)
+            flat["owners"].append(known[documents.indices.to_numpy()])
+        if not flat["tokens"]:
+            raise PunaError(f"{named} has no rows: there is nothing to train on")
+        joined = {name: np.concatenate(arrays) for name, arrays in flat.items()}
+        return Packed(
+            tokens=joined["tokens"],
+            starts=np.concatenate([[0], np.cumsum(joined["sizes"])]),
+            rows=np.concatenate([[0], np.cumsum(joined["per_row"])]),
+            owners=joined["owners"],
+            ids=tuple(numbers),
+        )
+
+    @property
+    def sizes(self) -> Ints:
+        """Tokens of each piece, [P]."""
+        return np.diff(self.starts)
+
+    def piece(self, index: int) -> npt.NDArray[np.int32]:
+        """Tokens of one piece."""
+        return self.tokens[self.starts[index] : self.starts[index + 1]]
+
+    def of(self, ids: Collection[str]) -> npt.NDArray[np.bool_]:
+        """[P]: pieces of these documents."""
+        among = np.array([id_ in ids for id_ in self.ids], dtype=bool)
+        return np.asarray(among[self.owners], dtype=np.bool_)
+
+    def validation(self, share: float, tokens: int) -> npt.NDArray[np.bool_]:
+        """[P]: pieces of the documents set aside to watch the training loss on, never trained on.
+
+        The documents with the smallest hashes of their ids: at most `share` of all, until they have `tokens`
+        tokens in one copy; always one. Whoever asks with the same numbers gets the same documents.
+        """
+        order = sorted(range(len(self.ids)), key=lambda d: (rank("validation", self.ids[d]), self.ids[d]))
+        once = self._first_copies()
+        sizes = np.bincount(self.owners[once], weights=self.sizes[once], minlength=len(self.ids))
+        count = max(1, int(share * len(self.ids)))
+        reached = np.cumsum(sizes[order])
+        count = min(count, int(np.searchsorted(reached, tokens)) + 1)
+        if count >= len(self.ids):
+            raise PunaError("the tokens are of one document: one is needed to train on and one to watch the loss on")
+        held = np.zeros(len(self.ids), dtype=bool)
+        held[order[:count]] = True
+        return np.asarray(held[self.owners], dtype=np.bool_)
+
+    def _first_copies(self) -> npt.NDArray[np.bool_]:
+        """[P]: pieces of a document's first copy: up to the first piece that does not run to its row's end."""
+        first_of_row = np.zeros(len(self.owners) + 1, dtype=bool)
+        first_of_row[self.rows] = True
+        # A piece goes on in the next row when the next piece opens that row and is of the same document. Two
+        # copies may meet at a row's end, too; the second copy then counts as the first's end, which is harmless.
+        goes_on = np.zeros(len(self.owners), dtype=bool)
+        goes_on[:-1] = first_of_row[1:-1] & (self.owners[1:] == self.owners[:-1])
+        found = np.zeros(len(self.owners), dtype=bool)
+        finished: set[int] = set()
+        for index, owner in enumerate(self.owners.tolist()):
+            if owner not in finished:
+                found[index] = True
+                if not goes_on[index]:
+                    finished.add(owner)
+        return found
+
+    def validation_pieces(self, held: npt.NDArray[np.bool_]) -> list[Ints]:
+        """Token ids of the held pieces, each document once."""
+        wanted = np.flatnonzero(held & self._first_copies() & (self.sizes > 1))
+        return [self.piece(int(index)).astype(np.int64) for index in wanted]
+
+
+@dataclass
+class Reader:
+    """Which rows a training step reads: every row once per epoch, each epoch in another order.
+
+    `excluded` [P] marks pieces that are left out. `join` rows that follow each other make one longer row, in
+    which a document that was cut between them is whole again (`begin` is the token every document starts with).
+    `growth` gives the rows of each step in the place of `rows_per_step`; `longest` the tokens at whose multiples
+    a row's documents are cut: shorter sequences over the same tokens.
+    """
+
+    packed: Packed
+    excluded: npt.NDArray[np.bool_]
+    rows_per_step: int
+    seed: int
+    begin: int
+    join: int = 1
+    growth: Ramp | None = None
+    longest: Ramp | None = None
+    _groups: Ints = field(init=False)
+
+    def __post_init__(self) -> None:
+        useful = np.add.reduceat((~self.excluded & (self.packed.sizes > 1)).astype(np.int64), self.packed.rows[:-1]) > 0
+        firsts = np.arange(0, len(self.packed.rows) - 1, self.join)
+        self._groups = firsts[np.add.reduceat(useful.astype(np.int64), firsts) > 0]
+        if not len(self._groups):
+            raise PunaError("no row has tokens to train on: all its documents are set aside")
+        self._order = lru_cache(maxsize=4)(self._shuffled)
+
+    @property
+    def epoch_rows(self) -> int:
+        """Rows (of `join` packed ones each) in one pass over the tokens."""
+        return len(self._groups)
+
+    def _shuffled(self, epoch: int) -> Ints:
+        return np.random.default_rng([self.seed, epoch]).permutation(self._groups)
+
+    def pieces(self, step: int) -> list[tuple[int, int]]:
+        """(start, stop) in `packed.tokens` of everything that step `step` (from 1) reads."""
+        found: list[tuple[int, int]] = []
+        for position in range(self.rows_before(step), self.rows_before(step + 1)):
+            epoch, index = divmod(position, len(self._groups))
+            row = self._row(int(self._order(epoch)[index]))
+            found += row if self.longest is None else _cut(row, self.longest.at(step))
+        return found
+
+    def rows_before(self, step: int) -> int:
+        """Rows that the steps before this one read."""
+        return (step - 1) * self.rows_per_step if self.growth is None else self.growth.before(step)
+
+    def _row(self, first: int) -> list[tuple[int, int]]:
+        packed = self.packed
+        found: list[tuple[int, int]] = []
+        last = min(first + self.join, len(packed.rows) - 1)
+        previous = -2
+        for index in range(int(packed.rows[first]), int(packed.rows[last])):
+            if self.excluded[index]:
+                continue
+            start, stop = int(packed.starts[index]), int(packed.starts[index + 1])
+            whole = previous == index - 1 and packed.owners[index] == packed.owners[previous]
+            if whole and packed.tokens[start] != self.begin:
+                found[-1] = (found[-1][0], stop)
+            else:
+                found.append((start, stop))
+            previous = index
+        return found
+
+    def lengths(self, step: int) -> list[int]:
+        """Lengths of the documents that a step reads, in tokens."""
+        return [stop - start for start, stop in self.pieces(step)]
+
+    def batches(self, step: int, micro_batch_tokens: int) -> list[Targets]:
+        """The step as micro-batches of about so many tokens, whose gradients add up."""
+        from puna.models.training.objectives.base import Targets
+        from puna.stages.training.bits_per_byte import batched
+
+        spans = batched(self.pieces(step), lambda span: span[1] - span[0], micro_batch_tokens)
+        return [Targets.from_documents([self.packed.tokens[start:stop] for start, stop in some]) for some in spans]
+
+
+def _cut(row: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """The (start, stop) of a row's documents, cut where the row crosses a multiple of `length` tokens."""
+    found, at = [], 0
+    for start, stop in row:
+        while start < stop:
+            taken = min(stop - start, length - at % length)
+            found.append((start, start + taken))
+            start, at = start + taken, at + taken
+    return found
+
+
+def mean_loss(model: Transformer, pieces: Sequence[Any], micro_batch_tokens: int = 8192) -> float:
+    """Mean cross-entropy over the targets of all pieces (token ids), in nats per token."""
+    import torch
+
+    from puna.models.training.objectives.base import Targets, target_logprobs
+    from puna.stages.training.bits_per_byte import batched
+
+    device = next(model.parameters()).device
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for batch in batched(list(pieces), len, micro_batch_tokens):
+            targets = Targets.from_documents(batch).to(device)
+            total -= float(target_logprobs(model, targets).double().sum())
+            count += len(targets.tokens)
+    if not count:
+        raise PunaError("the documents set aside have no token to predict")
+    return total / count

@@ -1,0 +1,199 @@
+"""What the training stages of this flow share: loading, the loop, the log, the checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from puna.stages.contract import Figure, StageRun
+from puna.stages.conversations import BadRow, Message, messages_of, rendering, tools_of
+from puna.stages.training.bad_rows import Limit
+from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:
+    import torch
+
+    from puna.models.tokenizer import Tokenizer
+    from puna.models.training.settings import TrainConfig, TrainingSettings
+    from puna.models.transformer import Transformer
+
+CHECKPOINT_STEPS = 50
+"""Steps between checkpoints of a run; they change no result."""
+
+
+# What TRL's trainers do with settings of other values is not what Puna does, or nothing at all.
+TRL_ONLY: dict[str, tuple[object, ...]] = {
+    "optimizer.name": ("adamw",),
+    "optimizer.spike_window": (0,),
+    "schedule.shape": ("cosine", "linear", "constant"),
+    "schedule.final_ratio": (0.0,),
+    "schedule.anneal_steps": (0.0,),
+    "schedule.average": (0,),
+    "schedule.ema": (0.0,),
+    "compute.linear_precision": ("same",),
+}
+
+
+def check_trl(training: TrainingSettings) -> None:
+    """ValueError for settings that TRL's trainers do not have."""
+    for path, known in TRL_ONLY.items():
+        group, name = path.split(".")
+        if (value := getattr(getattr(training, group), name)) not in known:
+            raise ValueError(f"engine trl trains with {path} {' or '.join(map(str, known))}: training.{path} cannot be {value}")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt with its answers as token ids.
+
+    masks   per answer token, True where it counts: in a preference term, or, in a conversation to learn, in the loss
+    groups  rankings of answers, as indices: each a list of tiers, the best first, whose answers are equals
+    """
+
+    prompt: list[int]
+    answers: list[list[int]]
+    masks: list[list[bool]]
+    groups: list[list[list[int]]]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + sum(map(len, self.answers))
+
+
+def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequence[Sequence[Message]]]) -> Example:
+    """A row's context and rankings of finished answers (tiers of equals) by the chat template; format tokens are masked."""
+    context, tools = messages_of(row), tools_of(row)
+    with rendering(row):
+        pairs = [tokenizer.render_pair(context, answer, tools=tools) for tiers in groups for tier in tiers for answer in tier]
+    if any(prompt != pairs[0][0] for prompt, _, _ in pairs):
+        raise BadRow("chat_template", f"row {row['id']}: the chat template writes the prompt of one answer otherwise than that of another")
+    numbers = iter(range(len(pairs)))
+    return Example(
+        prompt=list(pairs[0][0]),
+        answers=[list(ids) for _, ids, _ in pairs],
+        masks=[[not flag for flag in mask] for _, _, mask in pairs],
+        groups=[[[next(numbers) for _ in tier] for tier in tiers] for tiers in groups],
+    )
+
+
+def render_conversation(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[Example]:
+    """A conversation whose assistant's turns, each with its end, are learned; what stands between them is masked.
+
+    One example, or more where the template writes earlier answers otherwise once a later turn follows.
+    """
+    with rendering(row):
+        rows = tokenizer.render(messages_of(row), tools_of(row))
+    found = []
+    for one in rows:
+        start = one.trained.index(True)
+        found.append(Example(one.ids[:start], [one.ids[start:]], [one.trained[start:]], []))
+    return found
+
+
+def row_limit(training: TrainingSettings) -> Limit:
+    """What a packed row holds."""
+    return Limit(training.compute.micro_batch_tokens, "training.compute.micro_batch_tokens")
+
+
+def device() -> torch.device:
+    """The GPU where there is one."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+HEADS = {"lm": "a language model", "scalar": "a reward model"}
+
+
+def load_model(artifact: Artifact, head: Literal["lm", "scalar"], *, new: bool = False) -> tuple[Transformer, Tokenizer]:
+    """A model artifact's weights and tokenizer; PunaError when it has another head.
+
+    `new`: a scalar head that it lacks is made, of zeros.
+    """
+    from puna.models.checkpoint import CheckpointError, load
+    from puna.models.tokenizer import Tokenizer
+
+    try:
+        model = load(artifact.path())
+        if model.head != head and new and head == "scalar":
+            model = load(artifact.path(), head)
+    except CheckpointError as error:
+        raise PunaError(f"{artifact.id} cannot be read: {error}") from error
+    if model.head != head:
+        raise PunaError(f"{artifact.id} is {HEADS[model.head]}, made by {artifact.manifest.stage}; give {HEADS[head]}")
+    return model.to(device()), Tokenizer.load(artifact.path())
+
+
+def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:
+    """PunaError when the models do not all have one tokenizer: a token id would mean different texts to them."""
+    from tokenizers import Tokenizer as Backend
+
+    # As this release writes them: two releases may write one tokenizer in different ways.
+    first, *others = [Backend.from_file(str(model.path("tokenizer.json"))).to_str() for model in models]
+    for model, other in zip(models[1:], others, strict=True):
+        if other != first:
+            raise PunaError(f"{models[0].id} and {model.id} have different tokenizers: {why}")
+
+
+@contextlib.contextmanager
+def divergence_named(what: str) -> Iterator[None]:
+    """Training that diverges inside ends in a PunaError that names `what` was trained."""
+    from puna.models.training.loop import TrainingDiverged
+
+    try:
+        yield
+    except TrainingDiverged as error:
+        raise PunaError(f"{what} diverged: {error}") from error
+
+
+def fit(
+    model: Any,
+    objective: Callable[..., Any],
+    batches: Callable[[int], Any],
+    config: TrainConfig,
+    run: StageRun,
+    scales: Mapping[str, float] | None = None,
+) -> list[dict[str, float]]:
+    """Train with the one loop; the run's checkpoints lie in its scratch folder, the log in `training_log`.
+
+    `scales` multiplies the learning rate of the parameters that it names.
+    """
+    from puna.models.training.loop import train
+
+    with divergence_named(run.stage):
+        log = train(
+            model,
+            objective,
+            batches,
+            config,
+            run.seed("loop"),
+            rate_scales=scales,
+            checkpoint_dir=run.scratch / "training",
+            checkpoint_every=CHECKPOINT_STEPS,
+            on_step=lambda row: run.progress(row["step"], config.steps, f"loss {row['loss']:.3f}"),
+        )
+    write_log(log, run)
+    return list(log)
+
+
+def write_log(log: Sequence[dict[str, float]], run: StageRun) -> None:
+    """The `training_log` table, a figure of the loss, and the end of the run as metrics."""
+    rows = [{**row, "step": int(row["step"]), "tokens": int(row["tokens"])} for row in log]
+    run.write_rows(rows, "training_log")
+    run.metric("steps", len(rows))
+    run.metric("trained_tokens", sum(row["tokens"] for row in rows))
+    tail = [row["loss"] for row in log[-max(1, len(log) // 10) :] if math.isfinite(row["loss"])]
+    if tail:
+        run.metric("final_loss", sum(tail) / len(tail))
+    points: list[tuple[Any, float]] = [(row["step"], row["loss"]) for row in log if math.isfinite(row["loss"])]
+    run.figure("loss", Figure(title="Training loss", x="step", y="loss", series={run.stage: points}))
+
+
+def save_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the checkpoint and its tokenizer."""
+    from puna.models.checkpoint import save
+
+    save(model.to("cpu"), folder, tokenizer)

@@ -1,0 +1,36 @@
+"""The tokenizer of an artifact, and whether tokens are its own."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from puna.storage import Artifact, PunaError
+from puna.storage.manifest import content_digest
+
+if TYPE_CHECKING:
+    from puna.models.tokenizer import Tokenizer
+
+FILES = ("tokenizer.json", "tokenizer_config.json")
+"""What a tokenizer artifact holds, and a model artifact beside its weights."""
+
+
+@lru_cache(maxsize=2)
+def loaded(folder: str) -> Tokenizer:
+    """The tokenizer in a folder, read once per process."""
+    from puna.models.tokenizer import Tokenizer
+
+    return Tokenizer.load(folder)
+
+
+def tokenizer_of(artifact: Artifact) -> Tokenizer:
+    """The tokenizer of a tokenizer or model artifact."""
+    return loaded(str(artifact.path()))
+
+
+def check_tokens(tokens: Artifact, vocabulary: Artifact) -> None:
+    """PunaError when `tokens` were made by another tokenizer than that of a tokenizer or model artifact."""
+    own = {name: record for name, record in vocabulary.manifest.files.items() if name in FILES}
+    for made in tokens.manifest.inputs:
+        if made.kind == "tokenizer" and made.data_digest != content_digest({}, own):
+            raise PunaError(f"{tokens.id} was made by tokenizer/{made.key[:12]}, not by the tokenizer of {vocabulary.id}")

@@ -1,0 +1,75 @@
+"""`product` and `weighted`: one score of several verifiers'."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator, model_validator
+
+from puna.stages.verifiers.base import Question, Score, Verifier
+from puna.stages.verifiers.registry import from_json, register
+
+
+class Combination(Verifier):
+    """Base of those that combine the scores of other verifiers."""
+
+    of: tuple[Verifier, ...] = Field(min_length=1, max_length=100, description="Verifiers, each in JSON as in a prompt")
+
+    @field_validator("of", mode="before")
+    @classmethod
+    def _parsed(cls, given: Any) -> Any:
+        if not isinstance(given, list | tuple):
+            return given
+        return tuple(one if isinstance(one, Verifier) else from_json(one) for one in given)
+
+    def parts(self) -> tuple[Verifier, ...]:
+        """The verifiers that are combined."""
+        return self.of
+
+    def check(self, question: Question) -> None:
+        """PunaError where one of them does not suit the prompt."""
+        for one in self.of:
+            one.check(question)
+
+    def reaches(self) -> list[tuple[str, str]]:
+        """Its class and what those reach that it combines."""
+        return [*super().reaches(), *(name for one in self.of for name in one.reaches())]
+
+    def _details(self, scores: Sequence[Score]) -> str:
+        said = zip(self.of, scores, strict=True)
+        return "; ".join(f"{one.name} {found.value:.3g}" + (f" ({found.detail})" if found.detail else "") for one, found in said)
+
+
+@register
+class Product(Combination):
+    """The product of the scores: an answer must satisfy all, as a checker times a reward model."""
+
+    name: ClassVar[str] = "product"
+
+    def combine(self, scores: Sequence[Score]) -> Score:
+        """The product."""
+        return Score(math.prod(found.value or 0.0 for found in scores), self._details(scores))
+
+
+@register
+class Weighted(Combination):
+    """The weighted mean of the scores."""
+
+    name: ClassVar[str] = "weighted"
+
+    weights: tuple[float, ...] = Field(description="Weight of each verifier, not negative; their sum is not 0")
+
+    @model_validator(mode="after")
+    def _one_weight_each(self) -> Weighted:
+        if len(self.weights) != len(self.of):
+            raise ValueError(f"{len(self.weights)} weights for {len(self.of)} verifiers")
+        if min(self.weights) < 0 or not sum(self.weights) > 0:
+            raise ValueError("weights must not be negative, and not all 0")
+        return self
+
+    def combine(self, scores: Sequence[Score]) -> Score:
+        """The weighted mean."""
+        total = math.fsum(weight * (found.value or 0.0) for weight, found in zip(self.weights, scores, strict=True))
+        return Score(min(1.0, total / math.fsum(self.weights)), self._details(scores))

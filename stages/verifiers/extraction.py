@@ -1,0 +1,58 @@
+"""The final answer of a longer text: in answer tags, in \\boxed{}, after `####` or after "the answer is"."""
+
+from __future__ import annotations
+
+import re
+
+TAG = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
+HASHES = re.compile(r"^[ \t]*####[ \t]*(\S.*)$", re.MULTILINE)
+# Bounded repeats only: linear time whatever the answer.
+SAID = re.compile(r"\b(?:final |correct )?answer(?: is:?|:)(?![a-z])[ \t*]{0,8}(\S.*)", re.IGNORECASE)
+QUOTES = {'"': '"', "'": "'", "`": "`", "“": "”", "‘": "’", "«": "»"}
+
+
+def final_answer(text: str) -> str | None:
+    """The last answer that the text marks as its final one, without marks around it; None where it marks none.
+
+    Answer tags come before \\boxed{}, that before `#### …` (as in GSM8K), and all before "the answer is …", which goes to the
+    end of its line and loses a full stop there.
+    """
+    if tagged := TAG.findall(text):
+        return str(tagged[-1]).strip()
+    if (inside := boxed(text)) is not None:
+        return inside.strip()
+    if hashes := HASHES.findall(text):
+        return str(hashes[-1]).strip()
+    if said := SAID.findall(text):
+        return _bare(str(said[-1]))
+    return None
+
+
+def boxed(text: str) -> str | None:
+    """What stands in the last `\\boxed{…}` whose braces are closed."""
+    start = text.rfind("\\boxed{")
+    while start >= 0:
+        depth = 0
+        for at in range(start + len("\\boxed"), len(text)):
+            depth += (text[at] == "{") - (text[at] == "}")
+            if depth == 0:
+                return text[start + len("\\boxed{") : at]
+        if text.count("\\boxed{") > 100:  # none is closed behind here, and each search reads to the end
+            return None
+        start = text.rfind("\\boxed{", 0, start)
+    return None
+
+
+def _bare(text: str) -> str:
+    """The text without a full stop at its end, emphasis, `$` and one pair of quotes around it."""
+    text = text.strip().removesuffix(".").strip()
+    for mark in ("**", "__", "*", "$$", "$", "\\(", "\\["):
+        end = {"\\(": "\\)", "\\[": "\\]"}.get(mark, mark)
+        if text.endswith(end) and not text.startswith(mark) and mark not in text[: -len(end)]:
+            text = text.removesuffix(end)  # the opening one stood before the marked words
+        elif text.startswith(mark) and text.endswith(end) and len(text) > len(mark) + len(end):
+            text = text[len(mark) : -len(end)]
+    text = text.strip().removesuffix(".").strip()
+    if len(text) > 2 and QUOTES.get(text[0]) == text[-1]:
+        text = text[1:-1]
+    return text.strip()

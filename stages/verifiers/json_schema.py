@@ -1,0 +1,103 @@
+"""`json_schema`: the answer is JSON that a schema accepts."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property
+from typing import Any, ClassVar, NoReturn
+
+from pydantic import Field, JsonValue, model_validator
+
+from puna.stages.verifiers.base import Question, Score, Verifier
+from puna.stages.verifiers.registry import register
+
+FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[ \t]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
+
+
+@register
+class JsonSchema(Verifier):
+    """1 where the answer is JSON (RFC 8259) that the schema accepts, else 0 with the first fault and its place.
+
+    The draft is the one that `$schema` names, else 2020-12. Formats are checked; a schema with a format that cannot be is
+    refused. Nothing is fetched: a `$ref` leads inside the schema or to a draft's own. A pattern that takes too long on an
+    answer ends in no score.
+    """
+
+    name: ClassVar[str] = "json_schema"
+
+    json_schema: dict[str, JsonValue] | bool = Field(description="The JSON schema")
+    fenced: bool = Field(True, description="Where the answer as a whole is no JSON, its last fenced block (```json) will do")
+
+    @cached_property
+    def validator(self) -> Any:
+        """The schema, made ready."""
+        from jsonschema import validators
+        from jsonschema_specifications import REGISTRY
+
+        kind = validators.validator_for(self.json_schema, default=validators.Draft202012Validator)
+        return kind(self.json_schema, format_checker=kind.FORMAT_CHECKER, registry=REGISTRY)
+
+    @model_validator(mode="after")
+    def _schema_is_one(self) -> JsonSchema:
+        from jsonschema.exceptions import SchemaError
+
+        try:
+            self.validator.check_schema(self.json_schema)
+        except SchemaError as error:
+            raise ValueError(f"json_schema{_place(error)}: {error.message[:300]}") from error
+        known = self.validator.format_checker.checkers
+        if unknown := sorted(set(_formats(self.json_schema)) - set(known)):
+            raise ValueError(f"json_schema: the format {unknown[0]!r} cannot be checked; there are {', '.join(sorted(known))}")
+        return self
+
+    def score(self, question: Question, answer: str) -> Score:
+        """1 or 0."""
+        try:
+            value = self._parsed(answer)
+        except (ValueError, RecursionError) as error:
+            return Score(0.0, f"no JSON: {error}")
+        fault = next(iter(self.validator.iter_errors(value)), None)
+        return Score(1.0) if fault is None else Score(0.0, f"{_place(fault) or 'the whole'}: {fault.message[:500]}")
+
+    def _parsed(self, answer: str) -> Any:
+        try:
+            return _json(answer)
+        except ValueError:
+            blocks = FENCE.findall(answer) if self.fenced else []
+            if not blocks:
+                raise
+            return _json(blocks[-1][1])
+
+
+def _json(text: str) -> Any:
+    """JSON as the standard has it: neither NaN nor Infinity, and no name twice in an object."""
+    return json.loads(text.strip(), parse_constant=_refuse, object_pairs_hook=_unique)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a name occurs twice in an object")
+    return made
+
+
+def _place(error: Any) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path)
+
+
+def _formats(schema: Any, named: bool = False) -> list[str]:
+    """Formats that a schema asks for; below `properties` and its like, names are no keywords (`named`)."""
+    if isinstance(schema, list):
+        return [found for part in schema for found in _formats(part)]
+    if not isinstance(schema, dict):
+        return []
+    own = [] if named else [schema["format"]] if isinstance(schema.get("format"), str) else []
+    for key, part in schema.items():
+        if named or key not in ("enum", "const", "default", "examples"):
+            own += _formats(part, not named and key in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+    return own

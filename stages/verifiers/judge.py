@@ -1,0 +1,92 @@
+"""`judge`: a language model grades the answer by a rubric."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from puna.stages.grading import mean_grades, tokens_apart
+from puna.stages.verifiers.base import Item, Score, Verifier
+from puna.stages.verifiers.judges import DIGEST, Loaded, batches
+from puna.stages.verifiers.registry import register
+from puna.stages.verifiers.tools import Tools
+
+if TYPE_CHECKING:
+    from puna.models.tokenizer import Tokenizer
+
+
+@register
+class Judge(Verifier):
+    """The mean grade, as a share of the highest: each grade weighted by the probability that the model answers with it.
+
+    One forward pass and nothing drawn, as G-Eval does (Liu et al., arXiv 2303.16634, section 2): finer steps than the digits have.
+    """
+
+    name: ClassVar[str] = "judge"
+
+    rubric: str = Field(min_length=1, description="What makes a good answer, and what each grade means")
+    max_grade: int = Field(5, ge=1, le=9, description="Highest grade, one digit; the lowest is 0")
+    model: str | None = Field(
+        None, min_length=DIGEST, pattern="^[0-9a-f]+$", description="Beginning of the model's data digest; null: the only one given"
+    )
+    show_reference: bool = Field(True, description="Show the model the prompt's reference answer, where there is one")
+
+    @classmethod
+    def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
+        """PunaError where a model is not given, or does not tell the grades apart."""
+        for model, top in {(v.model, v.max_grade) for v in verifiers if isinstance(v, Judge)}:
+            _grades_of(tools.judges.find(cls.name, "lm", model).tokenizer, top)
+
+    @classmethod
+    def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score]:
+        """Scores of many answers, batch by batch."""
+        found: dict[int, Score] = {}
+        kinds = [(v.model, v.max_grade) for item in items if isinstance(v := item.verifier, Judge)]
+        for kind in sorted(set(kinds), key=str):
+            numbers = [number for number, one in enumerate(kinds) if one == kind]
+            made = _grades(tools.judges.find(cls.name, "lm", kind[0]), [items[number] for number in numbers], kind[1])
+            found |= zip(numbers, made, strict=True)
+        return [found[number] for number in range(len(items))]
+
+    def request(self, item: Item) -> str:
+        """What the model is asked."""
+        known = item.question.reference if self.show_reference else None
+        parts = [
+            f"Grade the answer to a request with a number from 0 to {self.max_grade} by this rubric.", f"Rubric:\n{self.rubric}",
+            f"The request:\n<<<\n{item.question.text}\n>>>", *([f"A right answer:\n<<<\n{known}\n>>>"] if known else []),
+            f"The answer to grade:\n<<<\n{item.answer}\n>>>", f"Reply with the grade alone, one digit from 0 to {self.max_grade}.",
+        ]  # fmt: skip
+        return "\n\n".join(parts)
+
+
+def _grades(judge: Loaded, items: Sequence[Item], top: int) -> list[Score]:
+    import torch
+
+    from puna.models.forest import Forest
+
+    shared, tokens = _grades_of(judge.tokenizer, top)
+    model, device = judge.model, next(judge.model.parameters()).device
+    requests = [item.verifier.request(item) for item in items if isinstance(item.verifier, Judge)]
+    rows = [[*judge.tokenizer.chat([{"role": "user", "content": text}]), *shared] for text in requests]
+    most = model.config.max_position_embeddings
+    scores = {n: Score(None, f"{len(row)} tokens are more than the judge reads") for n, row in enumerate(rows) if len(row) > most}
+    fitting = [number for number in range(len(rows)) if number not in scores]
+    for batch in batches([len(rows[number]) for number in fitting]):
+        numbers = [fitting[i] for i in batch]
+        forest = Forest.pack([rows[number] for number in numbers])
+        last = torch.tensor([len(rows[number]) for number in numbers], device=device).cumsum(0) - 1
+        with torch.no_grad():
+            grades, said = mean_grades(model.logits(model.hidden(forest.to(device))[last]), tokens, range(top + 1))
+        # The last digits of a network's numbers depend on what else is in the batch.
+        for number, grade, sure in zip(numbers, grades.tolist(), said.tolist(), strict=True):
+            detail = f"grade {grade:.2f} of {top}; the model answers with a grade with probability {sure:.2g}"
+            scores[number] = Score(round(grade / top, 4), detail)
+    return [scores[number] for number in range(len(rows))]
+
+
+def _grades_of(tokenizer: Tokenizer, top: int) -> tuple[list[int], list[int]]:
+    """The tokens before every grade, and the one of each grade from 0 to `top`."""
+    grades = [str(grade) for grade in range(top + 1)]
+    return tokens_apart([tokenizer.encode(grade) for grade in grades], grades)

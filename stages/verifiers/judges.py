@@ -1,0 +1,83 @@
+"""The models that verifiers score with: artifacts given to the stage as its input `judges`, named by their data digests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from puna.stages.verifiers.base import Question
+from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:
+    from puna.models.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
+
+Head = Literal["lm", "scalar"]
+HEADS: dict[Head, str] = {"lm": "a language model", "scalar": "a reward model"}
+DIGEST = 8
+"""Hex digits that a name of a model must have at least."""
+BATCH_TOKENS = 8192
+
+
+class Loaded(NamedTuple):
+    """A model, ready to compute, and its tokenizer."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+
+
+class Judges:
+    """The given models, each loaded when it is first asked for."""
+
+    def __init__(self, artifacts: Sequence[Artifact]) -> None:
+        self._artifacts = tuple(artifacts)
+        self._loaded: dict[str, Loaded] = {}
+
+    def find(self, verifier: str, head: Head, name: str | None) -> Loaded:
+        """The model whose data digest begins with `name`, or with None the only one that has this head; else PunaError."""
+        if name is None:
+            fitting = [found for artifact in self._artifacts if (found := self._load(artifact)).model.head == head]
+            if len(fitting) == 1:
+                return fitting[0]
+            said = f"has {len(fitting)}, so the verifier's `model` must say which" if fitting else "has none"
+            raise PunaError(f"verifier {verifier} needs {HEADS[head]}, but the input `judges` {said}")
+        named = [artifact for artifact in self._artifacts if artifact.data_digest.startswith(name)]
+        if len(named) != 1:
+            given = ", ".join(artifact.data_digest[:12] for artifact in self._artifacts) or "none"
+            raise PunaError(f"verifier {verifier}: no one model of the input `judges` has the data digest {name}…; given: {given}")
+        found = self._load(named[0])
+        if found.model.head != head:
+            raise PunaError(f"verifier {verifier}: {named[0].id} is {HEADS[found.model.head]}; it needs {HEADS[head]}")
+        return found
+
+    def _load(self, artifact: Artifact) -> Loaded:
+        if artifact.data_digest not in self._loaded:
+            import torch
+
+            from puna.models.checkpoint import CheckpointError, load
+            from puna.models.tokenizer import Tokenizer
+
+            try:
+                model = load(artifact.path())
+            except CheckpointError as error:
+                raise PunaError(f"{artifact.id} cannot be read: {error}") from error
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            self._loaded[artifact.data_digest] = Loaded(model.to(device).eval(), Tokenizer.load(artifact.path()))
+        return self._loaded[artifact.data_digest]
+
+
+def asked(question: Question) -> list[dict[str, object]]:
+    """The messages that are answered."""
+    return list(question.messages) or [{"role": "user", "content": question.text}]
+
+
+def batches(lengths: Sequence[int], most: int = BATCH_TOKENS) -> Iterator[list[int]]:
+    """Indices of neighbours that together have at most `most` tokens; a longer one alone."""
+    batch: list[int] = []
+    for index, length in enumerate(lengths):
+        if batch and sum(lengths[i] for i in batch) + length > most:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch

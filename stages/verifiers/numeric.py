@@ -1,0 +1,170 @@
+"""`numeric`: the answer's number equals the expected one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from typing import ClassVar, Literal, NamedTuple
+
+from pydantic import Field, field_validator, model_validator
+
+from puna.stages.verifiers.base import BoundedVerifier, Question, Score, reference_of
+from puna.stages.verifiers.extraction import final_answer
+from puna.stages.verifiers.registry import register
+from puna.storage import PunaError
+
+Decimal = Literal["point", "comma"]
+DIGITS = 400  # longer numbers and larger exponents are no numbers: exact arithmetic with them has no bound
+SPACES = "\u00a0\u2009\u202f"
+FRACTION = r"\\[dt]?frac\{\s*(?P<top>[-−]?[\d.,]{1,400})\s*\}\{\s*(?P<bottom>[\d.,]{1,400})\s*\}"
+POWER = r"\s?(?:\\times|\\cdot|×|·|\*)\s?10\s?(?:\^|\*\*)\s?\{?\s?(?P<power>[-−+]?\d{1,9})\s?\}?"
+
+
+class Number(NamedTuple):
+    """A number in a text: its value and where it stands."""
+
+    value: Fraction
+    start: int
+    end: int
+
+
+@register
+class Numeric(BoundedVerifier):
+    """1 where the number of the answer is the expected one within the tolerances, else 0.
+
+    Numbers are read exactly: thousands separators, decimal point or comma, exponents, `3/4`, `1 1/2`, `\\frac{3}{4}`,
+    `2 \\times 10^3`. The answer's number is looked for in what it marks as its final answer, else in the whole of it.
+    """
+
+    name: ClassVar[str] = "numeric"
+
+    answer: float | str | None = Field(None, description="Expected number; null: the last number of the prompt's reference")
+    absolute: float = Field(0.0, ge=0, description="Largest difference that is still right")
+    relative: float = Field(0.0, ge=0, lt=1, description="Largest difference that is still right, share of the expected number, fraction")
+    take: Literal["last", "first", "only"] = Field(
+        "last", description="Which number of the answer counts; only: it may hold one number alone"
+    )
+    decimal: Decimal = Field("point", description="What stands before decimals; the other one separates thousands")
+    units: dict[str, float] = Field(
+        default_factory=dict,
+        description="Units that the answer may have, and how much one of each is in the expected number's unit: {m: 1, cm: 0.01}; "
+        "the unit '' is a number without any. Empty: units are not looked at",
+    )
+
+    @field_validator("units")
+    @classmethod
+    def _units_are_sizes(cls, units: dict[str, float]) -> dict[str, float]:
+        if wrong := [name for name, size in units.items() if not size > 0 or name != name.strip()]:
+            raise ValueError(f"the unit {wrong[0]!r} needs a size above 0 and no blanks around it")
+        return units
+
+    @model_validator(mode="after")
+    def _answer_is_a_number(self) -> Numeric:
+        if self.answer is not None and self._number(str(self.answer)) is None:
+            raise ValueError(f"answer {self.answer!r} holds no number")
+        return self
+
+    @cached_property
+    def sizes(self) -> list[tuple[str, Fraction]]:
+        """Units with a name and their sizes, the longest name first."""
+        return [(name, Fraction(repr(self.units[name]))) for name in sorted(self.units, key=lambda n: (-len(n), n)) if name]
+
+    def score(self, question: Question, answer: str) -> Score:
+        """1 or 0."""
+        expected = self._expected(question)
+        marked = final_answer(answer)
+        text = marked if marked is not None and self._numbers(marked) else answer
+        found = self._numbers(text)
+        if not found:
+            return Score(0.0, "the answer holds no number")
+        if self.take == "only" and len({number.value for number in found}) > 1:
+            return Score(0.0, f"the answer holds {len(found)} numbers")
+        number = found[0 if self.take == "first" else -1]
+        value = self._in_unit(text, number)
+        if value is None:
+            return Score(0.0, f"{_shown(number.value)} has none of the units {', '.join(map(repr, self.units))}")
+        room = max(Fraction(repr(self.absolute)), Fraction(repr(self.relative)) * abs(expected))
+        return Score(float(abs(value - expected) <= room), f"{_shown(value)}, expected {_shown(expected)}")
+
+    def check(self, question: Question) -> None:
+        """PunaError without an expected number."""
+        self._expected(question)
+
+    def _expected(self, question: Question) -> Fraction:
+        text = reference_of(self, None if self.answer is None else str(self.answer), question)
+        found = self._number(text)
+        if found is None:
+            raise PunaError(f"prompt {question.id}: its reference {text[:80]!r} holds no number for the verifier numeric")
+        return found
+
+    def _number(self, text: str) -> Fraction | None:
+        marked = final_answer(text)
+        found = (self._numbers(marked) if marked is not None else []) or self._numbers(text)
+        return found[-1].value if found else None
+
+    def _numbers(self, text: str) -> list[Number]:
+        return list(numbers(text, self.decimal))
+
+    def _in_unit(self, text: str, number: Number) -> Fraction | None:
+        """The number in the expected unit; None where it has another one."""
+        if not self.units:
+            return number.value
+        after, before = text[number.end : number.end + 60].lstrip(" \t\u00a0\u202f\\,{}$"), text[: number.start].rstrip()
+        after = after.removeprefix("text{").removeprefix("mathrm{").lstrip()
+        for name, size in self.sizes:
+            if after.startswith(name) and not after[len(name) : len(name) + 1].isalpha():
+                return number.value * size
+            if not name[0].isalpha() and before.endswith(name):
+                return number.value * size
+        return number.value * Fraction(repr(self.units[""])) if "" in self.units and not after[:1].isalpha() else None
+
+
+def numbers(text: str, decimal: Decimal = "point") -> Iterator[Number]:
+    """The numbers of a text, in order."""
+    for found in _pattern(decimal).finditer(text):
+        value = _value(found, decimal)
+        if value is not None:
+            yield Number(value, found.start(), found.end())
+
+
+@lru_cache(maxsize=2)
+def _pattern(decimal: Decimal) -> re.Pattern[str]:
+    point, comma = (r"\.", ",") if decimal == "point" else (",", r"\.")
+    group = rf"(?:{comma}|\{{{comma}\}}|\\,|[{SPACES}'’])"
+    plain = rf"(?:\d{{1,3}}(?:{group}\d{{3}}){{1,100}}(?!\d)|\d{{1,{DIGITS}}}(?!\d))(?:{point}\d{{1,{DIGITS}}})?|{point}\d{{1,{DIGITS}}}"
+    # A hyphen behind a letter, a digit or a bracket is none of the number's.
+    return re.compile(
+        rf"(?<![\w.])(?P<sign>(?<![\w)\]}}])[-−+]?)?"
+        rf"(?:(?P<whole>\d{{1,9}})?\s?{FRACTION}|(?P<mixed>\d{{1,9}})\s(?P<up>\d{{1,9}})/(?P<down>\d{{1,9}})(?![\d/])"
+        rf"|(?P<number>{plain})(?:[eE](?P<e>[-−+]?\d{{1,9}})(?!\w)|{POWER}|/(?P<over>\d{{1,{DIGITS}}})(?![\d/]))?)"
+    )
+
+
+def _value(found: re.Match[str], decimal: Decimal) -> Fraction | None:
+    """The exact value of a match; None where it is beyond bounds or divides by 0."""
+    try:
+        if found["top"] is not None:
+            value = int(found["whole"] or 0) + _plain(found["top"], decimal) / _plain(found["bottom"], decimal)
+        elif found["mixed"]:
+            value = int(found["mixed"]) + Fraction(int(found["up"]), int(found["down"]))
+        else:
+            value = _plain(found["number"], decimal)
+            exponent = int((found["e"] or found["power"] or "0").replace("−", "-"))
+            if abs(exponent) > DIGITS:
+                return None
+            value = value * Fraction(10) ** exponent / int(found["over"] or 1)
+    except (ZeroDivisionError, ValueError):
+        return None
+    return -value if (found["sign"] or "") in ("-", "−") else value
+
+
+def _plain(text: str, decimal: Decimal) -> Fraction:
+    point = "." if decimal == "point" else ","
+    kept = "".join(c for c in text.replace("−", "-") if c.isdigit() or c in (point, "-"))
+    return Fraction(kept.replace(point, "."))
+
+
+def _shown(value: Fraction) -> str:
+    return str(value) if len(str(value)) <= 40 else f"{float(value):.12g}" if abs(value) < 10**300 else "a very large number"

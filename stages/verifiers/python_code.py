@@ -1,0 +1,90 @@
+"""`code`: the answer is a Python program that passes tests, run in a sandbox."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import ClassVar
+
+from pydantic import Field
+
+from puna.stages.verifiers import sandbox
+from puna.stages.verifiers.base import Item, Question, Score, Verifier
+from puna.stages.verifiers.registry import register
+from puna.stages.verifiers.settings import ScoringConfig
+from puna.stages.verifiers.tools import Tools, chunks
+
+FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
+PYTHON = ("python", "python3", "py")
+AT_ONCE = 4
+
+
+@register
+class Code(Verifier):
+    """1 where the program passes all tests, else 0; with `partial` the share of the tests that it passes.
+
+    The program is `prefix` and the answer's code: its fenced blocks marked as Python, else its last fenced block, else the whole
+    answer. Tests are pieces of Python that run in the program's names and fail by an exception, so that HumanEval's
+    `check(candidate)` and MBPP's assertions fit. A program that ends before its tests, or goes beyond its limits, passes none.
+    Only the standard library can be imported. A program that sets out to deceive its tests can: they run in its process.
+    """
+
+    name: ClassVar[str] = "code"
+
+    tests: tuple[str, ...] = Field(
+        min_length=1, max_length=1000, description="Tests, each a piece of Python that raises where the program is wrong"
+    )
+    prefix: str = Field("", description="Code before the answer's: imports, or the beginning of a function that the answer goes on with")
+    seconds: float | None = Field(None, gt=0, description="Time for the program and its tests, at most what the stage allows; null: that")
+    partial: bool = Field(False, description="The score is the share of tests that are passed")
+
+    @classmethod
+    def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
+        """PunaError where programs cannot be isolated as the stage's settings want; a metric says how they are."""
+        tools.run.metric("code_isolation", sandbox.MEANS[sandbox.mode(tools.config.isolation)])
+
+    @classmethod
+    def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score]:
+        """Scores of many answers, in the stage's workers."""
+        jobs = [item.verifier._job(item.answer) for item in items if isinstance(item.verifier, Code)]
+        made = tools.run.map(_run_chunk, chunks(jobs, AT_ONCE), tools.config)
+        return [Score(*one) for chunk in made for one in chunk]
+
+    def score(self, question: Question, answer: str) -> Score:
+        """The score of one answer, within the default limits."""
+        return Score(*_run_chunk([self._job(answer)], ScoringConfig())[0])
+
+    def _job(self, answer: str) -> Job:
+        return self.prefix, self.tests, self.seconds, self.partial, answer
+
+
+Job = tuple[str, tuple[str, ...], float | None, bool, str]
+
+
+def _run_chunk(jobs: list[Job], config: ScoringConfig) -> list[tuple[float | None, str]]:
+    """In a worker: (value, detail) of each job."""
+    how = sandbox.mode(config.isolation)
+    return [_run(job, config, how) for job in jobs]
+
+
+def _run(job: Job, config: ScoringConfig, how: sandbox.Mode) -> tuple[float | None, str]:
+    prefix, tests, seconds, partial, answer = job
+    limits = sandbox.Limits(min(seconds or config.seconds, config.seconds), config.memory_mb, config.disk_mb, config.processes)
+    found = sandbox.run(f"{prefix}\n{program(answer)}", tests, limits, how)
+    if found.refused:
+        return None, f"code was not run: {found.refused}"
+    if found.results is None or found.ended:
+        return 0.0, f"the program did not come through its tests: {found.ended or 'it left early'}"
+    passed = sum(fault is None for fault in found.results)
+    first = next((fault for fault in found.results if fault is not None), "")
+    value = passed / len(tests) if partial else float(passed == len(tests))
+    return value, f"{passed} of {len(tests)} tests passed" + (f"; {first}" if first else "")
+
+
+def program(answer: str) -> str:
+    """The code of an answer."""
+    blocks = FENCE.findall(answer)
+    marked = [text for language, text in blocks if language.lower() in PYTHON]
+    if marked:
+        return "\n".join(marked)
+    return blocks[-1][1] if blocks else answer

@@ -1,0 +1,98 @@
+"""`reasoning_gym`: the scorer of the generator that made the question."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field, JsonValue
+
+from puna.stages.verifiers.base import Question, Score, Verifier, is_correct
+from puna.stages.verifiers.extraction import final_answer
+from puna.stages.verifiers.formulas import Refused, check_formula, check_literal
+from puna.stages.verifiers.registry import register
+from puna.storage import PunaError
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+
+
+# Generators whose scorers evaluate the answer: with sympy's parse_expr, and with eval. Neither is safe with what anybody wrote.
+FORMULAS = frozenset(("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"))
+LITERALS = frozenset(("binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion"))
+
+
+@register
+class ReasoningGym(Verifier):
+    """The generator's own score of the answer, or of what the answer marks as its final one unless the whole has full marks.
+
+    reasoning-gym marks a text down by its length: "The answer is -4" would have .125 although it is right.
+    """
+
+    name: ClassVar[str] = "reasoning_gym"
+
+    generator: str = Field(min_length=1, description="Name of the reasoning-gym generator")
+    parameters: dict[str, JsonValue] = Field(default_factory=dict, description="The generator's own parameters")
+    entry: dict[str, JsonValue] = Field(description="The entry that the generator drew")
+    extract: bool = Field(True, description="Score the final answer that the text marks (answer tags, \\boxed, ####, 'the answer is')")
+
+    @cached_property
+    def dataset(self) -> ProceduralDataset:
+        """The generator, which scores."""
+        return generator(self.generator, json.dumps(self.parameters, sort_keys=True))
+
+    def check(self, question: Question) -> None:
+        """PunaError where the scorer would evaluate more of the entry than a value."""
+        about = self.entry.get("metadata")
+        texts = [self.entry.get("answer"), about.get("integrand") if isinstance(about, dict) else None]
+        for text in texts:
+            if isinstance(text, str) and (said := self._refused(text)):
+                raise PunaError(f"the entry of reasoning-gym's {self.generator} {said}, and its scorer would run it: {text[:80]!r}")
+
+    def score(self, question: Question, answer: str) -> Score:
+        """0 to 1, by the generator; 0 for what its scorer may not evaluate."""
+        whole = self._score(answer.strip())
+        found = final_answer(answer) if self.extract and not is_correct(whole.value) else None
+        if found is None:
+            return whole
+        made = self._score(found)
+        return Score(made.value, f"final answer {found!r}" + (f", {made.detail}" if made.detail else ""))
+
+    def _score(self, answer: str) -> Score:
+        if said := self._refused(answer):
+            return Score(0.0, f"the answer {said}")
+        return Score(float(self.dataset.score_answer(answer, self.entry)))
+
+    def _refused(self, text: str) -> str:
+        """Why the scorer, which evaluates the text, may not be given it; empty where it may."""
+        try:
+            if self.generator in FORMULAS:
+                check_formula(text)
+            elif self.generator in LITERALS:
+                check_literal(text)
+        except Refused as error:
+            return str(error)
+        return ""
+
+
+@lru_cache(maxsize=256)
+def generator(task: str, parameters: str, seed: int = 0, size: int = 1) -> ProceduralDataset:
+    """reasoning-gym's generator `task` with its parameters (JSON), which entry i draws from `seed + i`.
+
+    PunaError names a task or parameter that reasoning-gym does not know.
+    """
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        close = [name for name in sorted(DATASETS) if task.split("_")[0] in name]
+        raise PunaError(f"task {task!r}: reasoning-gym has no such generator" + (f"; close: {', '.join(close)}" if close else ""))
+    values = json.loads(parameters)
+    known = set(DATASETS[task][1].__dataclass_fields__) - {"seed", "size"}
+    if unknown := sorted(set(values) - known):
+        raise PunaError(f"task {task}: no parameter {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    try:
+        return reasoning_gym.create_dataset(task, **values, seed=seed, size=size)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise PunaError(f"task {task}: its parameters {parameters} are refused: {error}") from error

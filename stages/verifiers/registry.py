@@ -1,0 +1,90 @@
+"""Every verifier by name: Puna's own, and those of other packages by the entry-point group `puna.verifiers`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from functools import cache, lru_cache
+from typing import Any, TypeVar
+
+from puna.stages import verifiers
+from puna.stages.contract import did_you_mean, parse, plugins
+from puna.stages.verifiers.base import Verifier
+from puna.storage import PunaError
+
+V = TypeVar("V", bound=Verifier)
+_KNOWN: dict[str, type[Verifier]] = {}
+
+
+def register(verifier: type[V]) -> type[V]:
+    """Make a verifier known by its name; a decorator. PunaError where another one has the name."""
+    name = getattr(verifier, "name", None)
+    if not (isinstance(verifier, type) and issubclass(verifier, Verifier)) or not isinstance(name, str) or not name:
+        raise PunaError(f"{verifier!r} is no verifier: it needs the base class Verifier and a `name`")
+    known = _KNOWN.get(name)
+    if known is not None and (known.__module__, known.__qualname__) != (verifier.__module__, verifier.__qualname__):
+        raise PunaError(f"two verifiers have the name {name!r}: {known.__module__}.{known.__qualname__} and "
+                        f"{verifier.__module__}.{verifier.__qualname__}")  # fmt: skip
+    _KNOWN[name] = verifier
+    return verifier
+
+
+def known() -> dict[str, type[Verifier]]:
+    """Every verifier that is registered, by name; Puna's own are."""
+    _import_own()
+    return _KNOWN
+
+
+@cache
+def _import_own() -> None:
+    """Import every module of this folder, which registers the verifiers in it.
+
+    None of them is named here: a stage's key follows the code of the verifiers that its prompts name, and of no other.
+    """
+    for module in pkgutil.iter_modules(verifiers.__path__):
+        importlib.import_module(f"{verifiers.__name__}.{module.name}")
+
+
+def from_json(given: Any) -> Verifier:
+    """The verifier that a JSON value `{"name": …, …parameters}` gives; PunaError says what is wrong with it."""
+    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+        raise PunaError(f'a verifier is a JSON object {{"name": …, …parameters}}, not {str(given)[:80]}')
+    return parse(kind_of(given["name"]), {key: value for key, value in given.items() if key != "name"}, given["name"])
+
+
+def kind_of(name: str) -> type[Verifier]:
+    """The verifier of that name; PunaError where there is none."""
+    if name not in known():
+        for offered in plugins.offers("puna.verifiers").values():
+            if isinstance(offered, type) and issubclass(offered, Verifier):
+                register(offered)
+    if name not in known():
+        raise PunaError(f"there is no verifier {name!r}{did_you_mean(name, sorted(known()))}")
+    return known()[name]
+
+
+@lru_cache(maxsize=8192)
+def from_text(text: str) -> Verifier:
+    """The verifier that JSON text gives, made once; PunaError says what is wrong with it."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PunaError(f"a verifier is JSON, not {text[:80]!r}") from error
+    return from_json(value)
+
+
+def to_text(name: str, /, **parameters: Any) -> str:
+    """The JSON text of a verifier: what a prompt's column `verifier` holds. PunaError where it is none."""
+    text = json.dumps({"name": name, **parameters}, sort_keys=True)
+    from_text(text)
+    return text
+
+
+def code_of(text: str) -> list[tuple[str, str]]:
+    """What the verifier of JSON text reaches; it is made only where its parameters decide that."""
+    given = json.loads(text)
+    name = given.get("name") if isinstance(given, dict) else None
+    if isinstance(name, str) and (kind := kind_of(name)).reaches is Verifier.reaches:
+        return kind.of_class()
+    return from_json(given).reaches()

@@ -1,0 +1,92 @@
+"""`reward_model`: a reward model's number, as a probability."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+from pydantic import Field
+
+from puna.stages.verifiers.base import Item, Score, Verifier
+from puna.stages.verifiers.judges import DIGEST, Loaded, asked, batches
+from puna.stages.verifiers.registry import register
+from puna.stages.verifiers.tools import Tools
+
+
+@register
+class RewardModel(Verifier):
+    """`sigmoid((reward - center) / scale)`: with the defaults the probability, by Bradley and Terry's model, that the answer is
+    preferred to one with the reward 0. The answer is taken as finished.
+    """
+
+    name: ClassVar[str] = "reward_model"
+
+    model: str | None = Field(
+        None, min_length=DIGEST, pattern="^[0-9a-f]+$", description="Beginning of the model's data digest; null: the only one given"
+    )
+    center: float = Field(0.0, description="Reward that has the score one half")
+    scale: float = Field(1.0, gt=0, description="Difference of rewards that counts as one")
+
+    @classmethod
+    def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
+        """PunaError where a model is not given."""
+        for one in {v.model for v in verifiers if isinstance(v, RewardModel)}:
+            tools.judges.find(cls.name, "scalar", one)
+
+    @classmethod
+    def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score]:
+        """Scores of many answers, batch by batch."""
+        found: dict[int, Score] = {}
+        models = [item.verifier.model if isinstance(item.verifier, RewardModel) else None for item in items]
+        for name in sorted(set(models), key=str):
+            numbers = [number for number, model in enumerate(models) if model == name]
+            judge = tools.judges.find(cls.name, "scalar", name)
+            found |= zip(numbers, _scores(judge, [items[number] for number in numbers]), strict=True)
+        return [found[number] for number in range(len(items))]
+
+
+def _scores(judge: Loaded, items: Sequence[Item]) -> list[Score]:
+    rendered = [_rendered(judge, item) for item in items]
+    whole = [number for number, one in enumerate(rendered) if not isinstance(one, Score)]
+    scores = {number: one for number, one in enumerate(rendered) if isinstance(one, Score)}
+    pairs = [one for one in rendered if not isinstance(one, Score)]
+    for number, reward in zip(whole, rewards(judge, pairs), strict=True):
+        verifier = items[number].verifier
+        assert isinstance(verifier, RewardModel)
+        # Computed in batches: the last digits of a reward depend on what else is in them.
+        value = sigmoid(round(reward, 4), verifier.center, verifier.scale)
+        scores[number] = Score(value, f"reward {reward:.4f}")
+    return [scores[number] for number in range(len(items))]
+
+
+def _rendered(judge: Loaded, item: Item) -> tuple[list[int], list[int]] | Score:
+    """Ids of the prompt and of the answer; a score of None where the model cannot read them."""
+    from puna.models.tokenizer import ChatError, TemplateError
+
+    try:
+        prompt, answer, _ = judge.tokenizer.render_pair(asked(item.question), item.answer)
+    except (ChatError, TemplateError) as error:
+        return Score(None, f"the reward model's chat template refuses the answer: {error}")
+    if len(prompt) + len(answer) > judge.model.config.max_position_embeddings:
+        return Score(None, f"{len(prompt) + len(answer)} tokens are more than the reward model reads")
+    return prompt, answer
+
+
+def rewards(judge: Loaded, pairs: Sequence[tuple[list[int], list[int]]]) -> list[float]:
+    """The scalar head at the last token of each answer."""
+    import torch
+
+    from puna.models.training.objectives import Targets, answer_rewards
+
+    device, found = next(judge.model.parameters()).device, []
+    for batch in batches([len(prompt) + len(answer) for prompt, answer in pairs]):
+        targets = Targets.from_answers([pairs[i][0] for i in batch], [[pairs[i][1]] for i in batch])
+        with torch.no_grad():
+            found += answer_rewards(judge.model, targets.to(device)).tolist()
+    return found
+
+
+def sigmoid(reward: float, center: float = 0.0, scale: float = 1.0) -> float:
+    """1 / (1 + exp(-(reward - center) / scale)), without overflow."""
+    return 0.5 * (1.0 + math.tanh(0.5 * (reward - center) / scale))

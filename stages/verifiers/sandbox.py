@@ -1,0 +1,208 @@
+"""A sandbox for programs that nobody has read: own namespaces, no network, no files, limits; nothing outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from puna.stages.verifiers import sandbox_inside
+from puna.storage import PunaError
+
+Isolation = Literal["namespaces", "limits"]
+Mode = Literal["bubblewrap", "root", "user", "limits"]
+MEANS: dict[Mode, str] = {"bubblewrap": "bubblewrap", "root": "namespaces", "user": "namespaces", "limits": "limits"}
+"""What each way to run is called in results."""
+OUTPUT_BYTES = 1 << 16
+GRACE_SECONDS = 10.0
+MEGABYTE = 1 << 20
+LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use: wall-clock time, and over all its processes together memory, files and their number."""
+
+    seconds: float = 10.0
+    memory_mb: int = 512
+    disk_mb: int = 64
+    processes: int = 32
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program.
+
+    results    per test None where it came to its end, else what went wrong; None where the program ended before its tests
+    ended      why it was ended: time, memory, "signal 9", "exit status 1"; empty: it came to its end
+    output     the first 64 KiB that it printed
+    isolation  bubblewrap, namespaces or limits
+    refused    why it was not run
+    """
+
+    results: list[str | None] | None
+    ended: str
+    output: str
+    isolation: str
+    refused: str = ""
+
+
+def mode(minimum: Isolation) -> Mode:
+    """The best way to run programs here; PunaError where that falls short of `minimum`.
+
+    `namespaces` (bubblewrap, or namespaces of our own): no network, no process outlives the run, no file is seen but the
+    interpreter's and the system's libraries. `limits`: own user where we are root, limits of resources, and all processes are
+    ended; the network and whatever files are open to everybody can be reached.
+    """
+    found, tried = _best()
+    if found is None:
+        raise PunaError(f"code cannot be run here: {tried}")
+    if minimum == "namespaces" and found == "limits":
+        raise PunaError(
+            f"code cannot be isolated here: {tried}. Install bubblewrap, allow user namespaces, or accept less with isolation=limits"
+        )
+    return found
+
+
+@lru_cache(maxsize=1)
+def _best() -> tuple[Mode | None, str]:
+    """The first way that runs a program, and why those before it do not."""
+    tried = []
+    ways: list[Mode] = ["bubblewrap", "root" if os.getuid() == 0 else "user", "limits"]
+    for way in ways:
+        if sys.platform != "linux":
+            tried.append(f"there is no sandbox for {sys.platform}")
+            break
+        if way == "bubblewrap" and shutil.which("bwrap") is None:
+            tried.append("bubblewrap is not installed")
+            continue
+        made = run("import math, random, threading", ["pass"], Limits(), way)
+        if made.results == [None]:
+            return way, "; ".join(tried)
+        fault = (made.results or [None])[0]
+        tried.append(f"{MEANS[way]}: {made.refused or fault or made.output.strip()[:200] or made.ended or 'no answer'}")
+    return None, "; ".join(tried)
+
+
+def run(program: str, tests: Sequence[str], limits: Limits, how: Mode) -> Outcome:
+    """Run a program, then each test in its names."""
+    with _folder(how) as folder:
+        readable, hidden = _visible()
+        job = {
+            "mode": how, "program": program, "tests": list(tests), "folder": folder, "readable": readable, "hidden": hidden,
+            "seconds": limits.seconds, "cpu_seconds": int(limits.seconds) + 1, "memory_bytes": limits.memory_mb * MEGABYTE,
+            "disk_bytes": limits.disk_mb * MEGABYTE, "processes": limits.processes + (_own_tasks() if how == "limits" else 0),
+        }  # fmt: skip
+        said, output = _supervised(_command(how, limits), json.dumps(job).encode(), limits.seconds + GRACE_SECONDS)
+    told = output.decode("utf-8", "replace")
+    try:
+        value: dict[str, Any] = json.loads(said.partition(b"\n")[0])
+    except ValueError:
+        # The program ended its own watcher, which it can under bubblewrap and under limits alone.
+        return Outcome(None, "no report", told, MEANS[how], "" if how in ("bubblewrap", "limits") else "the sandbox gave no report")
+    return Outcome(value.get("results"), value.get("ended", ""), told, MEANS[how], value.get("refused", ""))
+
+
+def _command(how: Mode, limits: Limits) -> list[str]:
+    """The command that starts `sandbox_inside`; the last argument, its report's file descriptor, is still missing."""
+    command = [_interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", inspect.getsource(sandbox_inside)]
+    if how != "bubblewrap":
+        return command
+    readable, hidden = _visible()
+    binds: list[str] = []
+    for path in readable:
+        binds += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    masks = [part for path in hidden for part in ("--tmpfs", path, "--remount-ro", path)]
+    return [
+        shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv",
+        "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", *binds, *masks,
+        "--proc", "/proc", "--dev", "/dev", "--size", str(limits.disk_mb * MEGABYTE), "--perms", "0777", "--tmpfs", "/work",
+        "--remount-ro", "/", "--chdir", "/work", "--", *command,
+    ]  # fmt: skip
+
+
+def _interpreter() -> str:
+    return os.path.realpath(sys.executable)
+
+
+@lru_cache(maxsize=1)
+def _visible() -> tuple[list[str], list[str]]:
+    """Paths that a program may read, links among them; and folders of packages inside them, which it may not."""
+    standard = os.path.dirname(os.path.realpath(os.__file__))
+    own = [standard, _interpreter(), *map(str, sorted(Path(_interpreter()).parents[1].glob("lib/libpython*")))]
+    shown: list[str] = []
+    for path in [*LIBRARIES, *own]:
+        inside = any(path.startswith(f"{other}/") and not os.path.islink(other) for other in shown)
+        if os.path.lexists(path) and not inside and path not in shown:
+            shown.append(path)
+    places = [f"{standard}/site-packages", f"{standard}/dist-packages", "/usr/lib/python3/dist-packages"]
+    return shown, [path for path in sorted(set(places)) if os.path.isdir(path)]
+
+
+def _own_tasks() -> int:
+    """Processes and threads of this user, which count against its limit where the program has no user of its own."""
+    if os.getuid() == 0:
+        return 0
+    count = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            count += len(list((process / "task").iterdir())) if process.stat().st_uid == os.getuid() else 0
+    return count
+
+
+@contextlib.contextmanager
+def _folder(how: Mode) -> Iterator[str]:
+    """A folder for the program's files where it has none in memory; gone afterwards."""
+    if how != "limits":
+        yield ""
+        return
+    with tempfile.TemporaryDirectory(prefix="puna-code-") as folder:
+        yield folder
+
+
+def _supervised(command: list[str], job: bytes, seconds: float) -> tuple[bytes, bytes]:
+    """What the command reports and prints, both cut; it is ended after `seconds`."""
+    read, write = os.pipe()
+    process = subprocess.Popen(
+        [*command, str(write)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={}, pass_fds=(write,),
+        start_new_session=True, cwd="/",
+    )  # fmt: skip
+    os.close(write)
+    try:
+        return _read(process, read, job, time.monotonic() + seconds)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        os.close(read)
+
+
+def _read(process: subprocess.Popen[bytes], report: int, job: bytes, end: float) -> tuple[bytes, bytes]:
+    assert process.stdin is not None and process.stdout is not None
+    with process.stdout as printed:
+        with contextlib.suppress(BrokenPipeError), process.stdin as given:
+            given.write(job)
+        kept = {report: b"", printed.fileno(): b""}
+        open_pipes = set(kept)
+        while open_pipes and (left := end - time.monotonic()) > 0:
+            for pipe in select.select(list(open_pipes), [], [], left)[0]:
+                piece = os.read(pipe, 1 << 16)
+                if not piece:
+                    open_pipes.discard(pipe)
+                kept[pipe] += piece[: max(0, OUTPUT_BYTES - len(kept[pipe]))]
+            if report not in open_pipes:
+                break
+        return kept[report], kept[printed.fileno()]

@@ -1,0 +1,357 @@
+"""Runs one program and its tests inside a sandbox. Started by `sandbox` as a script of its own: only the standard library.
+
+The steps: leave every namespace of the machine (or find them left, under bubblewrap), see nothing but the interpreter and an
+empty folder, become a user without rights, set limits, run the program in a child, watch the memory of all its processes, end
+them all. A report goes to the file descriptor that the first argument names; what the program prints goes to 1.
+
+Modes: `root` and `user` make the namespaces here, with root's rights or in a user namespace; `bubblewrap` finds them made;
+`limits` goes without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import TypedDict
+
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048  # nosuid, nodev, noexec, noatime, nodiratime
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SUBREAPER, PR_NO_NEW_PRIVS = 1, 4, 36, 38
+SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+NOBODY, FIRST_USER = 65534, 1_000_000_000
+REPORT = int(sys.argv[1]) if __name__ == "__main__" else -1
+WATCH_SECONDS = 0.02
+
+
+class Job(TypedDict):
+    """What is to be run, how, and within which limits; `user` is the program's, where it has one of its own."""
+
+    mode: str
+    program: str
+    tests: list[str]
+    folder: str
+    readable: list[str]
+    hidden: list[str]
+    seconds: float
+    cpu_seconds: int
+    memory_bytes: int
+    disk_bytes: int
+    processes: int
+    user: int
+
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def call(name: str, *arguments: str | int | None) -> None:
+    """A call of the C library; OSError where it fails."""
+    given = [ctypes.c_char_p(a.encode()) if isinstance(a, str) else None if a is None else ctypes.c_ulong(a) for a in arguments]
+    if getattr(libc, name)(*given) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def main() -> None:
+    """Read the job from standard input, run it, report."""
+    job: Job = json.loads(sys.stdin.buffer.read())
+    try:
+        supervise(job)
+    except OSError as error:
+        report({"refused": str(error)})
+
+
+def report(value: dict[str, object]) -> None:
+    """Write the report."""
+    with contextlib.suppress(OSError):
+        os.write(REPORT, json.dumps(value).encode()[: 1 << 16] + b"\n")
+
+
+def supervise(job: Job) -> None:
+    """Make the namespaces, start the first process in them and wait for it."""
+    mode = job["mode"]
+    job["user"] = FIRST_USER + 2 * os.getpid()  # nobody else's: its processes can be counted and ended
+    call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if mode == "limits":
+        call("prctl", PR_SET_SUBREAPER, 1, 0, 0, 0)
+        if os.getuid() == 0:
+            os.chown(job["folder"], job["user"], job["user"])
+    elif mode in ("root", "user"):
+        enter(mode == "user")
+    first = os.fork()
+    if first == 0:
+        try:
+            call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            init(job)
+        except BaseException as error:  # noqa: BLE001  the process ends here, whatever happened
+            report({"refused": f"{type(error).__name__}: {error}"})
+        finally:
+            os._exit(0)
+    os.waitpid(first, 0)
+
+
+def enter(unprivileged: bool) -> None:
+    """Leave the machine's namespaces: file systems, processes, network, shared memory, host name."""
+    user, group = os.getuid(), os.getgid()
+    call("unshare", NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS | (NEWUSER if unprivileged else 0))
+    if unprivileged:
+        for file, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {user} 1"), ("gid_map", f"{NOBODY} {group} 1")):
+            with open(f"/proc/self/{file}", "w") as handle:
+                handle.write(text)
+
+
+def init(job: Job) -> None:
+    """The first process inside: builds what is seen, starts the program, watches it, ends everything."""
+    mode = job["mode"]
+    if mode in ("root", "user"):
+        build_root(job["readable"], job["hidden"], job["disk_bytes"])
+    elif mode == "limits":
+        os.chdir(job["folder"])
+    # The program reads the word when its tests are through: one that ends early, or writes what it likes, does not have it.
+    (read, write), (word_read, word_write) = os.pipe(), os.pipe()
+    call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody traces this process
+    program = os.fork()
+    if program == 0:
+        os.close(read)
+        os.close(word_write)
+        become_nobody(mode, job["user"])
+        limit(job)
+        run(job, write, word_read)
+        os._exit(0)
+    os.close(write)
+    os.close(word_read)
+    word = os.urandom(16).hex()
+    with contextlib.suppress(OSError):
+        os.write(word_write, word.encode())
+    if mode == "root":
+        become_nobody(mode, job["user"] + 1)
+    found = watch(program, read, job)
+    if mode == "limits":
+        end_all(job["user"])
+    lines = found.pop("said")
+    made = None
+    if isinstance(lines, bytes):
+        with contextlib.suppress(ValueError):
+            made = json.loads(lines)
+    if isinstance(made, dict) and made.get("word") == word:
+        found["results"] = made["results"]
+    report(found)
+
+
+def build_root(readable: list[str], hidden: list[str], disk_bytes: int) -> None:
+    """A file system of the interpreter, read-only, and one empty folder in memory that is the working directory."""
+    size = f"size={disk_bytes},nr_inodes=4096"
+    call("mount", None, "/", None, MS_REC | MS_PRIVATE, None)
+    call("mount", "tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"{size},mode=755")
+    os.mkdir("/tmp/old")
+    pivot("/tmp", "/tmp/old")  # the machine's root is /old from here on
+    for folder in ("/root", "/root/proc", "/root/dev", "/root/work", "/root/old"):
+        os.mkdir(folder)
+    call("mount", "/root", "/root", None, MS_BIND, None)
+    for path in readable:
+        show(path)
+    for path in hidden:
+        call("mount", "tmpfs", f"/root{path}", "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4096,mode=755")
+    for name in ("null", "zero", "urandom"):
+        with open(f"/root/dev/{name}", "w"):
+            pass
+        call("mount", f"/old/dev/{name}", f"/root/dev/{name}", None, MS_BIND, None)
+    call("mount", "proc", "/root/proc", "proc", MS_NOSUID | MS_NODEV, None)
+    call("mount", "tmpfs", "/root/work", "tmpfs", MS_NOSUID | MS_NODEV, f"{size},mode=777")
+    call("umount2", "/old", MNT_DETACH)
+    pivot("/root", "/root/old")
+    call("umount2", "/old", MNT_DETACH)
+    os.rmdir("/old")
+    call("mount", None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV, None)
+    os.chdir("/work")
+
+
+def pivot(root: str, old: str) -> None:
+    """Make `root` the root; the one until now is found in `old`."""
+    if libc.syscall(SYS_PIVOT_ROOT[os.uname().machine], root.encode(), old.encode()) != 0:
+        raise OSError(ctypes.get_errno(), f"pivot_root: {os.strerror(ctypes.get_errno())}")
+    os.chdir("/")
+
+
+def show(path: str) -> None:
+    """Make a file or folder of the machine visible under the new root, read-only; a link stays a link."""
+    source, target = f"/old{path}", f"/root{path}"
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(source):
+        os.symlink(os.readlink(source), target)
+        return
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        with open(target, "w"):
+            pass
+    call("mount", source, target, None, MS_BIND | MS_REC, None)
+    kept = os.statvfs(target).f_flag & KEPT_FLAGS  # in a user namespace flags may be added, never taken off
+    call("mount", None, target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | kept, None)
+
+
+def become_nobody(mode: str, user: int) -> None:
+    """Give up every right, for this process and what it starts."""
+    call("prctl", PR_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if os.getuid() == 0 or mode == "root":
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    if libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def limit(job: Job) -> None:
+    """Limits of each process: processor time, memory, size of files, open files; and of processes."""
+    for kind, value in (
+        (resource.RLIMIT_CPU, job["cpu_seconds"]), (resource.RLIMIT_AS, job["memory_bytes"]), (resource.RLIMIT_FSIZE, job["disk_bytes"]),
+        (resource.RLIMIT_NPROC, job["processes"]), (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0),
+    ):  # fmt: skip
+        hard = resource.getrlimit(kind)[1]
+        allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (allowed, allowed))
+
+
+def run(job: Job, write: int, word_read: int) -> None:
+    """The program, then each test in its names; what came of the tests goes to the supervisor."""
+    os.close(REPORT)
+    empty = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.dup2(1, 2)
+    os.setsid()
+    own = os.getpid()
+    names: dict[str, object] = {"__name__": "__main__", "__builtins__": __builtins__}
+    results: list[object] = []
+    tests = job["tests"]
+    fault = attempt(job["program"], "answer.py", names)
+    for number, test in enumerate(tests):
+        results.append(fault if fault is not None else attempt(str(test), f"test_{number}.py", names))
+    if os.getpid() != own:  # the program forked, and this is the child
+        os._exit(0)
+    sys.stdout.flush()
+    os.write(write, json.dumps({"word": os.read(word_read, 64).decode(), "results": results}).encode()[:60_000])
+    os.close(write)
+
+
+def attempt(source: str, name: str, names: dict[str, object]) -> str | None:
+    """Run source; None where it comes to its end, else what went wrong."""
+    try:
+        exec(compile(source, name, "exec"), names)
+    except BaseException as error:  # noqa: BLE001  a program may raise anything, SystemExit and KeyboardInterrupt among it
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith(".py") and "/" not in f.filename]
+        where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        return f"{type(error).__name__}: {str(error)[:300]}{where}"
+    return None
+
+
+def watch(program: int, read: int, job: Job) -> dict[str, object]:
+    """Wait for the program's end, its time or its memory; what it said of the tests, and how it ended."""
+    end = time.monotonic() + job["seconds"]
+    most = job["memory_bytes"]
+    said, ended = b"", ""
+    os.set_blocking(read, False)
+    while True:
+        select.select([read], [], [], WATCH_SECONDS)
+        with contextlib.suppress(BlockingIOError):
+            said += os.read(read, 1 << 16)
+        done, status = os.waitpid(program, os.WNOHANG)
+        if done:
+            ended = _how(status)
+            with contextlib.suppress(BlockingIOError):
+                said += os.read(read, 1 << 16)
+            break
+        if time.monotonic() > end:
+            ended = "time"
+            break
+        if memory_of(program, job) > most:
+            ended = "memory"
+            break
+    return {"ended": ended, "said": said}
+
+
+def _how(status: int) -> str:
+    """How a process ended, empty where it came to its end."""
+    if os.WIFSIGNALED(status):
+        return f"signal {os.WTERMSIG(status)}"
+    return f"exit status {os.WEXITSTATUS(status)}" if status else ""
+
+
+def memory_of(program: int, job: Job) -> int:
+    """Bytes in memory of every process of the program."""
+    page, total = resource.getpagesize(), 0
+    for process in processes_of(job):
+        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{process}/statm") as handle:
+            total += int(handle.read().split()[1]) * page
+    return total
+
+
+def processes_of(job: Job) -> Iterator[int]:
+    """The processes of the program: inside namespaces all but this one, else all below this one."""
+    if job["mode"] != "limits":
+        yield from (int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid())
+        return
+    yield from descendants()
+
+
+def descendants() -> list[int]:
+    """Processes of the program: all below the supervisor, to whom those go whose parent ended."""
+    parents: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat") as handle:
+                parents.setdefault(int(handle.read().rpartition(")")[2].split()[1]), []).append(int(name))
+    found: list[int] = []
+    todo = [os.getppid()]
+    while todo:
+        below = parents.get(todo.pop(), [])
+        found += [process for process in below if process != os.getpid()]
+        todo += below
+    return found
+
+
+def end_all(user: int) -> None:
+    """Without a namespace of processes: end those of the program's own user, or all below the supervisor, until there are none."""
+    for _ in range(200):
+        if os.getuid() == 0:
+            killer = os.fork()
+            if killer == 0:
+                os.setresuid(user, user, user)
+                with contextlib.suppress(OSError):
+                    os.kill(-1, signal.SIGKILL)
+                os._exit(0)
+            os.waitpid(killer, 0)
+        alive = [p for p in descendants() if not _is_dead(p)]
+        for process in alive:
+            with contextlib.suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not alive:
+            return
+        time.sleep(0.005)
+    raise OSError(errno.EBUSY, "processes of the program could not be ended")
+
+
+def _is_dead(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as handle:
+            return handle.read().rpartition(")")[2].split()[0] in ("Z", "X")
+    except OSError:
+        return True
+
+
+if __name__ == "__main__":
+    main()

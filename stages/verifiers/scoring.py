@@ -1,0 +1,128 @@
+"""Scores of answers, by the verifier that each prompt names."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pyarrow.compute as pc
+
+from puna.stages.contract import External, StageRun
+from puna.stages.conversations import messages_of, shown
+from puna.stages.verifiers.base import Item, Question, Score, Verifier, checked
+from puna.stages.verifiers.registry import code_of, from_text
+from puna.stages.verifiers.settings import ScoringConfig
+from puna.stages.verifiers.tools import Tools
+from puna.storage import Artifact, PunaError
+
+Row = dict[str, Any]
+
+
+class Scorer:
+    """Scores answers to the prompts of a stage.
+
+    Made with all prompts, it refuses at once what could not be scored later: PunaError names the first prompt whose verifier is
+    wrong or lacks a model; with `needed` also the first that has none.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Row], config: ScoringConfig, run: StageRun, judges: Sequence[Artifact] = (), *, needed: str | None = None
+    ) -> None:
+        """`needed`: what the scores are for, where every prompt must have a verifier."""
+        self._tools = Tools(config, run, judges)
+        self._run = run
+        self._failed = 0
+        self._first = ""
+        bare = [row["id"] for row in prompts if row["verifier"] is None]
+        if needed and bare:
+            raise PunaError(f"{needed}: {len(bare)} of {len(prompts)} prompts have no verifier, for example {bare[0]}; give each one")
+        found = [_verifier(row) for row in prompts if row["verifier"] is not None]
+        kinds: dict[type[Verifier], list[Verifier]] = {}
+        for verifier in found:
+            for leaf in leaves(verifier):
+                kinds.setdefault(type(leaf), []).append(leaf)
+        for kind, several in kinds.items():
+            kind.prepare(several, self._tools)
+
+    def scores(self, answers: Sequence[tuple[Row, str]]) -> list[Score]:
+        """A score for each (prompt, answer), in order; one of None for a prompt without verifier."""
+        found: list[Score] = [Score(None, "the prompt has no verifier")] * len(answers)
+        at = [i for i, (row, _) in enumerate(answers) if row["verifier"] is not None]
+        items = [Item(from_text(answers[i][0]["verifier"]), question_of(answers[i][0]), answers[i][1]) for i in at]
+        for i, score in zip(at, score_items(items, self._tools), strict=True):
+            found[i] = score
+            if score.value is None:
+                self._failed += 1
+                self._first = self._first or f"prompt {answers[i][0]['id']}: {score.detail}"
+        return found
+
+    def report(self) -> None:
+        """Metrics of the stage: how many answers could not be scored, and why the first of them."""
+        self._run.metric("unscored_answers", self._failed)
+        if self._first:
+            self._run.metric("unscored_example", self._first[:500])
+
+
+def verifiers_named(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
+    """The code of the verifiers that the input `prompts` names, as module and symbol: what a stage that scores declares as `named`.
+
+    One that is wrong is passed over here: a stage that needs it refuses it, with the prompt's name.
+    """
+    found: set[tuple[str, str]] = set()
+    for prompts in inputs["prompts"]:
+        assert isinstance(prompts, Artifact)
+        if damage := prompts.damage():
+            raise PunaError(f"artifact {prompts.id} is damaged: {'; '.join(damage)}")
+        for text in pc.unique(prompts.read(columns=["verifier"])["verifier"]).drop_null().to_pylist():
+            with contextlib.suppress(PunaError, ValueError, RecursionError):
+                found.update(code_of(text))
+    return sorted(found)
+
+
+def question_of(row: Row) -> Question:
+    """What a verifier may know of a row of the prompts table."""
+    messages = messages_of(row)
+    return Question(row["id"], row["task"], shown(messages), row["reference"], tuple(messages))
+
+
+def leaves(verifier: Verifier) -> list[Verifier]:
+    """The verifiers of a combination that score answers themselves; a verifier that combines none is its own leaf."""
+    parts = verifier.parts()
+    return [leaf for part in parts for leaf in leaves(part)] if parts else [verifier]
+
+
+def score_items(items: Sequence[Item], tools: Tools) -> list[Score]:
+    """A score for each item, in order: all that one kind of verifier scores is scored together."""
+    jobs = [Item(leaf, item.question, item.answer) for item in items for leaf in leaves(item.verifier)]
+    kinds: dict[type[Verifier], list[int]] = {}
+    for number, job in enumerate(jobs):
+        kinds.setdefault(type(job.verifier), []).append(number)
+    found: dict[int, Score] = {}
+    for kind, numbers in kinds.items():
+        made = kind.score_many([jobs[number] for number in numbers], tools)
+        found |= zip(numbers, made, strict=True)
+    ordered = iter([found[number] for number in range(len(jobs))])
+    return [_combined(item.verifier, lambda: next(ordered)) for item in items]
+
+
+def _combined(verifier: Verifier, following: Callable[[], Score]) -> Score:
+    """The score of a verifier from the scores of its leaves, in their order."""
+    parts = verifier.parts()
+    if not parts:
+        return following()
+    scores = [_combined(part, following) for part in parts]
+    if missing := [score.detail for score in scores if score.value is None]:
+        return Score(None, missing[0])
+    return checked(verifier.combine(scores), verifier.name)
+
+
+def _verifier(row: Row) -> Verifier:
+    """The verifier of a prompt, fit for it; PunaError names the prompt."""
+    try:
+        verifier = from_text(row["verifier"])
+        verifier.check(question_of(row))
+    except PunaError as error:
+        said = str(error)
+        raise PunaError(said if said.startswith("prompt ") else f"prompt {row['id']} (task {row['task']}): {said}") from error
+    return verifier

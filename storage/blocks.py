@@ -1,0 +1,112 @@
+"""Checksums of the blocks of a file on an object store, kept as metadata of the object: each answer carries those of the whole file.
+
+A range that is read is widened to whole blocks and compared with them, so that a bit that was flipped on the way, or at rest, is
+noticed whatever reads the file: Parquet, DuckDB, a model's loader.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+LEAST = 1 << 16
+MOST = 320
+"""Blocks of a file: an object has room for 2 kB of metadata."""
+FIRST, LARGEST = 1 << 20, 8 << 20
+"""Bytes that a reader fetches at once: more each time where it reads on."""
+
+
+def block_bytes(size: int) -> int:
+    """Bytes of a block of a file of `size` bytes, a power of two."""
+    return max(LEAST, 1 << max(0, -(-size // MOST) - 1).bit_length())
+
+
+def of_bytes(data: bytes) -> str:
+    """The checksums of a file's blocks, as text."""
+    step, view = block_bytes(len(data)), memoryview(data)
+    return _text([zlib.crc32(view[at : at + step]) for at in range(0, len(data), step)])
+
+
+def of_file(path: Path) -> str:
+    """The checksums of a local file's blocks, as text."""
+    step, found = block_bytes(path.stat().st_size), []
+    with path.open("rb") as file:
+        while block := file.read(step):
+            found.append(zlib.crc32(block))
+    return _text(found)
+
+
+def _text(sums: list[int]) -> str:
+    return base64.b64encode(np.array(sums, dtype="<u4").tobytes()).decode()
+
+
+def widened(start: int, stop: int, size: int) -> tuple[int, int]:
+    """The range of whole blocks that holds a range of a file."""
+    step = block_bytes(size)
+    return start // step * step, min(size, -(-stop // step) * step)
+
+
+def right(data: bytes, start: int, size: int, sums: str) -> bool:
+    """Whether some whole blocks from `start` on are those of the file with these checksums."""
+    step, view = block_bytes(size), memoryview(data)
+    try:
+        wanted = np.frombuffer(base64.b64decode(sums, validate=True), dtype="<u4")
+    except ValueError:
+        return False
+    found = [zlib.crc32(view[at : at + step]) for at in range(0, len(data), step)]
+    first = start // step
+    return len(wanted) == -(-size // step) and wanted[first : first + len(found)].tolist() == found
+
+
+class Reader(io.RawIOBase):
+    """A file of `size` bytes as a seekable object; `fetch` gives the bytes of a range, checked."""
+
+    def __init__(self, size: int, fetch: Callable[[int, int], bytes]) -> None:
+        self._size, self._fetch = size, fetch
+        self._at = 0
+        self._start, self._window = 0, memoryview(b"")
+        self._ahead = FIRST
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def tell(self) -> int:
+        """Where the next byte is read."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place."""
+        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence])
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        """The bytes that follow, `size` of them unless the file ends before."""
+        wanted = max(0, self._size - self._at)
+        wanted = wanted if size is None or size < 0 else min(size, wanted)
+        if not wanted:
+            return b""
+        end = self._start + len(self._window)
+        if not self._start <= self._at <= self._at + wanted <= end:
+            follows = len(self._window) > 0 and self._start <= self._at <= end
+            self._ahead = min(LARGEST, 2 * self._ahead) if follows else FIRST
+            self._start, stop = widened(self._at, min(self._size, self._at + max(wanted, self._ahead)), self._size)
+            self._window = memoryview(self._fetch(self._start, stop))
+        begin = self._at - self._start
+        self._at += wanted
+        return bytes(self._window[begin : begin + wanted])
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """The bytes that follow, as many as the buffer takes."""
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)

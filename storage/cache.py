@@ -1,0 +1,140 @@
+"""Local copies of files of an object store, for libraries that read by path: bounded, the longest unused go first.
+
+What a process uses stays while it lives. `PUNA_CACHE` names the folder, `PUNA_CACHE_GB` its bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from puna.storage.errors import PunaError
+
+MOST_GB = 50.0
+PINNED = 64
+"""Entries that a process keeps from being removed: those that it used last."""
+
+_pinned: OrderedDict[Path, BinaryIO] = OrderedDict()
+
+
+def folder() -> Path:
+    """The folder of all local copies."""
+    return Path(os.environ.get("PUNA_CACHE") or Path.home() / ".cache" / "puna").expanduser().absolute()
+
+
+def most_bytes() -> int:
+    """The bound of the cache in bytes; PunaError where PUNA_CACHE_GB is no number."""
+    said = os.environ.get("PUNA_CACHE_GB", str(MOST_GB))
+    try:
+        return int(float(said) * 1e9)
+    except ValueError as error:
+        raise PunaError(f"PUNA_CACHE_GB={said!r}: is no number of gigabytes") from error
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The local copies of one store."""
+
+    root: Path
+
+    def path(self, name: str) -> Path:
+        """Where the copy of a file or folder is or will be."""
+        return self.root / "files" / name
+
+    def have(self, versions: Mapping[str, str], fetch: Callable[[str, Path], None]) -> None:
+        """Have copies of files of these versions; `fetch` writes one to a path."""
+        for entry in sorted({_entry(name) for name in versions}):
+            self._pin(entry)
+        fetched = False
+        for name, version in versions.items():
+            copy, mark = self.path(name), self.root / "versions" / name
+            if copy.is_file() and mark.is_file() and mark.read_text() == version:
+                continue
+            mark.unlink(missing_ok=True)
+            for file in (copy, mark):
+                file.parent.mkdir(parents=True, exist_ok=True)
+            temporary = copy.with_name(f".{uuid.uuid4().hex}")
+            try:
+                fetch(name, temporary)
+                os.replace(temporary, copy)
+            finally:
+                temporary.unlink(missing_ok=True)
+            mark.write_text(version)
+            fetched = True
+        if fetched:
+            self._shrink(most_bytes())
+
+    def forget(self, name: str) -> None:
+        """Remove the copies of a file or folder."""
+        for path in (self.path(name), self.root / "versions" / name):
+            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def scratch(self, name: str) -> Path:
+        """A folder for work in progress; it counts for no bound and goes with `forget_scratch`."""
+        path = self.root / "scratch" / name
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def forget_scratch(self, name: str) -> None:
+        """Remove a folder for work in progress."""
+        shutil.rmtree(self.root / "scratch" / name, ignore_errors=True)
+
+    def _lock(self, entry: str) -> Path:
+        return self.root / "locks" / entry.replace("/", "+")
+
+    def _pin(self, entry: str) -> None:
+        """Keep others from removing an entry while this process lives."""
+        file = self._lock(entry)
+        if file not in _pinned:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            handle = file.open("a+b")
+            fcntl.flock(handle, fcntl.LOCK_SH)
+            _pinned[file] = handle
+        _pinned.move_to_end(file)
+        os.utime(file)
+        if len(_pinned) > PINNED:
+            _pinned.popitem(last=False)[1].close()
+
+    def _shrink(self, most: int) -> None:
+        """Remove what was not used for longest, until no more than `most` bytes are left."""
+        sizes: dict[str, int] = {}
+        files = self.root / "files"
+        for path, _, names in os.walk(files):
+            for name in names:
+                file = Path(path, name)
+                with contextlib.suppress(FileNotFoundError):
+                    entry = _entry(str(file.relative_to(files)))
+                    sizes[entry] = sizes.get(entry, 0) + file.stat().st_size
+        total = sum(sizes.values())
+        for entry in sorted(sizes, key=self._used):
+            if total <= most:
+                return
+            with self._lock(entry).open("a+b") as handle:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                self.forget(entry)
+                total -= sizes[entry]
+
+    def _used(self, entry: str) -> int:
+        try:
+            return self._lock(entry).stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+
+def _entry(name: str) -> str:
+    """What is kept or removed as one: an artifact, the work of one key."""
+    inside = name.split("/")
+    return "/".join(inside[: {"objects": 4, "work": 2}.get(inside[0], 1)])

@@ -1,0 +1,205 @@
+"""The exchange: rows that some jobs make, regrouped by a key.
+
+Each job writes one file, in which the rows of each partition are one run, an Arrow stream with its checksum. A partition is read
+by fetching its run of every file. Keys are cut by their leading bits, so that partitions of ids are ranges of shards.
+"""
+
+from __future__ import annotations
+
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc as ipc
+
+from puna.storage.errors import PunaError
+from puna.storage.files import Files
+from puna.storage.parts import span
+from puna.storage.shards import FileRecord, Sink, shard_of
+from puna.storage.staging import Damaged, Staging
+
+MAP_BYTES = 96 << 20
+"""Raw bytes that a job holds before it writes them: its runs are this size, parted by the number of partitions."""
+PARTITION_BYTES = 48 << 20
+MOST_PARTITIONS = 4096
+READS = 3
+"""Times that a damaged run is read: on the way from an object store a bit may be flipped."""
+LZ4 = ipc.IpcWriteOptions(compression="lz4")
+
+
+def partitions(raw: int) -> int:
+    """Into how many partitions about `raw` bytes are parted, a power of two: each fits into a worker's memory."""
+    return min(MOST_PARTITIONS, 1 << max(0, (-(-raw // PARTITION_BYTES) - 1).bit_length()))
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The rows of one partition by reference: small and picklable. `runs`: file, begin and end of each run, in the jobs' order."""
+
+    files: Files
+    schema: pa.Schema
+    number: int
+    runs: tuple[tuple[str, int, int], ...]
+
+    def tables(self) -> Iterator[pa.Table]:
+        """The rows of each job, in the order of jobs."""
+        for name, begin, end in self.runs:
+            for _ in range(READS):
+                data = self.files.read(name, begin, end)
+                if zlib.crc32(memoryview(data)[4:]) == int.from_bytes(data[:4], "little"):
+                    break
+            else:
+                raise PunaError(f"{name}: what was written of partition {self.number} is damaged; run again, it is then made again")
+            yield ipc.open_stream(pa.py_buffer(data)[4:]).read_all()
+
+    def read(self) -> pa.Table:
+        """All rows, in the order of jobs."""
+        return pa.concat_tables([self.schema.empty_table(), *self.tables()])
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Rows regrouped by a key into `count` partitions. `infos`: what the jobs gave beside their rows, in order."""
+
+    parts: tuple[Partition, ...]
+    schema: pa.Schema
+    count: int
+    rows: int = 0
+    infos: tuple[Any, ...] = ()
+
+    @property
+    def filled(self) -> list[Partition]:
+        """The partitions that have rows."""
+        return [part for part in self.parts if part.runs]
+
+    def within(self, low: str, high: str | None) -> Exchange:
+        """The partitions that may hold rows of a range of ids, where `id` is the key."""
+        near = []
+        for part in self.parts:
+            first, after = span(self.count, part.number)
+            if (after is None or after > low) and (high is None or first < high):
+                near.append(part)
+        return Exchange(tuple(near), self.schema, self.count)
+
+    def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
+        """The rows of a range in order of their ids, where `id` is the key."""
+        for part in self.parts:
+            rows = part.read().sort_by("id")
+            ids = rows["id"].to_pylist()
+            keep = [at for at, one in enumerate(ids) if one >= low and (high is None or one < high)]
+            if keep:
+                yield rows.slice(keep[0], keep[-1] - keep[0] + 1)
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """How a job parts its rows: by the leading bits of the column `by`, a number of 64 bits or an id, or by its value (int32)."""
+
+    staging: Staging
+    job: str
+    by: str
+    partitions: int
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """What a job wrote: its files with the ends of their runs, and what it gave beside its rows."""
+
+    schema: str
+    files: list[tuple[str, FileRecord, list[int]]]
+    rows: int
+    info: Any
+
+
+def scatter(how: Scatter, made: pa.Table | Iterable[pa.Table], info: Callable[[], Any]) -> Scattered:
+    """Write the rows that a job makes, in a worker; `info` is asked at the end."""
+    held: list[pa.Table] = []
+    files: list[tuple[str, FileRecord, list[int]]] = []
+    size, rows = 0, 0
+    schema: pa.Schema | None = None
+    for table in [made] if isinstance(made, pa.Table) else made:
+        schema = table.schema if schema is None else schema
+        held.append(table)
+        size, rows = size + table.nbytes, rows + table.num_rows
+        if size >= MAP_BYTES:
+            files.append(_write(how, held, len(files)))
+            held, size = [], 0
+    if schema is not None and any(t.num_rows for t in held):
+        files.append(_write(how, held, len(files)))
+    text = "" if schema is None else schema.serialize().to_pybytes().hex()
+    found = Scattered(text, files, rows, info())
+    noted = [[name, [record.bytes, record.sha256], ends] for name, record, ends in files]
+    how.staging.note(how.job, {"schema": text, "files": noted, "rows": rows, "info": found.info})
+    return found
+
+
+def _write(how: Scatter, held: list[pa.Table], number: int) -> tuple[str, FileRecord, list[int]]:
+    """One file of runs; gives the ends of the runs too."""
+    table = pa.concat_tables(held).combine_chunks()
+    place = _places(table[how.by], how.partitions)
+    order = np.argsort(place, kind="stable")
+    table = table.take(pa.array(order))
+    ends = np.searchsorted(place[order], np.arange(how.partitions), side="right").tolist()
+    name = f"{how.staging.folder}/{how.job}-{number:03d}-{uuid.uuid4().hex[:8]}.runs"
+    found, before = [], 0
+    with how.staging.temporary() as folder:
+        sink = Sink(folder / "runs")
+        for end in ends:
+            if end > before:
+                buffer = pa.BufferOutputStream()
+                with ipc.new_stream(buffer, table.schema, options=LZ4) as stream:
+                    stream.write_table(table.slice(before, end - before))
+                data = buffer.getvalue()
+                sink.write(zlib.crc32(data).to_bytes(4, "little"))
+                sink.write(data)
+            found.append(sink.bytes)
+            before = end
+        sink.close()
+        how.staging.files.put(name, folder / "runs")
+    return name, sink.record, found
+
+
+def _places(column: pa.ChunkedArray, count: int) -> Any:
+    """The partition of each row."""
+    if pa.types.is_string(column.type):
+        return shard_of(column, count)
+    values = column.combine_chunks().to_numpy(zero_copy_only=False)
+    if pa.types.is_uint64(column.type):
+        return (values >> np.uint64(64 - (count.bit_length() - 1))).astype(np.int64) if count > 1 else np.zeros(len(values), np.int64)
+    return values
+
+
+def found_before(how: Scatter) -> Scattered | None:
+    """What the job wrote in an earlier attempt, when all of it is whole; raises `Damaged`."""
+    noted = how.staging.noted(how.job)
+    if noted is None:
+        return None
+    files = [(name, FileRecord(*record), ends) for name, record, ends in noted["files"]]
+    if any(len(ends) != how.partitions for _, _, ends in files):
+        return None
+    for name, record, _ in files:
+        if not how.staging.whole(name, record):
+            raise Damaged(name)
+    return Scattered(noted["schema"], files, noted["rows"], noted["info"])
+
+
+def gathered(files: Files, found: list[Scattered], count: int) -> Exchange:
+    """The partitions of what all jobs wrote."""
+    schemas = list(dict.fromkeys(one.schema for one in found if one.schema))
+    if len(schemas) > 1:
+        raise PunaError("the jobs of an exchange made tables of different columns")
+    schema = pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(schemas[0]))) if schemas else pa.schema([])
+    runs: list[list[tuple[str, int, int]]] = [[] for _ in range(count)]
+    for one in found:
+        for name, _, ends in one.files:
+            before = 0
+            for number, end in enumerate(ends):
+                if end > before:
+                    runs[number].append((name, before, end))
+                before = end
+    parts = tuple(Partition(files, schema, number, tuple(own)) for number, own in enumerate(runs))
+    return Exchange(parts, schema, count, sum(one.rows for one in found), tuple(one.info for one in found))

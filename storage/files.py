@@ -1,0 +1,298 @@
+"""The place of files that holds a store: everything that `storage` does to a disk or an object store goes through `Files`.
+
+Names are relative, with `/`. Committed files never change; aliases, acceptances and leases do, by compare-and-swap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
+
+from puna.storage.errors import PunaError
+
+if TYPE_CHECKING:
+    import duckdb
+
+LOCKS = "locks"
+
+
+class DamagedFile(PunaError):
+    """A file's bytes are not those that were written."""
+
+
+class Stat(NamedTuple):
+    """A file's size in bytes, a text that is another one whenever it was written anew, and when that was, seconds since the epoch."""
+
+    bytes: int
+    version: str
+    written: float
+
+
+class Files(Protocol):
+    """A place of files. Implementations are small and picklable: workers open them by value. A missing file is FileNotFoundError."""
+
+    def __hash__(self) -> int:
+        """Places that are equal have equal hashes."""
+
+    @property
+    def uri(self) -> str:
+        """Where it is, for messages; without credentials."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes start .. stop of a file; None: to its end."""
+
+    def open(self, name: str) -> BinaryIO:
+        """A file as a seekable object for reading."""
+
+    def stat(self, name: str) -> Stat | None:
+        """Size and version of a file; None where there is none."""
+
+    def stats(self, folder: str) -> dict[str, Stat]:
+        """Size and version of every file below a folder, by name relative to it."""
+
+    def list(self, folder: str, after: str = "") -> Iterator[str]:
+        """Names of the files below a folder, in order, those after the name `after`."""
+
+    def folders(self, folder: str) -> Sequence[str]:
+        """Names of the folders in a folder, in order."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small file where there is none; False where there is one. It exists whole or not at all."""
+
+    def swap(self, name: str, data: bytes, version: str | None) -> bool:
+        """Write a small file where it still has this version (None: where there is none); False where it has another."""
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file, whatever was there; it exists whole or not at all."""
+
+    def append(self, name: str, line: bytes) -> None:
+        """Add one line to a log; what a crash cut short takes no other line with it."""
+
+    def put(self, name: str, file: Path) -> None:
+        """Take a local file, that is synced, into the place; the local file is gone afterwards."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with all that is in it; what is not there is left so. Half-removed, it is no artifact."""
+
+    def move(self, folder: str, target: str) -> None:
+        """Give a folder another name; the target is not there."""
+
+    def publish(self, folder: str, content: Mapping[str, str], last: tuple[str, bytes], staging: str) -> bool:
+        """Make a folder of files of the place: name in the folder → file that is moved there; `last` is written after all others.
+
+        False, and the folder as it was, where it has the last file already. `staging`: a folder that may be used meanwhile.
+        """
+
+    def lease(self, name: str, *, wait: bool = True) -> AbstractContextManager[bool]:
+        """Hold a name against all other processes; without `wait`, give False when another one holds it."""
+
+    def held(self, name: str) -> bool:
+        """Whether a process holds a name."""
+
+    def sql(self, connection: duckdb.DuckDBPyConnection) -> str:
+        """Have DuckDB read the files; gives what comes before their names in SQL."""
+
+    def local(self, name: str) -> Path:
+        """A local path of a file or folder: itself, or a copy in a bounded cache."""
+
+    def scratch(self, name: str) -> Path:
+        """A local folder for work in progress that survives a crash; made where it is not there."""
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """A folder on a local or mounted disk."""
+
+    root: Path
+
+    @property
+    def uri(self) -> str:
+        """The folder's path."""
+        return str(self.root)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `Files`."""
+        with (self.root / name).open("rb") as file:
+            file.seek(start)
+            return file.read(-1 if stop is None else stop - start)
+
+    def open(self, name: str) -> BinaryIO:
+        """See `Files`."""
+        return (self.root / name).open("rb")
+
+    def stat(self, name: str) -> Stat | None:
+        """See `Files`."""
+        try:
+            found = (self.root / name).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return _stat(found)
+
+    def stats(self, folder: str) -> dict[str, Stat]:
+        """See `Files`."""
+        start = self.root / folder
+        found = {}
+        for path, _, names in os.walk(start):
+            for name in names:
+                file = Path(path, name)
+                with contextlib.suppress(FileNotFoundError):  # a link that points nowhere
+                    found[str(file.relative_to(start))] = _stat(file.stat())
+        return found
+
+    def list(self, folder: str, after: str = "") -> Iterator[str]:
+        """See `Files`."""
+        found = [str(Path(path, name).relative_to(self.root)) for path, _, names in os.walk(self.root / folder) for name in names]
+        yield from sorted(name for name in found if name > after)
+
+    def folders(self, folder: str) -> Sequence[str]:
+        """See `Files`."""
+        start = self.root / folder
+        return sorted(path.name for path in start.iterdir() if path.is_dir()) if start.is_dir() else []
+
+    def create(self, name: str, data: bytes) -> bool:
+        """See `Files`."""
+        return self.swap(name, data, None)
+
+    def swap(self, name: str, data: bytes, version: str | None) -> bool:
+        """See `Files`."""
+        with self.lease(".swap"):
+            now = self.stat(name)
+            if (now.version if now else None) != version:
+                return False
+            self.write(name, data)
+            return True
+
+    def write(self, name: str, data: bytes) -> None:
+        """See `Files`."""
+        file = self.root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(file, data)
+
+    def append(self, name: str, line: bytes) -> None:
+        """See `Files`."""
+        with (self.root / name).open("a+b") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else b"\n" + line
+            file.write(line)
+
+    def put(self, name: str, file: Path) -> None:
+        """See `Files`."""
+        target = self.root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(file, target)
+
+    def remove(self, name: str) -> None:
+        """See `Files`."""
+        path = self.root / name
+        if path.is_dir() and not path.is_symlink():
+            # Out of the way in one step first: a half-removed artifact must not look like one, nor block its key.
+            doomed = self.root / "quarantine" / f"removed-{path.name[:12]}-{uuid.uuid4().hex}"
+            doomed.parent.mkdir(exist_ok=True)
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+        else:
+            path.unlink(missing_ok=True)
+
+    def move(self, folder: str, target: str) -> None:
+        """See `Files`."""
+        os.rename(self.root / folder, self.root / target)
+
+    def publish(self, folder: str, content: Mapping[str, str], last: tuple[str, bytes], staging: str) -> bool:
+        """See `Files`: the whole folder is moved into place in one step."""
+        made, target = self.root / staging, self.root / folder
+        if made.exists():
+            shutil.rmtree(made)
+        made.mkdir(parents=True)
+        for name, file in content.items():
+            (made / name).parent.mkdir(parents=True, exist_ok=True)
+            os.rename(self.root / file, made / name)
+        write_bytes(made / last[0], last[1])
+        for path, _, _ in os.walk(made):
+            sync(Path(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and not (target / last[0]).is_file():
+            os.rename(target, self.root / "quarantine" / f"{target.name[:12]}-{uuid.uuid4().hex}")
+        try:
+            os.rename(made, target)
+        except OSError:
+            if not (target / last[0]).is_file():
+                raise
+            return False
+        finally:
+            for parent in target.parents[:3]:
+                sync(parent)
+        return True
+
+    @contextlib.contextmanager
+    def lease(self, name: str, *, wait: bool = True) -> Iterator[bool]:
+        """See `Files`: a lock of the system's on a file, which goes with its process."""
+        file = self.root / LOCKS / name
+        while True:
+            with file.open("w") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                except BlockingIOError:
+                    yield False
+                    return
+                # `gc` removes old lock files; one that was removed while we waited holds nobody off.
+                if file.exists() and os.path.samestat(os.fstat(lock.fileno()), os.stat(file)):
+                    yield True
+                    return
+
+    def held(self, name: str) -> bool:
+        """See `Files`; works where nothing may be written."""
+        try:
+            with (self.root / LOCKS / name).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
+    def sql(self, connection: duckdb.DuckDBPyConnection) -> str:
+        """See `Files`."""
+        return f"{self.root.resolve()}/"
+
+    def local(self, name: str) -> Path:
+        """See `Files`: the file itself."""
+        return self.root / name
+
+    def scratch(self, name: str) -> Path:
+        """See `Files`: a folder of the store."""
+        path = self.root / name
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+def _stat(found: os.stat_result) -> Stat:
+    return Stat(found.st_size, f"{found.st_ino}-{found.st_mtime_ns}", found.st_mtime)
+
+
+def write_bytes(file: Path, data: bytes) -> None:
+    """Write a small file so that it exists whole or not at all, a loss of power included."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    with temporary.open("wb") as out:
+        out.write(data)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(temporary, file)
+    sync(file.parent)
+
+
+def sync(path: Path) -> None:
+    """Have the disk keep a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

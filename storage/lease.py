@@ -1,0 +1,193 @@
+"""Leases on an object store: holding a name against other processes, on any machine, without comparing clocks.
+
+A lease is an object that says who holds it, made, renewed and released by compare-and-swap. Whoever waits takes it over when the
+object did not change for two terms of the waiter's own clock; the late holder's next renewal then fails. On the holder's own
+machine a process that is gone is seen at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from puna.storage.errors import PunaError
+
+TERM = 20.0
+"""Seconds: a lease is renewed four times a term, and may be taken over when it stood still for two."""
+FIRST_POLL, POLL = 0.05, 1.0
+"""Seconds between two looks at a lease that another process holds: at first, and at most."""
+
+
+class Place(Protocol):
+    """Where leases lie."""
+
+    def versioned(self, name: str) -> tuple[bytes, str] | None:
+        """Content and version of a small file; None where there is none."""
+
+    def swapped(self, name: str, data: bytes, version: str | None) -> str | None:
+        """The new version of a file that was changed, where it had this version; None where it had another."""
+
+
+class State(NamedTuple):
+    """What a lease object says. `owner`: the process that holds it, empty where nobody does."""
+
+    owner: str
+    version: str | None
+
+
+class Held:
+    """A lease of this process; a thread renews it."""
+
+    def __init__(self, place: Place, name: str, version: str, term: float, since: float) -> None:
+        self._place, self._name, self._version, self._term = place, name, version, term
+        self._owner = _myself()
+        self._renewed = since
+        self._taken = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name=f"lease {name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def lost(self) -> bool:
+        """Whether another process holds it now, or may: it was not renewed in time."""
+        return self._taken or _now() - self._renewed > 1.5 * self._term
+
+    def _renew(self) -> None:
+        while not self._ended.wait(self._term / 4):
+            since = _now()
+            try:
+                version = self._place.swapped(self._name, _said(self._owner), self._version)
+            except PunaError:  # the store does not answer: `lost` says so when it lasts
+                continue
+            if version is None:
+                self._taken = True
+                return
+            self._version, self._renewed = version, since
+
+    def release(self) -> None:
+        """Let others have it."""
+        self._ended.set()
+        self._thread.join()
+        if not self._taken:
+            # Without an answer others take it over when it stood still.
+            with contextlib.suppress(PunaError):
+                self._place.swapped(self._name, _said(""), self._version)
+
+
+_held: dict[tuple[Place, str], Held] = {}
+"""The leases of this process."""
+_threads: defaultdict[tuple[Place, str], threading.Lock] = defaultdict(threading.Lock)
+"""Of the threads of this process one at a time holds a name or asks for it."""
+
+
+@contextlib.contextmanager
+def lease(place: Place, name: str, term: float, *, wait: bool) -> Iterator[bool]:
+    """Hold a name; without `wait`, give False where another process holds it."""
+    mine = None
+    with contextlib.ExitStack() as stack:
+        if _threads[place, name].acquire(blocking=wait):
+            stack.callback(_threads[place, name].release)
+            pause = FIRST_POLL
+            while (mine := _taken(place, name, term)) is None and wait:
+                time.sleep(pause)
+                pause = min(POLL, 2 * pause)
+        if mine is not None:
+            _held[place, name] = mine
+            stack.callback(mine.release)
+            stack.callback(_held.pop, (place, name))
+        yield mine is not None
+
+
+def check(place: Place, name: str) -> None:
+    """PunaError where this process held the name and lost it."""
+    mine = _held.get((place, name))
+    if mine is not None and mine.lost:
+        raise PunaError(f"{name}: this process stood still for so long that another one may have gone on with its work; run again")
+
+
+def held(place: Place, name: str, term: float) -> bool:
+    """Whether a process holds the name. Takes up to two terms where the holder is on another machine and does not renew."""
+    return (place, name) in _held or _takeable(place, name, term) is None
+
+
+def _taken(place: Place, name: str, term: float) -> Held | None:
+    """The lease, where nobody else holds it."""
+    state = _takeable(place, name, term)
+    if state is None:
+        return None
+    since = _now()
+    version = place.swapped(name, _said(_myself()), state.version)
+    return None if version is None else Held(place, name, version, term, since)
+
+
+def _takeable(place: Place, name: str, term: float) -> State | None:
+    """The lease where nobody holds it; None where a process does: of this machine, or one that renewed it while we looked."""
+    first = _state(place, name)
+    begun, pause = _now(), min(POLL, term / 8)
+    while first.owner:
+        machine, pid, ticks = first.owner.rsplit("/", 2)
+        if machine == _machine():
+            # This process asks for nothing that it holds: what it left was not released for want of an answer.
+            return first if first.owner == _myself() or _begun(int(pid)) != ticks else None
+        if _now() - begun > 2 * term:
+            return first
+        time.sleep(pause)
+        now = _state(place, name)
+        if now.version != first.version:
+            return None if now.owner else now
+    return first
+
+
+def _state(place: Place, name: str) -> State:
+    found = place.versioned(name)
+    if found is None:
+        return State("", None)
+    data, version = found
+    try:
+        owner = str(json.loads(data)["owner"])
+        if owner and not re.fullmatch(r".+/\d+/\d*", owner):
+            raise ValueError(f"owner {owner}")
+        return State(owner, version)
+    except (ValueError, KeyError, TypeError) as error:
+        raise PunaError(f"{name}: is no lease ({error}); remove it when nobody works on this store") from error
+
+
+def _said(owner: str) -> bytes:
+    # Equal bytes have equal versions: each writing is another one.
+    return json.dumps({"owner": owner, "nonce": uuid.uuid4().hex}).encode()
+
+
+def _now() -> float:
+    """Seconds of a clock that goes on while the machine sleeps, where it has one."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+@lru_cache(maxsize=1)
+def _machine() -> str:
+    """A name of this machine since its start and of its space of process numbers; unlike any other's where it cannot be told."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return uuid.uuid4().hex
+
+
+def _begun(pid: int) -> str:
+    """When a process of this machine began, in ticks; empty where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _myself() -> str:
+    return f"{_machine()}/{os.getpid()}/{_begun(os.getpid())}"

@@ -1,0 +1,267 @@
+"""Reading the shards of a table where the work is done: parts, batches, and rows of other tables with the same ids."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from puna.storage.files import Files
+from puna.storage.shards import bounds
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A Parquet file of the store: its name, its checksum, the rows of its row groups."""
+
+    files: Files
+    name: str
+    sha256: str
+    groups: tuple[int, ...]
+
+    def read(self, groups: Sequence[int], columns: Sequence[str] | None) -> pa.Table:
+        """Some row groups, one after another."""
+        with self.files.open(self.name) as handle:
+            # With its buffers on, Arrow keeps what it has read of every row group until the file is closed.
+            source = pq.ParquetFile(handle, metadata=_footer(self.files, self.name, self.sha256), pre_buffer=False)
+            return source.read_row_groups(list(groups), columns=list(columns) if columns is not None else None)
+
+    def schema(self) -> pa.Schema:
+        """Its columns."""
+        with self.files.open(self.name) as handle:
+            return pq.ParquetFile(handle, metadata=_footer(self.files, self.name, self.sha256), pre_buffer=False).schema_arrow
+
+    def whole(self) -> pa.Table:
+        """All rows."""
+        with self.files.open(self.name) as handle:
+            return pq.ParquetFile(handle, pre_buffer=False).read()
+
+    def range(self, start: int, stop: int, columns: Sequence[str] | None) -> pa.Table:
+        """The rows start .. stop."""
+        ends = list(accumulate(self.groups))
+        first, last = bisect.bisect_right(ends, start), bisect.bisect_left(ends, stop)
+        before = ends[first - 1] if first else 0
+        return self.read(range(first, min(last, len(ends) - 1) + 1), columns).slice(start - before, stop - start)
+
+    def take(self, rows: Ints, columns: Sequence[str] | None) -> pa.Table:
+        """Some rows, given in order; only the row groups that hold them are read."""
+        ends = np.cumsum(self.groups)
+        group = np.searchsorted(ends, rows, side="right")
+        needed, place = np.unique(group, return_inverse=True)
+        sizes = np.array(self.groups)[needed]
+        shift = (ends[needed] - sizes) - (np.cumsum(sizes) - sizes)
+        table = self.read(needed.tolist(), columns)
+        wanted = rows - shift[place]
+        if len(wanted) == wanted[-1] - wanted[0] + 1:
+            return table.slice(int(wanted[0]), len(wanted))
+        return table.take(pa.array(wanted))
+
+
+@lru_cache(maxsize=256)
+def _footer(files: Files, name: str, sha256: str) -> pq.FileMetaData:
+    """A file's footer; a file that was made anew has another checksum, or the same bytes."""
+    with files.open(name) as handle:
+        return pq.ParquetFile(handle, pre_buffer=False).metadata
+
+
+@lru_cache(maxsize=8)
+def _order(files: Files, name: str, sha256: str) -> tuple[Ints, Ints]:
+    with files.open(name) as handle:
+        table = pq.ParquetFile(handle).read()
+    source, row = (np.asarray(table.column(n).combine_chunks(), dtype=np.int64) for n in ("source", "row"))
+    return source, row
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """The rows of one shard by reference; small and picklable. `stored`: its own file, then those of its sources."""
+
+    rows: int
+    low: tuple[Any, ...]
+    high: tuple[Any, ...]
+    stored: tuple[Stored | None, ...]
+    order: Stored | None = None
+
+    def place(self, start: int, stop: int) -> tuple[Ints, Ints]:
+        """Source and row in it of the rows start .. stop."""
+        if self.order is None:
+            return np.zeros(stop - start, np.int64), np.arange(start, stop)
+        source, row = _order(self.order.files, self.order.name, self.order.sha256)
+        return source[start:stop], row[start:stop]
+
+    def read(self, start: int, stop: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """The rows start .. stop."""
+        own = self.stored[0]
+        if self.order is None:
+            assert own is not None
+            return own.range(start, stop, columns)
+        return taken(self.stored, *self.place(start, stop), columns)
+
+    def pieces(self, rows: int) -> Iterator[tuple[int, int]]:
+        """(start, stop) of pieces of at most `rows` rows that follow the row groups where they can."""
+        own = self.stored[0]
+        edges = [0, *accumulate(own.groups)] if self.order is None and own is not None else [0, self.rows]
+        at = 0
+        while at < self.rows:
+            # As many whole groups as fit, or a piece of one that does not.
+            place = bisect.bisect_right(edges, at + rows) - 1
+            stop = edges[place] if edges[place] > at else min(at + rows, self.rows)
+            yield at, stop
+            at = stop
+
+
+def taken(stored: Sequence[Stored | None], source: Ints, row: Ints, columns: Sequence[str] | None) -> pa.Table:
+    """Rows of several files, in this order."""
+    pieces, places = [], []
+    for number in np.unique(source).tolist():
+        here = np.flatnonzero(source == number)
+        file = stored[number]
+        assert file is not None
+        pieces.append(file.take(row[here], columns))
+        places.append(here)
+    if len(pieces) == 1:
+        return pieces[0]
+    return pa.concat_tables(pieces).take(pa.array(np.argsort(np.concatenate(places))))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A range of rows of one stored table: small, picklable, read where the work is done. `start`: its first row in the table."""
+
+    shard: ShardRows
+    first: int
+    rows: int
+    start: int
+    columns: tuple[str, ...] | None = None
+
+    @property
+    def stop(self) -> int:
+        """The row after its last one, in the table."""
+        return self.start + self.rows
+
+    def read(self) -> pa.Table:
+        """The rows as a table; reads only the row groups that hold them."""
+        return self.shard.read(self.first, self.first + self.rows, self.columns)
+
+    def split(self, rows: int) -> Iterator[Part]:
+        """The part in smaller ones, of at most `rows` rows."""
+        for at in range(0, self.rows, rows):
+            yield replace(self, first=self.first + at, rows=min(rows, self.rows - at), start=self.start + at)
+
+    def of(self, columns: Sequence[str]) -> Part:
+        """The same rows with these columns."""
+        return replace(self, columns=tuple(columns))
+
+
+def parts_of(shards: Sequence[ShardRows], columns: Sequence[str] | None, rows: int) -> list[Part]:
+    """A table cut into parts of at most `rows` rows; none holds rows of two shards."""
+    chosen = tuple(columns) if columns is not None else None
+    found, before = [], 0
+    for shard in shards:
+        found += [Part(shard, first, last - first, before + first, chosen) for first, last in shard.pieces(rows)]
+        before += shard.rows
+    return found
+
+
+def batches_of(shards: Sequence[ShardRows], columns: Sequence[str] | None = None, rows: int = 8192) -> Iterator[pa.RecordBatch]:
+    """The rows of some shards in batches of at most `rows`, in order, within bounded memory."""
+    for shard in shards:
+        for start, stop in shard.pieces(rows):
+            yield from shard.read(start, stop, columns).combine_chunks().to_batches(max_chunksize=rows)
+
+
+def between(
+    shards: Sequence[ShardRows], low: str, high: str | None, columns: Sequence[str] | None, key: str = "id", rows: int = 65_536
+) -> Iterator[pa.Table]:
+    """The rows whose key is at least `low` and below `high` (None: any), in order, piece by piece."""
+    wanted = list(columns) if columns is not None else None
+    read = wanted if wanted is None or key in wanted else [key, *wanted]
+    for shard in shards:
+        if not shard.rows or shard.high[0] < low or (high is not None and shard.low[0] >= high):
+            continue
+        inside = shard.low[0] >= low and (high is None or shard.high[0] < high)
+        for start, stop in shard.pieces(rows):
+            table = shard.read(start, stop, read)
+            if not inside:
+                own = pc.greater_equal(table[key], low)
+                table = table.filter(own if high is None else pc.and_(own, pc.less(table[key], high)))
+            if table.num_rows:
+                yield table if wanted is None else table.select(wanted)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Rows of another table that a worker gets together with the rows of the same ids; what `Artifact.beside` gives."""
+
+    shards: tuple[ShardRows, ...]
+    schema: pa.Schema
+
+    def within(self, low: str, high: str | None) -> Beside:
+        """Of its shards those that may hold rows in a range of ids."""
+        near = [s for s in self.shards if s.rows and s.high[0] >= low and (high is None or s.low[0] < high)]
+        return Beside(tuple(near), self.schema)
+
+    def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
+        """The rows of a range in order, with their ids."""
+        names = self.schema.names
+        return between(self.shards, low, high, names if "id" in names else ["id", *names])
+
+
+class Rows(Protocol):
+    """Rows of some table by reference, in ranges of ids."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Its columns."""
+
+    def within(self, low: str, high: str | None) -> Rows:
+        """What is needed to read the rows of a range."""
+
+    def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
+        """The rows of a range in order, with their ids."""
+
+
+class Follower:
+    """Gives the rows of a table in step with another one: each row once, by ranges of ids."""
+
+    def __init__(self, table: Rows, low: str, high: str | None) -> None:
+        self._pieces = table.pieces(low, high)
+        self._schema = table.schema
+        self._held: list[pa.Table] = []
+
+    def upto(self, last: str | None) -> pa.Table:
+        """The rows that were not given yet, with ids up to `last` (None: all)."""
+        given: list[pa.Table] = []
+        while True:
+            if not self._held:
+                piece = next(self._pieces, None)
+                if piece is None:
+                    break
+                self._held = [piece]
+            piece = self._held.pop()
+            if last is None or piece["id"][-1].as_py() <= last:
+                given.append(piece)
+                continue
+            number = int(np.searchsorted(np.array(piece["id"].to_pylist(), dtype=object), last, side="right"))
+            given.append(piece.slice(0, number))
+            self._held = [piece.slice(number)]
+            break
+        table = pa.concat_tables(given) if given else self._schema.empty_table()
+        return table.select(self._schema.names)
+
+
+def span(shards: int, number: int) -> tuple[str, str | None]:
+    """The lowest id of a shard, and that of the next one (None: there is none)."""
+    edges: list[str | None] = ["", *bounds(shards), None]
+    return str(edges[number]), edges[number + 1]

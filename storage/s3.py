@@ -1,0 +1,431 @@
+"""A store on S3, or on what speaks its protocol: manifests and aliases by conditional put, leases instead of locks, no rename.
+
+Credentials, region and endpoint come from the environment alone (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
+AWS_REGION, AWS_ENDPOINT_URL); nothing of them is kept in what is passed to workers, written or said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
+from urllib.parse import urlsplit
+
+from puna.storage import blocks, cache, lease
+from puna.storage.errors import PunaError
+from puna.storage.files import LOCKS, DamagedFile, Stat
+
+if TYPE_CHECKING:
+    import duckdb
+    from obstore import ObjectMeta, PutMode
+    from obstore.store import S3Store
+
+T = TypeVar("T")
+
+MULTIPART = 16 << 20
+"""Bytes above which a file is sent in pieces of this size."""
+COPIED = 5 << 30
+"""Bytes up to which S3 copies an object by itself."""
+TRIES = 6
+AT_ONCE = 8
+SUMS, NONCE = "puna-sums", "puna-nonce"
+CREDENTIALS = (
+    "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)  # fmt: skip
+SECRET = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+
+
+@dataclass(frozen=True)
+class S3Files:
+    """A prefix in a bucket; see `Files`. `term`: see `lease.TERM`."""
+
+    bucket: str
+    prefix: str
+    term: float = lease.TERM
+
+    @classmethod
+    def at(cls, uri: str) -> S3Files:
+        """The place that `s3://BUCKET/PREFIX` names; PunaError where it names none, or holds credentials."""
+        parsed = urlsplit(uri)
+        if "@" in parsed.netloc or parsed.query:
+            raise PunaError(
+                "store s3://…: credentials do not belong in the address, where logs and lists of processes show them: "
+                "give s3://BUCKET/PREFIX, and AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
+            )
+        prefix = parsed.path.strip("/")
+        if parsed.scheme != "s3" or not BUCKET.fullmatch(parsed.netloc) or not re.fullmatch(r"[\w!.*'()/-]*", prefix) or parsed.fragment:
+            raise PunaError(f"store {uri}: is no address of an object store; give s3://BUCKET/PREFIX")
+        if any(part in (".", "..", "") for part in prefix.split("/")) and prefix:
+            raise PunaError(f"store {uri}: the prefix has a part that is empty, `.` or `..`")
+        return cls(parsed.netloc, prefix)
+
+    @property
+    def uri(self) -> str:
+        """Its address, s3://BUCKET/PREFIX."""
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+    # --- reading -----------------------------------------------------------------------------------
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `Files`. A whole file is compared with its checksums; a part of one is not, and carries its reader's own."""
+        if start or stop is not None:
+            return b"" if stop is not None and stop <= start else self._got(name, start, stop)[0]
+        found = self.versioned(name)
+        if found is None:
+            raise FileNotFoundError(f"{self.uri}/{name}")
+        return found[0]
+
+    def versioned(self, name: str) -> tuple[bytes, str] | None:
+        """Content and version of a whole file, compared with its checksums; None where there is none."""
+        for attempt in range(TRIES):
+            try:
+                data, size, sums, version = self._got(name, 0, None)
+            except FileNotFoundError:
+                return None
+            if _right(data, 0, size, sums):
+                return data, version
+            _pause(attempt)
+        raise self._damaged(name)
+
+    def open(self, name: str) -> BinaryIO:
+        """See `Files`; what is read is compared with its checksums."""
+        size = _size(self, name)
+        return cast("BinaryIO", blocks.Reader(size, lambda start, stop: self._checked(name, start, stop, size)))
+
+    def _checked(self, name: str, start: int, stop: int, size: int) -> bytes:
+        """Whole blocks of a file of this size."""
+        for attempt in range(TRIES):
+            data, now, sums, _ = self._got(name, start, stop)
+            if now != size:
+                _size.cache_clear()
+                raise PunaError(f"{self.uri}/{name}: another process wrote it anew while it was read; run again")
+            if _right(data, start, size, sums):
+                return data
+            _pause(attempt)
+        raise self._damaged(name)
+
+    def _got(self, name: str, start: int, stop: int | None) -> tuple[bytes, int, str, str]:
+        """Bytes, size of the whole file, its checksums as text, its version."""
+        import obstore
+
+        wanted = {} if not start and stop is None else {"range": {"offset": start} if stop is None else (start, stop)}
+
+        def get() -> tuple[bytes, int, str, str]:
+            found = obstore.get(self._client(), name, options=wanted)  # type: ignore[arg-type]
+            return bytes(found.bytes()), found.meta["size"], found.attributes.get(SUMS, ""), found.meta["e_tag"] or ""
+
+        return self._tried(name, get)
+
+    def _damaged(self, name: str) -> DamagedFile:
+        return DamagedFile(f"{self.uri}/{name}: is damaged: its bytes are not those that were written")
+
+    def stat(self, name: str) -> Stat | None:
+        """See `Files`; the version is the ETag."""
+        import obstore
+
+        try:
+            found = self._tried(name, lambda: obstore.head(self._client(), name))
+        except FileNotFoundError:
+            return None
+        return _stat(found)
+
+    def stats(self, folder: str) -> dict[str, Stat]:
+        """See `Files`."""
+        return {name[len(folder) + 1 :]: stat for name, stat in self._listed(folder, "")}
+
+    def list(self, folder: str, after: str = "") -> Iterator[str]:
+        """See `Files`; a request gives a thousand names."""
+        return (name for name, _ in self._listed(folder, after))
+
+    def folders(self, folder: str) -> Sequence[str]:
+        """See `Files`."""
+        import obstore
+
+        found = self._tried(folder, lambda: obstore.list_with_delimiter(self._client(), prefix=folder))
+        return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"])
+
+    def _listed(self, folder: str, after: str) -> Iterator[tuple[str, Stat]]:
+        import obstore
+
+        for attempt in range(TRIES):
+            try:
+                for chunk in obstore.list(self._client(), prefix=folder, offset=after or None):
+                    for one in chunk:
+                        after = one["path"]
+                        yield after, _stat(one)
+                return
+            except obstore.exceptions.BaseError as error:
+                if attempt == TRIES - 1 or not _passing(error):
+                    raise self._unanswered(folder, error) from None
+                _pause(attempt)
+
+    # --- writing -----------------------------------------------------------------------------------
+
+    def create(self, name: str, data: bytes) -> bool:
+        """See `Files`."""
+        return self.swapped(name, data, None) is not None
+
+    def swap(self, name: str, data: bytes, version: str | None) -> bool:
+        """See `Files`."""
+        return self.swapped(name, data, version) is not None
+
+    def swapped(self, name: str, data: bytes, version: str | None) -> str | None:
+        """As `swap`; the new version, None where the file has another one."""
+        import obstore
+
+        nonce = uuid.uuid4().hex
+        mode: PutMode = "create" if version is None else {"e_tag": version}
+        for attempt in range(TRIES):
+            try:
+                return self._put(name, data, mode, nonce)
+            except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
+                # Refused; or it was done, the answer was lost, and it was refused when it was tried again.
+                found = self._written(name)
+                if found is not None and found[0] == nonce:
+                    return found[1]
+                if (found[1] if found is not None else None) != version:
+                    return None
+                _pause(attempt)  # another writer's put was under way, and failed
+        raise PunaError(f"{self.uri}/{name}: is changed by others all the time; run again")
+
+    def _written(self, name: str) -> tuple[str, str] | None:
+        """The nonce of a file's writer, and its version."""
+        import obstore
+
+        try:
+            found = self._tried(name, lambda: obstore.get(self._client(), name, options={"head": True}))
+        except FileNotFoundError:
+            return None
+        return found.attributes.get(NONCE, ""), found.meta["e_tag"] or ""
+
+    def write(self, name: str, data: bytes) -> None:
+        """See `Files`."""
+        self._put(name, data, "overwrite", "")
+
+    def _put(self, name: str, data: bytes, mode: PutMode, nonce: str) -> str:
+        import obstore
+
+        about = {SUMS: blocks.of_bytes(data)} | ({NONCE: nonce} if nonce else {})
+        put = partial(obstore.put, self._client(), name, data, attributes=about, mode=mode, use_multipart=False)
+        return self._tried(name, put, written=True)["e_tag"] or ""
+
+    def append(self, name: str, line: bytes) -> None:
+        """See `Files`: the log is written anew with the line."""
+        for attempt in range(10 * TRIES):
+            data, version = self.versioned(name) or (b"", None)
+            if self.swap(name, data + line, version):
+                return
+            _pause(min(attempt, 2))
+        raise PunaError(f"{self.uri}/{name}: is changed by others all the time; run again")
+
+    def put(self, name: str, file: Path) -> None:
+        """See `Files`; a large file is sent in pieces."""
+        import obstore
+
+        size = file.stat().st_size
+        if size <= MULTIPART:
+            self._put(name, file.read_bytes(), "overwrite", "")
+        else:
+            about, piece = {SUMS: blocks.of_file(file)}, max(MULTIPART, -(-size // 9_000))
+            put = partial(obstore.put, self._client(), name, file, attributes=about, chunk_size=piece, max_concurrency=4)
+            self._tried(name, put, written=True)
+        file.unlink()
+
+    def remove(self, name: str) -> None:
+        """See `Files`; what says that a folder is whole goes first."""
+        import obstore
+
+        names = sorted(self.list(name), key=lambda one: one.rpartition("/")[2] != "manifest.json")
+        for some in ([name], names[:1], names[1:]):
+            if some:
+                self._tried(name, partial(obstore.delete, self._client(), some))
+        self._cache().forget(name)
+        self._cache().forget_scratch(name)
+
+    def move(self, folder: str, target: str) -> None:
+        """See `Files`: copied, then removed."""
+        self._copy({f"{folder}/{name}": f"{target}/{name}" for name in self.stats(folder)})
+        self.remove(folder)
+
+    def publish(self, folder: str, content: Mapping[str, str], last: tuple[str, bytes], staging: str) -> bool:
+        """See `Files`: copied within the bucket; the conditional put of the last file decides between writers."""
+        there = self.stats(folder)
+        if last[0] in there:
+            return False
+        lease.check(self, f"{LOCKS}/{folder.rpartition('/')[2]}")
+        for name in sorted(set(there) - set(content)):  # of an attempt that was killed here
+            self.remove(f"{folder}/{name}")
+        self._copy({source: f"{folder}/{name}" for name, source in content.items()})
+        lease.check(self, f"{LOCKS}/{folder.rpartition('/')[2]}")
+        return self.create(f"{folder}/{last[0]}", last[1])
+
+    def _copy(self, names: Mapping[str, str]) -> None:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for done in [pool.submit(self._copy_one, source, target) for source, target in names.items()]:
+                done.result()
+
+    def _copy_one(self, source: str, target: str) -> None:
+        import obstore
+
+        client = self._client()
+        found = self.stat(source)
+        if found is None:
+            raise FileNotFoundError(f"{self.uri}/{source}")
+        if found.bytes <= COPIED:
+            self._tried(source, lambda: obstore.copy(client, source, target))
+            return
+
+        def through() -> None:
+            whole = obstore.get(client, source)
+            about = {SUMS: whole.attributes.get(SUMS, "")}
+            piece = max(MULTIPART, -(-found.bytes // 9_000))
+            obstore.put(client, target, whole.stream(piece), attributes=about, chunk_size=piece, max_concurrency=4)
+
+        self._tried(source, through, written=True)
+
+    # --- holding -----------------------------------------------------------------------------------
+
+    def lease(self, name: str, *, wait: bool = True) -> AbstractContextManager[bool]:
+        """See `Files` and `lease`."""
+        return lease.lease(self, f"{LOCKS}/{name}", self.term, wait=wait)
+
+    def held(self, name: str) -> bool:
+        """See `Files` and `lease`."""
+        return lease.held(self, f"{LOCKS}/{name}", self.term)
+
+    def sql(self, connection: duckdb.DuckDBPyConnection) -> str:
+        """See `Files`."""
+        from puna.storage.s3_sql import attach
+
+        return attach(connection, self)
+
+    # --- local copies ------------------------------------------------------------------------------
+
+    def local(self, name: str) -> Path:
+        """See `Files`: a copy in the cache."""
+        own = self.stat(name)
+        found = {name: own} if own is not None else {f"{name}/{inside}": stat for inside, stat in self.stats(name).items()}
+        versions = {one: stat.version for one, stat in found.items() if not one.rpartition("/")[2].startswith(".")}
+        self._cache().have(versions, self._fetch)
+        return self._cache().path(name)
+
+    def _fetch(self, name: str, path: Path) -> None:
+        with self.open(name) as source, path.open("wb") as out:
+            while data := source.read(blocks.LARGEST):
+                out.write(data)
+
+    def scratch(self, name: str) -> Path:
+        """See `Files`: beside the cache."""
+        return self._cache().scratch(name)
+
+    def _cache(self) -> cache.Cache:
+        place = f"{os.environ.get('AWS_ENDPOINT_URL', '')} {self.uri}"
+        return cache.Cache(cache.folder() / hashlib.sha256(place.encode()).hexdigest()[:16])
+
+    # --- the client --------------------------------------------------------------------------------
+
+    def _client(self) -> S3Store:
+        return _client(self.bucket, self.prefix, os.environ.get("AWS_ENDPOINT_URL", ""))
+
+    def _tried(self, name: str, request: Callable[[], T], *, written: bool = False) -> T:
+        """A request with its answer. What the client does not try again by itself is tried again here."""
+        import obstore
+
+        for attempt in range(TRIES):
+            try:
+                return request()
+            except FileNotFoundError:
+                if written:
+                    raise self._no_bucket() from None
+                raise FileNotFoundError(f"{self.uri}/{name}") from None
+            except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
+                raise
+            except obstore.exceptions.BaseError as error:
+                if attempt == TRIES - 1 or not _passing(error):
+                    raise self._unanswered(name, error) from None
+                _pause(attempt)
+        raise AssertionError
+
+    def _no_bucket(self) -> PunaError:
+        return PunaError(f"{self.uri}: there is no bucket {self.bucket}; make it first, or name another with --store")
+
+    def _unanswered(self, name: str, error: Exception) -> PunaError:
+        """What a person can do about a request that failed; without secrets, whatever the answer holds."""
+        import obstore
+
+        said = " ".join(str(error).split())[:300]
+        for variable in SECRET:
+            if os.environ.get(variable):
+                said = said.replace(os.environ[variable], "***")
+        if "NoSuchBucket" in str(error):
+            return self._no_bucket()
+        refused = isinstance(error, (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError))
+        if refused or _status(error) in ("401", "403"):
+            what = "access was refused; the AWS_… variables in the environment must hold credentials for it"
+            return PunaError(f"{self.uri}/{name}: {what} ({said})")
+        return PunaError(f"{self.uri}/{name}: the object store does not do what it was asked ({said}); run again, what is done is kept")
+
+
+@lru_cache(maxsize=8)
+def _client(bucket: str, prefix: str, endpoint: str) -> S3Store:
+    try:
+        from obstore.store import S3Store
+    except ImportError as error:
+        raise PunaError("a store on S3 needs the package obstore; install puna[s3]") from error
+    if not any(os.environ.get(name) for name in CREDENTIALS):
+        raise PunaError(f"store s3://{bucket}/{prefix}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment")
+    # The server compares what comes with this checksum, and refuses it where a bit was flipped on the way.
+    return S3Store(
+        bucket,
+        prefix=prefix or None,
+        config={"checksum_algorithm": "SHA256"},
+        client_options={"allow_http": endpoint.startswith("http://"), "timeout": timedelta(seconds=120)},
+        retry_config={"max_retries": 8, "retry_timeout": timedelta(seconds=120), "backoff": {"max_backoff": timedelta(seconds=8)}},
+    )
+
+
+@lru_cache(maxsize=100_000)
+def _size(files: S3Files, name: str) -> int:
+    """Size of a file that is not written anew."""
+    found = files.stat(name)
+    if found is None:
+        raise FileNotFoundError(f"{files.uri}/{name}")
+    return found.bytes
+
+
+def _stat(found: ObjectMeta) -> Stat:
+    return Stat(found["size"], found["e_tag"] or "", found["last_modified"].timestamp())
+
+
+def _right(data: bytes, start: int, size: int, sums: str) -> bool:
+    """Whether bytes are those that were written; other tools that copy files into the bucket write no checksums."""
+    return not sums or blocks.right(data, start, size, sums)
+
+
+def _status(error: Exception) -> str:
+    """The status of an answer, where the client met one that it knows no other name for."""
+    found = re.search(r"status code: (\d+)", str(error))
+    return found[1] if found else ""
+
+
+def _passing(error: Exception) -> bool:
+    """Whether a request may succeed when it is made again."""
+    import obstore
+
+    return isinstance(error, obstore.exceptions.GenericError) and _status(error) in ("", "409", "429", "500", "502", "503", "504")
+
+
+def _pause(attempt: int) -> None:
+    time.sleep(min(5.0, 0.05 * 2**attempt) * (0.5 + random.random()))

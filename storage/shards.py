@@ -1,0 +1,327 @@
+"""Tables in shards: an ordered list of Parquet files, cut by ranges of the primary key.
+
+Ids of pages and documents are uniform hashes, so the cut is a function of the data alone. It is decided where rows enter and
+kept by all that descends from them: the tables of one corpus meet shard by shard. A row group is one `write_table` call on
+combined chunks, so that equal rows give equal bytes whoever wrote them.
+
+A shard of documents may keep rows by reference: an order file then says of each row in which source (0: the shard's own file,
+n: that of the table's n-th source) and at which place it lies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from puna.storage import digest
+from puna.storage.errors import PunaError
+from puna.storage.schemas import TableSchema, table_schema
+
+GROUP_BYTES = 8 << 20
+"""Raw bytes at which a row group ends, however few rows it has."""
+GROWTH = 0.6
+"""Exponent of the number of shards in the size of a table: larger tables have more shards and larger ones."""
+ORDER = pa.schema({"source": pa.int32(), "row": pa.int32()})
+FACTS = pa.schema({"digest": pa.binary(digest.ROW_BYTES), "characters": pa.int32()})
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One stored file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard of a table. `low`, `high`: its first and last key; `groups`: rows of the row groups of its own file.
+
+    `file`, `order`, `facts`: names of its own rows, of the order file and of the facts (digest and characters of each own row);
+    empty where it has none.
+    """
+
+    rows: int
+    digest: str
+    low: list[str | int]
+    high: list[str | int]
+    file: str = ""
+    order: str = ""
+    facts: str = ""
+    groups: tuple[int, ...] = ()
+    bytes: int = 0
+    characters: int | None = None
+
+    @property
+    def own(self) -> int:
+        """Rows of its own file."""
+        return sum(self.groups)
+
+
+NOTHING = Shard(0, "", [], [])
+
+
+def count(table: TableSchema, raw: int) -> int:
+    """How many shards a table of `raw` bytes has, a power of two."""
+    return 1 if raw <= table.shard_bytes else 1 << math.ceil(GROWTH * math.log2(raw / table.shard_bytes))
+
+
+def bounds(shards: int) -> list[str]:
+    """The lowest id of each shard but the first, for a table in `shards` shards (a power of two)."""
+    return [f"{(number << 32) // shards:08x}" for number in range(1, shards)]
+
+
+def shard_of(ids: pa.Array | pa.ChunkedArray, shards: int) -> npt.NDArray[np.int64]:
+    """The shard of each id, int64[n]."""
+    if shards == 1:
+        return np.zeros(len(ids), np.int64)
+    values = np.array([i.encode() for i in ids.to_pylist()], dtype=object)
+    return np.searchsorted(np.array([b.encode() for b in bounds(shards)], dtype=object), values, side="right").astype(np.int64)
+
+
+def row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
+    """The raw size of each row, int64[n]: that of its strings and bytes, and 8 for any other value."""
+    total = np.zeros(table.num_rows, np.int64)
+    for column in table.columns:
+        if pa.types.is_string(column.type) or pa.types.is_binary(column.type):
+            total += np.asarray(pc.fill_null(pc.binary_length(column), 0), dtype=np.int64)
+        elif pa.types.is_list(column.type):
+            total += 8 * np.asarray(pc.fill_null(pc.list_value_length(column), 0), dtype=np.int64)
+        else:
+            total += 8
+    return total
+
+
+class Sink:
+    """A file that is digested while it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._state = hashlib.sha256()
+        self.bytes = 0
+        self.closed = False
+
+    def write(self, data: Any) -> int:
+        self._state.update(data)
+        self.bytes += self._file.write(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self.bytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self.closed = True
+
+    @property
+    def record(self) -> FileRecord:
+        return FileRecord(self.bytes, self._state.hexdigest())
+
+
+def write_table(path: Path, table: pa.Table, **how: Any) -> FileRecord:
+    """Write rows that are no table of an artifact as one row group, synced."""
+    sink = Sink(path)
+    try:
+        pq.write_table(table.combine_chunks(), sink, compression="zstd", row_group_size=max(1, table.num_rows), **how)
+    finally:
+        sink.close()
+    return sink.record
+
+
+@dataclass(frozen=True)
+class Written:
+    """A shard that was written, its columns with their types, and its files by the last part of their names: table, order or facts.
+
+    `values`: of an open table how many values of each column are not null.
+    """
+
+    shard: Shard
+    columns: dict[str, str]
+    files: dict[str, FileRecord]
+    values: dict[str, int]
+
+
+class ShardWriter:
+    """Writes the rows of one shard in the order of their key; `path` is that of its table, order and facts lie beside it."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self._table = table_schema(name)
+        self._path = path
+        self._sink: Sink | None = None
+        self._writer: pq.ParquetWriter | None = None
+        self._held: list[pa.Table] = []
+        self._held_sizes: list[npt.NDArray[np.int64]] = []
+        self._groups: list[int] = []
+        self._facts: list[pa.Table] = []
+        self._keys: list[list[Any]] = []
+        self._values: dict[str, int] = {}
+        self._raw = 0
+        self._characters = 0
+        self.rows = 0
+
+    def open(self, schema: pa.Schema) -> None:
+        """Begin the file, for rows of this schema."""
+        self.schema = schema
+        self._rolling = digest.Rolling(schema)
+        self._sink = Sink(self._path)
+        self._writer = pq.ParquetWriter(self._sink, schema, compression="zstd", compression_level=3)
+
+    def add(self, rows: pa.Table, facts: pa.Table | None = None) -> None:
+        """Take rows that follow those before, with their facts where these are known; PunaError where two have one key."""
+        rows = self._table.conform(rows)
+        if self._sink is None:
+            self.open(rows.schema)
+        if not rows.num_rows:
+            return
+        self._check(rows)
+        if self._table.selectable:
+            self._facts.append(facts_of(rows) if facts is None else facts)
+        else:
+            self._rolling.update(rows)
+        for name in rows.schema.names if self._table.open else ():
+            self._values[name] = self._values.get(name, 0) + len(rows) - rows[name].null_count
+        self._held.append(rows)
+        self._held_sizes.append(row_bytes(rows))
+        self.rows += rows.num_rows
+        self._flush(last=False)
+
+    def _check(self, rows: pa.Table) -> None:
+        keys = [rows.column(k) for k in self._table.key]
+        first, last = ([column[at].as_py() for column in keys] for at in (0, rows.num_rows - 1))
+        before = self._keys[-1] if self._keys else None
+        if (before is not None and before >= first) or not grows(rows, self._table.key):
+            twice = first if before == first else _twice(rows, self._table.key)
+            if twice is not None:
+                raise PunaError(f"table {self._table.name}: two rows have the key {dict(zip(self._table.key, twice, strict=True))}")
+            raise PunaError(f"table {self._table.name}: rows are not in the order of {', '.join(self._table.key)}")
+        self._keys = [self._keys[0] if self._keys else first, last]
+
+    def _flush(self, *, last: bool) -> None:
+        """Write the row groups that are full; they end at a number of rows or of bytes that the rows alone decide."""
+        while self._held:
+            sizes = np.cumsum(np.concatenate(self._held_sizes))
+            full = int(np.searchsorted(sizes, GROUP_BYTES)) + 1
+            if not last and len(sizes) < min(full, self._table.group_rows):
+                return
+            rows = min(full, self._table.group_rows, len(sizes))
+            whole = pa.concat_tables(self._held)
+            assert self._writer is not None
+            self._writer.write_table(whole.slice(0, rows).combine_chunks(), row_group_size=rows)
+            self._groups.append(rows)
+            self._raw += int(sizes[rows - 1])
+            left = whole.slice(rows)
+            flat = np.concatenate(self._held_sizes)[rows:]
+            self._held, self._held_sizes = ([left], [flat]) if left.num_rows else ([], [])
+
+    def close(self, order: pa.Table | None = None, facts: pa.Table | None = None, span: tuple[str, str] | None = None) -> Written:
+        """End the shard. `order`, `facts`, `span` (first and last key): of all its rows, where some are kept by reference."""
+        files: dict[str, FileRecord] = {}
+        own = self.rows
+        if self._sink is not None and own:
+            self._flush(last=True)
+            assert self._writer is not None
+            self._writer.close()
+            self._sink.close()
+            files["table"] = self._sink.record
+        elif self._sink is not None:
+            assert self._writer is not None
+            self._writer.close()
+            self._sink.close()
+            self._path.unlink()
+        schema = self.schema if self._sink is not None else self._table.schema
+        if self._table.selectable:
+            mine = pa.concat_tables(self._facts).combine_chunks() if self._facts else FACTS.empty_table()
+            if own:
+                files["facts"] = write_table(beside(self._path, "facts"), mine, compression_level=1)
+            of_all = mine if facts is None else facts
+            value = hashlib.sha256(b"".join(_bytes(of_all.column("digest")))).hexdigest()
+            characters = pc.sum(of_all.column("characters").cast(pa.int64())).as_py() or 0
+        else:
+            value, characters = self._rolling.hexdigest() if self._sink is not None else "", None
+        low, high = (self._keys[0], self._keys[1]) if self._keys else ([], [])
+        rows = own
+        if order is not None and span is not None:
+            low, high = [span[0]], [span[1]]
+            files["order"] = write_order(beside(self._path, "order"), order)
+            rows = order.num_rows
+        shard = Shard(rows, value if rows else "", low, high, groups=tuple(self._groups), bytes=self._raw, characters=characters)
+        return Written(shard, {f.name: str(f.type) for f in schema}, files, self._values)
+
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        if self._sink is not None and not self._sink.closed:
+            with contextlib.suppress(Exception):  # what made it stop is told already
+                if self._writer is not None:
+                    self._writer.close()
+            with contextlib.suppress(OSError):
+                self._sink.close()
+            self._path.unlink(missing_ok=True)
+
+
+def beside(path: Path, what: str) -> Path:
+    """The file of a shard's order or facts, beside that of its rows."""
+    return path.with_name(f"{path.name.removesuffix('.parquet')}.{what}.parquet")
+
+
+def write_order(path: Path, order: pa.Table) -> FileRecord:
+    """Write where each row of a shard lies: rows of few sources, mostly growing numbers."""
+    return write_table(
+        path, order.cast(ORDER), use_dictionary=["source"], column_encoding={"row": "DELTA_BINARY_PACKED"}, compression_level=3
+    )
+
+
+def facts_of(rows: pa.Table) -> pa.Table:
+    """Digest and number of characters of each document."""
+    found = digest.of_rows(rows)
+    digests = pa.FixedSizeBinaryArray.from_buffers(FACTS.field("digest").type, len(found), [None, pa.py_buffer(found.tobytes())])
+    return pa.table([digests, pc.utf8_length(rows["text"]).combine_chunks().cast(pa.int32())], schema=FACTS)
+
+
+def _bytes(column: pa.ChunkedArray) -> Iterator[bytes]:
+    for chunk in column.chunks:
+        buffer = chunk.buffers()[1]
+        if buffer is not None:
+            yield buffer.to_pybytes()[chunk.offset * digest.ROW_BYTES : (chunk.offset + len(chunk)) * digest.ROW_BYTES]
+
+
+def grows(table: pa.Table, key: tuple[str, ...]) -> bool:
+    """Whether each row's key is larger than that of the row before, by the first column, then the second, and so on."""
+    larger = None
+    for name in reversed(key):
+        column = table.column(name).combine_chunks()
+        column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+        if column.null_count:
+            return False
+        before, after = column[:-1], column[1:]
+        more = pc.less(before, after)
+        larger = more if larger is None else pc.or_(more, pc.and_(pc.equal(before, after), larger))
+    return pc.all(larger, min_count=0).as_py() is True
+
+
+def in_order(table: pa.Table, key: tuple[str, ...]) -> pa.Table:
+    """The rows by their key."""
+    return table if table.num_rows < 2 or grows(table, key) else table.sort_by([(name, "ascending") for name in key])
+
+
+def _twice(table: pa.Table, key: tuple[str, ...]) -> list[Any] | None:
+    """A key that two neighbouring rows have, if any."""
+    return next((list(b.values()) for a, b in pairwise(table.select(list(key)).to_pylist()) if a == b), None)

@@ -1,0 +1,286 @@
+"""What workers leave of unfinished work: shards in final form, each with a record of its checksums.
+
+A record is written after its files. What an earlier attempt left is compared with its record before it is used; what is damaged
+goes and is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from puna.storage import digest
+from puna.storage.files import DamagedFile, Files
+from puna.storage.parts import Ints, ShardRows, Stored
+from puna.storage.schemas import table_schema
+from puna.storage.shards import FACTS, FileRecord, Shard, ShardWriter, Written, facts_of, in_order
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Rows of a table that a job wrote, sorted by key. `files`: what (table, order, facts) → name in the store and record.
+
+    `number`: the shard that they are, where the job makes one whole shard of the table; None: they are to be merged.
+    """
+
+    table: str
+    shard: Shard
+    columns: dict[str, str]
+    files: dict[str, tuple[str, FileRecord]]
+    number: int | None = None
+    cut: int = 0
+    info: Any = None
+    """What the job gave beside its tables, of JSON."""
+    values: dict[str, int] = field(default_factory=dict)
+    """Of an open table how many values of each column are not null."""
+
+    def stored(self, files: Files, what: str = "table") -> Stored | None:
+        """One of its files."""
+        if what not in self.files:
+            return None
+        name, record = self.files[what]
+        return Stored(files, name, record.sha256, self.shard.groups if what == "table" else ())
+
+    def rows(self, files: Files, sources: tuple[Stored | None, ...] = ()) -> ShardRows:
+        """Its rows; `sources`: the files that it keeps rows of."""
+        low, high = tuple(self.shard.low), tuple(self.shard.high)
+        return ShardRows(self.shard.rows, low, high, (self.stored(files), *sources), self.stored(files, "order"))
+
+
+@dataclass(frozen=True)
+class Staging:
+    """The folder of the store where the jobs of one key leave what they made."""
+
+    files: Files
+    folder: str
+
+    @contextlib.contextmanager
+    def temporary(self) -> Iterator[Path]:
+        """A local folder to write in; empty before and gone afterwards."""
+        path = self.files.scratch(f"{self.folder}/.{os.getpid()}-{uuid.uuid4().hex}")
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path)
+
+    def keep(self, job: str, made: dict[str, Written], temporary: Path, **more: Any) -> list[Staged]:
+        """Move the files that a job wrote (`TABLE.parquet` and beside it) into the staging folder and write its record."""
+        found = []
+        # Attempts of one job may overlap: each leaves files of its own, and the record names those of one of them.
+        attempt = uuid.uuid4().hex[:8]
+        for table, written in made.items():
+            files = {}
+            for what, record in written.files.items():
+                end = "" if what == "table" else f".{what}"
+                name = f"{self.folder}/{table}/{job}-{attempt}{end}.parquet"
+                self.files.put(name, temporary / f"{table}{end}.parquet")
+                files[what] = (name, record)
+            found.append(Staged(table, written.shard, written.columns, files, values=written.values, **more))
+        self.note(job, [asdict(one) for one in found])
+        return found
+
+    def note(self, job: str, value: Any) -> None:
+        """Write the record of a job."""
+        text = json.dumps(value)
+        self.files.write(f"{self.folder}/{job}.json", json.dumps({"made": value, "checksum": _checksum(text)}).encode())
+
+    def noted(self, job: str) -> Any:
+        """What the record of a job says; None where there is none. A damaged one is removed, `Damaged` says so."""
+        try:
+            data = json.loads(self.files.read(f"{self.folder}/{job}.json"))
+            if data["checksum"] == _checksum(json.dumps(data["made"])):
+                return data["made"]
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError):
+            pass
+        self.files.remove(f"{self.folder}/{job}.json")
+        raise Damaged(f"the record of {job}")
+
+    def made(self, job: str) -> list[Staged] | None:
+        """What a job made in an earlier attempt, when all of it is whole; None where it made nothing."""
+        noted = self.noted(job)
+        if noted is None:
+            return None
+        found = [_staged(one) for one in noted]
+        for one in found:
+            for name, record in one.files.values():
+                if not self.whole(name, record):
+                    self.files.remove(f"{self.folder}/{job}.json")
+                    raise Damaged(name)
+        return found
+
+    def whole(self, name: str, record: FileRecord) -> bool:
+        """Whether a file is the one that was written."""
+        stat = self.files.stat(name)
+        if stat is None or stat.bytes != record.bytes:
+            return False
+        try:
+            with self.files.open(name) as file:
+                return digest.of_stream(file) == record.sha256
+        except DamagedFile:
+            return False
+
+
+class Damaged(Exception):
+    """What an earlier attempt left is not what it wrote; it is made again."""
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _staged(data: dict[str, Any]) -> Staged:
+    shard = Shard(**data["shard"] | {"groups": tuple(data["shard"]["groups"])})
+    files = {what: (name, FileRecord(**record)) for what, (name, record) in data["files"].items()}
+    return Staged(data["table"], shard, data["columns"], files, data["number"], data["cut"], data["info"], data["values"])
+
+
+@dataclass
+class Outputs:
+    """The tables that one job makes. The main table is written as it comes, side tables at the end: they may need sorting."""
+
+    staging: Staging
+    job: str
+    streamed: str = ""
+    facts: tuple[Stored | None, ...] | None = None
+    """Digests and characters of the rows that may be kept by reference, by source from 1 on; None: none may."""
+    _held: dict[str, list[pa.Table]] = field(default_factory=dict)
+    _order: list[tuple[Ints, Ints]] = field(default_factory=list)
+    _facts: list[pa.Table] = field(default_factory=list)
+    _span: list[str] = field(default_factory=list)
+    _known: dict[int, pa.Table] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._folder = self._stack.enter_context(self.staging.temporary())
+        self._main = ShardWriter(self.streamed, self._folder / f"{self.streamed}.parquet") if self.streamed else None
+
+    def __enter__(self) -> Outputs:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._main is not None:
+            self._main.abandon()
+        self._stack.close()
+
+    def add(self, table: str, rows: pa.Table) -> None:
+        """Take rows of a table; those of the streamed one in the order of their key."""
+        if table != self.streamed:
+            self._held.setdefault(table, []).append(table_schema(table).conform(rows))
+            return
+        assert self._main is not None
+        rows = in_order(table_schema(table).conform(rows), table_schema(table).key)
+        facts = None if self.facts is None else facts_of(rows)
+        if facts is not None:
+            self._refer(rows["id"], np.zeros(len(rows), np.int64), np.arange(self._main.rows, self._main.rows + len(rows)), facts)
+        self._main.add(rows, facts)
+
+    def keep(self, ids: pa.ChunkedArray, source: Ints, row: Ints) -> None:
+        """Keep rows by reference: their ids, and where they lie."""
+        self._refer(ids, source, row, self._known_facts(source, row))
+
+    def add_mixed(self, rows: pa.Table, changed: pa.Array, source: Ints, row: Ints) -> None:
+        """Take rows of which some did not change: those are kept by reference."""
+        assert self._main is not None
+        own = np.asarray(changed)
+        mine = rows.filter(changed)
+        source, row = source.copy(), row.copy()
+        source[own], row[own] = 0, np.arange(self._main.rows, self._main.rows + mine.num_rows)
+        facts = facts_of(mine)
+        old = self._known_facts(source[~own], row[~own])
+        place = np.empty(len(own), np.int64)
+        place[own], place[~own] = np.arange(len(mine)), len(mine) + np.arange(len(old))
+        self._refer(rows["id"], source, row, pa.concat_tables([facts, old]).take(pa.array(place)))
+        if mine.num_rows:
+            self._main.add(mine, facts)
+
+    def _refer(self, ids: pa.ChunkedArray, source: Ints, row: Ints, facts: pa.Table) -> None:
+        if len(ids):
+            first, last = ids[0].as_py(), ids[-1].as_py()
+            self._span = [self._span[0] if self._span else first, last]
+            self._order.append((source, row))
+            self._facts.append(facts)
+
+    def _known_facts(self, source: Ints, row: Ints) -> pa.Table:
+        """Facts of rows that are kept by reference, in this order."""
+        assert self.facts is not None
+        found, places = [FACTS.empty_table()], []
+        for number in np.unique(source).tolist():
+            if number not in self._known:
+                stored = self.facts[number - 1]
+                assert stored is not None
+                self._known[number] = stored.whole()
+            here = np.flatnonzero(source == number)
+            found.append(self._known[number].take(pa.array(row[here])))
+            places.append(here)
+        if len(found) <= 2:
+            return found[-1]
+        return pa.concat_tables(found).take(pa.array(np.argsort(np.concatenate(places))))
+
+    def finish(self, *, number: int | None = None, cut: int = 0, info: Any = None) -> list[Staged]:
+        """End all tables, and leave them in the staging folder."""
+        made: dict[str, Written] = {}
+        if self._main is not None:
+            made[self.streamed] = self._main.close(*self._references())
+        for table, pieces in self._held.items():
+            made[table] = write_sorted(table, pieces, self._folder / f"{table}.parquet")
+        return self.staging.keep(self.job, made, self._folder, number=number, cut=cut, info=info)
+
+    def _references(self) -> tuple[Any, ...]:
+        """Order, facts and span where some rows are kept by reference."""
+        if self.facts is None or not self._order:
+            return ()
+        source, row = (np.concatenate([pair[k] for pair in self._order]) for k in (0, 1))
+        if not source.any():
+            return ()
+        facts = pa.concat_tables(self._facts).combine_chunks()
+        return pa.table({"source": source, "row": row}), facts, (self._span[0], self._span[1])
+
+
+def write_sorted(table: str, pieces: list[pa.Table], path: Path) -> Written:
+    """Write rows that lie in memory, sorted by their key; a column that only some of the pieces have is null in the others."""
+    schema = table_schema(table)
+    whole = schema.schema_for(united(piece.schema for piece in pieces))
+    rows = in_order(pa.concat_tables([filled(piece, whole) for piece in pieces]), schema.key)
+    writer = ShardWriter(table, path)
+    try:
+        writer.open(whole)
+        writer.add(rows)
+        return writer.close()
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def united(schemas: Iterable[pa.Schema]) -> pa.Schema:
+    """All columns of some schemas, each as it comes first."""
+    fields: dict[str, pa.Field] = {}
+    for schema in schemas:
+        for one in schema:
+            fields.setdefault(one.name, one)
+    return pa.schema(fields.values())
+
+
+def filled(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """`table` with this schema; a column that it has not is null."""
+    for one in schema:
+        if one.name not in table.schema.names:
+            table = table.append_column(one, pa.nulls(table.num_rows, one.type))
+    return table.select(schema.names).cast(schema)
+
+
+def unnumbered(staged: Staged) -> Staged:
+    """The same rows, that are no whole shard."""
+    return replace(staged, number=None, cut=0)

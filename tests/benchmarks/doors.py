@@ -1,0 +1,111 @@
+"""What comes in and goes out: how often Puna's rendering of conversations differs from transformers', which layouts of data are
+read from which formats, and whether planted faults are named.
+
+    python tests/benchmarks/doors.py --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / ".pkg")]
+
+from tests.models.dialogues import conversation, families, made  # noqa: E402
+from tests.stages.io import samples  # noqa: E402
+
+TEMPLATES = ("llama2", "mistral", "llama3_1", "qwen2_5", "qwen3", "gemma")
+CONVERSATIONS = 200
+PLANTED = 1000
+
+
+def template_mismatches(names: tuple[str, ...] = TEMPLATES, count: int = CONVERSATIONS) -> dict[str, int]:
+    """Conversations per template whose ids differ from `apply_chat_template`'s, with or without the generation prompt."""
+    from transformers import AutoTokenizer
+
+    found = {}
+    for name in names:
+        own, rng = made(name), random.Random(name)
+        with tempfile.TemporaryDirectory() as folder:
+            own.save(folder)
+            twin = AutoTokenizer.from_pretrained(folder)
+        wrong = 0
+        for _ in range(count):
+            messages = conversation(rng, families()[name].system)
+            cases = ((messages[:-1], True), (messages, False))
+            wrong += any(
+                own.chat(given, add_generation_prompt=asked)
+                != twin.apply_chat_template(given, add_generation_prompt=asked, return_dict=False, date_string="26 Jul 2024")
+                for given, asked in cases
+            )
+        found[name] = wrong
+    return found
+
+
+def formats_read() -> tuple[list[str], int]:
+    """The pairs of format and layout that are read as they must be, and how many were tried."""
+    right = []
+    with tempfile.TemporaryDirectory() as folder:
+        for format in samples.FORMATS:
+            for number, (layout, (kind, row, expected)) in enumerate(samples.LAYOUTS.items()):
+                place = Path(folder) / f"{format}-{number}"
+                if not samples.misread(samples.made(place, kind, samples.written(place / "in", [row], format)), expected):
+                    right.append(f"{format} x {layout}")
+    return right, len(samples.FORMATS) * len(samples.LAYOUTS)
+
+
+def bad_rows_named(count: int = PLANTED) -> float:
+    """Share of planted faults that `dropped` names with file, row, field and reason; good rows stand between them."""
+    draw, named = random.Random(0), 0
+    dialogues = [fault for fault in samples.FAULTS if b"Human" in samples.line(fault[1])]
+    plain = [fault for fault in samples.FAULTS if fault not in dialogues]
+    groups = [(kind, samples.GOOD[kind], [f for f in plain if f[0] == kind]) for kind in samples.GOOD]
+    groups.append(("preferences", {"chosen": samples.HH.format("2"), "rejected": samples.HH.format("3")}, dialogues))
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (kind, good, faults) in enumerate(groups):
+            share = count // len(groups) + (number < count % len(groups))
+            lines, wanted = [samples.line(good)], {}
+            for fault in draw.choices(faults, k=share):
+                if draw.random() < 0.3:
+                    lines.append(b"")
+                lines.append(samples.line(fault[1]))
+                wanted[len(lines)] = fault
+            place = Path(folder) / str(number)
+            place.mkdir()
+            file = place / "rows.jsonl"
+            file.write_bytes(b"\n".join(lines) + b"\n")
+            artifact = samples.made(place, kind, file)
+            found = {named: (where, field, said, row["rule"]) for row in artifact.read("dropped").to_pylist()
+                     for where, named, field, said in [samples.named_fault(row["detail"])]}  # fmt: skip
+            for at, (_, _, rule, field, reason) in wanted.items():
+                where, said_field, said, said_rule = found.get(at, ("", "", "", ""))
+                named += where == f"file://{file}" and (said_rule, said_field) == (rule, field) and reason in said
+    return named / count
+
+
+def main() -> None:
+    """Print the figures, as lines or as one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    arguments = parser.parse_args()
+    found = template_mismatches()
+    right, tried = formats_read()
+    figures = {
+        "template_mismatches": sum(found.values()), "templates": len(found), "conversations": CONVERSATIONS * len(found),
+        "formats_read": len(right), "formats_tried": tried, "bad_rows_named": bad_rows_named(), "bad_rows": PLANTED,
+    }  # fmt: skip
+    if arguments.json:
+        print(json.dumps({**figures, "formats_read": right}))
+        return
+    for name, value in figures.items():
+        print(f"{name:24} {value}")
+    for name, wrong in found.items():
+        print(f"  {name:22} {wrong} of {CONVERSATIONS}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""`puna clean`: fields are found out, choices are told, files hold what is kept and what went."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from puna.flows.clean import clean
+from puna.flows.inputs import column_changes
+from puna.flows.trace import load
+from puna.stages.contract import External
+from puna.stages.curate.ingest import IngestConfig, ingest
+from puna.stages.curate.reading.sniff import fields_of, sniff
+from puna.storage import PunaError, Store
+
+WORDS = ["the", "people", "of", "the", "high", "plain", "have", "kept", "their", "llamas", "and", "alpacas", "for", "as", "long", "as", "anyone", "can", "say", "and", "that", "is", "a", "long", "time"]
+
+
+def prose(number: int) -> str:
+    lines = [" ".join([*WORDS[n:], *WORDS[:n], f"number{number}x{n}"]) + "." for n in range(12)]
+    return "\n\n".join(lines[number % 5 :] + lines[: number % 5])
+
+
+@pytest.mark.parametrize(
+    ("row", "page", "html", "url"),
+    [
+        ({"text": "a page", "url": "https://x.org"}, "text", False, "url"),
+        ({"id": "0017", "content": "a page", "link": "https://x.org"}, "content", False, "link"),
+        ({"raw_html": "<html><body>x</body></html>", "text": "x"}, "raw_html", True, None),
+        ({"payload": "<!DOCTYPE html><p>a long page without a usual name for its field", "uri": "http://a.b"}, "payload", True, "uri"),
+        ({"meta": {"raw": "<div>" + "x" * 60, "source_url": "http://a.b"}}, "meta.raw", True, "meta.source_url"),
+        ({"lang": "en", "story": "once " * 20, "home": "https://" + "x" * 300}, "story", False, None),
+    ],
+)
+def test_the_fields_of_rows(row: dict, page: str, html: bool, url: str | None) -> None:
+    from puna.stages.curate.reading.sniff import flat
+
+    found = fields_of([dict(flat(row))] * 3, "rows")
+    assert (found.page, found.html, found.url) == (page, html, url)
+
+
+def test_rows_without_text_name_their_fields(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": 1, "b": "x"}\n')
+    with pytest.raises(PunaError, match=r"no field holds text; it has a, b\. Name it with --columns"):
+        sniff(External.resolve(str(file))[0])
+    (tmp_path / "page.html").write_text("<p>x")
+    assert sniff(External.resolve(str(tmp_path / "page.html"))[0]) is None
+
+
+def test_columns_of_all_inputs_and_of_one() -> None:
+    changes = column_changes(["html=raw_html,url=link", "news:text=a.b"], "ingest")
+    config = load("clean", changes, "curate").one("ingest", ingest, IngestConfig)
+    assert (config.columns_of("web").body, config.columns_of("web").url, config.columns_of("web").content_type) == ("raw_html", "link", "text/html")
+    assert (config.columns_of("news").body, config.columns_of("news").url, config.columns_of("news").content_type) == ("a.b", "link", "text/plain")
+    for wrong in ("raw_html", "picture=x", "html="):
+        with pytest.raises(PunaError, match="write "):
+            column_changes([wrong], "ingest")
+
+
+def test_pages_of_ones_own_become_clean_files(tmp_path: Path) -> None:
+    rows = tmp_path / "mine.jsonl"
+    lines = [{"link": f"https://x.org/{n}", "meta": {"body": prose(n)}} for n in range(6)] + [{"link": "https://x.org/short", "meta": {"body": "Too short."}}]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said: list[str] = []
+    store = Store.open(tmp_path / "store")
+    # The pages share their words on purpose: what removes near-duplicates and repeated lines is left out.
+    changes = ["minhash_dedup=null", "line_dedup=null", "select.gopher_repetition=null", "select.divergence=null", "select.ngram_coverage=null"]
+    made = clean([str(rows)], tmp_path / "out", store, changes=changes, workers=1, say=said.append, quiet=True)
+    assert any("meta.body is read as plain text; its address link" in line for line in said) and any("en 100%" in line for line in said)
+    kept = [json.loads(line) for line in made.documents.read_text().splitlines()]
+    dropped = [json.loads(line) for line in made.dropped.read_text().splitlines()]
+    assert made.documents == tmp_path / "out" / "documents.jsonl" and made.kept == len(kept) and len(kept) + len(dropped) == made.pages == 7
+    assert {row["url"] for row in kept} == {f"https://x.org/{n}" for n in range(6)} and {row["language"] for row in kept} == {"en"}
+    assert dropped[0]["step"] == "select" and "<html" in made.report.read_text()
+    again = clean([str(rows)], tmp_path / "more" / "all.parquet", store, changes=changes, workers=1, say=said.append, quiet=True)
+    assert pq.read_table(again.documents).column("text").to_pylist() == [row["text"] for row in kept]
+    assert sorted(file.name for file in (tmp_path / "more").iterdir()) == ["all.dropped.jsonl", "all.parquet", "all.report.html"]
+
+
+def test_wrong_places_and_inputs_are_named(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store")
+    with pytest.raises(PunaError, match="name a folder, or a file that ends in"):
+        clean(["x.jsonl"], tmp_path / "out.csv", store)
+    with pytest.raises(PunaError, match="there is no such file"):
+        clean([str(tmp_path / "nothing")], tmp_path / "out", store)
+    (tmp_path / "empty.jsonl").write_text('{"text": "  "}\n')
+    with pytest.raises(PunaError, match="no field holds text|holds text"):
+        clean([str(tmp_path / "empty.jsonl")], tmp_path / "out", store)
+    assert not (tmp_path / "out").exists()

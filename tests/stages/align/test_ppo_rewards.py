@@ -1,0 +1,136 @@
+"""PPO by verifiers: the reward rises where it can; the product is the verifier's score times the reward model's probability."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from puna.models.checkpoint import load
+from puna.models.forest import Forest
+from puna.models.generation import Completion
+from puna.models.tokenizer import Tokenizer
+from puna.stages.align.ppo import PpoConfig, ppo
+from puna.stages.align.reward_model import RewardModelConfig, reward_model
+from puna.stages.align.rewards import rewards_of
+from puna.stages.contract import Model, Prompts, SeededConfig, StageRun, execute, stage
+from puna.stages.conversations import answering, asking, prompt_ids
+from puna.stages.verifiers.registry import to_text
+from puna.stages.verifiers.scoring import Scorer
+from puna.stages.verifiers.settings import ScoringConfig
+from puna.storage import Artifact, PunaError, Store
+from puna.storage.schemas import table_schema
+
+Tiny = Callable[..., Artifact]
+FOUND: list[list[list[float]]] = []
+SETTINGS: dict[str, Any] = {
+    "rollouts": 8, "prompts": 6, "answers": 8, "max_tokens": 4, "critic_learning_rate": 3e-3, "kl_coefficient": 0.0, "unfinished_penalty": 0.0,
+    "schedule": {"learning_rate": 5e-3},
+}  # fmt: skip
+# A letter that random weights write now and then: there is something to reinforce.
+LETTER = to_text("regex", pattern="[a-m]", extract=False)
+
+
+def asked(store: Store, verifier: str | None = LETTER, count: int = 6) -> Artifact:
+    rows = [
+        {"id": f"{i:02d}", "task": "t", "split": "train", "messages": asking(f"say {i}"), "tools": None, "reference": None, "verifier": verifier}
+        for i in range(count)
+    ]  # fmt: skip
+    return store.import_table("prompts", pa.Table.from_pylist(rows, schema=table_schema("prompts").schema))
+
+
+def rewarding(store: Store, model: Artifact) -> Artifact:
+    rows = [
+        {"id": f"{i}", "prompt_id": f"{i}", "task": "t", "split": "train", "messages": asking(f"say {i}"), "tools": None,
+         "chosen": answering("1"), "rejected": answering("no no"), "edited": None, "others": None, "level": "better", "margin": 0.5, "chosen_model": "a", "rejected_model": "b"}
+        for i in range(8)
+    ]  # fmt: skip
+    given = store.import_table("preferences", pa.Table.from_pylist(rows, schema=table_schema("preferences").schema))
+    config = RewardModelConfig(training={"epochs": 8.0, "batch_size": 8, "schedule": {"learning_rate": 3e-3}})
+    return execute(reward_model, config, {"model": model, "preferences": [given]}, store)
+
+
+@pytest.mark.parametrize(("seed", "with_model"), [(0, False), (1, True)])
+def test_the_verifiers_reward_rises(tmp_path: Path, tiny_model: Tiny, seed: int, with_model: bool) -> None:
+    store = Store.open(tmp_path)
+    model = tiny_model(store)
+    given = {"policy": model, "prompts": asked(store), "reward_model": rewarding(store, model) if with_model else None}
+    made = execute(ppo, PpoConfig(reward="verifier", seed=seed, **SETTINGS), given, store)
+    metrics, log = made.manifest.metrics, made.read("training_log").to_pylist()
+    assert all(0 <= row["score"] <= 1 for row in log) and metrics["final_score"] > metrics["first_score"] + 0.15, [row["score"] for row in log]
+    assert metrics["unscored_answers"] == 0 and load(made.path()).head == "lm"
+
+
+def test_the_product_rises_too(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model = tiny_model(store)
+    given = {"policy": model, "prompts": asked(store), "reward_model": rewarding(store, model)}
+    made = execute(ppo, PpoConfig(reward="product", **SETTINGS), given, store)
+    metrics = made.manifest.metrics
+    assert metrics["final_score"] > metrics["first_score"] > 0
+
+
+class RewardsConfig(SeededConfig):
+    """Nothing to choose."""
+
+
+@stage(kind="evaluation", version="1")
+def rewards_stage(reward_model: Model, prompts: Prompts, config: RewardsConfig, run: StageRun) -> None:
+    """The three rewards of the same answers."""
+    rows, tokenizer = prompts.read().to_pylist(), Tokenizer.load(reward_model.path())
+    asked = [prompt_ids(tokenizer, row) for row in rows]
+    scorer, network = Scorer(rows, ScoringConfig(), run), load(reward_model.path(), "scalar")
+    answers = [[completion(tokenizer, text) for text in ("abc", "xyz", "q a")] for _ in rows]
+    for some in ((scorer, None), (None, network), (scorer, network)):
+        FOUND.append(rewards_of(*some, rows, asked, tokenizer, 4096)(asked, answers))
+    run.write_rows([])
+
+
+def completion(tokenizer: Tokenizer, text: str) -> Completion:
+    ids = [*tokenizer.encode(text), tokenizer.stop_ids[0]]
+    return Completion(tuple(ids), (0.0,) * len(ids), True)
+
+
+def test_the_product_is_the_score_times_the_probability(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    judge = rewarding(store, tiny_model(store))
+    FOUND.clear()
+    prompts = asked(store, count=2)
+    execute(rewards_stage, RewardsConfig(), {"reward_model": judge, "prompts": prompts}, store)
+    scores, numbers, products = FOUND
+    assert scores == [[1.0, 0.0, 1.0]] * 2
+    network, tokenizer = load(judge.path(), "scalar"), Tokenizer.load(judge.path())
+    for row, some in zip(prompts.read().to_pylist(), numbers, strict=True):
+        for text, number in zip(("abc", "xyz", "q a"), some, strict=True):
+            ids = [*prompt_ids(tokenizer, row), *tokenizer.encode(text), tokenizer.stop_ids[0]]
+            assert number == pytest.approx(float(network.scalar(network.hidden(Forest.pack([ids])))[-1].detach()), abs=1e-4)
+    wanted = [score / (1 + math.exp(-number)) for row, line in zip(scores, numbers, strict=True) for score, number in zip(row, line, strict=True)]
+    assert [one for line in products for one in line] == pytest.approx(wanted) and wanted[0] > 0
+
+
+def test_ppo_refuses_a_reward_that_it_cannot_have(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model, few = tiny_model(store), {"rollouts": 1, "prompts": 2, "answers": 2, "max_tokens": 2}
+    for reward in ("product", "reward_model"):
+        with pytest.raises(PunaError, match=f"ppo: reward={reward} needs a reward_model; give one, or set reward=verifier"):
+            execute(ppo, PpoConfig(reward=reward, **few), {"policy": model, "prompts": asked(store)}, store)
+    with pytest.raises(PunaError, match="ppo: 6 of 6 prompts have no verifier, for example 00; give each one"):
+        execute(ppo, PpoConfig(reward="verifier", **few), {"policy": model, "prompts": asked(store, None)}, store)
+    table = asked(store).read().to_pylist()
+    twice = [{**row, "messages": asking("say"), "verifier": to_text("regex", pattern=row["id"])} for row in table]
+    same = store.import_table("prompts", pa.Table.from_pylist(twice, schema=table_schema("prompts").schema))
+    with pytest.raises(PunaError, match="prompts 00 and 01 are one text with two ways to score it"):
+        execute(ppo, PpoConfig(reward="verifier", **few), {"policy": model, "prompts": same}, store)
+
+
+def test_a_judge_rewards_the_policy(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    prompts = asked(store, to_text("judge", rubric="r"))
+    config = PpoConfig(reward="verifier", rollouts=1, prompts=2, answers=2, max_tokens=2)
+    judge = tiny_model(store, 7)
+    made = execute(ppo, config, {"policy": tiny_model(store), "prompts": prompts, "judges": [judge]}, store)
+    assert 0 < made.manifest.metrics["first_score"] < 1 and made.manifest.metrics["unscored_answers"] == 0

@@ -1,0 +1,151 @@
+"""The import stages: every layout in every format, faults named with file, row, field and reason, ambiguous data refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from puna.stages.conversations import messages_of
+from puna.storage import PunaError
+from tests.stages.io.samples import ASSISTANT, FAULTS, FORMATS, GOOD, HH, LAYOUTS, USER, made, misread, named_fault, written
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_read_from_every_format(tmp_path: Path, layout: str) -> None:
+    kind, row, expected = LAYOUTS[layout]
+    digests = set()
+    for format in FORMATS:
+        artifact = made(tmp_path, kind, written(tmp_path / format, [row], format))
+        assert misread(artifact, expected) == [], format
+        if kind != "documents":
+            digests.add(json.dumps(artifact.read().to_pylist()))
+        (example,) = artifact.read("examples").to_pylist()
+        assert json.loads(example["detail"])["why"] and example["kind"] == "layout"
+    assert len(digests) <= 1  # the same rows, the same ids, whatever file they came in
+
+
+def test_nested_fields_and_mapped_columns(tmp_path: Path) -> None:
+    rows = [{"instruction": f"say {i}", "instances": [{"input": "", "output": f"{i}"}], "meta": {"part": "train"}} for i in range(3)]
+    columns = {"output": "instances.0.output", "input": "instances.0.input", "split": "meta.part"}
+    artifact = made(tmp_path, "instructions", written(tmp_path / "in", rows, "jsonl"), columns=columns)
+    assert sorted(messages_of(row)[1]["content"] for row in artifact.read().to_pylist()) == ["0", "1", "2"]
+    with pytest.raises(PunaError, match=r"no row has the column 'nothing' \(columns.prompt\); there are instruction, instances, meta"):
+        made(tmp_path, "instructions", written(tmp_path / "in", rows, "jsonl"), columns={"prompt": "nothing"})
+    with pytest.raises(PunaError, match="columns: 'html' is no field of instructions; the fields are completion"):
+        made(tmp_path, "instructions", written(tmp_path / "in", rows, "jsonl"), columns={"html": "x"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "message"),
+    [
+        ("instructions", {"prompt": "a", "completion": "b", "instruction": "c", "output": "d"}, "fit several layouts"),
+        ("instructions", {"prompt": "a", "completion": "b", "messages": [USER]}, "fit several layouts of instructions: messages .*Declare one"),
+        ("instructions", {"foo": "a", "bar": "b"}, r"columns \(foo, bar\) fit no layout of instructions. messages needs messages; prompt_"),
+        ("instructions", {"question": "a", "response": "b", "answer": "c"}, "completion may be response or answer; say which with columns"),
+        ("preferences", {"chosen": "a", "rejected": "b"}, "are plain text and no column is the prompt: map one with columns.prompt"),
+        ("preferences", {"prompt": "a", "completion": "b", "label": 1}, "label holds 1, not true or false.*Declare layout=kto"),
+        ("preferences", {"prompt": "a", "messages": [USER], "label": True}, "the context may be prompt or messages"),
+        ("preferences", {"prompt": "a", "completions": ["b", "c"]}, "fit no layout of preferences"),
+    ],
+)
+def test_what_is_not_clear_stops_with_the_candidates(tmp_path: Path, kind: str, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(PunaError, match=message):
+        made(tmp_path, kind, written(tmp_path / "in", [row], "jsonl"))
+
+
+def test_a_declared_layout_is_taken_as_declared(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "completion": "b", "label": 1}, {"prompt": "a", "completion": "c", "label": 0}]
+    found = made(tmp_path, "preferences", written(tmp_path / "in", rows, "csv"), layout="kto").read().to_pylist()
+    assert {(row["chosen"] is None, row["rejected"] is None) for row in found} == {(False, True), (True, False)}
+    assert len({row["prompt_id"] for row in found}) == 1
+    both = [{"prompt": "a", "completion": "b", "messages": [USER, ASSISTANT]}]
+    artifact = made(tmp_path, "instructions", written(tmp_path / "both", both, "jsonl"), layout="prompt_completion")
+    assert [m["content"] for m in messages_of(artifact.read().to_pylist()[0])] == ["a", "b"]
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_wrong_rows_are_named_with_file_row_field_and_reason(tmp_path: Path, kind: str) -> None:
+    faults = [fault for fault in FAULTS if fault[0] == kind]
+    lines: list[bytes] = [json.dumps(GOOD[kind]).encode()]
+    wanted = {}
+    for _, line, rule, field, reason in faults:
+        lines.append(line if isinstance(line, bytes) else json.dumps(line).encode())
+        wanted[len(lines)] = (rule, field, reason)
+    lines.append(lines[0])
+    wanted[len(lines)] = ("duplicate", "id", "is there already")
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"\n".join(lines) + b"\n")
+    if kind == "preferences":  # HH dialogues and plain pairs do not stand in one file
+        wanted = {n: w for n, w in wanted.items() if b"Human" not in lines[n - 1]}
+        lines = [line if n in wanted or n == 1 else b"" for n, line in enumerate(lines, 1)]
+        file.write_bytes(b"\n".join(lines) + b"\n")
+    artifact = made(tmp_path, kind, file)
+    dropped = {}
+    for row in artifact.read("dropped").to_pylist():
+        where, number, field, said = named_fault(row["detail"])
+        assert where == f"file://{file}"
+        dropped[number] = (row["rule"], field, said)
+    assert set(dropped) == set(wanted)
+    for number, (rule, field, reason) in wanted.items():
+        assert dropped[number][:2] == (rule, field) and reason in dropped[number][2], number
+    metrics = artifact.manifest.metrics
+    assert metrics["rows"] == artifact.rows() + len(dropped) == sum(1 for line in lines if line.strip())
+    first = min(wanted)
+    with pytest.raises(PunaError, match=f"row {first}, field .*With bad_rows=drop such rows are set aside"):
+        made(tmp_path, kind, file, bad_rows="refuse")
+
+
+def test_faults_of_hh_dialogues(tmp_path: Path) -> None:
+    faults = [line for kind, line, *_ in FAULTS if kind == "preferences" and "Human" in str(line.get("chosen"))]
+    rows = [{"chosen": HH.format("2"), "rejected": HH.format("3")}, *faults]
+    artifact = made(tmp_path, "preferences", written(tmp_path / "in", rows, "jsonl"))
+    assert {row["rule"] for row in artifact.read("dropped").to_pylist()} == {"empty", "not_one_answer"} and artifact.rows() == 1
+
+
+def test_rows_of_a_broken_array_end_at_the_fault(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text('[{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"} {"prompt": 1}]')
+    artifact = made(tmp_path, "instructions", file)
+    (row,) = artifact.read("dropped").to_pylist()
+    assert artifact.rows() == 2 and "row 3: no comma stands between two rows; the rest of the file is not read" in row["detail"]
+
+
+def test_arrays_are_read_whatever_the_size_of_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An oracle: the json module on the whole text."""
+    from puna.stages.reading import rows as module
+
+    draw = random.Random(1)
+    for size in (1, 2, 7, 64):
+        monkeypatch.setattr(module, "CHUNK_CHARACTERS", size)
+        expected = [{"a": draw.choice(["x", "é\u2028", '"]', "\\", 1.5, None, [1, {"b": "]"}]]), "n": i} for i in range(30)]
+        for indent in (None, 2):
+            file = tmp_path / "rows.json"
+            file.write_text("\ufeff " + json.dumps(expected, indent=indent, ensure_ascii=bool(size % 2)) + "\n")
+            with file.open("rb") as handle:
+                found = list(module.read_rows(handle, "rows.json", "json", 1 << 20))
+            assert found == [module.Row(n, fields) for n, fields in enumerate(expected, 1)]
+
+
+def test_nothing_to_import_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    with pytest.raises(PunaError, match="there are no rows"):
+        made(tmp_path, "prompts", tmp_path / "empty.jsonl")
+    with pytest.raises(PunaError, match=r"no row of data can be taken: 2 empty. The first: file://.*row 1, field prompt: says nothing"):
+        made(tmp_path, "prompts", written(tmp_path / "in", [{"prompt": " "}, {"prompt": ""}], "jsonl"))
+
+
+def test_a_split_is_that_of_the_prompt(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{i // 2}", "chosen": f"{i}", "rejected": "no"} for i in range(400)]
+    found = made(tmp_path, "preferences", written(tmp_path / "in", rows, "jsonl"), heldout_fraction=0.25).read().to_pylist()
+    sides: dict[str, set[str]] = {}
+    for row in found:
+        sides.setdefault(row["prompt_id"], set()).add(row["split"])
+    assert len(sides) == 200 and all(len(side) == 1 for side in sides.values())
+    assert 25 < sum(side == {"heldout"} for side in sides.values()) < 75
+    own = [{"prompt": f"q{i}", "split": "test" if i % 2 else "train"} for i in range(10)]
+    named = made(tmp_path, "prompts", written(tmp_path / "own", own, "jsonl"), heldout_fraction=0.5).read().to_pylist()
+    assert {(messages_of(r)[0]["content"], r["split"]) for r in named} == {(f"q{i}", "heldout" if i % 2 else "train") for i in range(10)}

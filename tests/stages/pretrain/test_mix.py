@@ -1,0 +1,234 @@
+"""The mixture: weights and epochs by derivation, the split by properties."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from puna.stages.contract import execute
+from puna.stages.pretrain.cluster_weights import FINEWEB_2, cluster_sizes, weights_of
+from puna.stages.pretrain.mix import MixConfig, down_sampled, mix, plan
+from puna.storage import Artifact, PunaError, Store
+
+
+def corpus(store: Store, sizes: dict[str, list[int]], heldout: int = 0) -> dict[str, Artifact]:
+    """Documents of these sizes by category, and a split in which the first `heldout` of each category are held out."""
+    rows = [(f"{c}{i:04d}", c, n, "heldout" if i < heldout else "train") for c, own in sizes.items() for i, n in enumerate(own)]
+    count = len(rows)
+    documents = store.import_table("documents", pa.table({
+        "id": [r[0] for r in rows], "url": [f"https://x.org/{r[0]}" for r in rows], "fetched_at": [datetime(2024, 1, 1, tzinfo=UTC)] * count,
+        "source": ["web"] * count, "title": pa.array([None] * count, pa.string()), "text": ["x" * r[2] for r in rows],
+    }))  # fmt: skip
+    split = store.import_table("mixture", pa.table({
+        "id": [r[0] for r in rows], "category": [r[1] for r in rows], "split": [r[3] for r in rows],
+        "repeats": np.ones(count, np.int32), "weight": [0.0] * count,
+    }))  # fmt: skip
+    return {"documents": documents, "split": split}
+
+
+def test_plan_by_hand() -> None:
+    # 100 and 300 bytes; half each: 200/100 = 2 epochs and 200/300.
+    found = plan({"a": 100, "b": 300}, {"a": 0.5, "b": 0.5}, 4)
+    assert found["a"].epochs == pytest.approx(2) and found["b"].epochs == pytest.approx(2 / 3)
+    # a wants 0.9: 0.9 * 400 / 100 = 3.6 epochs, more than 2; it gets 2 (weight 0.5), b the rest.
+    found = plan({"a": 100, "b": 300}, {"a": 0.9, "b": 0.1}, 2)
+    assert found["a"].weight == pytest.approx(0.5) and found["b"].epochs == pytest.approx(2 / 3)
+    # A weight of 0 stays 0: what a cannot take is not read.
+    found = plan({"a": 100, "b": 300}, {"a": 1.0, "b": 0.0}, 2)
+    assert found["a"].epochs == pytest.approx(2) and found["b"].epochs == 0
+    # No weights: one epoch of everything.
+    assert [s.epochs for s in plan({"a": 7, "b": 5, "c": 3}, {}, 4).values()] == pytest.approx([1, 1, 1])
+    with pytest.raises(PunaError, match="nothing to mix"):
+        plan({"a": 0}, {}, 4)
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(st.sampled_from("abcde"), st.tuples(st.integers(1, 10**6), st.floats(0.01, 1)), min_size=1),
+    st.booleans(),
+    st.floats(1, 9),
+)
+def test_plan_keeps_the_amount_and_the_ceiling(rows: dict[str, tuple[int, float]], weighted: bool, most: float) -> None:
+    sizes, whole = {c: size for c, (size, _) in rows.items()}, sum(weight for _, weight in rows.values())
+    wanted = {c: weight / whole for c, (_, weight) in rows.items()} if weighted else {}
+    found = plan(sizes, wanted, most)
+    assert sum(s.weight for s in found.values()) == pytest.approx(1)
+    assert all(s.epochs <= most + 1e-9 for s in found.values())
+    assert sum(s.epochs * s.bytes for s in found.values()) == pytest.approx(sum(sizes.values()))
+    # Whoever is below its ceiling keeps its weight to the others below theirs.
+    free = [c for c, s in found.items() if s.epochs < most - 1e-6]
+    ratios = [found[c].weight / (wanted[c] if wanted else sizes[c]) for c in free]
+    assert ratios == pytest.approx([ratios[0]] * len(ratios)) if ratios else True
+
+
+def test_repeats_follow_from_the_weights(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given_ = corpus(store, {"a": [10] * 1000, "b": [10] * 500, "c": [10] * 5}, heldout=1)
+    made = execute(mix, MixConfig(weights={"a": 0.398, "b": 0.6, "c": 0.002}), given_, store)
+    rows = made.read().to_pylist()
+    # Training text: 999 + 499 + 4 documents; b is read 0.6 * 1502 / 499 = 1.806 times.
+    repeats = [r["repeats"] for r in rows if r["category"] == "b" and r["split"] == "train"]
+    assert sum(repeats) / 499 == pytest.approx(1.806, abs=0.08) and set(repeats) == {1, 2}
+
+
+def test_the_split_and_the_categories_are_those_that_came_in(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given_ = corpus(store, {"a": [10] * 50, "b": [30] * 50}, heldout=7)
+    came = given_["split"].read(columns=["id", "category", "split"])
+    for weights in ({}, {"a": 0.9, "b": 0.1}):
+        made = execute(mix, MixConfig(weights=weights), given_, store)
+        assert made.read(columns=["id", "category", "split"]).equals(came)
+        assert {r["repeats"] for r in made.read().to_pylist() if r["split"] == "heldout"} == {1}
+    other = corpus(store, {"a": [10] * 51})
+    with pytest.raises(PunaError, match="give the documents that the mixture was made of"):
+        execute(mix, MixConfig(), {**given_, "documents": other["documents"]}, store)
+
+
+def test_weights_come_from_the_experiment_unless_set(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given_ = corpus(store, {"a": [10] * 60, "b": [10] * 60})
+    table = pa.table(
+        {
+            "task": ["x"],
+            "metric": ["m"],
+            "value": [0.0],
+            "low": pa.array([None], pa.float64()),
+            "high": pa.array([None], pa.float64()),
+            "n": [1],
+        }
+    )
+    experiment = store.import_table("evaluation", table, weights=pa.table({"category": ["a", "b"], "weight": [0.7, 0.3]}))
+    made = execute(mix, MixConfig(), {**given_, "weights": experiment}, store)
+    assert made.manifest.metrics["epochs_a"] == pytest.approx(1.4)
+    with pytest.raises(PunaError, match="no table `weights`"):
+        execute(mix, MixConfig(), {**given_, "weights": store.import_table("evaluation", table)}, store)
+    made = execute(mix, MixConfig(weights={"a": 0.6, "b": 0.4}), {**given_, "weights": experiment}, store)
+    assert made.manifest.metrics["epochs_a"] == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("weights", [{"a": 0.5, "b": 0.4}, {"a": 0.7, "b": 0.4}, {"a": 0.999998}])
+def test_weights_that_do_not_add_up_are_refused(weights: dict[str, float]) -> None:
+    with pytest.raises(ValidationError, match="the weights add up to .*, not to 1: give every category its share"):
+        MixConfig(weights=weights)
+    assert MixConfig(weights={"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}).weights and not MixConfig().weights
+
+
+def test_weights_name_every_category_and_no_other(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given_ = corpus(store, {"a": [10] * 6, "b": [10] * 6, "c": [0] * 6})
+    for weights, message in (
+        ({"x": 0.5, "a": 0.3, "y": 0.2}, "mix.weights: no document is of 'x', 'y'; there is no weight for 'b'; .* are a, b$"),
+        ({"a": 1.0}, "mix.weights: there is no weight for 'b'"),
+        ({"a": 0.5, "b": 0.4, "c": 0.1}, "mix.weights: there is no training text of 'c'"),
+    ):
+        with pytest.raises(PunaError, match=message):
+            execute(mix, MixConfig(weights=weights), given_, store)
+    execute(mix, MixConfig(weights={"a": 0.5, "b": 0.5, "c": 0.0}), given_, store)
+    rows = {"task": ["x"], "metric": ["m"], "value": [0.0], "low": [0.0], "high": [0.0], "n": [1]}
+    for names, shares, message in ((["a", "d"], [0.5, 0.5], "no document is of 'd'"), (["a", "b"], [0.5, 0.3], "add up to 0.8, not to 1")):
+        experiment = store.import_table("evaluation", pa.table(rows), weights=pa.table({"category": names, "weight": shares}))
+        with pytest.raises(PunaError, match=f"{experiment.id}: .*{message}"):
+            execute(mix, MixConfig(), {**given_, "weights": experiment}, store)
+
+
+def test_natural_shares_are_capped(tmp_path: Path) -> None:
+    # 0.8 of the text is a's: cut to 0.5, the excess goes to b and c, who are 3 : 1.
+    found = plan({"a": 800, "b": 150, "c": 50}, {}, 100, 0.5)
+    assert [s.weight for s in found.values()] == pytest.approx([0.5, 0.375, 0.125])
+    # Two categories cannot both stay below 0.4 of the whole.
+    assert [s.weight for s in plan({"a": 900, "b": 100}, {}, 100, 0.4).values()] == pytest.approx([0.5, 0.5])
+    # The ceilings of repeats and of the share bind together: b gives all it can, a what is left of its half.
+    found = plan({"a": 900, "b": 100}, {}, 2, 0.5)
+    assert found["b"].epochs == pytest.approx(2) and found["a"].epochs == pytest.approx(5 / 9)
+    store = Store.open(tmp_path)
+    made = execute(mix, MixConfig(), corpus(store, {"a": [10] * 90, "b": [10] * 30}), store)
+    assert set(made.read()["weight"].to_pylist()) == {0.5}
+
+
+def test_weights_of_clusters_are_those_of_fineweb_2() -> None:
+    sizes = [1, 2, 3, 4, 5, 99, 100, 999, 1000, 50_000]
+    assert weights_of(np.array(sizes), FINEWEB_2).tolist() == [1, 2, 3, 3, 5, 5, 8, 8, 1, 1]
+    assert weights_of(np.array([1, 2, 3]), {3: 2.5}).tolist() == [1, 1, 2.5]
+
+
+def test_documents_that_stand_for_several_are_read_more_often(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given_ = corpus(store, {"a": [10] * 400, "b": [10] * 100})
+    documents = given_["documents"].read()
+    # The first 200 of a stand for two; one of b stands for four by way of a chain over two artifacts.
+    pairs = [(f"gone{n}", f"a{n:04d}") for n in range(200)]
+    chains = [[("x1", "x2"), ("x3", "x2"), *pairs], [("x2", "b0000")]]
+    removed = [
+        store.import_table("documents", documents.slice(n), duplicates=pa.table({
+            "id": [a for a, _ in chain], "kept_id": [b for _, b in chain], "method": ["m"] * len(chain),
+            "similarity": [1.0] * len(chain), "cluster": [b for _, b in chain],
+        }))
+        for n, chain in enumerate(chains)
+    ]  # fmt: skip
+    ids = documents["id"].to_pylist()
+    assert dict(zip(ids, cluster_sizes(ids, removed).tolist(), strict=True))["b0000"] == 4
+    shares = {"a": 0.8, "b": 0.2}
+    config = MixConfig(weights=shares, cluster_weights=FINEWEB_2)
+    everything = {**given_, "deduplicated": removed}
+    plain = {r["id"]: r["repeats"] for r in execute(mix, MixConfig(weights=shares), everything, store).read().to_pylist()}
+    made = execute(mix, config, everything, store)
+    repeats = {r["id"]: r["repeats"] for r in made.read().to_pylist()}
+    assert set(plain.values()) == {1}
+    # In a: 200 documents of weight 2 and 200 of weight 1, mean 1.5: 4/3 and 2/3 epochs.
+    double, single = ([repeats[f"a{n:04d}"] for n in some] for some in (range(200), range(200, 400)))
+    assert sum(double) / 200 == pytest.approx(4 / 3, abs=0.1) and sum(single) / 200 == pytest.approx(2 / 3, abs=0.1)
+    # In b: one of weight 3 among 99 of weight 1, mean 1.02.
+    assert repeats["b0000"] in (2, 3) and sum(v for i, v in repeats.items() if i[0] == "b") == pytest.approx(100, abs=6)
+    with pytest.raises(PunaError, match="no table `duplicates`"):
+        execute(mix, config, {**given_, "deduplicated": [given_["documents"]]}, store)
+    with pytest.raises(PunaError, match="cluster_weights needs to know what was removed"):
+        execute(mix, config, given_, store)
+
+
+def test_what_the_web_has_too_much_of_is_read_less(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given_ = corpus(store, {"arts_entertainment": [10] * 400, "science": [10] * 300, "sports": [10] * 300})
+    made = execute(mix, MixConfig(), given_, store)
+    # 0.4 halved is 0.2 of 0.8: a quarter of the training text, 0.625 epochs; the others gain alike, 0.3 / 0.8 each.
+    metrics = made.manifest.metrics
+    assert metrics["weight_arts_entertainment"] == pytest.approx(0.25) and metrics["share_arts_entertainment"] == pytest.approx(0.4)
+    assert metrics["epochs_arts_entertainment"] == pytest.approx(0.625)
+    assert metrics["weight_science"] == metrics["weight_sports"] == pytest.approx(0.375)
+    assert metrics["down_sample_arts_entertainment"] == 0.5 and "down_sample_science" not in metrics
+    assert [r["weight"] for r in made.read().to_pylist()[:400]] == pytest.approx([0.25] * 400)
+    assert made.manifest.figures["mixture"]["note"] == "arts_entertainment keeps 0.5 of its weight (down_sample)"
+    # Weights that are given are final; nothing is held down without factors.
+    final = execute(mix, MixConfig(weights={"arts_entertainment": 0.5, "science": 0.5, "sports": 0.0}), given_, store)
+    assert final.manifest.metrics["weight_arts_entertainment"] == pytest.approx(0.5)
+    plain = execute(mix, MixConfig(down_sample={}), given_, store)
+    assert plain.manifest.metrics["epochs_arts_entertainment"] == pytest.approx(1)
+    with pytest.raises(PunaError, match="mix.down_sample: no document is of 'sport'; the categories are arts_entertainment, science, sports"):
+        execute(mix, MixConfig(down_sample={"sport": 0.5}), given_, store)
+    with pytest.raises(PunaError, match="leaves nothing"):
+        execute(mix, MixConfig(down_sample={"arts_entertainment": 0, "science": 0, "sports": 0}), given_, store)
+    with pytest.raises(ValidationError, match="must lie in 0..1"):
+        MixConfig(down_sample={"sports": 1.5})
+
+
+def test_bounds_that_hold_a_category_are_told(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    made = execute(mix, MixConfig(down_sample={}), corpus(store, {"a": [10] * 80, "b": [10] * 15, "c": [10] * 5}), store)
+    assert made.manifest.figures["mixture"]["note"] == "a is held at 0.5 of the training text (max_share)"
+    made = execute(mix, MixConfig(weights={"a": 0.5, "b": 0.1, "c": 0.4}), corpus(store, {"a": [10] * 80, "b": [10] * 15, "c": [10] * 5}), store)
+    assert made.manifest.figures["mixture"]["note"] == "c is read 4 times, as often as any may be (max_repeats)"
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from("abcde"), st.floats(0.01, 1), min_size=2), st.dictionaries(st.sampled_from("abcde"), st.floats(0.1, 1)))
+def test_down_sampling_keeps_the_ratios_of_the_others(weights: dict[str, float], factors: dict[str, float]) -> None:
+    found = down_sampled(weights, factors)
+    assert sum(found.values()) == pytest.approx(1)
+    ratios = [found[c] / (weights[c] * factors.get(c, 1)) for c in weights]
+    assert ratios == pytest.approx([ratios[0]] * len(ratios))

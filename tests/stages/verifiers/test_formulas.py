@@ -1,0 +1,111 @@
+"""Answers to generators whose scorers evaluate them: what runs nothing is scored, what would run something is not given to them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reasoning_gym.factory import DATASETS
+
+from puna.stages.verifiers import reasoning_gym as module
+from puna.stages.verifiers.base import Question, Verifier
+from puna.stages.verifiers.formulas import Refused, check_formula, check_literal
+from puna.stages.verifiers.reasoning_gym import FORMULAS, LITERALS, generator
+from puna.stages.verifiers.registry import from_text, to_text
+from puna.storage import PunaError
+
+EVALUATES = {"eval", "exec", "compile", "parse_expr", "sympify", "S", "literal_eval"}
+QUESTION = Question("q", "t", "?", None)
+
+
+def drawn(name: str, index: int = 0) -> tuple[Verifier, dict[str, Any]]:
+    entry = json.loads(json.dumps(generator(name, "{}", size=5)[index], default=str))
+    return from_text(to_text("reasoning_gym", generator=name, entry=entry)), entry
+
+
+def evaluating() -> set[str]:
+    """Generators with a `score_answer` that calls what evaluates text."""
+    found = set()
+    for name, (kind, _) in DATASETS.items():
+        tree = ast.parse(inspect.getsource(inspect.getmodule(kind)))  # type: ignore[arg-type]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name == "score_answer":
+                called = {getattr(n.func, "id", getattr(n.func, "attr", "")) for n in ast.walk(node) if isinstance(n, ast.Call)}
+                if called & EVALUATES:
+                    found.add(name)
+    return found
+
+
+def test_every_scorer_that_evaluates_is_guarded() -> None:
+    assert evaluating() == FORMULAS | LITERALS
+
+
+@pytest.mark.parametrize("name", sorted(FORMULAS | LITERALS))
+def test_an_exploit_does_not_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier, _ = drawn(name)
+    verifier.check(QUESTION)
+    flag = tmp_path / "ran"
+    exploits = [
+        f"__import__('pathlib').Path({str(flag)!r}).touch()",
+        f"[open({str(flag)!r}, 'w') for _ in '1']",
+        f"(lambda: open({str(flag)!r}, 'w'))()",
+        f"sqrt(\"open({str(flag)!r}, 'w')\")",
+        f"1 + sympify(\"__import__('os').system('touch {flag}')\")",
+        f"<answer>open({str(flag)!r}, 'w')</answer>",
+    ]
+    for text in exploits:
+        assert (verifier.score(QUESTION, text).value or 0.0) <= 0.05 and not flag.exists()
+    # The same texts do run where nothing guards the scorer: the test would see it.
+    monkeypatch.setattr(module, "FORMULAS", frozenset())
+    monkeypatch.setattr(module, "LITERALS", frozenset())
+    if name != "number_sorting":  # reads answers as JSON, and evaluates the entry
+        verifier.score(QUESTION, exploits[0])
+        assert flag.exists()
+
+
+@pytest.mark.parametrize("name", sorted(FORMULAS | LITERALS))
+def test_right_answers_are_right_still(name: str) -> None:
+    for index in range(5):
+        verifier, entry = drawn(name, index)
+        verifier.check(QUESTION)
+        right = entry["answer"] if entry["answer"] is not None else entry["metadata"]["expression"]
+        assert verifier.score(QUESTION, right).value == 1.0, right
+        assert verifier.score(QUESTION, f"<answer>{right}</answer>").value == 1.0
+
+
+def test_an_entry_that_runs_something_is_refused() -> None:
+    for name, entry in (
+        ("number_sorting", {"answer": "__import__('os').getcwd()", "metadata": {"direction": "ascending"}}),
+        ("simple_integration", {"answer": "x", "metadata": {"variable": "x", "integrand": "open('a')"}}),
+    ):
+        verifier = from_text(to_text("reasoning_gym", generator=name, entry=entry))
+        with pytest.raises(PunaError, match=f"the entry of reasoning-gym's {name} holds"):
+            verifier.check(QUESTION)
+
+
+@pytest.mark.parametrize("text", ["1 + 2*(3 - 4)/5", "-x**2 + 3*x*y - 7", "exp(2*x)*sin(x) + C", "sqrt(3)/log(x + 1, 10)", "2**100", "1.5e3", " 7\n", "x**(n + 1)/(n + 1)"])
+def test_formulas(text: str) -> None:
+    check_formula(text)
+
+
+@pytest.mark.parametrize("text", [
+    "", "1 +", "x.y", "f(x)", "x[0]", "'1'", "f'{x}'", "lambda: 1", "[1]", "x if y else z", "sqrt(*x)", "log(x, evaluate=y)", "(y := 1)", "True", "1 and 2",
+    "__import__", "x._y", "9**9**9", "((9**999)**999)**999", "9**(9*9**9)", "1e999", "exp('1')", "sqrt", "()", "1;2", "(" * 300 + "1" + ")" * 300, "1+" * 1500 + "1",
+])  # fmt: skip
+def test_no_formulas(text: str) -> None:
+    if text == "sqrt":  # a name alone is called by nobody
+        return check_formula(text)
+    with pytest.raises(Refused):
+        check_formula(text)
+
+
+def test_literals() -> None:
+    for text in ("[[0, 1], [-1, 2]]", "['A', 'B']", "1 2 3\n4 5 6", "ABCDE", "_ _ Q _", "{'a': (1, None)}", ""):
+        check_literal(text)
+    for text in ("f(x)", "[x for x in y]", "x.y", "x[0]", "9**9**9", "'a' * 10", "(lambda: 1)", "f'{x}'", " open('a')", "\topen('a')"):
+        with pytest.raises(Refused):
+            check_literal(text)

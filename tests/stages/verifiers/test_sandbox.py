@@ -1,0 +1,100 @@
+"""The sandbox contains what it should, in every way of isolation that this machine has."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from puna.stages.verifiers import sandbox
+from puna.stages.verifiers.base import Question
+from puna.stages.verifiers.python_code import Code, program
+from puna.stages.verifiers.sandbox import Limits, Outcome, run
+
+QUESTION = Question("q", "t", "", None)
+LIMITS = Limits(seconds=2.0, memory_mb=256, processes=16)
+WAYS = [w for w in ("bubblewrap", "root" if os.getuid() == 0 else "user") if w != "bubblewrap" or shutil.which("bwrap")]
+
+
+def whole(way: str) -> sandbox.Mode:
+    """The way, where it works here."""
+    made = run("pass", ["pass"], LIMITS, way)  # type: ignore[arg-type]
+    if made.results != [None]:
+        pytest.skip(f"no {way} here: {made.refused or made.output}")
+    return way  # type: ignore[return-value]
+
+
+def tried(way: str, source: str) -> Outcome:
+    return run(source, ["pass"], LIMITS, whole(way))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tests_pass_and_fail(way: str) -> None:
+    made = run("import math\nx = math.pi", ["assert x > 3", "assert x > 4", "y"], LIMITS, whole(way))
+    assert made.results is not None and made.results[0] is None and made.isolation in ("bubblewrap", "namespaces")
+    assert made.results[1:] == ["AssertionError:  (test_1.py, line 1)", "NameError: name 'y' is not defined (test_2.py, line 1)"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import socket\ns = socket.socket()\ns.settimeout(1)\ns.connect(('1.1.1.1', 80))",
+        "open('/etc/shadow').read()", "open('/etc/passwd').read()", f"open({__file__!r}).read()", "open('/proc/1/environ').read(); open('/escape', 'w')",
+        "open('/tmp/puna-escape', 'w').write('x')", "open('/usr/lib/puna-escape', 'w').write('x')", "import numpy",
+        "x = bytearray(10**10)", "open('a', 'wb').write(b'x' * 2**27)", "def f(): f()\nf()", "import os\nos.setuid(0)",
+    ],
+)  # fmt: skip
+def test_what_is_forbidden_raises(way: str, source: str) -> None:
+    made = tried(way, source)
+    assert made.results is not None and made.results[0] is not None and not made.ended, made
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "source",
+    [
+        "while True: pass", "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", "while True: print('x' * 1000)", "import os\nos._exit(0)",
+        "import os\nfor _ in range(2): os.fork()\nx = bytearray(200 * 2**20)\nfor i in range(0, len(x), 4096): x[i] = 1\nimport time\ntime.sleep(9)",
+        "import ctypes\nctypes.string_at(0)", "import os\nos.write(4, b'{\"results\": [null]}')\nos.write(5, b'{\"results\": [null]}')\nos._exit(0)",
+    ],
+)  # fmt: skip
+def test_what_does_not_end_well_passes_nothing(way: str, source: str) -> None:
+    made = tried(way, source)
+    assert made.results is None and not made.refused and len(made.output) <= sandbox.OUTPUT_BYTES, made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_outlives_the_run(way: str) -> None:
+    """A grandchild in a session of its own, which would print its mark for as long as it lives."""
+    mark = f"survivor{os.getpid()}{way}"
+    source = f"import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n    {mark} = time.sleep(60)\n  os._exit(0)\ntime.sleep(0.3)"
+    assert tried(way, source).results == [None]
+    time.sleep(0.1)
+    users = {line.split()[1] for p in Path("/proc").glob("[0-9]*/status") if p.exists() for line in _lines(p) if line.startswith("Uid:")}
+    assert not [user for user in users if int(user) >= 1_000_000_000]
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def test_humaneval_and_mbpp_shapes() -> None:
+    """Problems in the layouts of HumanEval (a prompt that the answer goes on with, `check`) and MBPP (assertions, a fenced answer)."""
+    whole(WAYS[-1])
+    prefix = "def add(a, b):\n    \"\"\"The sum.\"\"\"\n"
+    test = "def check(candidate):\n    assert candidate(2, 3) == 5\n    assert candidate(-1, 1) == 0\ncheck(add)"
+    for body, value in (("    return a + b\n", 1.0), ("    return a - b\n", 0.0), ("    return None\n", 0.0), ("    retrun\n", 0.0)):
+        assert Code(prefix=prefix, tests=(test,)).score(QUESTION, body).value == value
+    answer = "Like this:\n```python\ndef f(n):\n    return n * 2\n```\nOutput:\n```\n4\n```"
+    assert program(answer) == "def f(n):\n    return n * 2\n"
+    found = Code(tests=("assert f(1) == 2", "assert f(2) == 5"), partial=True).score(QUESTION, answer)
+    assert found.value == 0.5 and found.detail == "1 of 2 tests passed; AssertionError:  (test_1.py, line 1)"
+
+
