@@ -109,6 +109,9 @@ def session(store: Store, *, flow: str, workers: int | None = None, executor: st
             raise
         except KeyboardInterrupt:
             console.say("stopped; what is finished is kept, and the same command goes on from there")
+            # Ctrl-C ended the workers too; parts that were begun again since must not be waited for.
+            if engine is not None:
+                engine.stop()
             raise
         finally:
             _CURRENT.reset(token)

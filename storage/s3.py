@@ -223,9 +223,14 @@ class S3Files:
 
     def append(self, name: str, line: bytes) -> None:
         """See `Files`: the log is written anew with the line."""
+        tried = None
         for attempt in range(10 * TRIES):
             data, version = self.versioned(name) or (b"", None)
-            if self.swap(name, data + line, version):
+            # A put whose answer was lost may have been done, and another's line may stand behind it by now.
+            if tried is not None and data.startswith(tried):
+                return
+            tried = data + line
+            if self.swap(name, tried, version):
                 return
             _pause(min(attempt, 2))
         raise PunaError(f"{self.uri}/{name}: is changed by others all the time; run again")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -71,6 +72,33 @@ def test_a_worker_that_is_killed_costs_its_parts_and_not_the_run(tmp_path: Path)
     with connected("processes", 2) as pool:
         assert list(ordered(pool, dies_once, range(12), (str(tmp_path),))) == [i * i for i in range(12)]
     assert [(tmp_path / str(i)).stat().st_size for i in range(12)] == [1 + (i % 5 == 0) for i in range(12)]
+
+
+def test_what_is_under_way_is_not_waited_for_when_work_is_stopped(tmp_path: Path) -> None:
+    """Not even a part that was begun again because Ctrl-C ended its first worker before the driver was told."""
+    pool = connected("processes", 2)
+    assert pool is not None
+    part = pool.submit(never_ends, str(tmp_path))
+    first = _begun(tmp_path, 1)[0]
+    os.kill(first, signal.SIGINT)
+    again = next(worker for worker in _begun(tmp_path, 2) if worker != first)
+    pool.stop()
+    with pytest.raises(PunaError, match="a worker process ended"):
+        part.result()
+    while Path(f"/proc/{again}").exists():
+        time.sleep(0.05)
+
+
+def never_ends(folder: str) -> None:
+    (Path(folder) / str(os.getpid())).touch()
+    threading.Event().wait()
+
+
+def _begun(folder: Path, count: int) -> list[int]:
+    """The workers that began the part, when there are `count` of them."""
+    while len(found := [int(file.name) for file in folder.iterdir()]) < count:
+        time.sleep(0.05)
+    return found
 
 
 def test_a_worker_killed_while_idle_is_replaced() -> None:

@@ -59,6 +59,23 @@ def test_each_fault_is_borne(files: S3Files, proxy: FaultProxy, fault: str) -> N
     assert proxy.met[fault] == (2 if fault in ("cut", "flip") else 3) or fault == "cut"
 
 
+def test_a_line_whose_answer_was_lost_is_in_the_log_once(files: S3Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another writer's line already stands behind it when it is tried again."""
+    swap, lost = S3Files.swap, ["own"]
+
+    def answer_lost(self: S3Files, name: str, data: bytes, version: str | None) -> bool:
+        done = swap(self, name, data, version)
+        if lost:
+            lost.pop()
+            self.append(name, b"of another\n")
+            return False
+        return done
+
+    monkeypatch.setattr(S3Files, "swap", answer_lost)
+    files.append("runs/log", b"own\n")
+    assert files.read("runs/log") == b"own\nof another\n"
+
+
 def test_a_put_whose_answer_was_lost_has_won(files: S3Files, proxy: FaultProxy) -> None:
     proxy.chosen = Once("lost", "PUT", "/one")
     assert files.create("refs/one", b"same") and proxy.met["lost"] == 1

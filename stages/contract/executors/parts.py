@@ -152,6 +152,16 @@ class PartExecutor(Executor):
                 self._settled.wait_for(lambda: not self._running and not self._waiting)
         self._close()
 
+    def stop(self) -> None:
+        """Take no more work and end what is under way: who asked for it does not wait for it any more."""
+        with self._lock:
+            self._closed = True
+        self._end()
+        self.shutdown(cancel_futures=True)
+
+    def _end(self) -> None:
+        """End the workers in the middle of their work, where they are this executor's own."""
+
     def _close(self) -> None:
         """Stop the workers."""
         raise NotImplementedError

@@ -69,6 +69,11 @@ class Processes(PartExecutor):
             self._idle.append(pool)
         self._answered(part, answer)
 
+    def _end(self) -> None:
+        for worker in self._context.made:
+            if worker.is_alive():
+                worker.kill()
+
     def _close(self) -> None:
         with self._lock:
             idle, busy = list(self._idle), list(self._busy)
@@ -97,16 +102,18 @@ class _Worker(SpawnProcess):
 
 
 class _Context(SpawnContext):
-    """Starts workers of `threads` threads each."""
+    """Starts workers of `threads` threads each, and knows them."""
 
     def __init__(self, threads: int) -> None:
         super().__init__()
         self._threads = threads
+        self.made: list[SpawnProcess] = []
 
     def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]
         """A worker that is to be started."""
         made = _Worker(*args, **kwargs)
         made.threads = self._threads
+        self.made = [*(worker for worker in self.made if worker.exitcode is None), made]
         return made
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +20,6 @@ from puna.stages.curate.select import SelectConfig, select
 from puna.stages.curate.signals.measure import RECORD, measure, names
 from puna.storage import PunaError, Store
 
-SHARED = Path(__file__).parents[3] / "../shared/data"
 PIECES = ("the", "and", "of", "de", "la", "alpha", "beta.", "Gamma", "#", "...", "…", "- x", "• y", "\n", "\n\n", "\r\n", "12", "{", "[3]",
           "javascript", "cookie policy", "lorem ipsum", "end.", "What?", "\u2028", "the cat sat on the mat.", " ", "日本。", "porn", "é",
           "one two three four five six.", "[citation needed]", "a\u3000b", "x" * 31)  # fmt: skip
@@ -50,14 +48,6 @@ def different(texts: list[str], splitter: str = "universal") -> list[tuple[str, 
 @given(TEXTS, st.sampled_from(["universal", "dolma"]))
 def test_compiled_signals_are_what_their_definitions_say(text: str, splitter: str) -> None:
     assert different([text], splitter) == []
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data is not here")
-@pytest.mark.parametrize("splitter", ["universal", "dolma"])
-def test_compiled_signals_on_real_documents(splitter: str) -> None:
-    texts = [file.read_text(errors="ignore")[:20_000] for file in sorted((SHARED / "text_misc").rglob("*.txt"))[:20]]
-    texts += [file.read_text(errors="ignore")[9_000:20_000] for file in sorted((SHARED / "text_books").rglob("*.txt"))[:20]]
-    assert len(texts) > 20 and different(texts, splitter) == []
 
 
 @pytest.mark.parametrize("name", RECORD.names)
