@@ -37,20 +37,20 @@ def step_indices(step: int, count: int, batch_size: int | Ramp, seed: int) -> li
     return chosen
 
 
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Examples [n] of given lengths into rows of at most `capacity` tokens: lists of indices.
+def pack(lengths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
+    """Examples [n] of given lengths into rows of at most `micro_batch_tokens` tokens: lists of indices.
 
     Best-fit decreasing: longest first, each into the fullest row that has room, found by bisection; at most 11/9
     of the fewest rows possible, plus one. ValueError for an example longer than a row.
     """
     for index, length in enumerate(lengths):
-        if length > capacity:
-            raise ValueError(f"example {index} has {length} tokens, a row holds {capacity}")
+        if length > micro_batch_tokens:
+            raise ValueError(f"example {index} has {length} tokens, a row holds {micro_batch_tokens}")
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), ascending
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = bisect_left(room, (lengths[index], 0))
-        free, row = room.pop(place) if place < len(room) else (capacity, len(rows))
+        free, row = room.pop(place) if place < len(room) else (micro_batch_tokens, len(rows))
         if row == len(rows):
             rows.append([])
         rows[row].append(index)
@@ -62,7 +62,7 @@ class Sampler(Generic[ExampleT, BatchT]):
     """Batches of a list of examples as the training loop wants them: step -> micro-batches.
 
     A step takes `batch_size` examples (a `Ramp`: more as training goes on), packs them into rows of at most
-    `capacity` tokens by `length` of an example, and calls `collate` on the examples of each row.
+    `micro_batch_tokens` tokens by `length` of an example, and calls `collate` on the examples of each row.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Sampler(Generic[ExampleT, BatchT]):
         collate: Callable[[list[ExampleT]], BatchT],
         *,
         length: Callable[[ExampleT], int],
-        capacity: int,
+        micro_batch_tokens: int,
         seed: int,
     ) -> None:
         if not len(examples):
             raise ValueError("there are no examples to train on")
         self.examples, self.batch_size, self.collate = examples, batch_size, collate
-        self.length, self.capacity, self.seed = length, capacity, seed
+        self.length, self.micro_batch_tokens, self.seed = length, micro_batch_tokens, seed
 
     def steps(self, epochs: float) -> int:
         """Steps in that many epochs, the last one full."""
@@ -93,8 +93,13 @@ class Sampler(Generic[ExampleT, BatchT]):
             return step
         return last + max(1, int(np.ceil((total - ramp.before(last + 1)) / ramp.values[-1])))
 
+    def visited(self, steps: int) -> list[int]:
+        """Indices of the examples that the first `steps` steps see, in ascending order."""
+        total = self.batch_size * steps if isinstance(self.batch_size, int) else self.batch_size.before(steps + 1)
+        return sorted(epoch_order(len(self.examples), 0, self.seed)[:total].tolist())
+
     def __call__(self, step: int) -> list[BatchT]:
         chosen = step_indices(step, len(self.examples), self.batch_size, self.seed)
         examples = [self.examples[i] for i in chosen]
-        rows = pack([self.length(example) for example in examples], self.capacity)
+        rows = pack([self.length(example) for example in examples], self.micro_batch_tokens)
         return [self.collate([examples[i] for i in row]) for row in rows]

@@ -55,7 +55,7 @@ class Group:
         return len(self.prompt) + len(self.logprobs)
 
 
-def reward_model_scorer(model: Transformer, row_tokens: int = 4096) -> Scorer:
+def reward_model_scorer(model: Transformer, micro_batch_tokens: int = 4096) -> Scorer:
     """Scores of a reward model: its scalar head at each answer's last token."""
 
     @torch.no_grad()
@@ -63,7 +63,7 @@ def reward_model_scorer(model: Transformer, row_tokens: int = 4096) -> Scorer:
         prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Completion]]
     ) -> list[list[float]]:
         answers = [[c.tokens for c in row] for row in completions]
-        parts = _by_group(model, answer_rewards, prompts, answers, row_tokens, by_answer=True)
+        parts = _by_group(model, answer_rewards, prompts, answers, micro_batch_tokens, by_answer=True)
         return [part.tolist() for part in parts]
 
     return score
@@ -260,14 +260,14 @@ def _by_group(
     compute: Callable[[Transformer, Targets], Tensor],
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[Sequence[int]]],
-    row_tokens: int,
+    micro_batch_tokens: int,
     by_answer: bool = False,
 ) -> list[Tensor]:
     """`compute` on all prompts with their answers, row by row; one CPU tensor per prompt, in order."""
     device = next(model.parameters()).device
     tokens = [sum(len(answer) for answer in row) for row in answers]
     results: dict[int, Tensor] = {}
-    for row in pack([len(p) + n for p, n in zip(prompts, tokens, strict=True)], row_tokens):
+    for row in pack([len(p) + n for p, n in zip(prompts, tokens, strict=True)], micro_batch_tokens):
         targets = Targets.from_answers([prompts[i] for i in row], [answers[i] for i in row])
         sizes = [len(answers[i]) if by_answer else tokens[i] for i in row]
         found = compute(model, targets.to(device)).float().cpu().split(sizes)

@@ -57,7 +57,7 @@ class DataQualityConfig(BadRowsConfig, SeededConfig):
         0.5, ge=0, le=1, description="An answer is good, too, when this share of the prompt's samples say the same, fraction"
     )
     semantic: Semantic = Field(default_factory=Semantic, description="Semantic deduplication")
-    row_tokens: int = Field(4096, ge=16, description="Tokens of one packed row when dialogues are embedded, tokens")
+    micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
 
 
 @stage(kind="instructions", filters="instructions")
@@ -67,7 +67,7 @@ def data_quality(instructions: Instructions, model: Model, config: DataQualityCo
     Quality is a reward in the top part, or the agreement of the prompt's samples in the place of a judge; rows
     without a score pass. Difficulty is one minus the agreement. Near-duplicates are found by the cosine of
     `model`'s mean hidden states, the mean over all dialogues taken off; in each cluster the dialogues are kept
-    greedily by quality times difficulty. Rows that the chat template of `model` refuses, and those longer than `row_tokens`,
+    greedily by quality times difficulty. Rows that the chat template of `model` refuses, and those longer than `micro_batch_tokens`,
     are dropped first; see `bad_rows`.
     """
     if not instructions.rows():
@@ -76,7 +76,7 @@ def data_quality(instructions: Instructions, model: Model, config: DataQualityCo
     agreement = _agreement(instructions)
     network, tokenizer = load_model(model, "lm")
     bad = BadRows(config, "data_quality")
-    limit = Limit(config.row_tokens, "row_tokens")
+    limit = Limit(config.micro_batch_tokens, "micro_batch_tokens")
     rendered = bad.examples(rows, lambda row: render_conversation(tokenizer, row)[-1], len, limit)
     bad.check_left(len(rendered), f"{len(rows)} instructions")
     rows = [row for row, _ in rendered]
@@ -86,7 +86,7 @@ def data_quality(instructions: Instructions, model: Model, config: DataQualityCo
         rows = _apply(rule, rows, dropped)
     rows = _apply(_quality_rule(rows, agreement, config), rows, dropped)
     if rows:
-        vectors = embed([examples[row["id"]] for row in rows], network, config.row_tokens)
+        vectors = embed([examples[row["id"]] for row in rows], network, config.micro_batch_tokens)
         rows = _apply(_semantic_rule(rows, agreement, vectors, config, run), rows, dropped)
     run.write_rows(rows)
     run.write_rows(dropped, "dropped")
@@ -222,7 +222,7 @@ def _worth(rows: Sequence[dict[str, Any]], agreement: dict[str, float]) -> list[
     return [float(q) * (2.0 - agreement.get(row["id"], 0.0)) for q, row in zip(quality, rows, strict=True)]
 
 
-def embed(examples: Sequence[Example], model: Transformer, row_tokens: int) -> Vectors:
+def embed(examples: Sequence[Example], model: Transformer, micro_batch_tokens: int) -> Vectors:
     """[n, D] unit vectors: the mean hidden state over a dialogue's tokens, the mean of all dialogues taken off.
 
     Without that, hidden states of one model share a large common direction and every cosine is near 1.
@@ -235,7 +235,7 @@ def embed(examples: Sequence[Example], model: Transformer, row_tokens: int) -> V
     place = next(model.parameters()).device
     vectors = np.zeros((len(examples), model.config.hidden_size), np.float32)
     with torch.no_grad():
-        for packed in pack([len(e) for e in examples], row_tokens):
+        for packed in pack([len(e) for e in examples], micro_batch_tokens):
             documents = [examples[i].prompt + examples[i].answers[0] for i in packed]
             hidden = model.hidden(Forest.pack(documents).to(place)).cpu()
             for i, part in zip(packed, hidden.split([len(d) for d in documents]), strict=True):

@@ -14,10 +14,12 @@ from puna.stages.align.reward_model import CLEAR, read_preferences, render_ranke
 from puna.stages.contract import Model, Preferences, StageRun, did_you_mean, stage
 from puna.stages.contract.plugins import offers
 from puna.stages.training.bad_rows import BadRows
-from puna.stages.training.train import Example, check_trl, fit, load_model, row_limit, save_model
+from puna.stages.training.train import Example, by_answer, check_trl, fit, load_model, row_limit, save_model
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
+    import torch
+
     from puna.models.training.objectives import DpoBatch
     from puna.models.transformer import Transformer
 
@@ -87,7 +89,8 @@ class DpoConfig(AdaptableConfig):
 def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: StageRun) -> None:
     """DPO, or another preference loss, with format tokens masked and an NLL term on the better answer (Llama 3, section 4.1.4).
 
-    The reference is the policy that training starts from; its log-probabilities are computed once, where the loss needs them.
+    The reference is the policy that training starts from; where the loss needs its log-probabilities, those of the preferences
+    that training comes to are computed once, before the first step.
     Preferences that the chat template refuses, and those longer than a packed row, are in `dropped`; see `bad_rows`.
     """
     rows = [row for row in read_preferences(preferences, config.levels) if row["split"] == "train"]
@@ -140,41 +143,38 @@ def collate(examples: Sequence[tuple[Example, list[float]]], config: DpoConfig) 
     )
 
 
-def reference(model: Any, examples: Sequence[Example], config: DpoConfig) -> list[list[float]]:
+def reference(model: Any, examples: Sequence[Example], config: DpoConfig, run: StageRun) -> list[list[float]]:
     """Summed unmasked log-probability of every answer under the model, prompt by prompt."""
     from puna.models.training.objectives import reference_logprobs
-    from puna.models.training.packing import pack
 
-    place = next(model.parameters()).device
-    found: dict[int, list[float]] = {}
-    for row in pack([len(e) for e in examples], config.training.compute.micro_batch_tokens):
-        batch = collate([(examples[i], [0.0] * len(examples[i].answers)) for i in row], config)
-        values = reference_logprobs(model, batch.targets.to(place)).tolist()
-        for i in row:
-            count = len(examples[i].answers)
-            found[i], values = values[:count], values[count:]
-    return [found[i] for i in range(len(examples))]
+    def compute(some: list[Example]) -> torch.Tensor:
+        return reference_logprobs(model, collate([(one, [0.0] * len(one.answers)) for one in some], config).targets)
+
+    size = config.training.compute.micro_batch_tokens
+    return by_answer(examples, size, compute, lambda done, total: run.progress(done, total, "reference"))
 
 
 def _train(model: Transformer, examples: list[Example], config: DpoConfig, run: StageRun) -> None:
-    from functools import partial
-
     from puna.models.training.objectives import Dpo
     from puna.models.training.packing import Sampler
 
     training = config.training
     objective = Dpo(config.beta, config.nll_weight, config.nll_normalization, config.loss, config.simpo_gamma)
-    known = reference(model, examples, config) if objective.preference.needs_reference else [[0.0] * len(e.answers) for e in examples]
+    known = {i: [0.0] * len(example.answers) for i, example in enumerate(examples)}
     sampler = Sampler(
-        list(zip(examples, known, strict=True)),
+        range(len(examples)),
         training.batch_size,
-        partial(collate, config=config),
-        length=lambda item: len(item[0]),
-        capacity=training.compute.micro_batch_tokens,
+        lambda chosen: collate([(examples[i], known[i]) for i in chosen], config),
+        length=lambda i: len(examples[i]),
+        micro_batch_tokens=training.compute.micro_batch_tokens,
         seed=run.seed("order"),
     )
+    settings = training.train_config(len(examples))
+    if objective.preference.needs_reference:
+        visited = sampler.visited(settings.steps)
+        known |= zip(visited, reference(model, [examples[i] for i in visited], config, run), strict=True)
     with adapted(model, config, run) as scales:
-        log = fit(model, objective, sampler, training.train_config(len(examples)), run, scales)
+        log = fit(model, objective, sampler, settings, run, scales)
     for name in ("accuracy", "margin", "chosen_logprob", "rejected_logprob"):
         run.metric(f"first_{name}", log[0][name])
         run.metric(f"final_{name}", log[-1][name])

@@ -23,7 +23,7 @@ class RejectionSampleConfig(BadRowsConfig):
     """How answers are scored."""
 
     models: int = Field(0, ge=0, description="Use the answers of this many of the models only, best mean reward first; 0: all")
-    row_tokens: int = Field(4096, ge=16, description="Tokens of one packed row when answers are scored, tokens")
+    micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
     source: str = Field("rejection_sampling", min_length=1, description="Name of the source in the instructions table")
 
 
@@ -81,16 +81,15 @@ def _scored(
     def rendered(row: dict[str, Any]) -> Example:
         return render(tokenizer, row, [[[{"role": "assistant", "content": text} for text in texts[row["id"]]]]])
 
-    limit = Limit(config.row_tokens, "row_tokens", "the prompt with its answers")
+    limit = Limit(config.micro_batch_tokens, "micro_batch_tokens", "the prompt with its answers")
     examples = bad.examples([asked[key] for key in candidates], rendered, len, limit)
     if candidates:
         bad.check_left(len(examples), f"{len(candidates)} prompts with finished answers")
-    rewards_of = score_answers(model, [example for _, example in examples], config.row_tokens)
+    rewards_of = score_answers(model, [example for _, example in examples], config.micro_batch_tokens, run.progress)
     found = {}
-    for number, ((row, _), rewards) in enumerate(zip(examples, rewards_of, strict=True), 1):
+    for (row, _), rewards in zip(examples, rewards_of, strict=True):
         by_text = dict(zip(texts[row["id"]], rewards, strict=True))
         found[row["id"]] = [{**a, "reward": by_text[a["text"].strip()]} for a in candidates[row["id"]]]
-        run.progress(number, len(examples))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -13,7 +13,7 @@ from puna.stages.align.preferences import Level
 from puna.stages.contract import Model, Preferences, StageRun, stage
 from puna.stages.conversations import Message, message_of, others_of
 from puna.stages.training.bad_rows import BadRows, Limit
-from puna.stages.training.train import Example, check_trl, fit, load_model, render, row_limit, save_model
+from puna.stages.training.train import Example, by_answer, check_trl, fit, load_model, render, row_limit, save_model
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from puna.models.training.objectives import RewardBatch
     from puna.models.transformer import Transformer
 
+MEASURED = 32
+"""Training prompts that accuracy is measured on, where no more are held out."""
 CLEAR: tuple[Level, ...] = ("significantly_better", "better")
 
 
@@ -55,7 +57,8 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
     """Bradley-Terry without a margin over edited > chosen > rejected, all answers of a prompt in one row
     (Llama 3, section 4.1.2). A ranking of more answers is one group of as many tiers; equals make no pair.
 
-    The metric `heldout_accuracy` is the share of held-out pairs, chosen against rejected, in the right order. Preferences that
+    The metric `heldout_accuracy` is the share of held-out pairs, chosen against rejected, in the right order; `train_accuracy` that
+    of as many training prompts as are held out, at least 32, drawn by chance. Preferences that
     the chat template refuses, and those longer than a packed row, are in `dropped`; see `bad_rows`.
     """
     _check_splits(preferences)
@@ -76,8 +79,10 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
     else:
         head = load_model(model, "lm")[0].lm_head.weight.detach() if config.nll_weight else None
         _train(scorer, head, [one.example for one in learned], config, run)
-    for split, ranked_rows in (("train", learned), ("heldout", heldout)):
-        _measure(scorer, ranked_rows, split, config, run)
+    run.metric("train_pairs", sum(len(one.rows) for one in learned))
+    run.metric("heldout_pairs", sum(len(one.rows) for one in heldout))
+    for split, some in (("train", _drawn(learned, max(len(heldout), MEASURED), run)), ("heldout", heldout)):
+        _measure(scorer, some, split, config, run)
     save_model(scorer, tokenizer, run.folder)
 
 
@@ -168,20 +173,25 @@ def _train(model: Transformer, head: Tensor | None, examples: list[Example], con
     from puna.models.training.packing import Sampler
 
     training = config.training
-    row_tokens = training.compute.micro_batch_tokens
-    sampler = Sampler(examples, training.batch_size, collate, length=len, capacity=row_tokens, seed=run.seed("order"))
+    size = training.compute.micro_batch_tokens
+    sampler = Sampler(examples, training.batch_size, collate, length=len, micro_batch_tokens=size, seed=run.seed("order"))
     with adapted(model, config, run) as scales:
         fit(model, Reward(config.nll_weight, head), sampler, training.train_config(len(examples)), run, scales)
+
+
+def _drawn(found: list[Ranked], most: int, run: StageRun) -> list[Ranked]:
+    """At most so many of them, by chance."""
+    return [found[i] for i in sorted(run.generator("measured").permutation(len(found))[:most].tolist())]
 
 
 def _measure(model: Transformer, found: list[Ranked], split: str, config: RewardModelConfig, run: StageRun) -> None:
     """Accuracy on chosen against rejected, and on edited against chosen where there is an edit."""
     ordered = [row for one in found for row in one.rows]
-    run.metric(f"{split}_pairs", len(ordered))
     if not ordered:
         return
     examples = [one.example for one in found]
-    rewards = score_answers(model, examples, config.training.compute.micro_batch_tokens)
+    size = config.training.compute.micro_batch_tokens
+    rewards = score_answers(model, examples, size, lambda done, total: run.progress(done, total, f"{split} accuracy"))
     groups = [[[r[i] for i in tier] for tier in tiers] for e, r in zip(examples, rewards, strict=True) for tiers in e.groups]
     right, edits = [], []
     for row, tiers in zip(ordered, groups, strict=True):
@@ -199,20 +209,18 @@ def _order(better: float, worse: float) -> float:
     return float(better > worse) + 0.5 * float(better == worse)
 
 
-def score_answers(model: Transformer, examples: Sequence[Example], row_tokens: int) -> list[list[float]]:
+def score_answers(
+    model: Transformer, examples: Sequence[Example], micro_batch_tokens: int, progress: Callable[[int, int], None] | None = None
+) -> list[list[float]]:
     """The scalar head's number for every answer of every prompt, in order."""
     import torch
 
     from puna.models.training.objectives import Targets, answer_rewards
-    from puna.models.training.packing import pack
 
     place = next(model.parameters()).device
-    found: dict[int, list[float]] = {}
-    with torch.no_grad():
-        for row in pack([len(e) for e in examples], row_tokens):
-            targets = Targets.from_answers([examples[i].prompt for i in row], [examples[i].answers for i in row])
-            rewards = answer_rewards(model, targets.to(place)).tolist()
-            for i in row:
-                count = len(examples[i].answers)
-                found[i], rewards = rewards[:count], rewards[count:]
-    return [found[i] for i in range(len(examples))]
+
+    @torch.no_grad()
+    def compute(some: list[Example]) -> Tensor:
+        return answer_rewards(model, Targets.from_answers([e.prompt for e in some], [e.answers for e in some]).to(place))
+
+    return by_answer(examples, micro_batch_tokens, compute, progress)

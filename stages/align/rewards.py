@@ -28,7 +28,7 @@ def rewards_of(
     rows: Sequence[dict[str, Any]],
     asked: Sequence[Sequence[int]],
     tokenizer: Tokenizer,
-    row_tokens: int,
+    micro_batch_tokens: int,
 ) -> Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], list[list[float]]]:
     """The rewards of answers to prompts, given as ids: the verifier's score, the reward model's number, or the product of the score
     and the number's sigmoid. `asked` are the ids of `rows`.
@@ -40,7 +40,7 @@ def rewards_of(
         known = by_ids.setdefault(tuple(ids), row)
         if scorer is not None and (known["verifier"], known["reference"]) != (row["verifier"], row["reference"]):
             raise PunaError(f"prompts {known['id']} and {row['id']} are one text with two ways to score it; leave one of them out")
-    numbers = None if reward_model is None else reward_model_scorer(reward_model, row_tokens)
+    numbers = None if reward_model is None else reward_model_scorer(reward_model, micro_batch_tokens)
 
     def rewards(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Completion]]) -> list[list[float]]:
         if scorer is None:

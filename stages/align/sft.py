@@ -87,7 +87,7 @@ def _train(model: Transformer, examples: list[Example], config: SftConfig, run: 
     from puna.models.training.objectives import Sft
     from puna.models.training.packing import Sampler
 
-    training, row_tokens = config.training, config.training.compute.micro_batch_tokens
-    sampler = Sampler(examples, training.batch_size, collate, length=len, capacity=row_tokens, seed=run.seed("order"))
+    training, size = config.training, config.training.compute.micro_batch_tokens
+    sampler = Sampler(examples, training.batch_size, collate, length=len, micro_batch_tokens=size, seed=run.seed("order"))
     with adapted(model, config, run) as scales:
         fit(model, Sft(), sampler, training.train_config(len(examples)), run, scales)

@@ -69,7 +69,7 @@ def likelihoods(
     model: Transformer,
     tokenizer: Tokenizer,
     items: Sequence[Item],
-    row_tokens: int,
+    micro_batch_tokens: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[list[float]]:
     """log p(option | prompt) in nats, for every option of every item; a prompt is computed once."""
@@ -82,7 +82,7 @@ def likelihoods(
     for item in items:
         encoded.append(([*tokenizer.lead, *tokenizer.encode(item.prompt)], [tokenizer.encode(option) for option in item.options]))
     found: list[list[float]] = []
-    for batch in batched(encoded, lambda pair: len(pair[0]) + sum(map(len, pair[1])), row_tokens):
+    for batch in batched(encoded, lambda pair: len(pair[0]) + sum(map(len, pair[1])), micro_batch_tokens):
         targets = Targets.from_answers([prompt for prompt, _ in batch], [options for _, options in batch]).to(device)
         with torch.no_grad():
             sums = targets.sum_by_answer(target_logprobs(model, targets)).tolist()

@@ -43,12 +43,12 @@ def document_nats(
     model: Transformer,
     documents: Sequence[Sequence[int]],
     context: int,
-    row_tokens: int,
+    micro_batch_tokens: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[float]:
     """-log p of each document (token ids, its first token given), in nats.
 
-    Windows are packed into rows of about `row_tokens` tokens, documents side by side.
+    Windows are packed into rows of about `micro_batch_tokens` tokens, documents side by side.
     """
     import torch
 
@@ -58,7 +58,7 @@ def document_nats(
     jobs = [(index, window) for index, ids in enumerate(documents) for window in windows(len(ids), context)]
     done = 0
     device = next(model.parameters()).device
-    for batch in batched(jobs, lambda job: job[1].stop - job[1].start, row_tokens):
+    for batch in batched(jobs, lambda job: job[1].stop - job[1].start, micro_batch_tokens):
         targets = Targets.from_documents([documents[index][w.start : w.stop] for index, w in batch]).to(device)
         with torch.no_grad():
             logprobs = target_logprobs(model, targets).double()

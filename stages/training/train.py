@@ -93,6 +93,29 @@ def render_conversation(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[Ex
     return found
 
 
+def by_answer(
+    examples: Sequence[Example],
+    micro_batch_tokens: int,
+    compute: Callable[[list[Example]], torch.Tensor],
+    progress: Callable[[int, int], None] | None = None,
+) -> list[list[float]]:
+    """One number for each answer of each example: `compute` takes the examples of a packed row and gives those of all their answers.
+
+    `progress` gets (examples done, examples in all).
+    """
+    from puna.models.training.packing import pack
+
+    found: dict[int, list[float]] = {}
+    for row in pack([len(example) for example in examples], micro_batch_tokens):
+        values = compute([examples[i] for i in row]).tolist()
+        for i in row:
+            count = len(examples[i].answers)
+            found[i], values = values[:count], values[count:]
+        if progress is not None:
+            progress(len(found), len(examples))
+    return [found[i] for i in range(len(examples))]
+
+
 def row_limit(training: TrainingSettings) -> Limit:
     """What a packed row holds."""
     return Limit(training.compute.micro_batch_tokens, "training.compute.micro_batch_tokens")

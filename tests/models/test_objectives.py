@@ -292,8 +292,8 @@ def test_dpo_wants_its_reference():
     batch = o.DpoBatch(targets(examples(1, 2)), torch.tensor([0]), torch.tensor([1]))
     with pytest.raises(ValueError, match="reference"):
         o.Dpo()(model(), batch)
-    cached = o.cache_reference(model(seed=1), [batch])
-    assert cached[0].reference.shape == (2,)
+    with pytest.raises(ValueError, match="2 answers but 3 reference log-probs"):
+        batch.with_reference(torch.zeros(3))
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward"])

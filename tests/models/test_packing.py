@@ -22,13 +22,20 @@ def test_each_epoch_visits_each_example_once(count: int, batch: int, seed: int):
         assert Counter(seen[epoch * count : (epoch + 1) * count]) == Counter(range(count))
 
 
+@given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 9), st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_visited_are_those_that_the_steps_draw(count: int, batch: int, steps: int, seed: int):
+    sampler = Sampler(range(count), batch, list, length=lambda _: 1, micro_batch_tokens=99, seed=seed)
+    assert sampler.visited(steps) == sorted({i for step in range(1, steps + 1) for part in sampler(step) for i in part})
+
+
 @given(st.lists(st.integers(1, 20), max_size=40), st.integers(20, 60))
 @settings(max_examples=60, deadline=None)
-def test_pack(lengths: list[int], capacity: int):
-    rows = pack(lengths, capacity)
+def test_pack(lengths: list[int], micro_batch_tokens: int):
+    rows = pack(lengths, micro_batch_tokens)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in row) <= capacity for row in rows)
-    assert len(rows) <= 11 / 9 * math.ceil(sum(lengths) / capacity) * 2 + 1
+    assert all(sum(lengths[i] for i in row) <= micro_batch_tokens for row in rows)
+    assert len(rows) <= 11 / 9 * math.ceil(sum(lengths) / micro_batch_tokens) * 2 + 1
 
 
 def test_pack_refuses_what_fits_no_row():
@@ -38,11 +45,11 @@ def test_pack_refuses_what_fits_no_row():
 
 def test_sampler_gives_the_same_batch_for_a_step():
     some = [[i] * (i % 5 + 2) for i in range(13)]
-    sampler = Sampler(some, 4, o.Targets.from_documents, length=len, capacity=8, seed=1)
+    sampler = Sampler(some, 4, o.Targets.from_documents, length=len, micro_batch_tokens=8, seed=1)
     for step in (1, 5, 1000):
         first, again = sampler(step), sampler(step)
         assert [b.forest.tokens.tolist() for b in first] == [b.forest.tokens.tolist() for b in again]
         assert all(len(b) <= 8 for b in first)
     assert sampler.steps(1.0) == 4
     with pytest.raises(ValueError, match="no examples"):
-        Sampler([], 4, len, length=len, capacity=8, seed=1)
+        Sampler([], 4, len, length=len, micro_batch_tokens=8, seed=1)

@@ -249,7 +249,7 @@ def test_a_ramp_neither_skips_nor_repeats_examples(values: list[int], steps: int
     drawn = [i for step in range(1, 25) for i in step_indices(step, count, ramp, 0)]
     whole = [i for step in range(1, len(drawn) + 1) for i in step_indices(step, count, 1, 0)]
     assert drawn == whole
-    sampler = Sampler(list(range(count)), ramp, list, length=lambda _: 1, capacity=99, seed=0)
+    sampler = Sampler(list(range(count)), ramp, list, length=lambda _: 1, micro_batch_tokens=99, seed=0)
     for epochs in (0.5, 1.0, 3.0):
         enough = next(k for k in range(1, 999) if ramp.before(k + 1) >= epochs * count)
         assert sampler.steps(epochs) == enough

@@ -126,7 +126,7 @@ def test_the_reward_models_scores_do_not_depend_on_the_rows():
 
     def keep(prompts, completions):
         seen["asked"] = (prompts, completions)
-        scores = reward_model_scorer(made, row_tokens=24)(prompts, completions)
+        scores = reward_model_scorer(made, micro_batch_tokens=24)(prompts, completions)
         seen["scores"] = scores
         return scores
 

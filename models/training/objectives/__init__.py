@@ -1,7 +1,7 @@
 """Objectives: each a pure function of log-probs (or rewards, values) and a thin class around it."""
 
 from puna.models.training.objectives.base import Objective, Targets, sum_segments, target_logprobs
-from puna.models.training.objectives.dpo import Dpo, DpoBatch, cache_reference, reference_logprobs
+from puna.models.training.objectives.dpo import Dpo, DpoBatch, reference_logprobs
 from puna.models.training.objectives.kto import Kto, KtoBatch
 from puna.models.training.objectives.language_modeling import LanguageModeling, language_modeling_loss
 from puna.models.training.objectives.ppo import (
@@ -37,7 +37,6 @@ __all__ = [
     "Targets",
     "Value",
     "answer_rewards",
-    "cache_reference",
     "language_modeling_loss",
     "ppo_policy_loss",
     "ppo_value_loss",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -143,8 +142,3 @@ def reference_logprobs(model: Any, targets: Targets) -> Tensor:
     """[A] float32 on the CPU: each answer's summed unmasked log-probability, without a gradient."""
     moved = targets.to(next(model.parameters()).device)
     return moved.sum_by_answer(target_logprobs(model, moved)).float().cpu()
-
-
-def cache_reference(model: Any, batches: Iterable[DpoBatch]) -> list[DpoBatch]:
-    """The batches with the reference's log-probs filled in: the reference runs once, not every epoch."""
-    return [batch.with_reference(reference_logprobs(model, batch.targets)) for batch in batches]

@@ -90,9 +90,9 @@ def test_preferences_are_dropped_one_by_one(tmp_path: Path, tiny_model: Tiny) ->
 def test_data_quality_drops_them_first(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     given = {"model": tiny_model(store), "instructions": instructions(store)}
-    check(execute(data_quality, DataQualityConfig(row_tokens=96, semantic={"clusters": 1}), given, store))
+    check(execute(data_quality, DataQualityConfig(micro_batch_tokens=96, semantic={"clusters": 1}), given, store))
     broken = {**given, "instructions": instructions(store, broken=True)}
-    made = execute(data_quality, DataQualityConfig(row_tokens=96, semantic={"clusters": 1}), broken, store)
+    made = execute(data_quality, DataQualityConfig(micro_batch_tokens=96, semantic={"clusters": 1}), broken, store)
     assert {"e": "not_messages", **RULES}.items() <= {row["id"]: row["rule"] for row in made.read("dropped").to_pylist()}.items()
 
 

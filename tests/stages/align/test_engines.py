@@ -165,9 +165,9 @@ def test_order_of_the_inputs_and_row_sizes_do_not_matter(tmp_path: Path, tiny_mo
     model, one = tiny_model(store), instructions(store, 9)
     other = instructions(store, 24)
     weights = []
-    for number, (sets, row_tokens) in enumerate((([one, other], 4096), ([other, one], 4096), ([one, other], 64))):
+    for number, (sets, micro_batch_tokens) in enumerate((([one, other], 4096), ([other, one], 4096), ([one, other], 64))):
         place = Store.open(tmp_path / str(number))
-        config = SftConfig(training={**STEPS, "compute": {"micro_batch_tokens": row_tokens}})
+        config = SftConfig(training={**STEPS, "compute": {"micro_batch_tokens": micro_batch_tokens}})
         weights.append(load(execute(sft, config, {"model": model, "instructions": sets}, place).path()).state_dict())
     for name, value in weights[0].items():
         assert torch.equal(value, weights[1][name])
@@ -223,6 +223,26 @@ def test_dpo_prefers_the_chosen_and_keeps_its_likelihood(tmp_path: Path, tiny_mo
     # Policy and reference are the same model at first.
     assert metrics["first_margin"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["final_accuracy"] == 1.0 and metrics["final_chosen_logprob"] > metrics["first_chosen_logprob"]
+
+
+def test_no_more_is_computed_than_training_visits_and_all_of_it_is_told(tmp_path: Path, tiny_model: Tiny) -> None:
+    """60 prompts, a quarter epoch in steps of 5: the reference reads 15 prompts, the reward model is measured on 32 and the held-out 3."""
+    store = Store.open(tmp_path)
+    given = {"model": tiny_model(store), "preferences": [preferences(store, 120), preferences(store, 6, split="heldout")]}
+    told: list[tuple[str, float, float]] = []
+
+    class Listener:
+        def progress(self, stage: str, done: float, total: float, note: str) -> None:
+            told.append((note.partition(" 0.")[0], done, total))
+
+    fit = {**STEPS, "epochs": 0.25, "batch_size": 5, "compute": {"micro_batch_tokens": 128}}
+    execute(dpo, DpoConfig(training=fit), given, store, listener=Listener())
+    reference = [row[1:] for row in told if row[0] == "reference"]
+    assert len(reference) > 2 and reference[-1] == (15, 15)
+    assert [row[1:] for row in told if row[0].startswith("loss")] == [(1, 3), (2, 3), (3, 3)]
+    made = execute(reward_model, RewardModelConfig(training=fit), given, store, listener=Listener())
+    assert ("train accuracy", 32, 32) in told and ("heldout accuracy", 3, 3) in told
+    assert (made.manifest.metrics["train_pairs"], made.manifest.metrics["heldout_pairs"]) == (120, 6)
 
 
 def test_average_is_the_mean_and_refuses_models_of_two_kinds(tmp_path: Path, tiny_model: Tiny) -> None:

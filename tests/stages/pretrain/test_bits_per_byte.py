@@ -45,8 +45,8 @@ def test_nats_equal_scoring_one_token_at_a_time() -> None:
                 logits = scorer.logits(hidden[-1:]).double()
                 total -= float(torch.log_softmax(logits, -1)[0, ids[target]].detach())
         expected.append(total)
-    for row_tokens in (8, 20, 1000):
-        found = bits_per_byte.document_nats(scorer, documents, context, row_tokens)
+    for micro_batch_tokens in (8, 20, 1000):
+        found = bits_per_byte.document_nats(scorer, documents, context, micro_batch_tokens)
         assert found == pytest.approx(expected, abs=1e-4)
     assert found[3] == 0.0
 

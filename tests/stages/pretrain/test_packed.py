@@ -139,5 +139,5 @@ def test_mean_loss_is_the_mean_over_all_targets(tmp_path: Path) -> None:
     for piece in pieces:
         logprobs = torch.log_softmax(model.logits(model.hidden(Forest.pack([piece.tolist()]))).double(), -1)
         losses += [-float(logprobs[i, t].detach()) for i, t in enumerate(piece[1:])]
-    for row_tokens in (4, 100):
-        assert mean_loss(model, pieces, row_tokens) == pytest.approx(np.mean(losses), abs=1e-5)
+    for micro_batch_tokens in (4, 100):
+        assert mean_loss(model, pieces, micro_batch_tokens) == pytest.approx(np.mean(losses), abs=1e-5)

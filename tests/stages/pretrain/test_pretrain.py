@@ -83,11 +83,11 @@ def test_resumes_bit_by_bit(tmp_path: Path, store, given, monkeypatch: pytest.Mo
         shutil.copytree(artifact.folder, target)
     original, calls = module.Reader.batches, []
 
-    def crashing(self, step, pass_tokens):
+    def crashing(self, step, micro_batch_tokens):
         calls.append(step)
         if len(calls) in (25, 60, 72):
             raise KeyboardInterrupt
-        return original(self, step, pass_tokens)
+        return original(self, step, micro_batch_tokens)
 
     monkeypatch.setattr(module.Reader, "batches", crashing)
     for _ in range(3):
