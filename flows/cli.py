@@ -57,6 +57,7 @@ def run(
     workers: Annotated[int | None, typer.Option(min=1, help="Processes of this machine (default: one per core)")] = None,
     executor: Annotated[str, typer.Option(metavar="ENGINE", help=f"What the work runs on: {FORMS}")] = PROCESSES,
     modules: ModuleOption = None,
+    name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Of a stage: alias to set, NAME@latest")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a flow or a single stage; what was made before is reused."""
@@ -65,11 +66,13 @@ def run(
     opened = Store.open(store)
     prepare(opened.root)
     from puna.flows import launch
-    from puna.flows.inputs import column_changes
+    from puna.flows.inputs import alias_of, column_changes
 
     brought(modules)
     fields = column_changes(columns or (), "ingest")
-    launch.run(launch.Request(what, recipe, (*fields, *(changes or ())), tuple(inputs or ()), workers, executor, as_json), opened)
+    alias = None if name is None else alias_of(name)
+    request = launch.Request(what, recipe, (*fields, *(changes or ())), tuple(inputs or ()), workers, executor, as_json, alias)
+    launch.run(request, opened)
 
 
 @app.command()

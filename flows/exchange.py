@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -34,10 +33,10 @@ def import_(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
 ) -> None:
     """Bring in a model (a checkpoint with its tokenizer) or data (JSON lines, Parquet, CSV, data sets) from outside."""
+    from puna.flows.inputs import alias_of
     from puna.flows.settings import prepare
 
-    if name is not None and not re.fullmatch(r"[\w-][\w.-]*", name):
-        raise PunaError(f"--as {name}: a name has letters, digits, _, - and . only, for example smollm2")
+    alias = None if name is None else alias_of(name)
     opened = Store.open(store)
     prepare(opened.root)
     from puna.flows import launch
@@ -49,11 +48,8 @@ def import_(
     if kind not in kinds:
         raise PunaError(f"import {kind}: no such kind{did_you_mean(kind, kinds)}; pages are read by `puna clean` and `puna run curate`")
     stage = stages[f"import_{kind}"]
-    made = launch.run_stage(stage, launch.Request(stage.name, None, (*named, *(changes or ())), tuple(paths), json=as_json), opened)
-    if name is not None:
-        opened.set_alias(f"{name}@latest", made)
-    if not as_json:
-        typer.echo(f"{made.id}{f' is {name}@latest' if name else ''}")
+    request = launch.Request(stage.name, None, (*named, *(changes or ())), tuple(paths), json=as_json, alias=alias)
+    launch.run_stage(stage, request, opened)
 
 
 def mapped(texts: list[str]) -> dict[str, str]:

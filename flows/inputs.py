@@ -29,6 +29,13 @@ def is_artifact(text: str) -> bool:
     return (not slash or kind in KINDS) and len(digits) >= 4 and not set(digits) - set("0123456789abcdef")
 
 
+def alias_of(name: str) -> str:
+    """The alias that `--as NAME` sets; PunaError where that is no name."""
+    if not re.fullmatch(r"[\w-][\w.-]*", name):
+        raise PunaError(f"--as {name}: a name has letters, digits, _, - and . only, for example smollm2")
+    return f"{name}@latest"
+
+
 def named_items(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where: str) -> list[Item]:
     """The artifacts and files that texts mean; PunaError where files are given and none are taken."""
     takes_files = any(spec.kind == "external" for spec in specs)

@@ -14,7 +14,6 @@ from puna.flows.session import session
 from puna.flows.settings import DEFAULT_STORE
 from puna.flows.trace import load
 from puna.stages.contract import External, Stage, parse, perform
-from puna.stages.contract.declaration import InputSpec
 from puna.storage import Artifact, PunaError, Store
 
 Input = Item | str | Path
@@ -35,8 +34,7 @@ def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_
     assert isinstance(found, Stage)
     opened = store if isinstance(store, Store) else Store.open(store)
     texts, named = by_name([str(item) for item in inputs if isinstance(item, str | Path)], found.inputs, opened, found.name)
-    ready = [item for item in inputs if isinstance(item, Artifact | External)]
-    given = running.given_to(found, ready + named_items(texts, found.inputs, opened, found.name), named)
+    given = running.given_to(found, _ready(inputs) + named_items(texts, found.inputs, opened, found.name), named)
     return perform(found, parse(found.config, settings, found.name), given, opened).artifact
 
 
@@ -50,12 +48,13 @@ def run_flow(
         raise PunaError(f"flow {found.name}: another flow of that name was declared later; rename one")
     opened = store if isinstance(store, Store) else Store.open(store)
     loaded = load(recipe, list(changes), found.name)
-    given = running.fit(found, loaded, _items(inputs, found.inputs, opened, f"flow {found.name}"), opened, quiet=True)
+    texts, named = by_name([str(item) for item in inputs if isinstance(item, str | Path)], found.inputs, opened, f"flow {found.name}")
+    items = [*_ready(inputs), *named_items(texts, found.inputs, opened, f"flow {found.name}")]
+    given = running.fit(found, loaded, items, opened, named=named, quiet=True)
     with session(opened, flow=found.name) as now:
         Performer(loaded).walk(found, given)
         return {label: outcome.artifact for label, outcome in now.outcomes}
 
 
-def _items(inputs: Sequence[Input], specs: Sequence[InputSpec], store: Store, where: str) -> list[Item]:
-    ready = [item for item in inputs if isinstance(item, Artifact | External)]
-    return ready + named_items([str(item) for item in inputs if isinstance(item, str | Path)], specs, store, where)
+def _ready(inputs: Sequence[Input]) -> list[Item]:
+    return [item for item in inputs if isinstance(item, Artifact | External)]

@@ -24,7 +24,7 @@ PREFIXES = ("flow:", "stage:")
 
 @dataclass(frozen=True)
 class Request:
-    """What a person asks for: a flow or a stage by name, a recipe with changes, inputs as texts."""
+    """What a person asks for: a flow or a stage by name, a recipe with changes, inputs as texts, an alias for what a stage makes."""
 
     what: str
     recipe: str | None = None
@@ -33,6 +33,7 @@ class Request:
     workers: int | None = None
     executor: str = PROCESSES
     json: bool = False
+    alias: str | None = None
 
 
 def chosen(what: str) -> Flow | Stage:
@@ -63,6 +64,8 @@ def run(request: Request, store: Store) -> None:
 
 def run_flow(flow: Flow, request: Request, store: Store) -> Path:
     """Run a flow and write its report; returns the report's file."""
+    if request.alias is not None:
+        raise PunaError(f"--as: {flow.name} is a flow, which sets aliases of its own; `--as` is for a stage")
     recipe = load(request.recipe or "demo", list(request.changes), flow.name)
     server = reached_server()
     given = checked_inputs(flow, recipe, request.inputs, store, quiet=request.json)
@@ -101,6 +104,9 @@ def run_stage(stage: Stage, request: Request, store: Store) -> Artifact:
     _, outcome = now.outcomes[-1]
     for name, value in outcome.artifact.manifest.metrics.items():
         now.console.say(f"  {name:32s} {value}")
+    if request.alias is not None:
+        store.set_alias(request.alias, outcome.artifact)
+        now.console.say(f"{outcome.artifact.id} is {request.alias}")
     return outcome.artifact
 
 

@@ -62,13 +62,21 @@ class Flow:
         """The flow as a part of the flow in progress."""
         return self.function(*args, **kwargs)
 
-    def by_kind(self, items: Sequence[Item]) -> dict[str, Given]:
-        """Artifacts and files assigned to the inputs of their kind, in order."""
+    def by_kind(self, items: Sequence[Item], named: Mapping[str, Sequence[Artifact]] | None = None) -> dict[str, Given]:
+        """Artifacts and files assigned to the inputs of their kind, in order, after those in `named` by input: as for a stage."""
         left = list(items)
         given: dict[str, Given] = {}
         for spec in self.inputs:
-            fitting = [item for item in left if kind_of(item) == spec.kind][: None if spec.many else 1]
-            left = [item for item in left if not any(item is taken for taken in fitting)]
+            if named and spec.name in named:
+                fitting: list[Item] = list(named[spec.name])
+                if wrong := next((item for item in fitting if kind_of(item) != spec.kind), None):
+                    said = f"{name_of(wrong)} is of kind {kind_of(wrong)}"
+                    raise PunaError(f"flow {self.name}: input {spec.name!r} takes {spec.kind}, but {said}")
+                if not spec.many and len(fitting) > 1:
+                    raise PunaError(f"flow {self.name}: input {spec.name!r} takes one artifact, {len(fitting)} were given")
+            else:
+                fitting = [item for item in left if kind_of(item) == spec.kind][: None if spec.many else 1]
+                left = [item for item in left if not any(item is taken for taken in fitting)]
             outputs = [Output(spec.kind, (f"input {item.name if isinstance(item, External) else item.id}",), (item,)) for item in fitting]
             if not outputs and not spec.optional:
                 raise PunaError(f"flow {self.name} needs the input {spec.name!r} ({described(spec)}): --input {example(spec)}")

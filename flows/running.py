@@ -9,7 +9,7 @@ from puna.flows import preflight
 from puna.flows.adapter import Performer, opened
 from puna.flows.closing import closing_table
 from puna.flows.console import Console
-from puna.flows.inputs import named_items
+from puna.flows.inputs import by_name, named_items
 from puna.flows.program import Flow, Given, Item, name_of
 from puna.flows.recipe import Recipe
 from puna.flows.trace import load, load_flows, trace
@@ -36,23 +36,26 @@ def checked_inputs(flow: Flow, recipe: Recipe, texts: Sequence[str], store: Stor
     unmet = trace(flow, recipe).complaints
     if unmet:  # before files are read, which may take a while
         raise PunaError("\n".join(unmet))
-    return fit(flow, recipe, named_items(texts, flow.inputs, store, f"flow {flow.name}"), store, quiet=quiet)
+    free, named = by_name(texts, flow.inputs, store, f"flow {flow.name}")
+    return fit(flow, recipe, named_items(free, flow.inputs, store, f"flow {flow.name}"), store, named=named, quiet=quiet)
 
 
-def fit(flow: Flow, recipe: Recipe, items: list[Item], store: Store, *, quiet: bool) -> dict[str, Given]:
+def fit(
+    flow: Flow, recipe: Recipe, items: list[Item], store: Store, *, named: Mapping[str, list[Artifact]] | None = None, quiet: bool
+) -> dict[str, Given]:
     """Items as the inputs of a flow, the sample or what aliases name where there are none; PunaError where needs are not met."""
-    if not items and any(spec.kind == "external" for spec in flow.inputs):
-        items += sample_pages(store, quiet)
-    items += latest(flow.inputs, items, store, quiet)
-    given = flow.by_kind(items)
+    if not items and not named:
+        if any(spec.kind == "external" for spec in flow.inputs):
+            items += sample_pages(store, quiet)
+        else:
+            items += latest(flow.inputs, store, quiet)
+    given = flow.by_kind(items, named)
     preflight.check(flow, recipe, given, store)
     return given
 
 
-def latest(specs: Sequence[InputSpec], items: Sequence[Item], store: Store, quiet: bool) -> list[Item]:
-    """What the aliases `NAME@latest` of the inputs point to, where no input is named at all."""
-    if items:
-        return []
+def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:
+    """What the aliases `NAME@latest` of the inputs point to."""
     aliases = store.aliases()
     found: list[Item] = []
     for spec in specs:

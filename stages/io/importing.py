@@ -31,6 +31,7 @@ from puna.storage.schemas import table_schema
 
 SNIFFED_ROWS = 200
 CHUNK_BYTES = 32 << 20
+HELDOUT = "Share of prompts held out, by a hash of prompt and seed, where rows have no split of their own"
 
 
 class ImportConfig(SeededConfig):
@@ -54,9 +55,7 @@ class ImportConfig(SeededConfig):
 class SplitConfig(ImportConfig):
     """How files become rows that are trained on or held out."""
 
-    heldout_fraction: float = Field(
-        0.0, ge=0, lt=1, description="Share of prompts held out, by a hash of prompt and seed, where rows have no split of their own"
-    )
+    heldout_fraction: float = Field(0.0, ge=0, lt=1, description=HELDOUT)
 
 
 class Job(NamedTuple):
@@ -86,13 +85,14 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
         raise PunaError(f"{run.stage}: {', '.join(e.uri for e in inputs)}: there are no rows in {len(jobs)} files")
     rules: Counter[str] = Counter()
     seen: set[bytes] = set()
-    files, kept, first = [], 0, ""
+    files, kept, heldout, first = [], 0, 0, ""
+    read_columns = ["id", "place", *(["split"] if "split" in table_schema(kind).schema.names else [])]
     settings = config.model_dump_json()
     read = [job for job in jobs if job.source in plans]
     for folder in run.map(_read, read, plans, kind, settings, type(config), str(run.scratch), rows=len(read)):
         for file in sorted(Path(folder).glob("*.parquet")):
             table = file.name.split("-")[0]
-            found = pq.read_table(file, columns=["id", "place"] if table == kind else ["id", "rule", "detail"])
+            found = pq.read_table(file, columns=read_columns if table == kind else ["id", "rule", "detail"])
             run.count_input(len(found))
             if table == kind:
                 places, again = _repeated(found, seen)
@@ -101,6 +101,9 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
                 run.write_rows(again, "dropped")
                 rules.update({"duplicate": len(again)} if again else {})
                 kept += len(found) - len(again)
+                if "split" in read_columns:
+                    sides, gone = found["split"].to_pylist(), set(places)
+                    heldout += sum(side == "heldout" for at, side in enumerate(sides) if at not in gone)
                 files.append((str(file), table, places))
             else:
                 rules.update(found.column("rule").to_pylist())
@@ -113,6 +116,8 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
     run.write_rows(shown, "examples")
     run.metric("files", len(jobs))
     run.metric("rows", (run.input_rows or 0))
+    if "split" in read_columns:
+        run.metric("heldout", heldout)
     for rule, count in sorted(rules.items()):
         run.metric(f"dropped_{rule}", count)
 

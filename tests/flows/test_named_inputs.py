@@ -1,4 +1,4 @@
-"""`--input NAME=ARTIFACT`: the input of a stage that an artifact is meant for."""
+"""`--input NAME=ARTIFACT`: the input of a stage or a flow that an artifact is meant for."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from puna.flows import running
 from puna.flows.inputs import by_name
+from puna.flows.program import Output
 from puna.flows.running import given_to
+from puna.flows.trace import flow_named, load
 from puna.stages.align.ppo import ppo
 from puna.stages.align.sample import sample
 from puna.stages.curate.ingest import ingest
@@ -44,3 +47,25 @@ def test_a_wrong_name_is_told_the_inputs(tmp_path: Path) -> None:
     with pytest.raises(PunaError, match="sample: judges takes no files, so import them first: `puna import model some/folder --as folder`"):
         by_name(["judges=some/folder"], sample.inputs, store, "sample")
     assert by_name(["wiki=some/folder", "page.jsonl"], ingest.inputs, store, "ingest") == (["wiki=some/folder", "page.jsonl"], {})
+
+
+def test_a_flow_takes_artifacts_by_the_names_of_its_inputs(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store")
+    policy, base = model(store, "a"), model(store, "b")
+    store.set_alias("model@latest", base)
+    store.set_alias("mine@latest", policy)
+    align, recipe = flow_named("align"), load("demo", flow="align")
+
+    def given(*texts: str) -> list[str]:
+        found = running.checked_inputs(align, recipe, texts, store, quiet=True)["model"]
+        assert isinstance(found, Output)
+        return [item.id for item in found.items]
+
+    assert given("model=mine@latest") == given(f"model={policy.key[:8]}") == given("mine@latest") == [policy.id]
+    assert given() == [base.id]
+    with pytest.raises(PunaError, match=r"flow align has no input 'policy' that takes an artifact; there are model \(model\), demonstrations"):
+        given("policy=mine@latest")
+    with pytest.raises(PunaError, match=r"flow align: input 'judged' takes preferences, but model/a+ is of kind model"):
+        given("model=mine@latest", "judged=mine@latest")
+    with pytest.raises(PunaError, match=r"flow align: input 'model' takes one artifact, 2 were given"):
+        given("model=mine@latest", "model=model@latest")

@@ -140,12 +140,19 @@ def test_nothing_to_import_is_an_error(tmp_path: Path) -> None:
 
 def test_a_split_is_that_of_the_prompt(tmp_path: Path) -> None:
     rows = [{"prompt": f"q{i // 2}", "chosen": f"{i}", "rejected": "no"} for i in range(400)]
-    found = made(tmp_path, "preferences", written(tmp_path / "in", rows, "jsonl"), heldout_fraction=0.25).read().to_pylist()
+    file = written(tmp_path / "in", rows, "jsonl")
+    artifact = made(tmp_path, "preferences", file)
+    found = artifact.read().to_pylist()
     sides: dict[str, set[str]] = {}
     for row in found:
         sides.setdefault(row["prompt_id"], set()).add(row["split"])
     assert len(sides) == 200 and all(len(side) == 1 for side in sides.values())
-    assert 25 < sum(side == {"heldout"} for side in sides.values()) < 75
+    held = sum(side == {"heldout"} for side in sides.values())
+    # 200 draws at one tenth: 4 standard deviations are 17.
+    assert 3 < held < 37
+    assert artifact.manifest.metrics["heldout"] == sum(row["split"] == "heldout" for row in found)
+    whole = made(tmp_path, "preferences", file, heldout_fraction=0.0)
+    assert whole.manifest.metrics["heldout"] == 0 and set(whole.read()["split"].to_pylist()) == {"train"}
     own = [{"prompt": f"q{i}", "split": "test" if i % 2 else "train"} for i in range(10)]
     named = made(tmp_path, "prompts", written(tmp_path / "own", own, "jsonl"), heldout_fraction=0.5).read().to_pylist()
     assert {(messages_of(r)[0]["content"], r["split"]) for r in named} == {(f"q{i}", "heldout" if i % 2 else "train") for i in range(10)}
