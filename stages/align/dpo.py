@@ -20,7 +20,7 @@ from puna.storage import PunaError
 if TYPE_CHECKING:
     import torch
 
-    from puna.models.training.objectives import DpoBatch
+    from puna.models.training.objectives import Dpo, DpoBatch
     from puna.models.transformer import Transformer
 
 
@@ -91,23 +91,28 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
 
     The reference is the policy that training starts from; where the loss needs its log-probabilities, those of the preferences
     that training comes to are computed once, before the first step.
+    The metrics `heldout_accuracy` and `heldout_margin` are of the held-out pairs, after training.
     Preferences that the chat template refuses, and those longer than a packed row, are in `dropped`; see `bad_rows`.
     """
-    rows = [row for row in read_preferences(preferences, config.levels) if row["split"] == "train"]
-    if not rows:
+    rows = read_preferences(preferences, config.levels)
+    train = [row for row in rows if row["split"] == "train"]
+    if not train:
         raise PunaError(f"there is no training preference of the levels {', '.join(config.levels)}: nothing to learn from")
     policy, tokenizer = load_model(model, "lm")
-    bad = BadRows(config, "dpo")
-    examples = [one.example for one in render_ranked(tokenizer, rows, row_limit(config.training), bad)]
-    bad.check_left(len(examples), f"{len(rows)} training preferences")
+    bad, limit = BadRows(config, "dpo"), row_limit(config.training)
+    examples = [one.example for one in render_ranked(tokenizer, train, limit, bad)]
+    bad.check_left(len(examples), f"{len(train)} training preferences")
+    run.metric("preferences", len(train) - len(bad.dropped))
+    heldout = [one.example for one in render_ranked(tokenizer, [row for row in rows if row["split"] == "heldout"], limit, bad)]
     bad.write(run)
-    run.metric("preferences", len(rows) - len(bad.dropped))
+    known = reference(policy, heldout, config, run)
     if config.engine == "trl":
         from puna.stages.align.trl_engine import hub_tokenizer, train_dpo
 
         policy = train_dpo(policy, examples, hub_tokenizer(model, tokenizer), config, run)
     else:
         _train(policy, examples, config, run)
+    _measure(policy, heldout, known, config, run)
     save_model(policy, tokenizer, run.folder)
 
 
@@ -144,8 +149,11 @@ def collate(examples: Sequence[tuple[Example, list[float]]], config: DpoConfig) 
 
 
 def reference(model: Any, examples: Sequence[Example], config: DpoConfig, run: StageRun) -> list[list[float]]:
-    """Summed unmasked log-probability of every answer under the model, prompt by prompt."""
+    """Summed unmasked log-probability of every answer under the model, prompt by prompt; zeros where the loss needs no reference."""
     from puna.models.training.objectives import reference_logprobs
+
+    if not objective(config).preference.needs_reference:
+        return [[0.0] * len(example.answers) for example in examples]
 
     def compute(some: list[Example]) -> torch.Tensor:
         return reference_logprobs(model, collate([(one, [0.0] * len(one.answers)) for one in some], config).targets)
@@ -154,12 +162,37 @@ def reference(model: Any, examples: Sequence[Example], config: DpoConfig, run: S
     return by_answer(examples, size, compute, lambda done, total: run.progress(done, total, "reference"))
 
 
-def _train(model: Transformer, examples: list[Example], config: DpoConfig, run: StageRun) -> None:
+def objective(config: DpoConfig) -> Dpo:
+    """The loss, as configured."""
     from puna.models.training.objectives import Dpo
+
+    return Dpo(config.beta, config.nll_weight, config.nll_normalization, config.loss, config.simpo_gamma)
+
+
+def _measure(model: Transformer, examples: list[Example], known: list[list[float]], config: DpoConfig, run: StageRun) -> None:
+    """How the policy orders held-out pairs by its implicit reward, and by how much."""
+    import torch
+
+    from puna.models.training.packing import pack
+
+    found, pairs = {"accuracy": 0.0, "margin": 0.0}, 0
+    for row in pack([len(example) for example in examples], config.training.compute.micro_batch_tokens):
+        batch = collate([(examples[i], known[i]) for i in row], config)
+        with torch.no_grad():
+            _, metrics = objective(config)(model, batch.to(next(model.parameters()).device))
+        pairs += len(batch.chosen)
+        for name in found:
+            found[name] += float(metrics[name]) * len(batch.chosen)
+    run.metric("heldout_pairs", pairs)
+    for name, total in found.items():
+        if pairs:
+            run.metric(f"heldout_{name}", total / pairs)
+
+
+def _train(model: Transformer, examples: list[Example], config: DpoConfig, run: StageRun) -> None:
     from puna.models.training.packing import Sampler
 
     training = config.training
-    objective = Dpo(config.beta, config.nll_weight, config.nll_normalization, config.loss, config.simpo_gamma)
     known = {i: [0.0] * len(example.answers) for i, example in enumerate(examples)}
     sampler = Sampler(
         range(len(examples)),
@@ -170,11 +203,10 @@ def _train(model: Transformer, examples: list[Example], config: DpoConfig, run: 
         seed=run.seed("order"),
     )
     settings = training.train_config(len(examples))
-    if objective.preference.needs_reference:
-        visited = sampler.visited(settings.steps)
-        known |= zip(visited, reference(model, [examples[i] for i in visited], config, run), strict=True)
+    visited = sampler.visited(settings.steps)
+    known |= zip(visited, reference(model, [examples[i] for i in visited], config, run), strict=True)
     with adapted(model, config, run) as scales:
-        log = fit(model, objective, sampler, settings, run, scales)
+        log = fit(model, objective(config), sampler, settings, run, scales)
     for name in ("accuracy", "margin", "chosen_logprob", "rejected_logprob"):
         run.metric(f"first_{name}", log[0][name])
         run.metric(f"final_{name}", log[-1][name])

@@ -61,6 +61,16 @@ def log(artifact: Artifact) -> list[dict[str, Any]]:
     return artifact.read("training_log").to_pylist()
 
 
+def answer_logprob(model: Artifact, row: dict[str, Any], side: str) -> float:
+    """Summed log-probability of one side of a pair, format tokens left out, in fp64."""
+    tokenizer, policy = Tokenizer.load(model.path()), load(model.path()).double()
+    example = render(tokenizer, row, [[[json.loads(row[side])]]])
+    ids = [*example.prompt, *example.answers[0]]
+    logprobs = policy.logits(policy.hidden(Forest.pack([ids]))).log_softmax(-1).detach()
+    start = len(example.prompt)
+    return sum(float(logprobs[start + i - 1, ids[start + i]]) for i, counts in enumerate(example.masks[0]) if counts)
+
+
 def sft_loss_by_hand(model: Artifact, rows: list[dict[str, Any]]) -> float:
     """Mean cross-entropy of the answer tokens, each dialogue alone, in fp64."""
     tokenizer, policy = Tokenizer.load(model.path()), load(model.path()).double()
@@ -218,11 +228,20 @@ def test_edits_rank_before_chosen_before_rejected(tmp_path: Path, tiny_model: Ti
 
 def test_dpo_prefers_the_chosen_and_keeps_its_likelihood(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
-    given = {"model": tiny_model(store), "preferences": [preferences(store)]}
-    metrics = execute(dpo, DpoConfig(training={**STEPS, "epochs": 20.0}), given, store).manifest.metrics
+    heldout = preferences(store, 6, split="heldout")
+    given = {"model": tiny_model(store), "preferences": [preferences(store), heldout]}
+    made = execute(dpo, DpoConfig(training={**STEPS, "epochs": 20.0}), given, store)
+    metrics = made.manifest.metrics
     # Policy and reference are the same model at first.
     assert metrics["first_margin"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["final_accuracy"] == 1.0 and metrics["final_chosen_logprob"] > metrics["first_chosen_logprob"]
+    # Held-out margins by hand: each answer alone, in fp64, without its format tokens.
+    margins = []
+    for row in heldout.read().to_pylist():
+        ratios = [answer_logprob(made, row, side) - answer_logprob(given["model"], row, side) for side in ("chosen", "rejected")]
+        margins.append(0.1 * (ratios[0] - ratios[1]))
+    assert metrics["heldout_pairs"] == 6 and metrics["heldout_margin"] == pytest.approx(sum(margins) / 6, rel=1e-3)
+    assert metrics["heldout_accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / 6)
 
 
 def test_no_more_is_computed_than_training_visits_and_all_of_it_is_told(tmp_path: Path, tiny_model: Tiny) -> None:
