@@ -63,18 +63,19 @@ class Partition:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rows regrouped by a key into `count` partitions. `infos`: what the jobs gave beside their rows, in order."""
+    """Rows regrouped by the column `by` into `count` partitions. `infos`: what the jobs gave beside their rows, in order."""
 
     parts: tuple[Partition, ...]
     schema: pa.Schema
     count: int
+    by: str
     rows: int = 0
     infos: tuple[Any, ...] = ()
 
     @property
     def filled(self) -> list[Partition]:
-        """The partitions that have rows."""
-        return [part for part in self.parts if part.runs]
+        """The partitions that have rows, or one without any: what is made of them has its columns then too."""
+        return [part for part in self.parts if part.runs] or list(self.parts[:1] if self.infos else ())
 
     def within(self, low: str, high: str | None) -> Exchange:
         """The partitions that may hold rows of a range of ids, where `id` is the key."""
@@ -83,7 +84,7 @@ class Exchange:
             first, after = span(self.count, part.number)
             if (after is None or after > low) and (high is None or first < high):
                 near.append(part)
-        return Exchange(tuple(near), self.schema, self.count)
+        return Exchange(tuple(near), self.schema, self.count, self.by)
 
     def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
         """The rows of a range in order of their ids, where `id` is the key."""
@@ -140,10 +141,10 @@ def scatter(how: Scatter, made: pa.Table | Iterable[pa.Table], info: Callable[[]
 def _write(how: Scatter, held: list[pa.Table], number: int) -> tuple[str, FileRecord, list[int]]:
     """One file of runs; gives the ends of the runs too."""
     table = pa.concat_tables(held).combine_chunks()
-    place = _places(table[how.by], how.partitions)
-    order = np.argsort(place, kind="stable")
-    table = table.take(pa.array(order))
-    ends = np.searchsorted(place[order], np.arange(how.partitions), side="right").tolist()
+    place = _places(table[how.by], how.partitions).astype(np.uint16 if how.partitions <= 1 << 16 else np.int64)  # short ones sort faster
+    if how.partitions > 1:
+        table = table.take(pa.array(np.argsort(place, kind="stable")))
+    ends = np.cumsum(np.bincount(place, minlength=how.partitions)).tolist()
     name = f"{how.staging.folder}/{how.job}-{number:03d}-{uuid.uuid4().hex[:8]}.runs"
     found, before = [], 0
     with how.staging.temporary() as folder:
@@ -187,7 +188,7 @@ def found_before(how: Scatter) -> Scattered | None:
     return Scattered(noted["schema"], files, noted["rows"], noted["info"])
 
 
-def gathered(files: Files, found: list[Scattered], count: int) -> Exchange:
+def gathered(files: Files, found: list[Scattered], count: int, by: str) -> Exchange:
     """The partitions of what all jobs wrote."""
     schemas = list(dict.fromkeys(one.schema for one in found if one.schema))
     if len(schemas) > 1:
@@ -202,4 +203,4 @@ def gathered(files: Files, found: list[Scattered], count: int) -> Exchange:
                     runs[number].append((name, before, end))
                 before = end
     parts = tuple(Partition(files, schema, number, tuple(own)) for number, own in enumerate(runs))
-    return Exchange(parts, schema, count, sum(one.rows for one in found), tuple(one.info for one in found))
+    return Exchange(parts, schema, count, by, sum(one.rows for one in found), tuple(one.info for one in found))

@@ -155,9 +155,11 @@ class Part:
         return self.shard.read(self.first, self.first + self.rows, self.columns)
 
     def split(self, rows: int) -> Iterator[Part]:
-        """The part in smaller ones, of at most `rows` rows."""
-        for at in range(0, self.rows, rows):
-            yield replace(self, first=self.first + at, rows=min(rows, self.rows - at), start=self.start + at)
+        """The part in smaller ones, of at most `rows` rows, which follow the row groups where they can."""
+        for first, last in self.shard.pieces(rows):
+            low, high = max(first, self.first), min(last, self.first + self.rows)
+            if low < high:
+                yield replace(self, first=low, rows=high - low, start=self.start + low - self.first)
 
     def of(self, columns: Sequence[str]) -> Part:
         """The same rows with these columns."""

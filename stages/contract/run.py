@@ -86,8 +86,9 @@ class StageRun:
         """Write `function(rows, *args)` for every part of a table of `artifact`, shard by shard.
 
         The function returns the main table, or tables by name. An argument that is rows of another table (`artifact.beside`, an
-        exchange by id) is given as those of the same ids. Each shard is written by the worker that made it, and is not made again
-        after a crash. Documents that come back as they were are kept by reference.
+        exchange by id) is given as those of the same ids; one that is an exchange by `shard` (its number) as those whose column
+        `row`, a place in the shard, lies among the rows, counted from the first of them. Each shard is written by the worker that
+        made it, and is not made again after a crash. Documents that come back as they were are kept by reference.
         """
         self._shards(function, artifact, args, table, columns, filtering=False)
 
@@ -124,7 +125,7 @@ class StageRun:
                     function, self.kind, name, self._work.staging, rows, number, cut, around,
                     self._part_rows, columns, known, shift, filtering,
                 )
-                given = [a.within(*around) if around and _is_rows(a) else a for a in args]
+                given = [_of_shard(a, number, around) for a in args]
                 jobs.append((job, given))
                 sizes.append(rows.rows)
         if not cut:
@@ -197,7 +198,7 @@ class StageRun:
                 self._work.say(warning)
             found.append(one)
             self.progress(done, len(jobs))
-        return gathered(self._work.store.files, found, partitions)
+        return gathered(self._work.store.files, found, partitions, by)
 
     # --- writing -------------------------------------------------------------------------------------
 
@@ -297,5 +298,8 @@ def _described(table: pa.Table, name: str) -> pa.Table:
     return described(table) if name == "signals" else table
 
 
-def _is_rows(value: Any) -> bool:
-    return isinstance(value, (Beside, Exchange))
+def _of_shard(value: Any, number: int, around: tuple[str, str | None] | None) -> Any:
+    """Of an argument that is rows of another table what the job of one shard needs."""
+    if isinstance(value, Exchange) and value.by == "shard":
+        return value.parts[number]
+    return value.within(*around) if around and isinstance(value, (Beside, Exchange)) else value

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from puna.stages.contract.signals import described
 from puna.storage import PunaError
-from puna.storage.exchange import Exchange, Scatter, Scattered, found_before, scatter
+from puna.storage.exchange import Exchange, Partition, Scatter, Scattered, found_before, scatter
 from puna.storage.parts import Beside, Follower, ShardRows, Stored
 from puna.storage.schemas import table_schema
 from puna.storage.staging import Damaged, Outputs, Staged, Staging, unnumbered
@@ -41,6 +41,7 @@ def transformed(task: tuple[Job, list[Any]]) -> list[Staged]:
     """Write the tables of one shard."""
     job, args = task
     followers = {n: Follower(a, *(job.span or ("", None))) for n, a in enumerate(args) if isinstance(a, (Beside, Exchange))}
+    placed = {n: _by_row(a) for n, a in enumerate(args) if isinstance(a, Partition)}
     with Outputs(job.staging, job.name, _streamed(job.kind), job.facts) as outputs:
         read = job.columns
         if job.filtering and job.columns is not None:
@@ -49,6 +50,9 @@ def transformed(task: tuple[Job, list[Any]]) -> list[Staged]:
             rows = job.rows.read(start, stop, read)
             last = None if stop == job.rows.rows or not followers else rows["id"][-1].as_py()
             given = [followers[n].upto(last) if n in followers else a for n, a in enumerate(args)]
+            for n, (table, places) in placed.items():
+                low, high = np.searchsorted(places, [start, stop])
+                given[n] = _counted_from(table.slice(low, high - low), start)
             asked = rows.select(job.columns) if job.columns is not None else rows
             result = job.function(asked, *given)
             made = dict(result) if isinstance(result, dict) else {"keep" if job.filtering else job.kind: result}
@@ -60,6 +64,18 @@ def transformed(task: tuple[Job, list[Any]]) -> list[Staged]:
                 else:
                     outputs.add(table, described(found) if table == "signals" else found)
         return _numbered(outputs, job.number, job.cut, job.span)
+
+
+def _by_row(partition: Partition) -> tuple[pa.Table, Any]:
+    """The rows for one shard in the order of its rows; and their places."""
+    table = partition.read()
+    row = table["row"].to_numpy()
+    order = np.argsort(row, kind="stable")
+    return table.take(pa.array(order)), row[order]
+
+
+def _counted_from(table: pa.Table, start: int) -> pa.Table:
+    return table.set_column(table.schema.get_field_index("row"), "row", pa.array(table["row"].to_numpy() - start))
 
 
 def _streamed(kind: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -15,10 +17,7 @@ from puna.stages.contract import Documents, Figure, StageConfig, StageRun, stage
 from puna.stages.curate.signals.measure import buffers
 from puna.stages.curate.text.code_lines import looks_like_code
 from puna.stages.curate.text.line_pieces import (
-    RADIX,
-    Frequent,
-    by_radix,
-    find_pieces,
+    bounds_of,
     frequent_of,
     gathered,
     piece_hashes,
@@ -26,11 +25,13 @@ from puna.stages.curate.text.line_pieces import (
     without_pieces,
 )
 from puna.storage import Part
+from puna.storage.exchange import Partition, partitions
 from puna.storage.schemas import table_schema
-from puna.storage.work import write_array
 
-# Hashes that one process counts at a time, 16 bytes each.
-JOB_PIECES = 1 << 24
+JOB_ROWS = 1 << 17
+BLOCK_ROWS = 4096
+CHARACTERS_PER_BYTE = 2
+"""A line has about forty characters, and its hash and place take twenty bytes."""
 MOST_SHOWN = 60
 EXAMPLES = 50
 
@@ -68,14 +69,6 @@ class LineDedupConfig(StageConfig):
         return 1 if self.unit == "line" else 2
 
 
-class Counted(NamedTuple):
-    """The pieces of one part that lie in one bucket: file of their hashes and rows, and where each first byte's begin."""
-
-    bucket: int
-    file: str
-    begins: NDArray[np.int64]
-
-
 @stage(kind="documents", filters="documents")
 def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> None:
     """Remove lines that occur too often in a bucket of documents (Llama 3, section 3.1.1: more than 6 times in 30 million).
@@ -83,32 +76,34 @@ def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> 
     The rule is a rate, with a minimum: see `max_per_million`, `max_occurrences` and `min_documents`. The table `examples` has the
     most frequent of the lines that the rate takes, also of a bucket that is too small to lose them.
     Lines are compared without the white space around them; blank ones do not count, and go with a line that goes where they
-    would pile up. They are told apart by 64-bit
-    hashes: among a billion different lines about one pair in 40 such corpora is expected to be mistaken for one line.
-    Hashes are parted by their first byte, so that a bucket is counted piece by piece in bounded memory. A document of
-    which nothing is left is dropped. `removed_lines` holds every removed line, so that the input can be rebuilt.
+    would pile up. They are told apart by 64-bit hashes: among a billion different lines about one pair in 40 such corpora is
+    expected to be mistaken for one line. Hashes are regrouped by value and counted, then the places of the frequent ones by shard,
+    so that memory is bounded. A document of which nothing is left is dropped. `removed_lines` holds every removed line, so that
+    the input can be rebuilt.
     """
-    parts = run.parts(documents, columns=["id", "source", "text"])
-    counted = [one for many in run.map(_count, parts, config, str(run.scratch), rows=len(parts)) for one in many]
-    ids = documents.read(columns=["id"]).column("id")
-    frequent: dict[int, list[Frequent]] = {}
-    jobs = list(_jobs(counted))
+    shards = documents.shards()
     sizes = _sizes(documents.rows(), config.bucket_documents)
-    for (bucket, *_), found in zip(jobs, run.map(_frequent, jobs, config, sizes), strict=True):
-        frequent.setdefault(bucket, []).append(found)
-    files = {bucket: _save(run.scratch / f"frequent-{bucket}.npy", found) for bucket, found in frequent.items()}
-    starts = [part.start for part in parts]
-    first_ids = ids.take(pa.array(starts, pa.int64())).to_pylist()
-    run.transform(_remove, documents, config, files, sizes, dict(zip(first_ids, starts, strict=True)))
-    everything = [one for many in frequent.values() for one in many]
-    run.metric("frequent_lines", sum(len(one.hash) for one in everything))
-    run.metric("frequent_occurrences", sum(int(one.occurrences.sum()) for one in everything))
-    spared = [one for bucket, many in frequent.items() if sizes[bucket] < config.min_documents for one in many]
-    run.metric("spared_occurrences", sum(int(one.occurrences.sum()) for one in spared))
+    characters = sum(shard.characters or 0 for shard in documents.record().shards)
+    parts = documents.parts(columns=["source", "text"], rows=JOB_ROWS)
+    pieces = run.exchange(_pieces, parts, config, by="hash", partitions=partitions(characters // CHARACTERS_PER_BYTE))
+    starts = np.cumsum([0, *(shard.rows for shard in shards[:-1])])
+    frequent = run.exchange(_frequent, pieces.filled, config, sizes, starts, by="shard", partitions=max(1, len(shards)))
+    counts: dict[int, Counter[int]] = {bucket: Counter() for bucket in sizes}
+    for info in frequent.infos:
+        for bucket, occurrences, lines in info:
+            counts[bucket][occurrences] += lines
+    run.transform(_remove, documents, frequent, config, sizes, {bucket: _shown(found) for bucket, found in counts.items()})
+    together: Counter[int] = sum(counts.values(), Counter())
+    spared = sum((found for bucket, found in counts.items() if sizes[bucket] < config.min_documents), Counter[int]())
+    run.metric("frequent_lines", together.total())
+    run.metric("frequent_occurrences", sum(often * lines for often, lines in together.items()))
+    run.metric("spared_occurrences", sum(often * lines for often, lines in spared.items()))
     run.metric("limit", max(map(config.limit, sizes.values()), default=config.max_occurrences))
-    if everything:
-        counts = np.bincount(np.minimum(np.concatenate([one.occurrences for one in everything]).astype(np.int64), MOST_SHOWN))
-        points = [(int(n), float(count)) for n, count in enumerate(counts) if count]
+    if together:
+        bars: Counter[int] = Counter()
+        for often, lines in together.items():
+            bars[min(often, MOST_SHOWN)] += lines
+        points = [(often, float(lines)) for often, lines in sorted(bars.items())]
         title = f"Lines by how often they occur, {MOST_SHOWN} or more as one"
         run.figure("occurrences", Figure(title, "occurrences", "lines", {"beyond the limit": points}, kind="bar"))
 
@@ -118,137 +113,94 @@ def _sizes(rows: int, size: int) -> dict[int, int]:
     return {bucket: min(size, rows - bucket * size) for bucket in range(-(-rows // size))}
 
 
-def _buckets(start: int, rows: int, size: int) -> list[tuple[int, int, int]]:
-    """Rows start .. start + rows cut where a bucket of `size` ends: bucket, first and last (exclusive) counted from start."""
-    edges = [0, *range(size - start % size, rows, size), rows]
-    return [((start + a) // size, a, b) for a, b in pairwise(edges) if a < b]
+def _shown(counts: Counter[int]) -> int:
+    """How often a line of a bucket occurs at least that is among the examples."""
+    left = EXAMPLES
+    for often in sorted(counts, reverse=True):
+        left -= counts[often]
+        if left <= 0:
+            return often
+    return 0
 
 
-def _judged(table: pa.Table, config: LineDedupConfig) -> NDArray[np.bool_]:
-    return np.array([source not in config.sources_exempt for source in table.column("source").to_pylist()], np.bool_)
+def _pieces(part: Part, config: LineDedupConfig) -> Iterator[pa.Table]:
+    """Hash, document and number of the pieces of a part's documents."""
+    exempt = pa.array(config.sources_exempt, pa.string())
+    for block in part.split(BLOCK_ROWS):
+        table = block.read()
+        judged = ~np.asarray(pc.is_in(table["source"], exempt))
+        hashes, rows, numbers = piece_hashes(*buffers(table["text"]), judged, config.newlines)
+        yield pa.table({"hash": hashes, "row": rows + block.start, "number": numbers})
 
 
-def _count(part: Part, config: LineDedupConfig, scratch: str) -> list[Counted]:
-    """Write the hashes of one part's pieces, ordered by their first byte."""
-    table = part.read()
-    data, offsets = buffers(table.column("text"))
-    judged = _judged(table, config)
-    out = []
-    for bucket, a, b in _buckets(part.start, part.rows, config.bucket_documents):
-        hashes, rows = piece_hashes(data, offsets[a : b + 1], judged[a:b], config.newlines)
-        hashes, rows, begins = by_radix(hashes, rows + part.start + a)
-        file = Path(scratch) / f"pieces-{bucket}-{part.start}-{part.stop}.npy"
-        write_array(file, np.stack([hashes, rows.astype(np.uint64)]))
-        out.append(Counted(bucket, str(file), begins))
-    return out
-
-
-def _jobs(counted: list[Counted]) -> list[tuple[int, int, int, list[Counted]]]:
-    """What is counted at a time: bucket, range of first bytes, the parts. At most about JOB_PIECES pieces each."""
-    jobs = []
-    for bucket in sorted({one.bucket for one in counted}):
-        members = [one for one in counted if one.bucket == bucket]
-        ends = np.sum([one.begins for one in members], axis=0)
-        first = 0
-        while first < RADIX:
-            last = max(int(np.searchsorted(ends, ends[first] + JOB_PIECES, "right")) - 1, first + 1)
-            jobs.append((bucket, first, last, members))
-            first = last
-    return jobs
-
-
-def _frequent(job: tuple[int, int, int, list[Counted]], config: LineDedupConfig, sizes: dict[int, int]) -> Frequent:
-    """The pieces of a job that occur too often."""
-    bucket, first, last, members = job
-    pieces = [np.load(one.file, mmap_mode="r")[:, one.begins[first] : one.begins[last]] for one in members]
-    both = np.concatenate(pieces, axis=1)
-    return frequent_of(both[0], both[1].astype(np.int64), config.limit(sizes[bucket]))
-
-
-def _save(file: Path, found: list[Frequent]) -> str:
-    """Write a bucket's decision, sorted by hash, for the workers."""
-    columns = [np.concatenate([getattr(one, name).astype(np.uint64) for one in found]) for name in Frequent._fields]
-    write_array(file, np.stack(columns))
-    return str(file)
+def _frequent(
+    pieces: Partition, config: LineDedupConfig, sizes: dict[int, int], starts: NDArray[np.int64]
+) -> tuple[pa.Table, list[tuple[int, int, int]]]:
+    """The pieces that occur too often in their bucket, by shard; and of each bucket how many lines occur how often."""
+    table = pieces.read()
+    hashes, row, number = (table[name].to_numpy() for name in ("hash", "row", "number"))
+    edges = np.searchsorted(row, [bucket * config.bucket_documents for bucket in [*sizes, len(sizes)]])
+    found, counts = [], []
+    for bucket, (low, high) in enumerate(pairwise(edges.tolist())):
+        at, occurrences, first = frequent_of(hashes[low:high], config.limit(sizes[bucket]))
+        found.append((at + low, np.full(len(at), bucket), occurrences, first))
+        counts += [(bucket, often, lines) for often, lines in Counter(occurrences[first].tolist()).items()]
+    at, buckets, occurrences, first = (np.concatenate(column) for column in zip(*found, strict=True))
+    shard = np.searchsorted(starts, row[at], side="right") - 1
+    columns = {"shard": shard.astype(np.int32), "row": row[at] - starts[shard], "number": number[at], "bucket": buckets}
+    return pa.table(columns | {"hash": hashes[at], "occurrences": occurrences, "first": first}), counts
 
 
 def _remove(
-    documents: pa.Table, config: LineDedupConfig, files: dict[int, str], sizes: dict[int, int], starts: dict[str, int]
+    documents: pa.Table, frequent: pa.Table, config: LineDedupConfig, sizes: dict[int, int], shown: dict[int, int]
 ) -> dict[str, pa.Table]:
     """Documents of a part without the frequent pieces, what was removed, and the documents of which nothing is left."""
-    ids = documents.column("id").combine_chunks()
-    start = starts[ids[0].as_py()]
-    data, offsets = buffers(documents.column("text"))
-    judged = _judged(documents, config)
-    found, shown = [], []
-    for bucket, a, b in _buckets(start, len(ids), config.bucket_documents):
-        known, occurrences, first = np.load(files[bucket], mmap_mode="r")
-        row, number, begin, end, place = find_pieces(
-            data, offsets[a : b + 1], judged[a:b], config.newlines, start + a, known, first.astype(np.int64), config.policy == "keep_first"
-        )
-        pieces = (row + a, number, begin, end, known[place], occurrences[place].astype(np.float64))
-        shown += _examples(data, pieces, first[place].astype(np.int64) - start, occurrences, (bucket, sizes[bucket]), config)
-        loses = sizes[bucket] >= config.min_documents
-        found.append(tuple(column if loses else column[:0] for column in pieces))
-    row, number, begin, end, hashes, value = (np.concatenate(column) for column in zip(*found, strict=True))
-    if config.protect_code and len(row):
-        chosen = ~_code(data, begin, end, hashes)
-        row, number, begin, end, value = row[chosen], number[chosen], begin[chosen], end[chosen], value[chosen]
+    frequent = frequent.sort_by([("row", "ascending"), ("number", "ascending")])
+    row, number, bucket, hashes, occurrences, first = (
+        frequent[name].to_numpy() for name in ("row", "number", "bucket", "hash", "occurrences", "first")
+    )
+    data, offsets = buffers(documents["text"])
+    begin, end = bounds_of(data, offsets, row, number, config.newlines)
+    loses = np.array([size >= config.min_documents for size in sizes.values()])[bucket]
+    examples = [
+        {
+            "id": f"{bucket[at]}-{int(hashes[at]):016x}",
+            "kind": f"frequent {config.unit}",
+            "prompt": None,
+            "text": bytes(data[begin[at] : end[at]]).decode().strip(),
+            "detail": f"{occurrences[at]} times in {sizes[bucket[at]]} documents, limit {config.limit(sizes[bucket[at]])}; "
+            + ("removed" if loses[at] else f"kept: fewer than min_documents={config.min_documents}"),
+        }
+        for at in np.flatnonzero(first & (occurrences >= np.array(list(shown.values()))[bucket])).tolist()
+    ]
+    gone = loses if config.policy == "drop_all" else loses & ~first
+    if config.protect_code and gone.any():
+        gone[gone] = ~_code(data, begin[gone], end[gone], hashes[gone])
+    row, number, begin, end, occurrences = row[gone], number[gone], begin[gone], end[gone], occurrences[gone]
     if config.unit == "line":
         end = with_blank_lines(data, offsets, row, begin, end)
     made, bounds, empty = without_pieces(data, offsets, config.newlines, row, begin, end)
-    text = _strings(made, bounds)
-    place = documents.schema.get_field_index("text")
-    kept = documents.set_column(place, documents.schema.field(place), text).filter(pa.array(~empty))
+    ids, place = documents["id"].combine_chunks(), documents.schema.get_field_index("text")
+    kept = documents.set_column(place, documents.schema.field(place), _strings(made, bounds)).filter(pa.array(~empty))
     removed = {
         "id": ids.take(pa.array(row)),
         "line": number,
         "text": _strings(*gathered(data, begin, end)),
         "rule": pa.repeat(f"{config.unit}_occurrences", len(row)),
-        "value": value,
+        "value": occurrences.astype(np.float64),
     }
-    gone = np.bincount(row, minlength=len(ids))[empty]
+    lost = np.bincount(row, minlength=len(ids))[empty]
     dropped = {
         "id": ids.filter(pa.array(empty)),
-        "rule": pa.repeat("line_dedup_empty", len(gone)),
-        "value": np.zeros(len(gone)),
-        "threshold": pa.nulls(len(gone), pa.float64()),
-        "detail": [f"all {count} {config.unit}s occur more than {config.limit(max(sizes.values()))} times" for count in gone.tolist()],
+        "rule": pa.repeat("line_dedup_empty", len(lost)),
+        "value": np.zeros(len(lost)),
+        "threshold": pa.nulls(len(lost), pa.float64()),
+        "detail": [f"all {count} {config.unit}s occur more than {config.limit(max(sizes.values()))} times" for count in lost.tolist()],
     }
-    examples = pa.Table.from_pylist(shown, schema=table_schema("examples").schema)
-    return {"documents": kept, "examples": examples} | {
+    shown_rows = pa.Table.from_pylist(examples, schema=table_schema("examples").schema)
+    return {"documents": kept, "examples": shown_rows} | {
         name: pa.table(columns, schema=table_schema(name).schema) for name, columns in (("removed_lines", removed), ("dropped", dropped))
     }
-
-
-def _examples(
-    data: NDArray[np.uint8],
-    pieces: tuple[NDArray[Any], ...],
-    first: NDArray[np.int64],
-    occurrences: NDArray[np.uint64],
-    of: tuple[int, int],
-    config: LineDedupConfig,
-) -> list[dict[str, str | None]]:
-    """Rows of `examples` for the most frequent pieces of a bucket, where each occurs first.
-
-    `first`: that document's row here. `of`: the bucket and its documents.
-    """
-    bucket, documents = of
-    row, _, begin, end, hashes, value = pieces
-    least = np.sort(occurrences)[-EXAMPLES] if len(occurrences) > EXAMPLES else 0
-    chosen = np.flatnonzero((value >= least) & (row == first))
-    _, once = np.unique(hashes[chosen], return_index=True)
-    end_of_it = "removed" if documents >= config.min_documents else f"kept: fewer than min_documents={config.min_documents}"
-    return [
-        {
-            "id": f"{bucket}-{int(hashes[at]):016x}",
-            "kind": f"frequent {config.unit}",
-            "prompt": None,
-            "text": bytes(data[begin[at] : end[at]]).decode().strip(),
-            "detail": f"{int(value[at])} times in {documents} documents, limit {config.limit(documents)}; {end_of_it}",
-        }
-        for at in chosen[once].tolist()
-    ]
 
 
 def _strings(data: NDArray[np.uint8], bounds: NDArray[np.int64]) -> pa.Array:

@@ -225,7 +225,7 @@ def test_an_exchange_gives_each_row_once_to_the_partition_of_its_key(tmp_path: P
         tables.append(pa.table(columns))
         pieces = [tables[-1].slice(0, n // 2), tables[-1].slice(n // 2)]
         found.append(scatter(Scatter(staging, f"job{job}", by, count), iter(pieces), lambda: None))
-    exchange = gathered(staging.files, found, count)
+    exchange = gathered(staging.files, found, count, "id")
     whole = pa.concat_tables(tables)
     assert exchange.rows == whole.num_rows and len(exchange.parts) == count
     expected = {"hash": lambda r: r["hash"] >> 61, "id": lambda r: int(r["id"][0], 16) >> 1, "place": lambda r: r["place"]}[by]
@@ -247,7 +247,7 @@ def test_a_damaged_run_is_refused(tmp_path: Path) -> None:
     data[len(data) // 4] ^= 4
     file.write_bytes(bytes(data))
     with pytest.raises(PunaError, match="what was written of partition 0 is damaged"):
-        gathered(staging.files, [found], 2).parts[0].read()
+        gathered(staging.files, [found], 2, "id").parts[0].read()
 
 
 def test_files_are_plain_parquet(tmp_path: Path) -> None:

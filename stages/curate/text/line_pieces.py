@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
+from puna.stages.curate.text.hash_table import size_for
 from puna.stages.curate.text.hashing import xxh64
 
 U8 = NDArray[np.uint8]
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
-RADIX = 256
-TOP, SHORT = np.uint64(56), np.uint64(48)
 NEWLINE = 0x0A
 
 
@@ -77,134 +74,83 @@ def _hash(data: U8, start: int, stop: int) -> np.uint64:
 
 
 @njit(cache=True)
-def piece_hashes(data: U8, offsets: I64, counted: NDArray[np.bool_], newlines: int) -> tuple[U64, I64]:
-    """Hashes of the pieces that are not blank of the documents that are `counted`, and the document of each, in order.
+def piece_hashes(data: U8, offsets: I64, counted: NDArray[np.bool_], newlines: int) -> tuple[U64, I64, NDArray[np.int32]]:
+    """Hashes of the pieces that are not blank of the documents that are `counted`, with document and number in it, in order.
 
     Document d is data[offsets[d] : offsets[d + 1]]. Pieces are parted by `newlines` newlines in a row (1 or 2).
     """
-    room = 1
+    room = len(offsets)
     for at in range(offsets[0], offsets[-1]):
         room += data[at] == NEWLINE
-    room += len(offsets)
-    hashes, documents = np.empty(room, np.uint64), np.empty(room, np.int64)
+    hashes, documents, numbers = np.empty(room, np.uint64), np.empty(room, np.int64), np.empty(room, np.int32)
     found = 0
     for d in range(len(offsets) - 1):
         if not counted[d]:
-            continue
-        at, stop = offsets[d], offsets[d + 1]
-        while at <= stop:
-            end = _piece_end(data, at, stop, newlines)
-            value = _hash(data, at, end)
-            if value != 0:
-                hashes[found], documents[found] = value, d
-                found += 1
-            at = end + newlines
-    return hashes[:found], documents[:found]
-
-
-@njit(cache=True)
-def by_radix(hashes: U64, rows: I64) -> tuple[U64, I64, I64]:
-    """Both arrays ordered by the hashes' first byte, equal ones in their order; and where each byte's begin, [257]."""
-    begins = np.zeros(RADIX + 1, np.int64)
-    for value in hashes:
-        begins[np.int64(value >> TOP) + 1] += 1
-    begins = np.cumsum(begins)
-    at = begins.copy()
-    out, of_row = np.empty_like(hashes), np.empty_like(rows)
-    for i in range(len(hashes)):
-        digit = np.int64(hashes[i] >> TOP)
-        out[at[digit]], of_row[at[digit]] = hashes[i], rows[i]
-        at[digit] += 1
-    return out, of_row, begins
-
-
-class Frequent(NamedTuple):
-    """Pieces that occur too often in one bucket, sorted: `hash` uint64, `occurrences` int64, `first` int64: the row of the
-    first document with one."""
-
-    hash: U64
-    occurrences: I64
-    first: I64
-
-
-def frequent_of(hashes: U64, rows: I64, most: int) -> Frequent:
-    """The hashes that occur more than `most` times; `rows` ascend among equal hashes."""
-    ordered = np.sort(hashes)
-    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(ordered) else np.zeros(0, np.int64)
-    counts = np.diff(np.r_[starts, len(ordered)])
-    often = np.flatnonzero(counts > most)
-    values = ordered[starts[often]]
-    first = np.full(len(values), -1, np.int64)
-    if len(values):
-        _first_rows(hashes, rows, values, first)
-    return Frequent(values, counts[often], first)
-
-
-@njit(cache=True)
-def _first_rows(hashes: U64, rows: I64, values: U64, first: I64) -> None:
-    begins = _begins(values)
-    for i in range(len(hashes)):
-        at = _place(values, begins, hashes[i])
-        if at >= 0 and (first[at] < 0 or rows[i] < first[at]):
-            first[at] = rows[i]
-
-
-@njit(cache=True)
-def _begins(known: U64) -> I64:
-    """Where the hashes of each first 16 bits begin in the sorted `known`, [65537]."""
-    begins = np.zeros((1 << 16) + 1, np.int64)
-    for value in known:
-        begins[np.int64(value >> SHORT) + 1] += 1
-    return np.cumsum(begins)
-
-
-@njit(cache=True)
-def _place(known: U64, begins: I64, value: np.uint64) -> int:
-    """Where `value` lies in the sorted `known`, or -1: found by its first 16 bits, then by a search among those few."""
-    digit = np.int64(value >> SHORT)
-    place = begins[digit]
-    while place < begins[digit + 1] and known[place] < value:
-        place += 1
-    return place if place < begins[digit + 1] and known[place] == value else -1
-
-
-@njit(cache=True)
-def find_pieces(
-    data: U8, offsets: I64, judged: NDArray[np.bool_], newlines: int, first_row: int, known: U64, first: I64, keep_first: bool
-) -> tuple[I64, NDArray[np.int32], I64, I64, I64]:
-    """The pieces whose hash is in the sorted `known`: document, number, start and stop in `data`, place in `known`.
-
-    Documents are rows first_row, first_row + 1, … With `keep_first` the first piece of a hash in its row `first` is left
-    out.
-    """
-    begins = _begins(known)
-    kept = np.zeros(len(known), np.bool_)
-    room = 1024
-    found = np.empty((5, room), np.int64)
-    size = 0
-    for d in range(len(offsets) - 1):
-        if not judged[d]:
             continue
         at, stop, number = offsets[d], offsets[d + 1], 0
         while at <= stop:
             end = _piece_end(data, at, stop, newlines)
             value = _hash(data, at, end)
             if value != 0:
-                place = _place(known, begins, value)
-                if place >= 0:
-                    if keep_first and first[place] == first_row + d and not kept[place]:
-                        kept[place] = True
-                    else:
-                        if size == room:
-                            grown = np.empty((5, 2 * room), np.int64)
-                            grown[:, :room] = found
-                            found, room = grown, 2 * room
-                        found[0, size], found[1, size], found[2, size] = d, number, at
-                        found[3, size], found[4, size] = end, place
-                        size += 1
+                hashes[found], documents[found], numbers[found] = value, d, number
+                found += 1
             at = end + newlines
             number += 1
-    return found[0, :size], found[1, :size].astype(np.int32), found[2, :size], found[3, :size], found[4, :size]
+    return hashes[:found], documents[:found], numbers[:found]
+
+
+def frequent_of(hashes: U64, most: int) -> tuple[I64, I64, NDArray[np.bool_]]:
+    """Where the hashes are that occur more than `most` times, how often each does, and whether it is there for the first time."""
+    ordered = np.sort(hashes)
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(ordered) else np.zeros(0, np.int64)
+    counts = np.diff(np.r_[starts, len(ordered)])
+    often = np.flatnonzero(counts > most)
+    at, place = _places(hashes, ordered[starts[often]], int(counts[often].sum()))
+    first = np.zeros(len(at), np.bool_)
+    first[np.unique(place, return_index=True)[1]] = True
+    return at, counts[often][place], first
+
+
+@njit(cache=True)
+def _places(hashes: U64, known: U64, total: int) -> tuple[I64, I64]:
+    """The `total` places of hashes that are in the sorted `known`, and where each lies there."""
+    at, place = np.empty(total, np.int64), np.empty(total, np.int64)
+    if not total:
+        return at, place
+    table = np.zeros(size_for(len(known)), np.int64)  # of places in `known`, from 1 on
+    mask = len(table) - 1
+    for k in range(len(known)):
+        slot = np.int64(known[k]) & mask
+        while table[slot]:
+            slot = (slot + 1) & mask
+        table[slot] = k + 1
+    found = 0
+    for i in range(len(hashes)):
+        slot = np.int64(hashes[i]) & mask
+        while table[slot] and known[table[slot] - 1] != hashes[i]:
+            slot = (slot + 1) & mask
+        if table[slot]:
+            at[found], place[found] = i, table[slot] - 1
+            found += 1
+    return at, place
+
+
+@njit(cache=True)
+def bounds_of(data: U8, offsets: I64, documents: I64, numbers: NDArray[np.int32], newlines: int) -> tuple[I64, I64]:
+    """Where the pieces with these numbers in these documents begin and end; they are in order."""
+    begins, ends = np.empty(len(documents), np.int64), np.empty(len(documents), np.int64)
+    at, number = np.int64(0), 0
+    for i in range(len(documents)):
+        if i == 0 or documents[i] != documents[i - 1]:
+            at, number = offsets[documents[i]], 0
+        stop = offsets[documents[i] + 1]
+        end = _piece_end(data, at, stop, newlines)
+        while number < numbers[i]:
+            at = end + newlines
+            end = _piece_end(data, at, stop, newlines)
+            number += 1
+        begins[i], ends[i] = at, end
+    return begins, ends
 
 
 @njit(cache=True)

@@ -93,8 +93,6 @@ def test_equal_to_a_plain_counter(tmp_path_factory, texts, most, bucket, policy,
 
 @pytest.mark.parametrize("seed", range(3))
 def test_equal_to_a_plain_counter_on_a_larger_corpus(tmp_path, seed, monkeypatch):
-    # Counted in many jobs of a few hundred lines.
-    monkeypatch.setattr("puna.stages.curate.line_dedup.JOB_PIECES", 300)
     generator = np.random.default_rng(seed)
     vocabulary = [f"line {n} " + "x" * int(generator.integers(0, 90)) for n in range(400)]
     weights = 1 / np.arange(1, 401)
