@@ -16,7 +16,8 @@ from puna.stages.align.prompts import PromptsConfig, prompts
 from puna.stages.align.rejection_sample import rejection_sample
 from puna.stages.align.reward_model import reward_model
 from puna.stages.align.sample import sample
-from puna.stages.align.sft import SftConfig, sft
+from puna.stages.align.settings import SftConfig
+from puna.stages.align.sft import sft
 from puna.stages.contract import Kind
 from puna.stages.pretrain.evaluate import evaluate
 

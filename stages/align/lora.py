@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING
 
 from puna.models.training.settings import LoraSettings
-from puna.stages.contract import SeededConfig, StageRun
-from puna.stages.training.bad_rows import BadRowsConfig
+from puna.stages.align.settings import AdaptableConfig
+from puna.stages.contract import StageRun
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
@@ -20,13 +18,6 @@ if TYPE_CHECKING:
 
 INITIALIZATIONS: dict[str, bool | str] = {"zero": True, "pissa": "pissa"}
 """PEFT's `init_lora_weights`."""
-
-
-class AdaptableConfig(BadRowsConfig, SeededConfig):
-    """Configuration of a stage that trains all weights of a model, or adapters."""
-
-    method: Literal["full", "lora"] = Field("full", description="All weights, or low-rank adapters that are merged at the end")
-    lora: LoraSettings = Field(LoraSettings(), description="The adapters, where method is `lora`")
 
 
 def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:

@@ -3,53 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
-from pydantic import Field, model_validator
-
-from puna.models.training.settings import TrainingSettings
-from puna.stages.align.lora import AdaptableConfig, adapted
-from puna.stages.align.preferences import Level
+from puna.stages.align.lora import adapted
+from puna.stages.align.rankings import Ranked, check_splits, read_preferences, render_ranked
+from puna.stages.align.settings import RewardModelConfig
 from puna.stages.contract import Model, Preferences, StageRun, stage
-from puna.stages.conversations import Message, message_of, others_of
-from puna.stages.training.bad_rows import BadRows, Limit
-from puna.stages.training.train import Example, by_answer, check_trl, fit, load_model, render, row_limit, save_model
-from puna.storage import Artifact, PunaError
+from puna.stages.training.bad_rows import BadRows
+from puna.stages.training.train import Example, by_answer, fit, load_model, row_limit, save_model
+from puna.storage import PunaError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from puna.models.tokenizer import Tokenizer
     from puna.models.training.objectives import RewardBatch
     from puna.models.transformer import Transformer
 
 MEASURED = 32
 """Training prompts that accuracy is measured on, where no more are held out."""
-CLEAR: tuple[Level, ...] = ("significantly_better", "better")
-
-
-class RewardModelConfig(AdaptableConfig):
-    """How the reward model is trained."""
-
-    engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's RewardTrainer")
-    levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels that are learned from and measured on")
-    nll_weight: float = Field(
-        0.0,
-        ge=0,
-        description="Weight of the best answers' negative log-likelihood under the policy's head (GRM): "
-        "keeps what the policy knows while rewards are still equal; needs engine puna",
-    )
-    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one prompt with all its preferences")
-
-    @model_validator(mode="after")
-    def _engine(self) -> RewardModelConfig:
-        if self.engine == "trl" and self.nll_weight:
-            raise ValueError(f"TRL's RewardTrainer has no such term: nll_weight must be 0 with engine trl, not {self.nll_weight}")
-        if self.engine == "trl":
-            check_trl(self.training)
-            if self.method == "lora":
-                raise ValueError("engine trl trains all weights of a reward model here: set engine puna for method lora")
-        return self
 
 
 @stage(kind="model", device=True)
@@ -61,7 +32,7 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
     of as many training prompts as are held out, at least 32, drawn by chance. Preferences that
     the chat template refuses, and those longer than a packed row, are in `dropped`; see `bad_rows`.
     """
-    _check_splits(preferences)
+    check_splits(preferences)
     rows = read_preferences(preferences, config.levels)
     train = [row for row in rows if row["split"] == "train"]
     if not train:
@@ -84,72 +55,6 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
     for split, some in (("train", _drawn(learned, max(len(heldout), MEASURED), run)), ("heldout", heldout)):
         _measure(scorer, some, split, config, run)
     save_model(scorer, tokenizer, run.folder)
-
-
-def read_preferences(artifacts: Sequence[Artifact], levels: Sequence[str]) -> list[dict[str, Any]]:
-    """The pairs and rankings of the given levels, or of none; in an order that does not depend on that of the artifacts.
-
-    Rows with only one side hold no comparison and are left out.
-    """
-    rows = [row for artifact in artifacts for row in artifact.read().to_pylist() if row["level"] is None or row["level"] in levels]
-    rows = [row for row in rows if row["chosen"] is not None and row["rejected"] is not None]
-    return sorted(rows, key=lambda row: str(row["id"]))
-
-
-def _check_splits(artifacts: Sequence[Artifact]) -> None:
-    """PunaError when one set of preferences trains on a prompt that another holds out: its accuracy would be no held-out one."""
-    where: dict[str, dict[str, str]] = {"train": {}, "heldout": {}}
-    for artifact in artifacts:
-        table = artifact.read(columns=["prompt_id", "split"])
-        for prompt, split in zip(table["prompt_id"].to_pylist(), table["split"].to_pylist(), strict=True):
-            where[split].setdefault(prompt, artifact.id)
-    if both := sorted(set(where["train"]) & set(where["heldout"])):
-        prompt = both[0]
-        raise PunaError(
-            f"prompt {prompt} is held out in {where['heldout'][prompt]} and trained on in {where['train'][prompt]}; "
-            "make both with one seed and one heldout_fraction"
-        )
-
-
-def ranked(row: dict[str, Any]) -> list[list[Message]]:
-    """The answers of a preference in tiers of equals, best first: edited, chosen, others in between, rejected."""
-    tiers: dict[int, list[Message]] = {}
-    for other in others_of(row):
-        tiers.setdefault(other.pop("rank"), []).append(other)
-    edited, chosen, rejected = (message_of(row, side) for side in ("edited", "chosen", "rejected"))
-    if chosen is None or rejected is None:
-        raise PunaError(f"preference {row['id']} has one side only: there is nothing to rank")
-    best, worst = [chosen, *tiers.pop(0, [])], [*tiers.pop(-1, []), rejected]
-    return [*([[edited]] if edited else []), best, *(tiers[rank] for rank in sorted(tiers)), worst]
-
-
-class Ranked(NamedTuple):
-    """A prompt with the ranked answers of its preferences; `rows` are these, a group of the example each."""
-
-    example: Example
-    rows: list[dict[str, Any]]
-
-
-def render_ranked(tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], limit: Limit, bad: BadRows) -> list[Ranked]:
-    """Each prompt with the ranked answers of all its preferences, or as many of them as a packed row holds."""
-    limit = limit._replace(what="the prompt with its ranked answers")
-    ordered = sorted(rows, key=lambda row: (row["prompt_id"], row["id"]))
-    found: list[Ranked] = []
-    for row, example in bad.examples(ordered, lambda row: render(tokenizer, row, [ranked(row)]), len, limit):
-        if found and found[-1].rows[0]["prompt_id"] == row["prompt_id"] and found[-1].example.prompt == example.prompt:
-            last, more = found[-1], len(example) - len(example.prompt)
-            if len(last.example) + more <= limit.tokens:
-                found[-1] = Ranked(_joined(last.example, example), [*last.rows, row])
-                continue
-        found.append(Ranked(example, [row]))
-    return found
-
-
-def _joined(one: Example, other: Example) -> Example:
-    """The answers of both behind their common prompt."""
-    start = len(one.answers)
-    shifted = [[[start + index for index in tier] for tier in tiers] for tiers in other.groups]
-    return Example(one.prompt, one.answers + other.answers, one.masks + other.masks, one.groups + shifted)
 
 
 def collate(examples: list[Example]) -> RewardBatch:

@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, model_validator
-
-from puna.models.training.settings import TrainingSettings
-from puna.stages.align.lora import AdaptableConfig, adapted
+from puna.stages.align.lora import adapted
+from puna.stages.align.settings import SftConfig
 from puna.stages.contract import Instructions, Model, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
-from puna.stages.training.train import Example, check_trl, fit, load_model, render_conversation, row_limit, save_model
+from puna.stages.training.train import Example, fit, load_model, render_conversation, row_limit, save_model
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
     from puna.models.tokenizer import Tokenizer
     from puna.models.training.objectives import Targets
     from puna.models.transformer import Transformer
-
-
-class SftConfig(AdaptableConfig):
-    """How the model is fine-tuned."""
-
-    engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's SFTTrainer")
-    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one instruction")
-
-    @model_validator(mode="after")
-    def _engine(self) -> SftConfig:
-        if self.engine == "trl":
-            check_trl(self.training)
-            if self.method == "lora" and self.lora.loraplus_ratio != 1:
-                raise ValueError("engine trl trains A and B at one rate: lora.loraplus_ratio must be 1")
-        return self
 
 
 @stage(kind="model", device=True)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 from puna.stages.align.lora import peft_config
+from puna.stages.align.rankings import pairs_of
 from puna.stages.contract import StageRun
 from puna.stages.training.train import Example, write_log
 from puna.storage import Artifact
@@ -24,13 +25,12 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
     import torch
+    from peft import LoraConfig
 
     from puna.models.tokenizer import Tokenizer
     from puna.models.training.settings import TrainingSettings
     from puna.models.transformer import Transformer
-    from puna.stages.align.dpo import DpoConfig
-    from puna.stages.align.reward_model import RewardModelConfig
-    from puna.stages.align.sft import SftConfig
+    from puna.stages.align.settings import AdaptableConfig, DpoConfig, RewardModelConfig, SftConfig
 
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
@@ -42,16 +42,16 @@ def train_sft(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
 
     from puna.models.hub import PunaForCausalLM
 
-    trainer = SFTTrainer(
-        model=PunaForCausalLM.from_transformer(model, pad_token_id=tokenizer.pad_token_id),
-        args=SFTConfig(**arguments(config.training, len(examples), run)),
-        train_dataset=Dataset.from_list([labelled(example) for example in examples]),
-        processing_class=tokenizer,
-        peft_config=peft_config(model, config.lora) if config.method == "lora" else None,
-    )
-    train(trainer, run)
-    trained = trainer.model.merge_and_unload() if config.method == "lora" else trainer.model
-    return cast("Transformer", trained.to_transformer())
+    def make(adapters: LoraConfig | None) -> Any:
+        return SFTTrainer(
+            model=PunaForCausalLM.from_transformer(model, pad_token_id=tokenizer.pad_token_id),
+            args=SFTConfig(**arguments(config.training, len(examples), run)),
+            train_dataset=Dataset.from_list([labelled(example) for example in examples]),
+            processing_class=tokenizer,
+            peft_config=adapters,
+        )
+
+    return train(make, model, config, run)
 
 
 def train_reward(
@@ -71,18 +71,21 @@ def train_reward(
         for better in tier
         for worse in chain.from_iterable(tiers[i + 1 :])
     ]
-    trainer = RewardTrainer(
-        model=PunaForSequenceClassification.from_transformer(model, pad_token_id=tokenizer.pad_token_id),
-        args=RewardConfig(**arguments(config.training, len(pairs), run)),
-        train_dataset=Dataset.from_list(pairs),
-        processing_class=tokenizer,
-    )
-    train(trainer, run)
-    return cast("Transformer", trainer.model.to_transformer())
+
+    def make(adapters: LoraConfig | None) -> Any:
+        return RewardTrainer(
+            model=PunaForSequenceClassification.from_transformer(model, pad_token_id=tokenizer.pad_token_id),
+            args=RewardConfig(**arguments(config.training, len(pairs), run), disable_dropout=False),
+            train_dataset=Dataset.from_list(pairs),
+            processing_class=tokenizer,
+            peft_config=adapters,
+        )
+
+    return train(make, model, config, run)
 
 
 def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, config: DpoConfig, run: StageRun) -> Transformer:
-    """TRL's DPOTrainer with the preference loss and `sft`; the reference is a copy of the starting policy.
+    """TRL's DPOTrainer with the preference loss and `sft`; the reference is a copy of the starting policy, or it without adapters.
 
     TRL has one mask for both terms: with `mask_format` the likelihood term leaves format tokens out, too,
     and it is a mean over tokens.
@@ -91,7 +94,6 @@ def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
     from trl import DPOConfig, DPOTrainer
 
     from puna.models.hub import PunaForCausalLM
-    from puna.stages.align.dpo import pairs_of
 
     class PreparedDPOTrainer(DPOTrainer):
         """TRL's trainer on rows that hold token ids already."""
@@ -114,18 +116,20 @@ def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
         for better, worse in pairs_of(e, config.pairs)
     ]
     weights = {"loss_type": [config.loss, "sft"], "loss_weights": [1.0, config.nll_weight]}
-    policy = PunaForCausalLM.from_transformer(model, pad_token_id=tokenizer.pad_token_id)
-    frozen = PunaForCausalLM.from_transformer(copy.deepcopy(model), pad_token_id=tokenizer.pad_token_id)
-    trainer = PreparedDPOTrainer(
-        model=policy,
-        ref_model=frozen,
-        args=DPOConfig(**arguments(config.training, len(pairs), run), beta=config.beta, **weights),
-        train_dataset=Dataset.from_list(pairs),
-        data_collator=PreferenceCollator(tokenizer.pad_token_id),
-        processing_class=tokenizer,
-    )
-    train(trainer, run)
-    return cast("Transformer", trainer.model.to_transformer())
+
+    def make(adapters: LoraConfig | None) -> Any:
+        frozen = None if adapters else PunaForCausalLM.from_transformer(copy.deepcopy(model), pad_token_id=tokenizer.pad_token_id)
+        return PreparedDPOTrainer(
+            model=PunaForCausalLM.from_transformer(model, pad_token_id=tokenizer.pad_token_id),
+            ref_model=frozen,
+            args=DPOConfig(**arguments(config.training, len(pairs), run), beta=config.beta, disable_dropout=False, **weights),
+            train_dataset=Dataset.from_list(pairs),
+            data_collator=PreferenceCollator(tokenizer.pad_token_id),
+            processing_class=tokenizer,
+            peft_config=adapters,
+        )
+
+    return train(make, model, config, run)
 
 
 def labelled(example: Example) -> dict[str, list[int]]:
@@ -199,8 +203,9 @@ def hub_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> Any:
     return found
 
 
-def train(trainer: Any, run: StageRun) -> None:
-    """Run a trainer; its log becomes `training_log`."""
+def train(make: Callable[[LoraConfig | None], Any], model: Transformer, config: AdaptableConfig, run: StageRun) -> Transformer:
+    """Run the trainer that `make` gives, with adapters where `config` wants them, merged at the end; its log becomes `training_log`."""
+    import torch
     from transformers import PrinterCallback, TrainerCallback
 
     rows: list[dict[str, float]] = []
@@ -228,7 +233,12 @@ def train(trainer: Any, run: StageRun) -> None:
             self.last, self.tokens = now, tokens
             run.progress(state.global_step, state.max_steps, f"loss {float(logs['loss']):.3f}")
 
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Log())
-    trainer.train()
+    with torch.random.fork_rng():
+        torch.manual_seed(run.seed("trl"))  # adapters are drawn before TRL sets its own seed
+        trainer = make(peft_config(model, config.lora) if config.method == "lora" else None)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(Log())
+        trainer.train()
     write_log(rows, run)
+    trained = trainer.model.merge_and_unload() if config.method == "lora" else trainer.model
+    return cast("Transformer", trained.to_transformer())

@@ -25,27 +25,6 @@ CHECKPOINT_STEPS = 50
 """Steps between checkpoints of a run; they change no result."""
 
 
-# What TRL's trainers do with settings of other values is not what Puna does, or nothing at all.
-TRL_ONLY: dict[str, tuple[object, ...]] = {
-    "optimizer.name": ("adamw",),
-    "optimizer.spike_window": (0,),
-    "schedule.shape": ("cosine", "linear", "constant"),
-    "schedule.final_ratio": (0.0,),
-    "schedule.anneal_steps": (0.0,),
-    "schedule.average": (0,),
-    "schedule.ema": (0.0,),
-    "compute.linear_precision": ("same",),
-}
-
-
-def check_trl(training: TrainingSettings) -> None:
-    """ValueError for settings that TRL's trainers do not have."""
-    for path, known in TRL_ONLY.items():
-        group, name = path.split(".")
-        if (value := getattr(getattr(training, group), name)) not in known:
-            raise ValueError(f"engine trl trains with {path} {' or '.join(map(str, known))}: training.{path} cannot be {value}")
-
-
 @dataclass(frozen=True)
 class Example:
     """One prompt with its answers as token ids.

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 from puna.models.tokenizer import Tokenizer
-from puna.stages.align.dpo import pairs_of
-from puna.stages.align.reward_model import RewardModelConfig, collate, ranked, read_preferences, render_ranked, reward_model
+from puna.stages.align.rankings import pairs_of, ranked, read_preferences, render_ranked
+from puna.stages.align.reward_model import RewardModelConfig, collate, reward_model
 from puna.stages.align.sft import SftConfig, read_instructions, sft
 from puna.stages.contract import execute
 from puna.stages.conversations import answering, asking, content_of, dump, messages_of, shown, text_of
@@ -122,6 +122,7 @@ def test_a_reward_model_orders_rankings_of_any_length(tmp_path: Path, tiny_model
     given = {"model": tiny_model(store), "preferences": [table(store, "preferences", rows)]}
     made = execute(reward_model, RewardModelConfig(training={"epochs": 20.0, "batch_size": 8, "schedule": {"learning_rate": 3e-3}}), given, store)
     # Rows of one side compare nothing; those without a level are learned from whatever levels are asked for.
+    assert {row["id"]: row["rule"] for row in made.read("dropped").to_pylist()} == {"one": "one_sided", "two": "one_sided"}
     assert made.manifest.metrics["train_pairs"] == 8 and made.manifest.metrics["train_accuracy"] == 1.0
 
 

@@ -18,7 +18,8 @@ from puna.models.forest import Forest
 from puna.models.tokenizer import Tokenizer
 from puna.models.training import losses
 from puna.stages.align.average import AverageConfig, average
-from puna.stages.align.dpo import DpoConfig, dpo, pairs_of
+from puna.stages.align.dpo import DpoConfig, dpo
+from puna.stages.align.rankings import pairs_of
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sft import SftConfig, sft
 from puna.stages.contract import execute, identify, plugins
@@ -168,6 +169,33 @@ def test_lora_trains_few_weights_and_merges_into_a_plain_checkpoint(tmp_path: Pa
         assert made.manifest.metrics["trainable_parameters"] == 2 * 4 * (64 + 48)
         first = sft_loss_by_hand(model, data.read().to_pylist())
         assert sft_loss_by_hand(made, data.read().to_pylist()) < first
+
+
+@pytest.mark.parametrize("trained", ["dpo", "reward_model"])
+def test_trl_trains_adapters_of_policies_and_reward_models(tmp_path: Path, tiny_model: Tiny, trained: str) -> None:
+    """Both engines start at one loss, which for DPO says that the reference is the starting policy."""
+    store = Store.open(tmp_path)
+    model = tiny_model(store)
+    given = {"model": model, "preferences": [preferences(store)]}
+    fit = {"method": "lora", "lora": {"rank": 2, "targets": ("v_proj",)}}
+    found: dict[str, Artifact] = {}
+    for name, engine, batch in (("puna", "puna", 12), ("trl", "trl", 24), *([("again", "trl", 24)] if trained == "dpo" else [])):
+        config = {**fit, "engine": engine, "training": {**STEPS, "batch_size": batch, "epochs": 2.0}}
+        torch.manual_seed(len(found))  # what was drawn before decides nothing
+        place = Store.open(tmp_path / name)
+        if trained == "dpo":
+            found[name] = execute(dpo, DpoConfig(mask_format=False, nll_normalization="tokens", **config), given, place)
+        else:
+            found[name] = execute(reward_model, RewardModelConfig(**config), given, place)
+    logs = {name: [row["loss"] for row in log(artifact)] for name, artifact in found.items()}
+    assert logs["trl"][0] == pytest.approx(logs["puna"][0], rel=1e-4) and logs["trl"][-1] < logs["trl"][0]
+    assert len({found[name].data_digest for name in found if name != "puna"}) == 1
+    head = "lm" if trained == "dpo" else "scalar"
+    before, after = load(model.path(), head).state_dict(), load(found["trl"].path()).state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"model.layers.{i}.self_attn.v_proj.weight" for i in (0, 1)} | ({"score.weight"} if head == "scalar" else set())
+    name = "model.layers.0.self_attn.v_proj.weight"
+    assert int(torch.linalg.matrix_rank(after[name] - before[name])) <= 2
 
 
 def test_order_of_the_inputs_and_row_sizes_do_not_matter(tmp_path: Path, tiny_model: Tiny) -> None:
@@ -330,16 +358,20 @@ def test_trl_takes_the_likelihood_over_tokens_only() -> None:
     DpoConfig(engine="trl", nll_weight=0)
 
 
-def test_trl_refuses_adapters_that_it_would_not_train() -> None:
-    for config, given in ((DpoConfig, {"nll_normalization": "tokens"}), (RewardModelConfig, {})):
-        with pytest.raises(ValueError, match="set engine puna for method lora"):
-            config(engine="trl", method="lora", **given)
-    with pytest.raises(ValueError, match="loraplus_ratio must be 1"):
-        SftConfig(engine="trl", method="lora", lora={"loraplus_ratio": 4.0})
+def test_trl_refuses_adapters_that_it_would_train_otherwise() -> None:
+    tokens = {"nll_normalization": "tokens"}
+    for config, given in ((SftConfig, {}), (DpoConfig, tokens), (RewardModelConfig, {})):
+        with pytest.raises(ValueError, match="loraplus_ratio must be 1"):
+            config(engine="trl", method="lora", lora={"loraplus_ratio": 4.0}, **given)
+    pissa = {"method": "lora", "lora": {"initialization": "pissa"}, **tokens}
+    with pytest.raises(ValueError, match="TRL's reference is the policy without its adapters"):
+        DpoConfig(engine="trl", **pissa)
+    DpoConfig(**pissa)
+    RewardModelConfig(engine="trl", method="lora", lora={"initialization": "pissa"})
 
 
 def test_trl_refuses_a_loss_that_it_would_train_otherwise() -> None:
-    for loss in ("simpo", "orpo"):
+    for loss in ("simpo", "orpo", "kto"):
         with pytest.raises(ValueError, match=f"DPOTrainer has no loss {loss}, only sigmoid, ipo, hinge: set engine puna"):
             DpoConfig(engine="trl", loss=loss, nll_normalization="tokens")
     with pytest.raises(ValueError, match="no preference loss sigmiod; did you mean sigmoid"):

@@ -1,0 +1,139 @@
+"""Settings of the stages that train a policy or a reward model on answers, and what of them TRL's trainers have."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeFloat, field_validator, model_validator
+
+from puna.models.training.settings import LoraSettings, TrainingSettings
+from puna.stages.align.preferences import Level
+from puna.stages.contract import SeededConfig, did_you_mean
+from puna.stages.contract.plugins import offers
+from puna.stages.training.bad_rows import BadRowsConfig
+
+CLEAR: tuple[Level, ...] = ("significantly_better", "better")
+TRL_LOSSES = ("sigmoid", "ipo", "hinge")
+"""What TRL's DPOTrainer computes as `models.training.losses` does."""
+LOSSES = (*TRL_LOSSES, "simpo", "orpo", "kto")
+TRL_ONLY: dict[str, tuple[object, ...]] = {
+    "optimizer.name": ("adamw",),
+    "optimizer.spike_window": (0,),
+    "schedule.shape": ("cosine", "linear", "constant"),
+    "schedule.final_ratio": (0.0,),
+    "schedule.anneal_steps": (0.0,),
+    "schedule.average": (0,),
+    "schedule.ema": (0.0,),
+    "compute.linear_precision": ("same",),
+}
+"""Settings that TRL's trainers have with these values only: with others they do something else than Puna, or nothing at all."""
+
+
+class AdaptableConfig(BadRowsConfig, SeededConfig):
+    """Configuration of a stage that trains all weights of a model, or adapters, by Puna's loop or TRL's trainer."""
+
+    engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's")
+    method: Literal["full", "lora"] = Field("full", description="All weights, or low-rank adapters that are merged at the end")
+    lora: LoraSettings = Field(LoraSettings(), description="The adapters, where method is `lora`")
+    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation")
+
+    @model_validator(mode="after")
+    def _trl_trains_the_same(self) -> Self:
+        if self.engine == "puna":
+            return self
+        for path, known in TRL_ONLY.items():
+            group, name = path.split(".")
+            if (value := getattr(getattr(self.training, group), name)) not in known:
+                raise ValueError(f"engine trl trains with {path} {' or '.join(map(str, known))}: training.{path} cannot be {value}")
+        if self.method == "lora" and self.lora.loraplus_ratio != 1:
+            raise ValueError("engine trl trains A and B at one rate: lora.loraplus_ratio must be 1")
+        return self
+
+
+class SftConfig(AdaptableConfig):
+    """How the model is fine-tuned."""
+
+    engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's SFTTrainer")
+    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one instruction")
+
+
+class RewardModelConfig(AdaptableConfig):
+    """How the reward model is trained."""
+
+    engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's RewardTrainer")
+    levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels that are learned from and measured on")
+    nll_weight: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the best answers' negative log-likelihood under the policy's head (GRM): "
+        "keeps what the policy knows while rewards are still equal; needs engine puna",
+    )
+    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one prompt with all its preferences")
+
+    @model_validator(mode="after")
+    def _engine(self) -> RewardModelConfig:
+        if self.engine == "trl" and self.nll_weight:
+            raise ValueError(f"TRL's RewardTrainer has no such term: nll_weight must be 0 with engine trl, not {self.nll_weight}")
+        return self
+
+
+class DpoConfig(AdaptableConfig):
+    """How the policy is optimised."""
+
+    engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's DPOTrainer")
+    loss: str = Field(
+        "sigmoid",
+        description="Preference loss: sigmoid (DPO), ipo, hinge; without a reference simpo, orpo (set nll_weight 1); kto, which takes "
+        "single answers called good or bad, too; or a plugin's",
+    )
+    beta: float = Field(0.1, gt=0, description="Strength of the tie to the reference: the scale of the implicit reward")
+    simpo_gamma: float = Field(0.5, ge=0, description="Margin between the rewards of two answers that loss simpo asks for")
+    kto_weights: tuple[NonNegativeFloat, NonNegativeFloat] = Field(
+        (1.0, 1.0), description="Weights of a good and of a bad answer with loss kto; where one kind is rarer, raise its weight"
+    )
+    nll_weight: float = Field(0.2, ge=0, description="Weight of the log-likelihood term on the better answer")
+    nll_normalization: Literal["sequence", "tokens"] = Field(
+        "sequence", description="The likelihood term: mean over answers of each answer's mean, or mean over tokens (TRL's)"
+    )
+    mask_format: bool = Field(True, description="Leave header and termination tokens out of the preference term")
+    levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels that are learned from")
+    pairs: Literal["best_worst", "best_rest"] = Field(
+        "best_rest",
+        description="The best of a preference's ranked answers against the worst alone, or against each of the others",
+    )
+    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one prompt with all its preferences")
+
+    @field_validator("loss")
+    @classmethod
+    def _known(cls, loss: str) -> str:
+        if loss in LOSSES:
+            return loss
+        from puna.models.training.losses import REGISTRY
+
+        offers("puna.losses")
+        if loss not in REGISTRY:
+            raise ValueError(f"there is no preference loss {loss}" + did_you_mean(loss, sorted(REGISTRY)))
+        return loss
+
+    @model_validator(mode="after")
+    def _engine(self) -> DpoConfig:
+        if self.engine == "trl":
+            if self.loss not in TRL_LOSSES:
+                raise ValueError(f"TRL's DPOTrainer has no loss {self.loss}, only {', '.join(TRL_LOSSES)}: set engine puna")
+            if self.method == "lora" and self.lora.initialization == "pissa":
+                raise ValueError(
+                    "TRL's reference is the policy without its adapters, which with pissa is not the policy that training starts "
+                    "from: set engine puna, or lora.initialization zero"
+                )
+            if self.nll_weight and self.nll_normalization != "tokens":
+                raise ValueError("TRL's likelihood term is a mean over tokens: nll_normalization must be tokens with engine trl")
+        return self
+
+    def reaches(self) -> list[tuple[str, str]]:
+        """A loss from outside: its code decides the model as the stage's own does."""
+        if self.loss in LOSSES:
+            return []
+        from puna.models.training.losses import REGISTRY
+
+        function = REGISTRY[self.loss].function
+        return [(function.__module__, function.__qualname__)]
