@@ -239,16 +239,19 @@ def split(text: str) -> list[str]:
 
 def exact_hashes(vocabulary: list[str]) -> NDArray[np.uint64]:
     """Hash of each word as `Words.hash` gives it; raises ValueError where an entry is not one word."""
-    return np.array([_only(word).hash[0] for word in vocabulary], np.uint64)
+    return _each(vocabulary).hash
 
 
 def folded_hashes(vocabulary: list[str]) -> NDArray[np.uint64]:
     """Hash of each word as `Words.folded` gives it; raises ValueError where an entry is not one word."""
-    return np.array([_only(word).folded[0] for word in vocabulary], np.uint64)
+    return _each(vocabulary).folded
 
 
-def _only(word: str) -> Words:
-    words = split_codes(code_points(word))
-    if len(words.start) != 1:
-        raise ValueError(f"{word!r} is {len(words.start)} words; a word list has one word per entry")
+def _each(vocabulary: list[str]) -> Words:
+    """The words of a list, one for each entry."""
+    words = split_codes(code_points("\n".join(vocabulary)))
+    ends = np.cumsum([len(entry) + 1 for entry in vocabulary], dtype=np.int64)
+    counts = np.bincount(np.searchsorted(ends, words.start, side="right"), minlength=len(vocabulary))
+    if (wrong := np.flatnonzero(counts != 1)).size:
+        raise ValueError(f"{vocabulary[wrong[0]]!r} is {counts[wrong[0]]} words; a word list has one word per entry")
     return words
