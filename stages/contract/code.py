@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from puna.stages.contract import data_files, libraries, sources
 from puna.stages.contract.canonical import canonical
 from puna.stages.contract.modules import notebook, source_file
+from puna.stages.contract.reach import Reach, keep, kept
 from puna.stages.contract.syntax import Binding, bound, statements, text
 from puna.storage import PunaError
 from puna.storage.manifest import code_version
@@ -70,8 +71,7 @@ def symbols(stage: Stage, named: Iterable[Name] = ()) -> dict[str, str]:
 
 def check_unedited(stage: Stage, named: Iterable[Name] = ()) -> None:
     """PunaError where a file that the stage reaches is no longer what this process imported or read."""
-    found = _followed(*([] if stage.version else _roots(stage)), *named)
-    sources.check([*sorted(found.sources), *(file for _, file in found.data())])
+    sources.check(_reach(*([] if stage.version else _roots(stage)), *named).files)
 
 
 def _roots(stage: Stage) -> tuple[Name, Name]:
@@ -83,16 +83,31 @@ def reached(*roots: Name) -> dict[str, str]:
 
     Data files are there as `module:path`, libraries as `library:name` → version.
     """
-    found = _followed(*roots)
-    made = {"contract": str(FORMAT), **{f"{where}.{what}": symbol.hash for (where, what), symbol in found.symbols.items()}}
-    for module, file in found.data():
+    found = _reach(*roots)
+    made = {"contract": str(FORMAT), **found.symbols}
+    for name, file in found.data:
         # It may have been read already, and kept.
-        sources.check([file])
-        made[f"{module}:{os.path.relpath(file, load(module).file.parent)}"] = sources.seen(file)
-    for library in {library for symbol in found.symbols.values() for library in symbol.libraries}:
+        sources.check([Path(file)])
+        made[name] = sources.seen(Path(file))
+    for library in found.libraries:
         if version := libraries.version_in_key(library):
             made[f"library:{library}"] = version
     return made
+
+
+def _reach(*roots: Name) -> Reach:
+    """What these symbols reach: as it was kept, or found out."""
+    found = kept(roots)
+    if found is None:
+        followed = _followed(*roots)
+        found = Reach(
+            {f"{where}.{what}": symbol.hash for (where, what), symbol in followed.symbols.items()},
+            {str(file): sources.seen(file) for file in followed.sources},
+            [(f"{where}:{os.path.relpath(file, load(where).file.parent)}", str(file)) for where, file in followed.data()],
+            sorted({library for symbol in followed.symbols.values() for library in symbol.libraries}),
+        )
+        keep(roots, found)
+    return found
 
 
 @dataclass

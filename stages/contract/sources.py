@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -27,19 +27,28 @@ def _started() -> float:
     return float(psutil.Process().create_time())
 
 
-def _read() -> dict[str, str]:
+def _walked() -> Iterator[Path]:
+    """Every file of Puna, but for what Python and editors leave."""
+    for room in ROOMS:
+        for folder, folders, names in os.walk(ROOT / room):
+            folders[:] = [name for name in folders if name != "__pycache__" and not name.startswith(".")]
+            yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
+def _read(files: Iterable[Path]) -> dict[str, str]:
     """The digest of every source file of Puna; of one written after this process started, which may run the older one, none."""
     started = _started()
-    found = {}
-    for room in ROOMS:
-        for folder, _, names in os.walk(ROOT / room):
-            for file in (Path(folder, name) for name in names if name.endswith(".py")):
-                found[str(file)] = digest(file) if file.stat().st_mtime < started else "edited"
-    return found
+    return {str(file): digest(file) if file.stat().st_mtime < started else "edited" for file in files if file.suffix == ".py"}
 
 
-_AT_START = _read()
-_WHOLE = hashlib.sha256("\n".join(f"{os.path.relpath(n, ROOT)} {d}" for n, d in sorted(_AT_START.items())).encode()).hexdigest()[:16]
+def _together(found: dict[str, str]) -> str:
+    """One digest of several files' digests."""
+    return hashlib.sha256("\n".join(f"{os.path.relpath(n, ROOT)} {d}" for n, d in sorted(found.items())).encode()).hexdigest()[:16]
+
+
+_FILES = list(_walked())
+_AT_START = _read(_FILES)
+_WHOLE = _together(_AT_START)
 
 
 def seen(file: Path) -> str:
@@ -65,3 +74,13 @@ def check(files: Iterable[Path]) -> None:
 def whole() -> str:
     """One digest of all of Puna's source files as they were at the start."""
     return _WHOLE
+
+
+def contract() -> str:
+    """One digest of the source files that find out what code reaches."""
+    return _together({name: digest for name, digest in _AT_START.items() if Path(name).parent == Path(__file__).parent})
+
+
+def listing() -> str:
+    """One digest of the names of all files of Puna at the start."""
+    return _together({str(file): "" for file in _FILES})

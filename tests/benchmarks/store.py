@@ -1,156 +1,237 @@
-"""The store's figures: what text is kept, what the driver does, what is found again and how fast.
+"""The store's figures, by part; each may be asked for alone, and a part that is not named is not run.
 
-python tests/benchmarks/store.py --json [--documents 20000] [--artifacts 10000] [--flips 500] [--store FINISHED_STORE]
+    python tests/benchmarks/store.py --json [--part NAME …] [--before CHECKOUT]
+
+`curate` and `demo` run the flows on the sample in `--sample` (`puna demo-pages FOLDER` makes it), in processes of their own; with
+`--before`, a checkout of an earlier state, the same there. `driver` and `sizes` make up documents. `minhash` and `lines` are those of
+`curation.py`, beside datatrove. `same` compares executors and S3 (moto, with faults in between). Work lies in `--scratch`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
-import pyarrow as pa
-
-from puna.stages.contract import execute
-from puna.storage import Artifact, Store, catalog
-
-WORDS = [hashlib.md5(str(n).encode()).hexdigest()[: 3 + n % 6] for n in range(5000)]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT / ".pkg"), str(ROOT), str(HERE)]
+ASKED = argparse.Namespace()
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
-def made_up(store: Store, count: int, seed: int = 0) -> Artifact:
-    """Documents of about a kilobyte; every tenth is a near-duplicate of another one, every twentieth has its address."""
-    generator = np.random.default_rng(seed)
-    ids = [hashlib.md5(f"{seed}-{n}".encode()).hexdigest() for n in range(count)]
-    texts: list[str] = []
-    for n in range(count):
-        if n % 10 == 9:
-            texts.append(texts[n - 7] + " the end")
-            continue
-        lines = [" ".join(WORDS[w] for w in generator.integers(0, len(WORDS), 12)) for _ in range(12)]
-        texts.append("\n".join(["All rights reserved, terms of use", *lines]))
-    urls = [f"https://site{n % 997}.org/{n}" for m in range(count) for n in [m - (m % 20 == 19)]]
-    table = {"id": ids, "url": urls, "fetched_at": [datetime(2026, 1, 1, tzinfo=UTC)] * count, "source": ["web"] * count,
-             "title": pa.array([None] * count, pa.string()), "text": texts}  # fmt: skip
-    return store.import_table("documents", pa.table(table))
+def puna(store: str | Path, *words: str, checkout: Path = ROOT, **environment: str) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """What `puna run` made, and what it cost (see `store_usage.py`)."""
+    command = [sys.executable, str(HERE / "store_usage.py"), "run", *words, "--store", str(store), "--json"]
+    done = subprocess.run(
+        command, cwd=checkout, env={**os.environ, "PYTHONPATH": str(checkout / ".pkg"), **environment}, capture_output=True, text=True
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stderr[-3000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")], json.loads(done.stderr.splitlines()[-1])
 
 
-def chain(store: Store, documents: Artifact, executor: Any) -> list[Artifact]:
-    """Filters and deduplication, one after another."""
-    from puna.stages.curate.line_dedup import LineDedupConfig, line_dedup
-    from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
-    from puna.stages.curate.url_dedup import UrlDedupConfig, url_dedup
-    from puna.stages.curate.url_filter import UrlFilterConfig, url_filter
-
-    made = [documents]
-    for stage, config in (
-        (url_filter, UrlFilterConfig()), (url_dedup, UrlDedupConfig()), (minhash_dedup, MinhashDedupConfig()),
-        (line_dedup, LineDedupConfig(sources_exempt=(), min_documents=0)),
-    ):  # fmt: skip
-        made.append(execute(stage, config, {"documents": made[-1]}, store, executor=executor))
-    return made
+def inputs(folder: Path, pattern: str = "*.warc.gz") -> list[str]:
+    """Files as the options of a run."""
+    files = sorted(folder.glob(pattern))
+    if not files:
+        sys.exit(f"{folder}: no pages; `puna demo-pages {folder}` makes them")
+    return [word for file in files for word in ("--input", str(file))]
 
 
-def driven(folder: Path, documents: int, workers: int) -> dict[str, float]:
-    """In a process of its own: the driver's share of CPU time and its peak memory, over the chain."""
-    from puna.stages.contract.executors import local
-
-    store = Store.open(folder)
-    base = next(a for a in store.artifacts() if a.manifest.stage == "import")
-    executor = local(workers)
-    cpu = time.process_time()
-    started = time.perf_counter()
-    made = chain(store, base, executor)
-    own = time.process_time() - cpu
-    seconds = time.perf_counter() - started
-    if executor is not None:
-        executor.shutdown()
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    total = own + children.ru_utime + children.ru_stime
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    content = hashlib.sha256("".join(a.key + a.data_digest for a in made[1:]).encode()).hexdigest()
-    return {"driver_cpu_share": own / total, "driver_peak_mb": peak, "seconds": seconds, "content": content}  # type: ignore[dict-item]
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory(dir=ASKED.scratch) as folder:
+        yield Path(folder)
 
 
-def drivers(documents: int) -> dict[str, Any]:
-    """The chain with 1, 2 and 4 processes: what the driver does, and whether keys and digests are the same."""
-    found, contents = {}, set()
-    for workers in (1, 2, 4):
-        with tempfile.TemporaryDirectory() as folder:
-            made_up(Store.open(folder), documents)
-            words = [sys.executable, __file__, "--driven", folder, "--documents", str(documents), "--workers", str(workers)]
-            told = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-        contents.add(told.pop("content"))
-        if workers == 2:
-            found = told
-    return {**found, "same_bytes": float(len(contents) == 1)}
+# --- the flows on the sample ---------------------------------------------------------------------------
 
 
-def connecting(artifacts: int) -> float:
-    """Seconds to open the catalog of a store of so many artifacts, when most of it was opened before."""
-    with tempfile.TemporaryDirectory() as folder:
-        store = Store.open(folder)
-        with mock.patch("os.fsync", lambda descriptor: None):  # the artifacts need not outlive a loss of power
-            for number in range(artifacts):
-                store.import_table("prompts", pa.table({
-                    "id": [f"{number}"], "task": ["t"], "split": ["train"], "messages": ["[]"], "tools": pa.array([None], pa.string()),
-                    "reference": pa.array([None], pa.string()), "verifier": pa.array([None], pa.string())}))  # fmt: skip
-        catalog.query(store, "select count(*) from artifacts")
-        started = time.perf_counter()
-        assert catalog.query(store, "select count(*) as n from artifacts")["n"][0].as_py() == artifacts
-        return time.perf_counter() - started
+def curate() -> dict[str, Any]:
+    """The demo's curation: MB of HTML per CPU second of all processes, the driver's share, copies of the text, the second run."""
+    from puna.storage import Store
+
+    with scratch() as folder:
+        made, cost = puna(folder / "store", "curate", "--recipe", "demo", *inputs(ASKED.sample))
+        pages = next(one for one in made if one["kind"] == "pages")["metrics"]["body_bytes"] / 1e6
+        again, second = puna(folder / "store", "curate", "--recipe", "demo", *inputs(ASKED.sample))
+        if not all(one["reused"] for one in again):
+            sys.exit("the second run made something again")
+        found = {
+            "curate_mb": pages, "curate_mb_s": pages / cpu(cost), "curate_cpu_s": cpu(cost), "curate_seconds": cost["seconds"],
+            "curate_driver_cpu_share": cost["driver_cpu_s"] / cpu(cost), "curate_reuse_seconds": second["seconds"],
+            "curate_reuse_cpu_s": cpu(second), "text_copies": text_copies(Store.open(folder / "store")),
+        }  # fmt: skip
+        if ASKED.before:
+            _, earlier = puna(folder / "before", "curate", "--recipe", "demo", *inputs(ASKED.sample), checkout=ASKED.before.resolve())
+            found |= {"curate_before_cpu_s": cpu(earlier), "curate_vs_before": cpu(earlier) / cpu(cost)}
+    return found
 
 
-def text_copies(store: Store) -> float:
+def cpu(cost: dict[str, float]) -> float:
+    """CPU seconds of all processes."""
+    return cost["driver_cpu_s"] + cost["workers_cpu_s"]
+
+
+def text_copies(store: Any) -> float:
     """Bytes of text that the documents of a store take, over those of its last documents."""
     found = [a for a in store.artifacts() if a.kind == "documents"]
     final = sum(len(t.encode()) for b in found[-1].batches(columns=["text"]) for t in b["text"].to_pylist())
-    own = sum(len(t.encode()) for a in found for shard in a.shards() if shard.stored[0] is not None
+    own = sum(len(t.encode()) for a in found for shard in a.shards() if shard.rows and shard.stored[0] is not None
               for t in shard.stored[0].read(range(len(shard.stored[0].groups)), ["text"])["text"].to_pylist())  # fmt: skip
     return own / final
 
 
-def flipped(trials: int) -> dict[str, int]:
-    """How many of so many flips in what a killed run left end in a committed artifact of other content."""
+def demo() -> dict[str, Any]:
+    """Seconds to find the whole demo again, in the store that `--demo` names (where it ran before, with this code)."""
+    words = ("pipeline", "--recipe", "demo", *inputs(ASKED.sample))
+    puna(ASKED.demo, *words)
+    made, cost = puna(ASKED.demo, *words)
+    if not all(one["reused"] for one in made):
+        sys.exit("the second run made something again")
+    return {"reuse_seconds": cost["seconds"], "reuse_cpu_s": cpu(cost), "reused_artifacts": len(made)}
+
+
+# --- made-up documents ---------------------------------------------------------------------------------
+
+
+def driver() -> dict[str, Any]:
+    """Curation of `--documents` short documents (recipe `clean`): the driver's share of CPU time and its peak memory."""
+    import store_corpus
+
+    with scratch() as folder:
+        size = store_corpus.write(folder / "pages", ASKED.documents, lines=ASKED.lines)
+        words = ("curate", "--recipe", "clean", *inputs(folder / "pages", "*.parquet"), "--workers", str(ASKED.workers))
+        made, cost = puna(folder / "store", *words, **ONE_THREAD)
+        return {
+            "driver_documents": ASKED.documents, "driver_text_mb": size / 1e6, "driver_cpu_share": cost["driver_cpu_s"] / cpu(cost),
+            "driver_cpu_s": cost["driver_cpu_s"], "driver_peak_mb": cost["driver_peak_mb"], "driver_worker_peak_mb": cost["worker_peak_mb"],
+            "driver_all_cpu_s": cpu(cost), "driver_seconds": cost["seconds"], "driver_kept": made[-1]["rows"].get("documents"),
+        }  # fmt: skip
+
+
+def sizes() -> dict[str, Any]:
+    """The same by size: MB of text per CPU second, and the largest resident memory of any process; `--gigabytes`."""
+    import store_corpus
+
+    found: dict[str, Any] = {}
+    for gigabytes in ASKED.gigabytes:
+        with scratch() as folder:
+            size = store_corpus.write(folder / "pages", max(1000, int(gigabytes * 1e9 / 3800)), lines=50)
+            words = ("curate", "--recipe", "clean", *inputs(folder / "pages", "*.parquet"), "--workers", str(ASKED.workers))
+            _, cost = puna(folder / "store", *words, **ONE_THREAD)
+            stored = sum(file.stat().st_size for file in (folder / "store" / "objects").rglob("*") if file.is_file())
+        name = f"size_{gigabytes:g}_gb"
+        found |= {f"{name}_text_mb": size / 1e6, f"{name}_mb_s": size / 1e6 / cpu(cost), f"{name}_driver_peak_mb": cost["driver_peak_mb"],
+                  f"{name}_worker_peak_mb": cost["worker_peak_mb"], f"{name}_seconds": cost["seconds"], f"{name}_stored_mb": stored / 1e6,
+                  f"{name}_driver_cpu_share": cost["driver_cpu_s"] / cpu(cost)}  # fmt: skip
+        print(json.dumps(found), file=sys.stderr, flush=True)
+    return found
+
+
+def minhash() -> dict[str, Any]:
+    """Near-duplicates as a stage, beside datatrove's four."""
+    import curation_minhash
+    import peers
+
+    texts = curation_minhash.corpus(curation_minhash.SPEED_BYTES)
+    own = curation_minhash.stage_seconds(texts)
+    other = peers.run("datatrove", "peer_minhash_datatrove.py", texts=texts)["seconds"]
+    return {"minhash_stage_vs_datatrove": other / own, "minhash_stage_seconds": own, "minhash_datatrove_seconds": other}
+
+
+def lines() -> dict[str, Any]:
+    """Line dedup as a stage, and alone."""
+    import curation_line_dedup
+
+    return curation_line_dedup.figures()
+
+
+def connect() -> dict[str, Any]:
+    """Seconds to open the catalog of a store of `--artifacts`, when most of it was opened before."""
+    import pyarrow as pa
+
+    from puna.storage import Store, catalog
+
+    with scratch() as folder:
+        store = Store.open(folder)
+        row = {"task": "t", "split": "train", "messages": "[]", "tools": None, "reference": None, "verifier": None}
+        with mock.patch("os.fsync", lambda descriptor: None):  # the artifacts need not outlive a loss of power
+            for number in range(ASKED.artifacts):
+                types = {name: pa.array([value], pa.string()) for name, value in row.items()}
+                store.import_table("prompts", pa.table({"id": [f"{number}"], **types}))
+        started = time.perf_counter()
+        catalog.query(store, "select count(*) from artifacts")
+        first = time.perf_counter() - started
+        started = time.perf_counter()
+        count = catalog.query(store, "select count(*) as n from artifacts")["n"][0].as_py()
+        seconds = time.perf_counter() - started
+    assert count == ASKED.artifacts
+    return {"sql_connect_10k_s": seconds, "sql_connect_first_s": first, "sql_artifacts": count}
+
+
+# --- the same bytes ------------------------------------------------------------------------------------
+
+
+def same() -> dict[str, Any]:
+    """Whether a curation of a part of the sample has equal keys and digests on every executor, and on an S3 that fails."""
+    import store_same
+
+    return store_same.figures(puna, inputs(ASKED.sample, ASKED.same_files), scratch, ASKED.same_recipe)
+
+
+# --- damage --------------------------------------------------------------------------------------------
+
+
+def flips() -> dict[str, Any]:
+    """How many flips of a bit in what a killed run left end in a committed artifact of other content."""
+    import numpy as np
+    import store_corpus
+
+    from puna.stages.contract import execute
     from puna.stages.contract import run as module
     from puna.stages.curate.url_filter import UrlFilterConfig, url_filter
+    from puna.storage import Store
 
     generator, wrong, original = np.random.default_rng(0), 0, module.transformed
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    with scratch() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         store = Store.open(folder)
-        base = made_up(store, 12_000)
-        given = {"documents": base}
+        given = {"documents": store_corpus.made_up(store, 12_000)}
         config = UrlFilterConfig(blocked=("site5.org", "site7.org"))
         expected = execute(url_filter, config, given, store)
-        for _ in range(trials):
+        for _ in range(ASKED.flips):
             store.files.remove(expected.place)
-            with mock.patch.object(module, "transformed", _stopped(original, 3)), contextlib.suppress(KeyboardInterrupt):
+            with mock.patch.object(module, "transformed", stopped(original, 3)), contextlib.suppress(KeyboardInterrupt):
                 execute(url_filter, config, given, store)
             left = sorted(f for f in (Path(folder) / "work").rglob("*") if f.is_file() and "parts" in f.parts)
-            file = left[int(generator.integers(len(left)))]
-            data = bytearray(file.read_bytes())
-            data[int(generator.integers(len(data)))] ^= 1 << int(generator.integers(8))
-            file.write_bytes(bytes(data))
+            flip(left[int(generator.integers(len(left)))], generator)
             made = execute(url_filter, config, given, store)
             wrong += made.manifest.files != expected.manifest.files or bool(made.damage())
-    return {"staged_flips_wrong": wrong, "staged_flips": trials}
+    return {"staged_flips_wrong": wrong, "staged_flips": ASKED.flips}
 
 
-def _stopped(original: Callable[[Any], Any], shards: int) -> Callable[[Any], Any]:
+def flip(file: Path, generator: Any) -> None:
+    """Turn one bit of a file over."""
+    data = bytearray(file.read_bytes())
+    data[int(generator.integers(len(data)))] ^= 1 << int(generator.integers(8))
+    file.write_bytes(bytes(data))
+
+
+def stopped(original: Callable[[Any], Any], shards: int) -> Callable[[Any], Any]:
+    """A function that is stopped at the shard after so many."""
     left = iter(range(shards))
 
     def failing(task: Any) -> Any:
@@ -161,55 +242,55 @@ def _stopped(original: Callable[[Any], Any], shards: int) -> Callable[[Any], Any
     return failing
 
 
-def states(trials: int) -> dict[str, int]:
+def states() -> dict[str, Any]:
     """How many training states with a flipped bit are loaded."""
+    import numpy as np
     import torch
 
     from puna.models.training.state import load_state, save_state
 
-    generator, loaded = np.random.default_rng(0), 0
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    generator, loaded, trials = np.random.default_rng(0), 0, min(100, ASKED.flips)
+    with scratch() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for trial in range(trials):
-            made = save_state(Path(folder) / str(trial), 1, {"w": torch.randn(64, 64)}, {"log": []})
-            file = sorted(made.iterdir())[trial % 2]
-            data = bytearray(file.read_bytes())
-            data[int(generator.integers(len(data)))] ^= 1 << int(generator.integers(8))
-            file.write_bytes(bytes(data))
-            loaded += load_state(Path(folder) / str(trial)) is not None
+            made = save_state(folder / str(trial), 1, {"w": torch.randn(64, 64)}, {"log": []})
+            flip(sorted(made.iterdir())[trial % 2], generator)
+            loaded += load_state(folder / str(trial)) is not None
     return {"training_state_flips_loaded": loaded, "training_state_flips": trials}
 
 
-def reuse(documents: int) -> float:
-    """Seconds to find every artifact of the chain again."""
-    with tempfile.TemporaryDirectory() as folder:
-        store = Store.open(folder)
-        base = made_up(store, documents)
-        chain(store, base, None)
-        started = time.perf_counter()
-        chain(store, base, None)
-        return time.perf_counter() - started
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    one.__name__: one for one in (curate, demo, driver, sizes, minhash, lines, connect, same, flips, states)
+}
 
 
 def main() -> None:
-    """Print the figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    for name, default in (("documents", 20_000), ("artifacts", 10_000), ("flips", 500), ("workers", 2)):
+    """Run the parts and print their figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", choices=PARTS, required=True, help="what to measure; may be given more than once")
+    parser.add_argument("--json", action="store_true", help="one object of named figures")
+    for name, default in (("documents", 1_000_000), ("lines", 5), ("artifacts", 10_000), ("flips", 500), ("workers", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--store")
-    parser.add_argument("--driven")
-    asked = parser.parse_args()
-    if asked.driven:
-        print(json.dumps(driven(Path(asked.driven), asked.documents, asked.workers)))
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.5, 1, 2, 5])
+    parser.add_argument("--sample", type=Path, default=Path(".puna/sample"))
+    parser.add_argument("--same-files", default="*.warc.gz", help="which files of the sample `same` curates")
+    parser.add_argument("--same-recipe", default="demo", help="by which recipe")
+    parser.add_argument("--demo", type=Path, default=Path(".puna"), help="a store in which the demo ran")
+    parser.add_argument("--before", type=Path, help="a checkout of an earlier state, to be compared with")
+    parser.add_argument("--scratch", type=Path, help="where stores are made; default: the system's")
+    parser.parse_args(namespace=ASKED)
+    for name in ("sample", "demo"):
+        setattr(ASKED, name, getattr(ASKED, name).resolve())
+    os.environ.setdefault("PUNA_SAMPLE", str(ASKED.sample))
+    found: dict[str, Any] = {"cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
+    for part in ASKED.part:
+        found |= PARTS[part]()
+    found["load_after"] = os.getloadavg()[0]
+    if ASKED.json:
+        print(json.dumps(found))
         return
-    figures: dict[str, Any] = drivers(asked.documents)
-    figures |= {"chain_reuse_seconds": reuse(asked.documents), **flipped(asked.flips), **states(min(100, asked.flips))}
-    figures["sql_connect_s"] = connecting(asked.artifacts)
-    figures["artifacts"] = asked.artifacts
-    if asked.store:
-        figures["text_copies"] = text_copies(Store.open(asked.store))
-    print(json.dumps({"documents": asked.documents, "cores": os.cpu_count(), **figures}, indent=1))
+    for name, value in found.items():
+        print(f"{name:<32} {value:,.4g}" if isinstance(value, (int, float)) else f"{name:<32} {value}")
 
 
 if __name__ == "__main__":

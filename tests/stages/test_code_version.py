@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,12 +64,22 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         file.write_text(textwrap.dedent(text))
     monkeypatch.setattr(sources, "ROOT", tmp_path)
     monkeypatch.setattr(sources, "_AT_START", {})
+    monkeypatch.setattr(sources, "_FILES", [])
+    monkeypatch.setenv("PUNA_CACHE", str(tmp_path / "cache"))
+    new_process()
     return tmp_path
 
 
-def version() -> str:
-    """The version in a new process: what was imported in this one is forgotten."""
+def new_process() -> None:
+    """Forget what was imported in this one."""
     sources._AT_START.clear()
+    sources._FILES[:] = sources._walked()
+    code._symbol.cache_clear()
+
+
+def version() -> str:
+    """The version in a new process."""
+    new_process()
     return code.version(code.reached(("puna.stages.work", "work"), ("puna.stages.work", "Config")))
 
 
@@ -77,7 +88,7 @@ def edit(tree: Path, name: str, old: str, new: str) -> None:
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new))
-    sources._AT_START.clear()
+    new_process()
 
 
 def test_reaches_through_imports_classes_constants_and_lazy_imports(tree: Path) -> None:
@@ -397,7 +408,7 @@ def test_an_edited_source_file_is_refused_while_the_process_runs(tree: Path) -> 
     file.write_text(file.read_text() + "\nX = 1\n")
     with pytest.raises(PunaError, match=r"stages/helpers.py was edited while this process runs"):
         code.reached(("puna.stages.work", "work"))
-    sources._AT_START.clear()  # a new process
+    new_process()
     assert code.reached(("puna.stages.work", "work")) == before
 
 
@@ -435,3 +446,34 @@ def test_a_stage_whose_source_is_kept_nowhere_is_refused(monkeypatch: pytest.Mon
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     with pytest.raises(PunaError, match="its source is kept nowhere; declare the stage in a file, or give it version="):
         code.reached(("__main__", "work"))
+
+
+WORK = ("puna.stages.work", "work")
+
+
+def test_what_is_reached_is_followed_once(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = code.reached(WORK)
+    new_process()
+    with monkeypatch.context() as nothing:
+        nothing.setattr(code, "_followed", lambda *roots: pytest.fail("followed again"))
+        assert code.reached(WORK) == before
+    edit(tree, "stages/words.txt", "two", "three")  # a data file is read each time
+    assert {name for name, hash in code.reached(WORK).items() if hash != before[name]} == {"puna.stages.helpers:words.txt"}
+
+
+@pytest.mark.parametrize("damage", [lambda d: b"", lambda d: b"[]", lambda d: d[:-9], lambda d: d.replace(b"models.tool", b"models.tol_")])
+def test_a_damaged_record_of_what_is_reached_counts_for_nothing(tree: Path, damage: Callable[[bytes], bytes]) -> None:
+    before = code.reached(WORK)
+    (file,) = (tree / "cache/code").iterdir()
+    good = file.read_bytes()
+    file.write_bytes(damage(good))
+    assert code.reached(WORK) == before
+    assert file.read_bytes() == good  # and is written anew
+
+
+def test_a_file_that_appears_where_code_looks_for_it_counts(tree: Path) -> None:
+    edit(tree, "stages/helpers.py", '"words.txt"', '"later.txt"')
+    assert "puna.stages.helpers:later.txt" not in code.reached(WORK)
+    (tree / "stages/later.txt").write_text("x")
+    new_process()
+    assert "puna.stages.helpers:later.txt" in code.reached(WORK)

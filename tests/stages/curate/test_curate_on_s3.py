@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from puna.storage import Store, care
-from tests.benchmarks.store import chain, made_up
+from tests.benchmarks.store_corpus import chain, made_up
 from tests.storage.conftest import bucket, proxy, s3_server  # noqa: F401
 from tests.storage.fault_proxy import FaultProxy
 
