@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -13,11 +13,12 @@ from pydantic import Field
 from puna.stages.contract import Documents, External, Model, SeededConfig, StageRun, stage
 from puna.stages.curate.learned.encoder import embedded
 from puna.stages.curate.learned.place import Place, place_of
-from puna.stages.curate.rows.removal import without, write_removed
-from puna.storage import Artifact, Part
-from puna.storage.work import write_array
+from puna.stages.curate.rows.removal import DECIDED, remove
+from puna.storage import Part
+from puna.storage.exchange import Exchange, Partition, partitions
 
-BLOCK = 4096
+JOB_ROWS, BLOCK_ROWS = 1 << 17, 1024
+"""Documents whose words, and whose vectors, one job counts or makes: sums of vectors must not depend on settings of the run."""
 
 
 class SemanticDedupConfig(SeededConfig):
@@ -33,14 +34,6 @@ class SemanticDedupConfig(SeededConfig):
     survivor: Literal["longest", "latest"] = Field("longest", description="Which of several duplicates is kept")
 
 
-class Vectors(NamedTuple):
-    """What one part was reduced to: unit vectors [D, dimensions] in a file, words and time of fetching of each document."""
-
-    file: str
-    words: NDArray[np.int64]
-    fetched: NDArray[np.int64]
-
-
 @stage(kind="documents", filters="documents")
 def semantic_dedup(
     documents: Documents, model: Model | None, encoder: External | None, config: SemanticDedupConfig, run: StageRun
@@ -53,45 +46,28 @@ def semantic_dedup(
     (Mu and Viswanath 2018). Documents are clustered by spherical k-means; inside a cluster they are taken in order of
     preference, and one goes when a kept one is similar enough. `duplicates` holds the pair and its cosine.
     """
-    parts = run.parts(documents, columns=["fetched_at", "text"])
-    projected = model is None and encoder is None
-    if projected:
+    if not documents.rows():
+        return
+    parts = list(enumerate(documents.parts(columns=["id", "fetched_at", "text"], rows=BLOCK_ROWS)))
+    common: NDArray[np.float64] | None = None
+    if model is None and encoder is None:
         method = f"cosine of TF-IDF vectors projected to {config.dimensions} dimensions"
-        made = _projected(documents, parts, config, run)
+        counts = run.exchange(_frequency, documents.parts(columns=["text"], rows=JOB_ROWS), config, by="all", partitions=1)
+        weights = run.exchange(_weights, counts.parts, documents.rows(), config, by="all", partitions=1).parts[0]
+        vectors = run.exchange(_projected, parts, weights, config, by="part", partitions=len(parts))
     else:
         method = "cosine of an encoder's mean hidden states"
         place = place_of("semantic_dedup", "encoder", model, encoder)
-        made = list(run.map(_encoded, list(enumerate(parts)), place, config, str(run.scratch), rows=len(parts)))
-    if not made:
-        return
-    vectors = np.concatenate([np.load(v.file, mmap_mode="r") for v in made])
-    words, fetched = np.concatenate([v.words for v in made]), np.concatenate([v.fetched for v in made])
-    compared = np.flatnonzero(words >= config.min_words)
-    if not projected:
-        vectors[compared] = _centred(vectors[compared])
-    clusters = _clusters(vectors[compared], config, run)
-    first, second = (fetched, words) if config.survivor == "latest" else (words, fetched)
-    order = np.lexsort((compared, -second[compared], -first[compared], clusters))
-    bounds = np.flatnonzero(np.diff(clusters[order], prepend=-1, append=-1))
-    found_pairs = [
-        pair
-        for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
-        for pair in _greedy(vectors, compared[order[a:b]], config.threshold)
-    ]
-    removed = _write(run, documents, found_pairs, method, config.threshold)
-    run.transform(without, documents, write_removed(run.scratch, removed))
-    run.metric("removed", len(removed))
-    run.metric("clusters", int(clusters.max() + 1) if len(clusters) else 0)
-
-
-def _projected(documents: Artifact, parts: list[Part], config: SemanticDedupConfig, run: StageRun) -> list[Vectors]:
-    """Projected TF-IDF vectors of all documents."""
-    frequency = np.zeros(config.buckets, np.int64)
-    for found in run.map(_frequency, parts, config, rows=len(parts)):
-        frequency += found
-    weights = np.log((1 + documents.rows()) / (1 + frequency))
-    np.save(Path(run.scratch) / "weights.npy", weights)
-    return list(run.map(_vectors, list(enumerate(parts)), config, str(run.scratch), rows=len(parts)))
+        vectors = run.exchange(_encoded, parts, place, config, by="part", partitions=len(parts))
+        if vectors.rows:
+            common = sum(run.map(_sum, vectors.filled)) / vectors.rows
+    centers = _centers(vectors, common, config, run)
+    size = partitions(vectors.rows * (8 * config.dimensions if common is None else 8 * len(common)))
+    clustered = run.exchange(_clustered, vectors.filled, common, centers, size, by="place", partitions=size)
+    found = remove(
+        run, documents, _decided, clustered.filled, config, method=method, rule="semantic_duplicate", threshold=config.threshold
+    )
+    run.metric("clusters", max(found, default=0))
 
 
 def _words(texts: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
@@ -102,60 +78,133 @@ def _words(texts: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.int64
     return shingle_hashes(normal_words(*bytes_of(texts), table()), 1)
 
 
-def _frequency(part: Part, config: SemanticDedupConfig) -> NDArray[np.int64]:
+def _frequency(part: Part, config: SemanticDedupConfig) -> pa.Table:
+    """In how many documents of a part each bucket of the vocabulary occurs, where it occurs."""
     from puna.stages.curate.text.projection import document_frequency
 
-    return document_frequency(*_words(part.read().column("text")), config.buckets)
+    frequency = np.zeros(config.buckets, np.int64)
+    for block in part.split(BLOCK_ROWS):
+        frequency += document_frequency(*_words(block.read()["text"]), config.buckets)
+    bucket = np.flatnonzero(frequency)
+    return pa.table({"all": np.zeros(len(bucket), np.int32), "bucket": bucket, "documents": frequency[bucket]})
 
 
-def _vectors(job: tuple[int, Part], config: SemanticDedupConfig, scratch: str) -> Vectors:
+def _weights(counts: Partition, documents: int, config: SemanticDedupConfig) -> pa.Table:
+    """The inverse document frequency of each bucket."""
+    frequency = np.zeros(config.buckets, np.int64)
+    for table in counts.tables():
+        frequency[table["bucket"].to_numpy()] += table["documents"].to_numpy()
+    return pa.table({"all": np.zeros(config.buckets, np.int32), "weight": np.log((1 + documents) / (1 + frequency))})
+
+
+@lru_cache(maxsize=1)
+def _weight(weights: Partition) -> NDArray[np.float64]:
+    return weights.read()["weight"].to_numpy()  # type: ignore[no-any-return]
+
+
+def _projected(job: tuple[int, Part], weights: Partition, config: SemanticDedupConfig) -> pa.Table:
+    """Projected TF-IDF vectors of the documents of a part that are long enough."""
     from puna.stages.curate.text.projection import project
 
-    number, part = job
-    table = part.read()
-    hashes, offsets = _words(table.column("text"))
-    file = Path(scratch) / f"vectors-{number:06d}.npy"
-    np.save(file, project(hashes, offsets, np.load(Path(scratch) / "weights.npy", mmap_mode="r"), config.dimensions))
-    return Vectors(str(file), np.diff(offsets), np.asarray(table.column("fetched_at").cast(pa.int64())))
+    table = job[1].read()
+    hashes, offsets = _words(table["text"])
+    found = project(hashes, offsets, _weight(weights), config.dimensions)
+    compared = np.flatnonzero(np.diff(offsets) >= config.min_words)
+    return _vectors(job[0], table.take(pa.array(compared)), np.diff(offsets)[compared], found[compared])
 
 
-def _encoded(job: tuple[int, Part], place: Place, config: SemanticDedupConfig, scratch: str) -> Vectors:
-    """In a worker: mean hidden states of the documents that are compared, zeros of the others; made once, should the run end early."""
-    number, part = job
-    table = part.read()
-    counts = np.diff(_words(table.column("text"))[1])
-    file = Path(scratch) / f"encoded-{number:06d}-{part.start}-{part.stop}.npy"
-    if not file.exists():
-        compared = np.flatnonzero(counts >= config.min_words)
-        found = embedded(table.column("text").take(pa.array(compared)).to_pylist(), place, config.max_tokens)
-        vectors = np.zeros((len(counts), found.shape[1]), np.float32)
-        vectors[compared] = found
-        write_array(file, vectors)
-    return Vectors(str(file), counts, np.asarray(table.column("fetched_at").cast(pa.int64())))
+def _encoded(job: tuple[int, Part], place: Place, config: SemanticDedupConfig) -> pa.Table:
+    """Mean hidden states of the documents of a part that are long enough."""
+    table = job[1].read()
+    counts = np.diff(_words(table["text"])[1])
+    compared = np.flatnonzero(counts >= config.min_words)
+    table = table.take(pa.array(compared))
+    return _vectors(job[0], table, counts[compared], embedded(table["text"].to_pylist(), place, config.max_tokens))
 
 
-def _centred(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Unit vectors [n, D] without what all have in common."""
-    rest = vectors - vectors.mean(axis=0, dtype=np.float64)
+def _vectors(number: int, table: pa.Table, words: NDArray[np.int64], vectors: NDArray[np.float32]) -> pa.Table:
+    """Documents with their vectors [n, D], number of words and time of fetching."""
+    values = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel(), pa.float32()), vectors.shape[1])
+    part = np.full(len(words), number, np.int32)
+    return pa.table({"part": part, "id": table["id"], "words": words, "fetched": table["fetched_at"].cast(pa.int64()), "vector": values})
+
+
+def _read(table: pa.Table, common: NDArray[np.float64] | None) -> NDArray[np.float32]:
+    """Unit vectors [n, D] of documents, without what all have in common."""
+    column = table["vector"].combine_chunks()
+    vectors = column.flatten().to_numpy().reshape(len(column), column.type.list_size)
+    if common is None:
+        return vectors  # type: ignore[no-any-return]
+    rest = vectors - common
     return np.asarray(rest / np.maximum(np.linalg.norm(rest, axis=1, keepdims=True), 1e-12), np.float32)
 
 
-def _clusters(vectors: NDArray[np.float32], config: SemanticDedupConfig, run: StageRun) -> NDArray[np.int64]:
-    """The cluster of each document, int64[D], by spherical k-means from documents drawn at random."""
-    count = max(1, len(vectors) // config.cluster_documents)
-    if count == 1:
-        return np.zeros(len(vectors), np.int64)
-    centers = vectors[np.sort(run.generator("centers").choice(len(vectors), count, replace=False))].astype(np.float32)
-    nearest = np.zeros(len(vectors), np.int64)
-    for step in range(config.iterations):
-        for at in range(0, len(vectors), BLOCK):
-            nearest[at : at + BLOCK] = np.argmax(vectors[at : at + BLOCK] @ centers.T, axis=1)
-        sums = np.zeros(centers.shape, np.float64)
-        np.add.at(sums, nearest, vectors)
+def _sum(vectors: Partition) -> NDArray[np.float64]:
+    return _read(vectors.read(), None).sum(axis=0, dtype=np.float64)  # type: ignore[no-any-return]
+
+
+def _centers(
+    vectors: Exchange, common: NDArray[np.float64] | None, config: SemanticDedupConfig, run: StageRun
+) -> NDArray[np.float32] | None:
+    """Centers [C, D] of clusters by spherical k-means from documents drawn at random; None: there is one cluster."""
+    count = vectors.rows // config.cluster_documents
+    if count <= 1:
+        return None
+    ends = np.cumsum(list(run.map(_size, vectors.filled)))
+    drawn = np.sort(run.generator("centers").choice(vectors.rows, count, replace=False))
+    part = np.searchsorted(ends, drawn, side="right")
+    begins = np.append(0, ends[:-1])
+    chosen = [(vectors.filled[n], drawn[part == n] - begins[n]) for n in np.unique(part).tolist()]
+    centers = np.concatenate(list(run.map(_drawn, chosen, common)))
+    for step in range(1, config.iterations):
+        sums = sum(run.map(_sums, vectors.filled, common, centers))
         norms = np.linalg.norm(sums, axis=1, keepdims=True)
         centers = np.where(norms > 0, sums / np.maximum(norms, 1e-12), centers).astype(np.float32)
-        run.progress(step + 1, config.iterations, "clusters")
-    return nearest
+        run.progress(step, config.iterations, "clusters")
+    return centers
+
+
+def _size(vectors: Partition) -> int:
+    return sum(table.num_rows for table in vectors.tables())
+
+
+def _drawn(job: tuple[Partition, NDArray[np.int64]], common: NDArray[np.float64] | None) -> NDArray[np.float32]:
+    return _read(job[0].read(), common)[job[1]]
+
+
+def _sums(vectors: Partition, common: NDArray[np.float64] | None, centers: NDArray[np.float32]) -> NDArray[np.float64]:
+    """The sums of the vectors of each cluster, float64[C, D]."""
+    own = _read(vectors.read(), common)
+    sums = np.zeros(centers.shape, np.float64)
+    np.add.at(sums, np.argmax(own @ centers.T, axis=1), own)
+    return sums
+
+
+def _clustered(vectors: Partition, common: NDArray[np.float64] | None, centers: NDArray[np.float32] | None, size: int) -> pa.Table:
+    """Documents by cluster, whole clusters in each of `size` partitions."""
+    table = vectors.read()
+    own = _read(table, common)
+    cluster = np.zeros(len(own), np.int64) if centers is None else np.argmax(own @ centers.T, axis=1)
+    place = cluster * size // (1 if centers is None else len(centers))
+    rows = _vectors(0, table.rename_columns({"fetched": "fetched_at"}), table["words"].to_numpy(), own)
+    return rows.append_column("cluster", pa.array(cluster)).append_column("place", pa.array(place.astype(np.int32)))
+
+
+def _decided(clusters: Partition, config: SemanticDedupConfig) -> tuple[pa.Table, int]:
+    """The documents of some whole clusters that go; and a number that is larger than the clusters'."""
+    table = clusters.read()
+    vectors = _read(table, None)
+    cluster, words, fetched = (table[name].to_numpy() for name in ("cluster", "words", "fetched"))
+    first, second = (fetched, words) if config.survivor == "latest" else (words, fetched)
+    order = np.lexsort((-second, -first, cluster))  # the id, in whose order rows come, decides last
+    bounds = np.flatnonzero(np.diff(cluster[order], prepend=-1, append=-1))
+    ids = table["id"].to_pylist()
+    found = []
+    for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        for gone, kept, cosine in _greedy(vectors, order[low:high], config.threshold):
+            # The last digits of a cosine depend on the machine's arithmetic.
+            found.append({"id": ids[gone], "kept_id": ids[kept], "similarity": round(cosine, 6), "detail": f"of {ids[kept]}"})
+    return pa.Table.from_pylist(found, schema=DECIDED), int(cluster.max(initial=-1)) + 1
 
 
 def _greedy(vectors: NDArray[np.float32], rows: NDArray[np.int64], threshold: float) -> list[tuple[int, int, float]]:
@@ -172,19 +221,3 @@ def _greedy(vectors: NDArray[np.float32], rows: NDArray[np.int64], threshold: fl
                 continue
         kept.append(place)
     return pairs
-
-
-def _write(run: StageRun, documents: Artifact, pairs: list[tuple[int, int, float]], method: str, threshold: float) -> list[str]:
-    """Write the evidence; returns the ids of the removed documents."""
-    ids = documents.read(columns=["id"]).column("id")
-    gone, kept = (ids.take(pa.array([pair[k] for pair in pairs], pa.int64())).to_pylist() for k in (0, 1))
-    duplicates: list[dict[str, Any]] = []
-    dropped: list[dict[str, Any]] = []
-    for identity, survivor, (_, _, cosine) in zip(gone, kept, pairs, strict=True):
-        value = round(cosine, 6)  # the last digits depend on the machine's arithmetic
-        duplicates.append({"id": identity, "kept_id": survivor, "cluster": survivor, "method": method, "similarity": value})
-        detail = f"of {survivor}"
-        dropped.append({"id": identity, "rule": "semantic_duplicate", "value": value, "threshold": threshold, "detail": detail})
-    run.write_rows(duplicates, "duplicates")
-    run.write_rows(dropped, "dropped")
-    return gone  # type: ignore[no-any-return]

@@ -193,7 +193,7 @@ SPECS = {
     "minhash_dedup": (minhash_dedup, MinhashDedupConfig(keep_index=True), lambda w: {"documents": w.old}),
     "minhash_update": (minhash_update, MinhashUpdateConfig(), lambda w: {"documents": w.new, "previous": [w.made["minhash_dedup"]]}),
     "line_dedup": (line_dedup, LineDedupConfig(bucket_documents=25, max_occurrences=3, min_documents=0), lambda w: {"documents": w.documents}),
-    "substring_dedup": (substring_dedup, SubstringDedupConfig(memory_windows=1 << 10), lambda w: {"documents": w.documents}),
+    "substring_dedup": (substring_dedup, SubstringDedupConfig(), lambda w: {"documents": w.documents}),
     "semantic_dedup": (
         semantic_dedup, SemanticDedupConfig(dimensions=128, buckets=65_536, cluster_documents=20), lambda w: {"documents": w.documents}
     ),
