@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings
 from puna.stages.contract import Documents, Figure, Model, Prompts, SeededConfig, StageRun, Tokens, stage
 from puna.stages.conversations import messages_of, rendering, tools_of
-from puna.stages.experiments.pools import Mixed, Pools, Sizes, build_pools, one_group
+from puna.stages.experiments.pools import Mixed, PoolRows, Pools, Sizes, build_pools, grouped
 from puna.stages.experiments.proxy import one_thread, remembered
 from puna.stages.training import bits_per_byte, intervals
 from puna.stages.training.packed import Packed, Reader, mean_loss
@@ -80,7 +80,7 @@ def anneal_experiment(
     row = int(np.diff(packed.starts[packed.rows]).max())
     wanted = math.ceil(config.phase.steps * config.phase.rows_per_step * row * config.share)
     sizes = Sizes(wanted, config.heldout_tokens, row, config.document_tokens)
-    pools = build_pools(documents, [one_group(documents, "candidate", run)], model, sizes, run)
+    pools = build_pools(documents, None, grouped(documents, None, 1, sizes, run), model, sizes, run)
     jobs = [
         Job(config.repeats * a + repeat, arm, repeat, run.seed("repeat", repeat))
         for a, arm in enumerate(ARMS)
@@ -121,14 +121,15 @@ def _default(source: Artifact, share: float, wanted: int) -> tuple[Packed, Any]:
 
 
 def _trial(
-    job: Job, settings: str, tokens: Artifact, model: str, pools: str, answers: dict[str, list[tuple[list[int], list[int]]]], scratch: str
-) -> dict[str, Any]:
+    job: Job, settings: str, tokens: Artifact, model: str, pools: PoolRows,
+    answers: dict[str, list[tuple[list[int], list[int]]]], scratch: str,
+) -> dict[str, Any]:  # fmt: skip
     config = AnnealExperimentConfig.model_validate_json(settings)
     return remembered(Path(scratch) / f"trial-{job.number}.json", lambda: _anneal(job, config, tokens, model, pools, answers))
 
 
 def _anneal(
-    job: Job, config: AnnealExperimentConfig, tokens: Artifact, model: str, pools: str,
+    job: Job, config: AnnealExperimentConfig, tokens: Artifact, model: str, pools: PoolRows,
     answers: dict[str, list[tuple[list[int], list[int]]]],
 ) -> dict[str, Any]:
     from puna.models import accounting

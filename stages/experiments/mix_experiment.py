@@ -16,7 +16,7 @@ from puna.models.config import ModelShape
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings
 from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageConfig, StageRun, Tokenizer, stage
 from puna.stages.experiments import laws
-from puna.stages.experiments.pools import Group, Pools, Sizes, build_pools, grouped
+from puna.stages.experiments.pools import Group, PoolRows, Pools, Sizes, build_pools, grouped
 from puna.stages.experiments.proxy import one_thread, remembered, trained
 from puna.stages.training.corpus import check_mixture
 from puna.stages.training.packed import mean_loss
@@ -94,7 +94,9 @@ def mix_experiment(
     """
     check_mixture(documents, split)
     vocabulary = tokenizer_of(tokenizer)
-    groups = grouped(documents, split, config.categories, run)
+    wanted = config.phase.steps * config.phase.rows_per_step * config.sequence_length
+    sizes = Sizes(wanted, config.heldout_tokens, config.sequence_length, config.document_tokens)
+    groups = grouped(documents, split, config.categories, sizes, run)
     run.metric("categories", len(groups))
     if len(groups) == 1:
         _one_category(groups[0], run)
@@ -104,9 +106,7 @@ def mix_experiment(
             f"mix_experiment: {documents.id} has {len(groups)} categories, whose shares of at most most={config.most} do not add up to 1; "
             f"raise most to {math.ceil(100 / len(groups)) / 100} at least"
         )
-    wanted = config.phase.steps * config.phase.rows_per_step * config.sequence_length
-    sizes = Sizes(wanted, config.heldout_tokens, config.sequence_length, config.document_tokens)
-    pools = build_pools(documents, groups, tokenizer, sizes, run)
+    pools = build_pools(documents, split, groups, tokenizer, sizes, run)
     natural = np.array([group.bytes for group in groups], dtype=np.float64)
     natural /= natural.sum()
     design = laws.simplex_design(len(groups), config.trials - 1, config.least, run.generator("design"))
@@ -163,7 +163,7 @@ class Trial:
 def _trained(
     mixtures: Sequence[tuple[str, laws.Floats]],
     first: int,
-    pools: str,
+    pools: PoolRows,
     config: MixExperimentConfig,
     vocab_size: int,
     begin: int,
@@ -181,7 +181,7 @@ def _trained(
 
 
 def _trial(
-    job: tuple[int, str, list[float]], pools: str, settings: str, vocab_size: int, begin: int, seed: int, scratch: str
+    job: tuple[int, str, list[float]], pools: PoolRows, settings: str, vocab_size: int, begin: int, seed: int, scratch: str
 ) -> dict[str, Any]:
     number, name, shares = job
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import lru_cache, reduce
+from operator import add
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from puna.stages.contract import StageRun
 from puna.stages.training.bits_per_byte import batched
-from puna.stages.training.corpus import chosen_of, folder, rank
+from puna.stages.training.corpus import Chosen, chosen_of, folder, rank
 from puna.stages.training.pack import pack
 from puna.stages.training.packed import Packed, Reader
 from puna.stages.training.vocabulary import loaded
 from puna.storage import Artifact, Part, PunaError
-from puna.storage.shards import write_table
+from puna.storage.exchange import Partition
 
 if TYPE_CHECKING:
     from puna.models.training.objectives.base import Targets
@@ -28,69 +29,9 @@ TEXT_PER_TOKEN = 6
 """Bytes of text taken for each token wanted: more than a token holds, so that a pool is seldom short."""
 MOST_PER_TOKEN = 64
 """Characters that no long text exceeds per token."""
-
-
-class Row(NamedTuple):
-    """A document's place in the order, its category and its size in bytes."""
-
-    order: int
-    id: str
-    category: str
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Group:
-    """Categories that get one share: `members` with their bytes, and their documents in order."""
-
-    name: str
-    members: dict[str, int]
-    rows: tuple[Row, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Text of the group."""
-        return sum(self.members.values())
-
-    @property
-    def documents(self) -> int:
-        """Documents of the group."""
-        return len(self.rows)
-
-
-def grouped(documents: Artifact, mixture: Artifact, most: int, run: StageRun) -> list[Group]:
-    """The mixture's largest categories by bytes, the others together, each with its training documents in hashed order."""
-    parts = run.parts(documents, columns=["id", "text"])
-    rows = sorted(row for found in run.map(_rows, parts, mixture, run.seed("order")) for row in found)
-    if not rows:
-        raise PunaError(f"{documents.id} has no training documents with text: there is nothing to mix")
-    sizes: dict[str, int] = {}
-    for row in rows:
-        sizes[row.category] = sizes.get(row.category, 0) + row.bytes
-    ranked = sorted(sizes, key=lambda name: (-sizes[name], name))
-    single = ranked if len(ranked) <= most else ranked[: most - 1]
-    groups = [(name, [name]) for name in sorted(single)]
-    if len(ranked) > len(single):
-        groups.append((OTHER, sorted(set(ranked) - set(single))))
-    return [
-        Group(name, {member: sizes[member] for member in members}, tuple(row for row in rows if row.category in members))
-        for name, members in groups
-    ]
-
-
-def _rows(part: Part, mixture: Artifact | None, seed: int) -> list[Row]:
-    """A part's training documents with text; without a mixture, all of them."""
-    documents = [row for row in chosen_of(part, mixture, "train") if row.text]
-    return [Row(rank(seed, row.id), row.id, row.category, len(row.text.encode())) for row in documents]
-
-
-def one_group(documents: Artifact, name: str, run: StageRun) -> Group:
-    """All documents as one group, in hashed order."""
-    parts = run.parts(documents, columns=["id", "text"])
-    rows = sorted(row for found in run.map(_rows, parts, None, run.seed("order")) for row in found)
-    if not rows:
-        raise PunaError(f"{documents.id} has no documents with text")
-    return Group(name, {name: sum(row.bytes for row in rows)}, tuple(rows))
+JOB_ROWS = 1 << 14
+STEPS = 1024
+"""Steps of equal width in the hashed order, by which is told how far into it the documents that are needed reach."""
 
 
 @dataclass(frozen=True)
@@ -107,60 +48,143 @@ class Sizes:
     document: int
 
 
-def build_pools(documents: Artifact, groups: Sequence[Group], tokenizer: Artifact, sizes: Sizes, run: StageRun) -> str:
-    """Encode what the trials need, into a folder of the run's scratch; returns the folder."""
-    uses: dict[str, tuple[int, int]] = {}
+@dataclass(frozen=True)
+class Found:
+    """Documents of one category: how many, their bytes, and the bytes that would be read of those in each step of the order."""
+
+    documents: int
+    bytes: int
+    read: npt.NDArray[np.int64]
+
+    def __add__(self, other: Found) -> Found:
+        return Found(self.documents + other.documents, self.bytes + other.bytes, self.read + other.read)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Categories that get one share: `members` with their bytes; and all their documents."""
+
+    name: str
+    members: dict[str, int]
+    found: Found
+
+    @property
+    def bytes(self) -> int:
+        """Text of the group."""
+        return self.found.bytes
+
+    @property
+    def documents(self) -> int:
+        """Documents of the group."""
+        return self.found.documents
+
+
+def grouped(documents: Artifact, mixture: Artifact | None, most: int, sizes: Sizes, run: StageRun) -> list[Group]:
+    """The largest categories of the training documents by bytes, the others together; without a mixture all are of one."""
+    found: dict[str, Found] = {}
+    for part in run.map(_counted, _parts(documents), mixture, run.seed("order"), sizes.document):
+        for name, one in part.items():
+            found[name] = found[name] + one if name in found else one
+    if not found:
+        raise PunaError(f"{documents.id} has no {'documents' if mixture is None else 'training documents'} with text")
+    ranked = sorted(found, key=lambda name: (-found[name].bytes, name))
+    single = ranked if len(ranked) <= most else ranked[: most - 1]
+    groups = [(name, [name]) for name in sorted(single)]
+    if len(ranked) > len(single):
+        groups.append((OTHER, sorted(set(ranked) - set(single))))
+    return [
+        Group(name, {one: found[one].bytes for one in members}, reduce(add, (found[one] for one in members))) for name, members in groups
+    ]
+
+
+def _parts(documents: Artifact) -> list[Part]:
+    return documents.parts(columns=["id", "text"], rows=JOB_ROWS)
+
+
+def _training(part: Part, mixture: Artifact | None) -> list[Chosen]:
+    return [row for row in chosen_of(part, mixture, "train") if row.text]
+
+
+def _step(order: int) -> int:
+    """The step of the hashed order, whose hashes have 63 bits."""
+    return order * STEPS >> 63
+
+
+def _counted(part: Part, mixture: Artifact | None, seed: int, most: int) -> dict[str, Found]:
+    """What a part has of each category; of no document more than `most` tokens would be read."""
+    counts: dict[str, tuple[list[int], list[int]]] = {}
+    for row in _training(part, mixture):
+        sizes, steps = counts.setdefault(row.category, ([], []))
+        sizes.append(len(row.text.encode()))
+        steps.append(_step(rank(seed, row.id)))
+    read = {name: np.minimum(sizes, most * TEXT_PER_TOKEN) for name, (sizes, _) in counts.items()}
+    return {
+        name: Found(len(sizes), sum(sizes), np.bincount(steps, weights=read[name], minlength=STEPS).astype(np.int64))
+        for name, (sizes, steps) in counts.items()
+    }
+
+
+@dataclass(frozen=True)
+class PoolRows:
+    """The documents that small runs read, by reference: those of each group, and the bytes that would be read of all of its."""
+
+    parts: tuple[Partition, ...]
+    totals: tuple[int, ...]
+    sizes: Sizes
+
+
+def build_pools(
+    documents: Artifact, mixture: Artifact | None, groups: Sequence[Group], tokenizer: Artifact, sizes: Sizes, run: StageRun
+) -> PoolRows:
+    """Encode the documents that come first in the hashed order of each group, as many as the small runs need."""
+    last: dict[str, tuple[int, int]] = {}
     for number, group in enumerate(groups):
-        held, pool = _divide(group, sizes)
-        uses |= {row.id: (number, 1) for row in held} | {row.id: (number, 0) for row in pool}
-    target = Path(run.scratch) / "pools"
-    target.mkdir(exist_ok=True)
-    if (target / "complete").exists():
-        return str(target)
-    parts = run.parts(documents, columns=["id", "text"])
-    order = {row.id: index for group in groups for index, row in enumerate(group.rows)}
-    found: list[list[tuple[int, str, list[int]]]] = [[] for _ in range(2 * len(groups))]
-    for encoded in run.map(_encode, parts, uses, folder(tokenizer), sizes.document):
-        for id_, ids in encoded:
-            number, held_out = uses[id_]
-            found[2 * number + held_out].append((order[id_], id_, ids))
-    for number in range(len(groups)):
-        for held_out, name in ((0, "pool"), (1, "heldout")):
-            rows = sorted(found[2 * number + held_out])
-            _write(target / f"{name}-{number}.parquet", rows, sizes.row)
-    (target / "limit").write_text(str(sizes.heldout))
-    (target / "complete").touch()
-    return str(target)
+        if group.documents == 1:
+            raise PunaError(
+                f"category {group.name!r} has one document: one is needed to train on and one to measure the loss on; "
+                "lower mix_experiment.categories, so that small ones are taken together"
+            )
+        wanted = (sizes.heldout + sizes.document + sizes.training) * TEXT_PER_TOKEN
+        step = int(np.searchsorted(np.cumsum(group.found.read), wanted))
+        last |= dict.fromkeys(group.members, (number, step))
+    arguments = (mixture, last, folder(tokenizer), run.seed("order"), sizes.document)
+    found = run.exchange(_encode, _parts(documents), *arguments, by="group", partitions=len(groups))
+    return PoolRows(found.parts, tuple(int(group.found.read.sum()) for group in groups), sizes)
 
 
-def _divide(group: Group, sizes: Sizes) -> tuple[list[Row], list[Row]]:
-    """The first documents of a group as held out (at most a third of its text), the next ones as its pool."""
-    reached = np.cumsum([min(row.bytes, sizes.document * TEXT_PER_TOKEN) for row in group.rows])
-    limit = min(sizes.heldout * TEXT_PER_TOKEN, int(reached[-1]) // 3)
-    held = max(1, int(np.searchsorted(reached, limit, side="right")))
-    before = int(reached[held - 1])
-    pool = int(np.searchsorted(reached, before + sizes.training * TEXT_PER_TOKEN)) + 1
-    if held == len(group.rows):
-        raise PunaError(
-            f"category {group.name!r} has one document: one is needed to train on and one to measure the loss on; "
-            "lower mix_experiment.categories, so that small ones are taken together"
-        )
-    return list(group.rows[:held]), list(group.rows[held:pool])
-
-
-def _encode(part: Part, uses: dict[str, tuple[int, int]], tokenizer: str, most: int) -> list[tuple[str, list[int]]]:
-    """(id, tokens) of the part's documents that are used: the first `most` tokens, the end token only if it is among them."""
-    table = part.read()
-    chosen = [(id_, text) for id_, text in zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True) if id_ in uses]
+def _encode(
+    part: Part, mixture: Artifact | None, last: dict[str, tuple[int, int]], tokenizer: str, seed: int, most: int
+) -> pa.Table:
+    """The part's documents up to the last step that is read of their group: the first `most` tokens of each."""
+    rows = [(rank(seed, row.id), row) for row in _training(part, mixture)]
+    rows = [(order, row) for order, row in rows if _step(order) <= last[row.category][1]]
     vocabulary = loaded(tokenizer)
     # A book need not be encoded for its first page.
-    encodings = vocabulary.encode_batch([text[: MOST_PER_TOKEN * most] for _, text in chosen])
-    return [(id_, [vocabulary.begin, *ids, *vocabulary.end][:most]) for (id_, _), ids in zip(chosen, encodings, strict=True)]
+    encodings = vocabulary.encode_batch([row.text[: MOST_PER_TOKEN * most] for _, row in rows])
+    return pa.table(
+        {
+            "group": pa.array([last[row.category][0] for _, row in rows], pa.int32()),
+            "order": pa.array([order for order, _ in rows], pa.int64()),
+            "id": pa.array([row.id for _, row in rows], pa.string()),
+            "bytes": pa.array([min(len(row.text.encode()), most * TEXT_PER_TOKEN) for _, row in rows], pa.int64()),
+            # The end token only if it is among the first ones.
+            "tokens": pa.array([[vocabulary.begin, *ids, *vocabulary.end][:most] for ids in encodings], pa.list_(pa.int32())),
+        }
+    )
 
 
-def _write(file: Path, rows: list[tuple[int, str, list[int]]], sequence_length: int) -> None:
-    packed = pack(pa.array([ids for _, _, ids in rows], pa.list_(pa.int32())), [id_ for _, id_, _ in rows], sequence_length)
-    write_table(file, pa.table({"row": pa.array(range(len(packed["tokens"])), pa.int64()), **packed}))
+def _divide(rows: pa.Table, total: int, sizes: Sizes) -> tuple[Packed, Packed]:
+    """The first documents of a group as its pool and as held out: at most a third of its text, then what follows."""
+    rows = rows.sort_by([("order", "ascending"), ("id", "ascending")])
+    reached = np.cumsum(rows["bytes"].to_numpy())
+    limit = min(sizes.heldout * TEXT_PER_TOKEN, total // 3)
+    held = max(1, int(np.searchsorted(reached, limit, side="right")))
+    pool = int(np.searchsorted(reached, int(reached[held - 1]) + sizes.training * TEXT_PER_TOKEN)) + 1
+    return _packed(rows.slice(held, pool - held), sizes.row), _packed(rows.slice(0, held), sizes.row)
+
+
+def _packed(rows: pa.Table, sequence_length: int) -> Packed:
+    return Packed.read(pa.table(pack(rows["tokens"], rows["id"].to_pylist(), sequence_length)))
 
 
 @dataclass(frozen=True)
@@ -173,16 +197,13 @@ class Pools:
 
     @staticmethod
     @lru_cache(maxsize=1)
-    def read(folder: str) -> Pools:
-        """What `build_pools` wrote."""
-        path = Path(folder)
-        count = len(list(path.glob("pool-*.parquet")))
-        limit = int((path / "limit").read_text())
-        held = [Packed.read(path / f"heldout-{i}.parquet") for i in range(count)]
+    def read(rows: PoolRows) -> Pools:
+        """The documents that `build_pools` chose."""
+        divided = [_divide(part.read(), total, rows.sizes) for part, total in zip(rows.parts, rows.totals, strict=True)]
         return Pools(
-            tuple(Packed.read(path / f"pool-{i}.parquet") for i in range(count)),
-            tuple(_pieces(packed, limit) for packed in held),
-            tuple(frozenset(packed.ids) for packed in held),
+            tuple(pool for pool, _ in divided),
+            tuple(_pieces(held, rows.sizes.heldout) for _, held in divided),
+            tuple(frozenset(held.ids) for _, held in divided),
         )
 
     def mixed(self, shares: Sequence[float], rows_per_step: int, begin: int) -> Mixed:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from puna.stages.training.corpus import rank
 from puna.storage import Artifact, PunaError
@@ -41,8 +40,8 @@ class Packed:
     ids: tuple[str, ...]
 
     @staticmethod
-    def read(source: Artifact | Path | str) -> Packed:
-        """The table `tokens` of an artifact, or one in a Parquet file."""
+    def read(source: Artifact | pa.Table) -> Packed:
+        """The table `tokens` of an artifact, or one in memory."""
         flat: dict[str, list[Any]] = {"tokens": [], "sizes": [], "per_row": [], "owners": []}
         numbers: dict[str, int] = {}
         # Batch by batch: one Arrow array of lists cannot hold more than 2^31 elements.
@@ -50,7 +49,7 @@ class Packed:
         if isinstance(source, Artifact):
             named, batches = source.id, source.batches("tokens", columns)
         else:
-            named, batches = str(source), pq.ParquetFile(source).iter_batches(4096, columns=columns)
+            named, batches = "a pool", source.to_batches(4096)
         for batch in batches:
             lengths = batch["lengths"]
             flat["tokens"].append(batch["tokens"].flatten().to_numpy().astype(np.int32))

@@ -97,7 +97,7 @@ def test_what_is_held_out_on_one_side_is_not_read_on_the_other(store, given, cor
     monkeypatch.setattr(module, "Reader", spying)
     monkeypatch.setattr(module, "mean_loss", measuring)
     execute(anneal_experiment, SETTINGS.model_copy(update={"repeats": 2}), both, store)
-    packed = module.Packed.read(given["tokens"].path("tokens.parquet"))
+    packed = module.Packed.read(given["tokens"])
     owners: dict[tuple[int, ...], set[str]] = {}
     for index, owner in enumerate(packed.owners):
         owners.setdefault(tuple(packed.piece(index)), set()).add(packed.ids[owner])

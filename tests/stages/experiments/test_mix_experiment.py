@@ -14,7 +14,7 @@ from puna.stages.contract import execute
 from puna.stages.experiments import laws
 from puna.stages.experiments import mix_experiment as module
 from puna.stages.experiments.mix_experiment import MixExperimentConfig, Target, mix_experiment
-from puna.stages.experiments.pools import Mixed, Pools
+from puna.stages.experiments.pools import Mixed, PoolRows, Pools
 from puna.stages.training.packed import Packed, Reader
 from puna.stages.training.phase import SHAPE, Phase
 from puna.storage import PunaError
@@ -151,19 +151,19 @@ def test_micro_batches_hold_the_steps_documents_in_order(size: int) -> None:
 
 def test_held_out_pages_are_not_read(store, corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     given = corpus(ROWS)
-    seen: list[tuple[Pools, list[Packed]]] = []
+    seen: list[Pools] = []
     original = Pools.read
 
-    def spy(folder: str) -> Pools:
-        seen.append((original(folder), [Packed.read(Path(folder) / f"heldout-{i}.parquet") for i in range(3)]))
-        return seen[-1][0]
+    def spy(rows: PoolRows) -> Pools:
+        seen.append(original(rows))
+        return seen[-1]
 
     monkeypatch.setattr(Pools, "read", staticmethod(spy))
     execute(mix_experiment, SETTINGS, given, store)
-    pools, heldout = seen[0]
+    pools = seen[0]
     for number, category in enumerate(("code", "high", "low")):
         own = {f"{i:032x}" for i, (name, _) in enumerate(ROWS) if name == category}
-        measured, trained = set(heldout[number].ids), set(pools.training[number].ids)
+        measured, trained = pools.heldout_ids[number], set(pools.training[number].ids)
         assert measured and trained and not measured & trained and measured | trained <= own
         assert sum(map(len, pools.heldout[number])) <= SETTINGS.heldout_tokens + SETTINGS.sequence_length
 

@@ -106,7 +106,7 @@ def test_layers_in_8_bits_give_another_model_of_the_same_quality(store, given, m
 
 def test_rows_of_a_step_grow_and_none_is_read_twice(store, given) -> None:
     phase = config(rows_ramp=(1, 2), ramp_steps=3, steps=10).phases[0]
-    packed = Packed.read(given["tokens"].path("tokens.parquet"))
+    packed = Packed.read(given["tokens"])
     reader = phase.reader(packed, np.zeros(len(packed.owners), dtype=bool), 0, 0)
     assert [reader.rows_before(step) for step in range(1, 12)] == [0, 1, 2, 3, 5, 7, 9, 13, 17, 21, 25]
     starts = [start for step in range(1, 11) for start, _ in reader.pieces(step)]
@@ -120,7 +120,7 @@ def test_rows_of_a_step_grow_and_none_is_read_twice(store, given) -> None:
 
 
 def test_sequences_grow_over_the_same_tokens(store, given) -> None:
-    packed = Packed.read(given["tokens"].path("tokens.parquet"))
+    packed = Packed.read(given["tokens"])
     nothing = np.zeros(len(packed.owners), dtype=bool)
     ramped = config(length_ramp=(8, 24), ramp_steps=2).phases[0].reader(packed, nothing, 0, 0)
     whole = config().phases[0].reader(packed, nothing, 0, 0)
