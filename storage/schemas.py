@@ -164,6 +164,13 @@ TABLES: dict[str, TableSchema] = {
             key=("id", "line"),
         ),
         _table(
+            "c4_lines", ID,
+            column("line", pa.int32(), "number of the line in the document", "from 0"),
+            column("words", pa.int32(), "words of the line between white space", "words"),
+            column("final_punctuation", pa.bool_(), "whether the line ends in . ? ! or the double quote"),
+            key=("id", "line"),
+        ),
+        _table(
             "mixture", ID,
             column("category", pa.string(), "knowledge type"),
             SPLIT,

@@ -35,7 +35,8 @@ CALIBRATED = ("token_kl_excess", "ngram_coverage", "dirty_word_ratio", "words", 
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 declare_signal("token_kl", float, "nats", "Kullback-Leibler divergence of the document's words from the corpus's", optional=True)
 declare_signal("token_kl_excess", float, "nats", "token_kl less what a random sample of the corpus of the same length shows", optional=True)
-LINE_SCHEMA = pa.schema([("id", pa.string()), ("line", pa.int32()), ("words", pa.int32()), ("ngram_coverage", pa.float64())])
+# How a line ends that C4 keeps.
+FINAL_PUNCTUATION = (".", "?", "!", '"')
 
 
 class HeuristicsConfig(SeededConfig):
@@ -48,6 +49,7 @@ class HeuristicsConfig(SeededConfig):
     )
     coverage_n: int = Field(5, ge=2, le=20, description="Length of the n-grams of ngram_coverage, words")
     line_coverage: float = Field(0.5, ge=0, le=1, description="Lines covered at least so much get a row in line_signals, fraction of words")
+    c4_lines: bool = Field(False, description="Write the table c4_lines, a row for each line: what C4's rules on lines read")
     min_language_words: int = Field(
         50_000, ge=1, description="A language with fewer words is not compared with itself: token_kl is null, words"
     )
@@ -104,14 +106,16 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
     calibration: dict[str, list[NDArray[np.float64]]] = {name: [] for name in CALIBRATED}
     for done, (table, lines) in enumerate(run.map(_diverge_part, files, expected), 1):
         run.write(table)
-        run.write(lines, "line_signals")
+        for name, of_lines in lines.items():
+            run.write(of_lines, name)
         for name in CALIBRATED:
             calibration[name].append(np.array(table[name].drop_null(), np.float64))
         run.progress(len(parts) + done, 2 * len(parts), "divergence")
     if not parts:
         empty = {"id": pa.array([], pa.string())}
         run.write(pa.table({**empty, **{name: pa.array([], pa.float64()) for name in CALIBRATED}}))
-        run.write(LINE_SCHEMA.empty_table(), "line_signals")
+        for name in ("line_signals", *["c4_lines"] * config.c4_lines):
+            run.write_rows([], name)
     failures.report(run)
     _report(run, calibration, {name: tallies[name].words for name in tallies}, expected)
 
@@ -153,6 +157,8 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
         found = measure(documents["text"], config.words, config.coverage_n, config.line_coverage)
         check_against_definitions(found, documents["text"], config.words)
         table = _table(documents["id"], languages, names(config.words), found)
+        if config.c4_lines:
+            table = _with_c4_lines(table, documents["text"])
         table = with_own(table, documents, own)
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
@@ -176,6 +182,15 @@ def _table(ids: pa.ChunkedArray, languages: list[str], measured: tuple[str, ...]
     return pa.table(columns)
 
 
+def _with_c4_lines(table: pa.Table, texts: pa.ChunkedArray) -> pa.Table:
+    """`table` with lists of what C4's rules ask of each line: how it ends, and its words between white space."""
+    lines = [text.split("\n") for text in texts.to_pylist()]
+    ends = [[line.rstrip().endswith(FINAL_PUNCTUATION) for line in own] for own in lines]
+    words = [[len(line.split()) for line in own] for own in lines]
+    table = table.append_column("_c4_ends", pa.array(ends, pa.list_(pa.bool_())))
+    return table.append_column("_c4_words", pa.array(words, pa.list_(pa.int32())))
+
+
 def _read(file: str | Path) -> pa.Table:
     with pa.memory_map(str(file)) as source:
         return pa.ipc.open_file(source).read_all()
@@ -184,7 +199,7 @@ def _read(file: str | Path) -> pa.Table:
 def _language_counts(table: pa.Table) -> dict[str, tuple[NDArray[np.uint32], NDArray[np.int64]]]:
     """Bins of the words of each language, and how often each occurs."""
     names = np.array(table["_language"].to_pylist(), dtype="U")
-    lengths = np.asarray(table["_bins"].combine_chunks().value_lengths())
+    lengths = _lengths(table["_bins"])
     bins, counts = _flat(table["_bins"]), _flat(table["_counts"])
     found = {}
     for name in sorted(set(names.tolist())):
@@ -199,11 +214,20 @@ def _flat(column: pa.ChunkedArray) -> NDArray[Any]:
     return np.asarray(column.combine_chunks().flatten())
 
 
-def _diverge_part(file: str, expected: dict[str, tuple[str, NDArray[np.float64]]]) -> tuple[pa.Table, pa.Table]:
-    """Add the divergence to a measured part; returns the rows of `signals` and of `line_signals`."""
+def _lengths(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    return np.asarray(column.combine_chunks().value_lengths(), np.int64)
+
+
+def _of_lines(table: pa.Table, column: str) -> pa.ChunkedArray:
+    """The document's id for each item of a column of lists."""
+    return table["id"].take(pa.array(np.repeat(np.arange(table.num_rows), _lengths(table[column]))))
+
+
+def _diverge_part(file: str, expected: dict[str, tuple[str, NDArray[np.float64]]]) -> tuple[pa.Table, dict[str, pa.Table]]:
+    """Add the divergence to a measured part; returns the rows of `signals` and of the tables of lines."""
     table = _read(file)
     names = np.array(table["_language"].to_pylist(), dtype="U")
-    offsets = np.r_[0, np.cumsum(np.asarray(table["_bins"].combine_chunks().value_lengths()))]
+    offsets = np.r_[0, np.cumsum(_lengths(table["_bins"]))]
     bins, counts = _flat(table["_bins"]), _flat(table["_counts"])
     both = np.full((2, table.num_rows), np.nan)
     for name, (path, levels) in expected.items():
@@ -214,15 +238,13 @@ def _diverge_part(file: str, expected: dict[str, tuple[str, NDArray[np.float64]]
         both[1, rows] = both[0, rows] - expected_at(words[rows], levels)
     # Six digits: logarithms differ in their last bits from one processor to another.
     divergences, excesses = (pa.array(np.round(values, 6), pa.float64(), from_pandas=True) for values in both)
-    lengths = np.asarray(table["_line"].combine_chunks().value_lengths())
     words = _flat(table["_line_words"])
-    lines = pa.table(
-        {
-            "id": table["id"].take(pa.array(np.repeat(np.arange(table.num_rows), lengths))),
-            "line": _flat(table["_line"]),
-            "words": words,
-            "ngram_coverage": _flat(table["_line_covered"]) / np.maximum(words, 1),
-        }
-    )
+    coverage = _flat(table["_line_covered"]) / np.maximum(words, 1)
+    ids, line = _of_lines(table, "_line"), _flat(table["_line"])
+    lines = {"line_signals": pa.table({"id": ids, "line": line, "words": words, "ngram_coverage": coverage})}
+    if "_c4_words" in table.column_names:
+        numbers = np.concatenate([np.zeros(0, np.int32), *map(np.arange, _lengths(table["_c4_words"]))]).astype(np.int32)
+        columns = {"words": _flat(table["_c4_words"]), "final_punctuation": table["_c4_ends"].combine_chunks().flatten()}
+        lines["c4_lines"] = pa.table({"id": _of_lines(table, "_c4_words"), "line": numbers, **columns})
     signals = table.drop_columns([name for name in table.column_names if name.startswith("_")])
     return signals.append_column("token_kl", divergences).append_column("token_kl_excess", excesses), lines

@@ -34,9 +34,13 @@ from puna.stages.curate.rules.groups import (
 )
 from puna.stages.curate.rules.sets import RuleSet, filled
 from puna.storage import Artifact, PunaError
+from puna.storage.schemas import table_schema
 
-# How a line ends that C4 keeps.
-FINAL_PUNCTUATION = (".", "?", "!", '"')
+LINE_TABLES = {
+    "line_signals": ("lines.max_ngram_coverage", "give the signals of one heuristics stage"),
+    "c4_lines": ("lines.final_punctuation or min_line_words", "give the signals of one heuristics stage with c4_lines=true"),
+}
+"""Table of lines → the rules that read it, and where it comes from."""
 
 
 class SelectConfig(StageConfig):
@@ -138,10 +142,11 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     needed: dict[str, list[str]] = {}
     for name in dict.fromkeys(signal for rule in rules for signal in rule.signals):
         needed.setdefault(carried[name], []).append(name)
-    sources = [(artifact, needed[artifact.id]) for artifact in signals if artifact.id in needed]
-    lines = _line_signals(signals) if config.lines and config.lines.max_ngram_coverage is not None else None
+    sources = [artifact for artifact in signals if artifact.id in needed]
+    beside = [artifact.beside(["id", *needed[artifact.id]]) for artifact in sources]
+    lines = [artifact and artifact.beside(table=name) for name, artifact in _line_tables(signals, config.lines).items()]
     run.metric("rules", len(rules))
-    run.transform(_select, documents, rules, sources, lines, config.lines)
+    run.transform(_select, documents, rules, config.lines, *lines, [_named(artifact) for artifact in sources], *beside)
 
 
 def _types(signals: list[Artifact]) -> dict[str, pa.DataType | None]:
@@ -166,44 +171,62 @@ def signals_of(artifact: Artifact, ids: pa.ChunkedArray, columns: list[str]) -> 
     """Columns of the signals of the documents `ids`, in their order; PunaError where a document has none."""
     if len(ids) == 0:
         return artifact.read(columns=columns).slice(0, 0)
-    found = artifact.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", *columns])
-    where = pc.index_in(ids, found["id"].combine_chunks())
+    return _aligned(artifact.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", *columns]), ids, _named(artifact)).select(columns)
+
+
+def _named(artifact: Artifact) -> str:
+    return f"{artifact.id} ({artifact.manifest.stage})"
+
+
+def _aligned(signals: pa.Table, ids: pa.ChunkedArray, name: str) -> pa.Table:
+    """The signals of the documents `ids`, in their order; PunaError where a document has none."""
+    where = pc.index_in(ids, signals["id"].combine_chunks())
     if where.null_count:
         missing = ids.filter(pc.is_null(where))[0].as_py()
-        raise PunaError(
-            f"document {missing} has no signals in {artifact.id} ({artifact.manifest.stage}); score the documents that are selected from"
-        )
-    return found.select(columns).take(where)
+        raise PunaError(f"document {missing} has no signals in {name}; score the documents that are selected from")
+    return signals.take(where)
 
 
-def _line_signals(signals: list[Artifact]) -> Artifact:
-    carrying = [artifact for artifact in signals if "line_signals" in artifact.tables]
-    if len(carrying) != 1:
-        raise PunaError(
-            f"lines.max_ngram_coverage reads the table 'line_signals', which {len(carrying)} inputs carry; "
-            "give the signals of one heuristics stage, or set lines=null"
-        )
-    return carrying[0]
+def _line_tables(signals: list[Artifact], rules: LineRules | None) -> dict[str, Artifact | None]:
+    """The tables of lines that rules on lines read → the signals that carry them; None: no rule reads it."""
+    found: dict[str, Artifact | None] = dict.fromkeys(LINE_TABLES)
+    for name in _lines_read(rules):
+        carrying = [artifact for artifact in signals if name in artifact.tables]
+        if len(carrying) != 1:
+            rule, off = LINE_TABLES[name]
+            raise PunaError(f"{rule} reads the table {name!r}, which {len(carrying)} inputs carry; {off}, or set lines=null")
+        found[name] = carrying[0]
+    return found
+
+
+def _lines_read(rules: LineRules | None) -> list[str]:
+    """The tables of lines that the rules read."""
+    if rules is None:
+        return []
+    asked = (rules.max_ngram_coverage is not None, rules.final_punctuation or rules.min_line_words > 0)
+    return [name for name, read in zip(LINE_TABLES, asked, strict=True) if read]
 
 
 def _select(
     documents: pa.Table,
     rules: list[Rule | SqlRule],
-    sources: list[tuple[Artifact, list[str]]],
-    lines: Artifact | None,
     line_rules: LineRules | None,
+    covered: pa.Table | None,
+    c4: pa.Table | None,
+    named: list[str],
+    *signals: pa.Table,
 ) -> dict[str, pa.Table]:
     """One part: the kept documents, the dropped ones' rules, the removed lines."""
     table = documents.select(["id", "source"])
-    for artifact, columns in sources:
-        found = signals_of(artifact, documents["id"], columns)
-        for name in columns:
-            table = table.append_column(name, found[name])
+    for name, of in zip(named, signals, strict=True):
+        found = _aligned(of, documents["id"], name)
+        for column in found.column_names[1:]:
+            table = table.append_column(column, found[column])
     dropped = decide(table, rules)
     kept = documents.filter(pc.invert(pc.is_in(documents["id"], dropped["id"].combine_chunks())))
     made = {"documents": kept, "dropped": dropped}
     if line_rules is not None:
-        shorter, made["removed_lines"] = remove_lines(kept, lines, line_rules)
+        shorter, made["removed_lines"] = remove_lines(kept, _lines_that_go(covered, c4, line_rules), line_rules)
         left = pc.or_(pc.not_equal(shorter["text"], ""), pc.equal(kept["text"], ""))
         made["documents"] = shorter.filter(left)
         gone = _nothing_left(shorter.filter(pc.invert(left))["id"], dropped.schema)
@@ -217,48 +240,37 @@ def _nothing_left(ids: pa.ChunkedArray, schema: pa.Schema) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=schema)
 
 
-def remove_lines(documents: pa.Table, lines: Artifact | None, rules: LineRules) -> tuple[pa.Table, pa.Table]:
-    """Documents without the lines that the rules remove, and the rows of `removed_lines`.
+def _lines_that_go(covered: pa.Table | None, c4: pa.Table | None, rules: LineRules) -> dict[str, dict[int, tuple[str, float]]]:
+    """Document → number of a line that goes → the rule and the line's value."""
+    found: dict[str, dict[int, tuple[str, float]]] = {}
+    if c4 is not None:
+        short = pc.field("words") < rules.min_line_words
+        for row in c4.filter(short | ~pc.field("final_punctuation") if rules.final_punctuation else short).to_pylist():
+            open_ended = rules.final_punctuation and not row["final_punctuation"]
+            rule = ("final_punctuation", 0.0) if open_ended else ("min_line_words", float(row["words"]))
+            found.setdefault(row["id"], {})[row["line"]] = rule
+    if covered is not None:
+        repeated = (pc.field("words") >= rules.min_words) & (pc.field("ngram_coverage") > rules.max_ngram_coverage)
+        for row in covered.filter(repeated).to_pylist():
+            found.setdefault(row["id"], {})[row["line"]] = ("max_ngram_coverage", row["ngram_coverage"])
+    return found
 
-    `lines` has the table of line signals; None where none are asked for.
-    """
-    schema = pa.schema([("id", pa.string()), ("line", pa.int32()), ("text", pa.string()), ("rule", pa.string()), ("value", pa.float64())])
-    judged = pc.invert(pc.is_in(documents["source"], pa.array(rules.exempt_sources, pa.string())))
-    repeated = {} if lines is None else _repeated_lines(documents["id"].filter(judged), lines, rules)
+
+def remove_lines(
+    documents: pa.Table, lines: dict[str, dict[int, tuple[str, float]]], rules: LineRules
+) -> tuple[pa.Table, pa.Table]:
+    """Documents without the lines that go, by document and number, and the rows of `removed_lines`."""
     texts, removed = [], []
-    for identity, text, is_judged in zip(documents["id"].to_pylist(), documents["text"].to_pylist(), judged.to_pylist(), strict=True):
-        gone = (_c4_lines(text, rules) | repeated.get(identity, {})) if is_judged else {}
+    for identity, text, source in zip(*(documents[name].to_pylist() for name in ("id", "text", "source")), strict=True):
+        gone = {} if source in rules.exempt_sources else lines.get(identity, {})
         kept, out = without_lines(text, set(gone)) if gone else (text, {})
         for number, line in out.items():
             rule, value = gone[number]
             removed.append({"id": identity, "line": number, "text": line, "rule": f"lines.{rule}", "value": value})
         texts.append(kept)
     at = documents.schema.get_field_index("text")
-    return documents.set_column(at, documents.schema.field(at), pa.array(texts, pa.string())), pa.Table.from_pylist(removed, schema=schema)
-
-
-def _repeated_lines(ids: pa.ChunkedArray, lines: Artifact, rules: LineRules) -> dict[str, dict[int, tuple[str, float]]]:
-    """Document → number of a repeated line → the rule and the line's value."""
-    if not len(ids):
-        return {}
-    table = lines.between(ids[0].as_py(), ids[-1].as_py(), "line_signals")
-    table = table.filter((pc.field("words") >= rules.min_words) & (pc.field("ngram_coverage") > rules.max_ngram_coverage))
-    found: dict[str, dict[int, tuple[str, float]]] = {}
-    for row in table.filter(pc.is_in(table["id"], ids.combine_chunks())).to_pylist():
-        found.setdefault(row["id"], {})[row["line"]] = ("max_ngram_coverage", row["ngram_coverage"])
-    return found
-
-
-def _c4_lines(text: str, rules: LineRules) -> dict[int, tuple[str, float]]:
-    """Number of a line that C4 takes out → the rule and the line's value."""
-    found: dict[int, tuple[str, float]] = {}
-    if rules.final_punctuation or rules.min_line_words:
-        for number, line in enumerate(text.split("\n")):
-            if rules.final_punctuation and not line.rstrip().endswith(FINAL_PUNCTUATION):
-                found[number] = ("final_punctuation", 0.0)
-            elif rules.min_line_words and (words := len(line.split())) < rules.min_line_words:
-                found[number] = ("min_line_words", float(words))
-    return found
+    shorter = documents.set_column(at, documents.schema.field(at), pa.array(texts, pa.string()))
+    return shorter, pa.Table.from_pylist(removed, schema=table_schema("removed_lines").schema)
 
 
 def without_lines(text: str, gone: set[int]) -> tuple[str, dict[int, str]]:

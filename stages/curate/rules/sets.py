@@ -46,7 +46,7 @@ RULE_SETS: dict[RuleSet, dict[str, RuleGroup | LineRules]] = {
     # The Dolma corpus (Soldaini et al. 2024, section 5.2): Gopher's rules with its thresholds for Common Crawl, on signals of
     # `heuristics.words: dolma`. Its configurations of versions 1.5 and 1.6 name the three attributes of top n-grams without
     # the last letter that the tagger gives them; the rules are on here. The corpus lost its lines without final punctuation
-    # before these rules: an earlier select with `lines.final_punctuation` alone does the same.
+    # before these rules: an earlier select with `lines.final_punctuation` alone, on `heuristics.c4_lines`, does the same.
     "dolma": {
         "language": _ENGLISH,
         "gopher_repetition": GopherRepetitionRules(

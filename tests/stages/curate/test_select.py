@@ -180,7 +180,10 @@ def test_lines_that_c4_takes_out(tmp_path, make_documents):
     docs = make_documents(store, [("a", "web", text), ("b", "code", "x = 1"), ("c", "web", "Menu\n\nHome"), ("d", "web", ""), ("e", "web", "no")])
     lines = {"max_ngram_coverage": None, "final_punctuation": True, "min_line_words": 3, "exempt_sources": ["code"]}
     bounds = {f: None for f in type(SelectConfig().gopher_quality).model_fields if f[:3] in ("min", "max")} | {"min_words": 1}
-    found = signals(store, id=list("abcde"), words=[9, 9, 9, 9, 0])
+    measured = execute(heuristics.heuristics, heuristics.HeuristicsConfig(min_language_words=1, c4_lines=True), {"documents": docs}, store)
+    found = store.import_table("signals", pa.table({"id": list("abcde"), "words": [9, 9, 9, 9, 0]}), c4_lines=measured.read("c4_lines"))
+    with pytest.raises(PunaError, match="'c4_lines', which 0 inputs carry; give the signals of one heuristics stage with c4_lines=true"):
+        execute(select, config(lines=lines), {"documents": docs, "signals": [signals(store, id=list("abcde"), words=[9] * 5)]}, store)
     made = execute(select, config(lines=lines, gopher_quality=bounds), {"documents": docs, "signals": [found]}, store)
     kept = [line for line in text.split("\n") if line.strip()[-1:] in {".", "?", "!", '"'} and len(line.split()) > 2]
     assert made.read()["text"].to_pylist() == ["\n".join(kept), "x = 1", ""]
