@@ -130,7 +130,7 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     A document without a signal that a rule reads is an error; one whose signal is null (not measured) is dropped,
     except by rules on measures that do not exist for every document. From kept documents, lines go whose words were nearly
     all said before, and where it is asked for those that C4 takes out (`removed_lines`); a document of which C4's rules
-    leave nothing is dropped. `rules.sql` gives the decision on documents as a query.
+    leave nothing is dropped.
     """
     if not documents.rows():
         raise PunaError(f"select: {documents.id} has no documents to select from; `dropped` of the stages before says why")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated
 
-import duckdb
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pydantic import Field
 
 from puna.stages.contract import SIGNALS, Facts, InputFacts, execute
@@ -17,10 +13,8 @@ from puna.stages.contract.config import parse
 from puna.stages.curate import code_reasoning, domains, heuristics, language, quality
 from puna.stages.curate.rules.decide import decide
 from puna.stages.curate.rules.groups import Drop, WebRules, active_rules, rule_group
-from puna.stages.curate.rules.sql import rules_sql
 from puna.stages.curate.select import SelectConfig, select, without_lines
 from puna.storage import PunaError, Store
-from puna.storage.schemas import table_schema
 
 SCORING = (code_reasoning, domains, heuristics, language, quality)  # importing them declares their signals
 OFF = dict.fromkeys(name for name in SelectConfig.model_fields if name not in ("rule_set", "groups", "sql"))
@@ -203,40 +197,6 @@ def test_blank_lines_do_not_pile_up_where_lines_go():
     kept, removed = without_lines(text, {0, 4, 7, 10})
     assert kept == "one\n\ntwo\n\nthree"
     assert removed == {0: "log\n", 4: "log\n\n", 7: "log\n", 10: "log"}
-
-
-NUMBERS = st.one_of(st.none(), st.sampled_from([0.0, 0.1, 0.3, 0.65, 3.0, 10.0, 50.0, 1e6, math.nan]))
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.data())
-def test_sql_replays_the_decision(data):
-    groups = {
-        "language": {"languages": ["en", "it's"]},
-        "code_reasoning": {"min_code": 0.3, "min_reasoning": 0.65},
-        "quality": {"min_quality": 0.3},
-        "domains": {"excluded": ["sports"], "min_score": 0.1},
-    }
-    chosen = SelectConfig(**groups)
-    rules = list(active_rules(chosen))
-    count = data.draw(st.integers(1, 8))
-    columns = {"id": [f"{n}" for n in range(count)]}
-    for name in dict.fromkeys(signal for rule in rules for signal in rule.signals):
-        kind = SIGNALS[name].field.type
-        values = st.sampled_from([None, "en", "de", "it's", "sports"]) if pa.types.is_string(kind) else NUMBERS
-        drawn = data.draw(st.lists(values, min_size=count, max_size=count))
-        if pa.types.is_integer(kind):
-            drawn = [None if v is None or v != v else int(v) for v in drawn]
-        columns[name] = pa.array(drawn, kind)
-    sources = data.draw(st.lists(st.sampled_from(["web", "code", "wikipedia"]), min_size=count, max_size=count))
-    signals_table = table_schema("signals").conform(pa.table(columns))
-    documents_table = pa.table({"id": columns["id"], "source": sources})
-    expected = decide(signals_table.append_column("source", pa.array(sources)), rules)
-    with duckdb.connect() as connection:
-        connection.register("documents", documents_table)
-        connection.register("signals", signals_table)
-        assert connection.sql(rules_sql(chosen)).to_arrow_table().to_pylist() == expected.to_pylist()
-        assert connection.sql(rules_sql(config())).fetchall() == []
 
 
 def test_a_rule_may_be_a_condition_over_signals(tmp_path, make_documents):

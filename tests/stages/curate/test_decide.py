@@ -1,0 +1,107 @@
+"""The decision of rules on signals, against one SQL query that DuckDB runs."""
+
+from __future__ import annotations
+
+import math
+
+import duckdb
+import pyarrow as pa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puna.stages.contract import SIGNALS
+from puna.stages.curate import code_reasoning, domains, heuristics, language, quality
+from puna.stages.curate.rules.decide import decide
+from puna.stages.curate.rules.groups import active_rules
+from puna.stages.curate.select import SelectConfig
+from puna.storage.schemas import table_schema
+
+SCORING = (code_reasoning, domains, heuristics, language, quality)  # importing them declares their signals
+OFF = dict.fromkeys(name for name in SelectConfig.model_fields if name not in ("rule_set", "groups", "sql"))
+
+
+def rules_sql(config):
+    """A DuckDB query that gives the rows of `dropped` for thresholds, from the tables `documents` and `signals`."""
+    rules = list(active_rules(config))
+    if not rules:
+        return "select id, '' as rule, 0.0::double as value, 0.0::double as threshold, '' as detail from documents where false"
+    tests = " ".join(f"when {_condition(rule)} then {index}" for index, rule in enumerate(rules))
+    values, thresholds, details, names = [], [], [], []
+    for index, rule in enumerate(rules):
+        text = isinstance(rule.threshold, tuple)
+        names.append(f"when {index} then {_string(rule.name)}")
+        values.append(f"when {index} then {'null' if text else _number(rule.drop.signal)}")
+        thresholds.append(f"when {index} then {'null' if text else repr(rule.number)}")
+        known = f"s.{_name(rule.drop.signal)}" if text else f"case when {_number(rule.drop.signal)} is null then null else '' end"
+        details.append(f"when {index} then nullif(coalesce({known}, 'not measured'), '')")
+    return (
+        f"select id, case n {' '.join(names)} end as rule, case n {' '.join(values)} end::double as value, "
+        f"case n {' '.join(thresholds)} end::double as threshold, case n {' '.join(details)} end as detail "
+        f"from (select d.id, s.* exclude (id), case {tests} end as n from documents d join signals s on d.id = s.id) s "
+        "where n is not null order by id"
+    )
+
+
+def _condition(rule):
+    if isinstance(rule.threshold, tuple):
+        listed = ", ".join(map(_string, rule.threshold)) or "''"
+        # An empty list has no member; '' is no signal's value.
+        test = f"s.{_name(rule.drop.signal)} {rule.drop.when} ({listed})"
+    else:
+        test = f"{_number(rule.drop.signal)} {rule.drop.when} {float(rule.threshold)!r}"
+    parts = [f"coalesce({test}, {'true' if rule.drop.missing == 'drop' else 'false'})"]
+    if rule.kinds:
+        kinds = " or ".join(f"coalesce({_number(kind.signal)} >= {float(kind.least)!r}, false)" for kind in rule.kinds)
+        parts.append(f"({kinds})" if rule.of_kind else f"not ({kinds})")
+    if rule.sources:
+        parts.append(f"d.source in ({', '.join(map(_string, rule.sources))})")
+    if rule.exempt_sources:
+        parts.append(f"d.source not in ({', '.join(map(_string, rule.exempt_sources))})")
+    return " and ".join(parts)
+
+
+def _number(signal):
+    name = f"s.{_name(signal)}::double"
+    return f"(case when isnan({name}) then null else {name} end)"
+
+
+def _name(name):
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _string(text):
+    return "'" + text.replace("'", "''") + "'"
+
+
+NUMBERS = st.one_of(st.none(), st.sampled_from([0.0, 0.1, 0.3, 0.65, 3.0, 10.0, 50.0, 1e6, math.nan]))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_the_decision_is_what_duckdb_finds(data):
+    groups = {
+        "language": {"languages": ["en", "it's"]},
+        "code_reasoning": {"min_code": 0.3, "min_reasoning": 0.65},
+        "quality": {"min_quality": 0.3},
+        "domains": {"excluded": ["sports"], "min_score": 0.1},
+    }
+    chosen = SelectConfig(**groups)
+    rules = list(active_rules(chosen))
+    count = data.draw(st.integers(1, 8))
+    columns = {"id": [f"{n}" for n in range(count)]}
+    for name in dict.fromkeys(signal for rule in rules for signal in rule.signals):
+        kind = SIGNALS[name].field.type
+        values = st.sampled_from([None, "en", "de", "it's", "sports"]) if pa.types.is_string(kind) else NUMBERS
+        drawn = data.draw(st.lists(values, min_size=count, max_size=count))
+        if pa.types.is_integer(kind):
+            drawn = [None if v is None or v != v else int(v) for v in drawn]
+        columns[name] = pa.array(drawn, kind)
+    sources = data.draw(st.lists(st.sampled_from(["web", "code", "wikipedia"]), min_size=count, max_size=count))
+    signals_table = table_schema("signals").conform(pa.table(columns))
+    documents_table = pa.table({"id": columns["id"], "source": sources})
+    expected = decide(signals_table.append_column("source", pa.array(sources)), rules)
+    with duckdb.connect() as connection:
+        connection.register("documents", documents_table)
+        connection.register("signals", signals_table)
+        assert connection.sql(rules_sql(chosen)).to_arrow_table().to_pylist() == expected.to_pylist()
+        assert connection.sql(rules_sql(SelectConfig(**OFF))).fetchall() == []
