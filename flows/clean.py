@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from puna.flows import running
@@ -27,6 +28,7 @@ from puna.stages.curate.domains import TrainDomainsConfig, seed_counts, seed_lab
 from puna.stages.curate.ingest import IngestConfig, ingest, peek
 from puna.stages.curate.language import identify
 from puna.stages.curate.reading.sniff import sniff
+from puna.stages.reading.dates import EPOCH
 from puna.storage import Artifact, PunaError, Store
 
 ENDINGS = {".jsonl": "jsonl", ".parquet": "parquet"}
@@ -64,7 +66,7 @@ def clean(
     items = named_items(paths, curate.inputs, store, "clean")
     files = [item for item in items if isinstance(item, External)]
     if len(files) < len(items):
-        raise PunaError("clean: takes files and folders, not artifacts; `puna run curate` continues from those")
+        raise PunaError("clean: takes files and folders, not artifacts; `puna export ID FOLDER` writes those as files")
     named = column_changes(columns, "ingest")
     choices = look(files, named)
     for sentence in choices.said:
@@ -75,15 +77,15 @@ def clean(
     with session(store, flow="curate", workers=workers, json=quiet) as now:
         made = Performer(recipe)
         documents = made.walk(curate, given).documents.items[0]
+    pages = next(outcome.artifact for step, outcome in now.outcomes if step == "ingest")
     from puna.flows.report import write
 
     target.parent.mkdir(parents=True, exist_ok=True)
     _replace(target, lambda file: _write(_rows(documents, now), file, kind))
     dropped = target.with_name(f"{target.stem}.dropped.jsonl")
-    _replace(dropped, lambda file: _write(_dropped(now), file, "jsonl"))
+    _replace(dropped, lambda file: _write(_dropped(now, pages), file, "jsonl"))
     page = target.with_name(f"{target.stem}.report.html")
     _replace(page, lambda file: shutil.copyfile(write(store, now.run, None), file))
-    pages = next(outcome.artifact for step, outcome in now.outcomes if step == "ingest")
     return Cleaned(target, dropped, page, documents.rows(), pages.rows())
 
 
@@ -100,8 +102,9 @@ def look(files: list[External], named: Sequence[str]) -> Choices:
         own = {"html" if fields.html else "text": fields.page} | ({"url": fields.url} if fields.url else {})
         found.changes.append(f"ingest.inputs={json.dumps({external.name: own})}")
         address = f"its address {fields.url}" if fields.url else "no field with an address"
+        time = f"its time {fields.date}" if fields.date else "no field with a time"
         what = "HTML" if fields.html else "plain text"
-        found.said.append(f"  fields {', '.join(fields.names)}: {fields.page} is read as {what}; {address} (--columns says otherwise)")
+        found.said.append(f"  fields {', '.join(fields.names)}: {fields.page} is read as {what}; {address}, {time} (--columns says otherwise)")
     _merge_inputs(found)
     config = load("clean", [*found.changes, *named], "curate").one("ingest", ingest, IngestConfig)
     pages, _ = peek(files, config, PEEK_SECONDS)
@@ -158,26 +161,40 @@ def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
     """The documents with the signals that describe them: language and, where it is known, topic."""
     signals = [outcome.artifact for step, outcome in now.outcomes if step in ("language", "domains")]
     described: dict[str, dict[str, Any]] = {}
-    names: list[str] = []
+    types: dict[str, pa.DataType] = {}
     for artifact in signals:
         columns = [name for name in ("language", "language_score", "domain") if name in artifact.manifest.tables["signals"].columns]
-        names += columns
-        for row in artifact.read(columns=["id", *columns]).to_pylist():
+        known = artifact.read(columns=["id", *columns])
+        types |= {name: known.schema.field(name).type for name in columns}
+        for row in known.to_pylist():
             described.setdefault(row.pop("id"), {}).update(row)
     for part in documents.parts(None, None, ROWS):
         table = part.read()
         ids = table.column("id").to_pylist()
-        for name in names:
-            table = table.append_column(name, pa.array([described.get(i, {}).get(name) for i in ids]))
+        # A page without a date counts as fetched in 1970 inside; here it has none.
+        at, fetched = table.schema.get_field_index("fetched_at"), table["fetched_at"]
+        table = table.set_column(at, "fetched_at", pc.if_else(pc.equal(fetched, EPOCH), pa.scalar(None, fetched.type), fetched))
+        for name, kind in types.items():
+            table = table.append_column(name, pa.array([described.get(i, {}).get(name) for i in ids], kind))
         yield from table.to_batches()
 
 
-def _dropped(now: Session) -> Iterator[pa.RecordBatch]:
-    """Every page that went, with the step and the rule."""
-    for step, outcome in now.outcomes:
-        if "dropped" in outcome.artifact.tables:
-            table = outcome.artifact.read("dropped")
-            yield from table.add_column(0, "step", pa.array([step] * table.num_rows, pa.string())).to_batches()
+def _dropped(now: Session, pages: Artifact) -> Iterator[pa.RecordBatch]:
+    """Every page that went, with its source and address where it was a page, the step and the rule."""
+    gone = [(step, outcome.artifact.read("dropped")) for step, outcome in now.outcomes if "dropped" in outcome.artifact.tables]
+    ids = pa.chunked_array([table["id"] for _, table in gone], pa.string())
+    places: dict[str, tuple[str, str]] = {}
+    for part in pages.parts(None, ["id", "source", "url"], ROWS):
+        rows = part.read()
+        rows = rows.filter(pc.is_in(rows["id"], value_set=ids))
+        places.update(zip(rows["id"].to_pylist(), zip(rows["source"].to_pylist(), rows["url"].to_pylist(), strict=True), strict=True))
+    for step, table in gone:
+        found = [places.get(identity, (None, None)) for identity in table["id"].to_pylist()]
+        told = {"step": [step] * len(found), "source": [source for source, _ in found], "url": [url for _, url in found]}
+        named = pa.table({name: pa.array(values, pa.string()) for name, values in told.items()})
+        for name in table.column_names:
+            named = named.append_column(name, table[name])
+        yield from named.to_batches()
 
 
 def _write(batches: Iterator[pa.RecordBatch], file: Path, kind: str) -> None:

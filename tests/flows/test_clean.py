@@ -63,19 +63,20 @@ def test_columns_of_all_inputs_and_of_one() -> None:
 
 def test_pages_of_ones_own_become_clean_files(tmp_path: Path) -> None:
     rows = tmp_path / "mine.jsonl"
-    lines = [{"link": f"https://x.org/{n}", "meta": {"body": prose(n)}} for n in range(6)] + [{"link": "https://x.org/short", "meta": {"body": "Too short."}}]
+    lines = [{"link": f"https://x.org/{n}", "meta": {"body": prose(n)}, "crawl_ts": "2024-05-01" if n else None} for n in range(6)] + [{"link": "https://x.org/short", "meta": {"body": "Too short."}}]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     said: list[str] = []
     store = Store.open(tmp_path / "store")
     # The pages share their words on purpose: what removes near-duplicates and repeated lines is left out.
     changes = ["minhash_dedup=null", "line_dedup=null", "select.gopher_repetition=null", "select.divergence=null", "select.ngram_coverage=null"]
     made = clean([str(rows)], tmp_path / "out", store, changes=changes, workers=1, say=said.append, quiet=True)
-    assert any("meta.body is read as plain text; its address link" in line for line in said) and any("en 100%" in line for line in said)
+    assert any("meta.body is read as plain text; its address link, its time crawl_ts" in line for line in said) and any("en 100%" in line for line in said)
     kept = [json.loads(line) for line in made.documents.read_text().splitlines()]
     dropped = [json.loads(line) for line in made.dropped.read_text().splitlines()]
     assert made.documents == tmp_path / "out" / "documents.jsonl" and made.kept == len(kept) and len(kept) + len(dropped) == made.pages == 7
     assert {row["url"] for row in kept} == {f"https://x.org/{n}" for n in range(6)} and {row["language"] for row in kept} == {"en"}
-    assert dropped[0]["step"] == "select" and "<html" in made.report.read_text()
+    assert {row["url"][-1]: row["fetched_at"] for row in kept} == {"0": None} | {str(n): "2024-05-01 00:00:00+00:00" for n in range(1, 6)}
+    assert dropped[0]["step"] == "select" and dropped[0]["url"] == "https://x.org/short" and dropped[0]["source"] == "mine" and "<html" in made.report.read_text()
     again = clean([str(rows)], tmp_path / "more" / "all.parquet", store, changes=changes, workers=1, say=said.append, quiet=True)
     assert pq.read_table(again.documents).column("text").to_pylist() == [row["text"] for row in kept]
     assert sorted(file.name for file in (tmp_path / "more").iterdir()) == ["all.dropped.jsonl", "all.parquet", "all.report.html"]

@@ -26,7 +26,11 @@ MEDIA_TYPES = {
     ".asm": "text/x-asm", ".s": "text/x-asm", ".proto": "text/x-protobuf", ".cmake": "text/x-cmake", ".toml": "text/x-toml",
     ".yaml": "text/x-yaml", ".yml": "text/x-yaml", ".ini": "text/x-ini", ".css": "text/css", ".xml": "text/xml",
 }  # fmt: skip
-DATE_COLUMNS = ("fetched_at", "date", "timestamp", "crawl_timestamp", "added", "created")
+DATE_COLUMNS = (
+    "fetched_at", "fetch_time", "crawled_at", "crawl_date", "crawl_time", "crawl_timestamp", "crawl_ts", "date", "datetime", "timestamp",
+    "published_at", "publish_date", "date_published", "added", "created", "created_at",
+)  # fmt: skip
+"""Fields that usually hold the time of a row, the best first."""
 BATCH_ROWS = 1024
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from puna.stages.contract import External, ExternalFile
+from puna.stages.curate.reading.readers import DATE_COLUMNS
+from puna.stages.reading.dates import moment
 from puna.stages.reading.files import suffix, unpacked
 from puna.stages.reading.rows import SIDECARS
 from puna.storage import PunaError
@@ -23,11 +25,12 @@ ROWS = 50
 
 @dataclass(frozen=True)
 class Found:
-    """The fields that hold the page; `html` says which of text and HTML `page` is; `url` None: rows bring no address."""
+    """The fields that hold the page; `html` says which of text and HTML `page` is; `url`, `date` None: rows bring no address, no time."""
 
     page: str
     html: bool
     url: str | None
+    date: str | None
     names: tuple[str, ...]
 
 
@@ -57,7 +60,8 @@ def fields_of(rows: list[dict[str, Any]], where: str) -> Found:
             f"{where}: no field holds text; it has {', '.join(names) or 'none'}. Name it with --columns text=FIELD or html=FIELD"
         )
     url = next((name for usual in URL for name in names if name.lower().rpartition(".")[2].replace("-", "_") == usual), None)
-    return Found(known[0], known[0] in html, url, tuple(names))
+    date = next((name for name in DATE_COLUMNS if any(moment(row.get(name)) for row in rows)), None)
+    return Found(known[0], known[0] in html, url, date, tuple(names))
 
 
 def _head(value: str | bytes) -> str:
