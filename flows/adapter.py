@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from pydantic import Field
 
-from puna.flows.program import FLOWS, Output, Walk
+from puna.flows.program import FLOWS, Output, Walk, values
 from puna.flows.recipe import Step
 from puna.flows.session import Session, current, session
 from puna.flows.settings import DEFAULT_STORE
@@ -35,11 +35,7 @@ class Performer(Walk):
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
         """The artifact of a step."""
         assert config is not None  # only a trace of everything asks for steps without one
-        given: dict[str, Value] = {}
-        for spec in step.stage.inputs:
-            items: list[Any] = [item for output in inputs[spec.name] for item in output.items]
-            given[spec.name] = (items or None) if spec.many else (items[0] if items else None)
-        made = perform(step.stage, config, label, given)
+        made = perform(step.stage, config, label, values(step.stage, inputs))
         return Output(made.kind, (label,), (made,))
 
     def publish(self, name: str, output: Output) -> None:

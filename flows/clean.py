@@ -104,7 +104,8 @@ def look(files: list[External], named: Sequence[str]) -> Choices:
         address = f"its address {fields.url}" if fields.url else "no field with an address"
         time = f"its time {fields.date}" if fields.date else "no field with a time"
         what = "HTML" if fields.html else "plain text"
-        found.said.append(f"  fields {', '.join(fields.names)}: {fields.page} is read as {what}; {address}, {time} (--columns says otherwise)")
+        names = ", ".join(fields.names)
+        found.said.append(f"  fields {names}: {fields.page} is read as {what}; {address}, {time} (--columns says otherwise)")
     _merge_inputs(found)
     config = load("clean", [*found.changes, *named], "curate").one("ingest", ingest, IngestConfig)
     pages, _ = peek(files, config, PEEK_SECONDS)

@@ -7,7 +7,7 @@
         publish("documents", step(url_dedup, documents=documents))
 
 What a step does with its configuration and inputs is decided by the `Walk` in progress: `trace.Tracer` notes the
-steps, `plan` looks for their artifacts, `performer.Performer` makes them. So the steps of a flow are written down once.
+steps, `plan.Planner` looks for their artifacts, `adapter.Performer` makes them. So the steps of a flow are written down once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from puna.flows.recipe import Added, Recipe, Setting, Step
-from puna.stages.contract import External, Kind, SeededConfig, Stage, StageConfig, did_you_mean
+from puna.stages.contract import External, Kind, SeededConfig, Stage, StageConfig, Value, did_you_mean
 from puna.stages.contract.declaration import InputSpec, input_spec
 from puna.storage import Artifact, PunaError
 
@@ -306,6 +306,15 @@ class Walk(ABC):
             raise PunaError(f"add.{label}.into: {step.label} takes no {made.kind}; choose another step, or `after`")
         taker = next((spec for spec in takers if spec.many), takers[0])
         given[taker.name] = [*given.get(taker.name, []), made] if taker.many else [made]
+
+
+def values(stage: Stage, inputs: Mapping[str, Sequence[Output]]) -> dict[str, Value]:
+    """What the outputs hold, as the inputs of a stage."""
+    given: dict[str, Value] = {}
+    for spec in stage.inputs:
+        items: list[Any] = [item for output in inputs[spec.name] for item in output.items]
+        given[spec.name] = (items or None) if spec.many else (items[0] if items else None)
+    return given
 
 
 def outputs(value: Given) -> list[Output]:

@@ -23,7 +23,7 @@ from puna.stages.contract.declaration import (
     Value,
     stage,
 )
-from puna.stages.contract.execute import Outcome, execute, identify, perform
+from puna.stages.contract.execute import Outcome, execute, identify, perform, reusable
 from puna.stages.contract.external import External, ExternalFile
 from puna.stages.contract.figure import Figure
 from puna.stages.contract.needs import Facts, InputFacts
@@ -34,5 +34,5 @@ __all__ = [
     "REGISTRY", "SIGNALS", "Answers", "Classifier", "Documents", "Evaluation", "External", "ExternalFile", "Facts", "Figure", "InputFacts",
     "Instructions", "Kind", "Listener", "Lists", "Mixture", "Model", "Outcome", "Pages", "Preferences", "Prompts", "Reads", "SeededConfig",
     "Signal", "Signals", "Stage", "StageConfig", "StageRun", "Tokenizer", "Tokens", "Value",
-    "declare_signal", "did_you_mean", "execute", "identify", "parse", "perform", "signal", "stage",
+    "declare_signal", "did_you_mean", "execute", "identify", "parse", "perform", "reusable", "signal", "stage",
 ]  # fmt: skip

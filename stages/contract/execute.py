@@ -78,7 +78,7 @@ def perform(
     """
     started = time.perf_counter()
     identity = identify(stage, config, given)
-    found = _accepted(stage, identity, store)
+    found = reusable(stage, identity, store)
     if found is None and stage.device and isinstance(executor, PartExecutor) and executor.has_device():
         if on_start:
             on_start(identity)
@@ -140,7 +140,7 @@ def _perform_there(
     return made.artifact.kind, made.artifact.key, made.reused
 
 
-def _accepted(stage: Stage, identity: Identity, store: Store) -> Artifact | None:
+def reusable(stage: Stage, identity: Identity, store: Store) -> Artifact | None:
     """The whole artifact of this identity, or an older one that was declared equivalent; damage is left in place."""
     for key in dict.fromkeys((store.accepted(identity.key), identity.key)):
         found = store.find(stage.kind, key)

@@ -1,14 +1,17 @@
 """`puna plan` against the accounting of the same model, by hand."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from puna.flows.cli import app
-from puna.flows.plan import costs
-from puna.flows.trace import load
+from puna.flows.interactive import run_flow
+from puna.flows.plan import costs, planned
+from puna.flows.trace import flow_named, load
 from puna.models import accounting
+from puna.stages.contract import executors
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
@@ -55,3 +58,26 @@ def test_the_recipes_of_the_report_have_its_numbers(name: str, parameters: float
     assert found["parameters"] == pytest.approx(parameters, rel=0.002) and found["tokens"] == pytest.approx(tokens, rel=0.005)
     # Attention, which counts most where contexts are long and the model small, comes on top.
     assert flops < found["flops"] < flops * (1.1 if name == "llama3-405b" else 1.8)
+
+
+OTHERS = ("url_filter", "url_dedup", "language", "heuristics", "select", "pii", "minhash_dedup", "line_dedup")
+
+
+def test_a_plan_tells_what_is_reused_what_runs_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "cores", lambda: 1)
+    page, place = tmp_path / "page.jsonl", tmp_path / "store"
+    page.write_text('{"text": "The llamas of the high plain."}\n')
+
+    def states(*changes: str) -> list[tuple[str, str, str]]:
+        recipe = load("clean", [*(f"{name}=null" for name in OTHERS), *changes], "curate")
+        return [(step.label, step.state, step.why) for step in planned(flow_named("curate"), recipe, [str(page)], str(place))]
+
+    assert states() == [("ingest", "runs", "never ran"), ("extract", "after", "ingest")] and not place.exists()
+    made = run_flow("curate", page, recipe="clean", changes=[f"{name}=null" for name in OTHERS], store=place)
+    assert states() == [("ingest", "reused", made["ingest"].id), ("extract", "reused", made["extract"].id)]
+    ingest, extract = states("extract.max_depth=999")
+    assert ingest[1] == "reused" and extract == ("extract", "runs", "config max_depth: 1000 → 999")
+    said = CliRunner().invoke(app, ["plan", "align", "--recipe", "smollm2-135m", "--store", str(place)]).output
+    assert "sft_first                after   input model, instructions" in said and "phase" not in said
+    with pytest.raises(PunaError, match="the flow align with recipe smollm2-135m pretrains nothing"):
+        CliRunner().invoke(app, ["plan", "align", "--recipe", "smollm2-135m", "--gpu", "A100"], catch_exceptions=False)
