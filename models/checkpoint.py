@@ -7,8 +7,9 @@ they write is read back, sharded or not, in fp32, fp16 or bf16. Nothing is ever 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -20,6 +21,10 @@ from puna.models.families import architecture, from_disk, hub_config, parse_conf
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Head, Transformer
 
+if TYPE_CHECKING:
+    from puna.models.gguf_format.files import GgufFile
+
+T = TypeVar("T")
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GGUF = ".gguf"
@@ -60,7 +65,7 @@ def load(path: Path | str, head: Head | None = None, dtype: torch.dtype | None =
     """
     path = Path(path)
     if path.suffix == GGUF:
-        return _load_gguf(path, head, dtype)[0]
+        return _from_gguf(path, lambda file: _built(file.config, file.state(file.config, dtype), head, path))
     config = read_config(path)
     try:
         state = from_disk(_read_tensors(path), config)
@@ -74,22 +79,18 @@ def load_with_tokenizer(
 ) -> tuple[Transformer, Tokenizer]:
     """The model of `load` with the tokenizer beside it, or in the GGUF file. CheckpointError where there is none."""
     path = Path(path)
-    if path.suffix == GGUF:
-        return _load_gguf(path, head, dtype)
     try:
-        tokenizer = Tokenizer.load(path)
+        tokenizer = _from_gguf(path, lambda file: file.tokenizer()) if path.suffix == GGUF else Tokenizer.load(path)
     except (ValueError, FileNotFoundError) as error:
         raise CheckpointError(str(error)) from error
     return load(path, head, dtype), tokenizer
 
 
-def _load_gguf(path: Path, head: Head | None, dtype: torch.dtype | None) -> tuple[Transformer, Tokenizer]:
+def _from_gguf(path: Path, read: Callable[[GgufFile], T]) -> T:
     from puna.models.gguf_format.files import GgufFile
 
     try:
-        file = GgufFile(path)
-        config, tokenizer = file.config, file.tokenizer()
-        return _built(config, file.state(config, dtype), head, path), tokenizer
+        return read(GgufFile(path))
     except CheckpointError:
         raise
     except (ValueError, KeyError) as error:

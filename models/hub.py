@@ -1,7 +1,7 @@
 """The decoder as transformers models, for TRL, PEFT, lm-eval and `generate`.
 
 Same modules, same weights, same files as `Transformer`: checkpoints of the families in `families.py` (Llama
-and SmolLM2, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE) and GGUF files load, a folder saved here has the same
+and SmolLM2, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE) load, a folder saved here has the same
 layout, and `from_transformer` shares a model's weights without a copy. Without a cache, a padded batch is one forest
 of its real tokens, so padding costs nothing; with one (`generate`), rows stay a padded batch.
 """
@@ -19,7 +19,6 @@ from transformers import (
     AutoConfig,
     DynamicCache,
     GenerationMixin,
-    GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -51,7 +50,7 @@ class PunaConfig(PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """The configuration in a folder or GGUF file, of its family's class."""
+        """The configuration in a folder, of its family's class."""
         return AutoConfig.from_pretrained(*args, **kwargs)
 
     @staticmethod
@@ -68,10 +67,7 @@ for _kind in EXPERTS:  # transformers applies a family's conversion to classes o
 
 def shape_of(config: PreTrainedConfig) -> ModelConfig:
     """The decoder's own configuration. Raises ValueError for what it does not compute."""
-    raw = config.to_dict()
-    if isinstance(getattr(config, "quantization_config", None), GgufConfig):
-        del raw["quantization_config"]  # `from_pretrained` unpacks what such a file holds
-    return parse_config(raw)
+    return parse_config(config.to_dict())
 
 
 class PunaBlock(GradientCheckpointingLayer, Block):
@@ -90,30 +86,6 @@ class PunaPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["PunaBlock"]
     _supports_sdpa = True
     head: Head | None = None
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, gguf_file: str | None = None, **kwargs: Any) -> Self:
-        """As transformers. The weights of a GGUF file are unpacked to `dtype`; ValueError where it stretches
-        rotary frequencies by a tensor of its own (Llama 3.1), unless `config` says how in `rope_parameters`.
-        """
-        if gguf_file is None:
-            whole: Self = super().from_pretrained(*args, **kwargs)
-            return whole
-        model: Self = super().from_pretrained(
-            *args, gguf_file=gguf_file, quantization_config=GgufConfig(dequantize=True), **kwargs
-        )
-        model.config.__dict__.pop("quantization_config", None)
-        model.hf_quantizer, model.is_quantized = None, False
-        file = Path(args[0] if args else kwargs["pretrained_model_name_or_path"]) / gguf_file
-        if file.is_file() and shape_of(model.config).rope_scaling is None:
-            from gguf import GGUFReader
-
-            if any(tensor.name.startswith("rope_freqs") for tensor in GGUFReader(file).tensors):
-                raise ValueError(
-                    f"{file} scales rotary frequencies by its tensor rope_freqs, which is not read: pass a "
-                    f"config whose rope_parameters say how (rope_type llama3)"
-                )
-        return model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As transformers, under the family's architecture name, so that any reader of it loads the folder."""

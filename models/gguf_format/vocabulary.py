@@ -68,7 +68,7 @@ def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.
     if known not in PRE:
         raise ValueError(f"tokenizer.ggml.pre = {name!r} is not supported (only {', '.join(sorted({*PRE, *SAME}))})")
     patterns, whole_words = PRE[known]
-    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", ())]
     backend = tokenizers.Tokenizer(BPE({token: id_ for id_, token in enumerate(tokens)}, merges, ignore_merges=whole_words))
     steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
     backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

@@ -26,7 +26,7 @@ def open_model(folder: Path | None) -> tuple[Any, Any, Any]:
     """(ours as a plain Transformer, transformers' own model, tokenizer), fp32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from puna.models.hub import PunaForCausalLM
+    from puna.models.checkpoint import load
 
     options: dict[str, Any] = {}
     if folder is None:
@@ -36,7 +36,7 @@ def open_model(folder: Path | None) -> tuple[Any, Any, Any]:
         folder = Path(spec.origin).parent
         options["gguf_file"] = next(folder.glob("*.gguf")).name
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    ours = PunaForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).to_transformer()
+    ours = load(folder / options["gguf_file"] if options else folder)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
     return ours.eval(), theirs.eval(), tokenizer
 

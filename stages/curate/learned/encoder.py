@@ -18,7 +18,7 @@ def embedded(texts: Sequence[str], place: Place, max_tokens: int) -> NDArray[np.
     One text at a time: a vector must not depend on its company.
     """
     with reading():
-        encode, width = (_own if place.own else _hugging_face)(place.folder, max_tokens)
+        encode, width = (_own if place.own else _hugging_face)(place.path, max_tokens)
         return np.array([encode(text) for text in texts], np.float32).reshape(len(texts), width)
 
 

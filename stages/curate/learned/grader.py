@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from puna.stages.grading import mean_grades, tokens_apart
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
+    from puna.models.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
 MARK = "\ufdd0"  # stands for the page in a rendered dialogue; no text is meant to hold this code point
@@ -24,19 +25,14 @@ TOKEN_CHARACTERS = 16  # a page is cut to so many characters per token before it
 class Grader:
     """A model, and the question around a page as token ids: `head`, the page, `tail`; then one of `tokens` answers."""
 
-    def __init__(self, model: Transformer, tokenizer: Any, question: Question, max_tokens: int) -> None:
-        """`tokenizer` is one of transformers'. PunaError where the question does not suit the model."""
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, question: Question, max_tokens: int) -> None:
+        """PunaError where the question does not suit the model."""
         self.model, self.question, self.max_tokens = model, question, max_tokens
         before, after = _framed(tokenizer, question)
-        backend = tokenizer.backend_tokenizer
-        backend.no_truncation()
-        encode: Callable[..., list[int]] = lambda text, **how: backend.encode(text, **how).ids  # noqa: E731
-        backend.encode_special_tokens = False
-        self.head = encode(before, add_special_tokens=not question.chat)
-        endings = [encode(f"{after} {answer}", add_special_tokens=False) for answer in question.answers]
-        self.tail, self.tokens = tokens_apart(endings, question.answers)
-        backend.encode_special_tokens = True  # a page that writes a special token gets the characters of it
-        self._encode = encode
+        markup: Callable[[str], list[int]] = lambda text: tokenizer.vocabulary.encode_markup(text)[0]  # noqa: E731
+        self.head = [*([] if question.chat else tokenizer.lead), *markup(before)]
+        self.tail, self.tokens = tokens_apart([markup(f"{after} {answer}") for answer in question.answers], question.answers)
+        self._encode = tokenizer.encode  # a page that writes a special token gets the characters of it
         asked, most = len(self.head) + max_tokens + len(self.tail), model.config.max_position_embeddings
         if asked > most:
             raise PunaError(f"judge.max_tokens={max_tokens}: with the prompt's {asked - max_tokens} tokens that is more than the "
@@ -44,7 +40,7 @@ class Grader:
 
     def pages(self, texts: Sequence[str]) -> list[list[int]]:
         """The first tokens of each page, at most `max_tokens`."""
-        return [self._encode(text[: TOKEN_CHARACTERS * self.max_tokens], add_special_tokens=False)[: self.max_tokens] for text in texts]
+        return [self._encode(text[: TOKEN_CHARACTERS * self.max_tokens])[: self.max_tokens] for text in texts]
 
     def __call__(self, texts: Sequence[str]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Grade of each page and probability that the model answers as asked, float64[n] each.
@@ -63,16 +59,16 @@ class Grader:
         return grades.cpu().numpy(), said.cpu().numpy()
 
 
-def _framed(tokenizer: Any, question: Question) -> tuple[str, str]:
+def _framed(tokenizer: Tokenizer, question: Question) -> tuple[str, str]:
     """The text before and after the page, up to where one of the answers follows after a space."""
     prompt = question.prompt.replace(TEXT, MARK)
     if not question.chat:
         whole = f"{prompt}\n{question.start}"
-    elif tokenizer.chat_template is None:
+    elif tokenizer.template is None:
         raise PunaError("judge.chat: the model has no chat format; set chat=false, which lets it continue the prompt")
     else:
         dialogue = [{"role": "user", "content": prompt}]
-        whole = tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=True) + question.start
+        whole = tokenizer.template.render(dialogue, add_generation_prompt=True) + question.start
     before, _, after = whole.partition(MARK)
     return before, after
 
@@ -80,18 +76,10 @@ def _framed(tokenizer: Any, question: Question) -> tuple[str, str]:
 @lru_cache(maxsize=1)
 def grader(place: Place, question: Question, max_tokens: int, device: str) -> Grader:
     """The grader of this process, loaded once."""
-    from transformers import AutoTokenizer
-
-    from puna.models.checkpoint import CheckpointError, load
+    from puna.models.checkpoint import CheckpointError, load_with_tokenizer
 
     try:
-        if place.gguf is None:
-            model, tokenizer = load(place.folder, "lm"), AutoTokenizer.from_pretrained(place.folder, local_files_only=True)
-        else:
-            from puna.models.hub import PunaForCausalLM
-
-            model = PunaForCausalLM.from_pretrained(place.folder, gguf_file=place.gguf).float().to_transformer()
-            tokenizer = AutoTokenizer.from_pretrained(place.folder, gguf_file=place.gguf, local_files_only=True)
+        model, tokenizer = load_with_tokenizer(place.path, "lm")
     except (CheckpointError, ValueError, OSError) as error:
-        raise PunaError(f"judge: the model in {place.folder} cannot be read: {error}") from error
+        raise PunaError(f"judge: the model in {place.path} cannot be read: {error}") from error
     return Grader(model.eval().to(device), tokenizer, question, max_tokens)

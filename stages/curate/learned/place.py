@@ -12,13 +12,9 @@ from puna.storage import Artifact, PunaError
 
 
 class Place(NamedTuple):
-    """A local folder with a network; `gguf`: the name of the file with its weights, where they are no safetensors.
+    """A network on the local disk: a folder, or a GGUF file; `own`: it is a model of this pipeline."""
 
-    `own`: it is a model of this pipeline.
-    """
-
-    folder: str
-    gguf: str | None = None
+    path: str
     own: bool = False
 
 
@@ -37,7 +33,7 @@ def place_of(stage: str, name: str, model: Artifact | None, external: External |
         return Place(str(path))
     files = ([path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))) if gguf else []
     if len(files) == 1 and files[0].is_file():
-        return Place(str(files[0].parent), files[0].name)
+        return Place(str(files[0]))
     more = f", and {len(files)} GGUF files" if gguf else ""
     raise PunaError(f"{stage}.{name}: {external.uri} is no local folder of a Hugging Face model (it has no config.json{more})")
 

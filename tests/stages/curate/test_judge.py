@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from puna.models.checkpoint import save
+from puna.models.checkpoint import load_with_tokenizer, save
 from puna.models.config import ModelConfig
+from puna.models.gguf_format.files import write
 from puna.models.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages.contract import External, execute
@@ -117,6 +118,16 @@ def test_a_folder_is_the_same_model(tmp_path, make_documents):
         for given in ({"model": counting_model(store, tmp_path)}, {"checkpoint": folder})
     ]
     assert made[0] == made[1]
+
+
+def test_a_gguf_file_is_the_same_model(tmp_path, make_documents):
+    model, tokenizer = load_with_tokenizer(counting_folder(tmp_path / "model"))
+    write(tmp_path / "model.gguf", model.config, model.state_dict(), tokenizer)
+    store = Store.open(tmp_path / "store")
+    documents, config = make_documents(store, tilded(9)), JudgeConfig(prompt=PROMPT, max_tokens=64)
+    folder, file = (External.resolve(f"judge={tmp_path / name}")[0] for name in ("model", "model.gguf"))
+    made = [execute(judge, config, {"documents": documents, "checkpoint": one}, store) for one in (folder, file)]
+    assert made[0].data_digest == made[1].data_digest
 
 
 def test_special_tokens_of_a_page_are_characters(tmp_path, make_documents):
