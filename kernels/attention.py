@@ -20,8 +20,13 @@ import torch
 from torch import Tensor
 
 from puna.kernels import attention_triton as blocks
+from puna.kernels.exact import exact
 from puna.kernels.forest_mask import ForestMask, Tile, unpack_tiles
+from puna.kernels.kv_append import kv_append_
 from puna.kernels.operators import differentiable, operator, uses_triton, wide
+from puna.kernels.paged_attention import PAGE, PagedPlan, new_pages, paged_attention
+
+TILE_TENSORS = 3  # of a layout; in exact passes those for `paged_attention` follow
 
 __all__ = ["ForestMask", "Tile", "attention", "attention_reference"]
 
@@ -67,6 +72,8 @@ def _accumulate(total_TGK: Tensor, keys: slice | Tensor, part_GmK: Tensor) -> No
 
 
 def _forward(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, layout: list[Tensor], window: int) -> tuple[Tensor, Tensor]:
+    if len(layout) > TILE_TENSORS:
+        return _exact_forward(q_THK, k_TGK, v_TGV, layout[TILE_TENSORS:], window), q_THK.new_empty(0)
     dtype = q_THK.dtype
     q_THK, k_TGK, v_TGV = (x.to(wide(dtype)) for x in (q_THK, k_TGK, v_TGV))
     T, H, K = q_THK.shape
@@ -80,6 +87,15 @@ def _forward(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, layout: list[Tensor], 
     return out_THV.to(dtype), q_THK.new_empty(0)
 
 
+def _exact_forward(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, layout: list[Tensor], window: int) -> Tensor:
+    """By the loop that generation uses, over the same keys in the same order."""
+    *plan, tokens, places = layout
+    count = int(places[-1]) // PAGE + 1 if len(places) else 0
+    pages = new_pages(count, k_TGK.shape[1], k_TGK.shape[2], v_TGV.shape[2], q_THK.dtype)
+    kv_append_(*pages, k_TGK[tokens], v_TGV[tokens], places)
+    return paged_attention(q_THK, *pages, PagedPlan(*plan), window or None)
+
+
 def _backward(
     grad_THV: Tensor, q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, out_THV: Tensor, lse: Tensor, layout: list[Tensor], window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,7 +104,7 @@ def _backward(
     G, scale = k_TGK.shape[1], q_THK.shape[-1] ** -0.5
     dq_THK = q_THK.new_empty(q_THK.shape)
     dk_TGK, dv_TGV = (x.new_zeros(x.shape) for x in (k_TGK, v_TGV))
-    for tile in unpack_tiles(layout):
+    for tile in unpack_tiles(layout[:TILE_TENSORS]):
         rows, n = tile.rows, tile.rows.stop - tile.rows.start
         k, v = k_TGK[tile.keys].transpose(0, 1), v_TGV[tile.keys].transpose(0, 1)
         q, g = _stack(q_THK[rows] * scale, G), _stack(grad_THV[rows], G)
@@ -107,7 +123,9 @@ def _backward(
 
 def _layout(mask: ForestMask, q_THK: Tensor, V: int) -> list[Tensor]:
     """What the version for q's device needs to know of the mask."""
-    return blocks.layout(mask, q_THK, V) if uses_triton(q_THK) else mask.tile_layout
+    if uses_triton(q_THK):
+        return blocks.layout(mask, q_THK, V)
+    return mask.tile_layout + mask.paged_layout if exact() else mask.tile_layout
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], window: int) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ import numba
 import numpy as np
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.dispatcher import Dispatcher
+from numba.core.extending import _Intrinsic
 
 from puna.kernels.lazy import Placeholder
 
@@ -132,6 +133,8 @@ def _plain(value: Any) -> Any:
         return value.py_func
     if isinstance(value, Placeholder):
         return value.function
+    if isinstance(value, _Intrinsic):
+        return value._defn
     return value if isinstance(value, FunctionType) else None
 
 

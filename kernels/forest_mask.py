@@ -15,6 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from puna.kernels.paged_attention import PAGE
+
 TILE_ROWS = 64  # queries of one tile
 TILE_PAIRS = 1 << 19  # query-key pairs of one tile: behind a long context it has fewer queries
 
@@ -126,6 +128,38 @@ class ForestMask:
             torch.tensor(table, dtype=torch.int64).view(-1, 7),
             torch.cat([torch.empty(0, dtype=torch.int64), *keys]).to(device),
             torch.cat([torch.empty(0), *biases]).to(device),
+        ]
+
+    @cached_property
+    @torch.inference_mode(False)
+    def paged_layout(self) -> list[Tensor]:
+        """The forest as `paged_attention` reads it, each segment a sequence: its tables, sequence and position [T], and which
+        token goes where: [M] int64 tokens and [M] int64 places. Tokens of a page that a path leaves in its midst stand in both.
+        """
+        tables: list[list[int]] = []
+        tokens, places, sequence = [], [], []
+        above: list[tuple[int, list[int], list[int]]] = []  # (end, whole pages, tokens of the page begun) of the segments above
+        fresh = 0
+        for start, stop, end in self.segments:
+            while above and above[-1][0] <= start:
+                above.pop()
+            _, pages, begun = above[-1] if above else (0, [], [])
+            pages, path = list(pages), [*begun, *range(start, stop)]
+            whole, count = len(pages) + len(path) // PAGE, -(-len(path) // PAGE)
+            tokens += path
+            places += range(fresh * PAGE, fresh * PAGE + len(path))
+            pages += range(fresh, fresh + count)
+            fresh += count
+            sequence += [len(tables)] * (stop - start)
+            tables.append(pages)
+            above.append((end, pages[:whole], path[len(path) // PAGE * PAGE :]))
+        width = max(map(len, tables), default=0)
+        return [
+            torch.tensor([pages + [0] * (width - len(pages)) for pages in tables], dtype=torch.int32).view(-1, width),
+            torch.tensor(sequence, dtype=torch.int32),
+            self.depths.cpu(),
+            torch.tensor(tokens, dtype=torch.int64),
+            torch.tensor(places, dtype=torch.int64),
         ]
 
     # --- GPU ---

@@ -1,87 +1,117 @@
 """New tokens' keys and values into pages, in place: both in one pass.
 
-Shapes: N new tokens, G key-value heads, K head width; P pages of S tokens.
+Shapes: N new tokens, G key-value heads, K width of keys, V width of values; P pages of S tokens.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from puna.kernels.lazy import triton_jit
-from puna.kernels.operators import operator
+from puna.kernels.lazy import has_numba, numba_jit, triton_jit
+from puna.kernels.loops import run_rows
+from puna.kernels.operators import uses_triton
+from puna.kernels.paged_attention import lanes_of
 
 if TYPE_CHECKING:
     import triton.language as tl
+if has_numba():
+    from numba import carray
+
+    from puna.kernels.vectors import pointer
 
 BLOCK = 1024  # numbers of a token that a program copies
 
 
-def kv_append_reference(k_PSGK: Tensor, v_PSGK: Tensor, k_NGK: Tensor, v_NGK: Tensor, places_N: Tensor) -> None:
+def kv_append_reference(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, places_N: Tensor) -> None:
     """Token n into row places[n] % S of page places[n] // S."""
     S = k_PSGK.shape[1]
     for n, place in enumerate(places_N.tolist()):
         k_PSGK[place // S, place % S] = k_NGK[n]
-        v_PSGK[place // S, place % S] = v_NGK[n]
+        v_PSGV[place // S, place % S] = v_NGV[n]
 
 
-# --- portable --------------------------------------------------------------------------------------------
+# --- CPU -------------------------------------------------------------------------------------------------
 
 
-def _append(k_PSGK: Tensor, v_PSGK: Tensor, k_NGK: Tensor, v_NGK: Tensor, places_N: Tensor) -> None:
-    for pages, new in ((k_PSGK, k_NGK), (v_PSGK, v_NGK)):
-        pages.view(-1, *pages.shape[2:]).index_copy_(0, places_N, new.to(pages.dtype))
+@numba_jit
+def _append_loop(
+    part: Any, start: Any, stop: Any, pages: Any, S: Any, G: Any, K: Any, V: Any, lanes: Any, k_pages: Any, v_pages: Any, k: Any, v: Any, places: Any
+) -> None:
+    """By address; rows of the values' pages are `lanes` wide."""
+    to_k, to_v = carray(pointer(k_pages), (pages, G, K, S)), carray(pointer(v_pages), (pages, G, S, lanes))
+    for n in range(start, stop):
+        page, row = places[n] // S, places[n] % S
+        new_k, new_v = carray(pointer(k + 4 * n * G * K), (G, K)), carray(pointer(v + 4 * n * G * V), (G, V))
+        for g in range(G):
+            for c in range(K):
+                to_k[page, g, c, row] = new_k[g, c]
+            for c in range(V):
+                to_v[page, g, row, c] = new_v[g, c]
+
+
+def _append(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, places_N: Tensor) -> None:
+    (P, S, G, K), V, places = k_PSGK.shape, v_PSGV.shape[3], places_N.numpy()
+    if places.min() < 0 or places.max() >= P * S:
+        raise IndexError(f"places lie in 0 to {P * S - 1}, not {places.min()} to {places.max()}")
+    if lanes := lanes_of(k_PSGK, v_PSGV):
+        k, v = (x.to(torch.float32).contiguous() for x in (k_NGK, v_NGV))
+        given = (P, S, G, K, V, lanes, k_PSGK.data_ptr(), v_PSGV.data_ptr(), k.data_ptr(), v.data_ptr(), places)
+        run_rows(_append_loop, len(places), G * K, *given)
+        return
+    for pages, added in ((k_PSGK, k_NGK), (v_PSGV, v_NGV)):
+        pages[places_N // S, places_N % S] = added.to(pages.dtype)
 
 
 # --- Triton ----------------------------------------------------------------------------------------------
 
 
 @triton_jit
-def _append_kernel(k_pages, v_pages, k, v, places, tokens, width, k_n, v_n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _append_kernel(  # type: ignore[no-untyped-def]
+    k_pages, v_pages, k, v, places, tokens, k_width, v_width, k_n, v_n, BLOCK: tl.constexpr
+):
     """BLOCK numbers of one token's keys and values."""
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places + n)
-    inside = (column < width) & (place >= 0) & (place < tokens)
-    at = place * width + column
-    tl.store(k_pages + at, tl.load(k + n * k_n + column, inside).to(k_pages.dtype.element_ty), inside)
-    tl.store(v_pages + at, tl.load(v + n * v_n + column, inside).to(v_pages.dtype.element_ty), inside)
+    there = (place >= 0) & (place < tokens)
+    inside = (column < k_width) & there
+    tl.store(k_pages + place * k_width + column, tl.load(k + n * k_n + column, inside).to(k_pages.dtype.element_ty), inside)
+    inside = (column < v_width) & there
+    tl.store(v_pages + place * v_width + column, tl.load(v + n * v_n + column, inside).to(v_pages.dtype.element_ty), inside)
 
 
-def _append_triton(k_PSGK: Tensor, v_PSGK: Tensor, k_NGK: Tensor, v_NGK: Tensor, places_N: Tensor) -> None:
+def _append_triton(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, places_N: Tensor) -> None:
+    if not (k_PSGK.is_contiguous() and v_PSGV.is_contiguous()):
+        raise ValueError("pages on a GPU are written in place: they must be contiguous")
     # A view where the heads lie together, as in slices of a joint projection; else a copy.
-    k, v, places = k_NGK.flatten(1), v_NGK.flatten(1), places_N.contiguous()
+    k, v, places = k_NGK.flatten(1), v_NGV.flatten(1), places_N.contiguous()
     k, v = (x if x.stride(1) == 1 else x.contiguous() for x in (k, v))
-    N, width = k.shape
     tokens = k_PSGK.shape[0] * k_PSGK.shape[1]
     if k.numel():
-        _append_kernel[(N, -(-width // BLOCK))](
-            k_PSGK, v_PSGK, k, v, places, tokens, width, k.stride(0), v.stride(0), BLOCK=BLOCK, num_warps=4
+        _append_kernel[(len(k), -(-max(k.shape[1], v.shape[1]) // BLOCK))](
+            k_PSGK, v_PSGV, k, v, places, tokens, k.shape[1], v.shape[1], k.stride(0), v.stride(0), BLOCK=BLOCK, num_warps=4
         )
 
 
 # --- façade ----------------------------------------------------------------------------------------------
 
 
-_kv_append_ = operator(
-    "kv_append_(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor v, Tensor places) -> ()",
-    _append, _append_triton, lambda *_: None,
-)  # fmt: skip
-
-
-def kv_append_(k_PSGK: Tensor, v_PSGK: Tensor, k_NGK: Tensor, v_NGK: Tensor, places_N: Tensor) -> None:
+def kv_append_(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, places_N: Tensor) -> None:
     """Write N new keys and values into the pages, in place and in the pages' dtype, without autograd.
 
     `places` [N] int64: page times page size plus row, all different. One that is in no page raises IndexError on
     CPU; a GPU, which the check would have to wait for, writes nothing there. Raises ValueError for shapes that do
-    not fit and pages that are not contiguous.
+    not fit, and on a GPU for pages that are not contiguous. Pages of `new_pages` are written without a copy.
     """
-    if not k_PSGK.shape == v_PSGK.shape or not k_NGK.shape == v_NGK.shape == (len(places_N), *k_PSGK.shape[2:]):
+    shapes = (k_PSGK.shape[:3] == v_PSGV.shape[:3], k_NGK.shape == (len(places_N), *k_PSGK.shape[2:]))
+    if not all(shapes) or v_NGV.shape != (len(places_N), *v_PSGV.shape[2:]):
         raise ValueError(
-            f"pages {list(k_PSGK.shape)}, {list(v_PSGK.shape)}, new {list(k_NGK.shape)}, {list(v_NGK.shape)}, {len(places_N)} places:"
+            f"pages {list(k_PSGK.shape)}, {list(v_PSGV.shape)}, new {list(k_NGK.shape)}, {list(v_NGV.shape)}, {len(places_N)} places:"
             " they do not fit"
         )
-    if not (k_PSGK.is_contiguous() and v_PSGK.is_contiguous()):
-        raise ValueError("pages are written in place: they must be contiguous")
-    _kv_append_(k_PSGK, v_PSGK, k_NGK, v_NGK, places_N)
+    if len(places_N):
+        with torch.cuda.device_of(k_PSGK):
+            (_append_triton if uses_triton(k_NGK) else _append)(k_PSGK, v_PSGV, k_NGK, v_NGV, places_N)

@@ -16,6 +16,7 @@ from puna.kernels.lazy import triton_jit
 from puna.kernels.linear import product
 from puna.kernels.operators import differentiable, operator, wide
 from puna.kernels.output_layer import LOWEST, accumulate, block_size, chunks, fake_gradients, fake_rows, gradients
+from puna.kernels.token_draw import log_sum_exp, looped
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -35,8 +36,12 @@ def linear_token_logprobs_reference(x_ND: Tensor, w_VD: Tensor, targets: Tensor,
 
 def _logprob_rows(logits_CV: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """([C] log-probabilities of the targets, [C] entropies, [C] log-sum-exps over the temperature)."""
-    z_CV = logits_CV.to(wide(logits_CV.dtype)).div_(temperature)
-    lse = z_CV.logsumexp(1)
+    if looped(logits_CV):  # by the loop that draws tokens
+        scale = torch.full((len(logits_CV),), 1.0 / temperature)
+        lse, z_CV = log_sum_exp(logits_CV, scale)[0], logits_CV.mul_(scale[:, None])
+    else:
+        z_CV = logits_CV.to(wide(logits_CV.dtype)).div_(temperature)
+        lse = z_CV.logsumexp(1)
     picked = z_CV.gather(1, targets[:, None])[:, 0]
     logp_CV = z_CV.sub_(lse[:, None])
     return picked - lse, -(logp_CV.exp() * logp_CV).sum(1), lse

@@ -33,16 +33,20 @@ def parts(rows: int, width: int) -> int:
 
 def by_rows(loop: Callable[..., None], rows: int, width: int, *tensors: Tensor | None) -> None:
     """Call `loop(part, start, stop, *arrays)` for each part of the rows, in parallel; None passes as an empty array."""
+    run_rows(loop, rows, width, *(np.empty((0, 0), np.float32) if t is None else t.detach().numpy() for t in tensors))
+
+
+def run_rows(loop: Callable[..., None], rows: int, width: int, *args: Any) -> None:
+    """`by_rows` with what the loop takes as it is: arrays, numbers, addresses (a tenth of an array's cost for small steps)."""
     global _pool
-    arrays = [np.empty((0, 0), np.float32) if t is None else t.detach().numpy() for t in tensors]
     count = parts(rows, width)
-    cuts = [rows * i // count for i in range(count + 1)]
     if count == 1:
-        loop(0, 0, rows, *arrays)
+        loop(0, 0, rows, *args)
         return
+    cuts = [rows * i // count for i in range(count + 1)]
     if _pool is None:
         _pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="puna-kernels")
-    for done in [_pool.submit(loop, i, cuts[i], cuts[i + 1], *arrays) for i in range(count)]:
+    for done in [_pool.submit(loop, i, cuts[i], cuts[i + 1], *args) for i in range(count)]:
         done.result()
 
 

@@ -1,114 +1,290 @@
-"""One new token per sequence against keys and values in pages, where sequences may share what came before.
+"""Attention of new tokens over keys and values in pages: prefill, decoding and shared prefixes in one ragged step.
 
-Shapes: B sequences, H query heads, G key-value heads, R = H / G, K head width; P pages of S tokens, W items of
-work, C partial results.
+Shapes: N queries, H query heads, G key-value heads, R = H / G, K width of queries and keys, V width of values;
+P pages of S tokens, B sequences, W pages of the longest.
 
-The context of a batch is a list of runs: tokens in pages that one or several neighbouring sequences see. A
-prompt with many answers is one run for all of them and a short one for each, so its keys are read once for the
-batch (cascade inference); runs may nest. Long runs are cut, every piece gives a partial softmax, and the pieces
-of a sequence are merged by their log-sum-exps (FlashDecoding).
+A query stands at a position of its sequence and sees every token before it and itself. A sequence is a list of
+pages in the order of its path, so that page j holds the positions from j S on. Neighbouring queries that have the
+same page at the same place read it once (cascade inference): answers to one prompt, the tokens of one chunk, the
+branches of a tree. On a CPU the loop goes through all of a query's pages in order, so a query's result has the same
+bits however its pages lie, whoever shares them and whatever else is in the step. On a GPU long stretches are cut,
+every piece gives a partial softmax, and a query's pieces are merged by their log-sum-exps (FlashDecoding).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.lazy import triton_jit
-from puna.kernels.operators import operator, wide
+from puna.kernels.lazy import has_numba, numba_jit, triton_jit
+from puna.kernels.loops import run_rows
+from puna.kernels.operators import uses_triton, wide
 
 if TYPE_CHECKING:
     import triton.language as tl
+if has_numba():
+    from numba import carray
 
-SPLIT = 1024  # tokens of one piece of a run
+    from puna.kernels.vectors import add, between, exp, fill, fma, higher, lane, load, pointer, spread, store, times
+
+PAGE = 16  # tokens of a page: one wide vector of scores
+TILE = 16  # neighbouring queries that are computed together
+SPLIT = 1024  # tokens of one piece on a GPU
 ROWS, TOKENS = 16, 64  # queries and keys that a program multiplies at once
 LOG2_E = math.log2(math.e)
 
 
-@dataclass(frozen=True)
-class Run:
-    """Sequences first .. first + count - 1 see the first `tokens` tokens of these pages."""
-
-    first: int
-    count: int
-    pages: Sequence[int]
-    tokens: int
-
-
 @dataclass(frozen=True, eq=False)
-class DecodePlan:
-    """`items` [W, 6] int32: first sequence, sequences, where its pages begin in `pages`, first token, end, first
-    partial result; `parts` [B, most] int32: each sequence's partial results, -1 where it has fewer."""
+class PagedPlan:
+    """Which pages a step's queries see, on CPU.
 
-    items: Tensor
-    pages: Tensor
-    parts: Tensor
+    tables    [B, W] int32   each sequence's pages, in order
+    sequence  [N] int32      each query's sequence; neighbours share what they can where sequences that share pages stand side by side
+    position  [N] int32      how many tokens of its path stand before a query
+    """
 
-    @staticmethod
-    def from_runs(runs: Sequence[Run], sequences: int, page_size: int, device: torch.device | str = "cpu") -> DecodePlan:
-        """Cut the runs into items. Raises ValueError for a run that its pages cannot hold and a sequence without any."""
-        items: list[tuple[int, int, int, int, int, int]] = []
-        pages: list[int] = []
+    tables: Tensor
+    sequence: Tensor
+    position: Tensor
+    device: torch.device = torch.device("cpu")
+
+    def __post_init__(self) -> None:
+        given = (self.tables, self.sequence, self.position)
+        if any(t.dtype != torch.int32 or t.device.type != "cpu" for t in given) or self.sequence.shape != self.position.shape:
+            raise ValueError("a plan has int32 tensors on CPU, with one sequence and one position per query")
+        if len(self.sequence) and not (int(self.position.min()) >= 0 and int(self.position.max()) < PAGE * self.tables.shape[1]):
+            raise ValueError(f"positions lie in 0 to {PAGE * self.tables.shape[1] - 1}, where the tables have pages of {PAGE}")
+
+    @cached_property
+    def arrays(self) -> tuple[Any, Any, Any]:
+        """The tables, sequences and positions as arrays."""
+        return self.tables.numpy(), self.sequence.numpy(), self.position.numpy()
+
+    def scratch(self, R: int, K: int) -> tuple[Any, Any]:
+        """Room for a tile's queries and scores on each thread; the layers of a step share it."""
+        if (R, K) not in self._scratch:
+            threads, width = torch.get_num_threads(), PAGE * self.tables.shape[1]
+            self._scratch[R, K] = (np.empty((threads, TILE, R * K), np.float32), np.empty((threads, TILE * R, width), np.float32))
+        return self._scratch[R, K]
+
+    @cached_property
+    def _scratch(self) -> dict[tuple[int, int], tuple[Any, Any]]:
+        return {}
+
+    @cached_property
+    def items(self) -> tuple[Tensor, Tensor]:
+        """Work of a GPU: [items, 6] int32 of (first query, queries, sequence, first position, end, first partial result), and
+        [N, most] int32 of each query's partial results, -1 where it has fewer."""
+        tables, sequence, position = (t.numpy() for t in (self.tables, self.sequence, self.position))
+        items: list[tuple[int, ...]] = []
+        parts: list[list[int]] = [[] for _ in range(len(sequence))]
         slot = 0
-        parts: list[list[int]] = [[] for _ in range(sequences)]
-        for number, run in enumerate(runs):
-            if not (run.first >= 0 and run.count >= 1 and run.first + run.count <= sequences):
-                raise ValueError(f"run {number} is of sequences {run.first} to {run.first + run.count - 1}, of {sequences}")
-            if not 1 <= run.tokens <= len(run.pages) * page_size:
-                raise ValueError(f"run {number} has {run.tokens} tokens in {len(run.pages)} pages of {page_size}")
-            for start in range(0, run.tokens, SPLIT):
-                items.append((run.first, run.count, len(pages), start, min(start + SPLIT, run.tokens), slot))
-                for sequence in range(run.count):
-                    parts[run.first + sequence].append(slot + sequence)
-                slot += run.count
-            pages.extend(run.pages)
-        if not all(parts):
-            raise ValueError(f"sequence {parts.index([])} is in no run: it must see at least one token")
+        for first in range(0, len(sequence), TILE):
+            rows = np.arange(first, min(first + TILE, len(sequence)))
+            pages = tables[sequence[rows]]
+            alike = (pages == pages[0]).all(0) & (np.arange(pages.shape[1]) * PAGE <= position[rows].min())
+            shared = int(len(alike) if alike.all() else alike.argmin()) * PAGE
+            alone = len(set(sequence[rows].tolist())) == 1
+            stretches = [(first, len(rows), 0, int(position[rows].max()) + 1 if alone else shared)]
+            if not alone:
+                stretches += [(int(n), 1, shared, int(position[n]) + 1) for n in rows if position[n] >= shared]
+            for start, count, begin, end in stretches:
+                for cut in range(begin, end, SPLIT):
+                    items.append((start, count, int(sequence[start]), cut, min(cut + SPLIT, end), slot))
+                    for n in range(start, start + count):
+                        parts[n].append(slot + n - start)
+                    slot += count
         most = max(map(len, parts), default=0)
         padded = [row + [-1] * (most - len(row)) for row in parts]
-        made = (torch.tensor(items).view(-1, 6), torch.tensor(pages), torch.tensor(padded).view(sequences, most))
-        return DecodePlan(*(t.to(device, torch.int32) for t in made))
+        found = (torch.tensor(items).view(-1, 6), torch.tensor(padded).view(len(parts), most))
+        return found[0].to(self.device, torch.int32), found[1].to(self.device, torch.int32)
 
 
-def paged_attention_reference(q_BHK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, runs: Sequence[Run]) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v over all tokens of a sequence's runs, one sequence at a time. Returns [B, H, K]."""
-    R = q_BHK.shape[1] // k_PSGK.shape[2]
+def new_pages(count: int, G: int, K: int, V: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """Pages of zeros for keys [P, S, G, K] and values [P, S, G, V], laid out as the device's version reads them.
+
+    On a CPU they take memory as they are first written, and are fp32 at least.
+    """
+    if torch.device(device).type != "cpu":
+        return tuple(torch.zeros(count, PAGE, G, width, dtype=dtype, device=device) for width in (K, V))  # type: ignore[return-value]
+    kind = np.float64 if dtype == torch.float64 else np.float32
+    keys = torch.from_numpy(np.zeros((count, G, K, PAGE), kind)).permute(0, 3, 1, 2)
+    return keys, torch.from_numpy(np.zeros((count, G, PAGE, -(-V // PAGE) * PAGE), kind)).transpose(1, 2)[..., :V]
+
+
+def paged_attention_reference(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(K)) v over the tokens of its sequence that a query sees, one query at a time. Returns [N, H, V]."""
+    R = q_NHK.shape[1] // k_PSGK.shape[2]
     out = []
-    for sequence, q_HK in enumerate(q_BHK):
-        seen = [run for run in runs if run.first <= sequence < run.first + run.count]
-        k_nHK, v_nHK = (
-            torch.cat([x[list(run.pages)].flatten(0, 1)[: run.tokens] for run in seen]).repeat_interleave(R, 1) for x in (k_PSGK, v_PSGK)
-        )
+    for q_HK, sequence, position in zip(q_NHK, plan.sequence.tolist(), plan.position.tolist(), strict=True):
+        pages = plan.tables[sequence, : position // PAGE + 1].long().to(q_HK.device)
+        seen = slice(max(0, position + 1 - (window or position + 1)), position + 1)
+        k_nHK, v_nHV = (x[pages].flatten(0, 1)[seen].repeat_interleave(R, 1) for x in (k_PSGK, v_PSGV))
         p_Hn = (torch.einsum("hk,nhk->hn", q_HK, k_nHK) / math.sqrt(q_HK.shape[-1])).softmax(-1)
-        out.append(torch.einsum("hn,nhk->hk", p_Hn, v_nHK))
+        out.append(torch.einsum("hn,nhv->hv", p_Hn, v_nHV))
     return torch.stack(out)
 
 
-# --- portable --------------------------------------------------------------------------------------------
+# --- CPU -------------------------------------------------------------------------------------------------
 
 
-def _attend(q_BHK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, items: Tensor, pages: Tensor, parts: Tensor) -> Tensor:
-    _, H, K = q_BHK.shape
-    S, G = k_PSGK.shape[1:3]
-    high = wide(q_BHK.dtype)
-    partial, logs = [], []
-    for first, count, at, start, stop, _ in items.tolist():
-        page = pages[at + start // S : at + -(-stop // S)].long()
-        cut = slice(start % S, start % S + stop - start)
-        k_GnK, v_GnK = (x[page].flatten(0, 1)[cut].transpose(0, 1).to(high) for x in (k_PSGK, v_PSGK))
-        q_GmK = (q_BHK[first : first + count].to(high) * K**-0.5).view(count, G, -1, K).transpose(0, 1).reshape(G, -1, K)
-        scores_Gmn = torch.bmm(q_GmK, k_GnK.transpose(1, 2))
-        logs.append(scores_Gmn.logsumexp(-1).view(G, count, -1).transpose(0, 1).reshape(count, H))
-        out_GmK = torch.bmm(torch.softmax(scores_Gmn, -1, out=scores_Gmn), v_GnK)
-        partial.append(out_GmK.view(G, count, -1, K).transpose(0, 1).reshape(count, H, K))
-    outs_CHK, logs_CH = torch.cat(partial), torch.cat(logs)
-    logs_BcH = logs_CH[parts.long()].masked_fill(parts[..., None] < 0, -math.inf)
-    return torch.einsum("bch,bchk->bhk", logs_BcH.softmax(1), outs_CHK[parts.long()]).to(q_BHK.dtype)
+@numba_jit
+def _products(M: Any, C: Any, a: Any, a_row: Any, b: Any, b_row: Any, out: Any, out_row: Any, more: Any) -> None:
+    """out[m, 0:16] = sum over c of a[m, c] b[c, 0:16], or with `more` added to what is there: by address and stride in bytes.
+
+    One chain of fused products for each row, in the order of c; four rows take turns.
+    """
+    for m in range(0, M - 3, 4):
+        a0, to = a + m * a_row, out + m * out_row
+        a1, a2, a3 = a0 + a_row, a0 + 2 * a_row, a0 + 3 * a_row
+        if more:
+            s0, s1, s2, s3 = load(to), load(to + out_row), load(to + 2 * out_row), load(to + 3 * out_row)
+        else:
+            s0 = fill(np.float32(0))
+            s1, s2, s3 = s0, s0, s0
+        for c in range(C):
+            x = load(b + c * b_row)
+            s0 = fma(spread(a0 + 4 * c), x, s0)
+            s1 = fma(spread(a1 + 4 * c), x, s1)
+            s2 = fma(spread(a2 + 4 * c), x, s2)
+            s3 = fma(spread(a3 + 4 * c), x, s3)
+        store(to, s0)
+        store(to + out_row, s1)
+        store(to + 2 * out_row, s2)
+        store(to + 3 * out_row, s3)
+    for m in range(M // 4 * 4, M):
+        a0, to = a + m * a_row, out + m * out_row
+        s0 = load(to) if more else fill(np.float32(0))
+        for c in range(C):
+            s0 = fma(spread(a0 + 4 * c), load(b + c * b_row), s0)
+        store(to, s0)
+
+
+@numba_jit
+def _softmax(row: Any, low: Any, begin: Any, length: Any, scale: Any) -> None:
+    """Softmax of the scores begin .. length - 1 at address `row`; zeros in the rest of their pages, from `low` on."""
+    none = np.float32(-np.inf)
+    high = (length + PAGE - 1) // PAGE * PAGE
+    tops = fill(none)
+    for t in range(low, high, PAGE):
+        tops = higher(between(load(row + 4 * t), begin - t, length - t, none), tops)
+    peak = lane(tops, 0)
+    for s in range(1, PAGE):
+        peak = max(peak, lane(tops, s))
+    steep, base = fill(scale), fill(-peak * scale)
+    sums = fill(np.float32(0))
+    for t in range(low, high, PAGE):
+        e = between(exp(fma(load(row + 4 * t), steep, base)), begin - t, length - t, np.float32(0))
+        store(row + 4 * t, e)
+        sums = add(sums, e)
+    total = lane(sums, 0)
+    for s in range(1, PAGE):
+        total += lane(sums, s)
+    share = fill(np.float32(1) / total)
+    for t in range(low, high, PAGE):
+        store(row + 4 * t, times(load(row + 4 * t), share))
+
+
+@numba_jit
+def _attend_loop(
+    part: Any, start: Any, stop: Any, queries: Any, G: Any, R: Any, K: Any, V: Any, q: Any, k: Any, v: Any,
+    tables: Any, sequence: Any, position: Any, window: Any, packed: Any, scores: Any, out: Any,
+) -> None:  # fmt: skip
+    """Tiles start .. stop - 1: scores by page, softmax by row, sums of values by page. q, k, v and out are addresses.
+
+    Every page is multiplied whole and in one way; what a query does not see then counts as an exact zero. So the order of
+    operations for a query depends on its position and its path alone.
+    """
+    scale = np.float32(1) / np.sqrt(np.float32(K))
+    wide, heads = 4 * scores.shape[2], R * K
+    rows, table = scores[part].ctypes.data, packed[part].ctypes.data
+    q_NF = carray(pointer(q), (queries, G * heads))
+    for tile in range(start, stop):
+        first, last = tile * TILE, min((tile + 1) * TILE, queries)
+        most = 0
+        for n in range(first, last):
+            most = max(most, position[n] // PAGE + 1)
+        for g in range(G):
+            for n in range(first, last):
+                for c in range(heads):
+                    packed[part, n - first, c] = q_NF[n, g * heads + c]
+            for turn in range(2):
+                for j in range(most):
+                    n = first
+                    while n < last:
+                        if j * PAGE > position[n] or (j + 1) * PAGE <= position[n] + 1 - window:
+                            n += 1
+                            continue
+                        page, end = np.int64(tables[sequence[n], j]), n + 1
+                        while (
+                            end < last and tables[sequence[end], j] == page
+                            and j * PAGE <= position[end] and (j + 1) * PAGE > position[end] + 1 - window
+                        ):  # fmt: skip
+                            end += 1
+                        row = rows + (n - first) * R * wide + 4 * PAGE * j
+                        if turn == 0:
+                            keys = k + 4 * (page * G + g) * K * PAGE
+                            _products((end - n) * R, K, table + 4 * (n - first) * heads, 4 * K, keys, 4 * PAGE, row, wide, False)
+                        else:
+                            values, to = v + 4 * (page * G + g) * PAGE * V, out + 4 * (n * G + g) * R * V
+                            for d in range(0, V, PAGE):
+                                for i in range(end - n):
+                                    at = to + 4 * i * G * R * V + 4 * d
+                                    _products(R, PAGE, row + i * R * wide, wide, values + 4 * d, 4 * V, at, 4 * V, True)
+                        n = end
+                if turn == 0:
+                    for n in range(first, last):
+                        begin = max(0, position[n] + 1 - window)
+                        for r in range(R):
+                            _softmax(rows + ((n - first) * R + r) * wide, begin // PAGE * PAGE, begin, position[n] + 1, scale)
+
+
+def lanes_of(k_PSGK: Tensor, v_PSGV: Tensor) -> int:
+    """Width of the values' rows, a multiple of 16, where the loops can read these pages: fp32 of `new_pages`; else 0."""
+    (_, S, G, K), V = k_PSGK.shape, v_PSGV.stride(1)
+    ours = k_PSGK.stride() == (G * K * S, 1, K * S, S) and v_PSGV.stride() == (G * S * V, V, S * V, 1) and V % PAGE == 0
+    return V if ours and k_PSGK.dtype == v_PSGV.dtype == torch.float32 and k_PSGK.is_cpu and has_numba() else 0
+
+
+def _attend(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int) -> Tensor:
+    N, H, K = q_NHK.shape
+    G, V = v_PSGV.shape[2:]
+    if not (lanes := lanes_of(k_PSGK, v_PSGV)):
+        return _attend_portable(q_NHK, k_PSGK, v_PSGV, plan, window)
+    q, out = q_NHK.to(torch.float32).contiguous(), torch.zeros(N, H, lanes)
+    given = (N, G, H // G, K, lanes, q.data_ptr(), k_PSGK.data_ptr(), v_PSGV.data_ptr(), *plan.arrays, window or 1 << 30)
+    scratch = plan.scratch(H // G, K)
+    run_rows(_attend_loop, -(-N // TILE), TILE * H * K * PAGE * plan.tables.shape[1], *given, *scratch, out.data_ptr())
+    return out if lanes == V and q_NHK.dtype == torch.float32 else out[..., :V].to(q_NHK.dtype)
+
+
+def _attend_portable(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int) -> Tensor:
+    """Torch operators, one sequence at a time."""
+    _, H, K = q_NHK.shape
+    G, V = v_PSGV.shape[2:]
+    high = wide(q_NHK.dtype)
+    out_NHV = q_NHK.new_empty(len(q_NHK), H, V)
+    for number in plan.sequence.unique().tolist():
+        rows = torch.nonzero(plan.sequence == number)[:, 0].to(q_NHK.device)
+        position = plan.position[rows.cpu()].to(q_NHK.device)
+        pages = plan.tables[number, : int(position.max()) // PAGE + 1].long().to(q_NHK.device)
+        k_GKL = k_PSGK[pages].flatten(0, 1).permute(1, 2, 0).to(high)
+        v_GLV = v_PSGV[pages].flatten(0, 1).transpose(0, 1).to(high)
+        q_GmK = (q_NHK[rows].to(high) * K**-0.5).view(len(rows), G, -1, K).transpose(0, 1).reshape(G, -1, K)
+        scores = torch.bmm(q_GmK, k_GKL).view(G, len(rows), -1, k_GKL.shape[2])
+        key = torch.arange(k_GKL.shape[2], device=rows.device)
+        hidden = key > position[:, None]
+        if window:
+            hidden |= key <= position[:, None] - window
+        p = scores.masked_fill_(hidden[:, None], -math.inf).softmax(-1).flatten(1, 2)
+        out_NHV[rows] = torch.bmm(p, v_GLV).view(G, len(rows), -1, V).transpose(0, 1).reshape(len(rows), H, V).to(out_NHV.dtype)
+    return out_NHV
 
 
 # --- Triton ----------------------------------------------------------------------------------------------
@@ -116,104 +292,116 @@ def _attend(q_BHK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, items: Tensor, pages:
 
 @triton_jit
 def _piece_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, items, pages, partial, logs, scale, q_token, q_head, page, token, head_stride,
-    S: tl.constexpr, H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, v, items, tables, positions, partial, logs, scale, window, width, q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head,
+    S: tl.constexpr, H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One item, one key-value head, M of its queries: (sequence, head of the group) pairs are the rows."""
+    """One item, one key-value head, M of its queries: (query, head of the group) pairs are the rows."""
     item = items + 6 * tl.program_id(0)
     group = tl.program_id(1)
     first = tl.load(item)
     count = tl.load(item + 1)
-    pages += tl.load(item + 2)
+    tables += tl.load(item + 2).to(tl.int64) * width
     start = tl.load(item + 3)
-    stop = tl.load(item + 4)
-    slot = tl.load(item + 5)
     row = tl.program_id(2) * M + tl.arange(0, M)
     inside = row < count * R
-    sequence = row // R
+    stop = tl.where(tl.program_id(2) * M < count * R, tl.load(item + 4), start)
+    slot = tl.load(item + 5)
+    query = row // R
     head = group * R + row % R
     column = tl.arange(0, BLOCK)
-    at = q + (first + sequence)[:, None].to(tl.int64) * q_token + head[:, None] * q_head + column[None, :]
+    wide = tl.arange(0, BLOCK_V)
+    at = q + (first + query)[:, None].to(tl.int64) * q_token + head[:, None] * q_head + column[None, :]
     q_MK = tl.load(at, inside[:, None] & (column[None, :] < K), 0.0)
-    k += group * head_stride
-    v += group * head_stride
+    position = tl.load(positions + first + query, inside, 0)
+    k += group * k_head
+    v += group * v_head
     peak = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, BLOCK], tl.float32)
+    acc = tl.zeros([M, BLOCK_V], tl.float32)
     for begin in range(start, stop, N):
         n = begin + tl.arange(0, N)
-        where = tl.load(pages + n // S, n < stop, 0).to(tl.int64) * page + (n % S) * token
-        seen = (n < stop)[:, None] & (column[None, :] < K)
-        k_NK = tl.load(k + where[:, None] + column[None, :], seen, 0.0)
+        page = tl.load(tables + n // S, n < stop, 0).to(tl.int64)
+        there = (n < stop)[:, None]
+        k_NK = tl.load(k + (page * k_page + (n % S) * k_token)[:, None] + column[None, :], there & (column[None, :] < K), 0.0)
         s = tl.dot(q_MK, tl.trans(k_NK), input_precision=PRECISION) * scale
-        s = tl.where((n < stop)[None, :], s, float("-inf"))  # each block has at least one token, so maxima are finite
+        seen = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window) & (n < stop)[None, :]
+        s = tl.where(seen, s, float("-inf"))
         higher = tl.maximum(peak, tl.max(s, 1))
-        p = tl.exp2(s - higher[:, None])
-        decay = tl.exp2(peak - higher)
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # where a query has seen no token so far
+        p = tl.exp2(s - base[:, None])
+        decay = tl.exp2(peak - base)
         total = total * decay + tl.sum(p, 1)
-        v_NK = tl.load(v + where[:, None] + column[None, :], seen, 0.0)
-        acc = tl.dot(p.to(v_NK.dtype), v_NK, acc * decay[:, None], input_precision=PRECISION)
+        v_NV = tl.load(v + (page * v_page + (n % S) * v_token)[:, None] + wide[None, :], there & (wide[None, :] < V), 0.0)
+        acc = tl.dot(p.to(v_NV.dtype), v_NV, acc * decay[:, None], input_precision=PRECISION)
         peak = higher
-    place = (slot + sequence).to(tl.int64) * H + head
-    tl.store(partial + place[:, None] * K + column[None, :], acc / total[:, None], inside[:, None] & (column[None, :] < K))
-    tl.store(logs + place, peak + tl.log2(total), inside)
+    place = (slot + query).to(tl.int64) * H + head
+    whole = tl.where(total == 0.0, 1.0, total)
+    tl.store(partial + place[:, None] * V + wide[None, :], acc / whole[:, None], inside[:, None] & (wide[None, :] < V))
+    # A piece of which a query sees nothing weighs nothing, but its logarithm stays finite: differences with it are defined.
+    tl.store(logs + place, tl.where(total == 0.0, -1e30, peak + tl.log2(whole)), inside)
 
 
 @triton_jit
 def merge_kernel(partial, logs, parts, out, most, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A sequence's pieces, one head, weighted by their shares of the softmax."""
-    sequence = tl.program_id(0).to(tl.int64)
+    """A query's pieces, one head, weighted by their shares of the softmax."""
+    query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     column = tl.arange(0, BLOCK)
     peak = float("-inf")
     total = 0.0
     acc = tl.zeros([BLOCK], tl.float32)
     for i in range(most):
-        slot = tl.load(parts + sequence * most + i).to(tl.int64)
+        slot = tl.load(parts + query * most + i).to(tl.int64)
         log = tl.load(logs + slot * H + head, slot >= 0, float("-inf"))
         piece = tl.load(partial + (slot * H + head) * K + column, (slot >= 0) & (column < K), 0.0)
-        higher = tl.maximum(peak, log)  # the first piece of a sequence exists, so this is finite
+        higher = tl.maximum(peak, log)  # the first piece of a query exists, so this is finite
         share = tl.exp2(log - higher)
         decay = tl.exp2(peak - higher)
         total = total * decay + share
         acc = acc * decay + piece * share
         peak = higher
-    tl.store(out + (sequence * H + head) * K + column, (acc / total).to(out.dtype.element_ty), column < K)
+    tl.store(out + (query * H + head) * K + column, (acc / total).to(out.dtype.element_ty), column < K)
 
 
-def _attend_triton(q_BHK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, items: Tensor, pages: Tensor, parts: Tensor) -> Tensor:
-    q, k, v = q_BHK.contiguous(), k_PSGK.contiguous(), v_PSGK.contiguous()
-    (B, H, K), (S, G) = q.shape, k.shape[1:3]
+def _attend_triton(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int) -> Tensor:
+    q = q_NHK.contiguous()
+    (N, H, K), (G, V) = q.shape, v_PSGV.shape[2:]
     R = H // G
-    slots = B * parts.shape[1]  # at least as many as there are: known without asking the device
-    partial = torch.empty(slots, H, K, dtype=torch.float32, device=q.device)
+    k, v = (x.to(q.dtype) if x.stride(3) == 1 else x.to(q.dtype).contiguous() for x in (k_PSGK, v_PSGV))
+    items, parts = plan.items
+    tables, positions = plan.tables.to(q.device), plan.position.to(q.device)
+    slots = N * parts.shape[1]  # at least as many as there are: known without asking the device
+    partial = torch.empty(slots, H, V, dtype=torch.float32, device=q.device)
     logs = torch.empty(slots, H, dtype=torch.float32, device=q.device)
-    out = torch.empty_like(q)
-    block = max(16, 1 << (K - 1).bit_length())
+    out = torch.empty(N, H, V, dtype=q.dtype, device=q.device)
+    block, block_v = (max(16, 1 << (width - 1).bit_length()) for width in (K, V))
     exact = q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    _piece_kernel[(len(items), G, -(-B * R // ROWS))](
-        q, k, v, items, pages, partial, logs, K**-0.5 * LOG2_E, *q.stride()[:2], *k.stride()[:3],
-        S=S, H=H, R=R, K=K, BLOCK=block, M=ROWS, N=TOKENS, PRECISION="ieee" if exact else "tf32", num_warps=4, num_stages=3,
+    _piece_kernel[(len(items), G, -(-min(N, TILE) * R // ROWS))](
+        q, k, v, items, tables, positions, partial, logs, K**-0.5 * LOG2_E, window or 1 << 30, tables.shape[1],
+        *q.stride()[:2], *k.stride()[:3], *v.stride()[:3],
+        S=PAGE, H=H, R=R, K=K, V=V, BLOCK=block, BLOCK_V=block_v, M=ROWS, N=TOKENS, PRECISION="ieee" if exact else "tf32",
+        num_warps=4, num_stages=3,
     )  # fmt: skip
-    merge_kernel[(B, H)](partial, logs, parts, out, parts.shape[1], H=H, K=K, BLOCK=block, num_warps=1)
+    merge_kernel[(N, H)](partial, logs, parts, out, parts.shape[1], H=H, K=V, BLOCK=block_v, num_warps=1)
     return out
 
 
 # --- façade ----------------------------------------------------------------------------------------------
 
 
-_paged_attention = operator(
-    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor items, Tensor pages, Tensor parts) -> Tensor",
-    _attend, _attend_triton, lambda q, *_: q.new_empty(q.shape),
-)  # fmt: skip
+def paged_attention(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(K)) v over what each query sees, without autograd. Returns [N, H, V] in q's dtype.
 
-
-def paged_attention(q_BHK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, plan: DecodePlan) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v over each sequence's runs, without autograd. Returns [B, H, K] in q's dtype."""
-    (B, H, K), G = q_BHK.shape, k_PSGK.shape[2]
-    if k_PSGK.shape != v_PSGK.shape or k_PSGK.shape[3] != K or H % G or len(plan.parts) != B:
+    Pages are those of `new_pages`. With a `window` a query sees the last `window` tokens of its path, itself included. On a
+    CPU all that lies in the pages of a plan must be finite, also where nobody looks.
+    """
+    (N, H, K), (S, G) = q_NHK.shape, k_PSGK.shape[1:3]
+    if k_PSGK.shape[:3] != v_PSGV.shape[:3] or k_PSGK.shape[3] != K or H % G or len(plan.sequence) != N or S != PAGE:
         raise ValueError(
-            f"q {list(q_BHK.shape)}, pages {list(k_PSGK.shape)}, {list(v_PSGK.shape)}, a plan of {len(plan.parts)}: they do not fit"
+            f"q {list(q_NHK.shape)}, pages {list(k_PSGK.shape)}, {list(v_PSGV.shape)}, a plan of {len(plan.sequence)}: they do not fit"
         )
-    return _paged_attention(q_BHK, k_PSGK, v_PSGK, plan.items, plan.pages, plan.parts) if B else q_BHK
+    if not N:
+        return q_NHK.new_empty(0, H, v_PSGV.shape[3])
+    with torch.cuda.device_of(q_NHK):
+        return (_attend_triton if uses_triton(q_NHK) else _attend)(q_NHK, k_PSGK, v_PSGV, plan, window or 0)

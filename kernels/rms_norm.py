@@ -15,12 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.lazy import numba_jit, triton_jit
-from puna.kernels.loops import by_rows, parts
+from puna.kernels.lazy import has_numba, numba_jit, triton_jit
+from puna.kernels.loops import by_rows, parts, run_rows
 from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
 
 if TYPE_CHECKING:
     import triton.language as tl
+if has_numba():
+    from numba import carray
+
+    from puna.kernels.vectors import pointer
 
 PROGRAMS = 264  # programs of the backward, each with its own part of dweight: two for each multiprocessor of a large GPU
 
@@ -40,11 +44,16 @@ def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, 
 
 
 @numba_jit
-def _forward_loop(part: Any, start: Any, stop: Any, x: Any, residual: Any, weight: Any, eps: Any, y: Any, total: Any, r: Any) -> None:
-    width = x.shape[1]
+def _forward_loop(
+    part: Any, start: Any, stop: Any, rows: Any, width: Any, x_at: Any, residual_at: Any, weight_at: Any, eps: Any, y_at: Any, total_at: Any, r_at: Any
+) -> None:
+    """By address: a step of generation has more calls than numbers. `residual_at` 0: none, and `total_at` is x's."""
+    x, residual = carray(pointer(x_at), (rows, width)), carray(pointer(residual_at), (rows, width))
+    total, y = carray(pointer(total_at), (rows, width)), carray(pointer(y_at), (rows, width))
+    weight, r = carray(pointer(weight_at), (width,)), carray(pointer(r_at), (rows,))
     for t in range(start, stop):
         squares = np.float32(0)
-        if residual.shape[0]:
+        if residual_at:
             for d in range(width):
                 z = x[t, d] + residual[t, d]
                 total[t, d] = z
@@ -54,7 +63,7 @@ def _forward_loop(part: Any, start: Any, stop: Any, x: Any, residual: Any, weigh
             row = x[t]
             for d in range(width):
                 squares += row[d] * row[d]
-        scale = np.float32(1) / np.sqrt(squares / np.float32(width) + eps[0])
+        scale = np.float32(1) / np.sqrt(squares / np.float32(width) + eps)
         r[t] = scale
         for d in range(width):
             y[t, d] = row[d] * scale * weight[d]
@@ -87,8 +96,10 @@ def _forward(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: fl
     if fused_on_cpu(x_TD, residual_TD, weight_D):
         y_TD, r_T = torch.empty_like(x_TD), x_TD.new_empty(len(x_TD))
         total_TD = x_TD if residual_TD is None else torch.empty_like(x_TD)
-        eps_1 = torch.tensor([eps], dtype=torch.float32)
-        by_rows(_forward_loop, *x_TD.shape, x_TD, residual_TD, weight_D, eps_1, y_TD, total_TD, r_T)
+        rows, width = x_TD.shape
+        residual = 0 if residual_TD is None else residual_TD.data_ptr()
+        where = (y_TD.data_ptr(), total_TD.data_ptr(), r_T.data_ptr())
+        run_rows(_forward_loop, rows, width, rows, width, x_TD.data_ptr(), residual, weight_D.data_ptr(), np.float32(eps), *where)
         return y_TD, total_TD, r_T
     total_TD = x_TD if residual_TD is None else x_TD + residual_TD
     wide_TD = total_TD.to(wide(x_TD.dtype))

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.lazy import numba_jit, triton_jit
-from puna.kernels.loops import by_rows
+from puna.kernels.lazy import has_numba, numba_jit, triton_jit
+from puna.kernels.loops import run_rows
 from puna.kernels.operators import differentiable, fused_on_cpu, operator
 
 if TYPE_CHECKING:
     import triton.language as tl
+if has_numba():
+    from numba import carray
+
+    from puna.kernels.vectors import pointer
 
 HEADS = 8  # heads turned at once by a Triton program
 
@@ -39,15 +44,16 @@ def rope_reference(x_TNK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @numba_jit
-def _rotate_loop(part: Any, start: Any, stop: Any, x: Any, cos: Any, sin: Any, sign: Any, out: Any) -> None:
-    half = cos.shape[1]
+def _rotate_loop(part: Any, start: Any, stop: Any, rows: Any, width: Any, half: Any, x_at: Any, cos_at: Any, sin_at: Any, sign: Any, out_at: Any) -> None:
+    x, out = carray(pointer(x_at), (rows, width)), carray(pointer(out_at), (rows, width))
+    cos, sin = carray(pointer(cos_at), (rows, half)), carray(pointer(sin_at), (rows, half))
     for t in range(start, stop):
         c, s = cos[t], sin[t]
-        for n in range(x.shape[1] // (2 * half)):
+        for n in range(width // (2 * half)):
             first, second = x[t, 2 * half * n : 2 * half * n + half], x[t, 2 * half * n + half : 2 * half * (n + 1)]
             to_first, to_second = out[t, 2 * half * n : 2 * half * n + half], out[t, 2 * half * n + half : 2 * half * (n + 1)]
             for i in range(half):
-                turn = sign[0] * s[i]
+                turn = sign * s[i]
                 to_first[i] = first[i] * c[i] - second[i] * turn
                 to_second[i] = second[i] * c[i] + first[i] * turn
 
@@ -55,8 +61,8 @@ def _rotate_loop(part: Any, start: Any, stop: Any, x: Any, cos: Any, sin: Any, s
 def _rotate(x_TNK: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     if fused_on_cpu(x_TNK, cos, sin):
         out = torch.empty_like(x_TNK)
-        direction = torch.tensor([-1.0 if back else 1.0])
-        by_rows(_rotate_loop, len(out), out[0].numel() if len(out) else 1, x_TNK.flatten(1), cos, sin, direction, out.flatten(1))
+        (T, N, K), sign = x_TNK.shape, np.float32(-1.0 if back else 1.0)
+        run_rows(_rotate_loop, T, N * K, T, N * K, K // 2, x_TNK.data_ptr(), cos.data_ptr(), sin.data_ptr(), sign, out.data_ptr())
         return out
     half, sign = x_TNK.shape[-1] // 2, -1.0 if back else 1.0
     c, s = cos[:, None], sin[:, None]

@@ -13,12 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from puna.kernels.lazy import numba_jit, triton_jit
-from puna.kernels.loops import by_rows, exp32
+from puna.kernels.lazy import has_numba, numba_jit, triton_jit
+from puna.kernels.loops import by_rows, exp32, run_rows
 from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
 
 if TYPE_CHECKING:
     import triton.language as tl
+if has_numba():
+    from numba import carray
+
+    from puna.kernels.vectors import pointer
 
 BLOCK = 2048  # elements of one Triton program
 
@@ -36,11 +40,11 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @numba_jit
-def _forward_loop(part: Any, start: Any, stop: Any, gate: Any, up: Any, strides: Any, y: Any) -> None:
-    width = y.shape[1]
+def _forward_loop(part: Any, start: Any, stop: Any, width: Any, gate_at: Any, gate_row: Any, up_at: Any, up_row: Any, y_at: Any) -> None:
+    """By address; rows of gate and up lie so many bytes apart."""
     for t in range(start, stop):
-        g, u = gate[t * strides[0] : t * strides[0] + width], up[t * strides[1] : t * strides[1] + width]
-        row = y[t]
+        g, u = carray(pointer(gate_at + t * gate_row), (width,)), carray(pointer(up_at + t * up_row), (width,))
+        row = carray(pointer(y_at + 4 * t * width), (width,))
         for i in range(width):
             row[i] = g[i] / (np.float32(1) + exp32(-g[i])) * u[i]
 
@@ -64,14 +68,18 @@ def _flat(x_TF: Tensor) -> Tensor:
 
 
 def _fused(*tensors: Tensor) -> bool:
-    return all(x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.numel() for x in tensors) and fused_on_cpu(*map(_flat, tensors))
+    if not all(x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.numel() for x in tensors):
+        return False
+    return fused_on_cpu(*(x if x.is_contiguous() else _flat(x) for x in tensors))
 
 
 def _forward(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     if _fused(gate_TF, up_TF):
         y_TF = torch.empty(gate_TF.shape, dtype=gate_TF.dtype)
-        strides = torch.tensor([gate_TF.stride(0), up_TF.stride(0)])
-        by_rows(_forward_loop, *y_TF.shape, _flat(gate_TF), _flat(up_TF), strides, y_TF)
+        (rows, width), strides = y_TF.shape, (4 * gate_TF.stride(0), 4 * up_TF.stride(0))
+        run_rows(
+            _forward_loop, rows, width, width, gate_TF.data_ptr(), strides[0], up_TF.data_ptr(), strides[1], y_TF.data_ptr()
+        )
         return y_TF
     return (F.silu(gate_TF.to(wide(gate_TF.dtype))) * up_TF).to(gate_TF.dtype)
 

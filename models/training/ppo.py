@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from puna.kernels.advantages import advantages
-from puna.models.generation import Completion, Engine, Sampling
+from puna.models.generation import Completion, Engine, SamplingParams
 from puna.models.training.loop import (
     Row,
     Trainer,
@@ -149,11 +149,14 @@ def _roll_out(
 ) -> list[Group]:
     """Sample, score and estimate advantages, whitened over the whole rollout."""
     asked = [list(prompts[i]) for i in step_indices(rollout, len(prompts), config.prompts, seed)]
-    sampling = Sampling(
-        n=config.answers, temperature=config.temperature, max_tokens=config.max_tokens, stop=tuple(stop)
+    params = SamplingParams(
+        n=config.answers,
+        temperature=config.temperature,
+        max_tokens=config.max_tokens,
+        stop=tuple(stop),
+        seed=int(np.random.default_rng([seed, rollout]).integers(2**31)),
     )
-    draw = int(np.random.default_rng([seed, rollout]).integers(2**31))
-    completions = Engine(policy).generate(asked, sampling, draw)
+    completions = Engine(policy).generate(asked, params)
     answers = [[c.tokens for c in row] for row in completions]
     scores = torch.tensor([s for row in scorer(asked, completions) for s in row], dtype=torch.float32)
     finished = torch.tensor([float(c.finished) for row in completions for c in row])

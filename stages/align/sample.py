@@ -96,17 +96,18 @@ def _generate(
     progress: Progress,
 ) -> list[dict[str, Any]]:
     """Rows of the answers table for these prompts."""
-    from puna.models.generation import Engine, Sampling
+    from puna.models.generation import Engine, SamplingParams
 
     asked = [prompt_ids(tokenizer, row) for row in rows]
-    sampling = Sampling(
+    params = SamplingParams(
         n=config.answers,
         temperature=config.temperature,
         top_p=config.top_p,
         max_tokens=config.max_tokens,
         stop=tokenizer.stop_ids,
+        seed=run.seed("sample", name),
     )
-    completions = Engine(model, tokenizer).generate(asked, sampling, run.seed("sample", name), progress)
+    completions = Engine(model, tokenizer).generate(asked, params, progress)
     # An answer that was cut off is scored as it stands.
     drawn = [
         (row, index, completion, answer_text(completion.tokens, tokenizer))

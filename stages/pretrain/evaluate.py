@@ -190,7 +190,7 @@ def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer
 
 
 def _continuations(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun) -> None:
-    from puna.models.generation import Engine, Sampling
+    from puna.models.generation import Engine, SamplingParams
 
     shown: list[tuple[Chosen, str]] = []
     for page in pages:
@@ -199,9 +199,9 @@ def _continuations(pages: Sequence[Chosen], model: Transformer, tokenizer: Token
             shown.append((page, "".join(words)))
     if not shown:
         return
-    sampling = Sampling(temperature=0.8, max_tokens=64, stop=tuple(tokenizer.end))
+    params = SamplingParams(temperature=0.8, max_tokens=64, stop=tuple(tokenizer.end), seed=run.seed("continuations"))
     prompts = [[*tokenizer.lead, *tokenizer.encode(text)] for _, text in shown]
-    written = Engine(model, tokenizer).generate(prompts, sampling, run.seed("continuations"))
+    written = Engine(model, tokenizer).generate(prompts, params)
     rows = []
     for (page, text), (completion,) in zip(shown, written, strict=True):
         own = page.text[len(text) : len(text) + 300]
@@ -218,14 +218,16 @@ def _continuations(pages: Sequence[Chosen], model: Transformer, tokenizer: Token
 def _answers(
     prompts: Artifact, judges: Sequence[Artifact], model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun
 ) -> None:
-    from puna.models.generation import Engine, Sampling
+    from puna.models.generation import Engine, SamplingParams
 
     rows = _asked(prompts, config.answers.prompts_per_task, run.seed("prompts"))
     scorer = Scorer(rows, config.answers.scoring, run, judges, needed="evaluate")
     asked = [prompt_ids(tokenizer, row) for row in rows]
-    sampling = Sampling(temperature=config.answers.temperature, max_tokens=config.answers.max_tokens, stop=tokenizer.stop_ids)
+    params = SamplingParams(
+        temperature=config.answers.temperature, max_tokens=config.answers.max_tokens, stop=tokenizer.stop_ids, seed=run.seed("answers")
+    )
     completions = Engine(model, tokenizer).generate(
-        asked, sampling, run.seed("answers"), progress=lambda done, total: run.progress(done, total, "answers")
+        asked, params, progress=lambda done, total: run.progress(done, total, "answers")
     )
     texts = [answer_text(completion.tokens, tokenizer) for (completion,) in completions]
     scores = scorer.scores(list(zip(rows, texts, strict=True)))

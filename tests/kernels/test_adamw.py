@@ -69,8 +69,8 @@ def test_the_operator_says_what_it_changes():
 
     parameters, gradients, first, second = draw(torch.float32)
     arguments = (parameters, gradients[0], first, second, torch.tensor(0.5), 1, 0.1, 0.9, 0.95, 1e-8, 0.0)
-    torch.library.opcheck(_adamw_, arguments, test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(_gradient_norm, (gradients[0],), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(_adamw_.dispatched, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(_gradient_norm.dispatched, (gradients[0],), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_what_does_not_fit_is_refused():

@@ -58,4 +58,4 @@ def test_refusals_and_registration():
     *given, counts = draw([3, 2])
     with pytest.raises(ValueError, match="must be alike"):
         advantages(given[0][:-1], *given[1:], counts, 0.1, 1.0, 0.95)
-    torch.library.opcheck(module._operator, (*given, torch.tensor([0, 3, 5]), 0.1, 1.0, 0.95))
+    torch.library.opcheck(module._operator.dispatched, (*given, torch.tensor([0, 3, 5]), 0.1, 1.0, 0.95))

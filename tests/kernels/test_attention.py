@@ -196,7 +196,7 @@ def test_operator_is_registered_as_torch_expects():
     from puna.kernels.attention import _attention
 
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(_attention, (*tensors(len(end)), ForestMask.from_end(end).tile_layout, 0), test_utils=checks)
+    torch.library.opcheck(_attention.dispatched, (*tensors(len(end)), ForestMask.from_end(end).tile_layout, 0), test_utils=checks)
 
 
 def test_low_precision_is_computed_in_fp32(within_budget):

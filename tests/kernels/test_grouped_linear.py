@@ -19,6 +19,6 @@ def test_grouped_linear(within_budget, normal, offsets, dtype):
 
 def test_registered_as_torch_expects(normal):
     x, w = (t.detach().float().requires_grad_() for t in (normal(10, 6), normal(3, 4, 6, seed=1)))
-    torch.library.opcheck(module._grouped_linear, (x, w, torch.tensor(OFFSETS[0])))
+    torch.library.opcheck(module._grouped_linear.dispatched, (x, w, torch.tensor(OFFSETS[0])))
     with pytest.raises(ValueError, match="do not fit"):
         grouped_linear(x, w, torch.tensor([0, 10]))

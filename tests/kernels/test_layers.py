@@ -131,7 +131,8 @@ def test_operators_are_registered_as_torch_expects(layer):
         "swiglu": (gates._swiglu, (x, y)),
         "rope": (ropes._rope, (heads, cos, sin, False)),
     }
-    torch.library.opcheck(*cases[layer])
+    operation, given = cases[layer]
+    torch.library.opcheck(operation.dispatched, given)
 
 
 def test_swiglu():

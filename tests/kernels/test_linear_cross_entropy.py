@@ -130,8 +130,8 @@ def test_operators_are_registered_as_torch_expects(dtype):
     x.requires_grad_()
     w.requires_grad_()
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(linear_cross_entropy_module._cross_entropy, (x, w, targets, weights, True, True), test_utils=checks)
-    torch.library.opcheck(token_logprobs_module._logprobs, (x, w, targets, 0.7), test_utils=checks)
+    torch.library.opcheck(linear_cross_entropy_module._cross_entropy.dispatched, (x, w, targets, weights, True, True), test_utils=checks)
+    torch.library.opcheck(token_logprobs_module._logprobs.dispatched, (x, w, targets, 0.7), test_utils=checks)
 
 
 def test_fp32_on_cpu_equals_the_reference(within_budget):

@@ -37,7 +37,7 @@ def test_routing_by_hand():
 
 
 def test_registered_as_torch_expects(normal):
-    torch.library.opcheck(module._top_k_routing, (normal(7, 5).detach().float().requires_grad_(), 2, True))
+    torch.library.opcheck(module._top_k_routing.dispatched, (normal(7, 5).detach().float().requires_grad_(), 2, True))
 
 
 def sorted_choices(T, E, k, seed=0):
@@ -60,8 +60,8 @@ def test_to_the_experts_and_back(within_budget, normal, T, E, k, dtype):
         )
     assert torch.autograd.gradcheck(lambda x: dispatch(x, order, place), (normal(T, 6),))
     assert torch.autograd.gradcheck(lambda y, w: combine(y, w, order, place), inputs)
-    torch.library.opcheck(module._dispatch_rows, (normal(T, 6).detach().float().requires_grad_(), order, place))
-    torch.library.opcheck(module._combine_rows, (*(x.detach().float().requires_grad_() for x in inputs), order, place))
+    torch.library.opcheck(module._dispatch_rows.dispatched, (normal(T, 6).detach().float().requires_grad_(), order, place))
+    torch.library.opcheck(module._combine_rows.dispatched, (*(x.detach().float().requires_grad_() for x in inputs), order, place))
 
 
 def test_no_tokens_and_rows_that_do_not_fit():

@@ -75,4 +75,4 @@ def test_leading_axes_and_no_rows():
 def test_registered_as_torch_expects(kind):
     checks = ("test_autograd_registration", "test_faketensor") + (("test_schema",) if kind == "int8" else ())  # it compares no FP8
     x, w = draw(4, 16).requires_grad_(), draw(8, 16, seed=1)
-    torch.library.opcheck(module._low_precision_linear, (x, w.requires_grad_(), kind == "fp8"), test_utils=checks)
+    torch.library.opcheck(module._low_precision_linear.dispatched, (x, w.requires_grad_(), kind == "fp8"), test_utils=checks)

@@ -1,0 +1,42 @@
+"""Exact passes: a token's numbers depend on its own path only, bit by bit, whatever else is computed with it.
+
+Generation computes a token beside others than training does: one at a time, in chunks, after a cached prefix. In exact
+passes each routine has one order of operations for a row, whatever the rows around it:
+
+- products: the routine of this machine that gives a row the same bits for any number of rows from `rows` on, found by
+  trial for each shape of weight; fewer rows are filled up (`linear.exact_routine`);
+- attention: one loop over the keys of a query's path in pages that begin at multiples of the page's size, wherever the
+  pages lie and whoever shares them (`paged_attention`);
+- norms, rotations, SwiGLU, log-softmax: loops over rows.
+
+In fp32 on a CPU with numba's loops; elsewhere `exact_passes` raises ValueError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from puna.kernels.lazy import has_numba
+
+_exact: ContextVar[bool] = ContextVar("exact", default=False)
+
+
+def exact() -> bool:
+    """Whether passes are exact here."""
+    return _exact.get()
+
+
+@contextmanager
+def exact_passes(dtype: torch.dtype, device: torch.device, wanted: bool = True) -> Iterator[None]:
+    """Passes inside are exact. ValueError where they cannot be: outside fp32, off the CPU, without numba."""
+    if wanted and (dtype != torch.float32 or device.type != "cpu" or not has_numba()):
+        raise ValueError(f"exact passes need fp32 on a CPU and the package numba, not {dtype} on {device.type}")
+    token = _exact.set(wanted)
+    try:
+        yield
+    finally:
+        _exact.reset(token)

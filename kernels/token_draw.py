@@ -1,0 +1,169 @@
+"""Log-sum-exp of rows of logits, and one token drawn from each by the inverse of its cumulative distribution.
+
+Shapes: C rows, V vocabulary. The exponentials are summed once, in blocks; a draw walks over the blocks' sums and computes
+one block again. On CPU the same loop gives the log-probabilities that training reads, so the two agree bit by bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from puna.kernels.lazy import has_numba, numba_jit
+from puna.kernels.loops import run_rows
+from puna.kernels.operators import uses_triton
+
+if has_numba():
+    from numba import carray
+
+    from puna.kernels.vectors import add, exp, fill, fma, higher, lane, load, pointer
+
+LANES, BLOCK = 16, 128  # probabilities are summed in blocks of this many tokens
+LIKELIEST = -1.0  # in place of a uniform number: take the likeliest token, the first of equals
+
+
+def token_draw_reference(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor) -> Tensor:
+    """The first token whose cumulative probability softmax(logits * scale) passes its uniform number."""
+    p_CV = torch.softmax(logits_CV.double() * scale_C.double()[:, None], -1).cumsum(-1)
+    drawn = (p_CV <= uniforms_C[:, None] * p_CV[:, -1:]).sum(-1)
+    return torch.where(uniforms_C == LIKELIEST, logits_CV.argmax(-1), drawn)
+
+
+# --- CPU -------------------------------------------------------------------------------------------------
+
+
+@numba_jit
+def _sum_loop(part: Any, start: Any, stop: Any, V: Any, logits: Any, scale: Any, peaks: Any, lse: Any, blocks: Any) -> None:
+    """`peaks` [C] largest logits, `lse` [C], `blocks` [C, V / 128] sums of e^((z - peak) scale). `logits` is an address."""
+    for row in range(start, stop):
+        at, turn = logits + 4 * row * V, scale[row]
+        z, whole = carray(pointer(at), (V,)), V // LANES * LANES
+        tops = fill(z[0])
+        for i in range(0, whole, LANES):
+            tops = higher(load(at + 4 * i), tops)
+        peak = lane(tops, 0)
+        for i in range(1, LANES):
+            peak = max(peak, lane(tops, i))
+        for i in range(whole, V):
+            peak = max(peak, z[i])
+        steep, base, total = fill(turn), fill(-peak * turn), 0.0
+        for block in range(blocks.shape[1]):
+            first, last = block * BLOCK, min((block + 1) * BLOCK, V)
+            sums = fill(np.float32(0))
+            for i in range(first, last - LANES + 1, LANES):
+                sums = add(exp(fma(load(at + 4 * i), steep, base)), sums)
+            inside = np.float32(0)
+            for i in range(LANES):
+                inside += lane(sums, i)
+            for i in range(last // LANES * LANES, last):
+                inside += _power(z[i], peak, turn)
+            blocks[row, block] = inside
+            total += inside
+        peaks[row], lse[row] = peak, peak * turn + np.float32(np.log(total))
+
+
+@numba_jit
+def _power(z: Any, peak: Any, scale: Any) -> Any:
+    x = (z - peak) * scale
+    return np.float32(0) if x < np.float32(-87) else np.float32(np.exp(x))
+
+
+@numba_jit
+def _draw_loop(
+    part: Any, start: Any, stop: Any, V: Any, logits: Any, scale: Any, peaks: Any, blocks: Any, uniforms: Any, tokens: Any
+) -> None:
+    for row in range(start, stop):
+        z, peak = carray(pointer(logits + 4 * row * V), (V,)), peaks[row]
+        if uniforms[row] == LIKELIEST:
+            found = 0
+            while z[found] != peak:
+                found += 1
+            tokens[row] = found
+            continue
+        total = 0.0
+        for block in range(blocks.shape[1]):
+            total += blocks[row, block]
+        wanted, block = uniforms[row] * total, 0
+        last = blocks.shape[1] - 1
+        while blocks[row, last] == 0:  # where rounding leaves no block above, the last that adds anything
+            last -= 1
+        while block < last and wanted >= blocks[row, block]:
+            wanted -= blocks[row, block]
+            block += 1
+        first, end = block * BLOCK, min((block + 1) * BLOCK, V)
+        found, below = -1, 0.0
+        for i in range(first, end):
+            e = _power(z[i], peak, scale[row])
+            if e > 0:
+                found = i
+                below += e
+                if below > wanted:
+                    break
+        tokens[row] = found
+
+
+def log_sum_exp(logits_CV: Tensor, scale_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """([C] log-sum-exps of logits * scale, [C] peaks, [C, blocks] sums over blocks relative to the peak), fp32, on CPU with numba."""
+    C, V = logits_CV.shape
+    peaks, lse = torch.empty(C), torch.empty(C)
+    blocks = torch.empty(C, -(-V // BLOCK))
+    arrays = [t.numpy() for t in (scale_C, peaks, lse, blocks)]
+    run_rows(_sum_loop, C, V, V, logits_CV.data_ptr(), *arrays)
+    return lse, peaks, blocks
+
+
+def looped(logits_CV: Tensor) -> bool:
+    """Whether the loops serve these logits: fp32 rows on CPU."""
+    return logits_CV.dtype == torch.float32 and logits_CV.is_cpu and logits_CV.is_contiguous() and has_numba() and not uses_triton(logits_CV)
+
+
+# --- portable --------------------------------------------------------------------------------------------
+
+
+def _portable(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor) -> tuple[Tensor, Tensor]:
+    z_CV = logits_CV.to(torch.float64 if logits_CV.dtype == torch.float64 else torch.float32) * scale_C[:, None].to(logits_CV.device)
+    lse = z_CV.logsumexp(1)
+    uniforms = uniforms_C.to(logits_CV.device)
+    drawn = invert((z_CV - lse[:, None]).exp_(), uniforms.clamp(min=0.0))
+    return torch.where(uniforms == LIKELIEST, z_CV.argmax(1), drawn), lse
+
+
+def invert(p_CV: Tensor, uniforms_C: Tensor) -> Tensor:
+    """The first entry whose cumulative weight passes `uniforms` times the total, by way of its block."""
+    C, V = p_CV.shape
+    blocks = torch.nn.functional.pad(p_CV, (0, -V % BLOCK)).view(C, -1, BLOCK)
+    passed = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    wanted = uniforms_C[:, None] * passed[:, -1:]
+    block = _first_above(passed, wanted)
+    inside = blocks.gather(1, block[..., None].expand(C, 1, BLOCK))[:, 0].double()
+    below = passed.gather(1, block) - inside.sum(-1, keepdim=True)
+    return (block * BLOCK + _first_above(inside.cumsum(-1), wanted - below))[:, 0]
+
+
+def _first_above(cumulative: Tensor, wanted: Tensor) -> Tensor:
+    """[C, 1]: the first entry above `wanted`, and where rounding leaves none the last that adds anything."""
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    return torch.minimum(torch.searchsorted(cumulative, wanted, right=True), last)
+
+
+# --- façade ----------------------------------------------------------------------------------------------
+
+
+def token_draw(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor) -> tuple[Tensor, Tensor]:
+    """([C] int64 tokens of softmax(logits * scale), [C] log-sum-exps of logits * scale), without autograd.
+
+    `scale` [C] fp32 on CPU is one over the temperature, `uniforms` [C] fp64 on CPU in [0, 1); LIKELIEST in its place takes the
+    likeliest token. A row without a finite log-sum-exp has one that is not finite, and any token.
+    """
+    if not looped(logits_CV):
+        return _portable(logits_CV, scale_C, uniforms_C)
+    C, V = logits_CV.shape
+    lse, peaks, blocks = log_sum_exp(logits_CV, scale_C)
+    tokens = torch.zeros(C, dtype=torch.int64)
+    if bool(lse.isfinite().all()):
+        arrays = [t.numpy() for t in (scale_C, peaks, blocks, uniforms_C, tokens)]
+        run_rows(_draw_loop, C, BLOCK, V, logits_CV.data_ptr(), *arrays)
+    return tokens, lse

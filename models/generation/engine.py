@@ -1,0 +1,238 @@
+"""The generation engine: prompts in, sampled answers with their log-probs out.
+
+    Engine(model, tokenizer).generate(prompts, SamplingParams(n=4, temperature=0.7))
+
+Each step computes whatever is at hand in one ragged pass: the next token of every answer that runs, and chunks of prompts
+(`schedule.py`, `step.py`), over keys and values in pages (`pages.py`). Prompts and answers stay in the cache for who begins
+alike, until their pages are needed or the weights change.
+
+With `exact`, the log-probs of drawn tokens equal, bit by bit, those of a training forward pass in `exact_passes`, whatever ran
+beside them, however prompts were cut, wherever an answer was paused or a prefix was found (see `kernels/exact.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from puna.kernels.exact import exact_passes
+from puna.kernels.paged_attention import PAGE
+from puna.models.generation.pages import PagePool
+from puna.models.generation.sampling import Draw, SamplingParams, draw
+from puna.models.generation.schedule import Answer, Request, Scheduler
+from puna.models.generation.step import Cache, page_bytes, run
+from puna.models.tokenizer import Tokenizer
+from puna.models.transformer import Transformer
+
+Prompt = Sequence[int] | str
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer: its tokens (a stop token included), their log-probs, and whether it ended by itself.
+
+    `logprobs[i]` is log softmax(logits / temperature)[tokens[i]] in nats over the whole vocabulary, whatever cut or shifted the
+    draw, at temperature 1 when it was greedy: what `Transformer.token_logprobs` returns for the token at that temperature.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Event:
+    """A token that was drawn; the last of an answer brings its completion."""
+
+    request: Request
+    number: int
+    token: int
+    logprob: float
+    completion: Completion | None
+
+
+class Engine:
+    """Samples from a model.
+
+    sequences: answers at work at once. step_tokens: tokens that one step computes at most, beside one for each answer.
+    memory: bytes of keys and values. exact: see above; it needs fp32 on a CPU.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None = None,
+        sequences: int = 64,
+        step_tokens: int = 2048,
+        memory: int = 1 << 30,
+        exact: bool = False,
+    ) -> None:
+        if model.head != "lm":
+            raise ValueError(f"generation needs a language-model head, this model has a {model.head} head")
+        if min(sequences, step_tokens) < 1:
+            raise ValueError(f"sequences and step_tokens must be at least 1, not {sequences} and {step_tokens}")
+        self.model, self.tokenizer, self.exact = model, tokenizer, exact
+        self.sequences, self.step_tokens, self.memory = sequences, step_tokens, memory
+        self._weights: tuple[object, ...] = ()
+        self._renew()
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, progress: Callable[[int, int], None] | None = None
+    ) -> list[list[Completion]]:
+        """`params.n` answers to each prompt (token ids, or text that the tokenizer reads), in the prompts' order.
+
+        The random numbers of an answer depend on the seed, the prompt's tokens and the answer's number only, so neither the
+        order of the prompts nor what runs beside them changes what is drawn (up to rounding in the matrix products, unless
+        the engine is exact). Equal prompts in one call draw different answers. `progress` gets (answers done, answers in all).
+        """
+        seen: Counter[tuple[int, ...]] = Counter()
+        requests = []
+        for index, prompt in enumerate(prompts):
+            ids = self._ids(prompt, index)
+            requests.append(self._request(ids, params, seen[tuple(ids)]))
+            seen[tuple(ids)] += params.n
+        for request in requests:
+            self.scheduler.add(request)
+        places = {id(request): index for index, request in enumerate(requests)}
+        found: list[dict[int, Completion]] = [{} for _ in requests]
+        done = 0
+        try:
+            while done < len(requests) * params.n:
+                for event in self.step():
+                    if event.completion is not None and id(event.request) in places:
+                        found[places[id(event.request)]][event.number] = event.completion
+                        done += 1
+                        if progress is not None:
+                            progress(done, len(requests) * params.n)
+        except BaseException:
+            for request in requests:
+                self.cancel(request)
+            raise
+        return [[row[number] for number in sorted(row)] for row in found]
+
+    def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Event]:
+        """The tokens of the answers as they are drawn; closing the iterator cancels the request."""
+        request = self.submit(prompt, params)
+        left = params.n
+        try:
+            while left:
+                for event in self.step():
+                    if event.request is request:
+                        left -= event.completion is not None
+                        yield event
+        finally:
+            if left:
+                self.cancel(request)
+
+    def submit(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """Have a prompt answered by the steps to come."""
+        request = self._request(self._ids(prompt, 0), params, 0)
+        self.scheduler.add(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request; its answers stay unfinished."""
+        self.scheduler.cancel(request)
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Compute what is due and draw the tokens that follow; none where nothing is left to do."""
+        self._renew()
+        weight = self.model.model.embed_tokens.weight
+        with exact_passes(weight.dtype, weight.device, self.exact):
+            work = self.scheduler.plan()
+            if work:
+                self.cache.copy(self.scheduler.copies)
+                self.scheduler.copies = []
+                hidden_ND = run(self.model, self.cache, work)
+                ends = np.cumsum([item.count for item in work]) - 1
+                for item, end in zip(work, ends.tolist(), strict=True):
+                    self.scheduler.computed(item, hidden_ND[end])
+            ready = [item.answer for item in work if item.answer.hidden is not None] + list(self.scheduler.fork())
+            return self._draw(ready)
+
+    def _draw(self, ready: Sequence[Answer]) -> list[Event]:
+        if not ready:
+            return []
+        rows = [
+            Draw(a.request.params, float(self._uniforms(a)[len(a.logprobs)]), a.request.prompt, a.own if a.request.params.shifts else ())
+            for a in ready
+        ]
+        logits = self.model.logits(torch.stack([a.hidden for a in ready if a.hidden is not None]))
+        try:
+            tokens, logprobs = draw(logits, rows)
+        except ValueError:
+            self.cache.wipe()
+            self.scheduler.pool.forget()
+            raise
+        events = []
+        for answer, token, logprob in zip(ready, tokens, logprobs, strict=True):
+            answer.hidden = None
+            answer.tokens.append(token)
+            answer.logprobs.append(logprob)
+            events.append(Event(answer.request, answer.number, token, logprob, self._completion(answer)))
+        return events
+
+    def _completion(self, answer: Answer) -> Completion | None:
+        """The answer, if it ends with its last token."""
+        request, token = answer.request, answer.tokens[-1]
+        finished = token in request.stop_ids or self._stops(answer)
+        if not finished and len(answer.logprobs) < request.params.max_tokens:
+            return None
+        self.scheduler.finish(answer)
+        return Completion(answer.own, answer.logprobs, finished)
+
+    def _stops(self, answer: Answer) -> bool:
+        """Whether one of the texts that end the answer stands in its last tokens."""
+        texts = answer.request.stop_texts
+        if not texts or self.tokenizer is None:
+            return False
+        last = answer.own[-max(len(text.encode()) for text in texts) - 4 :]  # a token is a byte at least, a character four at most
+        shown = self.tokenizer.decode(last)
+        return any(text in shown for text in texts)
+
+    def _uniforms(self, answer: Answer) -> np.ndarray:
+        if answer.uniforms is None:
+            request = answer.request
+            generator = np.random.default_rng([request.params.seed, answer.number, *request.words])
+            answer.uniforms = generator.random(request.params.max_tokens)
+        return answer.uniforms
+
+    def _ids(self, prompt: Prompt, index: int) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(f"prompt {index} is text and the engine has no tokenizer: give token ids")
+            return [*self.tokenizer.lead, *self.tokenizer.encode(prompt)]
+        if not len(prompt):
+            raise ValueError(f"prompt {index} is empty: generation needs at least one token")
+        return [int(token) for token in prompt]
+
+    def _request(self, ids: list[int], params: SamplingParams, first: int) -> Request:
+        if params.stop is None and self.tokenizer is None:
+            raise ValueError("SamplingParams.stop is None and the engine has no tokenizer to name the end of turn")
+        stop = params.stop if params.stop is not None else self.tokenizer.stop_ids if self.tokenizer is not None else ()
+        texts = tuple(one for one in stop if isinstance(one, str))
+        if texts and self.tokenizer is None:
+            raise ValueError(f"the engine has no tokenizer to find the text {texts[0]!r} in an answer: give token ids")
+        digest = hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).digest()
+        words = tuple(np.frombuffer(digest, dtype="<u4").tolist())
+        return Request(ids, params, frozenset(one for one in stop if isinstance(one, int)), texts, words, first)
+
+    def _renew(self) -> None:
+        """Forget what was computed with other weights; a cache for a model that has moved or changed its type."""
+        weight = self.model.model.embed_tokens.weight
+        place = (weight.device, weight.dtype)
+        weights = (*place, *((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters()))
+        if weights == self._weights:
+            return
+        if self._weights[:2] != place:
+            pages = max(1, self.memory // page_bytes(self.model))
+            self.cache = Cache(self.model, pages)
+            self.scheduler = Scheduler(PagePool(pages), self.sequences, self.step_tokens)
+        self.scheduler.pool.forget()
+        self._weights = weights

@@ -1,0 +1,160 @@
+"""How tokens are drawn: the parameters of a request, and a step's draws.
+
+Log-probs are those of the model's own distribution at the request's temperature, before penalties, masks and cuts, at
+temperature 1 when the draw is greedy: what `Transformer.token_logprobs` gives for the same token at the same temperature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from puna.kernels.token_draw import LIKELIEST, invert, token_draw
+
+NUCLEUS = 128  # tokens tried first as a nucleus; a flatter distribution takes more
+Mask = Callable[[Sequence[int]], Tensor]  # an answer's tokens so far -> [V] bool on CPU, True where the next may be
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to answer a prompt.
+
+    n: answers. temperature: divides the logits; 0 takes the likeliest token. top_k: draw from the k likeliest tokens only (0: all).
+    top_p: from the smallest set of likeliest tokens whose probability reaches it (nucleus sampling, Holtzman et al. 2020).
+    min_p: from tokens at least that likely compared with the likeliest (Nguyen et al. 2024). max_tokens: longest answer.
+    stop: token ids and texts that end an answer; None is the tokenizer's end of turn. seed: with the prompt's tokens and the
+    answer's number all that the draws depend on. repetition_penalty: divides positive and multiplies negative logits of
+    tokens of the prompt and the answer (Keskar et al. 2019). presence_penalty, frequency_penalty: subtracted from the logit
+    of a token of the answer, once or for each time it occurs. logit_bias: added to logits, by token id. mask: which tokens
+    may follow an answer's tokens. priority: waiting requests with the lowest number are begun first.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 64
+    stop: tuple[int | str, ...] | None = None
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    mask: Mask | None = None
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.max_tokens < 1:
+            raise ValueError(f"n and max_tokens must be at least 1, not {self.n} and {self.max_tokens}")
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature must be 0 or a positive number, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
+        if self.top_k < 0 or not 0 <= self.min_p <= 1:
+            raise ValueError(f"top_k must not be negative and min_p lie in [0, 1], not {self.top_k} and {self.min_p}")
+        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
+            raise ValueError(f"repetition_penalty must be a positive number, not {self.repetition_penalty}")
+        if not all(map(math.isfinite, (self.presence_penalty, self.frequency_penalty, *self.logit_bias.values()))):
+            raise ValueError("presence_penalty, frequency_penalty and logit_bias must be finite numbers")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, not {self.seed}")
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a draw is from a part of the tokens."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def shifts(self) -> bool:
+        """Whether logits are changed before a draw."""
+        return bool(
+            self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.logit_bias or self.mask is not None
+        )
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One row's draw: its parameters, a number in [0, 1), and the tokens of the prompt and of the answer so far."""
+
+    params: SamplingParams
+    uniform: float
+    prompt: Sequence[int]
+    answer: Sequence[int]
+
+
+def draw(logits_SV: Tensor, rows: Sequence[Draw]) -> tuple[list[int], list[float]]:
+    """One token per row and its log-prob, by the inverse of the cumulative distribution at the row's number.
+
+    Raises ValueError where a row of logits has a NaN or no finite entry, or a mask allows no token.
+    """
+    scale = torch.tensor([1.0 / (row.params.temperature or 1.0) for row in rows], dtype=torch.float64)
+    uniforms = torch.tensor([row.uniform if row.params.temperature else LIKELIEST for row in rows], dtype=torch.float64)
+    scale = scale if logits_SV.dtype == torch.float64 else scale.float()
+    tokens, lse = token_draw(logits_SV, scale, uniforms)
+    if not bool(lse.isfinite().all()):
+        raise ValueError("the model's logits are not finite: its weights or its training have diverged")
+    for cuts in (False, True):
+        changed = [i for i, row in enumerate(rows) if row.params.cuts == cuts and (cuts or row.params.shifts)]
+        if changed:
+            z_SV = logits_SV[torch.tensor(changed, device=logits_SV.device)]
+            for z_V, number in zip(z_SV, changed, strict=True):
+                shift(z_V, rows[number])
+            one = _cut_draw if cuts else _whole_draw
+            tokens[changed] = one(z_SV, scale[changed], uniforms[changed], [rows[i].params for i in changed])
+    logprobs = logits_SV.gather(1, tokens[:, None])[:, 0] * scale.to(logits_SV.device) - lse
+    return tokens.tolist(), logprobs.tolist()
+
+
+def shift(z_V: Tensor, row: Draw) -> None:
+    """Penalties, biases and the mask of a row, in place."""
+    params = row.params
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*row.prompt, *row.answer}), device=z_V.device)
+        z_V[seen] = torch.where(z_V[seen] > 0, z_V[seen] / params.repetition_penalty, z_V[seen] * params.repetition_penalty)
+    if row.answer and (params.presence_penalty or params.frequency_penalty):
+        found, times = np.unique(np.asarray(row.answer), return_counts=True)
+        penalty = params.presence_penalty + params.frequency_penalty * times
+        z_V[torch.from_numpy(found).to(z_V.device)] -= torch.from_numpy(penalty).to(z_V)
+    for token, bias in params.logit_bias.items():
+        z_V[token] += bias
+    if params.mask is not None:
+        allowed = params.mask(row.answer)
+        if not bool(allowed.any()):
+            raise ValueError(f"the mask allows no token after {list(row.answer)}")
+        z_V.masked_fill_(~allowed.to(z_V.device), -math.inf)
+
+
+def _whole_draw(z_SV: Tensor, scale: Tensor, uniforms: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    return token_draw(z_SV, scale, uniforms)[0]
+
+
+def _cut_draw(z_SV: Tensor, scale: Tensor, uniforms: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Draws after top-k, then top-p, then min-p."""
+    p_SV = torch.softmax(z_SV * scale.to(z_SV)[:, None], -1)
+    kept_SN, order_SN = _kept(p_SV, params)
+    return order_SN.gather(1, invert(kept_SN, uniforms.to(z_SV.device))[:, None])[:, 0]
+
+
+def _kept(p_SV: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+    """Probabilities and tokens of what each row keeps, likeliest first; zero beyond it."""
+    top_k, top_p, min_p = (
+        torch.tensor([getattr(p, name) for p in params], device=p_SV.device)[:, None] for name in ("top_k", "top_p", "min_p")
+    )
+    V = p_SV.shape[-1]
+    top_k = torch.where(top_k == 0, V, top_k)
+    size = min(NUCLEUS, V)
+    while True:
+        p, order = p_SV.topk(size, sorted=True)
+        p = p.double() * (torch.arange(size, device=p.device) < top_k)
+        before = p.cumsum(-1) - p
+        whole = torch.where(top_k < size, p.sum(-1, keepdim=True), 1.0)
+        inside = (before < top_p * whole) & (p >= min_p * p[:, :1])
+        if size == V or not bool(inside[:, -1].any()):
+            return p * inside, order
+        size = min(8 * size, V)

@@ -1,0 +1,230 @@
+"""Which tokens the next step computes: continuous batching with chunked prefill (Yu et al. 2022; Agrawal et al. 2023).
+
+A request's prompt is computed once, by its first answer; the others then begin where it ends, on its pages. An answer whose
+pages cannot be had gives all of its own back, waits, and is computed again from its tokens (Kwon et al. 2023), or from what
+the tree of prefixes still holds of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from puna.kernels.paged_attention import PAGE
+from puna.models.generation.pages import OutOfPages, PagePool
+from puna.models.generation.sampling import SamplingParams
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer in the making: `tokens` are the prompt's and its own, of which the first `computed` are in `pages`."""
+
+    request: Request
+    number: int
+    tokens: list[int]
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    hidden: Tensor | None = None  # [D] after the last token, once computed
+    logprobs: list[float] = field(default_factory=list)
+    uniforms: np.ndarray | None = None  # its private random numbers
+
+    @property
+    def own(self) -> list[int]:
+        """The tokens of the answer alone."""
+        return self.tokens[len(self.request.prompt) :]
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt with its parameters. `begun` answers have been started, the first with the number `first`; `leading` while one of
+    them computes the prompt. `trunk` is the computed prompt's pages and last hidden state, kept until all are begun."""
+
+    prompt: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    stop_texts: tuple[str, ...]
+    words: tuple[int, ...]  # of the prompt's digest
+    first: int = 0
+    begun: int = 0
+    leading: bool = False
+    trunk: tuple[list[int], Tensor] | None = None
+    cancelled: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """The next `count` tokens of an answer to compute."""
+
+    answer: Answer
+    count: int
+
+
+class Scheduler:
+    """Requests that wait, answers that run, and the pages between them."""
+
+    def __init__(self, pool: PagePool, sequences: int, step_tokens: int) -> None:
+        self.pool, self.sequences, self.step_tokens = pool, sequences, step_tokens
+        self.waiting: list[Request] = []  # by priority, then age
+        self.paused: list[Answer] = []  # preempted, the oldest first
+        self.running: list[Answer] = []  # the oldest first
+        self.copies: list[tuple[int, int]] = []  # pages to copy before the next step
+        self.preemptions = 0
+
+    def add(self, request: Request) -> None:
+        """Wait for a place. ValueError where a whole answer would not fit into the cache."""
+        longest = len(request.prompt) + request.params.max_tokens
+        pages = -(-longest // PAGE) + (request.params.n > 1)  # a trunk's last page stays while its first answer writes to a copy
+        if pages > len(self.pool.references):
+            raise ValueError(
+                f"a prompt of {len(request.prompt)} tokens with max_tokens={request.params.max_tokens} needs {pages} pages of {PAGE}"
+                f" tokens, the cache has {len(self.pool.references)}: give the engine more memory, or ask for fewer tokens"
+            )
+        self.waiting.append(request)
+        self.waiting.sort(key=lambda r: r.params.priority)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs or waits."""
+        return not (self.waiting or self.paused or self.running)
+
+    def plan(self, lookahead: int = 0) -> list[Work]:
+        """What to compute now: one token of each answer that decodes (with room for `lookahead` more), then chunks of
+        prompts, up to `step_tokens` in all."""
+        budget = self.step_tokens
+        work = []
+        for answer in list(self.running):
+            if answer not in self.running or answer.hidden is not None:  # preempted by one before it; drawn from, not computed
+                continue
+            count = min(len(answer.tokens) - answer.computed, max(budget, 1))
+            if self._make_room(answer, count + (lookahead if answer.logprobs else 0)):
+                work.append(Work(answer, count))
+                budget -= count
+        work = [item for item in work if item.answer in self.running]
+        while budget > 0 and len(self.running) < self.sequences and (answer := self._admit()) is not None:
+            count = min(len(answer.tokens) - answer.computed, budget)
+            if not self._make_room(answer, count):
+                break
+            work.append(Work(answer, count))
+            budget -= count
+        return work
+
+    def fork(self) -> Iterator[Answer]:
+        """Start what can be started of answers whose prompt is computed; each begins with its hidden state."""
+        for request in list(self.waiting):
+            while request.trunk is not None and len(self.running) < self.sequences:
+                if self.running and self.pool.available < len(self.running) + 1:
+                    return
+                yield self._branch(request)
+
+    def computed(self, item: Work, hidden: Tensor) -> None:
+        """The work is done. An answer that has been computed whole can draw from its last hidden state [D]."""
+        answer, request = item.answer, item.answer.request
+        answer.computed += item.count
+        if answer.computed < len(answer.tokens):
+            return
+        answer.hidden = hidden
+        if answer.logprobs and item.count == 1:
+            return
+        self.pool.keep(answer.tokens, answer.pages)
+        if not answer.logprobs:
+            request.leading = False
+            if request in self.waiting:
+                self.pool.share(answer.pages)
+                request.trunk = (list(answer.pages), hidden)
+
+    def finish(self, answer: Answer) -> None:
+        """Give up an answer's place; its pages stay in the tree while there is room."""
+        self.running.remove(answer)
+        self._give_back(answer)
+
+    def cancel(self, request: Request) -> list[Answer]:
+        """End a request wherever it is; its answers that were running or paused."""
+        request.cancelled = True
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self._fell(request)
+        ended = [answer for answer in (*self.running, *self.paused) if answer.request is request]
+        for answer in ended:
+            (self.running if answer in self.running else self.paused).remove(answer)
+            self._give_back(answer)
+        return ended
+
+    # --- places and pages ---
+
+    def _admit(self) -> Answer | None:
+        """The next answer that must compute its prompt, if there is a place for it."""
+        if self.paused:
+            answer = self.paused[0]
+        else:
+            request = next((r for r in self.waiting if r.trunk is None and not r.leading), None)
+            if request is None:
+                return None
+            answer = Answer(request, request.first + request.begun, list(request.prompt))
+        pages = self.pool.match(answer.tokens[:-1])  # the last token is computed anyhow: its hidden state is wanted
+        need = -(-(len(answer.tokens) + 1) // PAGE) - len(pages)
+        if self.running and self.pool.available < need + len(self.running):  # a page for each that runs
+            self.pool.release(pages)
+            return None
+        answer.pages, answer.computed = pages, len(pages) * PAGE
+        if self.paused:
+            self.paused.pop(0)
+        else:
+            answer.request.leading = True
+            self._begin(answer.request)
+        self.running.append(answer)
+        return answer
+
+    def _branch(self, request: Request) -> Answer:
+        assert request.trunk is not None
+        pages, hidden = request.trunk
+        answer = Answer(request, request.first + request.begun, list(request.prompt), list(pages), len(request.prompt), hidden)
+        self.pool.share(pages)
+        self._begin(request)
+        self.running.append(answer)
+        return answer
+
+    def _begin(self, request: Request) -> None:
+        request.begun += 1
+        if request.begun == request.params.n:
+            self.waiting.remove(request)
+            self._fell(request)
+
+    def _fell(self, request: Request) -> None:
+        if request.trunk is not None:
+            self.pool.release(request.trunk[0])
+            request.trunk = None
+
+    def _make_room(self, answer: Answer, count: int) -> bool:
+        """Pages of its own for the next `count` tokens of an answer, where need be by pausing the youngest, at last itself."""
+        while answer in self.running:
+            try:
+                index = answer.computed // PAGE
+                if index < len(answer.pages) and answer.computed % PAGE and (copy := self.pool.writable(answer.pages, index)):
+                    self.copies.append(copy)
+                while len(answer.pages) * PAGE < answer.computed + count:
+                    answer.pages.append(self.pool.take())
+                return True
+            except OutOfPages:
+                if len(self.running) > 1:
+                    self._pause(self.running[-1])
+                else:  # alone, and a whole answer fits: what is missing are prompts kept for answers to come
+                    for request in self.waiting:
+                        self._fell(request)
+        return False
+
+    def _pause(self, answer: Answer) -> None:
+        self.running.remove(answer)
+        self._give_back(answer)
+        answer.hidden = None
+        self.preemptions += 1
+        self.paused.insert(0, answer)
+
+    def _give_back(self, answer: Answer) -> None:
+        self.pool.keep(answer.tokens[: answer.computed], answer.pages)
+        # What was to be copied into a page that is given back need not be.
+        self.copies = [copy for copy in self.copies if copy[1] not in answer.pages]
+        self.pool.release(answer.pages)
+        answer.pages, answer.computed = [], 0

@@ -1,0 +1,79 @@
+"""One step of the model over ragged work: any number of tokens of any number of answers, over pages.
+
+Shapes: N tokens of the step, B answers, D model width. The decoder is the one of training with another `attend`; the weights
+are the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from puna.kernels.kv_append import kv_append_
+from puna.kernels.paged_attention import PAGE, PagedPlan, new_pages, paged_attention
+from puna.models.generation.schedule import Work
+from puna.models.transformer import Transformer
+
+
+class Cache:
+    """Keys and values of each layer in `count` pages."""
+
+    def __init__(self, model: Transformer, count: int) -> None:
+        config, weight = model.config, model.model.embed_tokens.weight
+        shape = (config.num_key_value_heads, config.head_dim, config.value_dim)
+        self.layers = [new_pages(count, *shape, weight.dtype, weight.device) for _ in range(config.num_hidden_layers)]
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages (from, to)."""
+        if pairs:
+            source, target = (list(pages) for pages in zip(*pairs, strict=True))
+            for layer in self.layers:
+                for pages in layer:
+                    pages[target] = pages[source]
+
+    def wipe(self) -> None:
+        """Zeros: what a model that has diverged wrote must not be multiplied, even by zero."""
+        for layer in self.layers:
+            for pages in layer:
+                pages.zero_()
+
+
+def page_bytes(model: Transformer) -> int:
+    """Bytes of one page in all layers."""
+    config, weight = model.config, model.model.embed_tokens.weight
+    lanes = -(-config.value_dim // PAGE) * PAGE if weight.device.type == "cpu" else config.value_dim
+    size = max(4, weight.element_size()) if weight.device.type == "cpu" else weight.element_size()
+    return config.num_hidden_layers * config.num_key_value_heads * PAGE * (config.head_dim + lanes) * size
+
+
+def run(model: Transformer, cache: Cache, work: Sequence[Work]) -> Tensor:
+    """Compute the work; the hidden states [N, D] of its tokens, in order."""
+    counts = np.array([item.count for item in work])
+    tokens = [token for item in work for token in _following(item)]
+    starts = np.array([item.answer.computed for item in work])
+    sequence = np.repeat(np.arange(len(work), dtype=np.int32), counts)
+    first = np.cumsum(counts) - counts
+    position = np.arange(len(tokens)) - np.repeat(first - starts, counts)
+    tables = np.zeros((len(work), max(len(item.answer.pages) for item in work)), np.int32)
+    for row, item in zip(tables, work, strict=True):
+        row[: len(item.answer.pages)] = item.answer.pages
+    places = tables[sequence, position // PAGE].astype(np.int64) * PAGE + position % PAGE
+    device = model.model.embed_tokens.weight.device
+    plan = PagedPlan(torch.from_numpy(tables), torch.from_numpy(sequence), torch.from_numpy(position.astype(np.int32)), device)
+    where, windows = torch.from_numpy(places).to(device), model.config.windows
+
+    def attend(layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> Tensor:
+        pages = cache.layers[layer]
+        kv_append_(*pages, k_NGK, v_NGV, where)
+        return paged_attention(q_NHK, *pages, plan, windows[layer])
+
+    ids = torch.tensor(tokens, device=device)
+    return model.model(model.model.embed_tokens(ids), torch.from_numpy(position).to(device), attend)
+
+
+def _following(item: Work) -> Sequence[int]:
+    """The tokens of an answer that the work computes."""
+    return item.answer.tokens[item.answer.computed : item.answer.computed + item.count]
