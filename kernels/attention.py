@@ -89,11 +89,11 @@ def _forward(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, layout: list[Tensor], 
 
 def _exact_forward(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, layout: list[Tensor], window: int) -> Tensor:
     """By the loop that generation uses, over the same keys in the same order."""
-    *plan, tokens, places = layout
+    tables, sequence, position, tokens, places = layout
     count = int(places[-1]) // PAGE + 1 if len(places) else 0
     pages = new_pages(count, k_TGK.shape[1], k_TGK.shape[2], v_TGV.shape[2], q_THK.dtype)
     kv_append_(*pages, k_TGK[tokens], v_TGV[tokens], places)
-    return paged_attention(q_THK, *pages, PagedPlan(*plan), window or None)
+    return paged_attention(q_THK, *pages, PagedPlan(tables, sequence, position), window or None)
 
 
 def _backward(

@@ -137,7 +137,9 @@ class ForestMask:
         token goes where: [M] int64 tokens and [M] int64 places. Tokens of a page that a path leaves in its midst stand in both.
         """
         tables: list[list[int]] = []
-        tokens, places, sequence = [], [], []
+        tokens: list[int] = []
+        places: list[int] = []
+        sequence: list[int] = []
         above: list[tuple[int, list[int], list[int]]] = []  # (end, whole pages, tokens of the page begun) of the segments above
         fresh = 0
         for start, stop, end in self.segments:

@@ -18,9 +18,7 @@ from puna.kernels.paged_attention import lanes_of
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from numba import carray
-
-    from puna.kernels.vectors import pointer
+    from puna.kernels.vectors import carray, pointer
 
 BLOCK = 1024  # numbers of a token that a program copies
 
@@ -38,7 +36,8 @@ def kv_append_reference(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Te
 
 @numba_jit
 def _append_loop(
-    part: Any, start: Any, stop: Any, pages: Any, S: Any, G: Any, K: Any, V: Any, lanes: Any, k_pages: Any, v_pages: Any, k: Any, v: Any, places: Any
+    part: Any, start: Any, stop: Any, pages: Any, S: Any, G: Any, K: Any, V: Any, lanes: Any,
+    k_pages: Any, v_pages: Any, k: Any, v: Any, places: Any,
 ) -> None:
     """By address; rows of the values' pages are `lanes` wide."""
     to_k, to_v = carray(pointer(k_pages), (pages, G, K, S)), carray(pointer(v_pages), (pages, G, S, lanes))

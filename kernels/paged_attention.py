@@ -23,15 +23,14 @@ import torch
 from torch import Tensor
 
 from puna.kernels.lazy import has_numba, numba_jit, triton_jit
+from puna.kernels.linear import row_products
 from puna.kernels.loops import run_rows
 from puna.kernels.operators import uses_triton, wide
 
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from numba import carray
-
-    from puna.kernels.vectors import add, between, exp, fill, fma, higher, lane, load, pointer, spread, store, times
+    from puna.kernels.vectors import add, between, carray, exp, fill, fma, higher, lane, load, pointer, store, times
 
 PAGE = 16  # tokens of a page: one wide vector of scores
 TILE = 16  # neighbouring queries that are computed together
@@ -52,7 +51,7 @@ class PagedPlan:
     tables: Tensor
     sequence: Tensor
     position: Tensor
-    device: torch.device = torch.device("cpu")
+    device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
         given = (self.tables, self.sequence, self.position)
@@ -135,38 +134,6 @@ def paged_attention_reference(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, pla
 
 
 @numba_jit
-def _products(M: Any, C: Any, a: Any, a_row: Any, b: Any, b_row: Any, out: Any, out_row: Any, more: Any) -> None:
-    """out[m, 0:16] = sum over c of a[m, c] b[c, 0:16], or with `more` added to what is there: by address and stride in bytes.
-
-    One chain of fused products for each row, in the order of c; four rows take turns.
-    """
-    for m in range(0, M - 3, 4):
-        a0, to = a + m * a_row, out + m * out_row
-        a1, a2, a3 = a0 + a_row, a0 + 2 * a_row, a0 + 3 * a_row
-        if more:
-            s0, s1, s2, s3 = load(to), load(to + out_row), load(to + 2 * out_row), load(to + 3 * out_row)
-        else:
-            s0 = fill(np.float32(0))
-            s1, s2, s3 = s0, s0, s0
-        for c in range(C):
-            x = load(b + c * b_row)
-            s0 = fma(spread(a0 + 4 * c), x, s0)
-            s1 = fma(spread(a1 + 4 * c), x, s1)
-            s2 = fma(spread(a2 + 4 * c), x, s2)
-            s3 = fma(spread(a3 + 4 * c), x, s3)
-        store(to, s0)
-        store(to + out_row, s1)
-        store(to + 2 * out_row, s2)
-        store(to + 3 * out_row, s3)
-    for m in range(M // 4 * 4, M):
-        a0, to = a + m * a_row, out + m * out_row
-        s0 = load(to) if more else fill(np.float32(0))
-        for c in range(C):
-            s0 = fma(spread(a0 + 4 * c), load(b + c * b_row), s0)
-        store(to, s0)
-
-
-@numba_jit
 def _softmax(row: Any, low: Any, begin: Any, length: Any, scale: Any) -> None:
     """Softmax of the scores begin .. length - 1 at address `row`; zeros in the rest of their pages, from `low` on."""
     none = np.float32(-np.inf)
@@ -230,13 +197,13 @@ def _attend_loop(
                         row = rows + (n - first) * R * wide + 4 * PAGE * j
                         if turn == 0:
                             keys = k + 4 * (page * G + g) * K * PAGE
-                            _products((end - n) * R, K, table + 4 * (n - first) * heads, 4 * K, keys, 4 * PAGE, row, wide, False)
+                            row_products((end - n) * R, K, table + 4 * (n - first) * heads, 4 * K, keys, 4 * PAGE, row, wide, False)
                         else:
                             values, to = v + 4 * (page * G + g) * PAGE * V, out + 4 * (n * G + g) * R * V
                             for d in range(0, V, PAGE):
                                 for i in range(end - n):
                                     at = to + 4 * i * G * R * V + 4 * d
-                                    _products(R, PAGE, row + i * R * wide, wide, values + 4 * d, 4 * V, at, 4 * V, True)
+                                    row_products(R, PAGE, row + i * R * wide, wide, values + 4 * d, 4 * V, at, 4 * V, True)
                         n = end
                 if turn == 0:
                     for n in range(first, last):
@@ -292,7 +259,8 @@ def _attend_portable(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedP
 
 @triton_jit
 def _piece_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, items, tables, positions, partial, logs, scale, window, width, q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head,
+    q, k, v, items, tables, positions, partial, logs, scale, window, width,
+    q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head,
     S: tl.constexpr, H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

@@ -22,9 +22,7 @@ from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from numba import carray
-
-    from puna.kernels.vectors import pointer
+    from puna.kernels.vectors import carray, pointer
 
 PROGRAMS = 264  # programs of the backward, each with its own part of dweight: two for each multiprocessor of a large GPU
 
@@ -45,8 +43,9 @@ def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, 
 
 @numba_jit
 def _forward_loop(
-    part: Any, start: Any, stop: Any, rows: Any, width: Any, x_at: Any, residual_at: Any, weight_at: Any, eps: Any, y_at: Any, total_at: Any, r_at: Any
-) -> None:
+    part: Any, start: Any, stop: Any, rows: Any, width: Any, x_at: Any, residual_at: Any, weight_at: Any, eps: Any,
+    y_at: Any, total_at: Any, r_at: Any,
+) -> None:  # fmt: skip
     """By address: a step of generation has more calls than numbers. `residual_at` 0: none, and `total_at` is x's."""
     x, residual = carray(pointer(x_at), (rows, width)), carray(pointer(residual_at), (rows, width))
     total, y = carray(pointer(total_at), (rows, width)), carray(pointer(y_at), (rows, width))

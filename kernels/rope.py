@@ -19,9 +19,7 @@ from puna.kernels.operators import differentiable, fused_on_cpu, operator
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from numba import carray
-
-    from puna.kernels.vectors import pointer
+    from puna.kernels.vectors import carray, pointer
 
 HEADS = 8  # heads turned at once by a Triton program
 
@@ -44,7 +42,10 @@ def rope_reference(x_TNK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @numba_jit
-def _rotate_loop(part: Any, start: Any, stop: Any, rows: Any, width: Any, half: Any, x_at: Any, cos_at: Any, sin_at: Any, sign: Any, out_at: Any) -> None:
+def _rotate_loop(
+    part: Any, start: Any, stop: Any, rows: Any, width: Any, half: Any, x_at: Any, cos_at: Any, sin_at: Any, sign: Any, out_at: Any
+) -> None:
+    """By address, like RMSNorm's."""
     x, out = carray(pointer(x_at), (rows, width)), carray(pointer(out_at), (rows, width))
     cos, sin = carray(pointer(cos_at), (rows, half)), carray(pointer(sin_at), (rows, half))
     for t in range(start, stop):
@@ -61,8 +62,8 @@ def _rotate_loop(part: Any, start: Any, stop: Any, rows: Any, width: Any, half: 
 def _rotate(x_TNK: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     if fused_on_cpu(x_TNK, cos, sin):
         out = torch.empty_like(x_TNK)
-        (T, N, K), sign = x_TNK.shape, np.float32(-1.0 if back else 1.0)
-        run_rows(_rotate_loop, T, N * K, T, N * K, K // 2, x_TNK.data_ptr(), cos.data_ptr(), sin.data_ptr(), sign, out.data_ptr())
+        (T, N, K), turn = x_TNK.shape, np.float32(-1.0 if back else 1.0)
+        run_rows(_rotate_loop, T, N * K, T, N * K, K // 2, x_TNK.data_ptr(), cos.data_ptr(), sin.data_ptr(), turn, out.data_ptr())
         return out
     half, sign = x_TNK.shape[-1] // 2, -1.0 if back else 1.0
     c, s = cos[:, None], sin[:, None]

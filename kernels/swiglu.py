@@ -20,9 +20,7 @@ from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from numba import carray
-
-    from puna.kernels.vectors import pointer
+    from puna.kernels.vectors import carray, pointer
 
 BLOCK = 2048  # elements of one Triton program
 

@@ -17,9 +17,7 @@ from puna.kernels.loops import run_rows
 from puna.kernels.operators import uses_triton
 
 if has_numba():
-    from numba import carray
-
-    from puna.kernels.vectors import add, exp, fill, fma, higher, lane, load, pointer
+    from puna.kernels.vectors import add, carray, exp, fill, fma, higher, lane, load, pointer
 
 LANES, BLOCK = 16, 128  # probabilities are summed in blocks of this many tokens
 LIKELIEST = -1.0  # in place of a uniform number: take the likeliest token, the first of equals
@@ -55,7 +53,7 @@ def _sum_loop(part: Any, start: Any, stop: Any, V: Any, logits: Any, scale: Any,
             sums = fill(np.float32(0))
             for i in range(first, last - LANES + 1, LANES):
                 sums = add(exp(fma(load(at + 4 * i), steep, base)), sums)
-            inside = np.float32(0)
+            inside: Any = np.float32(0)
             for i in range(LANES):
                 inside += lane(sums, i)
             for i in range(last // LANES * LANES, last):
@@ -117,7 +115,8 @@ def log_sum_exp(logits_CV: Tensor, scale_C: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def looped(logits_CV: Tensor) -> bool:
     """Whether the loops serve these logits: fp32 rows on CPU."""
-    return logits_CV.dtype == torch.float32 and logits_CV.is_cpu and logits_CV.is_contiguous() and has_numba() and not uses_triton(logits_CV)
+    whole = logits_CV.dtype == torch.float32 and logits_CV.is_cpu and logits_CV.is_contiguous()
+    return whole and has_numba() and not uses_triton(logits_CV)
 
 
 # --- portable --------------------------------------------------------------------------------------------

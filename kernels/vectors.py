@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 from llvmlite import ir
-from numba import types
 from numba.core.datamodel import PrimitiveModel
 from numba.core.extending import register_model
 from numba.extending import intrinsic
 
+carray, types = numba.carray, numba.types
 LANES = 16
 FLOAT = ir.FloatType()
 VECTOR = ir.VectorType(FLOAT, LANES)
 INTEGERS = ir.VectorType(ir.IntType(32), LANES)
 
 
-class Vector(types.Type):  # type: ignore[misc]
+class Vector(numba.types.Type):  # type: ignore[misc]
     """The numba type of sixteen fp32 numbers."""
 
     def __init__(self) -> None:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from puna.kernels.exact import exact_passes
-from puna.kernels.paged_attention import PAGE
 from puna.models.generation.pages import PagePool
 from puna.models.generation.sampling import Draw, SamplingParams, draw
 from puna.models.generation.schedule import Answer, Request, Scheduler
@@ -193,7 +192,7 @@ class Engine:
         if not texts or self.tokenizer is None:
             return False
         last = answer.own[-max(len(text.encode()) for text in texts) - 4 :]  # a token is a byte at least, a character four at most
-        shown = self.tokenizer.decode(last)
+        shown = self.tokenizer.decode(last, skip_special_tokens=True)
         return any(text in shown for text in texts)
 
     def _uniforms(self, answer: Answer) -> np.ndarray:

@@ -7,7 +7,7 @@ the tree of prefixes still holds of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -103,11 +103,11 @@ class Scheduler:
                 work.append(Work(answer, count))
                 budget -= count
         work = [item for item in work if item.answer in self.running]
-        while budget > 0 and len(self.running) < self.sequences and (answer := self._admit()) is not None:
-            count = min(len(answer.tokens) - answer.computed, budget)
-            if not self._make_room(answer, count):
+        while budget > 0 and len(self.running) < self.sequences and (admitted := self._admit()) is not None:
+            count = min(len(admitted.tokens) - admitted.computed, budget)
+            if not self._make_room(admitted, count):
                 break
-            work.append(Work(answer, count))
+            work.append(Work(admitted, count))
             budget -= count
         return work
 

@@ -33,7 +33,7 @@ from roofline_cases import Machine
 
 from puna.models import accounting
 from puna.models.config import ModelConfig
-from puna.models.generation import Engine, Sampling
+from puna.models.generation import Engine, SamplingParams
 from puna.models.training.objectives import LanguageModeling
 from puna.models.training.objectives.base import Targets
 from puna.models.training.settings import TrainConfig
@@ -179,11 +179,11 @@ def generation(
     if device.type == "cuda":
         model = model.to(torch.bfloat16)
     prompts = torch.randint(0, config.vocab_size, (max(1, answers // 8), prompt), generator=torch.Generator().manual_seed(2)).tolist()
-    sampling = Sampling(n=min(8, answers), max_tokens=answer, stop=())
-    taken = best_seconds(lambda number: Engine(model).generate(prompts, sampling, seed=number), device, 1)
-    figures["generation tokens/s"] = len(prompts) * sampling.n * answer / taken
+    params = SamplingParams(n=min(8, answers), max_tokens=answer, stop=())
+    taken = best_seconds(lambda number: Engine(model, memory=8 << 30).generate(prompts, replace(params, seed=number)), device, 1)
+    figures["generation tokens/s"] = len(prompts) * params.n * answer / taken
     print(
-        f"generation, {len(prompts) * sampling.n} answers of {answer} after {prompt}: {figures['generation tokens/s']:.0f} tokens/s",
+        f"generation, {len(prompts) * params.n} answers of {answer} after {prompt}: {figures['generation tokens/s']:.0f} tokens/s",
         flush=True,
     )
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from puna.kernels.adamw import adamw_, clipping_factor, gradient_norm
 from puna.kernels.advantages import advantages
 from puna.kernels.attention import ForestMask, attention
-from puna.kernels.cached_attention import cached_attention
 from puna.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 from puna.kernels.kv_append import kv_append_
 from puna.kernels.linear_cross_entropy import linear_cross_entropy
@@ -30,7 +29,7 @@ from puna.kernels.moe import (
     top_k_routing_reference,
 )
 from puna.kernels.operators import uses_triton
-from puna.kernels.paged_attention import DecodePlan, Run, paged_attention
+from puna.kernels.paged_attention import PAGE, PagedPlan, new_pages, paged_attention
 from puna.kernels.quantized_linear import low_precision_linear
 from puna.kernels.rms_norm import add_rms_norm
 from puna.kernels.rope import rope, rope_reference, rope_table
@@ -188,32 +187,27 @@ def _varlen(documents: list[int], device: torch.device) -> dict[str, Function]:
 
 def _decoding(m: Machine, size: int) -> Iterator[Case]:
     """One new token of 64 sequences: each with a context of its own, and all with one shared prompt."""
-    B, W, S = 64, m.T // 4, 16
-    q = m.normal(B, m.H, m.K).detach()
-    k, v = (m.normal(B, m.G, W, m.K).detach() for _ in range(2))
-    bias = torch.zeros(B, W, dtype=m.dtype, device=m.device)
-
-    def sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=bias[:, None, None], enable_gqa=True)[:, :, 0]
-
-    products = 4.0 * B * W * m.H * m.K
-    read = (2 * k.numel() + 2 * q.numel()) * size
-    yield Case("cached attention", cached_attention, (q, k, v, bias), (read, 0), (products, 0), {"SDPA": sdpa})
-    pages = W // S
-    own = max(1, pages // 8)
-    k_PSGK, v_PSGK = (m.normal(pages + B * own, S, m.G, m.K).detach() for _ in range(2))
-    runs = [Run(0, B, list(range(pages)), W)]
-    runs += [Run(i, 1, list(range(pages + i * own, pages + (i + 1) * own)), own * S) for i in range(B)]
-    plan = DecodePlan.from_runs(runs, B, S, m.device)
-    read = 2 * k_PSGK.numel() * size
-    products = 4.0 * B * (W + own * S) * m.H * m.K
-    yield Case("paged attention, shared prompt", partial(paged_attention, plan=plan), (q, k_PSGK, v_PSGK), (read, 0), (products, 0))
+    B, W = 64, m.T // 4
+    q, own = m.normal(B, m.H, m.K).detach(), max(1, W // PAGE // 8)
+    shared = W // PAGE
+    k_PSGK, v_PSGK = new_pages(shared + B * own, m.G, m.K, m.K, m.dtype, m.device)
+    for pages in (k_PSGK, v_PSGK):
+        pages.normal_()
+    each = shared + torch.arange(B * own, dtype=torch.int32).view(B, own)
+    whole = torch.arange(shared, dtype=torch.int32).expand(B, -1)
+    sequence = torch.arange(B, dtype=torch.int32)
+    for name, tables in (("own contexts", each), ("shared prompt", torch.cat([whole, each], 1))):
+        length = tables.shape[1] * PAGE
+        plan = PagedPlan(tables.contiguous(), sequence, torch.full((B,), length - 1, dtype=torch.int32), m.device)
+        read = 2 * tables.unique().numel() * PAGE * m.G * m.K * size
+        products = 4.0 * B * length * m.H * m.K
+        yield Case(f"paged attention, {name}", partial(paged_attention, plan=plan), (q, k_PSGK, v_PSGK), (read, 0), (products, 0))
     new = [m.normal(B, m.G, m.K).detach() for _ in range(2)]
-    places = torch.arange(B, device=m.device) * S
+    places = torch.arange(B, device=m.device) * PAGE
 
     def copies(k_PSGK: Tensor, v_PSGK: Tensor, k: Tensor, v: Tensor, places: Tensor) -> None:
-        k_PSGK.flatten(0, 1).index_copy_(0, places, k)
-        v_PSGK.flatten(0, 1).index_copy_(0, places, v)
+        k_PSGK.view(-1, *k.shape[1:]).index_copy_(0, places, k)
+        v_PSGK.view(-1, *v.shape[1:]).index_copy_(0, places, v)
 
     moved = 4 * new[0].numel() * size
     yield Case("KV append", kv_append_, (k_PSGK, v_PSGK, *new, places), (moved, 0), (0, 0), {"index_copy_": copies})

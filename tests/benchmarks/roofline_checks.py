@@ -13,7 +13,6 @@ from torch import Tensor
 from puna.kernels.adamw import adamw_, adamw_reference, clipping_factor, gradient_norm, gradient_norm_reference
 from puna.kernels.advantages import advantages, advantages_reference
 from puna.kernels.attention import ForestMask, attention, attention_reference
-from puna.kernels.cached_attention import cached_attention, cached_attention_reference
 from puna.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 from puna.kernels.kv_append import kv_append_, kv_append_reference
 from puna.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
@@ -30,7 +29,7 @@ from puna.kernels.moe import (
     top_k_routing_reference,
 )
 from puna.kernels.operators import uses_triton
-from puna.kernels.paged_attention import DecodePlan, Run, paged_attention, paged_attention_reference
+from puna.kernels.paged_attention import PAGE, PagedPlan, paged_attention, paged_attention_reference
 from puna.kernels.quantized_linear import low_precision_linear, quantize_rows_reference
 from puna.kernels.rms_norm import add_rms_norm, add_rms_norm_reference
 from puna.kernels.rope import rope, rope_reference, rope_table
@@ -131,13 +130,12 @@ def more_checks(machine: Machine, small: bool = False) -> Iterator[str]:
     offsets = torch.tensor([0, T // 2, T // 2, T - 3, T], device=dev)
     ours, plain = (lambda x, w, f=f: f(x, w, offsets) for f in (grouped_linear, grouped_linear_reference))
     yield done("grouped linear", ours, plain, [draw(T, D), draw(4, N, D)])
-    cache = [fixed(3, 4, 32), fixed(3, 2, 700 // n, 32), fixed(3, 2, 700 // n, 32), torch.zeros(3, 700 // n, device=dev).double()]
-    cache[3][1, :80] = -torch.inf
-    yield done("cached attention", cached_attention, cached_attention_reference, cache)
-    runs = [Run(0, 3, [4, 1, 7], 41), Run(3, 1, [2], 9), Run(0, 1, [0], 16), Run(1, 2, [3, 5], 17)]
-    plan = DecodePlan.from_runs(runs, 4, 16, dev)
-    ours = lambda q, k, v: paged_attention(q, k, v, plan)  # noqa: E731
-    yield done("paged attention", ours, lambda q, k, v: paged_attention_reference(q, k, v, runs), [fixed(4, 8, 32), *(fixed(8, 16, 2, 32) for _ in "kv")])
+    tables = torch.tensor([[4, 1, 7], [4, 1, 0], [4, 1, 3], [2, 0, 0]], dtype=torch.int32)
+    sequence, position = (torch.tensor(row, dtype=torch.int32) for row in ([0, 1, 2, 2, 3], [40, 32, 45, 46, 8]))
+    plan = PagedPlan(tables, sequence, position, dev)
+    for window in (None, 18):
+        ours, plain = (partial(f, plan=plan, window=window) for f in (paged_attention, paged_attention_reference))
+        yield done("paged attention", ours, plain, [fixed(5, 8, 32), *(fixed(8, PAGE, 2, 32) for _ in "kv")])
 
     def appended(append: Function, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         pages = torch.zeros(2, 3, 16, 2, 32, dtype=k.dtype, device=dev)

@@ -18,7 +18,6 @@ from puna.kernels import (  # noqa: E402
     adamw,
     advantages,
     attention_triton,
-    cached_attention,
     grouped_linear,
     kv_append,
     linear_cross_entropy,
@@ -92,12 +91,12 @@ CASES = {
     ),
     "paged_pieces": Case(
         paged_attention._piece_kernel,
-        "pppiiffx" + "nnnnn",
-        {"S": 16, "H": 32, "R": 4, "K": 128, "BLOCK": 128, "M": paged_attention.ROWS, "N": paged_attention.TOKENS, "PRECISION": "tf32"},
+        "pppiiiffx" + "n" * 10,
+        {"S": 16, "H": 32, "R": 4, "K": 128, "V": 128, "BLOCK": 128, "BLOCK_V": 128, "M": paged_attention.ROWS, "N": paged_attention.TOKENS, "PRECISION": "tf32"},
         product="narrow",
     ),
     "paged_merge": Case(paged_attention.merge_kernel, "ffipn", {"H": 32, "K": 128, "BLOCK": 128}, 1),
-    "kv_append": Case(kv_append._append_kernel, "ppppl" + "nnnn", {"BLOCK": kv_append.BLOCK}),
+    "kv_append": Case(kv_append._append_kernel, "ppppl" + "nnnnn", {"BLOCK": kv_append.BLOCK}),
     "quantize_rows": Case(
         quantized_linear._quantize_kernel,
         "pfbfnn",
@@ -111,13 +110,6 @@ CASES = {
     "minhash": Case(minhash_triton._affine32_kernel, "lliiin", {"P": minhash_triton.PERMUTATIONS, "S": minhash_triton.SHINGLES}),
     "minhash_mersenne": Case(
         minhash_triton._wide_kernel, "llllln", {"SCHEME": 2, "P": minhash_triton.PERMUTATIONS, "S": minhash_triton.SHINGLES // 2}
-    ),
-    "cached_pieces": Case(
-        cached_attention._piece_kernel,
-        "ppppffnx" + "n" * 9,
-        {"H": 32, "R": 4, "K": 128, "BLOCK": 128, "PIECE": cached_attention.PIECE, "M": cached_attention.ROWS, "N": cached_attention.COLUMNS}
-        | {"PRECISION": "tf32"},
-        product="narrow",
     ),
     "rope": Case(rope._rotate_kernel, "pppp" + "nnn", {"BACK": False, "HALF": 64, "HEADS": rope.HEADS, "BLOCK": 64}, 2),
 }

@@ -1,10 +1,11 @@
-"""RMSNorm, rotary embedding, SwiGLU, the linear product and cached attention."""
+"""RMSNorm, rotary embedding, SwiGLU, and the linear product."""
 
 import pytest
 import torch
 
-from puna.kernels.cached_attention import cached_attention, cached_attention_reference
-from puna.kernels.linear import linear, linear_reference, product
+from puna.kernels import linear as linear_module
+from puna.kernels.exact import exact_passes
+from puna.kernels.linear import ROUTINES, linear, linear_reference, product
 from puna.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from puna.kernels.rope import rope, rope_reference, rope_table
 from puna.kernels.swiglu import swiglu, swiglu_reference
@@ -193,20 +194,21 @@ def test_linear_gradient_only_where_asked():
     assert x.grad is not None and w.grad is None
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
-def test_cached_attention(heads):
-    H, G = heads
-    q, keys, values = (x.detach() for x in (normal(3, H, 6), normal(3, G, 20, 6, seed=1), normal(3, G, 20, 6, seed=2)))
-    bias = torch.zeros(3, 7, dtype=torch.float64)
-    bias[1, :5] = -torch.inf
-    window = slice(4, 11)
-    ours = cached_attention(q, keys[:, :, window], values[:, :, window], bias)
-    torch.testing.assert_close(ours, cached_attention_reference(q, keys[:, :, window], values[:, :, window], bias))
-    theirs = torch.nn.functional.scaled_dot_product_attention(
-        q[:, :, None],
-        keys[:, :, window],
-        values[:, :, window],
-        attn_mask=bias[:, None, None],
-        enable_gqa=True,
-    )
-    torch.testing.assert_close(ours, theirs[:, :, 0])
+@pytest.mark.parametrize("name", ["oneDNN", "BLAS", "loop"])
+@pytest.mark.parametrize(("N", "D"), [(48, 32), (83, 700)])
+def test_every_routine_of_exact_passes_is_the_product(name, N, D):
+    x, w = normal(70, D, dtype=torch.float32).detach(), normal(N, D, dtype=torch.float32, seed=1).detach()
+    torch.testing.assert_close(ROUTINES[name](x, w), linear_reference(x, w), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("only", ["loop", None])
+@pytest.mark.parametrize(("N", "D"), [(48, 32), (83, 700)])
+def test_an_exact_product_has_the_same_bits_in_any_company(monkeypatch, N, D, only):
+    """By the routine that was found on this machine, and by the loop, which needs none."""
+    if only:
+        monkeypatch.setattr(linear_module, "exact_routine", lambda *_: (only, 1))
+    x, w = normal(300, D, dtype=torch.float32).detach(), normal(N, D, dtype=torch.float32, seed=1).detach()
+    with exact_passes(torch.float32, torch.device("cpu")):
+        whole = product(x, w)
+        for start, rows in ((0, 1), (7, 1), (31, 2), (0, 3), (100, 6), (13, 18), (200, 77)):
+            assert torch.equal(product(x[start : start + rows], w), whole[start : start + rows])

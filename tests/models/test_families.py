@@ -169,12 +169,12 @@ def test_hub_model_generates_as_transformers_does(tmp_path, name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_engine_draws_what_the_whole_forest_would(name):
     """Greedy answers token by token from the cache, and their log-probs, against full forward passes."""
-    from puna.models.generation import Engine, Sampling
+    from puna.models.generation import Engine, SamplingParams
 
     model = build(name, dtype=torch.float64)
     prompts = [ids(n, seed=n).tolist() for n in (3, 17, 9)]
-    sampling = Sampling(n=2, temperature=0.0, max_tokens=12, stop=())
-    for prompt, answers in zip(prompts, Engine(model, slots=4).generate(prompts, sampling, seed=0), strict=True):
+    params = SamplingParams(n=2, temperature=0.0, max_tokens=12, stop=())
+    for prompt, answers in zip(prompts, Engine(model, sequences=4).generate(prompts, params), strict=True):
         for answer in answers:
             row = torch.tensor(prompt + answer.tokens)
             logits = model.logits(model.hidden(Forest.pack([row])))[len(prompt) - 1 : -1]

@@ -1,16 +1,20 @@
 """The engine against the trainer's log-probs, transformers' greedy search and the distributions."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from puna.models import generation
+from puna.kernels.exact import exact_passes
+from puna.kernels.paged_attention import PAGE
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
-from puna.models.generation import Engine, Sampling, draw
+from puna.models.generation import Engine, SamplingParams, sampling, step
+from puna.models.generation.sampling import Draw, draw
 from puna.models.tokenizer import Tokenizer
+from puna.models.training.objectives.base import Targets
 from puna.models.transformer import Transformer
 
 CONFIG = ModelConfig(vocab_size=83, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
@@ -24,41 +28,42 @@ def model():
 
 def prompts(count, longest=20, seed=0):
     generator = np.random.default_rng(seed)
-    return [
-        generator.integers(0, CONFIG.vocab_size, generator.integers(1, longest + 1)).tolist()
-        for _ in range(count)
-    ]
+    return [generator.integers(0, CONFIG.vocab_size, generator.integers(1, longest + 1)).tolist() for _ in range(count)]
 
 
-def trainer_logprobs(model, prompt, tokens, temperature):
-    forest = Forest.pack([[*prompt, *tokens]])
-    positions = torch.arange(len(prompt) - 1, len(prompt) + len(tokens) - 1)
-    with torch.no_grad():
-        return model.token_logprobs(forest, positions, torch.tensor(tokens), temperature)[0]
+def packed_logprobs(model, asked, answers, temperature):
+    """What a training pass over all prompts with their answers in one row gives, in the order of the answers."""
+    targets = Targets.from_answers(asked, [[answer.tokens for answer in row] for row in answers])
+    return model.token_logprobs(targets.forest, targets.positions, targets.tokens, temperature)[0]
 
 
-def longest_difference(model, asked, answers, temperature):
-    return max(
-        (torch.tensor(answer.logprobs) - trainer_logprobs(model, prompt, answer.tokens, temperature))
-        .abs()
-        .max()
-        .item()
-        for prompt, row in zip(asked, answers, strict=True)
-        for answer in row
-    )
+def drawn_logprobs(answers):
+    return torch.tensor([p for row in answers for answer in row for p in answer.logprobs])
 
 
-@pytest.mark.parametrize("slots", [3, 64])
+def pages(model, count):
+    """Bytes of so many pages."""
+    return count * step.page_bytes(model)
+
+
+def nothing_is_left(engine):
+    """All pages are free or only kept for who begins alike."""
+    scheduler = engine.scheduler
+    return scheduler.idle and scheduler.pool.available == len(scheduler.pool.references)
+
+
+@pytest.mark.parametrize("sequences", [3, 64])
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.7, 0.8)])
-def test_logprobs_equal_the_trainers(model, slots, temperature, top_p):
-    """With many refills, rows that move back, and answers that stop at different times."""
+def test_logprobs_are_near_the_trainers(model, sequences, temperature, top_p):
+    """With answers that stop at different times and others that take their places."""
     asked = prompts(9)
-    sampling = Sampling(n=3, temperature=temperature, top_p=top_p, max_tokens=25, stop=(0, 1, 2, 3, 4))
-    answers = Engine(model, slots=slots).generate(asked, sampling, seed=3)
-    assert [len(row) for row in answers] == [3] * 9
-    lengths = {len(answer.tokens) for row in answers for answer in row}
-    assert len(lengths) > 5
-    assert longest_difference(model, asked, answers, temperature) <= 1e-4
+    params = SamplingParams(n=3, temperature=temperature, top_p=top_p, max_tokens=25, stop=(0, 1, 2, 3, 4), seed=3)
+    engine = Engine(model, sequences=sequences)
+    answers = engine.generate(asked, params)
+    assert [len(row) for row in answers] == [3] * 9 and nothing_is_left(engine)
+    assert len({len(answer.tokens) for row in answers for answer in row}) > 5
+    with torch.no_grad():
+        torch.testing.assert_close(drawn_logprobs(answers), packed_logprobs(model, asked, answers, temperature), rtol=0, atol=1e-4)
     for row in answers:
         for answer in row:
             assert answer.finished == (answer.tokens[-1] < 5)
@@ -66,27 +71,56 @@ def test_logprobs_equal_the_trainers(model, slots, temperature, top_p):
             assert answer.finished or len(answer.tokens) == 25
 
 
-@pytest.mark.parametrize("slots", [1, 2, 5, 100])
-def test_answers_depend_on_nothing_but_prompt_and_seed(model, slots):
-    """Not on the slots, the order or the company of the prompts. In fp64, where rounding flips no draw."""
+WAYS = {
+    "all at once": {},
+    "three places": {"sequences": 3},
+    "chunks of 7 tokens": {"step_tokens": 7},
+    "little memory": {"pages": 9},
+    "little of everything": {"pages": 12, "sequences": 5, "step_tokens": 11},
+}
+
+
+def test_exact_logprobs_are_the_trainers_bit_by_bit(temperature=0.7):
+    """Whatever the batch, the chunks, the pauses, and prefixes found; and the gradient pass has the same forward."""
+    wide = ModelConfig(vocab_size=131, hidden_size=64, intermediate_size=90, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=20, initializer_range=0.2)
+    model = Transformer(wide, generator=torch.Generator().manual_seed(0))
+    generator = np.random.default_rng(0)
+    begin = generator.integers(0, 131, 40).tolist()
+    asked = [begin[: 5 * i] + generator.integers(0, 131, generator.integers(1, 40)).tolist() for i in range(6)]
+    params = SamplingParams(n=3, temperature=temperature, max_tokens=20, stop=(0, 1, 2, 3))
+    first = None
+    for name, way in WAYS.items():
+        limits = {key: value for key, value in way.items() if key != "pages"}
+        engine = Engine(model, exact=True, memory=pages(model, way.get("pages", 4000)), **limits)
+        answers = engine.generate(asked, params)
+        first = first or answers
+        assert answers == first, name
+        assert (engine.scheduler.preemptions > 0) == ("pages" in way) and nothing_is_left(engine), name
+        assert engine.generate(asked[::-1], params)[::-1] == first, name  # from the tree of prefixes
+    with exact_passes(torch.float32, torch.device("cpu")):
+        expected = packed_logprobs(model, asked, first, temperature)
+    assert expected.requires_grad and torch.equal(drawn_logprobs(first), expected)
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 5, 100])
+def test_answers_depend_on_nothing_but_prompt_and_seed(model, sequences):
+    """Not on the places, the order or the company of the prompts. In fp64, where rounding flips no draw."""
     exact = Transformer(CONFIG, generator=torch.Generator().manual_seed(0)).double()
     asked = prompts(7)
-    sampling = Sampling(n=2, max_tokens=12, stop=(0, 1, 2, 3))
-    answers = Engine(exact).generate(asked, sampling, seed=11)
-    shuffled = Engine(exact, slots=slots).generate(asked[::-1], sampling, seed=11)[::-1]
+    params = SamplingParams(n=2, max_tokens=12, stop=(0, 1, 2, 3), seed=11)
+    answers = Engine(exact).generate(asked, params)
+    shuffled = Engine(exact, sequences=sequences).generate(asked[::-1], params)[::-1]
     for row, other in zip(answers, shuffled, strict=True):
         assert [answer.tokens for answer in row] == [answer.tokens for answer in other]
-    alone = Engine(exact, slots=slots).generate(asked[4:5], sampling, seed=11)[0]
+    alone = Engine(exact, sequences=sequences).generate(asked[4:5], params)[0]
     assert [answer.tokens for answer in alone] == [answer.tokens for answer in answers[4]]
-    assert Engine(exact).generate(asked, sampling, seed=12) != answers
-    fewer = Engine(exact, slots=slots).generate(
-        asked, Sampling(n=1, max_tokens=12, stop=(0, 1, 2, 3)), seed=11
-    )
+    assert Engine(exact).generate(asked, dataclasses.replace(params, seed=12)) != answers
+    fewer = Engine(exact, sequences=sequences).generate(asked, dataclasses.replace(params, n=1))
     assert [row[0].tokens for row in fewer] == [row[0].tokens for row in answers]
 
 
 def test_equal_prompts_draw_different_answers(model):
-    answers = Engine(model).generate([[1, 2, 3]] * 4, Sampling(n=2, max_tokens=10, stop=NEVER), seed=0)
+    answers = Engine(model).generate([[1, 2, 3]] * 4, SamplingParams(n=2, max_tokens=10, stop=NEVER))
     assert len({tuple(answer.tokens) for row in answers for answer in row}) == 8
 
 
@@ -95,46 +129,76 @@ def test_greedy_equals_transformers(model):
 
     raw = CONFIG.to_dict()
     rope = {"rope_type": "default", "rope_theta": raw.pop("rope_theta")}
-    twin = LlamaForCausalLM(
-        LlamaConfig(**raw, rope_parameters=rope, bos_token_id=None, eos_token_id=None, pad_token_id=0)
-    )
+    twin = LlamaForCausalLM(LlamaConfig(**raw, rope_parameters=rope, bos_token_id=None, eos_token_id=None, pad_token_id=0))
     twin.load_state_dict(model.state_dict())
     asked = prompts(6)
-    answers = Engine(model, slots=4).generate(
-        asked, Sampling(temperature=0, max_tokens=20, stop=NEVER), seed=0
-    )
+    answers = Engine(model, sequences=4).generate(asked, SamplingParams(temperature=0, max_tokens=20, stop=NEVER))
     for prompt, (answer,) in zip(asked, answers, strict=True):
         row = torch.tensor([prompt])
         theirs = twin.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=20, do_sample=False)
         assert answer.tokens == theirs[0, len(prompt) :].tolist()
-    assert longest_difference(model, asked, answers, 1.0) <= 1e-4
 
 
-def test_prompts_are_computed_once(model, monkeypatch):
-    """12 answers to each of 5 prompts in 4 slots: each prompt's tokens pass the model once."""
-    seen = []
-    monkeypatch.setattr(
-        generation.Forest,
-        "pack",
-        staticmethod(lambda rows, pack=Forest.pack: seen.extend(rows) or pack(rows)),
-    )
+@pytest.fixture
+def computed(monkeypatch):
+    """How many tokens each step computed."""
+    counts = []
+    monkeypatch.setattr("puna.models.generation.engine.run", lambda *given: counts.append(sum(w.count for w in given[2])) or step.run(*given))
+    return counts
+
+
+def test_prompts_are_computed_once(model, computed):
+    """12 answers of 6 tokens to each of 5 prompts in 4 places: each prompt's tokens pass the model once."""
     asked = prompts(5)
-    Engine(model, slots=4).generate(asked, Sampling(n=12, max_tokens=6, stop=(0, 1, 2, 3)), seed=0)
-    assert sorted(seen) == sorted(asked)
+    Engine(model, sequences=4).generate(asked, SamplingParams(n=12, max_tokens=6, stop=NEVER))
+    assert sum(computed) == sum(map(len, asked)) + 5 * 12 * 5
 
 
-def test_many_prompts_are_prefilled_in_parts(model, monkeypatch):
-    asked = prompts(9)
-    sampling = Sampling(max_tokens=5, stop=NEVER)
-    whole = Engine(model).generate(asked, sampling, seed=0)
-    monkeypatch.setattr(generation, "PREFILL_TOKENS", 15)
-    parts = Engine(model).generate(asked, sampling, seed=0)
-    assert [row[0].tokens for row in parts] == [row[0].tokens for row in whole]
+def test_steps_keep_to_their_budget_and_prompts_do_not_hold_up_answers(model, computed):
+    engine = Engine(model, step_tokens=15)
+    engine.submit([1, 2, 3], SamplingParams(max_tokens=8, stop=NEVER))
+    assert len(engine.step()) == 1
+    engine.submit(prompts(1, 20, seed=4)[0] * 20, SamplingParams(max_tokens=2, stop=NEVER))
+    while not engine.scheduler.idle:
+        engine.step()
+    assert max(computed) == 15
+    assert computed[1:4] == [15] * 3  # the answer's token, and 14 of the prompt
+
+
+def test_a_longer_prompt_begins_where_the_cache_ends(model, computed):
+    """A conversation goes on: what was said and answered before is computed no more than from its last whole page on."""
+    prompt, params = list(range(37)), SamplingParams(temperature=0, max_tokens=20, stop=NEVER)
+    engine = Engine(model)
+    ((answer,),) = engine.generate([prompt], params)
+    longer = [*prompt, *answer.tokens, 5, 6]
+    computed.clear()
+    ((found,),) = engine.generate([longer], params)
+    assert computed[0] == len(longer) - (37 + 19) // PAGE * PAGE
+    assert found.tokens == Engine(model).generate([longer], params)[0][0].tokens
+
+
+def test_a_change_of_the_weights_empties_the_cache():
+    changing = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
+    engine, params = Engine(changing), SamplingParams(temperature=0, max_tokens=8, stop=NEVER)
+    prompt = list(range(40))
+    engine.generate([prompt], params)
+    with torch.no_grad():
+        changing.model.layers[0].self_attn.v_proj.weight.mul_(-3.0)
+    assert engine.generate([prompt], params) == Engine(changing).generate([prompt], params)
+
+
+@pytest.mark.parametrize(("length", "n", "new"), [(37, 6, 30), (48, 4, 17), (5, 1, 40), (31, 5, 90)])
+def test_the_most_pages_in_use_follow_from_the_lengths(model, length, n, new):
+    """A prompt's whole pages once, and each answer's own; once all have begun, the prompt's begun page is one of these."""
+    engine = Engine(model)
+    engine.generate([list(range(length))], SamplingParams(n=n, max_tokens=new, stop=NEVER))
+    whole, written = length // PAGE, length + new - 1  # the last token is drawn, not computed
+    assert engine.scheduler.pool.peak == whole + n * (-(-written // PAGE) - whole)
 
 
 def test_first_tokens_follow_the_model(model):
     """4000 draws of one token: the chi-square statistic of the likely tokens is that of its distribution."""
-    (row,) = Engine(model).generate([[7, 8, 9]], Sampling(n=4000, max_tokens=1, stop=NEVER), seed=5)
+    (row,) = Engine(model).generate([[7, 8, 9]], SamplingParams(n=4000, max_tokens=1, stop=NEVER, seed=5))
     counts = np.bincount([answer.tokens[0] for answer in row], minlength=CONFIG.vocab_size)
     with torch.no_grad():
         p = model.logits(model.hidden(Forest.pack([[7, 8, 9]])))[-1].double().softmax(-1).numpy()
@@ -146,95 +210,162 @@ def test_first_tokens_follow_the_model(model):
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)
 
 
-@pytest.mark.parametrize("V", [5, 128, 300])
-def test_draw_inverts_the_cumulative_distribution(V):
-    generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(200, V, generator=generator)
-    uniforms = torch.rand(200, dtype=torch.float64, generator=generator)
-    tokens, logprobs = draw(logits, Sampling(stop=NEVER), uniforms)
-    cumulative = logits.softmax(-1).double().cumsum(-1)
-    expected = (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(-1)
-    assert torch.equal(tokens, expected)
-    torch.testing.assert_close(
-        logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], rtol=1e-5, atol=1e-5
-    )
+# --- draws ---
+
+GRID = (np.arange(1000) + 0.5) / 1000
 
 
-def test_draw_never_takes_an_impossible_token():
-    """All mass on token 3 of 300, at both ends of the unit interval."""
-    logits = torch.full((3, 300), -torch.inf)
-    logits[:, 3] = 0.0
-    uniforms = torch.tensor([0.0, 0.5, 1.0 - 2**-53], dtype=torch.float64)
-    for sampling in (
-        Sampling(stop=NEVER),
-        Sampling(top_p=0.5, stop=NEVER),
-        Sampling(temperature=0, stop=NEVER),
-    ):
-        tokens, logprobs = draw(logits, sampling, uniforms)
-        assert tokens.tolist() == [3, 3, 3]
-        assert logprobs.tolist() == [0.0, 0.0, 0.0]
+def shares(p, **params):
+    """How often each token is drawn at a grid of numbers, and the draws' probabilities: true and told."""
+    logits = torch.tensor(p).log().expand(1000, len(p)).contiguous()
+    rows = [Draw(SamplingParams(stop=NEVER, **params), u, [0], [1, 1, 2]) for u in GRID]
+    tokens, logprobs = draw(logits, rows)
+    return (np.bincount(tokens, minlength=len(p)) / 1000).tolist(), np.array(p)[tokens], np.exp(logprobs)
 
 
 @pytest.mark.parametrize("size", [1, 2, 100])
-def test_the_nucleus_is_the_smallest_set_that_reaches_top_p(monkeypatch, size):
-    """p = 0.4, 0.3, 0.2, 0.1: 0.7 needs two tokens, a little more needs three; log-probs stay those of p."""
-    monkeypatch.setattr(generation, "NUCLEUS", size)
-    p = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
-    grid = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    for top_p, kept in (
-        (0.3, {1: 1.0}),
-        (0.69, {1: 4 / 7, 3: 3 / 7}),
-        (0.75, {1: 4 / 9, 3: 3 / 9, 2: 2 / 9}),
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"top_p": 0.3}, {1: 1.0}),
+        ({"top_p": 0.69}, {1: 4 / 7, 3: 3 / 7}),
+        ({"top_p": 0.75}, {1: 4 / 9, 3: 3 / 9, 2: 2 / 9}),
+        ({"top_k": 2}, {1: 4 / 7, 3: 3 / 7}),
+        ({"top_k": 3, "top_p": 0.42}, {1: 1.0}),  # 4/9 of what top_k leaves
+        ({"min_p": 0.49}, {1: 4 / 9, 3: 3 / 9, 2: 2 / 9}),
+        ({"min_p": 0.51}, {1: 4 / 7, 3: 3 / 7}),
+        ({"top_k": 1, "temperature": 2.0}, {1: 1.0}),
+    ],
+)
+def test_cuts_keep_the_likeliest_and_logprobs_stay_the_models(monkeypatch, size, params, kept):
+    monkeypatch.setattr(sampling, "NUCLEUS", size)
+    found, p, said = shares([0.1, 0.4, 0.2, 0.3], **params)
+    assert found == pytest.approx([kept.get(token, 0.0) for token in range(4)], abs=2e-3)
+    if "temperature" not in params:
+        assert said == pytest.approx(p, abs=1e-6)
+
+
+def test_shifts_change_the_draw_and_not_the_logprobs():
+    """The answer so far is 1, 1, 2 after the prompt 0. Weights of 1/4 each, changed by hand."""
+    even = [0.25] * 4
+    for params, weights in (
+        ({"presence_penalty": math.log(2)}, [1, 1 / 2, 1 / 2, 1]),
+        ({"frequency_penalty": math.log(2)}, [1, 1 / 4, 1 / 2, 1]),
+        ({"logit_bias": {3: math.log(4)}}, [1, 1, 1, 4]),
+        ({"mask": lambda answer: torch.tensor([False, True, True, False])}, [0, 1, 1, 0]),
+        ({"repetition_penalty": 2.0}, [1 / 4, 1 / 4, 1 / 4, 1]),  # logits of log 1/4 are negative: doubled
+        ({"presence_penalty": math.log(2), "top_k": 2}, [1, 0, 0, 1]),
     ):
-        tokens, logprobs = draw(p.log().expand(1000, 4), Sampling(top_p=top_p, stop=NEVER), grid)
-        shares = (torch.bincount(tokens, minlength=4) / 1000).tolist()
-        assert shares == pytest.approx([kept.get(token, 0.0) for token in range(4)], abs=2e-3)
-        assert torch.allclose(logprobs, p[0, tokens].log(), atol=1e-6)
+        found, p, said = shares(even, **params)
+        assert found == pytest.approx((np.array(weights) / sum(weights)).tolist(), abs=2e-3), params
+        assert said == pytest.approx(p, abs=1e-6)
+
+
+def test_each_row_is_drawn_by_its_own_parameters():
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    some = [{"temperature": 0.0}, {"top_k": 3}, {"logit_bias": {7: 50.0}}, {"temperature": 2.5}]
+    rows = [Draw(SamplingParams(stop=NEVER, **params), 0.9, [0], []) for params in some]
+    tokens, logprobs = draw(logits, rows)
+    for i, row in enumerate(rows):
+        assert draw(logits[i : i + 1].clone(), [row]) == ([tokens[i]], [logprobs[i]])
+    assert tokens[0] == logits[0].argmax() and tokens[1] in logits[1].topk(3).indices and tokens[2] == 7
+
+
+def test_a_mask_that_allows_nothing_is_reported():
+    with pytest.raises(ValueError, match=r"the mask allows no token after \[1\]"):
+        draw(torch.zeros(1, 3), [Draw(SamplingParams(stop=NEVER, mask=lambda _: torch.zeros(3, dtype=torch.bool)), 0.5, [0], [1])])
+
+
+# --- requests ---
 
 
 def test_progress_counts_answers(model):
     seen = []
-    Engine(model, slots=2).generate(
-        prompts(3), Sampling(n=2, max_tokens=4, stop=NEVER), seed=0, progress=lambda *now: seen.append(now)
-    )
+    Engine(model, sequences=2).generate(prompts(3), SamplingParams(n=2, max_tokens=4, stop=NEVER), progress=lambda *now: seen.append(now))
     assert seen == [(done, 6) for done in range(1, 7)]
 
 
-def test_the_tokenizer_names_the_default_stop(model):
+def test_a_stream_gives_what_generate_does_and_may_be_left(model):
+    engine, params = Engine(model), SamplingParams(n=2, max_tokens=9, stop=(0, 1, 2), seed=3)
+    (expected,) = engine.generate([[4, 5, 6]], params)
+    tokens = {0: [], 1: []}
+    for event in engine.stream([4, 5, 6], params):
+        tokens[event.number].append(event.token)
+        if event.completion is not None:
+            assert event.completion == expected[event.number]
+    assert [tokens[0], tokens[1]] == [answer.tokens for answer in expected]
+    begun = engine.stream([4, 5, 6], params)
+    next(begun)
+    begun.close()
+    assert nothing_is_left(engine)
+
+
+def test_lower_priorities_are_begun_first(model):
+    engine = Engine(model, sequences=1)
+    late, soon = (engine.submit([1, 2], SamplingParams(max_tokens=1, stop=NEVER, priority=p)) for p in (5, 1))
+    assert [engine.step()[0].request for _ in "12"] == [soon, late]
+
+
+def test_the_tokenizer_names_the_default_stop_and_finds_texts():
     tokenizer = Tokenizer.train(["aaa"], 262)
     small = Transformer(
         ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1), generator=torch.Generator().manual_seed(0)
     )
-    (row,) = Engine(small, tokenizer).generate([[70]], Sampling(n=300, max_tokens=40), seed=0)
+    engine = Engine(small, tokenizer)
+    (row,) = engine.generate([[70]], SamplingParams(n=300, max_tokens=40))
     assert any(answer.finished for answer in row)
     assert all(answer.finished == (answer.tokens[-1] in tokenizer.stop_ids) for answer in row)
+    (row,) = engine.generate(["q"], SamplingParams(n=300, max_tokens=40, stop=("e", "ab")))
+    texts = [tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in row]
+    assert all(answer.finished == ("e" in text or "ab" in text) for answer, text in zip(row, texts, strict=True))
+    assert all(text.find("e") in (-1, len(text) - 1) for text in texts) and any(answer.finished for answer in row)
     with pytest.raises(ValueError, match="no tokenizer to name the end of turn"):
-        Engine(small).generate([[1]], Sampling(), seed=0)
+        Engine(small).generate([[1]], SamplingParams())
+    with pytest.raises(ValueError, match="prompt 0 is text"):
+        Engine(small).generate(["a"], SamplingParams(stop=NEVER))
+    with pytest.raises(ValueError, match="no tokenizer to find the text 'x'"):
+        Engine(small).generate([[1]], SamplingParams(stop=("x",)))
 
 
 def test_no_prompts_no_answers(model):
-    assert Engine(model).generate([], Sampling(stop=NEVER), seed=0) == []
+    assert Engine(model).generate([], SamplingParams(stop=NEVER)) == []
 
 
 def test_bad_requests_are_refused(model):
     with pytest.raises(ValueError, match="prompt 1 is empty"):
-        Engine(model).generate([[1], []], Sampling(stop=NEVER), seed=0)
+        Engine(model).generate([[1], []], SamplingParams(stop=NEVER))
     with pytest.raises(ValueError, match="needs a language-model head"):
         Engine(Transformer(CONFIG, "scalar"))
+    with pytest.raises(ValueError, match="needs 7 pages of 16 tokens, the cache has 3"):
+        Engine(model, memory=pages(model, 3)).generate([[1] * 90], SamplingParams(max_tokens=10, stop=NEVER))
+    with pytest.raises(ValueError, match="exact passes need fp32"):
+        Engine(Transformer(CONFIG, generator=torch.Generator()).double(), exact=True).generate([[1]], SamplingParams(stop=NEVER))
     for wrong, message in (
         ({"n": 0}, "at least 1"),
         ({"max_tokens": 0}, "at least 1"),
         ({"temperature": -1.0}, "temperature must be"),
         ({"temperature": math.nan}, "temperature must be"),
         ({"top_p": 0.0}, "top_p must lie in"),
+        ({"top_k": -1}, "top_k must not be negative"),
+        ({"min_p": 1.5}, "min_p lie in"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be"),
+        ({"logit_bias": {1: math.inf}}, "must be finite"),
+        ({"seed": -1}, "seed must not be negative"),
     ):
         with pytest.raises(ValueError, match=message):
-            Sampling(**wrong)
+            SamplingParams(**wrong)
 
 
-def test_a_broken_model_is_reported():
+def test_a_broken_model_is_reported_and_can_be_mended():
+    """What a diverged model left in the cache is gone with it."""
     broken = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
+    weight = broken.model.layers[0].self_attn.v_proj.weight
+    engine, params = Engine(broken), SamplingParams(max_tokens=3, stop=NEVER)
     with torch.no_grad():
-        broken.lm_head.weight[3] = math.nan
+        whole = weight.clone()
+        weight[3] = math.nan
     with pytest.raises(ValueError, match="not finite"):
-        Engine(broken).generate([[1, 2]], Sampling(max_tokens=3, stop=NEVER), seed=0)
+        engine.generate([[1, 2]], params)
+    with torch.no_grad():
+        weight.copy_(whole)
+    assert engine.generate([[1, 2]], params) == Engine(broken).generate([[1, 2]], params) and nothing_is_left(engine)

@@ -1,19 +1,34 @@
-"""Decoding from pages with shared prefixes, Triton's version: against one sequence at a time in fp64."""
+"""Ragged attention over pages, Triton's version: against one query at a time in fp64."""
 
 import pytest
 import torch
 
 from puna.kernels import paged_attention as module
-from puna.kernels.paged_attention import DecodePlan, Run, paged_attention, paged_attention_reference
-
-RUNS = [Run(0, 3, [4, 1, 7], 41), Run(3, 1, [2], 9), Run(0, 1, [0], 16), Run(1, 2, [3, 5], 17), Run(2, 1, [6], 1)]
+from puna.kernels.paged_attention import PAGE, PagedPlan, paged_attention, paged_attention_reference
 
 
+def integers(*rows):
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+# Sequences 0 to 2 share two pages, 3 is a chunk of a prompt, 4 stands alone at its first token.
+PLAN = PagedPlan(
+    integers([4, 1, 7], [4, 1, 0], [4, 1, 3], [2, 5, 0], [6, 0, 0]),
+    integers(0, 1, 2, 2, *[3] * 8, 4).view(-1),
+    integers(40, 32, 45, 46, *range(9, 17), 0).view(-1),
+)
+
+
+@pytest.mark.parametrize("window", [None, 18])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("H", "G", "K"), [(8, 1, 16), (4, 2, 24)])
-def test_shared_and_own_runs(within_budget, normal, monkeypatch, dtype, H, G, K):
+@pytest.mark.parametrize(("H", "G", "K", "V"), [(8, 1, 16, 16), (4, 2, 24, 40)])
+def test_shared_own_and_chunked_pages(within_budget, normal, monkeypatch, dtype, H, G, K, V, window):
     monkeypatch.setattr(module, "SPLIT", 32)
-    monkeypatch.setattr(module, "TOKENS", 16)
-    plan = DecodePlan.from_runs(RUNS, 4, 16)
-    inputs = [x.detach() for x in (normal(4, H, K), normal(8, 16, G, K, seed=1), normal(8, 16, G, K, seed=2))]
-    within_budget(lambda q, k, v: paged_attention(q, k, v, plan), lambda q, k, v: paged_attention_reference(q, k, v, RUNS), inputs, dtype)
+    monkeypatch.setattr(module, "TILE", 4)
+    N = len(PLAN.sequence)
+    shapes = ((N, H, K), (8, PAGE, G, K), (8, PAGE, G, V))
+    plan = PagedPlan(PLAN.tables, PLAN.sequence, PLAN.position)
+    inputs = [normal(*shape, seed=seed).detach() for seed, shape in enumerate(shapes)]
+    within_budget(
+        lambda q, k, v: paged_attention(q, k, v, plan, window), lambda q, k, v: paged_attention_reference(q, k, v, plan, window), inputs, dtype
+    )

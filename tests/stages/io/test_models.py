@@ -12,7 +12,7 @@ import torch
 from puna.models.checkpoint import load, load_with_tokenizer, save
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
-from puna.models.generation import Engine, Sampling
+from puna.models.generation import Engine, SamplingParams
 from puna.models.gguf_format.files import write
 from puna.models.tokenizer import LLAMA3, Tokenizer
 from puna.models.transformer import Transformer
@@ -206,7 +206,7 @@ def journey(model: Artifact, tmp_path: Path, store: Store) -> None:
     asked = words.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert asked == tokenizer.chat(messages)
     said = theirs.generate(torch.tensor([asked]), attention_mask=torch.ones(1, len(asked)), max_new_tokens=8, do_sample=False)[0]
-    ((completion,),) = Engine(own, tokenizer).generate([asked], Sampling(temperature=0, max_tokens=8), 0)
+    ((completion,),) = Engine(own, tokenizer).generate([asked], SamplingParams(temperature=0, max_tokens=8))
     assert said[len(asked) :].tolist() == list(completion.tokens)
     assert theirs.generation_config.eos_token_id == list(tokenizer.stop_ids)
     with torch.no_grad():

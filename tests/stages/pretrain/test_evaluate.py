@@ -103,7 +103,7 @@ def test_answers_are_judged_by_the_scorer(store, model, monkeypatch: pytest.Monk
         def __init__(self, model, tokenizer) -> None:
             pass
 
-        def generate(self, given, sampling, seed, progress=None):
+        def generate(self, given, params, progress=None):
             from puna.models.generation import Completion
 
             found = []
