@@ -234,3 +234,4 @@ def adamw_(
             )
     if parameters:
         _adamw_(list(parameters), list(gradients), list(first), list(second), factor, step, lr, *betas, eps, weight_decay)
+        torch.autograd.graph.increment_version(parameters)  # who keeps what was computed with them sees that they changed
