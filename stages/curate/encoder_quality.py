@@ -1,7 +1,8 @@
-"""Quality by an encoder: a classifier on the mean hidden state of a language model, after Llama 3 and FineWeb-Edu."""
+"""`train_encoder_quality`, `encoder_quality`: a classifier on the mean hidden state of a language model, after Llama 3 and FineWeb-Edu."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,21 +11,22 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field
 
-from puna.stages.contract import Documents, External, Model, SeededConfig, Signals, StageRun, stage
+from puna.stages.contract import Classifier, Documents, External, Model, SeededConfig, Signals, StageConfig, StageRun, stage
 from puna.stages.curate.learned.classifier import report_quality
 from puna.stages.curate.learned.encoder import embedded
 from puna.stages.curate.learned.place import Place, place_of
-from puna.stages.curate.quality import ranks_within
-from puna.stages.curate.select import signals_of
+from puna.stages.curate.learned.trained import About, read_about
+from puna.stages.curate.quality import GOOD, OTHER, scores_of, write_scores
 from puna.stages.draws import folds
 from puna.storage import Artifact, Part, PunaError
-from puna.storage.work import write_array
 
 DIGITS = 6
 STEPS, TOLERANCE = 50, 1e-9
+HEADS = "heads.npz"
+PURPOSE = "encoder_quality"
 
 
-class EncoderQualityConfig(SeededConfig):
+class TrainEncoderQualityConfig(SeededConfig):
     """What is good, and how the classifier learns it."""
 
     positive_sources: tuple[str, ...] = Field(
@@ -36,6 +38,11 @@ class EncoderQualityConfig(SeededConfig):
     max_tokens: int = Field(512, ge=8, le=32_768, description="Tokens of each document that the encoder reads")
     folds: int = Field(3, ge=2, le=20, description="Parts the documents are cut into for out-of-fold scores")
     penalty: float = Field(0.01, gt=0, description="Weight of the squared length of the classifier's weights (ridge)")
+
+
+class EncoderQualityConfig(StageConfig):
+    """The classifier says what it reads."""
+
     keep: float = Field(0.9, gt=0, lt=1, description="Share of documents that reach the quality in the metric `threshold`, fraction")
 
 
@@ -53,86 +60,114 @@ class Head(NamedTuple):
         return np.asarray(1 / (1 + np.exp(-np.clip(logits, -60, 60))))
 
 
-@stage(kind="signals")
-def encoder_quality(
-    documents: Documents,
-    model: Model | None,
-    encoder: External | None,
-    labels: Signals | None,
-    language: Signals | None,
-    config: EncoderQualityConfig,
+@stage(kind="classifier")
+def train_encoder_quality(
+    documents: Documents, model: Model | None, encoder: External | None, labels: Signals | None, config: TrainEncoderQualityConfig,
     run: StageRun,
-) -> None:
-    """Score documents with a logistic classifier on an encoder's frozen, mean-pooled hidden states.
+) -> None:  # fmt: skip
+    """Train a logistic classifier of good documents on an encoder's frozen, mean-pooled hidden states.
 
     Llama 3 (arXiv 2407.21783, section 3.1.3) distils a chat model's judgements into a small encoder; FineWeb-Edu (2406.17557,
     section 4) trains only the head. `model` is a model of this pipeline, or `encoder` the folder of any Hugging Face encoder.
-    Positives are documents that `labels` grades well, else those of good sources. Signals, folds, ranks and figures are those
-    of `quality`, so that `select` applies the same rules; the head trained on all labels is `head.npz`, and the metric
-    `threshold` the quality that the share `keep` of the documents reaches.
+    Positives are documents that `labels` grades well, else those of good sources. One head is trained for each fold of documents,
+    without that fold's; `encoder_quality` applies them, to these documents and to others. Metrics and figures are out of fold.
     """
-    place = place_of("encoder_quality", "encoder", model, encoder)
-    head = documents.read(columns=["id", "source"]).to_pydict()
-    ids, sources = head["id"], np.array(head["source"], dtype=object)
-    scored = np.flatnonzero(~np.isin(sources, config.exempt_sources))
-    chosen = [ids[row] for row in scored]
-    known, positive = _labels(chosen, sources[scored], labels, config)
+    place = place_of("train_encoder_quality", "encoder", model, encoder)
+    if labels is not None and config.judgement not in labels.columns():
+        there = ", ".join(name for name in labels.columns() if name != "id")
+        raise PunaError(f"train_encoder_quality.judgement: {labels.id} has no signal {config.judgement!r}; it has {there}")
     parts = run.parts(documents, columns=["id", "source", "text"])
-    files = list(run.map(_embed, parts, place, config, str(run.scratch), rows=len(parts)))
-    vectors = np.concatenate([np.load(file, mmap_mode="r") for file in files]) if files else np.zeros((0, 1), np.float32)
-    values = _out_of_fold(vectors, chosen, known, positive, config)
-    final = fit(vectors[known], positive[known], config.penalty)
-    np.savez(run.folder / "head.npz", mean=final.mean, scale=final.scale, weights=final.weights, bias=np.float64(final.bias))
-    groups = np.zeros(len(values), dtype="U1")
-    if language is not None:
-        named = signals_of(language, pa.chunked_array([pa.array(chosen, pa.string())]), ["language"])["language"].to_pylist()
-        groups = np.array([name or "" for name in named], dtype="U")
-    columns = {}
-    for name, found in (("quality", values), ("quality_rank", ranks_within(values, groups))):
-        full = np.full(len(ids), np.nan)
-        full[scored] = found
-        columns[name] = pa.array(full, from_pandas=True)
-    run.write(pa.table({"id": pa.array(ids, pa.string()), **columns}))
-    run.metric("threshold", float(np.quantile(values, 1 - config.keep)))
-    run.metric("labelled", len(known))
-    report_quality(run, values[known], positive[known])
-
-
-def _labels(
-    ids: list[str], sources: NDArray[np.object_], labels: Artifact | None, config: EncoderQualityConfig
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Rows with a label, int64[n], and whether each scored document is good, bool[documents]."""
-    if labels is None:
-        positive = np.isin(sources, config.positive_sources)
-        known = np.arange(len(ids))
-        said = f"encoder_quality.positive_sources={list(config.positive_sources)}"
-    else:
-        table = labels.read()
-        if config.judgement not in table.schema.names:
-            there = ", ".join(name for name in table.schema.names if name != "id")
-            raise PunaError(f"encoder_quality.judgement: {labels.id} has no signal {config.judgement!r}; it has {there}")
-        grades = dict(zip(table["id"].to_pylist(), table[config.judgement].to_pylist(), strict=True))
-        found = np.array([np.nan if grades.get(i) is None else float(grades[i]) for i in ids])
-        known, positive = np.flatnonzero(~np.isnan(found)), found >= config.min_judgement
-        said = f"encoder_quality.min_judgement={config.min_judgement:g} on {labels.id}"
-    of_fold = folds(ids, config.seed, config.folds)
+    found = run.exchange(_examples, parts, labels, place, config, by="all", partitions=1).parts[0].read()
+    positive = np.array(found["positive"].to_pylist(), bool) if found.num_rows else np.zeros(0, bool)
+    of_fold = folds(found["id"].to_pylist(), config.seed, config.folds) if found.num_rows else np.zeros(0, np.int64)
     for fold in range(config.folds):
-        rest = positive[known][of_fold[known] != fold]
+        rest = positive[of_fold != fold]
         if not rest.any() or rest.all():
-            raise PunaError(f"{said}: good and other documents are needed in every set of folds; there are "
-                            f"{int(positive[known].sum())} good ones of {len(known)}")  # fmt: skip
-    return known, positive
+            said = f"positive_sources={list(config.positive_sources)}"
+            if labels is not None:
+                said = f"min_judgement={config.min_judgement:g} on {labels.id}"
+            raise PunaError(f"train_encoder_quality.{said}: good and other documents are needed in every set of folds; there are "
+                            f"{int(positive.sum())} good ones of {len(positive)}")  # fmt: skip
+    column = found["vector"].combine_chunks()
+    vectors = column.flatten().to_numpy().reshape(len(column), -1)
+    heads = [fit(vectors[of_fold != fold], positive[of_fold != fold], config.penalty) for fold in range(config.folds)]
+    values = _probabilities(heads, of_fold, vectors)
+    mean, scale, weights, bias = (np.stack([getattr(head, name) for head in heads]) for name in Head._fields)
+    np.savez(run.folder / HEADS, mean=mean, scale=scale, weights=weights, bias=bias)
+    About(
+        PURPOSE, (GOOD, OTHER), config.folds, config.seed, exempt_sources=config.exempt_sources, max_tokens=config.max_tokens,
+        encoder=_digest(model, encoder),
+    ).write(run.folder)  # fmt: skip
+    run.metric("labelled", len(positive))
+    report_quality(run, values, positive)
 
 
-def _out_of_fold(
-    vectors: NDArray[np.float32], ids: list[str], known: NDArray[np.int64], positive: NDArray[np.bool_], config: EncoderQualityConfig
-) -> NDArray[np.float64]:
-    """Probability of a good document, by a head that saw no document of its fold, float64[documents]."""
-    of_fold, values = folds(ids, config.seed, config.folds), np.zeros(len(ids))
-    for fold in range(config.folds):
-        seen = known[of_fold[known] != fold]
-        own = of_fold == fold
-        values[own] = fit(vectors[seen], positive[seen], config.penalty).probabilities(vectors[own])
+@stage(kind="signals")
+def encoder_quality(
+    documents: Documents, classifier: Classifier, model: Model | None, encoder: External | None, language: Signals | None,
+    config: EncoderQualityConfig, run: StageRun,
+) -> None:  # fmt: skip
+    """Score documents with a classifier of `train_encoder_quality`, on the same encoder; nothing is trained.
+
+    Signals and ranks are those of `quality`, so that `select` applies the same rules. A document that the classifier learned from
+    is scored by a head that did not see it. The metric `threshold` is the quality that the share `keep` of the documents reaches.
+    """
+    place = place_of(PURPOSE, "encoder", model, encoder)
+    about = read_about(classifier.path())
+    if about.purpose != PURPOSE:
+        raise PunaError(f"{PURPOSE}: {classifier.id} was made for {about.purpose!r}; give one of train_encoder_quality")
+    if about.encoder != _digest(model, encoder):
+        raise PunaError(f"{PURPOSE}: {classifier.id} was trained on another encoder than this one; give the same, or train on this one")
+    values = write_scores(run, documents, language, _score, classifier, place)
+    if len(values):
+        run.metric("threshold", float(np.quantile(values, 1 - config.keep)))
+    run.metric("scored", len(values))
+
+
+def _digest(model: Artifact | None, encoder: External | None) -> str:
+    given = model or encoder
+    assert given is not None
+    return given.data_digest
+
+
+def _examples(part: Part, labels: Artifact | None, place: Place, config: TrainEncoderQualityConfig) -> pa.Table:
+    """The labelled documents of a part, whether they are good, and their vectors."""
+    table = part.read()
+    ids, sources = table["id"].to_pylist(), table["source"].to_pylist()
+    good: dict[str, bool] = {i: source in config.positive_sources for i, source in zip(ids, sources, strict=True)}
+    if labels is not None:
+        grades = labels.between(ids[0], ids[-1], columns=["id", config.judgement])
+        pairs = zip(grades["id"].to_pylist(), grades[config.judgement].to_pylist(), strict=True)
+        good = {i: grade >= config.min_judgement for i, grade in pairs if grade is not None}
+    rows = [row for row, i in enumerate(ids) if i in good and sources[row] not in config.exempt_sources]
+    chosen = table.take(pa.array(rows, pa.int64()))
+    vectors = embedded(chosen["text"].to_pylist(), place, config.max_tokens)
+    columns = {"id": chosen["id"], "positive": pa.array([good[ids[row]] for row in rows], pa.bool_())}
+    values = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1])
+    return pa.table({"all": np.zeros(len(rows), np.int32), **columns, "vector": values})
+
+
+def _score(part: Part, classifier: Artifact, place: Place) -> pa.Table:
+    """The quality of a part's documents."""
+    table, about = part.read(), read_about(classifier.path())
+    rows = [row for row, source in enumerate(table["source"].to_pylist()) if source not in about.exempt_sources]
+    chosen = table.take(pa.array(rows, pa.int64()))
+    vectors = embedded(chosen["text"].to_pylist(), place, about.max_tokens)
+    of_fold = folds(chosen["id"].to_pylist(), about.seed, about.folds) if rows else np.zeros(0, np.int64)
+    return scores_of(table["id"], rows, _probabilities(_heads(classifier.path(HEADS)), of_fold, vectors))
+
+
+@lru_cache(maxsize=2)
+def _heads(file: Path) -> list[Head]:
+    with np.load(file) as found:
+        return [Head(*(found[name][fold] for name in Head._fields)) for fold in range(len(found["bias"]))]
+
+
+def _probabilities(heads: list[Head], of_fold: NDArray[np.int64], vectors: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Probability of a good document, by the head that saw no document of its fold, float64[n]."""
+    values = np.zeros(len(vectors))
+    for fold, head in enumerate(heads):
+        values[of_fold == fold] = head.probabilities(vectors[of_fold == fold])
     return np.round(values, DIGITS)
 
 
@@ -157,18 +192,3 @@ def fit(vectors: NDArray[np.float32], positive: NDArray[np.bool_], penalty: floa
         if float(np.abs(step).max()) < TOLERANCE:
             break
     return Head(mean, scale, weights[:-1], float(weights[-1]))
-
-
-def _embed(part: Part, place: Place, config: EncoderQualityConfig, scratch: str) -> str:
-    """In a worker: mean hidden states of a part's documents in a file, float32[n, D]."""
-    file = Path(scratch) / f"vectors-{part.start}-{part.stop}.npy"
-    if file.exists():
-        return str(file)
-    table = part.read()
-    texts = [
-        text
-        for text, source in zip(table["text"].to_pylist(), table["source"].to_pylist(), strict=True)
-        if source not in config.exempt_sources
-    ]
-    write_array(file, embedded(texts, place, config.max_tokens))
-    return str(file)

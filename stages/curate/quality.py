@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -38,36 +41,45 @@ def quality(documents: Documents, classifier: Classifier, language: Signals | No
         raise PunaError(f"quality.positive={config.positive!r}: {classifier.id} has the classes {', '.join(about.classes[:20])}")
     if not documents.rows():
         raise PunaError(f"quality: {documents.id} has no documents to score; `dropped` of the stages before says why")
-    ids: list[str] = []
-    found: list[float | None] = []
+    scores = write_scores(run, documents, language, _score, classifier, config.positive)
+    run.metric("scored", len(scores))
+
+
+def write_scores(
+    run: StageRun, documents: Artifact, language: Artifact | None, score: Callable[..., pa.Table], *args: Any
+) -> NDArray[np.float64]:
+    """Write the signals `quality`, as `score(part, *args)` gives it beside the ids, and `quality_rank`; gives the scores that are
+    not null."""
     parts = run.parts(documents, columns=["id", "source", "text"])
-    for names, values in run.map(_score, parts, classifier, config.positive, rows=len(parts)):
-        ids += names
-        found += values
-    scores = np.array([np.nan if value is None else value for value in found], np.float64)
+    found = run.exchange(score, parts, *args, by="all", partitions=1).parts[0].read()
+    scores = np.array(found["quality"].combine_chunks().to_numpy(zero_copy_only=False), np.float64)
     scored = ~np.isnan(scores)
     groups = np.zeros(int(scored.sum()), dtype="U1")
     if language is not None:
-        chosen = pa.chunked_array([pa.array(ids, pa.string()).filter(pa.array(scored))])
-        groups = np.array([name or "" for name in signals_of(language, chosen, ["language"])["language"].to_pylist()], dtype="U")
-    ranks = np.full(len(ids), np.nan)
+        names = signals_of(language, found["id"].filter(pa.array(scored)), ["language"])["language"].to_pylist()
+        groups = np.array([name or "" for name in names], dtype="U")
+    ranks = np.full(len(scores), np.nan)
     ranks[scored] = ranks_within(scores[scored], groups)
     columns = {"quality": pa.array(scores, from_pandas=True), "quality_rank": pa.array(ranks, from_pandas=True)}
-    run.write(pa.table({"id": pa.array(ids, pa.string()), **columns}))
-    run.metric("scored", int(scored.sum()))
+    run.write(pa.table({"id": found["id"], **columns}))
+    return scores[scored]
 
 
-def _score(part: Part, classifier: Artifact, positive: str) -> tuple[list[str], list[float | None]]:
-    """Ids of a part's documents and their probabilities of the class `positive`; None where they are not scored."""
+def _score(part: Part, classifier: Artifact, positive: str) -> pa.Table:
+    """The quality of a part's documents: their probability of the class `positive`; null where they are not scored."""
     table = part.read()
     about: Trained = trained(classifier, "quality")
-    ids, texts = table["id"].to_pylist(), table["text"].to_pylist()
     rows = about.scored(table)
-    values: list[float | None] = [None] * len(ids)
-    at = about.classes.index(positive)
-    for row, one in zip(rows, about.probabilities([ids[row] for row in rows], [texts[row] for row in rows]), strict=True):
-        values[row] = float(one[at])
-    return ids, values
+    chosen = table.take(pa.array(rows, pa.int64()))
+    found = about.probabilities(chosen["id"].to_pylist(), chosen["text"].to_pylist())
+    return scores_of(table["id"], rows, found[:, about.classes.index(positive)])
+
+
+def scores_of(ids: pa.ChunkedArray, rows: Sequence[int], values: NDArray[np.float64]) -> pa.Table:
+    """What `write_scores` takes: ids and the values of some of their rows."""
+    quality = np.full(len(ids), np.nan)
+    quality[rows] = values
+    return pa.table({"all": np.zeros(len(ids), np.int32), "id": ids, "quality": pa.array(quality, from_pandas=True)})
 
 
 def ranks_within(values: NDArray[np.float64], groups: NDArray[np.str_]) -> NDArray[np.float64]:

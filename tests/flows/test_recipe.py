@@ -194,7 +194,7 @@ def test_a_step_of_ones_own_after_another() -> None:
 
 
 def test_a_step_of_ones_own_into_another() -> None:
-    recipe = load("demo", ["add={more: {stage: encoder_quality, into: select_model, inputs: {model: extract}}}"], "curate")
+    recipe = load("demo", ["add={more: {stage: judge, into: select_model, inputs: {model: extract}}}"], "curate")
     with pytest.raises(PunaError, match="input 'model' takes model, but extract gives documents"):
         trace(flow_named("curate"), recipe)
     recipe = load("demo", ["add={more: {stage: domains, into: select_model, inputs: {classifier: train_domains}}}"], "curate")

@@ -31,7 +31,8 @@ class About:
 
     `purpose`: the stage that applies it. `classes`: sorted names; none where there was nothing to learn. `exempt_sources`:
     their documents are not scored. `split`: texts are split into words in lower case, as in training; else shown as they are.
-    `settings`: more that the stage needs.
+    `settings`: more that the stage needs. `max_tokens`, `encoder`: what an encoder reads of each document, and its digest, where the
+    classifier stands on one.
     """
 
     purpose: str
@@ -42,6 +43,8 @@ class About:
     exempt_sources: tuple[str, ...] = ()
     split: bool = True
     settings: dict[str, float] | None = None
+    max_tokens: int = 0
+    encoder: str = ""
 
     def write(self, folder: Path) -> None:
         """Write it to the folder of the models."""

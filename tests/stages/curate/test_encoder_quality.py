@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from puna.stages.contract import External, execute
-from puna.stages.curate.encoder_quality import EncoderQualityConfig, encoder_quality, fit
+from puna.stages.curate.encoder_quality import (
+    EncoderQualityConfig,
+    TrainEncoderQualityConfig,
+    encoder_quality,
+    fit,
+    train_encoder_quality,
+)
 from puna.storage import PunaError, Store
 
 
@@ -36,24 +42,43 @@ def test_sources_and_judges_as_labels(tmp_path, make_documents, themed, small_mo
     store = Store.open(tmp_path)
     rows = themed(96)
     documents, model = make_documents(store, rows), small_model(store, [text for _, _, text in rows])
-    config = EncoderQualityConfig(max_tokens=64)
-    made = execute(encoder_quality, config, {"documents": documents, "model": model}, store)
-    assert made.manifest.metrics["auc"] > 0.99  # good sources have full stops, the others shout
+    config = TrainEncoderQualityConfig(max_tokens=64)
+    classifier = execute(train_encoder_quality, config, {"documents": documents, "model": model}, store)
+    assert classifier.manifest.metrics["auc"] > 0.99  # good sources have full stops, the others shout
+    assert "calibration" in classifier.manifest.figures
+    given = {"documents": documents, "model": model}
+    made = execute(encoder_quality, EncoderQualityConfig(), {**given, "classifier": classifier}, store)
     table = made.read().to_pydict()
     source = {identity: name for identity, name, _ in rows}
     assert all((value is None) == (source[i] == "code") for i, value in zip(table["id"], table["quality"], strict=True))
-    assert "calibration" in made.manifest.figures
     values = sorted(value for value in table["quality"] if value is not None)
-    assert np.mean(np.array(values) >= made.manifest.metrics["threshold"]) == pytest.approx(config.keep, abs=0.02)
+    assert np.mean(np.array(values) >= made.manifest.metrics["threshold"]) == pytest.approx(0.9, abs=0.02)
     # A judge who likes sports and saw half of the documents.
     grades = [{"id": i, "judgement": 4.0 if "sports" in i else 1.0} for n, (i, _, _) in enumerate(rows) if n // 4 % 2]
     labels = store.import_table("signals", pa.Table.from_pylist(grades))
-    judged = execute(encoder_quality, config, {"documents": documents, "model": model, "labels": labels}, store)
-    assert judged.manifest.metrics["labelled"] == sum(source[row["id"]] != "code" for row in grades)
+    learned = execute(train_encoder_quality, config, {**given, "labels": labels}, store)
+    assert learned.manifest.metrics["labelled"] == sum(source[row["id"]] != "code" for row in grades)
+    judged = execute(encoder_quality, EncoderQualityConfig(), {**given, "classifier": learned}, store)
     quality = dict(zip(judged.read()["id"].to_pylist(), judged.read()["quality"].to_pylist(), strict=True))
     unseen = [i for n, (i, name, _) in enumerate(rows) if n // 4 % 2 == 0 and name != "code"]
     right = [(quality[i] > 0.5) == ("sports" in i) for i in unseen]
     assert np.mean(right) > 0.9
+
+
+def test_a_new_crawl_needs_no_training_and_the_same_encoder(tmp_path, make_documents, themed, small_model):
+    store = Store.open(tmp_path)
+    rows = themed(96)
+    model = small_model(store, [text for _, _, text in rows])
+    config, trained = TrainEncoderQualityConfig(max_tokens=32), [make_documents(store, part) for part in (rows[:48], rows[48:])]
+    classifier = execute(train_encoder_quality, config, {"documents": trained[0], "model": model}, store)
+    made = execute(encoder_quality, EncoderQualityConfig(), {"documents": trained[1], "model": model, "classifier": classifier}, store)
+    table = made.read().to_pydict()
+    good = {identity: name == "wikipedia" for identity, name, _ in rows}
+    told = [(good[i], value) for i, value in zip(table["id"], table["quality"], strict=True) if value is not None]
+    assert min(value for is_good, value in told if is_good) > max(value for is_good, value in told if not is_good)
+    other = small_model(Store.open(tmp_path / "other"), ["some other text"] * 200)
+    with pytest.raises(PunaError, match="was trained on another encoder"):
+        execute(encoder_quality, EncoderQualityConfig(), {"documents": trained[1], "model": other, "classifier": classifier}, store)
 
 
 def test_a_hugging_face_encoder_by_its_folder(tmp_path, make_documents, themed):
@@ -73,7 +98,7 @@ def test_a_hugging_face_encoder_by_its_folder(tmp_path, make_documents, themed):
     store = Store.open(tmp_path / "store")
     documents = make_documents(store, rows)
     encoder = External.resolve(f"bert={tmp_path / 'bert'}")[0]
-    made = execute(encoder_quality, EncoderQualityConfig(), {"documents": documents, "encoder": encoder}, store)
+    made = execute(train_encoder_quality, TrainEncoderQualityConfig(), {"documents": documents, "encoder": encoder}, store)
     assert made.manifest.metrics["auc"] > 0.95
 
 
@@ -82,11 +107,12 @@ def test_what_is_missing_is_named(tmp_path, make_documents, themed, small_model)
     rows = themed(24)
     documents = make_documents(store, rows)
     with pytest.raises(PunaError, match="give one encoder"):
-        execute(encoder_quality, EncoderQualityConfig(), {"documents": documents}, store)
+        execute(train_encoder_quality, TrainEncoderQualityConfig(), {"documents": documents}, store)
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "x.txt").write_text("x")
     with pytest.raises(PunaError, match="no config.json"):
-        execute(encoder_quality, EncoderQualityConfig(), {"documents": documents, "encoder": External.resolve(str(tmp_path / "none"))[0]}, store)
+        encoder = External.resolve(str(tmp_path / "none"))[0]
+        execute(train_encoder_quality, TrainEncoderQualityConfig(), {"documents": documents, "encoder": encoder}, store)
     model = small_model(store, [text for _, _, text in rows])
     with pytest.raises(PunaError, match="good and other documents are needed"):
-        execute(encoder_quality, EncoderQualityConfig(positive_sources=("none",)), {"documents": documents, "model": model}, store)
+        execute(train_encoder_quality, TrainEncoderQualityConfig(positive_sources=("none",)), {"documents": documents, "model": model}, store)

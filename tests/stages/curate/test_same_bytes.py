@@ -22,7 +22,7 @@ from puna.stages.curate.block_lists import BlockListsConfig, block_lists
 from puna.stages.curate.code_reasoning import CodeReasoningConfig, TrainCodeReasoningConfig, code_reasoning, train_code_reasoning
 from puna.stages.curate.decontaminate import DecontaminateConfig, decontaminate
 from puna.stages.curate.domains import DomainsConfig, TrainDomainsConfig, domains, train_domains
-from puna.stages.curate.encoder_quality import EncoderQualityConfig, encoder_quality
+from puna.stages.curate.encoder_quality import EncoderQualityConfig, TrainEncoderQualityConfig, encoder_quality, train_encoder_quality
 from puna.stages.curate.extract import ExtractConfig, extract
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.curate.ingest import IngestConfig, ingest
@@ -206,8 +206,10 @@ SPECS = {
         "documents": w.documents, "split": w.made["split"], "deduplicated": [w.made["minhash_dedup"], w.made["url_dedup"]]}),
     "judge": (judge, JudgeConfig(max_tokens=32, prompt="Grade {text}", sample=10, batch_documents=3), lambda w: {
         "documents": w.documents, "model": w.model, "language": w.made["language"]}),
-    "encoder_quality": (encoder_quality, EncoderQualityConfig(max_tokens=32), lambda w: {
-        "documents": w.documents, "model": w.model, "language": w.made["language"]}),
+    "train_encoder_quality": (train_encoder_quality, TrainEncoderQualityConfig(max_tokens=32), lambda w: {
+        "documents": w.documents, "model": w.model}),
+    "encoder_quality": (encoder_quality, EncoderQualityConfig(), lambda w: {
+        "documents": w.documents, "classifier": w.made["train_encoder_quality"], "model": w.model, "language": w.made["language"]}),
 }  # fmt: skip
 WORKS = {
     "url_filter": "dropped", "url_dedup": "dropped", "select": "dropped", "pii": "scores", "minhash_dedup": "duplicates",
