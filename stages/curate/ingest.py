@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,7 @@ from puna.stages.curate.reading.pages import Page, Rejected, page_id, rejected_i
 from puna.stages.curate.reading.warc import read_warc
 from puna.stages.curate.reading.warc_frames import GZIP_MAGIC, ZSTD_DICTIONARY_MAGIC, ZSTD_MAGIC
 from puna.stages.reading.files import COMPRESSED, suffix
-from puna.stages.reading.hub import hub_stream
+from puna.stages.reading.hub import Job, jobs_of
 from puna.stages.reading.rows import SIDECARS
 from puna.storage import PunaError
 from puna.storage.exchange import partitions
@@ -87,18 +87,6 @@ class IngestConfig(StageConfig):
         own = self.inputs.get(source, InputColumns())
         html = None if own.text else self.html_column
         return readers.Columns(own.text or self.text_column, own.html or html, own.url or self.url_column, own.date or self.date_column)
-
-
-class Job(NamedTuple):
-    """One file (or one shard of a remote data set) to read."""
-
-    source: str
-    format: str
-    name: str
-    file: ExternalFile | None
-    uri: str = ""
-    shard: int = 0
-    shards: int = 1
 
 
 @stage(kind="pages")
@@ -220,21 +208,18 @@ def _has_rows(job: Job, config: IngestConfig) -> bool:
 
 def _jobs(inputs: list[External], config: IngestConfig) -> Iterator[Job]:
     """One job per file; what can be refused is refused here, before any page is read."""
-    for external in inputs:
-        if not external.files:  # a whole data set of the hub
-            shards = hub_stream(external.uri, config.dataset_subset, config.dataset_split).num_shards
-            for shard in range(shards):
-                yield Job(external.name, "hub", f"{config.dataset_split}/{shard}", None, external.uri, shard, shards)
-            continue
-        saved = any(file.name.endswith(".arrow") for file in external.files)
-        for file in external.files:
-            if saved and file.name.rsplit("/", 1)[-1] in SIDECARS:
-                continue
-            kind = config.format if config.format != "auto" else _format(file)
-            if kind == "parquet":
-                with file.open() as handle:
-                    readers.parquet_columns(handle, file.shown, config.columns_of(external.name))
-            yield Job(external.name, kind, file.name, file)
+    saved = {external.name for external in inputs if any(file.name.endswith(".arrow") for file in external.files)}
+
+    def format_(external: External, file: ExternalFile) -> str | None:
+        if external.name in saved and file.name.rsplit("/", 1)[-1] in SIDECARS:
+            return None
+        kind = config.format if config.format != "auto" else _format(file)
+        if kind == "parquet":
+            with file.open() as handle:
+                readers.parquet_columns(handle, file.shown, config.columns_of(external.name))
+        return kind
+
+    return jobs_of(inputs, config.dataset_subset, config.dataset_split, format_)
 
 
 def _format(file: ExternalFile) -> str:
@@ -285,7 +270,7 @@ def _row(record: Page | Rejected, source: str) -> dict[str, Any]:
 
 def _records(job: Job, config: IngestConfig) -> Iterator[Page | Rejected]:
     if job.file is None:
-        rows = hub_stream(job.uri, config.dataset_subset, config.dataset_split).shard(job.shards, job.shard)
+        rows = job.stream()
         yield from readers.read_stream(rows, job.source, job.name, config.columns_of(job.source))
         return
     try:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,7 @@ from puna.stages.draws import identifier
 from puna.stages.io import convert, layouts
 from puna.stages.io.layouts import Plan
 from puna.stages.io.turns import Refused
-from puna.stages.reading.hub import hub_stream
+from puna.stages.reading.hub import Job, jobs_of
 from puna.stages.reading.rows import COLUMNAR, SIDECARS, Fault, Row, format_of, read_rows, stream_rows
 from puna.storage import PunaError
 from puna.storage.schemas import table_schema
@@ -58,19 +58,6 @@ class SplitConfig(ImportConfig):
     heldout_fraction: float = Field(0.0, ge=0, lt=1, description=HELDOUT)
 
 
-class Job(NamedTuple):
-    """One file, or one shard of a data set on the hub."""
-
-    number: int
-    source: str
-    format: str
-    name: str
-    file: ExternalFile | None
-    uri: str = ""
-    shard: int = 0
-    shards: int = 1
-
-
 def import_rows(kind: str, layout: str, inputs: Sequence[External], config: ImportConfig, run: StageRun) -> None:
     """Write the rows of the inputs as artifacts of `kind`; what the layout is, why, and an example go to `examples`."""
     jobs = list(_jobs(inputs, config))
@@ -88,7 +75,7 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
     files, kept, heldout, first = [], 0, 0, ""
     read_columns = ["id", "place", *(["split"] if "split" in table_schema(kind).schema.names else [])]
     settings = config.model_dump_json()
-    read = [job for job in jobs if job.source in plans]
+    read = list(enumerate(job for job in jobs if job.source in plans))
     for folder in run.map(_read, read, plans, kind, settings, type(config), str(run.scratch), rows=len(read)):
         for file in sorted(Path(folder).glob("*.parquet")):
             table = file.name.split("-")[0]
@@ -126,20 +113,12 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
 
 
 def _jobs(inputs: Sequence[External], config: ImportConfig) -> Iterator[Job]:
-    number = 0
-    for external in inputs:
-        if not external.files:  # a whole data set of the hub
-            shards = hub_stream(external.uri, config.dataset_subset, config.dataset_split).num_shards
-            for shard in range(shards):
-                yield Job(number, external.name, "hub", f"{external.uri}/{config.dataset_split}/{shard}", None, external.uri, shard, shards)
-                number += 1
-            continue
-        for file in external.files:
-            if file.name.rsplit("/", 1)[-1] in SIDECARS or not file.bytes:
-                continue
-            kind = config.format if config.format != "auto" else _format(file)
-            yield Job(number, external.name, kind, file.name, file)
-            number += 1
+    def format_(_: External, file: ExternalFile) -> str | None:
+        if file.name.rsplit("/", 1)[-1] in SIDECARS or not file.bytes:
+            return None
+        return config.format if config.format != "auto" else _format(file)
+
+    return jobs_of(inputs, config.dataset_subset, config.dataset_split, format_)
 
 
 def _format(file: ExternalFile) -> str:
@@ -153,7 +132,7 @@ def _format(file: ExternalFile) -> str:
 
 def _rows(job: Job, config: ImportConfig) -> Iterator[Row | Fault]:
     if job.file is None:
-        yield from stream_rows(hub_stream(job.uri, config.dataset_subset, config.dataset_split).shard(job.shards, job.shard))
+        yield from stream_rows(job.stream())
         return
     try:
         with closing(job.file.open()) as handle:
@@ -205,9 +184,12 @@ def _short(text: str) -> str:
 # --- reading, in a worker ---------------------------------------------------------------------------------
 
 
-def _read(job: Job, plans: dict[str, Plan], kind: str, settings: str, config_type: type[ImportConfig], scratch: str) -> str:
+def _read(
+    numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings: str, config_type: type[ImportConfig], scratch: str
+) -> str:
     """Read one file into chunks below `scratch`; returns their folder. Done once, also after a crash."""
-    folder = Path(scratch) / f"job-{job.number:06d}"
+    number, job = numbered
+    folder = Path(scratch) / f"job-{number:06d}"
     marker = folder / "done"
     if marker.exists():
         return str(folder)
@@ -216,18 +198,17 @@ def _read(job: Job, plans: dict[str, Plan], kind: str, settings: str, config_typ
         file.unlink()
     config = config_type.model_validate_json(settings)
     chunk = _Chunk(folder, kind)
-    address = job.file.shown if job.file is not None else job.name
     for row in _rows(job, config):
         found = _taken(row, job, plans[job.source], kind, config) if isinstance(row, Row) else row
         if isinstance(found, Fault):
-            said = f"{address}, row {found.number}{f', field {found.field}' if found.field else ''}: {found.reason}"
+            said = f"{job.shown}, row {found.number}{f', field {found.field}' if found.field else ''}: {found.reason}"
             if config.bad_rows == "refuse":
                 raise PunaError(f"{said}. With bad_rows=drop such rows are set aside")
             identity = identifier("dropped", job.source, job.name, found.number)
             chunk.add("dropped", {"id": identity, "rule": found.rule, "detail": said}, 300)
         else:
             size = 300 + sum(len(value) for value in found.values() if isinstance(value, str))
-            chunk.add(kind, found | {"place": f"{address}, row {row.number}"}, size)
+            chunk.add(kind, found | {"place": f"{job.shown}, row {row.number}"}, size)
     chunk.flush()
     marker.touch()
     return str(folder)

@@ -1,10 +1,49 @@
-"""Data sets of the hub, read as a stream."""
+"""What is read at a time, of files and of data sets of the hub, which are read as a stream."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+from puna.stages.contract import External, ExternalFile
 from puna.storage import PunaError
+
+
+class Job(NamedTuple):
+    """One file, or one shard of a data set on the hub."""
+
+    source: str
+    format: str
+    name: str
+    file: ExternalFile | None
+    uri: str = ""
+    subset: str | None = None
+    split: str = ""
+    shard: int = 0
+    shards: int = 1
+
+    @property
+    def shown(self) -> str:
+        """Where it lies, for people."""
+        return self.file.shown if self.file is not None else f"{self.uri}/{self.name}"
+
+    def stream(self) -> Any:
+        """The rows of the shard."""
+        return hub_stream(self.uri, self.subset, self.split).shard(self.shards, self.shard)
+
+
+def jobs_of(
+    inputs: Sequence[External], subset: str | None, split: str, format_of: Callable[[External, ExternalFile], str | None]
+) -> Iterator[Job]:
+    """One job per file, or per shard of an input without files, which is a data set; files without a format are left out."""
+    for external in inputs:
+        if not external.files:
+            shards = hub_stream(external.uri, subset, split).num_shards
+            for shard in range(shards):
+                yield Job(external.name, "hub", f"{split}/{shard}", None, external.uri, subset, split, shard, shards)
+        for file in external.files:
+            if (found := format_of(external, file)) is not None:
+                yield Job(external.name, found, file.name, file)
 
 
 def hub_stream(uri: str, subset: str | None, split: str) -> Any:
