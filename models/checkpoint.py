@@ -37,7 +37,7 @@ class CheckpointError(ValueError):
 def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = None) -> None:
     """Write config.json and model.safetensors, and the tokenizer beside them.
 
-    Tensors keep their dtype. With a tokenizer, the configuration names its special tokens.
+    Tensors keep their dtype. With a tokenizer, the configuration names its special tokens, and generation_config.json how to sample.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,8 +51,8 @@ def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = N
     _write_json(folder / "config.json", _hub_config(model, tokenizer))
     if tokenizer is not None:
         tokenizer.save(folder)
-        stops = {"bos_token_id": tokenizer.bos, "eos_token_id": list(tokenizer.stop_ids) or None}
-        _write_json(folder / "generation_config.json", {**stops, "pad_token_id": tokenizer.pad})
+        ids = {"bos_token_id": tokenizer.bos, "eos_token_id": list(tokenizer.stop_ids) or None, "pad_token_id": tokenizer.pad}
+        _write_json(folder / "generation_config.json", {**tokenizer.generation, **ids})
 
 
 def load(path: Path | str, head: Head | None = None, dtype: torch.dtype | None = torch.float32) -> Transformer:

@@ -20,7 +20,7 @@ from tokenizers.models import BPE
 
 from puna.models.chat import ChatError, ChatFormat, Row
 from puna.models.template import Message, Template, TemplateError
-from puna.models.tokenizer_files import TokenizerError, read_files
+from puna.models.tokenizer_files import SAMPLING, TokenizerError, read_files
 from puna.models.vocabulary import Vocabulary
 
 __all__ = ["ChatError", "Message", "Row", "Template", "TemplateError", "Tokenizer", "TokenizerError"]
@@ -76,7 +76,8 @@ class Tokenizer:
     """Text to token ids and back, and conversations by the model's chat template.
 
     `bos` and `eos` are the ids of the tokens that begin and end a document, None where the model has none; `pad` fills up a
-    batch and is always masked; `special` holds the ids of all special tokens.
+    batch and is always masked; `special` holds the ids of all special tokens; `generation` what generation_config.json says of
+    sampling, by transformers' names.
     """
 
     def __init__(
@@ -85,13 +86,14 @@ class Tokenizer:
         named: Mapping[str, str],
         template: str | Mapping[str, str] | None = None,
         stops: Sequence[int] = (),
+        generation: Mapping[str, Any] | None = None,
     ) -> None:
         """`named`: special tokens by their names (`bos_token`, …). `stops`: tokens that end an answer, besides `eos_token`.
 
         TokenizerError for a special token that the vocabulary lacks; TemplateError for a template that does not compile.
         """
         self.vocabulary = Vocabulary(backend)
-        self.named = dict(named)
+        self.named, self.generation = dict(named), dict(generation or {})
         if missing := [token for token in self.named.values() if self.vocabulary.id_of(token) is None]:
             raise TokenizerError(f"the tokenizer lacks the special tokens {', '.join(missing)}")
         self.bos, self.eos, pad = (self.vocabulary.id_of(self.named.get(f"{name}_token")) for name in ("bos", "eos", "pad"))
@@ -139,7 +141,7 @@ class Tokenizer:
         `generation_config.json` and `config.json` complete it where they are there.
         """
         found = read_files(Path(folder))
-        return Tokenizer(found.backend, found.named, found.template, found.stops)
+        return Tokenizer(found.backend, found.named, found.template, found.stops, found.generation)
 
     def save(self, folder: Path | str) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`, which transformers' AutoTokenizer loads."""
@@ -162,7 +164,7 @@ class Tokenizer:
 
     def with_template(self, source: str | Mapping[str, str]) -> Tokenizer:
         """The same vocabulary with another chat template. TemplateError where it does not compile."""
-        return Tokenizer(self.vocabulary.backend, self.named, source, self._stops)
+        return Tokenizer(self.vocabulary.backend, self.named, source, self._stops, self.generation)
 
     @property
     def vocab_size(self) -> int:
@@ -202,6 +204,11 @@ class Tokenizer:
         """What a text to be continued or scored stands behind: `bos`, or `eos` where there is none, or nothing."""
         id_ = self.eos if self.bos is None else self.bos
         return [] if id_ is None else [id_]
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How the model's makers sample, as far as they say so: fields of `SamplingParams` (temperature, top_p, top_k, …)."""
+        return {name: self.generation[name] for name in SAMPLING if name in self.generation} if self.generation.get("do_sample") else {}
 
     # --- conversations -----------------------------------------------------------------------------------
 

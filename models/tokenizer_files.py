@@ -22,12 +22,13 @@ class TokenizerError(ValueError):
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The vocabulary; special tokens by name; the chat template, or several by name; the ids that end an answer."""
+    """The vocabulary; special tokens by name; the chat template, or several by name; the ids that end an answer; how to sample."""
 
     backend: tokenizers.Tokenizer
     named: dict[str, str]
     template: str | dict[str, str] | None
     stops: list[int]
+    generation: dict[str, Any]
 
 
 def read_files(folder: Path) -> TokenizerFiles:
@@ -45,7 +46,7 @@ def read_files(folder: Path) -> TokenizerFiles:
     stops = _stop_ids(folder)
     written = [token for id_ in stops if (token := backend.id_to_token(id_)) is not None]
     with_tokens(backend, [*named.values(), *_listed(config), *_listed(others), *written], _added(config))
-    return TokenizerFiles(backend, named, _template(folder, config), stops)
+    return TokenizerFiles(backend, named, _template(folder, config), stops, _generation(folder))
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -92,6 +93,26 @@ def _stop_ids(folder: Path) -> list[int]:
         if found is not None:
             return [int(id_) for id_ in (found if isinstance(found, list) else [found])]
     return []
+
+
+NOT_SAMPLING = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config")
+"""Fields of generation_config.json that do not say how to sample."""
+SAMPLING = {
+    "temperature": (0.0, 10.0), "top_p": (1e-9, 1.0), "top_k": (0, 1 << 31), "min_p": (0.0, 1.0), "repetition_penalty": (1e-9, 10.0),
+}  # fmt: skip
+"""Fields of generation_config.json that are sampled by, and what they may be."""
+
+
+def _generation(folder: Path) -> dict[str, Any]:
+    """What generation_config.json says of sampling. TokenizerError for a number that is none or out of its range."""
+    path = folder / "generation_config.json"
+    found = {name: value for name, value in _json(path).items() if value is not None and name not in NOT_SAMPLING}
+    for name, (low, high) in SAMPLING.items():
+        value = found.get(name, low)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not (whole or (isinstance(value, float) and isinstance(low, float))) or not low <= value <= high:
+            raise TokenizerError(f"{path}: {name} is {value!r}, not a number from {low:g} to {high:g}")
+    return found
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:

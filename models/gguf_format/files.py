@@ -12,7 +12,7 @@ from torch import Tensor
 from puna.models.config import ModelConfig
 from puna.models.families import parse_config
 from puna.models.gguf_format.layout import config_fields, from_state, raw_config, to_state
-from puna.models.gguf_format.vocabulary import read_tokenizer, tokenizer_fields
+from puna.models.gguf_format.vocabulary import SAMPLING, read_tokenizer, tokenizer_fields
 from puna.models.tokenizer import Tokenizer
 
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
@@ -92,6 +92,11 @@ def write(path: Path, config: ModelConfig, state: Mapping[str, Tensor], tokenize
     writer.add_file_type(FILE_TYPES[dtype])
     for name, value in {**{f"{architecture}.{name}": value for name, value in shape.items()}, **words}.items():
         _add(writer, name, value)
+    for name, value in tokenizer.generation.items() if tokenizer.generation.get("do_sample") else ():
+        if name == "top_k":
+            writer.add_int32(SAMPLING[name], value)  # not `_add`: llama.cpp reads it signed
+        elif name in SAMPLING:
+            writer.add_float32(SAMPLING[name], float(value))
     for name, tensor in tensors.items():
         values = tensor.detach().cpu()
         if values.ndim == 1:

@@ -59,7 +59,7 @@ def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     if bos is not None and fields.get("tokenizer.ggml.add_bos_token", kind == "llama"):
         backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))])
     stops = [id_ for key in ("eos", "eot", "eom") if (id_ := fields.get(f"tokenizer.ggml.{key}_token_id")) is not None]
-    return Tokenizer(backend, named, fields.get("tokenizer.chat_template"), stops)
+    return Tokenizer(backend, named, fields.get("tokenizer.chat_template"), stops, _generation(fields))
 
 
 def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:
@@ -183,3 +183,19 @@ def _pieces(raw: Mapping[str, Any], tokens: Sequence[str], types: list[int], mer
             types[id_] = UNKNOWN
     prefix = "Prepend" in normalizer or '"prepend_scheme": "always"' in normalizer
     return {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": scores, "tokenizer.ggml.add_space_prefix": prefix}
+
+
+SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+"""GGUF's fields of how to sample, by transformers' names."""
+
+
+def _generation(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """How to sample; numbers of 32 bits as they were written before."""
+    found = {name: fields[field] for name, field in SAMPLING.items() if field in fields}
+    return {"do_sample": True, **{name: round(value, 6) for name, value in found.items()}} if found else {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ def average(
     """Weighted mean of models or state dictionaries with the same names and shapes.
 
     `weights` need not add up to 1; None weighs all the same. The sum runs in fp64 over sorted terms, so
-    the result does not depend on the order of the states; it has the first state's dtypes.
+    the result does not depend on the order of the states; each tensor has the widest of its dtypes.
     """
     tables = [dict(s.state_dict()) if isinstance(s, nn.Module) else dict(s) for s in states]
     shares = _shares(len(tables), weights)
@@ -35,17 +37,17 @@ def average_checkpoints(
     folders: Sequence[Path], target: Path, weights: Sequence[float] | None = None
 ) -> None:
     """Write the weighted mean of Hugging Face model folders to `target`, one tensor in memory at a time
-    per checkpoint; configuration and tokenizer are copied from the first folder.
+    per checkpoint; configuration and tokenizer are copied from the first folder. Each tensor has the widest of its dtypes.
 
     ValueError when the folders' config.json or tensors differ in shape or name.
     """
     shares = _shares(len(folders), weights)
+    shapes = [json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")) for folder in folders]
+    formats = {str(shape.pop("torch_dtype", None)) for shape in shapes}
     first, target = Path(folders[0]), Path(target)
-    for folder in folders[1:]:
-        if (Path(folder) / "config.json").read_bytes() != (first / "config.json").read_bytes():
-            raise ValueError(
-                f"{folder}/config.json differs from {first}/config.json: models of one shape only"
-            )
+    for folder, shape in zip(folders, shapes, strict=True):
+        if shape != shapes[0]:
+            raise ValueError(f"{folder}/config.json differs from {folders[0]}/config.json: models of one shape only")
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(Path(f) / WEIGHTS, framework="pt")) for f in folders]
         names = list(files[0].keys())
@@ -57,6 +59,10 @@ def average_checkpoints(
     for path in sorted(first.iterdir()):
         if path.suffix in (".json", ".jinja", ".model") and path.name != "manifest.json":
             shutil.copyfile(path, target / path.name)
+    if len(formats) > 1:
+        dtype = str(_widest(list(result.values()))).removeprefix("torch.")
+        text = json.dumps({**shapes[0], "torch_dtype": dtype}, indent=2, sort_keys=True)
+        (target / "config.json").write_text(text + "\n", encoding="utf-8")
     save_file(result, target / WEIGHTS, metadata=metadata)
 
 
@@ -82,4 +88,9 @@ def _mean(tensors: Sequence[Tensor], shares: Sequence[float], name: str) -> Tens
         raise ValueError(f"{name} has different shapes: {sorted(shapes)}")
     terms = torch.stack([tensor.double() * share for tensor, share in zip(tensors, shares, strict=True)])
     # A fixed order of addition: sorted by value, whatever the order of the models.
-    return terms.sort(0).values.sum(0).to(tensors[0].dtype)
+    return terms.sort(0).values.sum(0).to(_widest(tensors))
+
+
+def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype that holds the numbers of all."""
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))

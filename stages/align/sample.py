@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -11,28 +11,45 @@ from pydantic import Field
 from puna.stages.contract import Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import answer_text, prompt_ids
 from puna.stages.draws import identifier
+from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.train import load_model
+from puna.stages.training.vocabulary import tokenizer_of
 from puna.stages.verifiers.base import Score, is_correct
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
 from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
-    from puna.models.generation import Completion
+    from puna.models.generation import Completion, SamplingParams
     from puna.models.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
 STRETCH = 2048
 """Prompts that are answered together; the next ones are begun when their answers are on disk."""
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Settings that a model's own take the place of."""
 Progress = Callable[[int, int], None]
 
 
-class SampleConfig(SeededConfig):
+class SampleConfig(BadRowsConfig, SeededConfig):
     """How answers are drawn."""
 
     answers: int = Field(8, ge=1, le=1024, description="Answers to each prompt from each model")
-    temperature: float = Field(1.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
-    top_p: float = Field(1.0, gt=0, le=1, description="Smallest set of likeliest tokens with this probability is drawn from")
+    temperature: float | None = Field(
+        None, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token; null: the model's own, or 1"
+    )
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="Smallest set of likeliest tokens with this probability is drawn from; null: the model's own, or 1"
+    )
+    top_k: int | None = Field(
+        None, ge=0, description="So many of the likeliest tokens are drawn from, 0: all; null: the model's own, or all"
+    )
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Tokens this likely compared with the likeliest one are drawn from; null: the model's own, or 0"
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=10, description="Factor against tokens of the prompt and the answer; null: the model's own, or 1"
+    )
     max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
     split: Literal["train", "heldout"] = Field("train", description="Which prompts are answered")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
@@ -45,6 +62,9 @@ def sample(models: list[Model], prompts: Prompts, judges: list[Model] | None, co
     Answers to prompts without a verifier have no gold score, and neither has an answer whose verifier failed: the metric
     `unscored_answers` counts the latter. `judges` are the models that verifiers name.
 
+    A model's own way of sampling is that of the generation_config.json that it was imported with; the metrics tell what was used, by
+    name and model (`temperature_DIGEST`). Prompts that a model's chat template refuses are in `dropped`; see `bad_rows`.
+
     Rows name a model by its data digest, and its draws follow from that: like this artifact's own key, they depend on what
     the model is, not on how or in which order it was given.
     """
@@ -54,27 +74,36 @@ def sample(models: list[Model], prompts: Prompts, judges: list[Model] | None, co
     if len({model.data_digest for model in models}) < len(models):
         raise PunaError("sample: the same model is given twice; preferences need answers of different models")
     scorer = Scorer(rows, config.scoring, run, judges or ())
+    bad = BadRows(config, "sample")
     for number, model in enumerate(models):
-        _answer(model, rows, scorer, config, run, number, len(models))
+        asked = list(bad.rendered(rows, partial(prompt_ids, tokenizer_of(model))))
+        bad.check_left(len(asked), f"{len(rows)} prompts")
+        _answer(model, asked, scorer, config, run, number, len(models))
+    bad.write(run)
     scorer.report()
     run.metric("prompts", len(rows))
 
 
+Asked = tuple[dict[str, Any], list[int]]
+"""A row of prompts and its token ids."""
+
+
 def _answer(
-    artifact: Artifact, rows: Sequence[dict[str, Any]], scorer: Scorer, config: SampleConfig, run: StageRun, number: int, models: int
+    artifact: Artifact, asked: Sequence[Asked], scorer: Scorer, config: SampleConfig, run: StageRun, number: int, models: int
 ) -> None:
     """Write a model's answers, STRETCH prompts at a time."""
-    total = len(rows) * config.answers
+    total = len(asked) * config.answers
+    params = _params(tokenizer_of(artifact), config, artifact.data_digest, run)
     right = scored = finished = 0
     loaded = cache(lambda: load_model(artifact, "lm"))
-    for start in range(0, len(rows), STRETCH):
+    for start in range(0, len(asked), STRETCH):
         before = number * total + start * config.answers
 
         def progress(done: int, _: int, before: int = before) -> None:
             run.progress(before + done, models * total, f"model {number + 1} of {models}")
 
-        def make(stretch: Sequence[dict[str, Any]] = rows[start : start + STRETCH], progress: Progress = progress) -> list[dict[str, Any]]:
-            return _generate(artifact.data_digest, *loaded(), stretch, scorer, config, run, progress)
+        def make(stretch: Sequence[Asked] = asked[start : start + STRETCH], progress: Progress = progress) -> list[dict[str, Any]]:
+            return _generate(artifact.data_digest, *loaded(), stretch, scorer, params, run, progress)
 
         made = run.once(f"{artifact.data_digest}-{start:09d}", make, ["gold", "finished"])
         right += sum(map(is_correct, made["gold"].to_pylist()))
@@ -85,33 +114,37 @@ def _answer(
     run.metric(f"finished_{artifact.data_digest[:12]}", finished / total)
 
 
+def _params(tokenizer: Tokenizer, config: SampleConfig, name: str, run: StageRun) -> SamplingParams:
+    """How a model is sampled: as configured, else in its own way; the metrics tell it."""
+    from puna.models.generation import SamplingParams
+
+    given = {key: value for key in SAMPLING if (value := getattr(config, key)) is not None}
+    drawn = {"temperature": 1.0, **tokenizer.sampling, **given}
+    for key, value in drawn.items():
+        run.metric(f"{key}_{name[:12]}", value)
+    return SamplingParams(
+        n=config.answers, max_tokens=config.max_tokens, stop=tokenizer.stop_ids, seed=run.seed("sample", name), **drawn
+    )
+
+
 def _generate(
     name: str,
     model: Transformer,
     tokenizer: Tokenizer,
-    rows: Sequence[dict[str, Any]],
+    asked: Sequence[Asked],
     scorer: Scorer,
-    config: SampleConfig,
+    params: SamplingParams,
     run: StageRun,
     progress: Progress,
 ) -> list[dict[str, Any]]:
     """Rows of the answers table for these prompts."""
-    from puna.models.generation import Engine, SamplingParams
+    from puna.models.generation import Engine
 
-    asked = [prompt_ids(tokenizer, row) for row in rows]
-    params = SamplingParams(
-        n=config.answers,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        max_tokens=config.max_tokens,
-        stop=tokenizer.stop_ids,
-        seed=run.seed("sample", name),
-    )
-    completions = Engine(model, tokenizer).generate(asked, params, progress)
+    completions = Engine(model, tokenizer).generate([ids for _, ids in asked], params, progress)
     # An answer that was cut off is scored as it stands.
     drawn = [
         (row, index, completion, answer_text(completion.tokens, tokenizer))
-        for row, found in zip(rows, completions, strict=True)
+        for (row, _), found in zip(asked, completions, strict=True)
         for index, completion in enumerate(found)
     ]
     scores = scorer.scores([(row, text) for row, _, _, text in drawn])

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,16 +19,17 @@ from puna.stages.conversations import messages_of, rendering, tools_of
 from puna.stages.experiments.pools import Mixed, PoolRows, Pools, Sizes, build_pools, grouped
 from puna.stages.experiments.proxy import one_thread, remembered
 from puna.stages.training import bits_per_byte, intervals
+from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.packed import Packed, Reader, mean_loss
 from puna.stages.training.phase import OPTIMIZER, Phase
 from puna.stages.training.train import divergence_named
-from puna.stages.training.vocabulary import check_tokens
+from puna.stages.training.vocabulary import check_tokens, tokenizer_of
 from puna.storage import Artifact, PunaError
 
 ARMS = ("default", "candidate")
 
 
-class AnnealExperimentConfig(SeededConfig):
+class AnnealExperimentConfig(BadRowsConfig, SeededConfig):
     """How the model is annealed, with and without the candidate documents."""
 
     share: float = Field(0.3, gt=0, le=1, description="Share of the candidate documents in the annealing mixture, fraction")
@@ -73,7 +75,8 @@ def anneal_experiment(
     The model, best a half-trained one, is annealed twice over: on the default tokens alone, and with a share of
     the candidate documents among them; both from the same weights and for as many tokens. The gain is what the
     candidates take off the held-out loss: of candidates it has not read, of default documents that pretraining
-    set aside, and of the gold answers to held-out prompts. Pairs of runs over other rows give its interval.
+    set aside, and of the gold answers to held-out prompts. Pairs of runs over other rows give its interval. Prompts that the
+    chat template refuses are in `dropped`; see `bad_rows`.
     """
     check_tokens(tokens, model)
     packed = Packed.read(tokens)
@@ -86,32 +89,37 @@ def anneal_experiment(
         for a, arm in enumerate(ARMS)
         for repeat in range(config.repeats)
     ]
-    answers = _answers(prompts, model, config.prompts_per_task)
+    answers = {} if prompts is None else _answers(prompts, model, config, run)
     arguments = (config.model_dump_json(), tokens, str(model.path()), pools, answers, str(run.scratch))
     trials = list(run.map(_trial, jobs, *arguments, rows=len(jobs)))
     run.write_rows([{k: v for k, v in trial.items() if k != "losses"} for trial in trials], "trials")
     _report([trial["losses"] for trial in trials], config, run)
 
 
-def _answers(prompts: Artifact | None, model: Artifact, per_task: int) -> dict[str, list[tuple[list[int], list[int]]]]:
+def _answers(
+    prompts: Artifact, model: Artifact, config: AnnealExperimentConfig, run: StageRun
+) -> dict[str, list[tuple[list[int], list[int]]]]:
     """(prompt ids, gold answer ids) of held-out prompts by task."""
-    from puna.models.tokenizer import Tokenizer
+    tokenizer = tokenizer_of(model)
 
-    tasks: dict[str, list[tuple[list[int], list[int]]]] = {}
-    if prompts is None:
-        return tasks
-    vocabulary = Tokenizer.load(model.path())
+    def pair(row: dict[str, Any]) -> tuple[list[int], list[int]]:
+        if row["reference"] is None:
+            raise PunaError(f"prompt {row['id']} has no reference answer, whose likelihood is measured here")
+        with rendering(row):
+            asked, answer, _ = tokenizer.render_pair(messages_of(row), row["reference"], tools=tools_of(row))
+        return list(asked), list(answer)
+
+    rows: dict[str, list[dict[str, Any]]] = {}
     for row in prompts.read().to_pylist():
-        found = tasks.setdefault(row["task"], []) if row["split"] == "heldout" else None
-        if found is not None and len(found) < per_task:
-            if row["reference"] is None:
-                raise PunaError(f"prompt {row['id']} has no reference answer, whose likelihood is measured here")
-            with rendering(row):
-                asked, answer, _ = vocabulary.render_pair(messages_of(row), row["reference"], tools=tools_of(row))
-            found.append((list(asked), list(answer)))
-    if not tasks:
+        if row["split"] == "heldout":
+            rows.setdefault(row["task"], []).append(row)
+    if not rows:
         raise PunaError(f"{prompts.id} has no held-out prompts")
-    return tasks
+    bad = BadRows(config, "anneal_experiment")
+    tasks = {task: [made for _, made in islice(bad.rendered(some, pair), config.prompts_per_task)] for task, some in rows.items()}
+    bad.check_left(sum(map(len, tasks.values())), f"{sum(map(len, rows.values()))} held-out prompts")
+    bad.write(run)
+    return {task: pairs for task, pairs in tasks.items() if pairs}
 
 
 @lru_cache(maxsize=1)

@@ -52,7 +52,8 @@ def import_model(model: External, config: ImportModelConfig, run: StageRun) -> N
     """A model of Puna's from a checkpoint: a folder in Hugging Face's layout, a GGUF file, or `hf://OWNER/NAME[@REVISION]`.
 
     Checked before anything is kept: the family, names and shapes of all tensors, the tokenizer against the embeddings, the
-    chat template on a conversation, the tokens that end an answer. The metrics say what was found.
+    chat template on a conversation, the tokens that end an answer. The metrics say what was found. How the checkpoint's
+    generation_config.json samples stays with the model, for `sample` and for the export.
     """
     import torch
 
@@ -119,6 +120,7 @@ def _found(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict[str, 
         "embedding_rows": shape.vocab_size,
         **named,
         "stop_tokens": " ".join(tokenizer.vocabulary.token(id_) for id_ in tokenizer.stop_ids) or "none",
+        "sampling": " ".join(f"{name}={value}" for name, value in sorted(tokenizer.generation.items())) or "none",
         "chat_template": "none" if tokenizer.template is None else "there",
     }
 

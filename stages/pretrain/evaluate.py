@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
@@ -12,6 +13,7 @@ from puna.stages.contract import Documents, Figure, Mixture, Model, Prompts, See
 from puna.stages.conversations import answer_text, messages_of, prompt_ids, shown
 from puna.stages.pretrain import choice
 from puna.stages.training import bits_per_byte, intervals
+from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, rank, smallest
 from puna.stages.training.train import load_model
 from puna.stages.verifiers.base import is_correct
@@ -48,7 +50,7 @@ class AnswersConfig(StageConfig):
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
 
-class EvaluateConfig(SeededConfig):
+class EvaluateConfig(BadRowsConfig, SeededConfig):
     """What is measured, on how much."""
 
     pages: PagesConfig = Field(PagesConfig(), description="Bits per byte and multiple choice on held-out pages")
@@ -79,7 +81,8 @@ def evaluate(
     included, beside what gzip -9 and LZMA need for the same pages one by one; and multiple choice between the
     page's own continuation and those of others. Prompts: answers in the chat format, scored by the prompt's
     verifier, for which `judges` are models that it may name; a prompt counts as solved at a score of 1. Where a
-    verifier fails on an answer, the answer is left out of the task's numbers and counted in `unscored_answers`.
+    verifier fails on an answer, the answer is left out of the task's numbers and counted in `unscored_answers`. Prompts that the chat
+    template refuses are not asked, and are in `dropped`; see `bad_rows`.
     """
     if documents is None and prompts is None:
         raise PunaError("evaluate needs documents or prompts: give at least one of them")
@@ -220,9 +223,13 @@ def _answers(
 ) -> None:
     from puna.models.generation import Engine, SamplingParams
 
-    rows = _asked(prompts, config.answers.prompts_per_task, run.seed("prompts"))
+    drawn = _asked(prompts, config.answers.prompts_per_task, run.seed("prompts"))
+    bad = BadRows(config, "evaluate")
+    rendered = list(bad.rendered(drawn, partial(prompt_ids, tokenizer)))
+    bad.check_left(len(rendered), f"{len(drawn)} held-out prompts")
+    bad.write(run)
+    rows, asked = [row for row, _ in rendered], [ids for _, ids in rendered]
     scorer = Scorer(rows, config.answers.scoring, run, judges, needed="evaluate")
-    asked = [prompt_ids(tokenizer, row) for row in rows]
     params = SamplingParams(
         temperature=config.answers.temperature, max_tokens=config.answers.max_tokens, stop=tokenizer.stop_ids, seed=run.seed("answers")
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import Field
@@ -47,18 +47,23 @@ class BadRows:
     def examples(self, rows: Iterable[Row], make: Callable[[Row], T], size: Callable[[T], int], limit: Limit) -> list[tuple[Row, T]]:
         """The rows with what `make` gives for each, `size` tokens; others are dropped. PunaError where a bad row refuses the run."""
         found = []
+        for row, made in self.rendered(rows, make):
+            if (tokens := size(made)) > limit.tokens:
+                reason = f"{limit.what} has {tokens} tokens, but {limit.field}={limit.tokens}; raise it to keep the row"
+                self._drop(row, "too_long", f"row {row['id']}: {reason}", tokens, limit.tokens)
+            else:
+                found.append((row, made))
+        return found
+
+    def rendered(self, rows: Iterable[Row], make: Callable[[Row], T]) -> Iterator[tuple[Row, T]]:
+        """`examples` of any length, one by one."""
         for row in rows:
             try:
                 made = make(row)
-                if (tokens := size(made)) > limit.tokens:
-                    reason = f"{limit.what} has {tokens} tokens, but {limit.field}={limit.tokens}; raise it to keep the row"
-                    self._drop(row, "too_long", f"row {row['id']}: {reason}", tokens, limit.tokens)
-                    continue
             except BadRow as error:
                 self._drop(row, error.rule, str(error), None, None)
-                continue
-            found.append((row, made))
-        return found
+            else:
+                yield row, made
 
     def _drop(self, row: Row, rule: str, detail: str, value: float | None, threshold: float | None) -> None:
         if self._refuse:
@@ -73,7 +78,7 @@ class BadRows:
         raise PunaError(f"{self._stage}: none of the {what} can be used ({counts}). The first: {self.dropped[0]['detail']}")
 
     def write(self, run: StageRun) -> None:
-        """The side table `dropped` and its counts as metrics, of a stage whose artifact is a model."""
+        """The side table `dropped` and its counts as metrics, of a stage whose own rows are not those that it reads."""
         # Two inputs may hold rows of one id: the table has one of them, the metrics count both.
         run.write_rows(list({(row["id"], row["rule"]): row for row in reversed(self.dropped)}.values()), "dropped")
         run.metric("dropped_rows", len(self.dropped))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,18 @@ def test_average_refuses_other_models():
         average([{"w": torch.ones(1)}, {"w": torch.ones(2)}])
     with pytest.raises(ValueError, match="at least one"):
         average([])
+
+
+def test_checkpoints_of_two_formats_have_their_mean_in_the_wider_one(tmp_path: Path):
+    one, other = model(0).bfloat16(), model(1)
+    for made, name in ((one, "one"), (other, "other")):
+        save(made, tmp_path / name)
+    for order in (["one", "other"], ["other", "one"]):
+        average_checkpoints([tmp_path / name for name in order], tmp_path / order[0][::-1])
+        got = load(tmp_path / order[0][::-1], dtype=None).state_dict()
+        assert json.loads((tmp_path / order[0][::-1] / "config.json").read_text())["torch_dtype"] == "float32"
+        for name, value in other.state_dict().items():
+            assert torch.equal(got[name], ((value.double() + one.state_dict()[name].double()) / 2).float())
 
 
 def test_average_checkpoints(tmp_path: Path):

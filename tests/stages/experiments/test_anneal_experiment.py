@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from puna.stages.contract import execute
@@ -14,6 +15,7 @@ from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.training.phase import SHAPE, Phase
 from puna.storage import PunaError
+from puna.storage.schemas import table_schema
 
 SETTINGS = AnnealExperimentConfig(
     phase=Phase(name="anneal", steps=12, rows_per_step=4, schedule={"learning_rate": 5e-3, "warmup_steps": 2, "shape": "linear"}),
@@ -58,7 +60,14 @@ def test_answers_of_held_out_prompts_are_scored(store, given) -> None:
     from puna.stages.align.prompts import PromptsConfig, Task, prompts
 
     asked = execute(prompts, PromptsConfig(tasks=(Task(task="gcd"),), train=5, heldout=5), {}, store)
-    made = execute(anneal_experiment, SETTINGS, {**given, "prompts": asked}, store)
+    rows = asked.read().to_pylist()
+    odd = {**rows[0], "id": "odd", "split": "heldout", "messages": json.dumps([{"content": "no role"}])}
+    mixed = store.import_table("prompts", pa.Table.from_pylist([odd, *rows], schema=table_schema("prompts").schema))
+    made = execute(anneal_experiment, SETTINGS, {**given, "prompts": mixed}, store)
+    (dropped,) = made.read("dropped").to_pylist()
+    assert (dropped["id"], dropped["rule"]) == ("odd", "chat_template")
+    with pytest.raises(PunaError, match="anneal_experiment: row odd: .*bad_rows=drop"):
+        execute(anneal_experiment, SETTINGS.replace(bad_rows="refuse"), {**given, "prompts": mixed}, store)
     assert ("gcd", "gain") in {(row["task"], row["metric"]) for row in made.read().to_pylist()}
     none = execute(prompts, PromptsConfig(tasks=(Task(task="gcd"),), train=5, heldout=0), {}, store)
     with pytest.raises(PunaError, match="no held-out prompts"):
