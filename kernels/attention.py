@@ -128,6 +128,14 @@ def _layout(mask: ForestMask, q_THK: Tensor, V: int) -> list[Tensor]:
     return mask.tile_layout + mask.paged_layout if exact() else mask.tile_layout
 
 
+def prepare(mask: ForestMask, K: int, V: int) -> None:
+    """Make all that attention between keys of width K and values of width V needs to know of the mask.
+
+    Without it, the first attention does; a compiled layer meets tensors alone.
+    """
+    _layout(mask, mask.end.new_empty(0, 1, K, dtype=torch.float32), V)
+
+
 def _fake(q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], window: int) -> tuple[Tensor, Tensor]:
     T, H, _ = q.shape
     lse = q.new_empty((H, T) if uses_triton(q) else (0,), dtype=wide(q.dtype))

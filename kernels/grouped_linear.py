@@ -150,11 +150,11 @@ def _grouped_weights_triton(dy_NF: Tensor, x_ND: Tensor, offsets_E1: Tensor) -> 
 
 _grouped_linear = operator(
     "grouped_linear(Tensor x, Tensor w, Tensor offsets) -> Tensor",
-    _grouped, _grouped_triton, lambda x, w, offsets: x.new_empty(len(x), w.shape[1]),
+    _grouped, _grouped_triton, lambda x, w, offsets: x.new_empty(x.shape[0], w.shape[1]),
 )  # fmt: skip
 _grouped_weight_gradient = operator(
     "grouped_linear_weights(Tensor dy, Tensor x, Tensor offsets) -> Tensor",
-    _grouped_weights, _grouped_weights_triton, lambda dy, x, offsets: dy.new_empty(len(offsets) - 1, dy.shape[1], x.shape[1]),
+    _grouped_weights, _grouped_weights_triton, lambda dy, x, offsets: dy.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1]),
 )  # fmt: skip
 
 

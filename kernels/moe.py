@@ -192,7 +192,7 @@ def _combine_backward_triton(
 
 
 def _fake_route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    weight, chosen = (logits.new_empty(len(logits), k, dtype=kind) for kind in (wide(logits.dtype), torch.int64))
+    weight, chosen = (logits.new_empty(logits.shape[0], k, dtype=kind) for kind in (wide(logits.dtype), torch.int64))
     return weight, torch.empty_like(logits, dtype=wide(logits.dtype)), chosen
 
 
@@ -202,15 +202,15 @@ _top_k_routing = operator(
 # Of dispatching torch's gather is all there is to gain: a row is read and written once.
 _dispatch_rows = operator(
     "moe_dispatch(Tensor x, Tensor order, Tensor place) -> Tensor",
-    _dispatch, _dispatch, lambda x, order, place: x.new_empty(len(order), x.shape[1]),
+    _dispatch, _dispatch, lambda x, order, place: x.new_empty(order.shape[0], x.shape[1]),
 )  # fmt: skip
 _dispatch_gradient = operator(
     "moe_dispatch_backward(Tensor dy, Tensor place, int k) -> Tensor",
-    _dispatch_backward, _dispatch_backward_triton, lambda dy, place, k: dy.new_empty(len(place) // k, dy.shape[1]),
+    _dispatch_backward, _dispatch_backward_triton, lambda dy, place, k: dy.new_empty(place.shape[0] // k, dy.shape[1]),
 )  # fmt: skip
 _combine_rows = operator(
     "moe_combine(Tensor y, Tensor weight, Tensor order, Tensor place) -> Tensor",
-    _combine, _combine_triton, lambda y, weight, order, place: y.new_empty(len(weight), y.shape[1]),
+    _combine, _combine_triton, lambda y, weight, order, place: y.new_empty(weight.shape[0], y.shape[1]),
 )  # fmt: skip
 _combine_gradients = operator(
     "moe_combine_backward(Tensor dy, Tensor y, Tensor weight, Tensor order, Tensor place) -> (Tensor, Tensor)",
@@ -220,7 +220,7 @@ _combine_gradients = operator(
 
 def _setup_dispatch(ctx: Any, inputs: Any, output: Any) -> None:
     x_TD, order_N, place_N = inputs
-    ctx.k = len(order_N) // max(1, len(x_TD)) or 1
+    ctx.k = order_N.shape[0] // max(1, x_TD.shape[0]) or 1
     ctx.save_for_backward(place_N)
 
 
@@ -264,7 +264,8 @@ def sort_by_expert(chosen_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor, Ten
     chosen_N = chosen_Tk.flatten()
     order_N = chosen_N.argsort(stable=True)
     place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
-    counts_E = torch.bincount(chosen_N, minlength=experts)
+    # Not bincount, whose length torch.compile cannot know.
+    counts_E = chosen_N.new_zeros(experts).scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
     return order_N, place_N, torch.cat([counts_E.new_zeros(1), counts_E.cumsum(0)])
 
 

@@ -22,7 +22,10 @@ Function = Callable[..., Any]
 
 
 def operator(schema: str, portable: Function, triton: Function, fake: Function) -> Any:
-    """Define `puna::schema` and return its call. `fake` gives empty outputs of the right shapes, for tracing."""
+    """Define `puna::schema` and return its call. `fake` gives empty outputs of the right shapes, for tracing.
+
+    It asks for `x.shape[0]`: `len(x)` would be a number, and every length a program of its own.
+    """
     name = schema[: schema.index("(")]
     _LIBRARY.define(schema)
     plain = portable

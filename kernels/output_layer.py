@@ -51,7 +51,7 @@ def fake_gradients(x_ND: Tensor, w_VD: Tensor, want_x: bool, want_w: bool) -> tu
 
 def fake_rows(x_ND: Tensor, count: int) -> list[Tensor]:
     """`count` numbers per row."""
-    return [x_ND.new_empty(len(x_ND), dtype=wide(x_ND.dtype)) for _ in range(count)]
+    return [x_ND.new_empty(x_ND.shape[0], dtype=wide(x_ND.dtype)) for _ in range(count)]
 
 
 def block_size(V: int) -> tuple[int, int]:

@@ -159,7 +159,7 @@ def _product_triton(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor, dtype:
 
 def _fake_quantize(x_TD: Tensor, columns: Tensor | None, fp8: bool) -> tuple[Tensor, Tensor]:
     kind = torch.float8_e4m3fn if fp8 else torch.int8
-    return torch.empty(x_TD.shape, dtype=kind, device=x_TD.device), x_TD.new_empty(len(x_TD), dtype=wide(x_TD.dtype))
+    return torch.empty(x_TD.shape, dtype=kind, device=x_TD.device), x_TD.new_empty(x_TD.shape[0], dtype=wide(x_TD.dtype))
 
 
 _quantize_rows = operator(
@@ -167,7 +167,7 @@ _quantize_rows = operator(
 )
 _scaled_product = operator(
     "scaled_product(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, ScalarType dtype) -> Tensor",
-    _product, _product_triton, lambda a, a_scale, b, b_scale, dtype: a.new_empty(len(a), len(b), dtype=dtype),
+    _product, _product_triton, lambda a, a_scale, b, b_scale, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype),
 )  # fmt: skip
 
 
@@ -189,11 +189,11 @@ def _low_precision(x_TD: Tensor, w_ND: Tensor, fp8: bool) -> tuple[Tensor, Tenso
 
 _input_gradient_ = operator(
     "low_precision_linear_backward(Tensor dy, Tensor q, Tensor scale) -> Tensor",
-    _input_gradient, _input_gradient, lambda dy, q, scale: dy.new_empty(len(dy), q.shape[1]),
+    _input_gradient, _input_gradient, lambda dy, q, scale: dy.new_empty(dy.shape[0], q.shape[1]),
 )  # fmt: skip
 _low_precision_linear = operator(
     "low_precision_linear(Tensor x, Tensor w, bool fp8) -> (Tensor, Tensor, Tensor)",
-    _low_precision, _low_precision, lambda x, w, fp8: (x.new_empty(len(x), len(w)), *_fake_quantize(w, None, fp8)),
+    _low_precision, _low_precision, lambda x, w, fp8: (x.new_empty(x.shape[0], w.shape[0]), *_fake_quantize(w, None, fp8)),
 )  # fmt: skip
 
 

@@ -209,7 +209,7 @@ def _backward_triton(dy_TD: Tensor, dtotal_TD: Tensor | None, total_TD: Tensor, 
 
 
 def _fake(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x_TD), torch.empty_like(x_TD), x_TD.new_empty(len(x_TD), dtype=wide(x_TD.dtype))
+    return torch.empty_like(x_TD), torch.empty_like(x_TD), x_TD.new_empty(x_TD.shape[0], dtype=wide(x_TD.dtype))
 
 
 def _without_total(forward: Any) -> Any:

@@ -32,6 +32,7 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     SequenceClassifierOutputWithPast,
 )
+from transformers.utils.generic import can_return_tuple
 
 from puna.kernels.attention import ForestMask
 from puna.models.config import ModelConfig
@@ -73,7 +74,7 @@ def shape_of(config: PreTrainedConfig) -> ModelConfig:
 class PunaBlock(GradientCheckpointingLayer, Block):
     """A decoder layer that transformers can checkpoint."""
 
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
         return Block.forward(self, x_TD, cos, sin, attend)
 
 
@@ -141,6 +142,7 @@ class PunaModel(PunaPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -154,9 +156,9 @@ class PunaModel(PunaPreTrainedModel):
         """`attention_mask` [B, T] marks real tokens; without one, `position_ids` that restart within a row
         begin a new document. Other arguments of transformers' callers are accepted; they change nothing.
         """
-        for name in ("output_hidden_states", "output_attentions"):
-            if kwargs.get(name):
-                raise ValueError(f"{name} is not supported: layers keep neither")
+        for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+            if kwargs.get(name, getattr(self.config, name, False)):
+                raise ValueError(f"{name} is not supported: layers keep none of them; leave it out of the call and of the configuration")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if attention_mask is not None and attention_mask.ndim != 2:
@@ -186,7 +188,7 @@ class PunaModel(PunaPreTrainedModel):
         lengths = torch.diff(starts, append=starts.new_tensor([total]))
         mask = ForestMask.from_end((starts + lengths).to(torch.int32).repeat_interleave(lengths))
         attend = forest_attend(self.shape, mask)
-        h_ND = decode(self.layers, self.norm, self.shape, x_BTD[real], positions[real], attend)
+        h_ND, _ = decode(self.layers, self.norm, self.shape, x_BTD[real], positions[real], attend)
         if total == B * T:
             return h_ND.view(B, T, D)
         return torch.zeros_like(x_BTD).masked_scatter(real[..., None], h_ND)
@@ -214,7 +216,7 @@ class PunaModel(PunaPreTrainedModel):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True)
             return out.transpose(1, 2).flatten(0, 1)
 
-        flat = decode(self.layers, self.norm, self.shape, x_BTD.flatten(0, 1), positions.flatten(), attend)
+        flat, _ = decode(self.layers, self.norm, self.shape, x_BTD.flatten(0, 1), positions.flatten(), attend)
         return flat.view(B, T, D)
 
 
@@ -230,6 +232,7 @@ class PunaForCausalLM(PunaPreTrainedModel, GenerationMixin):
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.post_init()
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -244,7 +247,7 @@ class PunaForCausalLM(PunaPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits [B, T, V], and with `labels` [B, T] (-100: ignored) transformers' shifted cross-entropy."""
         outputs = self.model(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True, **kwargs
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
@@ -268,6 +271,7 @@ class PunaForSequenceClassification(PunaPreTrainedModel):
         self.score = Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -279,7 +283,7 @@ class PunaForSequenceClassification(PunaPreTrainedModel):
     ) -> SequenceClassifierOutputWithPast:
         """Scores [B, labels]. The last real token is the mask's, or else the last that is not padding."""
         hidden = self.model(
-            input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds
+            input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, return_dict=True
         ).last_hidden_state
         B, T = hidden.shape[:2]
         real = torch.ones(B, T, dtype=torch.bool, device=hidden.device)

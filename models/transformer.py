@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from puna.kernels.attention import ForestMask, attention
+from puna.kernels.attention import ForestMask, attention, prepare
 from puna.kernels.grouped_linear import grouped_linear
 from puna.kernels.linear import linear
 from puna.kernels.linear_cross_entropy import linear_cross_entropy
@@ -33,6 +33,7 @@ Head = Literal["lm", "scalar"]
 # attend(layer, q [T, H, K], k [T, G, K], v [T, G, K]) -> [T, H, K]: what a layer's queries look at. Training
 # gives the forest mask, generation its cache; the rest of the model is the same for both.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Layer = Callable[[Tensor, Tensor, Tensor, Attend], tuple[Tensor, Tensor | None]]
 
 
 class Linear(nn.Linear):
@@ -191,9 +192,8 @@ class Experts(nn.Module):
 class MoeMLP(nn.Module):
     """Each token through its top-k experts, no token dropped.
 
-    `balance` is the load-balancing loss of the last forward pass with gradients: E times the sum over experts
-    of (share of tokens that chose it) x (mean router probability), k when all are even (Fedus et al. 2022,
-    equation 4; with top-k choices it counts each).
+    With it comes the load-balancing loss: E times the sum over experts of (share of tokens that chose it) x (mean
+    router probability), k when all are even (Fedus et al. 2022, equation 4; with top-k choices it counts each).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -202,26 +202,21 @@ class MoeMLP(nn.Module):
         self.moe = config.moe
         self.gate = Linear(config.hidden_size, self.moe.num_experts)
         self.experts = Experts(self.moe.num_experts, config.hidden_size, self.moe.moe_intermediate_size)
-        self.balance: Tensor | None = None
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         E, k = self.moe.num_experts, self.moe.num_experts_per_tok
         weight_Tk, p_TE, chosen_Tk = top_k_routing(self.gate(x_TD), k, self.moe.norm_topk_prob)
         order_N, place_N, offsets_E1 = sort_by_expert(chosen_Tk, E)
-        if torch.is_grad_enabled():
-            balance = E * (offsets_E1.diff().to(p_TE.dtype) / len(x_TD) * p_TE.mean(0)).sum()
-            # Computed again in a backward pass, under checkpointing, it would keep the layer's graph from being freed.
-            if torch._C._current_graph_task_id() == -1:
-                self.balance = balance
+        balance = E * (offsets_E1.diff().to(p_TE.dtype) / len(x_TD) * p_TE.mean(0)).sum()
         y_ND = self.experts(dispatch(x_TD, order_N, place_N), offsets_E1)
-        return combine(y_ND, weight_Tk, order_N, place_N)
+        return combine(y_ND, weight_Tk, order_N, place_N), balance
 
     if TYPE_CHECKING:
         __call__ = forward
 
 
 class Block(nn.Module):
-    """One pre-norm decoder layer; with `parallel_block` one norm feeds both halves."""
+    """One pre-norm decoder layer; with `parallel_block` one norm feeds both halves. Beside its output: the experts' load-balancing loss."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -232,54 +227,66 @@ class Block(nn.Module):
             self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config) if config.moe is None else MoeMLP(config)
 
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
         normed_TD = self.input_layernorm(x_TD)
         seen_TD = self.self_attn(normed_TD, cos, sin, attend)
         if self.parallel:
-            return x_TD + seen_TD + self.mlp(normed_TD)
-        normed_TD, x_TD = self.post_attention_layernorm.add(x_TD, seen_TD)
-        return x_TD + self.mlp(normed_TD)
+            x_TD = x_TD + seen_TD
+        else:
+            normed_TD, x_TD = self.post_attention_layernorm.add(x_TD, seen_TD)
+        if isinstance(self.mlp, MLP):
+            return x_TD + self.mlp(normed_TD), None
+        y_TD, balance = self.mlp(normed_TD)
+        return x_TD + y_TD, balance
 
 
 class Decoder(nn.Module):
     """Token embedding, layers and final norm: tokens [T] -> hidden states [T, D].
 
     With `checkpointing`, training keeps each layer's input only and computes the layer again in the backward
-    pass (Chen et al. 2016).
+    pass (Chen et al. 2016). `balance` is the layers' mean load-balancing loss of the last forward pass with gradients.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.checkpointing = False
+        self.balance: Tensor | None = None
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x_TD: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states of embedded tokens x [T, D] at position ids [T]."""
-        layers: Iterable[Callable[..., Tensor]] = self.layers
+        layers: Iterable[Layer] = self.layers
         if self.checkpointing and self.training and torch.is_grad_enabled():
             layers = [partial(checkpoint, layer, use_reentrant=False) for layer in self.layers]
-        return decode(layers, self.norm, self.config, x_TD, positions, attend)
+        hidden_TD, balance = decode(layers, self.norm, self.config, x_TD, positions, attend)
+        if torch.is_grad_enabled():
+            self.balance = balance
+        return hidden_TD
 
     if TYPE_CHECKING:
         __call__ = forward
 
 
 def decode(
-    layers: Iterable[Callable[..., Tensor]],
+    layers: Iterable[Layer],
     norm: RMSNorm,
     config: ModelConfig,
     x_TD: Tensor,
     positions: Tensor,
     attend: Attend,
-) -> Tensor:
-    """Run embedded tokens x [T, D] at position ids [T] through layers and final norm."""
+) -> tuple[Tensor, Tensor | None]:
+    """Run embedded tokens x [T, D] at position ids [T] through layers and final norm: hidden states, and the layers' mean
+    load-balancing loss where they have experts."""
     cos, sin = rotary_table(config, positions, x_TD.dtype)
+    balances = []
     for layer in layers:
-        x_TD = layer(x_TD, cos, sin, attend)
-    return norm(x_TD)
+        x_TD, balance = layer(x_TD, cos, sin, attend)
+        if balance is not None:
+            balances.append(balance)
+    return norm(x_TD), torch.stack(balances).mean() if balances else None
 
 
 def rotary_table(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -292,22 +299,13 @@ def rotary_table(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> 
 def forest_attend(config: ModelConfig, mask: ForestMask) -> Attend:
     """Attention inside a forest, by each layer's window."""
     masks = {window: mask.within(window) for window in set(config.windows)}
+    for each in masks.values():
+        prepare(each, config.head_dim, config.value_dim)
 
     def attend(layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
         return attention(q_THK, k_TGK, v_TGK, masks[config.windows[layer]])
 
     return attend
-
-
-def take_balance_loss(model: nn.Module, config: ModelConfig) -> Tensor | None:
-    """See `Transformer.take_balance_loss`."""
-    blocks = [m for m in model.modules() if isinstance(m, MoeMLP)] if config.moe is not None else []
-    losses = [block.balance for block in blocks if block.balance is not None]
-    for block in blocks:
-        block.balance = None
-    if config.moe is None or not losses:
-        return None
-    return config.moe.router_aux_loss_coef * torch.stack(losses).mean()
 
 
 class Transformer(nn.Module):
@@ -351,7 +349,8 @@ class Transformer(nn.Module):
     def take_balance_loss(self) -> Tensor | None:
         """`router_aux_loss_coef` times the mean over layers of the load-balancing loss of the last forward pass
         with gradients, once; None without such a pass or without experts."""
-        return take_balance_loss(self, self.config)
+        balance, self.model.balance = self.model.balance, None
+        return None if balance is None or self.config.moe is None else self.config.moe.router_aux_loss_coef * balance
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Next-token logits [N, V]."""

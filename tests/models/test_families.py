@@ -218,7 +218,7 @@ def test_parallel_block_is_its_formula_and_goes_round(tmp_path):
     normed = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * block.input_layernorm.weight
     close(seen["attention"][0], normed, 1e-12)
     close(seen["mlp"][0], normed, 1e-12)
-    close(out, x + seen["attention"][1] + seen["mlp"][1], 1e-12)
+    close(out[0], x + seen["attention"][1] + seen["mlp"][1], 1e-12)
     save(model.float(), tmp_path)
     assert load(tmp_path).config == config
     hub = PunaForCausalLM.from_pretrained(tmp_path)

@@ -162,12 +162,23 @@ def test_scores_are_read_at_the_last_real_token():
         wrap(model)(input_ids=ids)
 
 
+def test_a_caller_who_wants_tuples_gets_them():
+    hub, (ids, mask) = wrap(build()), batch()
+    whole = hub(input_ids=ids, attention_mask=mask, labels=ids)
+    loss, logits = hub(input_ids=ids, attention_mask=mask, labels=ids, return_dict=False)
+    assert torch.equal(loss, whole.loss) and torch.equal(logits, whole.logits)
+    hub.config.return_dict = False
+    assert torch.equal(hub(input_ids=ids, attention_mask=mask)[0], whole.logits)
+    assert torch.equal(hub.model(ids, mask)[0], hub.model(ids, mask, return_dict=True).last_hidden_state)
+
+
 def test_what_is_not_computed_is_refused():
     from puna.models.hub import PunaConfig, PunaForCausalLM
 
     hub, (ids, mask) = wrap(build()), batch()
-    with pytest.raises(ValueError, match="output_hidden_states is not supported"):
-        hub(input_ids=ids, output_hidden_states=True)
+    for name in ("output_hidden_states", "output_router_logits"):
+        with pytest.raises(ValueError, match=f"{name} is not supported"):
+            hub(input_ids=ids, **{name: True})
     with pytest.raises(ValueError, match=r"attention_mask must be \[batch, tokens\]"):
         hub(input_ids=ids, attention_mask=mask[:, None, None])
     with pytest.raises(ValueError, match="mlp_bias = True is not supported"):

@@ -192,7 +192,7 @@ def test_a_layer_computed_again_keeps_no_graph_alive():
     made = model(EXPERTS)
     with Trainer(made, o.LanguageModeling(), TrainConfig(steps=1, schedule={"learning_rate": 0.01}, compute={"activation_checkpointing": True})) as trainer:
         assert trainer.step(1, batches(1)[0], seed=0)["balance_loss"] > 0
-    assert all(layer.mlp.balance is None for layer in made.model.layers)
+    assert made.model.balance is None
 
 
 @pytest.mark.parametrize("config", [CONFIG, EXPERTS])
@@ -289,7 +289,7 @@ def test_experts_add_up_in_one_order_on_any_device():
     x = torch.randn(30, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
     block = model(EXPERTS).model.layers[0].mlp
     with Scattered() as seen:
-        block(x).square().sum().backward()
+        block(x)[0].square().sum().backward()
     assert not seen.names
     with Scattered() as seen:  # the mode does see what it looks for
         torch.zeros(3, 16).index_add(0, torch.tensor([1, 1]), x[torch.tensor([0, 0])].detach())

@@ -1,0 +1,43 @@
+"""torch.compile takes a decoder layer whole, and does not start again for every length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from puna.models.config import ModelConfig
+from puna.models.forest import Forest
+from puna.models.transformer import Transformer, forest_attend, rotary_table
+
+SHAPE: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "qk_norm": {"qk_norm": True},
+    "experts": {"moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}},
+    "latent": {"num_key_value_heads": 4, "mla": {"q_lora_rank": 8, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_is_compiled_whole_and_for_all_lengths(kind: str) -> None:
+    torch._dynamo.reset()
+    config = ModelConfig(**{**SHAPE, **KINDS[kind]})
+    layer = Transformer(config, generator=torch.Generator().manual_seed(0)).model.layers[0]
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def run(layer: Any, lengths: list[int]) -> tuple[torch.Tensor, ...]:
+        forest = Forest.pack([torch.arange(n) for n in lengths])
+        x = torch.randn(sum(lengths), 32, generator=torch.Generator().manual_seed(sum(lengths)), requires_grad=True)
+        y, balance = layer(x, *rotary_table(config, forest.positions, x.dtype), forest_attend(config, forest.mask))
+        (y.square().sum() + (0 if balance is None else balance)).backward()
+        assert x.grad is not None
+        return y.detach(), x.grad
+
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for lengths in ([3, 5], [7, 9, 2], [4], [11, 13, 6, 8], [20, 1], [33]):
+        for found, expected in zip(run(compiled, lengths), run(layer, lengths), strict=True):
+            torch.testing.assert_close(found, expected)
+    assert counter.frame_count <= 3
