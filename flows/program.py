@@ -7,7 +7,7 @@
         publish("documents", step(url_dedup, documents=documents))
 
 What a step does with its configuration and inputs is decided by the `Walk` in progress: `trace.Tracer` notes the
-steps, `plan.Planner` looks for their artifacts, `adapter.Performer` makes them. So the steps of a flow are written down once.
+steps, `planned.Planner` looks for their artifacts, `adapter.Performer` makes them. So the steps of a flow are written down once.
 """
 
 from __future__ import annotations

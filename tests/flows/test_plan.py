@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from puna.flows.cli import app
 from puna.flows.interactive import run_flow
-from puna.flows.plan import costs, planned
+from puna.flows.plan import costs
+from puna.flows.planned import planned
 from puna.flows.trace import flow_named, load
 from puna.models import accounting
 from puna.stages.contract import executors

@@ -1,0 +1,81 @@
+"""The steps of a flow as a run would find them: reused, to be run and why, or waiting for others."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+
+from puna.flows.inputs import by_name, named_items
+from puna.flows.program import Flow, Given, Item, Output, Walk, values
+from puna.flows.recipe import Recipe, Step
+from puna.flows.running import latest, sample_folder
+from puna.flows.trace import load_stages
+from puna.stages.contract import External, StageConfig, identify, reusable
+from puna.storage import PunaError, Store
+from puna.storage.explain import against
+
+STATES = {"reused": "reused", "runs": "run", "after": "follow on those"}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A step of a plan. `state`: reused (`why`: its artifact), runs (what is new), or after (the steps that it waits for)."""
+
+    label: str
+    stage: str
+    state: str
+    why: str
+
+
+class Planner(Walk):
+    """Looks for the artifacts of the steps of a flow; makes none."""
+
+    def __init__(self, recipe: Recipe, store: Store) -> None:
+        super().__init__(recipe)
+        self.steps: list[Planned] = []
+        self._store = store
+
+    def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
+        """The artifact of a step where it is there."""
+        assert config is not None  # only a trace of everything asks for steps without one
+        before = dict.fromkeys(name for found in inputs.values() for output in found if not output.items for name in output.labels)
+        items: tuple[Item, ...] = ()
+        state, why = "runs", "never ran"
+        if before:
+            state, why = "after", ", ".join(before)
+        else:
+            identity = identify(step.stage, config, values(step.stage, inputs))
+            if (made := reusable(step.stage, identity, self._store)) is not None:
+                state, why, items = "reused", made.id, (made,)
+            elif new := against(self._store, identity, label):
+                why = "; ".join(str(change) for change in new[:3]) + (f"; and {len(new) - 3} more" if len(new) > 3 else "")
+        self.steps.append(Planned(label, step.stage.name, state, why))
+        return Output(step.stage.kind, (label,), items)
+
+    def publish(self, name: str, output: Output) -> None:
+        """Nothing is named."""
+
+
+def planned(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[Planned]:
+    """The steps of a flow as a run with these inputs would find them; without inputs, with what such a run takes, where it is there."""
+    load_stages()
+    with tempfile.TemporaryDirectory() as empty:
+        try:
+            store = Store.existing(place)
+        except PunaError:  # none yet: nothing is reused
+            store = Store.open(empty)
+        planner = Planner(recipe, store)
+        planner.walk(flow, _given(flow, texts, store))
+    return planner.steps
+
+
+def _given(flow: Flow, texts: list[str], store: Store) -> dict[str, Given]:
+    free, named = by_name(texts, flow.inputs, store, f"flow {flow.name}")
+    items = named_items(free, flow.inputs, store, f"flow {flow.name}")
+    if not items and not named:
+        if any(spec.kind == "external" for spec in flow.inputs):
+            files = sorted(sample_folder(store.root).glob("*.warc.gz"))
+            items = [item for file in files for item in External.resolve(str(file))]
+        else:
+            items = latest(flow.inputs, store, quiet=True)
+    return flow.by_kind(items, named) if items or named else flow.placeholders()
