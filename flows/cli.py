@@ -149,7 +149,8 @@ def demo_pages(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
 ) -> None:
     """Fetch the sample of real pages: a few thousand documents, as WARC files."""
-    from puna.flows.running import make_sample, sample_folder
+    from puna.flows.inputs import sample_folder
+    from puna.flows.running import make_sample
 
     made = make_sample(folder or sample_folder(located(store)), quiet=as_json)
     if as_json:

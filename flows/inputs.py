@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from puna.flows.program import Item, described
+from puna.flows.program import Item, described, name_of
 from puna.stages.contract import External
 from puna.stages.contract.declaration import InputSpec
 from puna.storage import Artifact, PunaError, Store
@@ -72,6 +72,23 @@ def by_name(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, wher
         else:
             found.setdefault(name, []).append(store.checked(store.resolve(reference)))
     return free, found
+
+
+def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:
+    """What the aliases `NAME@latest` of the inputs point to."""
+    aliases = store.aliases()
+    found: list[Item] = []
+    for spec in specs:
+        if f"{spec.name}@latest" in aliases:
+            found.append(store.checked(store.alias(f"{spec.name}@latest")))
+            if not quiet:
+                print(f"input {spec.name}: {spec.name}@latest, {name_of(found[-1])}")
+    return found
+
+
+def sample_folder(root: Path) -> Path:
+    """Where the sample lies that a run without inputs reads, in the store at `root`."""
+    return root / "sample"
 
 
 def column_changes(texts: Sequence[str], stage: str) -> list[str]:

@@ -68,7 +68,7 @@ def run_flow(flow: Flow, request: Request, store: Store) -> Path:
         raise PunaError(f"--as: {flow.name} is a flow, which sets aliases of its own; `--as` is for a stage")
     recipe = load(request.recipe or "demo", list(request.changes), flow.name)
     server = reached_server()
-    given = checked_inputs(flow, recipe, request.inputs, store, quiet=request.json)
+    given = checked_inputs(flow, recipe, request.inputs, store, executor=request.executor, quiet=request.json)
     with session(store, flow=flow.name, workers=request.workers, executor=request.executor, json=request.json) as now:
         now.given = given
         if server:
@@ -94,7 +94,7 @@ def run_stage(stage: Stage, request: Request, store: Store) -> Artifact:
     if any(spec.kind == "external" and not spec.optional for spec in stage.inputs) and not items:
         items += sample_pages(store, request.json)
     given = given_to(stage, items, named)
-    preflight.check_stage(stage, config, given, store)
+    preflight.check_stage(stage, config, given, store, request.executor)
     server = reached_server()
     with session(store, flow=stage.name, workers=request.workers, executor=request.executor, json=request.json) as now:
         if server:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 
-from puna.flows.inputs import by_name, named_items
+from puna.flows.inputs import by_name, latest, named_items, sample_folder
 from puna.flows.program import Flow, Given, Item, Output, Walk, values
 from puna.flows.recipe import Recipe, Step
-from puna.flows.running import latest, sample_folder
 from puna.flows.trace import load_stages
 from puna.stages.contract import External, StageConfig, identify, reusable
 from puna.storage import PunaError, Store

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from puna.flows.planned import Planner
 from puna.flows.program import Flow, Given, Item, name_of, outputs
 from puna.flows.recipe import Recipe
 from puna.flows.trace import TracedStep, trace
-from puna.stages.contract import External, Facts, InputFacts, Stage, StageConfig, Value
+from puna.stages.contract import External, Facts, InputFacts, Stage, StageConfig, Value, identify, reusable
+from puna.stages.contract.executors import PROCESSES
 from puna.stages.curate.ingest import IngestConfig, check_inputs, peek
 from puna.storage import Artifact, PunaError, Store
 
@@ -20,12 +23,17 @@ PEEK_SECONDS = 1.5
 """Time for reading the inputs' first pages."""
 PEEK_CHARACTERS = 4000
 """Read of each page."""
+ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
+"""What the drivers of NVIDIA and AMD make: models then lie in the accelerator's memory, not in the machine's."""
 STORED_PER_BYTE = 1.5
 """Bytes of disk that curation needs per byte of its inputs, at least: pages and their text, both compressed."""
 
 
-def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store) -> None:
-    """PunaError with every need of the flow's steps that its recipe and inputs do not meet, each with its remedy."""
+def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, executor: str = PROCESSES) -> None:
+    """PunaError with every need of the flow's steps that its recipe and inputs do not meet, each with its remedy.
+
+    A step whose artifact is there needs nothing.
+    """
     found = trace(flow, recipe, given)
     complaints = list(found.complaints)
     files = [item for value in given.values() for output in outputs(value) for item in output.items if isinstance(item, External)]
@@ -43,21 +51,26 @@ def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store) 
         for output in outputs(value):
             for label, item in zip(output.labels, output.items, strict=True):
                 known[label] = _facts(item, sampled)
-    for step in found.steps:
-        complaints += _unmet(step, known, store)
+    unmet = {step.label: said for step in found.steps if (said := _unmet(step, known, store, executor))}
+    if unmet and not found.complaints:
+        planner = Planner(recipe, store)
+        planner.walk(flow, given)
+        for made in (step.label for step in planner.steps if step.state == "reused"):
+            unmet.pop(made, None)
+    complaints += [said for several in unmet.values() for said in several]
     if complaints:
         raise PunaError("\n".join(dict.fromkeys(complaints)))
 
 
-def check_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store) -> None:
+def check_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store, executor: str = PROCESSES) -> None:
     """PunaError with every need of a stage alone that its inputs do not meet."""
     inputs = {name: tuple(_facts(item, None) for item in items) for name, items in stage.check(dict(given)).items()}
-    complaints = stage.unmet(config, Facts({name: items for name, items in inputs.items() if items}, *_machine(store)))
-    if complaints:
+    complaints = stage.unmet(config, Facts({name: items for name, items in inputs.items() if items}, *_machine(store, executor)))
+    if complaints and reusable(stage, identify(stage, config, dict(given)), store) is None:
         raise PunaError("\n".join(complaints))
 
 
-def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store) -> list[str]:
+def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executor: str) -> list[str]:
     """What a step lacks; what is known of its output is added to `known`."""
     stage = step.step.stage
     inputs = {name: tuple(known[label] for label in labels if label in known) for name, labels in step.inputs.items() if labels}
@@ -65,10 +78,11 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store) -> list
     sources = tuple(dict.fromkeys(source for item in before for source in item.sources or ()))
     texts = next((item for item in before if item.texts is not None), InputFacts(""))
     tables = {"signals": ("id", *stage.signals)} if stage.signals else None
-    known[step.label] = InputFacts(stage.kind, tables, sources or None, None, texts.texts, texts.share)
+    model = next((item.model for item in before if item.model), None) if stage.kind == "model" else None
+    known[step.label] = InputFacts(stage.kind, tables, sources or None, None, texts.texts, texts.share, model)
     if stage.needs is None or step.config is None:
         return []
-    return [f"{step.label}: {said}" for said in stage.needs(step.config, Facts(inputs, *_machine(store)))]
+    return [f"{step.label}: {said}" for said in stage.needs(step.config, Facts(inputs, *_machine(store, executor)))]
 
 
 def _facts(item: Item, sampled: tuple[tuple[str, ...], float] | None) -> InputFacts:
@@ -76,15 +90,17 @@ def _facts(item: Item, sampled: tuple[tuple[str, ...], float] | None) -> InputFa
     if isinstance(item, Artifact):
         tables = {name: tuple(record.columns) for name, record in item.manifest.tables.items()}
         sources = tuple(i.name.partition(":")[2] for i in item.manifest.inputs if i.kind == "external")
-        return InputFacts(item.kind, tables, sources or None, sum(record.bytes for record in item.manifest.files.values()))
+        size = sum(record.bytes for record in item.manifest.files.values())
+        return InputFacts(item.kind, tables, sources or None, size, model=item if item.kind == "model" else None)
     texts, share = sampled or (None, 0.0)
     return InputFacts("external", None, (item.name,), sum(file.bytes for file in item.files), texts, share)
 
 
-def _machine(store: Store) -> tuple[int, int]:
+def _machine(store: Store, executor: str) -> tuple[int, int | None]:
     import psutil
 
-    return shutil.disk_usage(store.root).free, psutil.virtual_memory().available
+    elsewhere = executor != PROCESSES or any(Path(device).exists() for device in ACCELERATORS)
+    return shutil.disk_usage(store.root).free, None if elsewhere else psutil.virtual_memory().available
 
 
 def _room(files: list[External], store: Store) -> list[str]:

@@ -9,12 +9,11 @@ from puna.flows import preflight
 from puna.flows.adapter import Performer, opened
 from puna.flows.closing import closing_table
 from puna.flows.console import Console
-from puna.flows.inputs import by_name, named_items
-from puna.flows.program import Flow, Given, Item, name_of
+from puna.flows.inputs import by_name, latest, named_items, sample_folder
+from puna.flows.program import Flow, Given, Item
 from puna.flows.recipe import Recipe
 from puna.flows.trace import load, load_flows, trace
 from puna.stages.contract import External, Stage, Value
-from puna.stages.contract.declaration import InputSpec
 from puna.stages.contract.executors import PROCESSES
 from puna.stages.sample import SampleReport, build_sample
 from puna.storage import Artifact, PunaError, Store
@@ -25,23 +24,32 @@ def whole(name: str, recipe: str, changes: list[str], inputs: list[str], store: 
     flow = load_flows()[name]
     loaded = load(recipe, changes, name)
     with opened(store, name, executor) as now:
-        given = now.given if now.given is not None else checked_inputs(flow, loaded, inputs, now.store, quiet=True)
+        given = now.given if now.given is not None else checked_inputs(flow, loaded, inputs, now.store, executor=executor, quiet=True)
         Performer(loaded).walk(flow, given)
         closing_table(now)
         return now.run
 
 
-def checked_inputs(flow: Flow, recipe: Recipe, texts: Sequence[str], store: Store, *, quiet: bool) -> dict[str, Given]:
+def checked_inputs(
+    flow: Flow, recipe: Recipe, texts: Sequence[str], store: Store, *, executor: str = PROCESSES, quiet: bool
+) -> dict[str, Given]:
     """The inputs of a flow, fit for its recipe; PunaError with every need that is not met. Each file is read once."""
     unmet = trace(flow, recipe).complaints
     if unmet:  # before files are read, which may take a while
         raise PunaError("\n".join(unmet))
     free, named = by_name(texts, flow.inputs, store, f"flow {flow.name}")
-    return fit(flow, recipe, named_items(free, flow.inputs, store, f"flow {flow.name}"), store, named=named, quiet=quiet)
+    return fit(flow, recipe, named_items(free, flow.inputs, store, f"flow {flow.name}"), store, named=named, executor=executor, quiet=quiet)
 
 
 def fit(
-    flow: Flow, recipe: Recipe, items: list[Item], store: Store, *, named: Mapping[str, list[Artifact]] | None = None, quiet: bool
+    flow: Flow,
+    recipe: Recipe,
+    items: list[Item],
+    store: Store,
+    *,
+    named: Mapping[str, list[Artifact]] | None = None,
+    executor: str = PROCESSES,
+    quiet: bool,
 ) -> dict[str, Given]:
     """Items as the inputs of a flow, the sample or what aliases name where there are none; PunaError where needs are not met."""
     if not items and not named:
@@ -50,20 +58,8 @@ def fit(
         else:
             items += latest(flow.inputs, store, quiet)
     given = flow.by_kind(items, named)
-    preflight.check(flow, recipe, given, store)
+    preflight.check(flow, recipe, given, store, executor)
     return given
-
-
-def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:
-    """What the aliases `NAME@latest` of the inputs point to."""
-    aliases = store.aliases()
-    found: list[Item] = []
-    for spec in specs:
-        if f"{spec.name}@latest" in aliases:
-            found.append(store.checked(store.alias(f"{spec.name}@latest")))
-            if not quiet:
-                print(f"input {spec.name}: {spec.name}@latest, {name_of(found[-1])}")
-    return found
 
 
 def given_to(stage: Stage, items: Sequence[Item], named: Mapping[str, list[Artifact]] | None = None) -> dict[str, Value]:
@@ -80,11 +76,6 @@ def sample_pages(store: Store, quiet: bool) -> list[External]:
     """The sample's files as inputs."""
     made = make_sample(sample_folder(store.root), quiet=quiet)
     return sorted((item for path in made.paths for item in External.resolve(str(path))), key=lambda item: item.name)
-
-
-def sample_folder(root: Path) -> Path:
-    """Where the sample lies that a run without inputs reads, in the store at `root`."""
-    return root / "sample"
 
 
 def make_sample(folder: Path, *, quiet: bool = False) -> SampleReport:

@@ -17,89 +17,12 @@ from puna.kernels.output_layer import CHUNK_BYTES, CHUNK_BYTES_GPU
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.machine import Machine, matrix_rate, peak_flops
+from puna.models.parameters import Parameters, matrix_parameters, parameters
 
-__all__ = ["matrix_rate", "peak_flops"]
+__all__ = ["Parameters", "matrix_parameters", "matrix_rate", "parameters", "peak_flops"]
 
 Precision = Literal["fp32", "bf16"]
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """Numbers of parameters by part of the model.
-
-    `head` is 0 where the output layer shares the embedding's matrix.
-    """
-
-    embedding: int
-    attention: int
-    feed_forward: int
-    norms: int
-    head: int
-
-    @property
-    def total(self) -> int:
-        """All parameters."""
-        return self.embedding + self.attention + self.feed_forward + self.norms + self.head
-
-    @property
-    def layers(self) -> int:
-        """Parameters of the layers' matrices, without embedding and output layer."""
-        return self.attention + self.feed_forward
-
-
-def parameters(config: ModelConfig) -> Parameters:
-    """Parameters of the language model with this configuration; all experts are counted."""
-    width, layers = config.hidden_size, config.num_hidden_layers
-    vocabulary = config.vocab_size * width
-    experts = 1 if config.moe is None else config.moe.num_experts
-    norms = (1 if config.parallel_block else 2) * width + (2 * config.head_dim if config.qk_norm else 0)
-    if config.mla is not None:
-        norms += config.mla.kv_lora_rank + config.mla.q_lora_rank
-    return Parameters(
-        embedding=vocabulary,
-        attention=layers * (_attention_matrices(config) + _attention_biases(config)),
-        feed_forward=layers * (experts * _feed_forward_matrices(config) + _router(config)),
-        norms=layers * norms + width,
-        head=0 if config.tie_word_embeddings else vocabulary,
-    )
-
-
-def _attention_matrices(config: ModelConfig) -> int:
-    width, heads, mla = config.hidden_size, config.num_attention_heads, config.mla
-    if mla is None:
-        return 2 * width * config.head_dim * (heads + config.num_key_value_heads)
-    rank = mla.q_lora_rank
-    queries = rank * (width + heads * mla.qk_head_dim) if rank else width * heads * mla.qk_head_dim
-    keys = mla.kv_lora_rank * (width + heads * (mla.qk_nope_head_dim + mla.v_head_dim))
-    return queries + keys + width * (mla.qk_rope_head_dim + heads * mla.v_head_dim)
-
-
-def _attention_biases(config: ModelConfig) -> int:
-    output = config.hidden_size if config.o_bias else 0
-    if config.mla is not None:
-        latent = config.mla.q_lora_rank + config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
-        return output + (latent if config.o_bias else 0)
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    return output + (heads * config.head_dim if config.qkv_bias else 0)
-
-
-def _feed_forward_matrices(config: ModelConfig) -> int:
-    """Of the dense block, or of one expert."""
-    inner = config.intermediate_size if config.moe is None else config.moe.moe_intermediate_size
-    return 3 * config.hidden_size * inner
-
-
-def _router(config: ModelConfig) -> int:
-    return 0 if config.moe is None else config.moe.num_experts * config.hidden_size
-
-
-def matrix_parameters(config: ModelConfig) -> int:
-    """Parameters that multiply every token: the layers' matrices, of the experts those that a token goes to,
-    and the output layer, shared with the embedding or not."""
-    chosen = 1 if config.moe is None else config.moe.num_experts_per_tok
-    layer = _attention_matrices(config) + chosen * _feed_forward_matrices(config) + _router(config)
-    return config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
 
 
 def seen_keys(lengths: Iterable[int], window: int | None = None) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from puna.stages.contract import Model, StageConfig, StageRun, stage
+from puna.stages.contract import Facts, Model, StageConfig, StageRun, stage
+from puna.stages.training.needs import one_tokenizer
 from puna.stages.training.train import check_one_tokenizer
 from puna.storage import PunaError
 
@@ -17,7 +18,12 @@ class AverageConfig(StageConfig):
     )
 
 
-@stage(kind="model")
+def needs(config: AverageConfig, facts: Facts) -> list[str]:
+    """One tokenizer."""
+    return one_tokenizer(facts, "models")
+
+
+@stage(kind="model", needs=needs)
 def average(models: list[Model], config: AverageConfig, run: StageRun) -> None:
     """Mean of the weights of models of one shape, trained on different data or settings (Llama 3, section 4.1.5)."""
     from puna.models.training.average import average_checkpoints

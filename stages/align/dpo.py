@@ -10,8 +10,9 @@ from puna.stages.align.lora import adapted
 from puna.stages.align.rankings import labelled, pairs_of, ranked, read_preferences, render_ranked
 from puna.stages.align.reference import reference, targets_of
 from puna.stages.align.settings import DpoConfig
-from puna.stages.contract import Model, Preferences, StageRun, stage
+from puna.stages.contract import Facts, Model, Preferences, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
+from puna.stages.training.needs import chat_template, trained
 from puna.stages.training.train import Example, fit, load_model, row_limit, save_model
 from puna.storage import PunaError
 
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 
-@stage(kind="model", device=True)
+def needs(config: DpoConfig, facts: Facts) -> list[str]:
+    """A chat template, and memory."""
+    return [*chat_template(facts, "model"), *trained(facts, "model", config.method)]
+
+
+@stage(kind="model", device=True, needs=needs)
 def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: StageRun) -> None:
     """DPO, or another preference loss, with format tokens masked and an NLL term on the better answer (Llama 3, section 4.1.4).
 

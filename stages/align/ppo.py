@@ -8,9 +8,10 @@ from pydantic import Field
 
 from puna.models.training.settings import PpoSettings
 from puna.stages.align.rewards import REWARDS, Reward, rewards_of
-from puna.stages.contract import Model, Prompts, SeededConfig, StageRun, stage
+from puna.stages.contract import Facts, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import prompt_ids
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
+from puna.stages.training.needs import chat_template, one_tokenizer, trained
 from puna.stages.training.train import check_one_tokenizer, divergence_named, load_model, save_model, write_log
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
 from puna.stages.verifiers.settings import ScoringConfig
@@ -24,7 +25,12 @@ class PpoConfig(PpoSettings, BadRowsConfig, SeededConfig):
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
 
-@stage(kind="model", device=True, named=verifiers_named)
+def needs(config: PpoConfig, facts: Facts) -> list[str]:
+    """A chat template, one tokenizer for policy and reward model, and memory."""
+    return [*chat_template(facts, "policy"), *one_tokenizer(facts, "policy", "reward_model"), *trained(facts, "policy")]
+
+
+@stage(kind="model", device=True, needs=needs, named=verifiers_named)
 def ppo(
     policy: Model, reward_model: Model | None, prompts: Prompts, judges: list[Model] | None, config: PpoConfig, run: StageRun
 ) -> None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from puna.stages.align.lora import adapted
 from puna.stages.align.rankings import Ranked, check_splits, read_preferences, render_ranked
 from puna.stages.align.settings import RewardModelConfig
-from puna.stages.contract import Model, Preferences, StageRun, stage
+from puna.stages.contract import Facts, Model, Preferences, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
+from puna.stages.training.needs import chat_template, trained
 from puna.stages.training.train import Example, by_answer, fit, load_model, row_limit, save_model
 from puna.storage import PunaError
 
@@ -23,7 +24,12 @@ MEASURED = 32
 """Training prompts that accuracy is measured on, where no more are held out."""
 
 
-@stage(kind="model", device=True)
+def needs(config: RewardModelConfig, facts: Facts) -> list[str]:
+    """A chat template, and memory."""
+    return [*chat_template(facts, "model"), *trained(facts, "model", config.method)]
+
+
+@stage(kind="model", device=True, needs=needs)
 def reward_model(model: Model, preferences: list[Preferences], config: RewardModelConfig, run: StageRun) -> None:
     """Bradley-Terry without a margin over edited > chosen > rejected, all answers of a prompt in one row
     (Llama 3, section 4.1.2). A ranking of more answers is one group of as many tiers; equals make no pair.

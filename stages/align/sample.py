@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from puna.stages.contract import Model, Prompts, SeededConfig, StageRun, stage
+from puna.stages.contract import Facts, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import answer_text, prompt_ids
 from puna.stages.draws import identifier
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
+from puna.stages.training.needs import chat_template
 from puna.stages.training.train import load_model
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.stages.verifiers.base import Score, is_correct
@@ -55,7 +56,12 @@ class SampleConfig(BadRowsConfig, SeededConfig):
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
 
-@stage(kind="answers", device=True, named=verifiers_named)
+def needs(config: SampleConfig, facts: Facts) -> list[str]:
+    """Chat templates."""
+    return chat_template(facts, "models")
+
+
+@stage(kind="answers", device=True, needs=needs, named=verifiers_named)
 def sample(models: list[Model], prompts: Prompts, judges: list[Model] | None, config: SampleConfig, run: StageRun) -> None:
     """K answers per prompt from each model, with log-probabilities and gold scores (Llama 3, section 4.2.2).
 

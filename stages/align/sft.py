@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from puna.stages.align.lora import adapted
 from puna.stages.align.settings import SftConfig
-from puna.stages.contract import Instructions, Model, StageRun, stage
+from puna.stages.contract import Facts, Instructions, Model, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
+from puna.stages.training.needs import chat_template, trained
 from puna.stages.training.train import Example, fit, load_model, render_conversation, row_limit, save_model
 from puna.storage import Artifact, PunaError
 
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 
-@stage(kind="model", device=True)
+def needs(config: SftConfig, facts: Facts) -> list[str]:
+    """A chat template, and memory."""
+    return [*chat_template(facts, "model"), *trained(facts, "model", config.method)]
+
+
+@stage(kind="model", device=True, needs=needs)
 def sft(model: Model, instructions: list[Instructions], config: SftConfig, run: StageRun) -> None:
     """Fine-tune on the assistant's turns of instructions (Llama 3, section 4.1.3; LoRA: Hu et al. 2021).
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from puna.storage import Artifact
+
 
 @dataclass(frozen=True)
 class InputFacts:
@@ -14,7 +16,8 @@ class InputFacts:
     `kind`: of the artifact, or `external`. `tables`: name → columns; None where what makes it has not run and nobody
     can say. `sources`: names of the external inputs that it descends from; None where unknown. `bytes`: of its stored
     files, None where unknown. `texts`: of the first pages of those inputs, roughly as a stage will read them, and
-    `share` of all their bytes that was looked at for them; None and 0 where nobody looked.
+    `share` of all their bytes that was looked at for them; None and 0 where nobody looked. `model`: of a model, the one that is
+    there already and has its shape, tokenizer and chat template; None where unknown.
     """
 
     kind: str
@@ -23,18 +26,20 @@ class InputFacts:
     bytes: int | None = None
     texts: tuple[str, ...] | None = None
     share: float = 0.0
+    model: Artifact | None = None
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known before a run: of each input of the stage by name, and of the machine in bytes.
+    """What is known before a run: of each input of the stage by name, and of the machine in bytes; the memory is None where another
+    machine or an accelerator does the work.
 
     An input that is left out has no entry; one that takes several artifacts has an entry for each.
     """
 
     inputs: dict[str, tuple[InputFacts, ...]]
     free_disk_bytes: int
-    available_memory_bytes: int
+    available_memory_bytes: int | None
 
 
 Needs = Callable[[Any, Facts], list[str]]

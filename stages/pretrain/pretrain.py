@@ -12,8 +12,10 @@ import numpy as np
 from pydantic import Field
 
 from puna.models.config import ModelShape
+from puna.models.parameters import parameters
 from puna.models.training.settings import ComputeSettings, OptimizerSettings
-from puna.stages.contract import Figure, SeededConfig, StageRun, Tokenizer, Tokens, stage
+from puna.stages.contract import Facts, Figure, SeededConfig, StageRun, Tokenizer, Tokens, stage
+from puna.stages.training.needs import TRAINED_BYTES, memory
 from puna.stages.training.packed import Packed, Reader, mean_loss
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
 from puna.stages.training.train import device, divergence_named, save_model
@@ -40,7 +42,13 @@ class PretrainConfig(SeededConfig):
     checkpoint_every: int = Field(100, ge=1, description="Steps between checkpoints to resume from; they change no result")
 
 
-@stage(kind="model", device=True)
+def needs(config: PretrainConfig, facts: Facts) -> list[str]:
+    """Memory: the vocabulary is not known yet, so that it counts for nothing."""
+    count = parameters(config.model.complete(vocab_size=1, max_position_embeddings=2048)).total
+    return memory(facts, count, TRAINED_BYTES, "make the model smaller (model.num_hidden_layers, …), or take another machine")
+
+
+@stage(kind="model", device=True, needs=needs)
 def pretrain(tokens: Tokens, tokenizer: Tokenizer, config: PretrainConfig, run: StageRun) -> None:
     """Train a Llama-family decoder from scratch on packed documents (Llama 3, sections 3.2 and 3.4).
 

@@ -19,7 +19,8 @@ from puna.storage import Artifact, Identity, PunaError, Store
 
 def model(store: Store, digit: str) -> Artifact:
     with store.work(digit * 64) as work:
-        (work.output / "config.json").write_text(digit)
+        (work.output / "config.json").write_text(f'{{"own": "{digit}"}}')
+        (work.output / "tokenizer_config.json").write_text('{"chat_template": "none"}')
         return work.commit("model", digit * 64, Identity(stage="import"))
 
 

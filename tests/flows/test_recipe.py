@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from puna.flows import launch, running
-from puna.flows.inputs import is_artifact
+from puna.flows.inputs import is_artifact, latest
 from puna.flows.program import FLOWS, Output, in_round
 from puna.flows.recipe import Recipe, overridden, shipped_recipes
 from puna.flows.trace import Trace, everything, fields, flow_named, load, load_flows, load_stages, schema, trace
@@ -434,7 +434,7 @@ def test_files_where_an_artifact_is_wanted_name_the_command(tmp_path: Path) -> N
 
 def test_a_flow_without_inputs_takes_what_its_aliases_name(tmp_path: Path) -> None:
     flow = flow_named("pretrain")
-    assert running.latest(flow.inputs, [], Store.open(tmp_path), True) == []
+    assert latest(flow.inputs, Store.open(tmp_path), True) == []
     assert flow.inputs[0].name == "documents"
     assert isinstance(flow.placeholders()["documents"], Output)
 

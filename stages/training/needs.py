@@ -1,0 +1,75 @@
+"""What stages that train or run models need before anything runs: a chat template, one tokenizer, memory."""
+
+from __future__ import annotations
+
+import json
+
+from puna.stages.contract import Facts
+from puna.stages.training.train import check_one_tokenizer
+from puna.storage import Artifact, PunaError
+
+TRAINED_BYTES = 16
+"""Per parameter: weight, gradient and AdamW's two moments in fp32."""
+HELD_BYTES = 4
+"""Per parameter that is computed with and not trained."""
+TOKENIZER = "tokenizer_config.json"
+
+
+def models_of(facts: Facts, *inputs: str) -> list[Artifact]:
+    """The models behind these inputs, as far as they are known, each once."""
+    found = [item.model for name in inputs for item in facts.inputs.get(name, ()) if item.model is not None]
+    return list({model.key: model for model in found}.values())
+
+
+def chat_template(facts: Facts, *inputs: str) -> list[str]:
+    """A complaint for each model of these inputs that has no tokenizer, or one without a chat template."""
+    found = []
+    for model in models_of(facts, *inputs):
+        if TOKENIZER not in model.manifest.files:
+            found.append(f"{model.id} has no tokenizer; import the model again from a folder that holds its tokenizer.json")
+        elif "chat_template" not in json.loads(model.path(TOKENIZER).read_bytes()):
+            found.append(
+                f"{model.id} has no chat template, and conversations are rendered by it; import the model with one, "
+                "for example --set chat_template=chatml"
+            )
+    return found
+
+
+def one_tokenizer(facts: Facts, *inputs: str) -> list[str]:
+    """A complaint where the models of these inputs write one text in different tokens."""
+    models = models_of(facts, *inputs)
+    sums = [model.manifest.files.get("tokenizer.json") for model in models]
+    if None in sums or len({record.sha256 for record in sums if record is not None}) < 2:
+        return []
+    try:
+        check_one_tokenizer(models, f"{' and '.join(inputs)} must have one")
+    except PunaError as error:
+        return [str(error)]
+    return []
+
+
+def memory(facts: Facts, parameters: int, bytes_each: int, remedy: str) -> list[str]:
+    """A complaint where so many parameters alone do not fit into the memory that is free."""
+    free, needed = facts.available_memory_bytes, parameters * bytes_each
+    if free is None or needed <= free:
+        return []
+    return [
+        f"{parameters / 1e9:,.2f} billion parameters take {needed / 1e9:,.1f} GB at least ({bytes_each} bytes each), "
+        f"and {free / 1e9:,.1f} GB of memory are free; {remedy}"
+    ]
+
+
+def trained(facts: Facts, name: str, method: str | None = None) -> list[str]:
+    """Memory for training the model of input `name`; `method`: `full` or `lora`, where the stage has both."""
+    remedy = "take a smaller model or another machine"
+    if method == "full":
+        remedy = f"train adapters (method=lora), or {remedy}"
+    each = HELD_BYTES if method == "lora" else TRAINED_BYTES
+    return [said for model in models_of(facts, name) for said in memory(facts, size(model), each, remedy)]
+
+
+def size(model: Artifact) -> int:
+    """Parameters of a model, by the bytes of its weights."""
+    dtype = json.loads(model.path("config.json").read_bytes()).get("torch_dtype", "float32")
+    stored = sum(record.bytes for name, record in model.manifest.files.items() if name.endswith(".safetensors"))
+    return stored // (2 if dtype in ("bfloat16", "float16") else 4)

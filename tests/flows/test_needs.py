@@ -1,0 +1,86 @@
+"""What stages need of models and of the machine is told before the first one runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+
+from puna.flows import preflight
+from puna.flows.preflight import check, check_stage
+from puna.flows.trace import flow_named, load
+from puna.stages.align.dpo import DpoConfig, dpo
+from puna.stages.align.ppo import PpoConfig, ppo
+from puna.stages.contract import Value, execute
+from puna.stages.contract.external import External
+from puna.stages.io.import_model import ImportModelConfig, import_model
+from puna.storage import Artifact, PunaError, Store
+from puna.storage.schemas import table_schema
+from tests.flows.test_journey import random_model
+
+
+def imported(name: str, folder: Path, store: Store, left_out: Sequence[str] = ()) -> Artifact:
+    """A random model; the lines of its tokenizer's configuration that hold a word of `left_out` go."""
+    random_model(name, folder)
+    file = folder / "tokenizer_config.json"
+    kept = [line for line in file.read_text().splitlines() if not any(word in line for word in left_out)]
+    file.write_text("\n".join(kept))
+    return execute(import_model, ImportModelConfig(), {"model": External.resolve(str(folder))[0]}, store)
+
+
+def rows(kind: str, store: Store) -> Artifact:
+    """An empty artifact."""
+    return store.import_table(kind, pa.Table.from_pylist([], schema=table_schema(kind).schema))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with 100 kB of free memory and no accelerator."""
+    import psutil
+
+    monkeypatch.setattr(preflight, "ACCELERATORS", ())
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100_000))
+
+
+def test_a_model_without_a_chat_template_is_told_before_the_first_step(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store")
+    bare = imported("llama3", tmp_path / "bare", store, ["chat_template"])
+    given: dict[str, Value] = {"model": bare, "preferences": [rows("preferences", store)]}
+    with pytest.raises(PunaError, match=rf"^dpo: {bare.id} has no chat template, and conversations are rendered by it; import the model"):
+        check_stage(dpo, DpoConfig(), given, store)
+    align = flow_named("align")
+    with pytest.raises(PunaError) as error:
+        check(align, load("smollm2-135m", flow="align"), align.by_kind([bare]), store)
+    # What is made of it has none either.
+    told = str(error.value).splitlines()
+    assert {line.partition(":")[0] for line in told} >= {"sft_first", "sft_lora", "sample_1", "reward_model_1", "dpo_1"}
+    assert all("has no chat template" in line for line in told)
+    check(align, load("smollm2-135m", flow="align"), align.by_kind([imported("llama3", tmp_path / "whole", store)]), store)
+
+
+def test_memory_that_is_not_there_is_told_with_a_way_out(tmp_path: Path, small: None) -> None:
+    store = Store.open(tmp_path / "store")
+    model = imported("llama3", tmp_path / "own", store)
+    given: dict[str, Value] = {"model": model, "preferences": [rows("preferences", store)]}
+    with pytest.raises(PunaError, match=r"dpo: 0\.00 billion parameters take 0\.\d GB at least \(16 bytes each\), .* train adapters \(method=lora\), or"):
+        check_stage(dpo, DpoConfig(), given, store)
+    with pytest.raises(PunaError, match=r"\(4 bytes each\).* free; take a smaller model"):
+        check_stage(dpo, DpoConfig(method="lora"), given, store)
+    # On a cluster the memory is another machine's.
+    check_stage(dpo, DpoConfig(), given, store, "dask://there:1")
+    # The 8B model without its two vocabularies: 8.03 - 2 * 128,256 * 4,096 / 1e9.
+    pretrain, types = flow_named("pretrain"), store.import_table("signals", pa.table({"id": ["a"], "domain": ["x"]}))
+    with pytest.raises(PunaError, match=r"pretrain: 6\.98 billion parameters take 111\.7 GB at least"):
+        check(pretrain, load("llama3-8b", flow="pretrain"), pretrain.by_kind([rows("documents", store), types]), store)
+
+
+def test_one_tokenizer_for_policy_and_reward_model(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store")
+    policy, reward = imported("llama3", tmp_path / "a", store), imported("qwen2_5", tmp_path / "b", store)
+    given: dict[str, Value] = {"policy": policy, "reward_model": reward, "prompts": rows("prompts", store)}
+    with pytest.raises(PunaError, match=r"ppo: model/\w+ and model/\w+ have different tokenizers: policy and reward_model must have one"):
+        check_stage(ppo, PpoConfig(), given, store)
+    check_stage(ppo, PpoConfig(), {**given, "reward_model": policy}, store)
