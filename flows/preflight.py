@@ -106,12 +106,12 @@ def _machine(store: Store, executor: str) -> tuple[int, int | None]:
 def _room(files: list[External], store: Store) -> list[str]:
     """A complaint where the disk cannot hold what the inputs become."""
     needed = STORED_PER_BYTE * sum(file.bytes for item in files for file in item.files)
-    free = shutil.disk_usage(store.root).free
-    if needed <= free:
+    free = store.files.free()
+    if free is None or needed <= free:
         return []
     names = ", ".join(name_of(item) for item in files[:3])
     return [
-        f"store {store.root}: has {free / 1e9:.1f} GB free, and what is made of {names} needs about {needed / 1e9:.1f} GB at least; "
+        f"store {store.uri}: has {free / 1e9:.1f} GB free, and what is made of {names} needs about {needed / 1e9:.1f} GB at least; "
         "free some (`puna gc` removes what nothing needs), or choose another disk with --store"
     ]
 

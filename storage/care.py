@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from puna.storage.artifact import Artifact
 from puna.storage.files import LOCKS, Files
+from puna.storage.holding import drop, held
 from puna.storage.store import Store
 from puna.storage.work import INPUTS
 
@@ -44,26 +45,29 @@ class Garbage:
 def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> list[Garbage]:
     """Artifacts that nothing needs, and abandoned work.
 
-    Needed is what an alias, a run at work, one of the last `keep_runs` runs that made or reused anything, an accepted
-    equivalence or kept work names, and all that it was made from. Work stays while a process holds it, and for `work_days`
-    days after anything in it was last written. With `remove=False` nothing is touched.
+    Needed is what an alias, a run at work, one of the last `keep_runs` runs that made or reused anything, another live process, an
+    accepted equivalence or kept work names, and all that it was made from. What `store` itself holds is not spared. Work stays while
+    a process holds it, and for `work_days` days after anything in it was last written. With `remove=False` nothing is touched.
     """
     files, old = store.files, time.time() - work_days * 86_400
     works = files.folders("work")
     abandoned = [key for key in works if _touched(files, f"work/{key}") <= old and not files.held(key)]
-    needed = _needed(store, keep_runs, [key for key in works if key not in abandoned])
+    kept, ended = held(files, store.holding.name)
+    needed = _needed(store, keep_runs, kept, [key for key in works if key not in abandoned])
     found = {a.place: "no alias and no recent run needs it" for a in store.artifacts() if a.key not in needed}
     found |= {f"work/{key}": "abandoned work" for key in abandoned}
     found |= {f"quarantine/{name}": "quarantined" for name in files.folders("quarantine")}
     garbage = [Garbage(place, reason, sum(s.bytes for s in files.stats(place).values())) for place, reason in found.items()]
     if not remove:
         return garbage
+    for name in ended:
+        drop(files, name)
     gone: dict[str, Garbage] = {}
     for item in garbage:
         # Whoever works on the key now keeps it; and no one begins while it goes.
         key = item.place.rpartition("/")[2]
         with store.lock(key, wait=False) as mine:
-            if mine and key in files.folders(item.place.rpartition("/")[0]):
+            if mine and key in files.folders(item.place.rpartition("/")[0]) and key not in held(files, store.holding.name)[0]:
                 files.remove(item.place)
                 gone[key] = item
     for lock in files.list(LOCKS):
@@ -75,9 +79,9 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
     return list(gone.values())
 
 
-def _needed(store: Store, keep_runs: int, works: list[str]) -> set[str]:
+def _needed(store: Store, keep_runs: int, kept: set[str], works: list[str]) -> set[str]:
     by_key = {a.key: a for a in store.artifacts()}
-    todo = [*store.aliases().values(), *store.acceptances().values()]
+    todo = [*kept, *store.aliases().values(), *store.acceptances().values()]
     # A run that ended before its first artifact holds no place among the last ones.
     logs = [log for log in map(store.log, store.runs()) if log.made]
     recent = logs[len(logs) - keep_runs :] if keep_runs else []

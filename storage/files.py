@@ -106,6 +106,9 @@ class Files(Protocol):
     def scratch(self, name: str) -> Path:
         """A local folder for work in progress that survives a crash; made where it is not there."""
 
+    def free(self) -> int | None:
+        """Bytes that there is room for; None where there is no bound."""
+
 
 @dataclass(frozen=True)
 class LocalFiles:
@@ -272,6 +275,10 @@ class LocalFiles:
         path = self.root / name
         path.mkdir(parents=True, exist_ok=True)
         return path
+
+    def free(self) -> int | None:
+        """See `Files`."""
+        return shutil.disk_usage(self.root).free
 
 
 def _stat(found: os.stat_result) -> Stat:

@@ -1,58 +1,41 @@
-"""A store on S3, or on what speaks its protocol: manifests and aliases by conditional put, leases instead of locks, no rename.
-
-Credentials, region and endpoint come from the environment alone (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
-AWS_REGION, AWS_ENDPOINT_URL); nothing of them is kept in what is passed to workers, written or said.
-"""
+"""A store on S3, or on what speaks its protocol: manifests and aliases by conditional put, leases instead of locks, no rename."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import random
 import re
-import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 from urllib.parse import urlsplit
 
 from puna.storage import blocks, cache, lease
+from puna.storage.bucket import NAME, TRIES, Bucket, passing, pause
 from puna.storage.errors import PunaError
 from puna.storage.files import LOCKS, DamagedFile, Stat
 
 if TYPE_CHECKING:
     import duckdb
     from obstore import ObjectMeta, PutMode
-    from obstore.store import S3Store
-
-T = TypeVar("T")
 
 MULTIPART = 16 << 20
 """Bytes above which a file is sent in pieces of this size."""
 COPIED = 5 << 30
 """Bytes up to which S3 copies an object by itself."""
-TRIES = 6
 AT_ONCE = 8
 SUMS, NONCE = "puna-sums", "puna-nonce"
-CREDENTIALS = (
-    "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-)  # fmt: skip
-SECRET = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 
 @dataclass(frozen=True)
-class S3Files:
+class S3Files(Bucket):
     """A prefix in a bucket; see `Files`. `term`: see `lease.TERM`."""
 
-    bucket: str
-    prefix: str
     term: float = lease.TERM
 
     @classmethod
@@ -65,16 +48,11 @@ class S3Files:
                 "give s3://BUCKET/PREFIX, and AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
             )
         prefix = parsed.path.strip("/")
-        if parsed.scheme != "s3" or not BUCKET.fullmatch(parsed.netloc) or not re.fullmatch(r"[\w!.*'()/-]*", prefix) or parsed.fragment:
+        if parsed.scheme != "s3" or not NAME.fullmatch(parsed.netloc) or not re.fullmatch(r"[\w!.*'()/-]*", prefix) or parsed.fragment:
             raise PunaError(f"store {uri}: is no address of an object store; give s3://BUCKET/PREFIX")
         if any(part in (".", "..", "") for part in prefix.split("/")) and prefix:
             raise PunaError(f"store {uri}: the prefix has a part that is empty, `.` or `..`")
         return cls(parsed.netloc, prefix)
-
-    @property
-    def uri(self) -> str:
-        """Its address, s3://BUCKET/PREFIX."""
-        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
     # --- reading -----------------------------------------------------------------------------------
 
@@ -96,7 +74,7 @@ class S3Files:
                 return None
             if _right(data, 0, size, sums):
                 return data, version
-            _pause(attempt)
+            pause(attempt)
         raise self._damaged(name)
 
     def open(self, name: str) -> BinaryIO:
@@ -113,7 +91,7 @@ class S3Files:
                 raise PunaError(f"{self.uri}/{name}: another process wrote it anew while it was read; run again")
             if _right(data, start, size, sums):
                 return data
-            _pause(attempt)
+            pause(attempt)
         raise self._damaged(name)
 
     def _got(self, name: str, start: int, stop: int | None) -> tuple[bytes, int, str, str]:
@@ -167,9 +145,9 @@ class S3Files:
                         yield after, _stat(one)
                 return
             except obstore.exceptions.BaseError as error:
-                if attempt == TRIES - 1 or not _passing(error):
+                if attempt == TRIES - 1 or not passing(error):
                     raise self._unanswered(folder, error) from None
-                _pause(attempt)
+                pause(attempt)
 
     # --- writing -----------------------------------------------------------------------------------
 
@@ -197,7 +175,7 @@ class S3Files:
                     return found[1]
                 if (found[1] if found is not None else None) != version:
                     return None
-                _pause(attempt)  # another writer's put was under way, and failed
+                pause(attempt)  # another writer's put was under way, and failed
         raise PunaError(f"{self.uri}/{name}: is changed by others all the time; run again")
 
     def _written(self, name: str) -> tuple[str, str] | None:
@@ -232,7 +210,7 @@ class S3Files:
             tried = data + line
             if self.swap(name, tried, version):
                 return
-            _pause(min(attempt, 2))
+            pause(min(attempt, 2))
         raise PunaError(f"{self.uri}/{name}: is changed by others all the time; run again")
 
     def put(self, name: str, file: Path) -> None:
@@ -335,71 +313,13 @@ class S3Files:
         """See `Files`: beside the cache."""
         return self._cache().scratch(name)
 
+    def free(self) -> int | None:
+        """See `Files`."""
+        return None
+
     def _cache(self) -> cache.Cache:
         place = f"{os.environ.get('AWS_ENDPOINT_URL', '')} {self.uri}"
         return cache.Cache(cache.folder() / hashlib.sha256(place.encode()).hexdigest()[:16])
-
-    # --- the client --------------------------------------------------------------------------------
-
-    def _client(self) -> S3Store:
-        return _client(self.bucket, self.prefix, os.environ.get("AWS_ENDPOINT_URL", ""))
-
-    def _tried(self, name: str, request: Callable[[], T], *, written: bool = False) -> T:
-        """A request with its answer. What the client does not try again by itself is tried again here."""
-        import obstore
-
-        for attempt in range(TRIES):
-            try:
-                return request()
-            except FileNotFoundError:
-                if written:
-                    raise self._no_bucket() from None
-                raise FileNotFoundError(f"{self.uri}/{name}") from None
-            except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
-                raise
-            except obstore.exceptions.BaseError as error:
-                if attempt == TRIES - 1 or not _passing(error):
-                    raise self._unanswered(name, error) from None
-                _pause(attempt)
-        raise AssertionError
-
-    def _no_bucket(self) -> PunaError:
-        return PunaError(f"{self.uri}: there is no bucket {self.bucket}; make it first, or name another with --store")
-
-    def _unanswered(self, name: str, error: Exception) -> PunaError:
-        """What a person can do about a request that failed; without secrets, whatever the answer holds."""
-        import obstore
-
-        said = " ".join(str(error).split())[:300]
-        for variable in SECRET:
-            if os.environ.get(variable):
-                said = said.replace(os.environ[variable], "***")
-        if "NoSuchBucket" in str(error):
-            return self._no_bucket()
-        refused = isinstance(error, (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError))
-        if refused or _status(error) in ("401", "403"):
-            what = "access was refused; the AWS_… variables in the environment must hold credentials for it"
-            return PunaError(f"{self.uri}/{name}: {what} ({said})")
-        return PunaError(f"{self.uri}/{name}: the object store does not do what it was asked ({said}); run again, what is done is kept")
-
-
-@lru_cache(maxsize=8)
-def _client(bucket: str, prefix: str, endpoint: str) -> S3Store:
-    try:
-        from obstore.store import S3Store
-    except ImportError as error:
-        raise PunaError("a store on S3 needs the package obstore; install puna[s3]") from error
-    if not any(os.environ.get(name) for name in CREDENTIALS):
-        raise PunaError(f"store s3://{bucket}/{prefix}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment")
-    # The server compares what comes with this checksum, and refuses it where a bit was flipped on the way.
-    return S3Store(
-        bucket,
-        prefix=prefix or None,
-        config={"checksum_algorithm": "SHA256"},
-        client_options={"allow_http": endpoint.startswith("http://"), "timeout": timedelta(seconds=120)},
-        retry_config={"max_retries": 8, "retry_timeout": timedelta(seconds=120), "backoff": {"max_backoff": timedelta(seconds=8)}},
-    )
-
 
 @lru_cache(maxsize=100_000)
 def _size(files: S3Files, name: str) -> int:
@@ -417,20 +337,3 @@ def _stat(found: ObjectMeta) -> Stat:
 def _right(data: bytes, start: int, size: int, sums: str) -> bool:
     """Whether bytes are those that were written; other tools that copy files into the bucket write no checksums."""
     return not sums or blocks.right(data, start, size, sums)
-
-
-def _status(error: Exception) -> str:
-    """The status of an answer, where the client met one that it knows no other name for."""
-    found = re.search(r"status code: (\d+)", str(error))
-    return found[1] if found else ""
-
-
-def _passing(error: Exception) -> bool:
-    """Whether a request may succeed when it is made again."""
-    import obstore
-
-    return isinstance(error, obstore.exceptions.GenericError) and _status(error) in ("", "409", "429", "500", "502", "503", "504")
-
-
-def _pause(attempt: int) -> None:
-    time.sleep(min(5.0, 0.05 * 2**attempt) * (0.5 + random.random()))

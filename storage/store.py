@@ -6,6 +6,7 @@ work/<key>/                     an unfinished stage, part by part
 locks/<key>                     held by the process that works on it; locks/run-<run> by a run at work
 refs/<name>/<version>.json      aliases, checksummed, changed by compare-and-swap
 runs/<run>.jsonl                what each run made or reused; runs/order: the runs in the order of their beginning
+runs/held-<id>                  the keys that a live process has; locks/held-<id> is held by it
 quarantine/                     artifacts that failed their checksums
 """
 
@@ -17,6 +18,7 @@ import hashlib
 import json
 import re
 import uuid
+import weakref
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,6 +32,7 @@ from puna.storage import digest
 from puna.storage.artifact import Artifact, place_of
 from puna.storage.errors import PunaError
 from puna.storage.files import Files, LocalFiles
+from puna.storage.holding import Holding
 from puna.storage.manifest import FORMAT, IMPORT, NAME
 from puna.storage.runs import RunLog
 from puna.storage.schemas import KINDS, known_kind, table_schema
@@ -52,6 +55,8 @@ class Store:
         except OSError as error:
             raise PunaError(f"store {self.uri}: cannot be made ({error}); name another folder with --store") from error
         self._check_layout()
+        self.holding = Holding(files)
+        weakref.finalize(self, self.holding.release)
 
     def _check_layout(self) -> None:
         """PunaError where the store was made by a Puna of another layout; a new one is marked."""
@@ -173,6 +178,10 @@ class Store:
 
     # --- making ------------------------------------------------------------------------------------
 
+    def hold(self, key: str) -> None:
+        """Have `gc` leave the artifact `key`, that is there or will be, and what it was made from, while this store is in use here."""
+        self.holding.add(key)
+
     @contextlib.contextmanager
     def lock(self, key: str, *, wait: bool = True) -> Iterator[bool]:
         """Hold `key` against other processes; without `wait`, give False when another one holds it."""
@@ -192,6 +201,7 @@ class Store:
         names = {kind: table, **side}
         content = {name: digest.of_table(table_schema(name).conform(rows)) for name, rows in names.items()}
         key = digest.of_value({"import": kind, "tables": content})
+        self.hold(key)
         with self.work(key) as work:
             for name, rows in names.items():
                 work.add(name, rows, "import")

@@ -19,12 +19,14 @@ def write(store: Store, run: str, output: Path | None) -> Path:
     """Write the page about `run` ("latest": the newest) and return where it is.
 
     The page needs nothing but itself: style, script and plots are inside, and no address is fetched.
-    Default of `output`: runs/<run>.html in the store. A run that is at work, failed or was stopped gives a page too.
+    Default of `output`: runs/<run>.html in the store, of which a local path is returned. A run that is at work, failed or was
+    stopped gives a page too.
     Raises PunaError when there is no such run, or one of its artifacts cannot be read.
     """
     about = Run.open(store, run)
     name = about.log.name
-    target = output if output is not None else store.root / "runs" / f"{name}.html"
+    place = f"runs/{name}.html"
+    target = output if output is not None else Path(store.uri) / place
     if target.is_dir():
         raise PunaError(f"report {target}: is a folder; give the name of an HTML file")
     try:
@@ -33,6 +35,9 @@ def write(store: Store, run: str, output: Path | None) -> Path:
         raise PunaError(f"report of run {name}: an artifact cannot be read ({error}); `puna verify` names the damaged one") from error
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
+        if output is None:
+            store.files.write(place, content)
+            return store.files.local(place)
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(content)
         os.replace(temporary, target)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -99,7 +98,8 @@ def perform(
                     on_start(identity)
                 work.uses(identity.inputs)
                 work.cut = _cut(stage, taken)
-                made = _make(stage, config, given, StageRun(stage.name, stage.kind, config, work, executor, listener, part_rows), work)
+                own = StageRun(stage.name, stage.kind, config, work, executor, listener, part_rows)
+                made = _make(stage, config, given, own, work, executor)
                 artifact = work.commit(stage.kind, identity.key, identity, run=run, **made)
                 return Outcome(artifact, False, time.perf_counter() - started)
             work.discard()
@@ -109,12 +109,12 @@ def perform(
 def _on_device(
     stage: Stage, config: StageConfig, given: dict[str, Value], store: Store, executor: PartExecutor, run: str, part_rows: int
 ) -> tuple[Artifact, bool]:
-    """Have a worker that has an accelerator run the stage; it opens the store at the same path."""
+    """Have a worker that has an accelerator run the stage; it opens the store at the same address."""
     module = stage.function.__module__
     if module == "__main__":
         raise PunaError(f"stage {stage.name} runs on another worker, which cannot import it from here: declare it in a module")
     sent = {name: [(i.kind, i.key) if isinstance(i, Artifact) else i for i in items] for name, items in stage.check(given).items()}
-    root = os.path.abspath(store.root)
+    root = store.uri
     future = executor.submit_to_device(_perform_there, module, stage.name, config, sent, root, run=run, part_rows=part_rows)
     kind, key, reused = future.result()
     made = store.find(kind, key)
@@ -156,13 +156,15 @@ def _cut(stage: Stage, taken: dict[str, list[Artifact] | list[External]]) -> int
     return corpora[0].record().cut if corpora else 0
 
 
-def _make(stage: Stage, config: StageConfig, given: dict[str, Value], run: StageRun, work: Work) -> dict[str, Any]:
+def _make(
+    stage: Stage, config: StageConfig, given: dict[str, Value], run: StageRun, work: Work, executor: Executor | None
+) -> dict[str, Any]:
     """Call the stage's function; returns what the manifest says about the making."""
     arguments: list[Any] = []
     for spec in stage.inputs:
         items = stage.check(given)[spec.name]
         arguments.append(items if spec.many else (items[0] if items else None))
-    with Meter() as meter:
+    with Meter(executor) as meter:
         stage.function(*arguments, config, run)
     try:
         code.check_unedited(stage, stage.reaches(config, given))

@@ -1,4 +1,4 @@
-"""What a stage costs: the time and the memory of the process that runs it and of its workers."""
+"""What a stage costs: the time and the memory of the process that runs it and of its workers, wherever these are."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import contextlib
 import multiprocessing
 import threading
 import time
+from concurrent.futures import Executor
 from types import TracebackType
 
 import psutil
+
+from puna.stages.contract.executors import PartExecutor
 
 EVERY_SECONDS = 0.2
 
@@ -19,14 +22,20 @@ class Meter:
     Counted are this process, its `multiprocessing` workers (a pool outlives a stage: its workers count for the time of the
     stage alone) and every process started meanwhile; not what was running beside, such as a server. `cpu_seconds` is user
     and system time of all of them. `peak_bytes` is the largest sum of their resident memory, looked at every 0.2 seconds:
-    a shorter peak is missed, and pages that processes share count for each.
+    a shorter peak is missed, and pages that processes share count for each. Workers of a cluster are no processes below this
+    one: of `executor`'s, what they say themselves counts, all their CPU time and the memory of the largest.
     """
+
+    def __init__(self, executor: Executor | None = None) -> None:
+        self._cluster = executor if isinstance(executor, PartExecutor) and not executor.below else None
 
     def __enter__(self) -> Meter:
         self._me = psutil.Process()
         workers = {process.pid for process in multiprocessing.active_children()}
         self._beside = {p.pid for p in self._me.children() if p.pid not in workers}
         self.peak_bytes = 0
+        if self._cluster is not None:
+            self._before, self._cluster.resident_bytes = self._cluster.cpu_seconds, 0
         self._wall, self._cpu, self._others = time.perf_counter(), time.process_time(), self._cpu_of_others()
         self._ended = threading.Event()
         self._watch = threading.Thread(target=self._look, name="memory of the stage", daemon=True)
@@ -38,6 +47,9 @@ class Meter:
         self.cpu_seconds = time.process_time() - self._cpu + max(0.0, self._cpu_of_others() - self._others)
         self._ended.set()
         self._watch.join()
+        if self._cluster is not None:
+            self.cpu_seconds += self._cluster.cpu_seconds - self._before
+            self.peak_bytes = max(self.peak_bytes, self._cluster.resident_bytes)
 
     def _look(self) -> None:
         while True:

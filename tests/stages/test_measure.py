@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import time
@@ -12,7 +13,8 @@ import pyarrow as pa
 import pytest
 
 from puna.stages.contract import StageConfig, StageRun, perform, stage
-from puna.stages.contract.executors import local
+from puna.stages.contract.executors import PartExecutor, local, parts
+from puna.stages.contract.executors.worker import Answer
 from puna.stages.contract.measure import EVERY_SECONDS, Meter
 from puna.storage import Store
 
@@ -85,3 +87,27 @@ def test_what_runs_beside_a_stage_is_not_counted(beside: bool) -> None:
     with Meter() as empty:
         pass
     assert (quiet.peak_bytes - empty.peak_bytes > SIZE * 0.9) is not beside
+
+
+class Elsewhere(PartExecutor):
+    """A cluster: what its workers use is no process below this one."""
+
+    below = False
+    slots = 1
+
+    def _begin(self, part: parts.Part) -> None:
+        self._answered(part, Answer(pickle.dumps(None), cpu_seconds=5.0, resident_bytes=1 << 40))
+
+    def _close(self) -> None:
+        pass
+
+
+def test_workers_of_a_cluster_say_themselves_what_they_used() -> None:
+    with Elsewhere() as cluster:
+        cluster.submit(len, ()).result()
+        with Meter(cluster) as meter:
+            cluster.submit(len, ()).result()
+        assert 5 <= meter.cpu_seconds < 10 and meter.peak_bytes == 1 << 40
+        with Meter(cluster) as empty:
+            pass
+        assert empty.cpu_seconds < 5 and empty.peak_bytes < 1 << 40

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -300,7 +302,33 @@ def test_garbage_that_is_made_anew_while_it_is_judged_stays(tmp_path: Path) -> N
         assert care.collect(store, keep_runs=0, work_days=0, remove=True) == []
     assert store.artifacts() == [made]
     assert [g.place for g in care.collect(store, keep_runs=0, work_days=0, remove=True)] == [made.place]
-    assert list((store.root / "locks").iterdir()) == []
+    assert [lock.name for lock in (store.root / "locks").iterdir()] == [f"held-{store.holding.name}"]
+
+
+
+def test_gc_leaves_what_another_live_process_has_and_what_that_was_made_from(tmp_path: Path) -> None:
+    script, store = Store.open(tmp_path), Store.open(tmp_path)
+    source = script.import_table("signals", signals(["a"], [1]))
+    with script.work("f" * 64) as work:
+        work.add("signals", signals(["a"], [2]), "x")
+        made = work.commit("signals", "f" * 64, Identity("stage", inputs=[InputRecord("signals", "signals", source.key, source.data_digest)]))
+    script.holding.release()  # as a script that began later and found the second artifact alone
+    script.hold(made.key)
+    assert care.collect(store, keep_runs=0, work_days=0, remove=True) == [] and script.find("signals", made.key) == made
+    assert len(list((tmp_path / "runs").glob("held-*"))) == 1
+    del script, work
+    found = care.collect(store, keep_runs=0, work_days=0, remove=True)
+    assert {g.place for g in found} == {made.place, source.place} and not list((tmp_path / "runs").glob("held-*"))
+
+
+def test_what_a_killed_process_had_holds_nothing(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    made = store.import_table("signals", signals(["a"], [1]))
+    script = "import os, sys\nfrom puna.storage import Store\nstore = Store.open(sys.argv[1])\nstore.hold(sys.argv[2])\nos._exit(9)"
+    subprocess.run([sys.executable, "-c", script, str(tmp_path), made.key], check=False)
+    assert len(list((tmp_path / "runs").glob("held-*"))) == len(list((tmp_path / "locks").glob("held-*"))) == 2
+    assert [g.place for g in care.collect(store, keep_runs=0, work_days=0, remove=True)] == [made.place]
+    assert len(list((tmp_path / "runs").glob("held-*"))) == len(list((tmp_path / "locks").glob("held-*"))) == 1
 
 
 def test_the_catalog_reads_every_table_and_writes_nothing(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ class DaskCluster(PartExecutor):
                     n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50, host="127.0.0.1"
                 )
         self._where = address or "on this machine"
+        self.below = not address
         self._gone = f"the Dask scheduler {self._where} is gone, or has dropped the work; what is finished is kept: run again"
         try:
             self._client: Any = Client(target, timeout=20, set_as_default=False)

@@ -42,8 +42,10 @@ class PartExecutor(Executor):
 
     An engine gives `slots`, how many parts may be with its workers at one time, and `_begin`, which sends a part away and
     sees to it that `_answered` or `_lost` is called once, from any thread. `cpu_seconds` and `resident_bytes` are those of
-    the parts so far: the sum, and the largest worker.
+    the parts so far: the sum, and the largest worker. `below`: the workers are processes below this one, or else of a cluster.
     """
+
+    below = True
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -21,6 +21,8 @@ OBJECT_STORE_BYTES = 80 << 20
 class RayCluster(PartExecutor):
     """The workers of the Ray cluster whose client port is at `address`; without one, `workers` processes of this machine."""
 
+    below = False
+
     def __init__(self, address: str, workers: int) -> None:
         super().__init__()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

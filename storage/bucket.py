@@ -1,0 +1,120 @@
+"""Requests to a bucket of an object store: tried again where that may help, their errors told without secrets.
+
+Credentials, region and endpoint come from the environment alone (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
+AWS_REGION, AWS_ENDPOINT_URL); nothing of them is kept in what is passed to workers, written or said.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+from typing import TYPE_CHECKING, TypeVar
+
+from puna.storage.errors import PunaError
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
+T = TypeVar("T")
+
+TRIES = 6
+CREDENTIALS = (
+    "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)  # fmt: skip
+SECRET = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+NAME = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A prefix in a bucket."""
+
+    bucket: str
+    prefix: str
+
+    @property
+    def uri(self) -> str:
+        """Its address, s3://BUCKET/PREFIX."""
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+    def _client(self) -> S3Store:
+        return _connected(self.bucket, self.prefix, os.environ.get("AWS_ENDPOINT_URL", ""))
+
+    def _tried(self, name: str, request: Callable[[], T], *, written: bool = False) -> T:
+        """A request with its answer. What the client does not try again by itself is tried again here."""
+        import obstore
+
+        for attempt in range(TRIES):
+            try:
+                return request()
+            except FileNotFoundError:
+                if written:
+                    raise self._no_bucket() from None
+                raise FileNotFoundError(f"{self.uri}/{name}") from None
+            except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
+                raise
+            except obstore.exceptions.BaseError as error:
+                if attempt == TRIES - 1 or not passing(error):
+                    raise self._unanswered(name, error) from None
+                pause(attempt)
+        raise AssertionError
+
+    def _no_bucket(self) -> PunaError:
+        return PunaError(f"{self.uri}: there is no bucket {self.bucket}; make it first, or name another with --store")
+
+    def _unanswered(self, name: str, error: Exception) -> PunaError:
+        """What a person can do about a request that failed; without secrets, whatever the answer holds."""
+        import obstore
+
+        said = " ".join(str(error).split())[:300]
+        for variable in SECRET:
+            if os.environ.get(variable):
+                said = said.replace(os.environ[variable], "***")
+        if "NoSuchBucket" in str(error):
+            return self._no_bucket()
+        refused = isinstance(error, (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError))
+        if refused or _status(error) in ("401", "403"):
+            what = "access was refused; the AWS_… variables in the environment must hold credentials for it"
+            return PunaError(f"{self.uri}/{name}: {what} ({said})")
+        return PunaError(f"{self.uri}/{name}: the object store does not do what it was asked ({said}); run again, what is done is kept")
+
+
+@lru_cache(maxsize=8)
+def _connected(bucket: str, prefix: str, endpoint: str) -> S3Store:
+    try:
+        from obstore.store import S3Store
+    except ImportError as error:
+        raise PunaError("a store on S3 needs the package obstore; install puna[s3]") from error
+    if not any(os.environ.get(name) for name in CREDENTIALS):
+        raise PunaError(f"store s3://{bucket}/{prefix}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment")
+    # The server compares what comes with this checksum, and refuses it where a bit was flipped on the way.
+    return S3Store(
+        bucket,
+        prefix=prefix or None,
+        config={"checksum_algorithm": "SHA256"},
+        client_options={"allow_http": endpoint.startswith("http://"), "timeout": timedelta(seconds=120)},
+        retry_config={"max_retries": 8, "retry_timeout": timedelta(seconds=120), "backoff": {"max_backoff": timedelta(seconds=8)}},
+    )
+
+
+def _status(error: Exception) -> str:
+    """The status of an answer, where the client met one that it knows no other name for."""
+    found = re.search(r"status code: (\d+)", str(error))
+    return found[1] if found else ""
+
+
+def passing(error: Exception) -> bool:
+    """Whether a request may succeed when it is made again."""
+    import obstore
+
+    return isinstance(error, obstore.exceptions.GenericError) and _status(error) in ("", "409", "429", "500", "502", "503", "504")
+
+
+def pause(attempt: int) -> None:
+    time.sleep(min(5.0, 0.05 * 2**attempt) * (0.5 + random.random()))
