@@ -19,7 +19,7 @@ from puna.flows import running
 from puna.flows.adapter import Performer
 from puna.flows.curate import curate
 from puna.flows.inputs import column_changes, named_items
-from puna.flows.preflight import PEEK_SECONDS, page_text
+from puna.flows.preflight import PEEK_SECONDS, page_texts
 from puna.flows.program import Item
 from puna.flows.session import Session, session
 from puna.flows.trace import load
@@ -108,8 +108,7 @@ def look(files: list[External], named: Sequence[str]) -> Choices:
         found.said.append(f"  fields {names}: {fields.page} is read as {what}; {address}, {time} (--columns says otherwise)")
     _merge_inputs(found)
     config = load("clean", [*found.changes, *named], "curate").one("ingest", ingest, IngestConfig)
-    pages, _ = peek(files, config, PEEK_SECONDS)
-    texts = [text for text in map(page_text, pages) if text.strip()]
+    texts = [text for text in page_texts(*peek(files, config, PEEK_SECONDS), PEEK_SECONDS)[0] if text.strip()]
     if not texts:
         raise PunaError(
             f"clean: no page of {', '.join(f.uri for f in files)} holds text; `puna run ingest --input …` says what was dropped"

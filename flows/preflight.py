@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +21,8 @@ from puna.storage import Artifact, PunaError, Store
 if TYPE_CHECKING:
     from puna.stages.curate.reading.pages import Page
 
-PEEK_SECONDS = 1.5
-"""Time for reading the inputs' first pages."""
+PEEK_SECONDS = 1.0
+"""Time for reading the inputs' first pages, and as much again for their texts."""
 PEEK_CHARACTERS = 4000
 """Read of each page."""
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
@@ -44,7 +46,7 @@ def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, 
         complaints += wrong
         if not wrong:
             pages, share = peek(files, reading, PEEK_SECONDS)
-            sampled = (tuple(page_text(page) for page in pages), share)
+            sampled = page_texts(pages, share, PEEK_SECONDS)
     complaints += _room(files, store)
     known: dict[str, InputFacts] = {}
     for value in given.values():
@@ -114,6 +116,17 @@ def _room(files: list[External], store: Store) -> list[str]:
         f"store {store.uri}: has {free / 1e9:.1f} GB free, and what is made of {names} needs about {needed / 1e9:.1f} GB at least; "
         "free some (`puna gc` removes what nothing needs), or choose another disk with --store"
     ]
+
+
+def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tuple[str, ...], float]:
+    """Rough texts of as many of the pages, drawn by chance, as that time allows; and their share, `share` for all."""
+    until = time.monotonic() + seconds
+    found: dict[int, str] = {}
+    for at in random.Random(0).sample(range(len(pages)), len(pages)):
+        found[at] = page_text(pages[at])
+        if time.monotonic() > until:
+            break
+    return tuple(found[at] for at in sorted(found)), share * len(found) / max(1, len(pages))
 
 
 def page_text(page: Page) -> str:

@@ -73,8 +73,10 @@ def seed_counts(text: str) -> NDArray[np.int64]:
     from puna.stages.curate.text.words import split_codes
 
     words = lexicon()
-    found = np.intersect1d(split_codes(code_points(text)).folded, words.hashes)
-    return np.bincount(words.type_of[np.searchsorted(words.hashes, found)], minlength=len(words.types))
+    folded = split_codes(code_points(text)).folded
+    places = np.minimum(np.searchsorted(words.hashes, folded), len(words.hashes) - 1)
+    found = np.unique(places[words.hashes[places] == folded])
+    return np.bincount(words.type_of[found], minlength=len(words.types))
 
 
 def seed_label(counts: NDArray[np.int64], min_seeds: int, max_second: float) -> str | None:
@@ -89,7 +91,11 @@ def needs(config: TrainDomainsConfig, facts: Facts) -> list[str]:
     (documents,) = facts.inputs.get("documents") or (InputFacts("documents"),)
     if documents.texts is None or not documents.share:
         return []
-    found = Counter(seed_label(seed_counts(text[: config.max_characters]), config.min_seeds, config.max_second) for text in documents.texts)
+    found: Counter[str | None] = Counter()
+    for text in documents.texts:
+        found[seed_label(seed_counts(text[: config.max_characters]), config.min_seeds, config.max_second)] += 1
+        if sum(n >= config.min_labels for name, n in found.items() if name) >= 2:
+            return []
     # At most as many as four standard deviations more than those seen let expect.
     enough = [
         name

@@ -1,5 +1,5 @@
 """What comes in and goes out: how often Puna's rendering of conversations differs from transformers', which layouts of data are
-read from which formats, and whether planted faults are named.
+read from which formats, whether planted faults are named, and how long a command checks every need before its first stage.
 
     python tests/benchmarks/doors.py --json
 """
@@ -7,10 +7,15 @@ read from which formats, and whether planted faults are named.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
+import os
 import random
+import resource
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / ".pkg")]
@@ -21,6 +26,20 @@ from tests.stages.io import samples  # noqa: E402
 TEMPLATES = ("llama2", "mistral", "llama3_1", "qwen2_5", "qwen3", "gemma")
 CONVERSATIONS = 200
 PLANTED = 1000
+RECIPES = {"demo": "pipeline", "clean": "curate"}
+CHECK = """
+import sys
+from puna.flows import running
+from puna.flows.settings import prepare
+from puna.flows.trace import flow_named, load, load_stages
+from puna.storage import Store
+
+flow, recipe, place, *inputs = sys.argv[1:]
+store = Store.open(place)
+prepare(store.root)
+load_stages()
+running.checked_inputs(flow_named(flow), load(recipe, [], flow), inputs, store, quiet=True)
+"""
 
 
 def template_mismatches(names: tuple[str, ...] = TEMPLATES, count: int = CONVERSATIONS) -> dict[str, int]:
@@ -87,6 +106,46 @@ def bad_rows_named(count: int = PLANTED) -> float:
     return named / count
 
 
+def pages(folder: Path, count: int = 2000) -> list[str]:
+    """Two inputs of `count` pages each, of two topics, as WARC files hold them: what the demo's recipe needs."""
+    from puna.stages.curate.domains import SEEDS
+
+    draw = random.Random(0)
+    lines = [line.partition(" en:")[2].split() for line in SEEDS.read_text(encoding="utf-8").splitlines() if " en:" in line]
+    found = []
+    for name in ("wikipedia", "web"):
+        file = folder / f"{name}.warc.gz"
+        with file.open("wb") as out:
+            for number in range(count):
+                words = lines[number % 2]
+                text = " ".join(draw.choice(words) if draw.random() < 0.1 else "the llamas of the high plain" for _ in range(200))
+                body = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<html><body><nav>Home</nav><main><p>{text}</p></main></body>".encode()
+                head = f"WARC/1.0\r\nWARC-Type: response\r\nWARC-Target-URI: https://{name}.example/{number}\r\n"
+                more = f"WARC-Date: 2024-05-01T00:00:00Z\r\nContent-Type: application/http\r\nContent-Length: {len(body)}\r\n\r\n"
+                out.write(gzip.compress(f"{head}{more}".encode() + body + b"\r\n\r\n"))
+        found.append(f"{name}={file}")
+    return found
+
+
+def preflight_seconds() -> dict[str, dict[str, float]]:
+    """Seconds, by the clock and of CPU, from the start of a process, until every need of a recipe's steps is checked, on pages that meet them."""
+    seconds = {}
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = pages(Path(folder))
+        for recipe, flow in RECIPES.items():
+            command = [sys.executable, "-c", CHECK, flow, recipe, str(Path(folder) / "store"), *inputs]
+            started, spent = time.monotonic(), cpu_of_children()
+            subprocess.run(command, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / ".pkg")}, check=True)
+            seconds[recipe] = {"clock": time.monotonic() - started, "cpu": cpu_of_children() - spent}
+    return seconds
+
+
+def cpu_of_children() -> float:
+    """Seconds of CPU that the processes started here took."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main() -> None:
     """Print the figures, as lines or as one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -94,15 +153,19 @@ def main() -> None:
     arguments = parser.parse_args()
     found = template_mismatches()
     right, tried = formats_read()
+    checks = preflight_seconds()
     figures = {
         "template_mismatches": sum(found.values()), "templates": len(found), "conversations": CONVERSATIONS * len(found),
         "formats_read": len(right), "formats_tried": tried, "bad_rows_named": bad_rows_named(), "bad_rows": PLANTED,
+        "preflight_seconds": max(taken["clock"] for taken in checks.values()), "load_average": os.getloadavg()[0],
     }  # fmt: skip
     if arguments.json:
-        print(json.dumps({**figures, "formats_read": right}))
+        print(json.dumps({**figures, "formats_read": right, "preflight": checks}))
         return
     for name, value in figures.items():
         print(f"{name:24} {value}")
+    for name, taken in checks.items():
+        print(f"  preflight of {name:9} {taken['clock']:.1f} s, {taken['cpu']:.1f} s of CPU")
     for name, wrong in found.items():
         print(f"  {name:22} {wrong} of {CONVERSATIONS}")
 
