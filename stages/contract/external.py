@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -158,14 +159,53 @@ def _external(name: str, uri: str, files: tuple[ExternalFile, ...]) -> External:
     return External(name, uri, files, state.hexdigest())
 
 
+def _local(root: Path) -> list[str]:
+    """The files at or below a path, sorted, but for hidden ones; PunaError names what is no plain file of the folder.
+
+    A link may point to a file below the folder, or, in a snapshot of the hub's cache, to its blobs.
+    """
+    place = root.resolve()
+    whole = place.parents[list(place.parts)[::-1].index("snapshots")] if "snapshots" in place.parts[-4:] else place
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in [*folders, *names]:
+            path = Path(folder, name)
+            if name.startswith("."):
+                continue
+            why = _refused(path, whole, name in folders)
+            if why:
+                raise PunaError(f"input {root}: {str(path.relative_to(root)).encode(errors='backslashreplace').decode()} {why}")
+            if name not in folders:
+                found.append(str(path))
+    if not root.is_dir() and (why := _refused(root.resolve(), whole, is_folder=False)):
+        raise PunaError(f"input {root}: {why}")
+    return sorted(found) if root.is_dir() else [str(root)]
+
+
+def _refused(path: Path, whole: Path, is_folder: bool) -> str | None:
+    """Why a file or folder is not read."""
+    try:
+        path.name.encode()
+    except UnicodeEncodeError:
+        return "has a name that is not UTF-8; rename it"
+    if path.is_symlink() and (is_folder or not path.resolve().is_relative_to(whole)):
+        return f"is a link to {os.readlink(path)!r}, which leads out of the folder; give the file itself, or remove the link"
+    return None if is_folder or path.is_file() else "is no file (a pipe, socket, device or a link to nothing); remove it"
+
+
 def _files(uri: str) -> Iterator[ExternalFile]:
     import fsspec
+    from fsspec.implementations.local import LocalFileSystem
 
     try:
         system, root = fsspec.core.url_to_fs(uri)
         if not system.exists(root):
             raise PunaError(f"input {public(uri)}: there is no such file or folder")
-        addresses = [root] if system.isfile(root) else sorted(system.find(root))
+        if isinstance(system, LocalFileSystem):
+            addresses = _local(Path(root))
+        else:
+            addresses = [root] if system.isfile(root) else sorted(system.find(root))
     except PunaError:
         raise
     except Exception as error:  # noqa: BLE001 - every file system of fsspec has errors of its own: credentials, hosts, protocols

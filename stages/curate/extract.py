@@ -10,7 +10,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from puna.stages.contract import Pages, StageConfig, StageRun, stage
-from puna.stages.curate.extraction.bounds import burden
+from puna.stages.curate.extraction.bounds import Burden, burden
 from puna.stages.curate.extraction.decode import decode
 from puna.stages.curate.extraction.layout import DEPTH
 from puna.stages.curate.extraction.library import library_text
@@ -24,9 +24,11 @@ from puna.storage.schemas import table_schema
 
 HTML_TYPES = ("text/html", "application/xhtml+xml")
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f\u00ad\u200b\u2060\ufeff\ufffe\uffff]")
-LINE_END_SPACE = re.compile(r"[ \t\u00a0]+$", re.MULTILINE)
+LINE_END_SPACE = re.compile(r"(?<![ \t\u00a0])[ \t\u00a0]+$", re.MULTILINE)  # linear: only the first of a run is tried
 BLANK_LINES = re.compile(r"\n{3,}")
 MAX_ATTRIBUTES = 5000  # of one tag; the parser compares each with all
+MAX_OPTIONS = 2000  # of a page; the parser looks for each through all before it
+OPTION = re.compile(r"<opt(?:ion|group)\b[^<>]*>[^<]*|</opt(?:ion|group)\s*>", re.IGNORECASE)
 
 
 class ExtractConfig(StageConfig):
@@ -155,7 +157,8 @@ def html_text(html: str, config: ExtractConfig) -> PageText:
     """Title and main text of an HTML page; raises Unreadable where the page is built to hang a parser."""
     from resiliparse.parse.html import HTMLParserException, HTMLTree
 
-    _check_burden(html, config)
+    if _check_burden(html, config).options > MAX_OPTIONS:
+        html = OPTION.sub("", html)
     try:
         tree = HTMLTree.parse(html)
         title = CONTROLS.sub("", tree.title or "").strip() or None
@@ -182,12 +185,14 @@ def html_text(html: str, config: ExtractConfig) -> PageText:
         raise Unreadable("extract_failed", f"{type(error).__name__}: {error}") from error
 
 
-def _check_burden(html: str, config: ExtractConfig) -> None:
+def _check_burden(html: str, config: ExtractConfig) -> Burden:
     """Refuse a page that would take a parser too much time or memory."""
-    tags, depth, attributes, copies = burden(html.encode("utf-8", "replace"))
+    found = burden(html.encode("utf-8", "replace"))
+    tags, depth, attributes, copies, _ = found
     if depth > config.max_depth:
         raise Unreadable("extract_too_deep", "the elements are nested too deep", float(depth), float(config.max_depth))
     if tags + copies > config.max_elements:
         raise Unreadable("extract_too_many_elements", "the page has too many elements", float(tags + copies), float(config.max_elements))
     if attributes > MAX_ATTRIBUTES:
         raise Unreadable("extract_too_many_attributes", "a tag has too many attributes", float(attributes), float(MAX_ATTRIBUTES))
+    return found

@@ -34,6 +34,8 @@ BATCH_BYTES = 8 << 20
 PACKED = 4
 """How much larger pages are than the archives that hold them, about."""
 HUB_BYTES = 1 << 30
+ROW_BYTES = 6
+"""Bytes of JSON that one byte of a page takes at most, about: it may be written as \\u0000."""
 RECORD = pa.schema(
     [
         ("id", pa.string()), *[f for f in table_schema("pages").schema if f.name != "id"],
@@ -200,7 +202,8 @@ def _has_rows(job: Job, config: IngestConfig) -> bool:
     with job.file.open() as handle:
         if job.format == "parquet":
             return bool(pq.ParquetFile(handle).metadata.num_rows)
-        return any(isinstance(row, Page) for row in readers.read_jsonl(handle, job.source, job.file.shown, config.columns_of(job.source)))
+        columns, most = config.columns_of(job.source), ROW_BYTES * config.max_body_bytes
+        return any(isinstance(row, Page) for row in readers.read_jsonl(handle, job.source, job.file.shown, columns, most))
 
 
 # --- finding the work ------------------------------------------------------------------------------------
@@ -280,11 +283,12 @@ def _records(job: Job, config: IngestConfig) -> Iterator[Page | Rejected]:
             elif job.format == "parquet":
                 yield from readers.read_parquet(handle, job.source, job.name, config.columns_of(job.source))
             elif job.format == "jsonl":
-                yield from readers.read_jsonl(handle, job.source, job.name, config.columns_of(job.source))
+                columns, most = config.columns_of(job.source), ROW_BYTES * config.max_body_bytes
+                yield from readers.read_jsonl(handle, job.source, job.name, columns, most)
             elif job.format == "dataset":
                 yield from readers.read_arrow(handle, job.source, job.name, config.columns_of(job.source))
             else:
-                yield from readers.read_file(handle, job.source, job.name)
+                yield from readers.read_file(handle, job.source, job.name, config.max_body_bytes)
     except FileNotFoundError as error:
         raise PunaError(f"input {job.file.shown}: the file is gone ({error})") from error
 

@@ -6,17 +6,31 @@ from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+YEARS = range(1678, 2262)
+"""Years whose times every reader of tables can hold: 64 bits of nanoseconds."""
+LOW, HIGH = ((datetime(year, 1, 1, tzinfo=UTC) - EPOCH) // timedelta(microseconds=1) for year in (YEARS.start, YEARS.stop))
 
 
 def microseconds(at: datetime) -> int:
-    """Microseconds since 1970; a time without a zone is UTC."""
+    """Microseconds since 1970; a time without a zone is UTC. ValueError for a year out of `YEARS`."""
     if at.tzinfo is None:
         at = at.replace(tzinfo=UTC)
-    return (at - EPOCH) // timedelta(microseconds=1)
+    found = (at - EPOCH) // timedelta(microseconds=1)
+    if not LOW <= found < HIGH:
+        raise ValueError(f"the year {at.year} is not among {YEARS.start} to {YEARS.stop - 1}")
+    return found
 
 
 def moment(value: Any) -> int | None:
     """A date, a time, ISO text or seconds or milliseconds since 1970 as microseconds; nothing counts as 1970; None: not a date."""
+    try:
+        found = _moment(value)
+    except (ValueError, OverflowError):
+        return None
+    return found if found is not None and LOW <= found < HIGH else None
+
+
+def _moment(value: Any) -> int | None:
     if value is None or value == "":
         return 0
     if isinstance(value, datetime):
@@ -27,9 +41,4 @@ def moment(value: Any) -> int | None:
         return round(value * 1_000_000)
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e14:
         return round(value * 1_000)
-    if isinstance(value, str):
-        try:
-            return microseconds(datetime.fromisoformat(value.strip()))
-        except ValueError:
-            return None
-    return None
+    return microseconds(datetime.fromisoformat(value.strip())) if isinstance(value, str) else None

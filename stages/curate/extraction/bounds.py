@@ -1,7 +1,8 @@
 """What a page would cost a parser, from its tags alone: pages built to hang one are refused before it sees them.
 
-A parser of HTML takes time that grows with the square of three things: elements nested in each other, formatting
-elements (`b`, `font`, ...) that were never closed and that it opens again in every paragraph, attributes of one tag.
+A parser of HTML takes time that grows with the square of four things: elements nested in each other, formatting
+elements (`b`, `font`, ...) that were never closed and that it opens again in every paragraph, attributes of one tag, and
+options of a list to choose from, which hold no text of the page: where there are many, their tags are taken out instead.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ CLOSED = flags(
     "area base basefont bgsound body br button col colgroup dd dt embed frame head hr html img input keygen li link meta optgroup option "
     "p param rp rt source tbody td tfoot th thead tr track wbr a"
 )
+OPTIONS = flags("option optgroup")
 FORMATTING = flags("b big code em font i nobr s small strike strong tt u")
 OPAQUE = flags("script style textarea title xmp iframe noembed noframes")
 FOREIGN = flags("svg math")
@@ -31,12 +33,14 @@ BREAKS_OUT = flags(
 
 
 class Burden(NamedTuple):
-    """Tags of a page; elements nested or formatting left open at a time, at most; attributes of a tag, at most; elements opened again."""
+    """Tags of a page; elements nested or formatting left open at a time, at most; attributes of a tag, at most; elements opened again;
+    options of lists to choose from."""
 
     tags: int
     depth: int
     attributes: int
     copies: int
+    options: int
 
 
 def burden(html: bytes) -> Burden:
@@ -94,9 +98,9 @@ def _after_comment(html: NDArray[np.uint8], at: int) -> int:
 
 
 @njit(cache=True)
-def _burden(html: NDArray[np.uint8]) -> tuple[int, int, int, int]:
+def _burden(html: NDArray[np.uint8]) -> tuple[int, int, int, int, int]:
     size = len(html)
-    tags = depth = deepest = formatting = most = widest = copies = foreign = at = 0
+    tags = depth = deepest = formatting = most = widest = copies = foreign = options = at = 0
     while at < size:
         if html[at] != 60:
             at += 1
@@ -110,6 +114,7 @@ def _burden(html: NDArray[np.uint8]) -> tuple[int, int, int, int]:
         attributes, at = _attributes(html, at)
         tags += 1
         widest = max(widest, attributes)
+        options += OPTIONS[tag] and not closing
         if FOREIGN[tag]:
             foreign = max(0, foreign + (-1 if closing else 1))
         elif BREAKS_OUT[tag]:
@@ -128,4 +133,4 @@ def _burden(html: NDArray[np.uint8]) -> tuple[int, int, int, int]:
                 if html[at] == 60 and at + 1 < size and html[at + 1] == 47 and tag_name(html, at + 2)[0] == tag:
                     break
                 at += 1
-    return tags, max(deepest, most), widest, copies
+    return tags, max(deepest, most), widest, copies, options

@@ -37,21 +37,21 @@ def prepared(tree: Any, html: str) -> str:
     if document is None or not any(hint in html for hint in HINTS):
         return html
     changed = False
-    for element in document.query_selector_all(NUMBERS):
+    for element in document.query_selector_all(NUMBERS)[:]:  # a slice is a list; the collection makes all elements anew for each
         element.parent.remove_child(element)  # not destroyed: what is in it may be among them as well
         changed = True
     for math in document.query_selector_all("math")[:MAX_FORMULAS]:
         if not _inside(math, "math") and math.query_selector("annotation") is None and (text := tex(math)):
             _replaced(tree, math, "pre" if math.getattr("display") == "block" else "span", text)
             changed = True
-    for script in document.query_selector_all(DISPLAY):
+    for script in document.query_selector_all(DISPLAY)[:]:
         _replaced(tree, script, "pre", script.text)
         changed = True
     for table, lines in _tables(document):
         _replaced(tree, table, "pre", "\n".join(lines))
         changed = True
-    for editor in document.query_selector_all(EDITOR):
-        lines = [line.text.replace("\u200b", "") for line in editor.query_selector_all("pre")]
+    for editor in document.query_selector_all(EDITOR)[:]:
+        lines = [line.text.replace("\u200b", "") for line in editor.query_selector_all("pre")[:]]
         if lines:
             _replaced(tree, editor, "pre", "\n".join(lines))
             changed = True
@@ -69,7 +69,7 @@ def _inside(node: Any, tag: str) -> bool:
 def _tables(document: Any) -> list[tuple[Any, list[str]]]:
     """Tables in which each row is a line of code, with the lines."""
     found: list[tuple[Any, list[str]]] = []
-    for cell in document.query_selector_all(LINES):
+    for cell in document.query_selector_all(LINES)[:]:
         table = cell
         for _ in range(MAX_STEPS):
             table = table.parent if table is not None and table.tag != "table" else table

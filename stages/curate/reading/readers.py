@@ -59,35 +59,46 @@ def address(source: str, name: str, row: int | None = None) -> str:
     return place if row is None else f"{place}/{row}"
 
 
-def read_file(handle: BinaryIO, source: str, name: str) -> Iterator[Page | Rejected]:
-    """One file as one page; its media type follows from its name. Files carry no date: it is 1970-01-01."""
+def read_file(handle: BinaryIO, source: str, name: str, max_bytes: int) -> Iterator[Page | Rejected]:
+    """One file as one page; its media type follows from its name. Files carry no date: it is 1970-01-01.
+
+    No more than one byte over `max_bytes` is unpacked.
+    """
     media = MEDIA_TYPES.get(suffix(name))
     if media is None:
         yield Rejected("content_type", name, f"{name}: no media type is known for this kind of file")
         return
     try:
-        body = unpacked(handle, name).read()
+        body = unpacked(handle, name).read(max_bytes + 1)
     except DAMAGE as error:
         yield Rejected("truncated_record", name, f"{name}: {error}")
         return
     yield Page(address(source, name), 0, media, None, body, name)
 
 
-def read_jsonl(handle: BinaryIO, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
-    """One page per line. PunaError where no line has the column; a line that is no JSON object is rejected."""
+def read_jsonl(handle: BinaryIO, source: str, name: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
+    """One page per line. PunaError where no line has the column; a line that is no JSON object is rejected, and one of more than
+    `max_bytes`, which is never held whole."""
     rows, found = 0, False
     names: dict[str, None] = {}
-    lines = iter(unpacked(handle, name))
+    lines = unpacked(handle, name)
     number = -1
     while True:
         number += 1
         try:
-            line = next(lines, None)
+            line = rest = lines.readline(max_bytes + 1)
+            too_long = len(line) > max_bytes and not line.endswith(b"\n")
+            while too_long and rest and not rest.endswith(b"\n"):
+                rest = lines.readline(max_bytes)
         except DAMAGE as error:
             yield Rejected("truncated_record", f"{name}#{number}", f"{name}, line {number + 1}: {error}")
             return
-        if line is None:
+        if not line:
             break
+        if too_long:
+            said = f"{name}, line {number + 1}: longer than {max_bytes} bytes"
+            yield Rejected("record_too_large", f"{name}#{number}", said, None, float(max_bytes))
+            continue
         if not line.strip():
             continue
         try:

@@ -22,7 +22,7 @@ MAX_HEADER_BYTES = 1 << 16
 GZIP_MAGIC = b"\x1f\x8b\x08"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 ZSTD_DICTIONARY_MAGIC = b"\x5d\x2a\x4d\x18"
-LENGTH = re.compile(rb"^content-length[ \t]*:[ \t]*(\d+)[ \t]*\r?$", re.IGNORECASE | re.MULTILINE)
+LENGTH = re.compile(rb"^content-length[ \t]*:[ \t]*0*(\d{1,18})[ \t]*\r?$", re.IGNORECASE | re.MULTILINE)
 HEADER_END = re.compile(rb"\r\n\r\n|\n\n")
 RECORD_START = re.compile(rb"\nWARC/\d\.\d\r?\n")
 
@@ -185,7 +185,7 @@ def _frames(buffer: _Buffer, max_record_bytes: int) -> Iterator[Frame]:
             continue
         match = LENGTH.search(header)
         if not header.startswith(b"WARC/") or match is None:
-            problem = "the record's header has no Content-Length" if header.startswith(b"WARC/") else "no WARC record starts here"
+            problem = "the record's header has no usable Content-Length" if header.startswith(b"WARC/") else "no WARC record starts here"
             yield Frame(offset, problem, "malformed_record")
             buffer.resynchronize()
             continue
@@ -196,7 +196,8 @@ def _frames(buffer: _Buffer, max_record_bytes: int) -> Iterator[Frame]:
             continue
         data = buffer.take(size) if length <= max_record_bytes else None
         if data is None:
-            yield Frame(offset, buffer.damage or f"the file ends inside the record ({length} bytes announced)", "truncated_record")
+            end = "gzip member or zstd frame" if buffer.cut else "file"
+            yield Frame(offset, buffer.damage or f"the {end} ends inside the record ({length} bytes announced)", "truncated_record")
             buffer.resynchronize()
             continue
         yield Frame(offset, data=data)
@@ -212,6 +213,8 @@ class _Buffer:
         self._starts: deque[tuple[int, int]] = deque()  # (bytes ever dropped or held before a block, its offset)
         self._dropped = 0
         self.damage: str | None = None
+        self.cut = False
+        """Whether what was asked for last goes on behind the end of its member: no record does, whatever length it announces."""
 
     @property
     def size(self) -> int:
@@ -268,9 +271,25 @@ class _Buffer:
             if len(self._data) > MAX_HEADER_BYTES or not self._more():
                 return None
 
+    def _member_end(self) -> int | None:
+        """How many of the bytes belong to the first one's member, where another one follows that begins with a record.
+
+        Members of a fixed size, as bgzip makes them, end anywhere.
+        """
+        if not self._members or not self._starts:
+            return None
+        after = (before - self._dropped for before, offset in self._starts if offset != self._starts[0][1])
+        return next((at for at in after if self._data[at : at + 5] == b"WARC/"), None)
+
     def take(self, count: int) -> bytes | None:
-        """The first `count` bytes, or None (nothing is dropped) when there are fewer."""
-        while len(self._data) < count:
+        """The first `count` bytes, or None (nothing is dropped) when there are fewer in the file or in the member."""
+        while True:
+            end = self._member_end()
+            self.cut = end is not None and end < count
+            if self.cut:
+                return None
+            if len(self._data) >= count:
+                break
             if not self._more():
                 return None
         data = bytes(self._data[:count])
@@ -278,10 +297,17 @@ class _Buffer:
         return data
 
     def discard(self, count: int) -> bool:
-        """Drop `count` bytes without holding them; False when there are fewer."""
-        while count > len(self._data):
-            count -= len(self._data)
-            self._drop(len(self._data))
+        """Drop `count` bytes without holding them; False when there are fewer in the file or in the member."""
+        while True:
+            end = self._member_end()
+            self.cut = end is not None and end < count
+            if self.cut:
+                return False
+            if count <= len(self._data):
+                break
+            # One byte stays, so that the member is known that the next block may belong to.
+            count -= max(0, len(self._data) - 1)
+            self._drop(max(0, len(self._data) - 1))
             if not self._more():
                 return False
         self._drop(count)
@@ -293,6 +319,10 @@ class _Buffer:
             self.damage = None
             self._drop(len(self._data))
             return
+        if self.cut:
+            self.cut = False
+            self._after_cut()
+            return
         while True:
             if match := RECORD_START.search(self._data, 1):
                 self._drop(match.start() + 1)
@@ -301,6 +331,14 @@ class _Buffer:
             if not self._more():
                 self._drop(len(self._data))
                 return
+
+
+    def _after_cut(self) -> None:
+        """Drop what is left of a record that its member's end cuts off, up to the next record in the member or behind it."""
+        end = self._member_end()
+        if end is not None:
+            match = RECORD_START.search(self._data, 1, end)
+            self._drop(match.start() + 1 if match else end)
 
 
 # --- records ---------------------------------------------------------------------------------------------

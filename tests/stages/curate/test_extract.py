@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 
 from puna.stages.contract import execute
-from puna.stages.curate.extract import ExtractConfig, Unreadable, extract, page_text
+from puna.stages.curate.extract import LINE_END_SPACE, MAX_OPTIONS, ExtractConfig, Unreadable, extract, page_text
+from puna.stages.curate.extraction.bounds import burden
 from puna.stages.curate.extraction.decode import decode
 from puna.stages.curate.extraction.library import library_text
 from puna.storage import Store
@@ -142,6 +143,21 @@ def test_control_characters_and_runs_of_blank_lines_go():
     _, text, _ = page_text(f"<main>{PARAGRAPH}{marked}<br><br><br><br>{PARAGRAPH}</main>".encode(), "text/html", None, CONFIG)
     assert text.count("This is a paragraph with enough words") == 3
     assert "\n\n\n" not in text
+
+
+@pytest.mark.parametrize("extractor", ["model", "resiliparse", "union"])
+@pytest.mark.parametrize("option", ["<option value={0}>Town {0}</option>", "<OPTION>Town {0}", "<optgroup label=x>Town {0}"])
+def test_a_page_keeps_its_text_and_not_its_many_options(extractor, option):
+    towns = "".join(map(option.format, range(MAX_OPTIONS + 1)))
+    html = f"<main>{PARAGRAPH}<select name=town>{towns}</select>{PARAGRAPH}</main>"
+    _, text, _ = page_text(html.encode(), "text/html", None, ExtractConfig(extractor=extractor))
+    assert text.count("This is a paragraph") == 2 and "Town" not in text
+    assert burden(html.encode()).options == MAX_OPTIONS + 1
+
+
+def test_white_space_goes_from_the_ends_of_lines_only():
+    lines = ["a \t b", "c  ", " \u00a0", "", "  d\t\u00a0\t"]
+    assert LINE_END_SPACE.sub("", "\n".join(lines)) == "\n".join(line.rstrip(" \t\u00a0") for line in lines)
 
 
 def test_the_stage_keeps_or_drops_every_page(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 
@@ -33,6 +34,29 @@ CODE = {
     + "".join(f'<div><div class="CodeMirror-linenumber">{n}</div><pre>{row}</pre></div>' for n, row in enumerate(LINES.split("\n")))
     + "</div>",
 }  # fmt: skip
+
+
+def calls(work):
+    """How many functions `work` calls."""
+    count = 0
+
+    def counted(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(counted)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_table_of_code_takes_steps_in_proportion_to_its_rows():
+    rows = "<tr><td class=blob-num>1</td><td class=blob-code><pre>f(1);</pre></td></tr>"
+    one, two = (calls(lambda n=n: text(f"<table>{rows * n}</table>")) for n in (100, 200))
+    assert two < 2.2 * one
+    assert text(f"<table>{rows * 200}</table>").count("f(1);") == 200
 
 
 @pytest.mark.parametrize("name", CODE)

@@ -6,7 +6,9 @@ import gzip
 import io
 import json
 import lzma
+import os
 import random
+import re
 import zlib
 from datetime import UTC, datetime
 
@@ -21,6 +23,7 @@ from puna.stages.curate.ingest import IngestConfig, ingest
 from puna.stages.curate.reading.pages import Page, Rejected
 from puna.stages.curate.reading.warc import media_type, read_warc
 from puna.stages.curate.reading.warc_frames import frames
+from puna.stages.reading.dates import moment
 from puna.storage import PunaError, Store
 
 
@@ -149,6 +152,60 @@ def test_damage_in_the_middle_loses_one_record_only():
         pages = [r.url[-1] for r in found if isinstance(r, Page)]
         assert pages == [str(n) for n in range(5) if n != which]
         assert [r.rule for r in found if isinstance(r, Rejected)] == ["truncated_record"]
+
+
+@pytest.mark.parametrize("length", [b"9000", b"99999999999", b"9" * 5000])
+@pytest.mark.parametrize("pack", [lambda r: gzip.compress(r, mtime=0), zstandard.compress])
+def test_a_lying_length_loses_its_own_record_only(length, pack):
+    lying = re.sub(rb"Content-Length: \d+", b"Content-Length: " + length, page(1), count=1)
+    members = [pack(page(0)), pack(lying), *(pack(page(n)) for n in range(2, 8))]
+    found = list(read_warc(io.BytesIO(b"".join(members)), "x", 1 << 20))
+    assert [r.url[-1] for r in found if isinstance(r, Page)] == ["0", *"234567"]
+    assert [r.rule for r in found if isinstance(r, Rejected)] == ["malformed_record" if len(length) > 18 else "truncated_record"]
+
+
+def test_records_may_cross_members_of_a_fixed_size():
+    plain = b"".join(page(n) for n in range(20))
+    data = b"".join(gzip.compress(plain[at : at + 97]) for at in range(0, len(plain), 97))
+    assert [r.url for r in read_warc(io.BytesIO(data), "x", 1 << 20)] == [f"https://a.example.net/{n}" for n in range(20)]
+
+
+def test_no_more_of_a_file_or_line_is_unpacked_than_a_page_may_have(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "bomb.html.gz").write_bytes(gzip.compress(b"<p>" + b"x" * 3_000_000))
+    (folder / "good.html").write_bytes(b"<p>A page.")
+    rows = [b'{"text": "%s"}' % (b"y" * 90_000), b'{"text": "short"}']
+    (folder / "rows.jsonl.gz").write_bytes(gzip.compress(b"\n".join(rows)))
+    made = read(tmp_path, folder, config=IngestConfig(max_body_bytes=2000))
+    assert made.rows() == 2 and rules(made) == ["body_too_large", "record_too_large"]
+
+
+@pytest.mark.parametrize("value", [-9e13, 9e13, "0001-01-01T00:00:00+14:00", datetime(1, 1, 1), datetime(9999, 12, 31), float("nan")])
+def test_dates_that_no_table_holds_are_none(value):
+    assert moment(value) is None
+
+
+def test_links_and_special_files_are_refused_by_name(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "p.txt").write_text("a page")
+    (folder / "same.txt").symlink_to("p.txt")
+    assert [f.name for f in External.resolve(str(folder))[0].files] == ["p.txt", "same.txt"]
+    (tmp_path / "secret").write_text("x")
+    for make, said in (
+        (lambda path: path.symlink_to(tmp_path / "secret"), "is a link to"),
+        (lambda path: path.symlink_to(folder), "is a link to"),
+        (lambda path: path.symlink_to("nowhere"), "is no file"),
+        (os.mkfifo, "is no file"),
+    ):
+        make(folder / "odd")
+        with pytest.raises(PunaError, match=f"odd {said}"):
+            External.resolve(str(folder))
+        (folder / "odd").unlink()
+    open(os.fsencode(folder) + b"/b\xff.txt", "wb").close()
+    with pytest.raises(PunaError, match="not UTF-8"):
+        External.resolve(str(folder))
 
 
 def test_frames_equal_fastwarc_on_a_sound_archive():
