@@ -107,7 +107,7 @@ def readers() -> dict[str, tuple[list[bytes], Callable[[bytes], Iterator[bool]]]
             yield isinstance(row, Page)
 
     def lines(data: bytes) -> Iterator[bool]:
-        for row in read_jsonl(io.BytesIO(data), "s", "a.jsonl", Columns("text", None, None, None)):
+        for row in read_jsonl(io.BytesIO(data), "s", "a.jsonl", Columns("text", None, None, None), 1 << 20):
             yield isinstance(row, Page)
 
     plain = warc()
