@@ -115,6 +115,9 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
             row = {"id": identity, "rule": why.rule, "value": why.value, "threshold": why.threshold, "detail": f"{url}: {why.detail}"}
             dropped.append(row)
             continue
+        except Exception as error:  # noqa: BLE001 - one page may fail in any way, and the others go on
+            dropped.append({"id": identity, "rule": "extract_failed", "detail": f"{url}: {type(error).__name__}: {error}"})
+            continue
         kept.append(index)
         titles.append(title)
         texts.append(text)

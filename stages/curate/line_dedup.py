@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, Figure, StageConfig, StageRun, stage
-from puna.stages.curate.signals.measure import buffers
 from puna.stages.curate.text.code_lines import looks_like_code
 from puna.stages.curate.text.line_pieces import (
     bounds_of,
@@ -24,6 +23,7 @@ from puna.stages.curate.text.line_pieces import (
     with_blank_lines,
     without_pieces,
 )
+from puna.stages.curate.text.strings import buffers, strings
 from puna.storage import Part
 from puna.storage.exchange import Partition, partitions
 from puna.storage.schemas import table_schema
@@ -181,11 +181,11 @@ def _remove(
         end = with_blank_lines(data, offsets, row, begin, end)
     made, bounds, empty = without_pieces(data, offsets, config.newlines, row, begin, end)
     ids, place = documents["id"].combine_chunks(), documents.schema.get_field_index("text")
-    kept = documents.set_column(place, documents.schema.field(place), _strings(made, bounds)).filter(pa.array(~empty))
+    kept = documents.set_column(place, documents.schema.field(place), strings(made, bounds)).filter(pa.array(~empty))
     removed = {
         "id": ids.take(pa.array(row)),
         "line": number,
-        "text": _strings(*gathered(data, begin, end)),
+        "text": strings(*gathered(data, begin, end)),
         "rule": pa.repeat(f"{config.unit}_occurrences", len(row)),
         "value": occurrences.astype(np.float64),
     }
@@ -201,10 +201,6 @@ def _remove(
     return {"documents": kept, "examples": shown_rows} | {
         name: pa.table(columns, schema=table_schema(name).schema) for name, columns in (("removed_lines", removed), ("dropped", dropped))
     }
-
-
-def _strings(data: NDArray[np.uint8], bounds: NDArray[np.int64]) -> pa.Array:
-    return pa.LargeStringArray.from_buffers(len(bounds) - 1, pa.py_buffer(bounds), pa.py_buffer(data)).cast(pa.string())
 
 
 def _code(data: NDArray[np.uint8], begin: NDArray[np.int64], end: NDArray[np.int64], hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:

@@ -57,10 +57,10 @@ def _characters(documents: Any) -> int:
 
 def _found(texts: pa.ChunkedArray, config: SubstringDedupConfig) -> tuple[Any, ...]:
     """`window_hashes` of texts, and their bytes."""
-    from puna.stages.curate.text.shingles import bytes_of
+    from puna.stages.curate.text.strings import buffers
     from puna.stages.curate.text.windows import window_hashes
 
-    data, offsets = bytes_of(texts)
+    data, offsets = buffers(texts)
     return (*window_hashes(data, offsets, config.words), data, offsets)
 
 

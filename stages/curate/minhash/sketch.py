@@ -33,9 +33,9 @@ class Shingles(NamedTuple):
 
 def shingled(texts: pa.ChunkedArray, config: MinhashDedupConfig) -> Shingles:
     """The shingles of a column of texts."""
-    from puna.stages.curate.text.shingles import bytes_of
+    from puna.stages.curate.text.strings import buffers
 
-    data, offsets = bytes_of(texts)
+    data, offsets = buffers(texts)
     if config.normal_form == "datatrove":
         from puna.stages.curate.text.datatrove_words import datatrove_words
 

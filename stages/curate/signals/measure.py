@@ -29,6 +29,7 @@ from puna.stages.curate.text.characters import decode, tables
 from puna.stages.curate.text.english_tables import EnglishTables, bare_tables, datatrove_flags
 from puna.stages.curate.text.english_words import english_tables, split_english
 from puna.stages.curate.text.hash_table import cleared, contains, mix, place, size_for, table_of
+from puna.stages.curate.text.strings import buffers
 from puna.stages.curate.text.words import IS_SYMBOL, describe, exact_hashes, folded_hashes, powers, prefix_hashes, split_ranges
 from puna.storage import PunaError
 
@@ -148,17 +149,6 @@ def measure(texts: pa.Array | pa.ChunkedArray, splitter: Splitter, coverage_n: i
     universal, as_dolma = splitter != "datatrove", splitter == "dolma"
     found = _measure(data, offsets, vocabulary(splitter), _space(longest), values, universal, as_dolma, coverage_n, line_coverage)
     return Measurements(values, *found)
-
-
-def buffers(texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """The UTF-8 bytes of strings, and where each begins and the last ends, without copying where Arrow allows."""
-    array = texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
-    if isinstance(array, pa.ChunkedArray):  # no chunk at all
-        array = pa.array([], pa.large_string())
-    array = array.cast(pa.large_string())
-    _, offsets, data = array.buffers()
-    bounds = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1] if len(array) else np.zeros(1, np.int64)
-    return np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8), bounds
 
 
 @njit(cache=True)

@@ -7,7 +7,6 @@ import unicodedata
 from functools import lru_cache
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.stages.curate.text.normal_words import SPACE, Table, Words
@@ -67,16 +66,6 @@ def words_of(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> Words:
     bounds = np.searchsorted(begins, offsets)
     begins -= np.repeat(offsets[:-1], np.diff(bounds))
     return Words(data, offsets, begins.astype(np.int32), bounds)
-
-
-def bytes_of(texts: pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """The UTF-8 bytes of a column of texts one after another, and where each begins (and the last ends)."""
-    column = texts.cast(pa.large_string()).combine_chunks()
-    if isinstance(column, pa.ChunkedArray):  # no chunks
-        return np.zeros(0, np.uint8), np.zeros(1, np.int64)
-    _, offsets, data = column.buffers()
-    where = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
-    return np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(0, np.uint8), where
 
 
 def packed(texts: list[str]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

@@ -155,6 +155,27 @@ def test_a_page_keeps_its_text_and_not_its_many_options(extractor, option):
     assert burden(html.encode()).options == MAX_OPTIONS + 1
 
 
+def test_a_page_that_raises_anything_is_dropped_and_the_others_go_on(tmp_path, monkeypatch):
+    def failing(body, *rest):
+        if b"odd" in body:
+            raise KeyError("odd")
+        return page_text(body, *rest)
+
+    monkeypatch.setattr("puna.stages.curate.extract.page_text", failing)
+    when = datetime(2024, 1, 1, tzinfo=UTC)
+    rows = [
+        {"id": f"{n:02d}", "url": f"https://x.org/{n}", "fetched_at": when, "content_type": "text/plain", "charset": "utf-8",
+         "body": body, "source": "web"}
+        for n, body in enumerate([b"a text", b"an odd one", b"another"])
+    ]  # fmt: skip
+    store = Store.open(tmp_path)
+    made = execute(extract, CONFIG, {"pages": store.import_table("pages", pa.Table.from_pylist(rows))}, store)
+    assert made.read()["id"].to_pylist() == ["00", "02"]
+    assert [(r["id"], r["rule"], r["detail"]) for r in made.read("dropped").to_pylist()] == [
+        ("01", "extract_failed", "https://x.org/1: KeyError: 'odd'")
+    ]
+
+
 def test_white_space_goes_from_the_ends_of_lines_only():
     lines = ["a \t b", "c  ", " \u00a0", "", "  d\t\u00a0\t"]
     assert LINE_END_SPACE.sub("", "\n".join(lines)) == "\n".join(line.rstrip(" \t\u00a0") for line in lines)

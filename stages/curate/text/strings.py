@@ -1,0 +1,23 @@
+"""Columns of text as arrays of bytes, and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+
+def buffers(texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """The UTF-8 bytes of strings, and where each begins and the last ends, without copying where Arrow allows."""
+    array = texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
+    if isinstance(array, pa.ChunkedArray):  # no chunk at all
+        array = pa.array([], pa.large_string())
+    array = array.cast(pa.large_string())
+    _, offsets, data = array.buffers()
+    bounds = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1] if len(array) else np.zeros(1, np.int64)
+    return np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8), bounds
+
+
+def strings(data: NDArray[np.uint8], bounds: NDArray[np.int64]) -> pa.Array:
+    """The strings whose UTF-8 bytes lie one after another in `data`; `bounds`: where each begins and the last ends."""
+    return pa.LargeStringArray.from_buffers(len(bounds) - 1, pa.py_buffer(bounds), pa.py_buffer(data)).cast(pa.string())
