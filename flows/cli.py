@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from puna.flows import exchange, look, plan
+from puna.flows import exchange, look, plan, talk
 from puna.flows.console import fail
 from puna.flows.look import StoreOption
 from puna.flows.settings import DEFAULT_STORE
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.add_typer(look.app)
 app.add_typer(plan.app)
 app.add_typer(exchange.app)
+app.add_typer(talk.app)
 
 NameArgument = Annotated[
     str, typer.Argument(metavar="FLOW|STAGE", help="A flow or a stage; `puna stages` lists them. stage:NAME where a flow has the name too")

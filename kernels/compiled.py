@@ -110,7 +110,9 @@ def state(function: Callable[..., Any]) -> str:
     seen: set[int] = set()
     while todo:
         following = todo.pop()
-        options = repr(sorted(following.targetoptions.items())) if isinstance(following, Dispatcher) else ""
+        given = following.targetoptions if isinstance(following, Dispatcher) else {}
+        # A set's order differs from process to process.
+        options = repr([(name, sorted(value) if isinstance(value, set) else value) for name, value in sorted(given.items())])
         plain = _plain(following)
         if id(plain) in seen:
             continue
@@ -128,14 +130,17 @@ def state(function: Callable[..., Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The Python function of a loop, a function or a placeholder of one; None of anything else."""
+    """The Python function of a loop, a function or a placeholder of one; None of anything else.
+
+    Numba's own functions are as its version, which its cache looks at.
+    """
     if isinstance(value, Dispatcher):
         return value.py_func
     if isinstance(value, Placeholder):
         return value.function
     if isinstance(value, _Intrinsic):
         return value._defn
-    return value if isinstance(value, FunctionType) else None
+    return value if isinstance(value, FunctionType) and not value.__module__.startswith(("numba.", "llvmlite.")) else None
 
 
 def _named(function: FunctionType) -> Iterator[tuple[str, Any]]:

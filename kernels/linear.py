@@ -71,7 +71,21 @@ def row_products(M: Any, C: Any, a: Any, a_row: Any, b: Any, b_row: Any, out: An
         store(to + out_row, s1)
         store(to + 2 * out_row, s2)
         store(to + 3 * out_row, s3)
-    for m in range(M // 4 * 4, M):
+    for m in range(M // 4 * 4, M - 1, 2):
+        a0, to = a + m * a_row, out + m * out_row
+        a1 = a0 + a_row
+        if more:
+            s0, s1 = load(to), load(to + out_row)
+        else:
+            s0 = fill(np.float32(0))
+            s1 = s0
+        for c in range(C):
+            x = load(b + c * b_row)
+            s0 = fma(spread(a0 + 4 * c), x, s0)
+            s1 = fma(spread(a1 + 4 * c), x, s1)
+        store(to, s0)
+        store(to + out_row, s1)
+    for m in range(M // 2 * 2, M):
         a0, to = a + m * a_row, out + m * out_row
         s0 = load(to) if more else fill(np.float32(0))
         for c in range(C):
@@ -167,6 +181,8 @@ def linear(x: Tensor, w_ND: Tensor) -> Tensor:
     """x w^T over the last axis of x: [..., D] and [N, D] to [..., N]; in autocast's dtype where that is on."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return torch.nn.functional.linear(x, w_ND)
+    if not torch.is_grad_enabled() and x.ndim == 2:
+        return product(x, w_ND)
     x_TD = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled():
         y_TN: Tensor = _Linear.apply(x_TD, w_ND)  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,7 +77,9 @@ class Engine:
             raise ValueError(f"sequences and step_tokens must be at least 1, not {sequences} and {step_tokens}")
         self.model, self.tokenizer, self.exact = model, tokenizer, exact
         self.sequences, self.step_tokens, self.memory = sequences, step_tokens, memory
-        self._weights: tuple[object, ...] = ()
+        self._parameters = list(model.parameters())
+        self._weights: list[tuple[int, int]] = []
+        self._place: tuple[torch.device, torch.dtype] | None = None
         self._renew()
 
     def generate(
@@ -114,7 +116,7 @@ class Engine:
             raise
         return [[row[number] for number in sorted(row)] for row in found]
 
-    def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Event]:
+    def stream(self, prompt: Prompt, params: SamplingParams) -> Generator[Event, None, None]:
         """The tokens of the answers as they are drawn; closing the iterator cancels the request."""
         request = self.submit(prompt, params)
         left = params.n
@@ -137,6 +139,15 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """End a request; its answers stay unfinished."""
         self.scheduler.cancel(request)
+
+    def clear(self) -> None:
+        """End every request, and forget all that was computed: after a failure nothing of it can be trusted."""
+        for answer in (*self.scheduler.running, *self.scheduler.paused):
+            self.scheduler.cancel(answer.request)
+        for request in list(self.scheduler.waiting):
+            self.scheduler.cancel(request)
+        self.scheduler.restart()
+        self.cache.wipe()
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -166,8 +177,7 @@ class Engine:
         try:
             tokens, logprobs = draw(logits, rows)
         except ValueError:
-            self.cache.wipe()
-            self.scheduler.pool.forget()
+            self.clear()
             raise
         events = []
         for answer, token, logprob in zip(ready, tokens, logprobs, strict=True):
@@ -212,6 +222,8 @@ class Engine:
         return [int(token) for token in prompt]
 
     def _request(self, ids: list[int], params: SamplingParams, first: int) -> Request:
+        self._parameters = list(self.model.parameters())
+        self._renew()
         if params.stop is None and self.tokenizer is None:
             raise ValueError("SamplingParams.stop is None and the engine has no tokenizer to name the end of turn")
         stop = params.stop if params.stop is not None else self.tokenizer.stop_ids if self.tokenizer is not None else ()
@@ -223,15 +235,15 @@ class Engine:
         return Request(ids, params, frozenset(one for one in stop if isinstance(one, int)), texts, words, first)
 
     def _renew(self) -> None:
-        """Forget what was computed with other weights; a cache for a model that has moved or changed its type."""
-        weight = self.model.model.embed_tokens.weight
-        place = (weight.device, weight.dtype)
-        weights = (*place, *((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters()))
+        """Compute again what was computed with other weights; a cache for a model that has moved or changed its type."""
+        weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._parameters]
         if weights == self._weights:
             return
-        if self._weights[:2] != place:
+        weight = self.model.model.embed_tokens.weight
+        if self._place != (weight.device, weight.dtype):
+            self._place = (weight.device, weight.dtype)
             pages = max(1, self.memory // page_bytes(self.model))
             self.cache = Cache(self.model, pages)
             self.scheduler = Scheduler(PagePool(pages), self.sequences, self.step_tokens)
-        self.scheduler.pool.forget()
+        self.scheduler.restart()
         self._weights = weights

@@ -140,6 +140,15 @@ class Scheduler:
         self.running.remove(answer)
         self._give_back(answer)
 
+    def restart(self) -> None:
+        """Forget all that was computed: answers that run are computed again from their tokens."""
+        for answer in self.running[::-1]:
+            self._pause(answer)
+        for request in self.waiting:
+            self._fell(request)
+        self.copies = []
+        self.pool.forget()
+
     def cancel(self, request: Request) -> list[Answer]:
         """End a request wherever it is; its answers that were running or paused."""
         request.cancelled = True

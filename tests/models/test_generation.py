@@ -375,3 +375,17 @@ def test_a_broken_model_is_reported_and_can_be_mended():
     with torch.no_grad():
         weight.copy_(whole)
     assert engine.generate([[1, 2]], params) == Engine(broken).generate([[1, 2]], params) and nothing_is_left(engine)
+
+
+def test_weights_that_change_midway_are_seen_by_what_runs():
+    """After the change an answer goes on as if its tokens so far had been asked of the new weights."""
+    changing = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
+    engine = Engine(changing)
+    request = engine.submit(list(range(30)), SamplingParams(temperature=0, max_tokens=12, stop=NEVER))
+    tokens = [event.token for _ in range(5) for event in engine.step()]
+    with torch.no_grad():
+        changing.model.layers[0].mlp.up_proj.weight.mul_(-1.5)
+    while not engine.scheduler.idle:
+        tokens += [event.token for event in engine.step() if event.request is request]
+    (rest,) = Engine(changing).generate([[*range(30), *tokens[:5]]], SamplingParams(temperature=0, max_tokens=7, stop=NEVER))
+    assert tokens[5:] == rest[0].tokens and nothing_is_left(engine)

@@ -1,0 +1,194 @@
+"""`puna chat`, `puna generate` and `puna api`: using a model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from puna.flows.look import StoreOption
+from puna.flows.settings import DEFAULT_STORE
+from puna.storage import Artifact, PunaError, Store
+
+if TYPE_CHECKING:
+    from puna.models.generation import Engine, SamplingParams
+
+app = typer.Typer()
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A model of the store (ID or NAME@VERSION), a folder, a GGUF file")]
+TemperatureOption = Annotated[float, typer.Option(min=0, max=10, help="Sampling temperature; 0 always takes the likeliest token")]
+TopOption = Annotated[float, typer.Option(help="Smallest set of likeliest tokens with this probability is drawn from")]
+TokensOption = Annotated[int, typer.Option(min=1, help="Longest answer, tokens")]
+SeedOption = Annotated[int, typer.Option(min=0, help="What the draws follow from")]
+MemoryOption = Annotated[float, typer.Option(min=0.01, help="Memory of keys and values, GB")]
+
+
+def opened(model: str, store: str, memory: float, **limits: Any) -> Engine:
+    """An engine of a model named as the commands take it."""
+    from puna.models.checkpoint import CheckpointError, load_with_tokenizer
+    from puna.models.generation import Engine
+    from puna.stages.training.train import device, load_model
+
+    try:
+        if Path(model).exists():
+            network, tokenizer = load_with_tokenizer(model, "lm")
+            network.to(device())
+        else:
+            network, tokenizer = load_model(_artifact(model, store), "lm")
+        return Engine(network, tokenizer, memory=int(memory * 1e9), **limits)
+    except (CheckpointError, ValueError) as error:
+        raise PunaError(f"{model}: {error}") from error
+
+
+def _artifact(model: str, store: str) -> Artifact:
+    try:
+        found = Store.existing(store)
+        return found.checked(found.resolve(model))
+    except PunaError as error:
+        raise PunaError(f"{model}: there is no such file or folder, and no such artifact: {error}") from error
+
+
+def parameters(**given: Any) -> SamplingParams:
+    """Sampling parameters from options; what is out of range is one clear message."""
+    from puna.models.generation import SamplingParams
+
+    try:
+        return SamplingParams(**given)
+    except ValueError as error:
+        raise PunaError(str(error)) from error
+
+
+@app.command()
+def chat(
+    model: ModelArgument,
+    system: Annotated[str | None, typer.Option(help="What the model is told first")] = None,
+    temperature: TemperatureOption = 0.7,
+    top_p: TopOption = 0.95,
+    max_tokens: TokensOption = 512,
+    seed: SeedOption = 0,
+    memory: MemoryOption = 1.0,
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Talk with a model; it keeps the conversation. /new begins another, Ctrl-C ends an answer, Ctrl-D the talk."""
+    params = parameters(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
+    engine = opened(model, store, memory)
+    start = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    while True:
+        try:
+            asked = input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            typer.echo()
+            return
+        if asked == "/new":
+            messages = list(start)
+        elif asked:
+            messages.append({"role": "user", "content": asked})
+            messages.append({"role": "assistant", "content": _answer(engine, messages, params)})
+
+
+def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingParams) -> str:
+    """Print an answer as it is drawn; its text, as far as it came."""
+    from puna.models.generation.text import TextStream
+
+    assert engine.tokenizer is not None
+    said, text = "", TextStream(engine.tokenizer)
+    events = None
+    try:
+        ids, context = engine.tokenizer.chat(messages), engine.model.config.max_position_embeddings
+        if len(ids) >= context:
+            raise PunaError(f"the conversation has {len(ids)} tokens, the model's context {context}: begin another")
+        events = engine.stream(ids, replace(params, max_tokens=min(params.max_tokens, context - len(ids))))
+        for event in events:
+            new = text.add(event.token, event.completion is not None)
+            said += new
+            print(new, end="", flush=True)
+    except KeyboardInterrupt:
+        if events is not None:
+            events.close()
+    except ValueError as error:  # too long for the cache, or refused by the chat template
+        raise PunaError(str(error)) from error
+    typer.echo()
+    return said
+
+
+@app.command()
+def generate(
+    model: ModelArgument,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT…", help="Texts; none: JSON lines on standard input")] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Answers to each")] = 1,
+    raw: Annotated[bool, typer.Option("--raw", help="Go on from the text as it is, without the chat template")] = False,
+    temperature: TemperatureOption = 0.7,
+    top_p: TopOption = 1.0,
+    max_tokens: TokensOption = 128,
+    seed: SeedOption = 0,
+    memory: MemoryOption = 1.0,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer: prompt, text, tokens, logprobs, finished")] = False,
+) -> None:
+    """Answer prompts, many at once. A line of standard input is a JSON text, a list of messages, or an object with `prompt`
+    or `messages`."""
+    params = parameters(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, n=n)
+    asked: list[Any] = list(prompts or ()) or [_parsed(number, line) for number, line in enumerate(sys.stdin, 1) if line.strip()]
+    engine = opened(model, store, memory)
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    try:
+        if raw:
+            ids = [[*tokenizer.lead, *tokenizer.encode(_plain(one))] for one in asked]
+        else:
+            ids = [tokenizer.chat([{"role": "user", "content": one}] if isinstance(one, str) else one) for one in asked]
+        answers = engine.generate(ids, params)
+    except ValueError as error:
+        raise PunaError(str(error)) from error
+    for one, row in zip(asked, answers, strict=True):
+        for found in row:
+            text = tokenizer.decode(found.tokens, skip_special_tokens=True)
+            whole = {"prompt": one, "text": text, "tokens": found.tokens, "logprobs": found.logprobs, "finished": found.finished}
+            typer.echo(json.dumps(whole, ensure_ascii=False) if as_json else text)
+
+
+def _parsed(number: int, line: str) -> Any:
+    """A prompt of standard input: text, or messages."""
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise PunaError(f"standard input, line {number} is not JSON: {error}") from error
+    if isinstance(found, dict):
+        found = found.get("messages", found.get("prompt"))
+    if not isinstance(found, str) and not (isinstance(found, list) and found and all(isinstance(one, dict) for one in found)):
+        raise PunaError(f"standard input, line {number}: give a text, a list of messages, or an object with prompt or messages")
+    return found
+
+
+def _plain(prompt: Any) -> str:
+    if not isinstance(prompt, str):
+        raise PunaError("--raw goes on from texts; messages need the chat template")
+    return prompt
+
+
+@app.command()
+def api(
+    model: ModelArgument,
+    host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on")] = 8000,
+    key: Annotated[str | None, typer.Option(envvar="PUNA_API_KEY", help="Key that requests must bring; none: anybody may ask")] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name in requests (default: as given)")] = None,
+    queue: Annotated[int, typer.Option(min=1, help="Requests that wait or are answered at once; more are told to come later")] = 256,
+    seconds: Annotated[float, typer.Option(min=1, help="Longest time for one request, seconds")] = 600,
+    sequences: Annotated[int, typer.Option(min=1, help="Answers computed at once")] = 64,
+    memory: MemoryOption = 1.0,
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Serve a model over HTTP as OpenAI's clients expect it: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
+    import uvicorn
+
+    from puna.flows.api import Limits, application
+
+    engine = opened(model, store, memory, sequences=sequences)
+    made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key)
+    uvicorn.run(made, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)

@@ -1,0 +1,184 @@
+"""Generation beside transformers on the same weights, and what the engine claims: shared prompts, exact log-probs.
+
+    OMP_NUM_THREADS=1 python tests/benchmarks/generation.py --json
+
+One thread, fp32, process CPU time; ours and theirs take turns, the best of `--rounds` counts. Both draw 128 tokens per answer
+at temperature 1 from the whole vocabulary after prompts of 32 tokens; ours keeps the log-probs. The model: 6 layers, width 256,
+8 query and 4 key-value heads, feed-forward 704, vocabulary 8192. `greedy` figures take the likeliest tokens instead.
+`--smollm FOLDER` compares greedy tokens of SmolLM2-135M-Instruct (a GGUF file) for 200 prompts of 64 new tokens each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from puna.kernels.exact import exact_passes
+from puna.kernels.linear import exact_routine
+from puna.models.config import ModelConfig
+from puna.models.generation import Engine, SamplingParams
+from puna.models.training.objectives.base import Targets
+from puna.models.transformer import Transformer
+
+SHAPE = ModelConfig(
+    vocab_size=8192, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4,
+    head_dim=32, max_position_embeddings=2048,
+)  # fmt: skip
+NEW = 128
+
+
+def model() -> Transformer:
+    return Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
+
+
+def twin(ours: Transformer) -> Any:
+    """transformers' model of the same weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    raw = SHAPE.to_dict()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    shape = {name: raw[name] for name in (*names, "head_dim", "max_position_embeddings")}
+    found = LlamaForCausalLM(LlamaConfig(**shape, attn_implementation="sdpa", bos_token_id=None, eos_token_id=None, pad_token_id=0))
+    found.load_state_dict(ours.state_dict())
+    return found.eval()
+
+
+def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
+    return torch.randint(0, SHAPE.vocab_size, (count, length), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def theirs(network: Any, asked: list[list[int]], n: int, greedy: bool) -> None:
+    ids = torch.tensor(asked).repeat_interleave(n, 0)
+    how: dict[str, Any] = {"do_sample": False} if greedy else {"do_sample": True, "top_k": None, "top_p": None, "temperature": 1.0}
+    network.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **how)
+
+
+def ours(network: Transformer, asked: list[list[int]], n: int, greedy: bool, **how: Any) -> None:
+    Engine(network, **how).generate(asked, SamplingParams(n=n, temperature=0.0 if greedy else 1.0, max_tokens=NEW, stop=()))
+
+
+def best(rounds: int, **work: Callable[[], None]) -> dict[str, float]:
+    """Least CPU seconds of each; they take turns."""
+    found = dict.fromkeys(work, float("inf"))
+    for _ in range(rounds):
+        for name, step in work.items():
+            started = time.process_time()
+            step()
+            found[name] = min(found[name], time.process_time() - started)
+    return found
+
+
+def beside_transformers(rounds: int) -> dict[str, float]:
+    network = model()
+    other = twin(network)
+    ours(network, prompts(2, 32), 1, False)  # loops are compiled once
+    figures: dict[str, float] = {}
+    for name, count, length, n in (("decode1", 1, 32, 1), ("decode16", 16, 32, 1), ("decode64", 64, 32, 1), ("rejection", 1, 512, 16)):
+        asked = prompts(count, length)
+        for greedy in (False, True):
+            kind = f"{name}_greedy" if greedy else name
+            took = best(
+                rounds,
+                ours=lambda asked=asked, n=n, greedy=greedy: ours(network, asked, n, greedy),
+                theirs=lambda asked=asked, n=n, greedy=greedy: theirs(other, asked, n, greedy),
+            )
+            figures[f"{kind}_tok_core_s"] = count * n * NEW / took["ours"]
+            figures[f"{kind}_vs_transformers"] = took["theirs"] / took["ours"]
+    asked = prompts(1, 512)
+    apart = [[*row[:-1], token] for row in asked for token in range(16)]  # 16 prompts that differ from their first page on
+    apart = [[token, *row] for token, row in enumerate(apart)]
+    took = best(
+        rounds, shared=lambda: ours(network, asked, 16, False), unshared=lambda: ours(network, apart, 1, False)
+    )
+    figures["shared_vs_unshared"] = took["unshared"] / took["shared"]
+    return figures
+
+
+def exactness(rounds: int) -> dict[str, Any]:
+    """The share of drawn tokens whose log-probs are the packed training pass's bit by bit, and what exact passes cost."""
+    network = model()
+    asked = [row[: 20 + 9 * i] for i, row in enumerate(prompts(12, 160))]
+    equal, plain_equal, total = 0, 0, 0
+    ways: tuple[dict[str, Any], ...] = ({}, {"sequences": 5}, {"step_tokens": 50}, {"memory": 6 << 20})
+    for seed, way in enumerate(ways):
+        for exact in (True, False):
+            params = SamplingParams(n=4, temperature=0.8, max_tokens=40, stop=tuple(range(100)), seed=seed)
+            answers = Engine(network, exact=exact, **way).generate(asked, params)
+            targets = Targets.from_answers(asked, [[a.tokens for a in row] for row in answers])
+            with torch.no_grad(), exact_passes(torch.float32, torch.device("cpu"), exact):
+                logprobs = network.token_logprobs(targets.forest, targets.positions, targets.tokens, 0.8)[0]
+            same = int((logprobs == torch.tensor([p for row in answers for a in row for p in a.logprobs])).sum())
+            equal, plain_equal = equal + exact * same, plain_equal + (not exact) * same
+            total += exact * len(logprobs)
+    figures: dict[str, Any] = {"logprobs_bitwise": equal / total, "logprobs_bitwise_without_exact": plain_equal / total}
+    for count in (1, 16, 64):
+        rows = prompts(count, 32)
+        took = best(
+            rounds,
+            exact=lambda rows=rows: ours(network, rows, 1, False, exact=True),
+            plain=lambda rows=rows: ours(network, rows, 1, False),
+        )
+        figures[f"exact_cost_batch_{count}"] = took["exact"] / took["plain"]
+    figures["exact_routine"] = ", ".join(sorted({exact_routine(n, d, 1)[0] for n, d in ((256, 256), (704, 256), (256, 704), (8192, 256))}))
+    return figures
+
+
+def smollm(file: Path) -> dict[str, float]:
+    """Greedy tokens beside transformers' for 200 prompts."""
+    from transformers import AutoModelForCausalLM
+
+    from puna.models.checkpoint import load_with_tokenizer, save
+
+    network, tokenizer = load_with_tokenizer(file)
+    asks = ("Tell me about", "Describe", "Explain how to think of", "Write a short story on", "List three facts about")
+    things = ("rain", "bread", "wolves", "music", "iron", "old maps", "winter", "sugar", "letters", "the moon")
+    texts = [f"{ask} {one} and {other}." for ask in asks for one in things for other in things if one < other][:200]
+    asked = [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
+    started = time.process_time()
+    answers = Engine(network, tokenizer).generate(asked, SamplingParams(temperature=0, max_tokens=64, stop=()))
+    took = time.process_time() - started
+    with tempfile.TemporaryDirectory() as folder:
+        save(network, folder, tokenizer)
+        other = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    same = 0
+    how: dict[str, Any] = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for length in sorted(set(map(len, asked))):  # without padding: prompts of one length together
+        alike = [(prompt, row[0].tokens) for prompt, row in zip(asked, answers, strict=True) if len(prompt) == length]
+        ids = torch.tensor([prompt for prompt, _ in alike])
+        found = other.generate(ids, attention_mask=torch.ones_like(ids), **how)[:, length:].tolist()
+        same += sum(theirs == tokens for theirs, (_, tokens) in zip(found, alike, strict=True))
+    return {"smollm_prompts": len(asked), "smollm_same_tokens": same, "smollm_tok_core_s": 64 * len(asked) / took}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--rounds", type=int, default=3, help="timed turns of each; the best counts")
+    parser.add_argument("--only", choices=["speed", "exact"], help="measure one half")
+    parser.add_argument("--smollm", type=Path, metavar="FILE", help="SmolLM2-135M-Instruct as a GGUF file; nothing else is measured")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    figures: dict[str, Any] = {}
+    if options.smollm:
+        figures |= smollm(options.smollm)
+    else:
+        figures |= {} if options.only == "exact" else beside_transformers(options.rounds)
+        figures |= {} if options.only == "speed" else exactness(options.rounds)
+    figures["load"] = os.getloadavg()[0]
+    if options.json:
+        print(json.dumps(figures))
+    else:
+        for name, value in figures.items():
+            print(f"{name:36s} {value if isinstance(value, str) else format(value, '.4g')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The HTTP server, over a socket: OpenAI's shapes, errors, streams, clients that go away."""
+
+import asyncio
+import json
+import threading
+import time
+
+import httpx
+import pytest
+import torch
+import uvicorn
+
+from puna.flows.api import Limits, application
+from puna.models.config import ModelConfig
+from puna.models.generation import Engine, SamplingParams
+from puna.models.tokenizer import Tokenizer
+from puna.models.transformer import Transformer
+
+TOKENIZER = Tokenizer.train(["to be or not to be, that is the question"], 280)
+SHAPE = ModelConfig(vocab_size=TOKENIZER.vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.3)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine(Transformer(SHAPE, generator=torch.Generator().manual_seed(0)), TOKENIZER, sequences=8)
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    """A server on a free port."""
+    app = application(engine, "tiny", Limits(queue=20, body=5000), key="secret")
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with httpx.Client(base_url=url, headers={"Authorization": "Bearer secret"}, timeout=60) as made:
+        yield made
+
+
+def expected(prompt, tokenizer=TOKENIZER, **params):
+    """What an engine of one's own answers."""
+    model = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
+    stop = (*tokenizer.stop_ids, *params.pop("stop", ()))
+    (row,) = Engine(model, tokenizer).generate([prompt], SamplingParams(stop=stop, **params))
+    return row
+
+
+def shown(tokens):
+    return TOKENIZER.decode(tokens, skip_special_tokens=True)
+
+
+def streamed(lines):
+    """The chunks of a stream; its end was told."""
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert data[-1] == "[DONE]"
+    return [json.loads(one) for one in data[:-1]]
+
+
+def test_chat(client):
+    messages = [{"role": "user", "content": "to be?"}]
+    made = client.post("/v1/chat/completions", json={"messages": messages, "seed": 3, "max_tokens": 12, "n": 2, "logprobs": True}).json()
+    row = expected(TOKENIZER.chat(messages), seed=3, max_tokens=12, n=2)
+    assert [c["message"] for c in made["choices"]] == [{"role": "assistant", "content": shown(a.tokens)} for a in row]
+    assert [c["finish_reason"] for c in made["choices"]] == ["stop" if a.finished else "length" for a in row]
+    scores = [[one["logprob"] for one in c["logprobs"]["content"]] for c in made["choices"]]
+    assert scores == [pytest.approx(a.logprobs, abs=1e-5) for a in row]
+    size, total = len(TOKENIZER.chat(messages)), sum(len(a.tokens) for a in row)
+    assert made["usage"] == {"prompt_tokens": size, "completion_tokens": total, "total_tokens": size + total}
+    assert made["object"] == "chat.completion" and made["model"] == "tiny"
+
+
+def test_a_stream_brings_the_same_text_and_nothing_of_a_stop_text(client):
+    (plain,) = expected(TOKENIZER.encode("to be"), seed=1, max_tokens=40)
+    text = shown(plain.tokens)
+    stop = text[len(text) // 2 :][:2]
+    body = {"prompt": TOKENIZER.encode("to be"), "seed": 1, "max_tokens": 40, "stop": stop}
+    whole = client.post("/v1/completions", json=body).json()["choices"][0]
+    with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
+        chunks = streamed(reply.iter_lines())
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"] == text[: text.index(stop)]
+    assert chunks[-1]["choices"][0]["finish_reason"] == whole["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        ({"messages": []}, 400, "messages"),
+        ({"messages": None}, 400, "messages"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"n": "many"}, 400, "n: "),
+        ({"model": "gpt"}, 404, "there is no model 'gpt'"),
+        ({"max_tokens": 9999}, 400, "exceed the model's context of 256"),
+        ({"stop": [""]}, 400, "must not be empty"),
+        ({"logit_bias": {"99999": 1}}, 400, "token ids lie in"),
+        ({"best_of": 3}, 400, "best_of"),
+        ({"messages": [{"role": "user", "content": "x" * 6000}]}, 413, "at most 5000 bytes"),
+    ],
+)
+def test_what_is_wrong_is_told_in_openais_shape(client, change, status, said):
+    for stream in (False, True):
+        reply = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}], "stream": stream, **change})
+        error = reply.json()["error"]
+        assert reply.status_code == status and said in error["message"]
+        assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_keys_and_what_needs_none(client, url):
+    assert httpx.get(f"{url}/v1/models").status_code == 401
+    assert httpx.get(f"{url}/v1/models", headers={"Authorization": "Bearer wrong"}).json()["error"]["type"] == "authentication_error"
+    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    assert "puna_pages " in httpx.get(f"{url}/metrics").text
+
+
+def test_clients_that_go_away_leave_nothing_and_others_get_theirs(url, engine):
+    """Streams of 16 clients, each second one closed after three lines."""
+    prompts = [TOKENIZER.encode(f"{i} to be or not to be")[:20] for i in range(16)]
+
+    async def one(client, number):
+        body = {"prompt": prompts[number], "seed": number, "max_tokens": 40, "stream": True, "temperature": 0}
+        async with client.stream("POST", "/v1/completions", json=body) as reply:
+            if number % 2:
+                lines = reply.aiter_lines()
+                await anext(lines), await anext(lines), await anext(lines)
+                return None
+            return streamed([line async for line in reply.aiter_lines()])
+
+    async def all_of_them():
+        async with httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer secret"}, timeout=60) as client:
+            return await asyncio.gather(*(one(client, number) for number in range(16)))
+
+    found = asyncio.run(all_of_them())
+    answers = Engine(engine.model, TOKENIZER).generate(prompts[::2], SamplingParams(max_tokens=40, temperature=0))
+    for number, (answer,) in zip(range(0, 16, 2), answers, strict=True):
+        assert "".join(chunk["choices"][0]["text"] for chunk in found[number]) == shown(answer.tokens)
+    until = time.monotonic() + 30
+    while not engine.scheduler.idle and time.monotonic() < until:
+        time.sleep(0.01)
+    pool = engine.scheduler.pool
+    assert engine.scheduler.idle and pool.available == len(pool.references)

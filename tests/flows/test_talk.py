@@ -1,0 +1,76 @@
+"""`puna chat` and `puna generate`, with a model from a folder."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from puna.flows.cli import app
+from puna.models.checkpoint import save
+from puna.models.config import ModelConfig
+from puna.models.generation import Engine, SamplingParams
+from puna.models.tokenizer import Tokenizer
+from puna.models.transformer import Transformer
+from puna.storage import PunaError
+
+TOKENIZER = Tokenizer.train(["to be or not to be, that is the question"], 280)
+SHAPE = ModelConfig(vocab_size=TOKENIZER.vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.3)
+MODEL = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    save(MODEL, path, TOKENIZER)
+    return str(path)
+
+
+def puna(*args, given=None):
+    found = CliRunner().invoke(app, list(args), input=given, catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    return found.output
+
+
+def answers(messages, **params):
+    (row,) = Engine(MODEL, TOKENIZER).generate([TOKENIZER.chat(messages)], SamplingParams(**params))
+    return [TOKENIZER.decode(answer.tokens, skip_special_tokens=True) for answer in row]
+
+
+def test_chat_keeps_the_conversation_until_a_new_one(folder):
+    said = puna("chat", folder, "--temperature", "0", "--max-tokens", "9", "--system", "be", given="to be?\nor not?\n/new\nthat is\n")
+    system = [{"role": "system", "content": "be"}]
+    first = [*system, {"role": "user", "content": "to be?"}]
+    (one,) = answers(first, temperature=0, max_tokens=9)
+    (two,) = answers([*first, {"role": "assistant", "content": one}, {"role": "user", "content": "or not?"}], temperature=0, max_tokens=9)
+    (three,) = answers([*system, {"role": "user", "content": "that is"}], temperature=0, max_tokens=9)
+    assert said == "\n".join([one, two, three, "", ""])
+
+
+def test_generate_answers_prompts_and_lines_alike(folder):
+    options = ["--n", "2", "--max-tokens", "8", "--seed", "5", "--json"]
+    rows = [json.loads(line) for line in puna("generate", folder, "to be", "the question", *options).splitlines()]
+    expected = [text for prompt in ("to be", "the question") for text in answers([{"role": "user", "content": prompt}], n=2, max_tokens=8, seed=5, temperature=0.7)]
+    assert [row["text"] for row in rows] == expected
+    assert all(len(row["tokens"]) == len(row["logprobs"]) for row in rows)
+    given = '"to be"\n\n{"messages": [{"role": "user", "content": "the question"}]}\n'
+    assert [json.loads(line)["text"] for line in puna("generate", folder, *options, given=given).splitlines()] == expected
+    (raw,) = Engine(MODEL, TOKENIZER).generate(["to be"], SamplingParams(max_tokens=8, temperature=0))
+    assert puna("generate", folder, "to be", "--raw", "--temperature", "0", "--max-tokens", "8") == TOKENIZER.decode(raw[0].tokens, skip_special_tokens=True) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "given", "message"),
+    [
+        (["nowhere/model"], "", "nowhere"),
+        (["FOLDER"], "{\n", "line 1 is not JSON"),
+        (["FOLDER"], '"a"\n7\n', "line 2: give a text"),
+        (["FOLDER", "a", "--top-p", "0"], "", "top_p must lie in"),
+        (["FOLDER", "--raw"], '[{"role": "user", "content": "a"}]\n', "--raw goes on from texts"),
+        (["FOLDER", "a", "--memory", "0.01", "--max-tokens", "999999"], "", "give the engine more memory"),
+    ],
+)
+def test_what_is_wrong_is_one_message(folder, tmp_path, args, given, message):
+    args = [folder if arg == "FOLDER" else arg for arg in args]
+    with pytest.raises(PunaError, match=message):
+        CliRunner().invoke(app, ["generate", *args, "--store", str(tmp_path / "none")], input=given, catch_exceptions=False)
