@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from puna.stages.align.lora import adapted
 from puna.stages.align.rankings import Ranked, check_splits, read_preferences, render_ranked
+from puna.stages.align.reward_accuracy import pairs, report
 from puna.stages.align.settings import RewardModelConfig
 from puna.stages.contract import Facts, Model, Preferences, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
@@ -35,8 +36,9 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
     (Llama 3, section 4.1.2). A ranking of more answers is one group of as many tiers; equals make no pair.
 
     The metric `heldout_accuracy` is the share of held-out pairs, chosen against rejected, in the right order; `train_accuracy` that
-    of as many training prompts as are held out, at least 32, drawn by chance. Preferences that
-    the chat template refuses, and those longer than a packed row, are in `dropped`; see `bad_rows`.
+    of as many training prompts as are held out, at least 32, drawn by chance. Beside them `heldout_longer_accuracy` has the longer
+    answer win (its complement the shorter one), and `heldout_accuracy_LEVEL` is that of one level. Preferences that the chat template
+    refuses, and those longer than a packed row, are in `dropped`; see `bad_rows`.
     """
     check_splits(preferences)
     rows = read_preferences(preferences, config.levels)
@@ -97,27 +99,9 @@ def _drawn(found: list[Ranked], most: int, run: StageRun) -> list[Ranked]:
 
 def _measure(model: Transformer, found: list[Ranked], split: str, config: RewardModelConfig, run: StageRun) -> None:
     """Accuracy on chosen against rejected, and on edited against chosen where there is an edit."""
-    ordered = [row for one in found for row in one.rows]
-    if not ordered:
-        return
-    examples = [one.example for one in found]
-    size = config.training.compute.micro_batch_tokens
+    examples, size = [one.example for one in found], config.training.compute.micro_batch_tokens
     rewards = score_answers(model, examples, size, lambda done, total: run.progress(done, total, f"{split} accuracy"))
-    groups = [[[r[i] for i in tier] for tier in tiers] for e, r in zip(examples, rewards, strict=True) for tiers in e.groups]
-    right, edits = [], []
-    for row, tiers in zip(ordered, groups, strict=True):
-        if row["edited"] is not None:
-            edits.append(_order(tiers[0][0], tiers[1][0]))
-            tiers = tiers[1:]
-        right.append(_order(tiers[0][0], tiers[-1][-1]))
-    run.metric(f"{split}_accuracy", sum(right) / len(right))
-    if edits:
-        run.metric(f"{split}_edit_accuracy", sum(edits) / len(edits))
-
-
-def _order(better: float, worse: float) -> float:
-    """1 when in the right order, one half for a tie."""
-    return float(better > worse) + 0.5 * float(better == worse)
+    report(*pairs(found, rewards), split, run)
 
 
 def score_answers(

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -19,7 +20,8 @@ from puna.models.tokenizer import Tokenizer
 from puna.models.training import losses
 from puna.stages.align.average import AverageConfig, average
 from puna.stages.align.dpo import DpoConfig, dpo
-from puna.stages.align.rankings import pairs_of
+from puna.stages.align.rankings import Ranked, pairs_of
+from puna.stages.align.reward_accuracy import pairs, report
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sft import SftConfig, sft
 from puna.stages.contract import execute, identify, plugins
@@ -252,6 +254,27 @@ def test_edits_rank_before_chosen_before_rejected(tmp_path: Path, tiny_model: Ti
     given = {"model": tiny_model(store), "preferences": [preferences(store, 40, edited=True)]}
     made = execute(reward_model, RewardModelConfig(training={**STEPS, "epochs": 15.0}), given, store)
     assert made.manifest.metrics["train_accuracy"] > 0.9 and made.manifest.metrics["train_edit_accuracy"] > 0.9
+
+
+def test_accuracy_is_told_by_level_and_by_length() -> None:
+    """Four pairs of two prompts: numbers that follow length are right where the chosen answer is the longer one."""
+    said = {"a": [[1] * 8, [2] * 2, [3] * 4, [4] * 4], "b": [[5] * 3, [6] * 9]}
+    levels = {"a": ["better", "significantly_better"], "b": ["better"]}
+    found = [
+        Ranked(Example([0], answers, [[True] * len(one) for one in answers], [[[k], [k + 1]] for k in range(0, len(answers), 2)]),
+               [{"edited": None, "level": level} for level in levels[name]])
+        for name, answers in said.items()
+    ]  # fmt: skip
+    ordered, edits = pairs(found, [[float(len(one)) for one in answers] for answers in said.values()])
+    assert [(pair.right, pair.longer, round(pair.difference, 2)) for pair in ordered] == [(1, 1, 0.75), (0.5, 0.5, 0), (0, 0, -0.67)]
+    metrics: dict[str, float] = {}
+    figures: dict[str, Any] = {}
+    run = SimpleNamespace(metric=metrics.__setitem__, figure=figures.__setitem__)
+    report(ordered, edits, "heldout", run)
+    assert metrics == {"heldout_accuracy": 0.5, "heldout_longer_accuracy": 0.5, "heldout_accuracy_better": 0.5, "heldout_accuracy_significantly_better": 0.5}
+    assert figures["length"].series["accuracy"] == [("half or less (1)", 0.0), ("about as long (1)", 0.5), ("twice or more (1)", 1.0)]
+    edited = [Ranked(Example([0], [[1], [2], [3]], [[True]] * 3, [[[0], [1], [2]]]), [{"edited": "x", "level": None}])]
+    assert pairs(edited, [[3.0, 1.0, 2.0]]) == ([(None, 0.0, 0.5, 0.0)], [1.0])
 
 
 def test_dpo_prefers_the_chosen_and_keeps_its_likelihood(tmp_path: Path, tiny_model: Tiny) -> None:
