@@ -16,7 +16,7 @@ from puna.storage.runs import RunLog
 ROUND = re.compile(r"(?:^|_)(?:round_?)?(\d+)$")
 
 
-WRITTEN = {"sft": "SFT", "dpo": "DPO", "ppo": "PPO", "pii": "PII", "url": "URL", "minhash": "MinHash", "lora": "LoRA"}
+WRITTEN = {"sft": "SFT", "dpo": "DPO", "ppo": "PPO", "grpo": "GRPO", "pii": "PII", "url": "URL", "minhash": "MinHash", "lora": "LoRA"}
 
 
 def for_people(name: str) -> str:

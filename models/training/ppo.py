@@ -1,4 +1,4 @@
-"""PPO's driver: roll out, score, estimate advantages, update policy and critic; again.
+"""The driver of PPO and GRPO: roll out, score, estimate advantages, update the policy (and PPO's critic); again.
 
 Rollout k draws its prompts, its samples and its minibatches from (seed, k), so the weights, the moments
 and a handful of numbers after rollout k are the whole state, and a resumed run is bit-identical.
@@ -7,10 +7,10 @@ and a handful of numbers after rollout k are the whole state, and a resumed run 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,11 +26,11 @@ from puna.models.training.loop import (
     check_skips,
     weights_digest,
 )
-from puna.models.training.objectives.base import Targets
-from puna.models.training.objectives.ppo import Ppo, PpoBatch, Value, token_values, whiten
+from puna.models.training.objectives.base import Targets, sum_segments
+from puna.models.training.objectives.ppo import Ppo, PpoBatch, Value, group_advantages, token_values, whiten
 from puna.models.training.objectives.reward import answer_rewards
 from puna.models.training.packing import pack, step_indices
-from puna.models.training.settings import PpoSettings
+from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
 from puna.models.training.state import load_state, save_state
 from puna.models.transformer import Transformer
 
@@ -89,35 +89,115 @@ def train_ppo(
     seed: int,
     checkpoint_dir: Path | None = None,
     on_step: Callable[[Row], None] | None = None,
+    rate_scales: Mapping[str, float] | None = None,
 ) -> TrainLog:
     """Optimise policy (lm head) and critic (scalar head) in place; one row per rollout.
 
     `prompts` are token ids up to the assistant's header, `stop` the ids that end an answer. `scorer`
     gives each answer's reward: `reward_model_scorer(model)`, or a verifier. Rows hold the training log's
     columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates) and
-    score (raw mean), kl (nats per answer to the reference), kl_coefficient, clip_fraction,
+    score (raw mean), unequal_prompts (share whose answers score differently), kl (nats per answer to the
+    reference), kl_coefficient, clip_fraction,
     approximate_kl, entropy, value_loss, value_error, explained_variance, answer_tokens, finished.
 
-    With `checkpoint_dir` the state is kept after each rollout and a run that finds one goes on from it.
+    With `checkpoint_dir` the state is kept after each rollout and a run that finds one goes on from it. `rate_scales`
+    multiplies the learning rate of the policy's parameters that it names.
     """
+    objective = Ppo(config.clip, config.entropy_weight, config.temperature)
     trainers = {
-        "policy": Trainer(
-            policy,
-            Ppo(config.clip, config.entropy_weight, config.temperature),
-            config.training(config.schedule.learning_rate),
-        ),
+        "policy": Trainer(policy, objective, config.training(config.schedule.learning_rate), rate_scales),
         "critic": Trainer(critic, Value(config.value_clip), config.training(config.critic_learning_rate)),
     }
+
+    def estimate(found: Sampled, numbers: dict[str, float]) -> Estimate:
+        if not numbers.get("normalized") and config.normalize_rewards:
+            numbers["score_mean"] = float(found.scores.mean())
+            numbers["score_scale"] = max(float(found.scores.std(correction=0)), 1e-6)
+        numbers["normalized"] = 1.0
+        rewards = (found.scores - numbers["score_mean"]) / numbers["score_scale"]
+        rewards = rewards - config.unfinished_penalty * (1.0 - found.finished)
+        with torch.no_grad():
+            values = torch.cat(_by_group(critic, token_values, found.asked, found.answers, config.compute.micro_batch_tokens))
+        kl = numbers["kl_coefficient"]
+        raw, returns = advantages(
+            found.logprobs, found.reference, values, rewards, found.lengths, kl=kl, gamma=config.gamma, lam=config.lam
+        )
+        return values, whiten(raw, torch.ones_like(raw, dtype=torch.bool)), returns
+
+    return _train(trainers, (critic,), policy, reference, scorer, estimate, prompts, stop, config, seed, checkpoint_dir, on_step)
+
+
+def train_grpo(
+    policy: Transformer,
+    reference: Transformer,
+    scorer: Scorer,
+    prompts: Sequence[Sequence[int]],
+    stop: Sequence[int],
+    config: GrpoSettings,
+    seed: int,
+    checkpoint_dir: Path | None = None,
+    on_step: Callable[[Row], None] | None = None,
+    rate_scales: Mapping[str, float] | None = None,
+) -> TrainLog:
+    """Optimise the policy in place, each answer against the others to its prompt, without a critic; otherwise as `train_ppo`.
+
+    The reward is the score, less `unfinished_penalty` where the answer was cut off, less the KL penalty of the whole answer
+    (as RLOO has it); all tokens of an answer have its advantage (`group_advantages`).
+    """
+    objective = Ppo(config.clip, config.entropy_weight, config.temperature, config.clip_high)
+    trainers = {"policy": Trainer(policy, objective, config.training(config.schedule.learning_rate), rate_scales)}
+
+    def estimate(found: Sampled, numbers: dict[str, float]) -> Estimate:
+        kl = sum_segments(found.logprobs - found.reference, found.lengths)
+        rewards = found.scores - config.unfinished_penalty * (1.0 - found.finished) - numbers["kl_coefficient"] * kl
+        by_answer = group_advantages(rewards.view(-1, config.answers), config.baseline).flatten()
+        none = torch.zeros_like(found.logprobs)
+        return none, by_answer.repeat_interleave(found.lengths), none
+
+    return _train(trainers, (), policy, reference, scorer, estimate, prompts, stop, config, seed, checkpoint_dir, on_step)
+
+
+class Sampled(NamedTuple):
+    """A rollout's prompts and answers with what they scored; [A] by answer, [N] by answer token."""
+
+    asked: list[list[int]]
+    answers: list[list[list[int]]]
+    lengths: Tensor
+    scores: Tensor
+    finished: Tensor
+    logprobs: Tensor
+    reference: Tensor
+
+
+Estimate = tuple[Tensor, Tensor, Tensor]
+"""Values, advantages and returns, [N] each."""
+
+
+def _train(
+    trainers: dict[str, Trainer],
+    critics: Sequence[Transformer],
+    policy: Transformer,
+    reference: Transformer,
+    scorer: Scorer,
+    estimate: Callable[[Sampled, dict[str, float]], Estimate],
+    prompts: Sequence[Sequence[int]],
+    stop: Sequence[int],
+    config: RolloutSettings,
+    seed: int,
+    checkpoint_dir: Path | None,
+    on_step: Callable[[Row], None] | None,
+) -> TrainLog:
     identity = {
         "config": config.model_dump(mode="json"),
         "seed": seed,
-        "initial": [weights_digest(m) for m in (policy, critic, reference)],
+        "initial": [weights_digest(m) for m in (policy, *critics, reference)],
     }
     first, numbers, log = _resume(checkpoint_dir, trainers, identity, config)
     for rollout in range(first, config.rollouts + 1):
         started = time.perf_counter()
-        groups = _roll_out(policy, reference, scorer, critic, prompts, stop, config, seed, rollout, numbers)
-        row = _summary(groups, numbers, config) | _update(trainers, groups, config, seed, rollout)
+        sampled = _roll_out(policy, reference, scorer, prompts, stop, config, seed, rollout)
+        groups = _groups(sampled, estimate(sampled, numbers))
+        row = _summary(groups, numbers, bool(critics)) | _update(trainers, groups, config, seed, rollout)
         log.append({"step": rollout, **row, "seconds": time.perf_counter() - started})
         check_skips(log, 2)
         if config.kl_target is not None:
@@ -139,15 +219,13 @@ def _roll_out(
     policy: Transformer,
     reference: Transformer,
     scorer: Scorer,
-    critic: Transformer,
     prompts: Sequence[Sequence[int]],
     stop: Sequence[int],
-    config: PpoSettings,
+    config: RolloutSettings,
     seed: int,
     rollout: int,
-    numbers: dict[str, float],
-) -> list[Group]:
-    """Sample, score and estimate advantages, whitened over the whole rollout."""
+) -> Sampled:
+    """Sample answers and score them."""
     asked = [list(prompts[i]) for i in step_indices(rollout, len(prompts), config.prompts, seed)]
     params = SamplingParams(
         n=config.answers,
@@ -160,33 +238,29 @@ def _roll_out(
     answers = [[c.tokens for c in row] for row in completions]
     scores = torch.tensor([s for row in scorer(asked, completions) for s in row], dtype=torch.float32)
     finished = torch.tensor([float(c.finished) for row in completions for c in row])
-    if rollout == 1 and config.normalize_rewards:
-        numbers["score_mean"] = float(scores.mean())
-        numbers["score_scale"] = max(float(scores.std(correction=0)), 1e-6)
-    rewards = (scores - numbers["score_mean"]) / numbers["score_scale"]
-    rewards = rewards - config.unfinished_penalty * (1.0 - finished)
 
     def logprobs_of(model: Transformer, t: Targets) -> Tensor:
         return model.token_logprobs(t.forest, t.positions, t.tokens, temperature=config.temperature)[0]
 
     with torch.no_grad():
-        values = torch.cat(_by_group(critic, token_values, asked, answers, config.compute.micro_batch_tokens))
         base = torch.cat(_by_group(reference, logprobs_of, asked, answers, config.compute.micro_batch_tokens))
     # The engine's log-probs are the trainer's: one forest mask serves both.
     logprobs = torch.tensor([p for row in completions for c in row for p in c.logprobs])
     lengths = torch.tensor([len(answer) for row in answers for answer in row])
-    raw, returns = advantages(
-        logprobs, base, values, rewards, lengths, kl=numbers["kl_coefficient"], gamma=config.gamma, lam=config.lam
-    )
-    whitened = whiten(raw, torch.ones_like(raw, dtype=torch.bool))
-    sizes = [sum(len(answer) for answer in row) for row in answers]
-    counts = [len(row) for row in answers]
-    by_token = [t.split(sizes) for t in (logprobs, base, values, whitened, returns)]
-    by_answer = [t.split(counts) for t in (scores, finished)]
+    return Sampled(asked, answers, lengths, scores, finished, logprobs, base)
+
+
+def _groups(found: Sampled, estimate: Estimate) -> list[Group]:
+    """What was found, prompt by prompt."""
+    values, weights, returns = estimate
+    sizes = [sum(len(answer) for answer in row) for row in found.answers]
+    counts = [len(row) for row in found.answers]
+    by_token = [t.split(sizes) for t in (found.logprobs, found.reference, values, weights, returns)]
+    by_answer = [t.split(counts) for t in (found.scores, found.finished)]
     return [
         Group(
-            prompt=asked[g],
-            answers=answers[g],
+            prompt=found.asked[g],
+            answers=found.answers[g],
             logprobs=by_token[0][g],
             reference=by_token[1][g],
             values=by_token[2][g],
@@ -195,15 +269,15 @@ def _roll_out(
             advantages=by_token[3][g],
             returns=by_token[4][g],
         )
-        for g in range(len(asked))
+        for g in range(len(found.asked))
     ]
 
 
 def _update(
-    trainers: dict[str, Trainer], groups: Sequence[Group], config: PpoSettings, seed: int, rollout: int
+    trainers: dict[str, Trainer], groups: Sequence[Group], config: RolloutSettings, seed: int, rollout: int
 ) -> Row:
     """All updates of one rollout; means of their rows."""
-    rows: dict[str, list[Row]] = {"policy": [], "critic": []}
+    rows: dict[str, list[Row]] = {who: [] for who in trainers}
     first = (rollout - 1) * config.epochs * config.minibatches
     for epoch in range(config.epochs):
         order = np.random.default_rng([seed, rollout, epoch]).permutation(len(groups))
@@ -218,19 +292,18 @@ def _update(
         who: {name: sum(row[name] for row in some) / len(some) for name in some[0]}
         for who, some in rows.items()
     }
-    policy, critic = mean["policy"], mean["critic"]
+    policy, critic = mean["policy"], mean.get("critic")
     kept = ("loss", "learning_rate", "gradient_norm", "clip_fraction", "approximate_kl", "entropy")
     return {
         **{name: policy[name] for name in kept},
         "tokens": sum(int(row["tokens"]) for some in rows.values() for row in some),
         "skipped": int(all(row["skipped"] for some in rows.values() for row in some)),
         "skipped_updates": sum(row["skipped"] for some in rows.values() for row in some),
-        "value_loss": critic["loss"],
-        "value_error": critic["value_error"],
+        **({"value_loss": critic["loss"], "value_error": critic["value_error"]} if critic else {}),
     }
 
 
-def _summary(groups: Sequence[Group], numbers: dict[str, float], config: PpoSettings) -> Row:
+def _summary(groups: Sequence[Group], numbers: dict[str, float], critic: bool) -> Row:
     scores = torch.cat([group.scores for group in groups])
     finished = torch.cat([group.finished for group in groups])
     difference = torch.cat([group.logprobs - group.reference for group in groups])
@@ -242,7 +315,8 @@ def _summary(groups: Sequence[Group], numbers: dict[str, float], config: PpoSett
         "score": float(scores.mean()),
         "kl": float(difference.sum()) / len(scores),
         "kl_coefficient": numbers["kl_coefficient"],
-        "explained_variance": 1.0 - unexplained / spread if spread else 0.0,
+        **({"explained_variance": 1.0 - unexplained / spread if spread else 0.0} if critic else {}),
+        "unequal_prompts": sum(bool((group.scores != group.scores[0]).any()) for group in groups) / len(groups),
         "answer_tokens": len(difference) / len(scores),
         "finished": float(finished.mean()),
     }
@@ -279,7 +353,7 @@ def _by_group(
 
 
 def _resume(
-    folder: Path | None, trainers: dict[str, Trainer], identity: dict[str, Any], config: PpoSettings
+    folder: Path | None, trainers: dict[str, Trainer], identity: dict[str, Any], config: RolloutSettings
 ) -> tuple[int, dict[str, float], TrainLog]:
     found = None if folder is None else load_state(folder)
     if found is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -202,8 +202,8 @@ class LoraSettings(Settings):
         return self
 
 
-class PpoSettings(Settings):
-    """Proximal policy optimization of a policy and its critic (Schulman et al. 2017)."""
+class RolloutSettings(Settings):
+    """Reinforcement learning of a policy on answers that it samples: what all its kinds have in common."""
 
     rollouts: int = Field(8, ge=1, description="Times that answers are sampled")
     prompts: int = Field(64, ge=1, description="Prompts per rollout")
@@ -213,13 +213,9 @@ class PpoSettings(Settings):
     schedule: ScheduleSettings = Field(
         ScheduleSettings(learning_rate=3e-4, warmup_steps=0, shape="constant"), description="Learning rate of the policy; steps are updates"
     )
-    critic_learning_rate: float = Field(3e-4, gt=0, le=1, description="Peak learning rate of the critic, on the policy's schedule")
-    optimizer: OptimizerSettings = Field(OptimizerSettings(weight_decay=0.0, beta2=0.999), description="The optimizer of both")
+    optimizer: OptimizerSettings = Field(OptimizerSettings(weight_decay=0.0, beta2=0.999), description="The optimizer")
     compute: ComputeSettings = Field(ComputeSettings(micro_batch_tokens=4096), description="Precision and memory")
     clip: float = Field(0.2, gt=0, lt=1, description="Clip range of the probability ratio")
-    value_clip: float = Field(0.2, gt=0, description="Clip range of a step of the critic")
-    gamma: float = Field(1.0, ge=0, le=1, description="Discount per token")
-    lam: float = Field(0.95, ge=0, le=1, description="GAE's lambda")
     entropy_weight: float = Field(0.0, ge=0, description="Weight of the entropy bonus")
     kl_coefficient: float = Field(
         0.05, ge=0, description="Penalty on the KL divergence to the reference, per nat and token; its start where kl_target is set"
@@ -230,11 +226,10 @@ class PpoSettings(Settings):
     kl_horizon: float = Field(10_000.0, gt=0, description="Answers over which the penalty is steered")
     temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature, and that of every log-probability")
     max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
-    normalize_rewards: bool = Field(True, description="Shift and scale rewards to mean 0 and variance 1 of the first rollout")
-    unfinished_penalty: float = Field(1.0, ge=0, description="Taken off the (normalized) reward of an answer that was cut off")
+    unfinished_penalty: float = Field(1.0, ge=0, description="Taken off the reward of an answer that was cut off")
 
     @model_validator(mode="after")
-    def _consistent(self) -> PpoSettings:
+    def _consistent(self) -> Self:
         if self.minibatches > self.prompts:
             raise ValueError(f"minibatches {self.minibatches} must not exceed prompts {self.prompts}: each needs one at least")
         if self.answers * self.max_tokens >= self.compute.micro_batch_tokens:
@@ -243,15 +238,39 @@ class PpoSettings(Settings):
                 f"{self.max_tokens} tokens and a prompt"
             )
         if self.schedule.ema or self.schedule.average:
-            raise ValueError("ppo samples with the weights that it trains: schedule.ema and schedule.average must be 0")
+            raise ValueError("answers are sampled with the weights that are trained: schedule.ema and schedule.average must be 0")
         self.training(self.schedule.learning_rate)
         return self
 
     def training(self, rate: float) -> TrainConfig:
-        """The loop's settings of one of the two models, at its learning rate."""
+        """The loop's settings of a model, at its learning rate."""
         return TrainConfig(
             steps=self.rollouts * self.epochs * self.minibatches,
             schedule=self.schedule.replace(learning_rate=rate),
             optimizer=self.optimizer,
             compute=self.compute,
         )
+
+
+class PpoSettings(RolloutSettings):
+    """Proximal policy optimization of a policy and its critic (Schulman et al. 2017)."""
+
+    critic_learning_rate: float = Field(3e-4, gt=0, le=1, description="Peak learning rate of the critic, on the policy's schedule")
+    value_clip: float = Field(0.2, gt=0, description="Clip range of a step of the critic")
+    gamma: float = Field(1.0, ge=0, le=1, description="Discount per token")
+    lam: float = Field(0.95, ge=0, le=1, description="GAE's lambda")
+    normalize_rewards: bool = Field(True, description="Shift and scale rewards to mean 0 and variance 1 of the first rollout")
+
+
+class GrpoSettings(RolloutSettings):
+    """Policy optimization without a critic: an answer is compared with the others to its prompt."""
+
+    answers: int = Field(8, ge=2, description="Answers to each prompt of a rollout, which are compared with each other")
+    epochs: int = Field(1, ge=1, description="Passes over a rollout")
+    baseline: Literal["grpo", "rloo"] = Field(
+        "grpo", description="An answer's advantage: its reward less the group's mean, over the group's deviation (GRPO); or less the "
+        "mean of the others (RLOO)"
+    )  # fmt: skip
+    clip_high: float | None = Field(
+        None, gt=0, description="Clip range of the probability ratio above 1, where that is another (DAPO takes 0.28); null: clip"
+    )

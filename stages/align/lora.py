@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from puna.models.training.settings import LoraSettings
-from puna.stages.align.settings import AdaptableConfig
+from puna.stages.align.settings import AdapterConfig
 from puna.stages.contract import StageRun
 from puna.storage import PunaError
 
@@ -43,7 +43,7 @@ def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
 
 
 @contextmanager
-def adapted(model: Transformer, config: AdaptableConfig, run: StageRun) -> Iterator[dict[str, float]]:
+def adapted(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterator[dict[str, float]]:
     """The model with adapters inside, where `method` is `lora`, merged on leaving; gives `learning_rate_scales`."""
     if config.method == "full":
         yield {}

@@ -29,12 +29,17 @@ TRL_ONLY: dict[str, tuple[object, ...]] = {
 """Settings that TRL's trainers have with these values only: with others they do something else than Puna, or nothing at all."""
 
 
-class AdaptableConfig(BadRowsConfig, SeededConfig):
-    """Configuration of a stage that trains all weights of a model, or adapters, by Puna's loop or TRL's trainer."""
+class AdapterConfig(BadRowsConfig, SeededConfig):
+    """Configuration of a stage that trains all weights of a model, or adapters."""
 
-    engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's")
     method: Literal["full", "lora"] = Field("full", description="All weights, or low-rank adapters that are merged at the end")
     lora: LoraSettings = Field(LoraSettings(), description="The adapters, where method is `lora`")
+
+
+class AdaptableConfig(AdapterConfig):
+    """The same by Puna's loop or TRL's trainer."""
+
+    engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's")
     training: TrainingSettings = Field(TrainingSettings(), description="Optimisation")
 
     @model_validator(mode="after")

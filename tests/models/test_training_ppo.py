@@ -12,7 +12,8 @@ import torch
 from puna.models.config import ModelConfig
 from puna.models.training import objectives as o
 from puna.models.training.loop import weights_digest
-from puna.models.training.ppo import PpoSettings, adapt_kl, reward_model_scorer, train_ppo
+from puna.models.training.ppo import adapt_kl, reward_model_scorer, train_grpo, train_ppo
+from puna.models.training.settings import GrpoSettings, PpoSettings
 from puna.models.transformer import Transformer
 
 from .nested import nested
@@ -78,6 +79,59 @@ def test_the_first_update_starts_at_ratio_one():
     assert row["loss"] == pytest.approx(0.0, abs=1e-5)
     assert row["clip_fraction"] == 0.0
     assert row["kl"] == pytest.approx(0.0, abs=1e-4)
+
+
+def group_settings(baseline: str = "grpo", **more) -> GrpoSettings:
+    given = settings(**{"answers": 8, **more}).model_dump()
+    return GrpoSettings(**{name: value for name, value in given.items() if name in GrpoSettings.model_fields}, baseline=baseline)
+
+
+@pytest.mark.parametrize("baseline", ["grpo", "rloo"])
+def test_group_advantages_by_hand(baseline: str):
+    rewards = torch.tensor([[1.0, 2.0, 3.0, 6.0], [5.0, 5.0, 5.0, 5.0]], dtype=torch.float64)
+    found = o.group_advantages(rewards, baseline)
+    assert found[1].tolist() == [0.0] * 4
+    rest = [(sum(rewards[0]) - r) / 3 for r in rewards[0]]
+    if baseline == "rloo":
+        assert found[0].tolist() == pytest.approx([float(r - mean) for r, mean in zip(rewards[0], rest, strict=True)])
+    else:  # deviations -2 -1 0 3: their squares add up to 14, over n - 1
+        assert found[0].tolist() == pytest.approx([d / math.sqrt(14 / 3) for d in (-2, -1, 0, 3)], rel=1e-5)
+
+
+def test_a_wider_range_above_one_lets_the_ratio_rise():
+    old, mask = torch.zeros(4), torch.ones(4, dtype=torch.bool)
+    new = torch.tensor([1.25, 1.5, 0.75, 0.7]).log()
+    a = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    assert o.ppo_policy_loss(new, old, a, mask, 0.2, 1.0).item() == pytest.approx(-(1.2 + 1.2 - 0.8 - 0.8))
+    assert o.ppo_policy_loss(new, old, a, mask, 0.2, 1.0, 0.4).item() == pytest.approx(-(1.25 + 1.4 - 0.8 - 0.8))
+
+
+@pytest.mark.parametrize("baseline", ["grpo", "rloo"])
+def test_the_score_rises_without_a_critic(tmp_path: Path, baseline: str):
+    config = group_settings(rollouts=8, learning_rate=3e-2, baseline=baseline, epochs=2, unfinished_penalty=0.0, kl_coefficient=0.0)
+
+    class Stop(Exception):
+        pass
+
+    def stop(row: dict) -> None:
+        if row["step"] == 2:
+            raise Stop
+
+    whole, resumed = model(), model()
+    log = train_grpo(whole, model(), share_of_nines, PROMPTS, [STOP], config, seed=0)
+    assert log[0]["score"] < 0.3 and log[-1]["score"] > 0.6 and "value_loss" not in log[0]
+    assert 0 < log[0]["unequal_prompts"] <= 1
+    with pytest.raises(Stop):
+        train_grpo(model(), model(), share_of_nines, PROMPTS, [STOP], config, seed=0, checkpoint_dir=tmp_path, on_step=stop)
+    train_grpo(resumed, model(), share_of_nines, PROMPTS, [STOP], config, seed=0, checkpoint_dir=tmp_path)
+    assert weights_digest(resumed) == weights_digest(whole)
+
+
+def test_equal_answers_teach_nothing():
+    policy, before = model(), weights_digest(model())
+    config = group_settings(rollouts=1, kl_coefficient=0.0, unfinished_penalty=0.0)
+    (row,) = train_grpo(policy, model(), lambda _, found: [[0.5] * len(some) for some in found], PROMPTS, [STOP], config, seed=0)
+    assert weights_digest(policy) == before and row["unequal_prompts"] == 0.0 == row["gradient_norm"]
 
 
 def test_a_large_kl_coefficient_holds_the_policy():

@@ -6,7 +6,7 @@ Everything is flat: N answer tokens, answer by answer, no padding. Advantages an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,18 +26,31 @@ def whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
     return centred * torch.rsqrt((centred * centred).sum() / count + epsilon)
 
 
+def group_advantages(rewards: Tensor, baseline: Literal["grpo", "rloo"], epsilon: float = 1e-6) -> Tensor:
+    """Advantages of answers by the others to their prompt: rewards [P, n] -> [P, n].
+
+    ``grpo``: ``(r - mean) / (deviation + epsilon)`` with the sample's deviation (Shao et al. 2024, section 4.1.2); ``rloo``: r less
+    the mean of the other n - 1, which is ``(r - mean) n / (n - 1)`` (Kool et al. 2019; Ahmadian et al. 2024). Equal rewards give 0.
+    """
+    count = rewards.shape[1]
+    centred = rewards - rewards.mean(1, keepdim=True)
+    if baseline == "rloo":
+        return centred * (count / (count - 1))
+    return centred / (rewards.std(1, keepdim=True) + epsilon)
+
+
 def ppo_policy_loss(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, clip: float, total: float
+    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, clip: float, total: float, clip_high: float | None = None
 ) -> Tensor:
     """Clipped surrogate, a mean over the step's answer tokens.
 
     logprobs, old, advantages [N] float, mask [N] bool, total: counted tokens of the whole step ->
     scalar ``-sum(min(ratio * a, clamp(ratio, 1 - clip, 1 + clip) * a)[mask]) / total`` with
-    ``ratio = exp(logprobs - old)``.
+    ``ratio = exp(logprobs - old)``. With `clip_high` that is the range above 1 (DAPO, Yu et al. 2025).
     """
     # Masked targets get ratio 1 before exp: where() alone would still pass inf * 0 = NaN backwards.
     ratio = torch.where(mask, logprobs - old, logprobs.new_zeros(())).exp()
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + (clip_high or clip)) * advantages)
     return divide(-torch.where(mask, surrogate, surrogate.new_zeros(())).sum(), total)
 
 
@@ -92,12 +105,14 @@ class Ppo(Objective[PpoBatch]):
     ``approximate_kl`` (mean of ``ratio - 1 - log ratio``, to the policy that sampled), ``entropy``.
     """
 
-    def __init__(self, clip: float = 0.2, entropy_weight: float = 0.0, temperature: float = 1.0) -> None:
+    def __init__(
+        self, clip: float = 0.2, entropy_weight: float = 0.0, temperature: float = 1.0, clip_high: float | None = None
+    ) -> None:
         if not 0 < clip < 1 or entropy_weight < 0 or temperature <= 0:
             raise ValueError(
                 f"0 < clip < 1, entropy_weight >= 0, temperature > 0: {clip}, {entropy_weight}, {temperature}"
             )
-        self.clip = clip
+        self.clip, self.clip_high = clip, clip_high or clip
         self.entropy_weight = entropy_weight
         self.temperature = temperature
 
@@ -109,14 +124,14 @@ class Ppo(Objective[PpoBatch]):
         logprobs, entropy = model.token_logprobs(
             targets.forest, targets.positions, targets.tokens, temperature=self.temperature
         )
-        loss = ppo_policy_loss(logprobs, batch.logprobs, batch.advantages, targets.mask, self.clip, tokens)
+        loss = ppo_policy_loss(logprobs, batch.logprobs, batch.advantages, targets.mask, self.clip, tokens, self.clip_high)
         mean_entropy = divide(torch.where(targets.mask, entropy, entropy.new_zeros(())).sum(), tokens)
         if self.entropy_weight:
             loss = loss - self.entropy_weight * mean_entropy
         with torch.no_grad():
             log_ratio = torch.where(targets.mask, logprobs - batch.logprobs, logprobs.new_zeros(()))
             ratio = log_ratio.exp()
-            clipped = ((ratio - 1.0).abs() > self.clip).float()
+            clipped = ((ratio < 1.0 - self.clip) | (ratio > 1.0 + self.clip_high)).float()
             kl = ratio - 1.0 - log_ratio
         metrics = {
             "clip_fraction": divide(clipped.sum(), tokens),

@@ -9,11 +9,13 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import torch
 
 from puna.models.checkpoint import load
 from puna.models.forest import Forest
 from puna.models.generation import Completion
 from puna.models.tokenizer import Tokenizer
+from puna.stages.align.grpo import GrpoConfig, grpo
 from puna.stages.align.ppo import PpoConfig, ppo
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.rewards import rewards_of
@@ -63,6 +65,33 @@ def test_the_verifiers_reward_rises(tmp_path: Path, tiny_model: Tiny, seed: int,
     metrics, log = made.manifest.metrics, made.read("training_log").to_pylist()
     assert all(0 <= row["score"] <= 1 for row in log) and metrics["final_score"] > metrics["first_score"] + 0.15, [row["score"] for row in log]
     assert metrics["unscored_answers"] == 0 and load(made.path()).head == "lm"
+
+
+@pytest.mark.parametrize(("method", "baseline"), [("full", "rloo"), ("lora", "grpo")])
+def test_without_a_critic_the_reward_rises_too(tmp_path: Path, tiny_model: Tiny, method: str, baseline: str) -> None:
+    store = Store.open(tmp_path)
+    model = tiny_model(store)
+    given = {name: value for name, value in SETTINGS.items() if name != "critic_learning_rate"} | {"epochs": 2}
+    given |= {"schedule": {"learning_rate": 3e-2 if method == "lora" else 5e-3}}
+    config = GrpoConfig(method=method, lora={"rank": 4}, baseline=baseline, **given)
+    made = execute(grpo, config, {"policy": model, "prompts": asked(store)}, store)
+    metrics = made.manifest.metrics
+    assert metrics["final_score"] > metrics["first_score"] + 0.15, made.read("training_log")["score"].to_pylist()
+    assert "value_loss" not in made.read("training_log").column_names
+    before, after = load(model.path()), load(made.path())
+    assert torch.equal(before.model.embed_tokens.weight, after.model.embed_tokens.weight) == (method == "lora")
+    assert before.state_dict().keys() == after.state_dict().keys()
+
+
+def test_ppo_trains_adapters(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model = tiny_model(store)
+    config = PpoConfig(reward="verifier", method="lora", lora={"rank": 2}, rollouts=1, prompts=4, answers=2, max_tokens=3)
+    made = execute(ppo, config, {"policy": model, "prompts": asked(store)}, store)
+    before, after = load(model.path()).state_dict(), load(made.path()).state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all("_proj" in name for name in changed) and before.keys() == after.keys()
+    assert made.manifest.metrics["first_kl"] == pytest.approx(0.0, abs=1e-4)
 
 
 def test_the_product_rises_too(tmp_path: Path, tiny_model: Tiny) -> None:

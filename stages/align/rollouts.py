@@ -1,0 +1,111 @@
+"""Reinforcement learning of a policy: what stages `ppo` and `grpo` have in common."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pydantic import Field
+
+from puna.models.training.settings import RolloutSettings
+from puna.stages.align.lora import adapted
+from puna.stages.align.rewards import REWARDS, Reward, rewards_of
+from puna.stages.align.settings import AdapterConfig
+from puna.stages.contract import Facts, StageRun
+from puna.stages.conversations import prompt_ids
+from puna.stages.training.bad_rows import BadRows, Limit
+from puna.stages.training.needs import chat_template, one_tokenizer, trained
+from puna.stages.training.train import check_one_tokenizer, divergence_named, load_model, save_model, write_log
+from puna.stages.verifiers.scoring import Scorer
+from puna.stages.verifiers.settings import ScoringConfig
+from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:
+    from puna.models.transformer import Transformer
+
+
+class RolloutsConfig(RolloutSettings, AdapterConfig):
+    """How answers are sampled, what they are rewarded by, and what of the policy is trained."""
+
+    reward: Reward = Field("reward_model", description=REWARDS)
+    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
+
+
+def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
+    """A chat template, one tokenizer for policy and reward model, and memory."""
+    return [*chat_template(facts, "policy"), *one_tokenizer(facts, "policy", "reward_model"), *trained(facts, "policy", config.method)]
+
+
+class Job(NamedTuple):
+    """What a driver of `models.training.ppo` is told, but for its settings."""
+
+    policy: Transformer
+    reference: Transformer
+    rewards: Callable[..., list[list[float]]]
+    critic: Transformer | None
+    prompts: list[list[int]]
+    stop: Sequence[int]
+    options: dict[str, Any]
+
+
+def optimize(
+    policy: Artifact,
+    reward_model: Artifact | None,
+    prompts: Artifact,
+    judges: Sequence[Artifact],
+    config: RolloutsConfig,
+    run: StageRun,
+    drive: Callable[[Job], list[dict[str, float]]],
+    critic: bool,
+) -> None:
+    """Render and check the prompts, have `drive` train the policy, and save it. `critic`: with one, which starts as the reward model,
+    without one as the policy with a head of zeros.
+    """
+    if reward_model is None and config.reward != "verifier":
+        raise PunaError(f"{run.stage}: reward={config.reward} needs a reward_model; give one, or set reward=verifier")
+    if reward_model is not None:
+        check_one_tokenizer([policy, reward_model], f"{run.stage}: the reward model reads the policy's tokens")
+    model, tokenizer = load_model(policy, "lm")
+    scalar = None if reward_model is None else load_model(reward_model, "scalar")[0]
+    rows, asked = _asked(prompts, lambda row: prompt_ids(tokenizer, row), config, run)
+    scorer = None if config.reward == "reward_model" else Scorer(rows, config.scoring, run, judges, needed=run.stage)
+    frozen = None if config.reward == "verifier" or scalar is None else copy.deepcopy(scalar).requires_grad_(False)
+    rewards = rewards_of(scorer, frozen, rows, asked, tokenizer, config.compute.micro_batch_tokens)
+    if critic and scalar is None:
+        scalar = load_model(policy, "scalar", new=True)[0]
+    reference = copy.deepcopy(model).requires_grad_(False)
+    with divergence_named(run.stage), adapted(model, config, run) as scales:
+        options = {
+            "checkpoint_dir": run.scratch / "training",
+            "on_step": lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"),
+            "rate_scales": scales,
+        }
+        log = drive(Job(model, reference, rewards, scalar if critic else None, asked, tokenizer.stop_ids, options))
+    if scorer is not None:
+        scorer.report()
+    write_log(log, run)
+    for name in ("score", "kl", "entropy", "explained_variance"):
+        if name in log[0]:
+            run.metric(f"first_{name}", log[0][name])
+            run.metric(f"final_{name}", log[-1][name])
+    save_model(model, tokenizer, run.folder)
+
+
+def _asked(
+    prompts: Artifact, ids_of: Callable[[dict[str, Any]], list[int]], config: RolloutsConfig, run: StageRun
+) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """The training prompts and their ids; those that cannot be asked are dropped."""
+    rows = [row for row in prompts.read().to_pylist() if row["split"] == "train"]
+    what = f"the prompt with {config.answers} answers of max_tokens={config.max_tokens}"
+    limit = Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens", what)
+    bad = BadRows(config, run.stage)
+    answers = config.answers * config.max_tokens
+    rendered = bad.examples(rows, ids_of, lambda ids: len(ids) + answers, limit)
+    if rows:
+        bad.check_left(len(rendered), f"{len(rows)} training prompts")
+    if len(rendered) < config.prompts:
+        left = f"{len(rows)} training prompts" + (f", {len(bad.dropped)} of them dropped" if bad.dropped else "")
+        raise PunaError(f"{run.stage}: a rollout takes {config.prompts} prompts, but {prompts.id} has {left}")
+    bad.write(run)
+    return [row for row, _ in rendered], [ids for _, ids in rendered]
