@@ -260,7 +260,7 @@ def application(engine: Engine, name: str, limits: Limits = Limits(), key: str |
             raise ApiError(400, "invalid_request_error", "a stop text must not be empty", "stop")
         same = ("temperature", "top_p", "top_k", "min_p", "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
         seed = uuid.uuid4().int >> 96 if body.seed is None else body.seed
-        given = {field: getattr(body, field) for field in same}
+        given = {**tokenizer.sampling, **{field: getattr(body, field) for field in same if field in body.model_fields_set}}
         params = SamplingParams(**given, max_tokens=longest, seed=seed, stop=(*tokenizer.stop_ids, *texts))
         events = worker.answer(ids, params, limits.seconds)
         reply = Reply(kind, name, len(ids), {i: TextStream(tokenizer, texts) for i in range(body.n)}, logprobs)

@@ -20,8 +20,15 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A model of the store (ID or NAME@VERSION), a folder, a GGUF file")]
-TemperatureOption = Annotated[float, typer.Option(min=0, max=10, help="Sampling temperature; 0 always takes the likeliest token")]
-TopOption = Annotated[float, typer.Option(help="Smallest set of likeliest tokens with this probability is drawn from")]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option(min=0, max=10, help="Sampling temperature; 0 always takes the likeliest token (default: the model's own, or 0.7)"),
+]
+TopOption = Annotated[
+    float | None, typer.Option(help="Smallest set of likeliest tokens with this probability is drawn from (default: the model's own)")
+]
+CHAT = {"temperature": 0.7, "top_p": 0.95}
+"""How a model is sampled in a talk that neither says itself nor is told."""
 TokensOption = Annotated[int, typer.Option(min=1, help="Longest answer, tokens")]
 SeedOption = Annotated[int, typer.Option(min=0, help="What the draws follow from")]
 MemoryOption = Annotated[float, typer.Option(min=0.01, help="Memory of keys and values, GB")]
@@ -52,12 +59,13 @@ def _artifact(model: str, store: str) -> Artifact:
         raise PunaError(f"{model}: there is no such file or folder, and no such artifact: {error}") from error
 
 
-def parameters(**given: Any) -> SamplingParams:
-    """Sampling parameters from options; what is out of range is one clear message."""
+def parameters(engine: Engine, default: dict[str, float], **given: Any) -> SamplingParams:
+    """Sampling parameters from options, those that are None the model's own or `default`; what is out of range is one clear message."""
     from puna.models.generation import SamplingParams
 
+    own = {} if engine.tokenizer is None else engine.tokenizer.sampling
     try:
-        return SamplingParams(**given)
+        return SamplingParams(**{**default, **own, **{name: value for name, value in given.items() if value is not None}})
     except ValueError as error:
         raise PunaError(str(error)) from error
 
@@ -66,16 +74,16 @@ def parameters(**given: Any) -> SamplingParams:
 def chat(
     model: ModelArgument,
     system: Annotated[str | None, typer.Option(help="What the model is told first")] = None,
-    temperature: TemperatureOption = 0.7,
-    top_p: TopOption = 0.95,
+    temperature: TemperatureOption = None,
+    top_p: TopOption = None,
     max_tokens: TokensOption = 512,
     seed: SeedOption = 0,
     memory: MemoryOption = 1.0,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Talk with a model; it keeps the conversation. /new begins another, Ctrl-C ends an answer, Ctrl-D the talk."""
-    params = parameters(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
     engine = opened(model, store, memory)
+    params = parameters(engine, CHAT, temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     while True:
@@ -122,8 +130,8 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT…", help="Texts; none: JSON lines on standard input")] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Answers to each")] = 1,
     raw: Annotated[bool, typer.Option("--raw", help="Go on from the text as it is, without the chat template")] = False,
-    temperature: TemperatureOption = 0.7,
-    top_p: TopOption = 1.0,
+    temperature: TemperatureOption = None,
+    top_p: TopOption = None,
     max_tokens: TokensOption = 128,
     seed: SeedOption = 0,
     memory: MemoryOption = 1.0,
@@ -132,9 +140,9 @@ def generate(
 ) -> None:
     """Answer prompts, many at once. A line of standard input is a JSON text, a list of messages, or an object with `prompt`
     or `messages`."""
-    params = parameters(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, n=n)
     asked: list[Any] = list(prompts or ()) or [_parsed(number, line) for number, line in enumerate(sys.stdin, 1) if line.strip()]
     engine = opened(model, store, memory)
+    params = parameters(engine, {"temperature": 0.7}, temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, n=n)
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     try:

@@ -59,6 +59,15 @@ def test_generate_answers_prompts_and_lines_alike(folder):
     assert puna("generate", folder, "to be", "--raw", "--temperature", "0", "--max-tokens", "8") == TOKENIZER.decode(raw[0].tokens, skip_special_tokens=True) + "\n"
 
 
+def test_a_model_is_sampled_in_its_own_way_unless_told(folder, tmp_path):
+    own = Tokenizer(TOKENIZER.vocabulary.backend, TOKENIZER.named, TOKENIZER.template.source, generation={"do_sample": True, "temperature": 2.0, "top_k": 3})
+    save(MODEL, tmp_path / "own", own)
+    (drawn,) = answers([{"role": "user", "content": "to be"}], temperature=2.0, top_k=3, max_tokens=6)
+    assert puna("generate", str(tmp_path / "own"), "to be", "--max-tokens", "6") == drawn + "\n"
+    (told,) = answers([{"role": "user", "content": "to be"}], temperature=0, max_tokens=6)
+    assert puna("generate", str(tmp_path / "own"), "to be", "--max-tokens", "6", "--temperature", "0") == told + "\n"
+
+
 @pytest.mark.parametrize(
     ("args", "given", "message"),
     [

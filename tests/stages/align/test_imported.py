@@ -132,8 +132,7 @@ def test_trl_learns_the_same_tokens(world: World) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("engine", ["puna", "trl"])
+@pytest.mark.parametrize(("engine", "method"), [("puna", "full"), ("puna", "lora"), ("trl", "lora")])
 def test_preferences_train_reward_models_and_policies(world: World, engine: str, method: str) -> None:
     given = {"model": world.policy, "preferences": [world.preferences]}
     fit = {"engine": engine, "method": method, "lora": {"rank": 2}, "training": {**FIT, "batch_size": 16, "epochs": 4.0, "schedule": {"learning_rate": 2e-3}}}
