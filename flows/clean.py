@@ -111,7 +111,8 @@ def look(files: list[External], named: Sequence[str]) -> Choices:
     texts = [text for text in page_texts(*peek(files, config, PEEK_SECONDS), PEEK_SECONDS)[0] if text.strip()]
     if not texts:
         raise PunaError(
-            f"clean: no page of {', '.join(f.uri for f in files)} holds text; `puna run ingest --input …` says what was dropped"
+            f"clean: no page of {', '.join(f.uri for f in files)} holds text. WARC, WET, HTML, text, Parquet and JSON lines are read; "
+            "`puna import documents` reads other tables, `puna run ingest --input …` says what was dropped"
         )
     _tell_languages(texts, found)
     _choose_topics(texts, found)

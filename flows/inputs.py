@@ -16,6 +16,8 @@ from puna.storage.schemas import KINDS
 ALIAS = re.compile(r"[\w-][\w.-]*@[\w-][\w.-]*")
 IMPORTED = ("model", "documents", "instructions", "prompts", "preferences")
 """Kinds that `puna import` makes of files."""
+ROWS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".gz", ".zst")
+"""Endings of files that hold rows, never a model."""
 COLUMNS = ("text", "html", "url", "date")
 """What a field of a row may hold."""
 
@@ -108,6 +110,8 @@ def column_changes(texts: Sequence[str], stage: str) -> list[str]:
 def _remedy(text: str, specs: Sequence[InputSpec]) -> str:
     """How the files at `text` become an artifact that is taken."""
     kinds = [spec.kind for spec in specs if spec.kind in IMPORTED]
+    if len(kinds) > 1 and Path(text).suffix in ROWS:
+        kinds = [kind for kind in kinds if kind != "model"]
     if not kinds:
         wanted = ", ".join(f"{spec.name} ({described(spec)})" for spec in specs) or "nothing"
         return f"so --input {text} must be an artifact: kind/key, or an alias NAME@VERSION; it takes {wanted}"

@@ -166,14 +166,13 @@ def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str
         found = [name for name in _present(field, rows, given) if name not in columns.values()]
         if len(found) > 1 and (field in needed or field == "reference"):
             raise PunaError(
-                f"{where}: {field} may be {' or '.join(found)}; say which with columns.{field}, for example columns.{field}={found[0]}"
+                f"{where}: {field} may be {' or '.join(found)}; say which, for example --columns {field}={found[0]}"
             )
         if found:
             columns[field] = found[0]
     if one.name in ("kto", "ranked") and {"prompt", "messages"} <= set(columns):
-        raise PunaError(
-            f"{where}: the context may be {columns['prompt']} or {columns['messages']}; say which with columns.prompt or columns.messages"
-        )
+        both = f"{columns['prompt']} or {columns['messages']}"
+        raise PunaError(f"{where}: the context may be {both}; say which, for example --columns prompt={columns['prompt']}")
     return columns
 
 
@@ -193,14 +192,14 @@ def _check_values(found: Plan, rows: Sequence[Fields], where: str) -> None:
             shown = ", ".join(sorted({str(label)[:20] for label in labels if label is not None})[:5])
             raise PunaError(
                 f"{where}: {found.name('label')} holds {shown}, not true or false: it may be a label, a class or a score. "
-                "Declare layout=kto where 1 means good and 0 bad"
+                "Where 1 means good and 0 bad, declare it: --set layout=kto"
             )
     if found.layout == "pairs" and not {"prompt", "instruction", "messages"} & set(found.columns):
         sides = [found.get(row, "chosen") for row in rows]
         if all(isinstance(side, str) and not turns.is_dialogue(side) and not side.lstrip().startswith(("[", "{")) for side in sides):
             raise PunaError(
                 f"{where}: {found.name('chosen')} and {found.name('rejected')} are plain text and no column is the prompt: "
-                "map one with columns.prompt, for example columns.prompt=COLUMN"
+                "name it, for example --columns prompt=COLUMN"
             )
 
 
@@ -208,13 +207,13 @@ def _unclear(kind: str, rows: Sequence[Fields], where: str, layout: str, fits: S
     there = ", ".join(dict.fromkeys(name for row in rows for name in row)) or "none"
     if fits:
         said = "; ".join(f"{one.name} ({one.why})" for one in fits)
-        return f"{where}: its columns ({there}) fit several layouts of {kind}: {said}. Declare one, for example layout={fits[0].name}"
+        return f"{where}: its columns ({there}) fit several layouts of {kind}: {said}. Declare one, for example --set layout={fits[0].name}"
     wanted = "; ".join(
         f"{one.name} needs {' and '.join(' or '.join(need) for need in one.needs)}"
         for one in LAYOUTS[kind]
         if layout in ("auto", one.name)
     )
-    hint = f"Map fields to columns, for example columns.{_first(kind)}=COLUMN"
+    hint = f"Say which column holds what, for example --columns {_first(kind)}=COLUMN"
     return f"{where}: its columns ({there}) fit no layout of {kind}. {wanted}. {hint}"
 
 
