@@ -6,6 +6,7 @@ by fetching its run of every file. Keys are cut by their leading bits, so that p
 
 from __future__ import annotations
 
+import bisect
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -13,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc as ipc
 
 from puna.storage.errors import PunaError
 from puna.storage.files import Files
-from puna.storage.parts import span
-from puna.storage.shards import FileRecord, Sink, shard_of
+from puna.storage.shards import FileRecord, Sink, bounds, shard_of
 from puna.storage.staging import Damaged, Staging
 
 MAP_BYTES = 96 << 20
@@ -36,14 +37,33 @@ def partitions(raw: int) -> int:
     return min(MOST_PARTITIONS, 1 << max(0, (-(-raw // PARTITION_BYTES) - 1).bit_length()))
 
 
-@dataclass(frozen=True)
+Offsets = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
 class Partition:
-    """The rows of one partition by reference: small and picklable. `runs`: file, begin and end of each run, in the jobs' order."""
+    """The rows of one partition by reference, picklable: of each file, in the jobs' order, where its run begins and ends.
+
+    Numbers alone are kept of them: where terabytes are regrouped, there are tens of millions of runs.
+    """
 
     files: Files
     schema: pa.Schema
     number: int
-    runs: tuple[tuple[str, int, int], ...]
+    names: tuple[str, ...]
+    begins: Offsets
+    ends: Offsets
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        own = np.flatnonzero(self.ends > self.begins)
+        names = tuple(self.names[n] for n in own)
+        return Partition, (self.files, self.schema, self.number, names, self.begins[own], self.ends[own])
+
+    @property
+    def runs(self) -> list[tuple[str, int, int]]:
+        """File, begin and end of each run that has rows."""
+        own = np.flatnonzero(self.ends > self.begins).tolist()
+        return [(self.names[n], int(self.begins[n]), int(self.ends[n])) for n in own]
 
     def tables(self) -> Iterator[pa.Table]:
         """The rows of each job, in the order of jobs."""
@@ -75,16 +95,15 @@ class Exchange:
     @property
     def filled(self) -> list[Partition]:
         """The partitions that have rows, or one without any: what is made of them has its columns then too."""
-        return [part for part in self.parts if part.runs] or list(self.parts[:1] if self.infos else ())
+        return [part for part in self.parts if (part.ends > part.begins).any()] or list(self.parts[:1] if self.infos else ())
 
     def within(self, low: str, high: str | None) -> Exchange:
         """The partitions that may hold rows of a range of ids, where `id` is the key."""
-        near = []
-        for part in self.parts:
-            first, after = span(self.count, part.number)
-            if (after is None or after > low) and (high is None or first < high):
-                near.append(part)
-        return Exchange(tuple(near), self.schema, self.count, self.by)
+        edges, base = bounds(self.count), self.parts[0].number if self.parts else 0
+        first = bisect.bisect_right(edges, low) - base
+        last = (self.count if high is None else bisect.bisect_left(edges, high)) - base
+        near = self.parts[max(0, first) : max(0, last + 1)]
+        return Exchange(near, self.schema, self.count, self.by)
 
     def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
         """The rows of a range in order of their ids, where `id` is the key."""
@@ -111,7 +130,7 @@ class Scattered:
     """What a job wrote: its files with the ends of their runs, and what it gave beside its rows."""
 
     schema: str
-    files: list[tuple[str, FileRecord, list[int]]]
+    files: list[tuple[str, FileRecord, Offsets]]
     rows: int
     info: Any
 
@@ -119,7 +138,7 @@ class Scattered:
 def scatter(how: Scatter, made: pa.Table | Iterable[pa.Table], info: Callable[[], Any]) -> Scattered:
     """Write the rows that a job makes, in a worker; `info` is asked at the end."""
     held: list[pa.Table] = []
-    files: list[tuple[str, FileRecord, list[int]]] = []
+    files: list[tuple[str, FileRecord, Offsets]] = []
     size, rows = 0, 0
     schema: pa.Schema | None = None
     for table in [made] if isinstance(made, pa.Table) else made:
@@ -133,12 +152,12 @@ def scatter(how: Scatter, made: pa.Table | Iterable[pa.Table], info: Callable[[]
         files.append(_write(how, held, len(files)))
     text = "" if schema is None else schema.serialize().to_pybytes().hex()
     found = Scattered(text, files, rows, info())
-    noted = [[name, [record.bytes, record.sha256], ends] for name, record, ends in files]
+    noted = [[name, [record.bytes, record.sha256], ends.tolist()] for name, record, ends in files]
     how.staging.note(how.job, {"schema": text, "files": noted, "rows": rows, "info": found.info})
     return found
 
 
-def _write(how: Scatter, held: list[pa.Table], number: int) -> tuple[str, FileRecord, list[int]]:
+def _write(how: Scatter, held: list[pa.Table], number: int) -> tuple[str, FileRecord, Offsets]:
     """One file of runs; gives the ends of the runs too."""
     table = pa.concat_tables(held).combine_chunks()
     place = _places(table[how.by], how.partitions).astype(np.uint16 if how.partitions <= 1 << 16 else np.int64)  # short ones sort faster
@@ -161,7 +180,7 @@ def _write(how: Scatter, held: list[pa.Table], number: int) -> tuple[str, FileRe
             before = end
         sink.close()
         how.staging.files.put(name, folder / "runs")
-    return name, sink.record, found
+    return name, sink.record, np.array(found, np.int64)
 
 
 def _places(column: pa.ChunkedArray, count: int) -> Any:
@@ -179,7 +198,7 @@ def found_before(how: Scatter) -> Scattered | None:
     noted = how.staging.noted(how.job)
     if noted is None:
         return None
-    files = [(name, FileRecord(*record), ends) for name, record, ends in noted["files"]]
+    files = [(name, FileRecord(*record), np.array(ends, np.int64)) for name, record, ends in noted["files"]]
     if any(len(ends) != how.partitions for _, _, ends in files):
         return None
     for name, record, _ in files:
@@ -194,13 +213,10 @@ def gathered(files: Files, found: list[Scattered], count: int, by: str) -> Excha
     if len(schemas) > 1:
         raise PunaError("the jobs of an exchange made tables of different columns")
     schema = pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(schemas[0]))) if schemas else pa.schema([])
-    runs: list[list[tuple[str, int, int]]] = [[] for _ in range(count)]
-    for one in found:
-        for name, _, ends in one.files:
-            before = 0
-            for number, end in enumerate(ends):
-                if end > before:
-                    runs[number].append((name, before, end))
-                before = end
-    parts = tuple(Partition(files, schema, number, tuple(own)) for number, own in enumerate(runs))
+    written = [(name, ends) for one in found for name, _, ends in one.files]
+    names = tuple(name for name, _ in written)
+    edges = np.zeros((count + 1, len(names)), np.int64)
+    for number, (_, ends) in enumerate(written):
+        edges[1:, number] = ends
+    parts = tuple(Partition(files, schema, number, names, edges[number], edges[number + 1]) for number in range(count))
     return Exchange(parts, schema, count, by, sum(one.rows for one in found), tuple(one.info for one in found))

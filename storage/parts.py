@@ -265,5 +265,5 @@ class Follower:
 
 def span(shards: int, number: int) -> tuple[str, str | None]:
     """The lowest id of a shard, and that of the next one (None: there is none)."""
-    edges: list[str | None] = ["", *bounds(shards), None]
-    return str(edges[number]), edges[number + 1]
+    edges = bounds(shards)
+    return edges[number - 1] if number else "", edges[number] if number + 1 < shards else None

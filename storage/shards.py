@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,10 @@ def count(table: TableSchema, raw: int) -> int:
     return 1 if raw <= table.shard_bytes else 1 << math.ceil(GROWTH * math.log2(raw / table.shard_bytes))
 
 
-def bounds(shards: int) -> list[str]:
+@lru_cache(maxsize=16)
+def bounds(shards: int) -> tuple[str, ...]:
     """The lowest id of each shard but the first, for a table in `shards` shards (a power of two)."""
-    return [f"{(number << 32) // shards:08x}" for number in range(1, shards)]
+    return tuple(f"{(number << 32) // shards:08x}" for number in range(1, shards))
 
 
 def shard_of(ids: pa.Array | pa.ChunkedArray, shards: int) -> npt.NDArray[np.int64]:

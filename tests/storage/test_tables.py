@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puna.storage import Artifact, Identity, PunaError, Store, care, catalog, digest, schemas, shards
-from puna.storage.exchange import Scatter, gathered, scatter
+from puna.storage.exchange import Exchange, Partition, Scatter, gathered, scatter
+from puna.storage.files import LocalFiles
 from puna.storage.parts import Follower, span
 from puna.storage.staging import Staging
 from puna.storage.tables import LEAST_KEPT, Balance, imbalance
@@ -253,3 +254,18 @@ def test_a_damaged_run_is_refused(tmp_path: Path) -> None:
 def test_files_are_plain_parquet(tmp_path: Path) -> None:
     made = Store.open(tmp_path).import_table("documents", documents(ids_of(5), ["text"] * 5))
     assert pq.read_table(made.path("documents.parquet")).equals(made.read())
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 64])
+def test_a_range_of_ids_is_looked_for_where_it_may_lie(count: int) -> None:
+    none = np.zeros(0, np.int64)
+    exchange = Exchange(tuple(Partition(LocalFiles(Path()), pa.schema([]), n, (), none, none) for n in range(count)), pa.schema([]), count, "id")
+    spans = [span(count, number) for number in range(count)]
+    random = np.random.default_rng(count)
+    edges = ["", *(low for low, _ in spans), *(f"{one:08x}" for one in random.integers(0, 1 << 32, 20))]
+    for low in edges:
+        for high in [None, *edges]:
+            if high is None or high > low:
+                expected = [n for n, (first, after) in enumerate(spans) if (after is None or after > low) and (high is None or first < high)]
+                near = exchange.within(low, high)
+                assert [part.number for part in near.parts] == [part.number for part in near.within(low, high).parts] == expected
