@@ -152,7 +152,8 @@ class LocalFiles:
 
     def list(self, folder: str, after: str = "") -> Iterator[str]:
         """See `Files`."""
-        found = [str(Path(path, name).relative_to(self.root)) for path, _, names in os.walk(self.root / folder) for name in names]
+        cut = len(os.path.join(self.root, ""))  # of ten thousand artifacts, paths as objects would take a second
+        found = [os.path.join(path, name)[cut:] for path, _, names in os.walk(self.root / folder) for name in names]
         yield from sorted(name for name in found if name > after)
 
     def folders(self, folder: str) -> Sequence[str]:
