@@ -210,5 +210,5 @@ def test_an_exact_product_has_the_same_bits_in_any_company(monkeypatch, N, D, on
     x, w = normal(300, D, dtype=torch.float32).detach(), normal(N, D, dtype=torch.float32, seed=1).detach()
     with exact_passes(torch.float32, torch.device("cpu")):
         whole = product(x, w)
-        for start, rows in ((0, 1), (7, 1), (31, 2), (0, 3), (100, 6), (13, 18), (200, 77)):
+        for start, rows in ((0, 1), (7, 1), (31, 2), (0, 3), (100, 9), (13, 17), (200, 64)):
             assert torch.equal(product(x[start : start + rows], w), whole[start : start + rows])

@@ -1,0 +1,111 @@
+"""No page is lost or leaked, whatever requests come, fork, end, are cancelled, paused or found again."""
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from puna.kernels.paged_attention import PAGE
+from puna.models.generation.pages import PagePool
+from puna.models.generation.sampling import SamplingParams
+from puna.models.generation.schedule import Request, Scheduler
+
+
+class Pages(RuleBasedStateMachine):
+    """The scheduler without a model: each page remembers the tokens that were written to it."""
+
+    @initialize(count=st.integers(7, 30), sequences=st.integers(1, 6), step_tokens=st.integers(1, 60))
+    def begin(self, count, sequences, step_tokens):
+        self.scheduler = Scheduler(PagePool(count), sequences, step_tokens)
+        self.held = np.full((count, PAGE), -1)
+        self.asked, self.ready, self.finished = [], [], 0
+
+    @rule(length=st.integers(1, 50), n=st.integers(1, 4), new=st.integers(1, 40), branch=st.integers(0, 3), priority=st.integers(0, 1))
+    def ask(self, length, n, new, branch, priority):
+        """Prompts that begin alike for some pages, and then do not."""
+        prompt = [token if token < 20 else 100 * branch + token for token in range(length)]
+        request = Request(prompt, SamplingParams(n=n, max_tokens=new, stop=(), priority=priority), frozenset(), (), ())
+        self.scheduler.add(request)
+        self.asked.append(request)
+
+    @rule(token=st.integers(1000, 1003), ends=st.integers(0, 7))
+    def step(self, token, ends):
+        """Compute what is due, start what can be, draw; one in eight answers ends by itself."""
+        work = self.scheduler.plan()
+        for source, target in self.scheduler.copies:
+            self.held[target] = self.held[source]
+        self.scheduler.copies = []
+        for item in work:
+            answer = item.answer
+            for place in range(answer.computed, answer.computed + item.count):
+                page = answer.pages[place // PAGE]
+                assert place % PAGE == 0 or self.scheduler.pool.references[page] == 1  # nobody else sees what is written
+                self.held[page, place % PAGE] = answer.tokens[place]
+            self.scheduler.computed(item, object())
+        for number, answer in enumerate([i.answer for i in work if i.answer.hidden is not None] + list(self.scheduler.fork())):
+            answer.hidden = None
+            answer.tokens.append(token + number)
+            answer.logprobs.append(0.0)
+            if len(answer.logprobs) == answer.request.params.max_tokens or ends == number:
+                self.scheduler.finish(answer)
+                self.finished += 1
+
+    @rule(number=st.integers(0, 99))
+    def cancel(self, number):
+        if self.asked:
+            self.scheduler.cancel(self.asked[number % len(self.asked)])
+
+    @rule()
+    def change_weights(self):
+        self.scheduler.restart()
+        self.held[:] = -1
+
+    @invariant()
+    def every_page_is_accounted_for(self):
+        if not hasattr(self, "scheduler"):
+            return
+        pool = self.scheduler.pool
+        expected = [0] * len(pool.references)
+        for answer in self.scheduler.running:
+            for page in answer.pages:
+                expected[page] += 1
+        for request in self.asked:
+            for page in request.trunk[0] if request.trunk else ():
+                expected[page] += 1
+        in_tree = set(pool.nodes)
+        for page in in_tree:
+            expected[page] += 1
+        assert pool.references == expected
+        assert sorted(pool.free) == [page for page, count in enumerate(expected) if count == 0]
+        assert pool.spare == sum(expected[page] == 1 for page in in_tree)
+        assert len(self.scheduler.running) <= self.scheduler.sequences
+        assert not any(answer.pages for answer in self.scheduler.paused)
+
+    @invariant()
+    def every_page_holds_its_tokens(self):
+        if not hasattr(self, "scheduler"):
+            return
+        pending = {target for _, target in self.scheduler.copies}
+        for answer in self.scheduler.running:
+            for place in range(answer.computed):
+                page = answer.pages[place // PAGE]
+                assert page in pending or self.held[page, place % PAGE] == answer.tokens[place]
+        for page, node in self.scheduler.pool.nodes.items():
+            assert tuple(self.held[page]) == node.key
+
+    def teardown(self):
+        """What was asked is answered, unless it was cancelled, and then all pages can be had."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(5000):
+            if self.scheduler.idle:
+                break
+            self.step(1000, 7)
+        assert self.scheduler.idle
+        assert self.scheduler.pool.available == len(self.scheduler.pool.references)
+        wanted = sum(request.params.n for request in self.asked if not request.cancelled)
+        assert self.finished >= wanted
+
+
+Pages.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestPages = Pages.TestCase
