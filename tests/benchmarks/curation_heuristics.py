@@ -87,7 +87,7 @@ def decided_as_dolma(texts: Any) -> Any:
 
     values = np.concatenate([part.values for part in measured(texts, "dolma")])
     table = pa.table({name: values[name] for name in names("dolma")})
-    sources = np.full(len(texts), "web")
+    sources = pa.chunked_array([pa.repeat("web", len(texts))])
     sets = [SelectConfig(rule_set=name, language=None) for name in ("dolma", "dolma_c4")]
     return {
         rule.name: (rule, np.array(table[rule.drop.signal]), fires(rule, table, sources)) for one in sets for rule in active_rules(one)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from puna.stages.curate.rules.expressions import SqlRule, sql_fires, sql_row
 from puna.stages.curate.rules.groups import Rule
 
+DROPPED = pa.schema(
+    [("id", pa.string()), ("rule", pa.string()), ("value", pa.float64()), ("threshold", pa.float64()), ("detail", pa.string())]
+)
 
-def fires(rule: Rule, table: pa.Table, sources: NDArray[Any]) -> NDArray[np.bool_]:
+
+def fires(rule: Rule, table: pa.Table, sources: pa.ChunkedArray) -> NDArray[np.bool_]:
     """Which documents the rule drops, bool[n]; `table` has its signals, `sources` is each document's source."""
     values = table[rule.drop.signal]
     judged = np.ones(len(sources), np.bool_)
@@ -22,9 +26,9 @@ def fires(rule: Rule, table: pa.Table, sources: NDArray[Any]) -> NDArray[np.bool
         # A comparison with NaN, which stands for what was not measured, is false.
         judged = np.any([numeric(table[kind.signal]) >= kind.least for kind in rule.kinds], axis=0) == rule.of_kind
     if rule.sources:
-        judged &= np.isin(sources, rule.sources)
+        judged &= _among(sources, rule.sources)
     if rule.exempt_sources:
-        judged &= ~np.isin(sources, rule.exempt_sources)
+        judged &= ~_among(sources, rule.exempt_sources)
     if isinstance(rule.threshold, tuple):
         words = np.array(["" if v is None else str(v) for v in values.to_pylist()])
         missing = np.array(values.is_null())
@@ -37,6 +41,10 @@ def fires(rule: Rule, table: pa.Table, sources: NDArray[Any]) -> NDArray[np.bool
     return judged & np.where(missing, rule.drop.missing == "drop", out)
 
 
+def _among(values: pa.ChunkedArray, names: Sequence[str]) -> NDArray[np.bool_]:
+    return np.asarray(pc.is_in(values, pa.array(names, pa.string())), np.bool_)
+
+
 def numeric(values: pa.ChunkedArray) -> NDArray[np.float64]:
     """A number column as float64[n], null as NaN."""
     return np.array(values.cast(pa.float64()).fill_null(math.nan), np.float64)
@@ -44,32 +52,36 @@ def numeric(values: pa.ChunkedArray) -> NDArray[np.float64]:
 
 def decide(table: pa.Table, rules: Sequence[Rule | SqlRule]) -> pa.Table:
     """The dropped documents of `table` (id, source and the rules' signals) as rows of the table `dropped`."""
-    sources = np.array(table["source"].to_pylist(), dtype=object).astype("U")
     first = np.full(table.num_rows, len(rules), np.int64)
     for index, rule in enumerate(rules):
-        gone = sql_fires(rule, table) if isinstance(rule, SqlRule) else fires(rule, table, sources)
+        gone = sql_fires(rule, table) if isinstance(rule, SqlRule) else fires(rule, table, table["source"])
         first[gone & (first == len(rules))] = index
-    ids = table["id"].to_pylist()
-    rows = []
-    for at in np.flatnonzero(first < len(rules)):
-        rule = rules[first[at]]
-        if isinstance(rule, SqlRule):
-            rows.append(sql_row(rule, ids[at], {name: table[name][int(at)].as_py() for name in rule.columns}))
-            continue
-        value = table[rule.drop.signal][int(at)].as_py()
-        # Python and Arrow agree on NaN as a number; a threshold on it means "not measured".
-        value = None if isinstance(value, float) and math.isnan(value) else value
-        text = isinstance(rule.threshold, tuple)
-        rows.append(
-            {
-                "id": ids[at],
-                "rule": rule.name,
-                "value": None if text or value is None else float(value),
-                "threshold": rule.number,
-                "detail": "not measured" if value is None else (str(value) if text else None),
-            }
-        )
-    schema = pa.schema(
-        [("id", pa.string()), ("rule", pa.string()), ("value", pa.float64()), ("threshold", pa.float64()), ("detail", pa.string())]
-    )
-    return pa.Table.from_pylist(rows, schema=schema)
+    found, places = [DROPPED.empty_table()], [np.zeros(0, np.int64)]
+    for index in np.unique(first[first < len(rules)]).tolist():
+        rule, at = rules[index], np.flatnonzero(first == index)
+        columns = rule.columns if isinstance(rule, SqlRule) else (rule.drop.signal,)
+        rows = table.select(["id", *columns]).take(pa.array(at))
+        found.append(_by_condition(rule, rows) if isinstance(rule, SqlRule) else _by_threshold(rule, rows))
+        places.append(at)
+    return pa.concat_tables(found).take(pa.array(np.argsort(np.concatenate(places))))
+
+
+def _by_condition(rule: SqlRule, rows: pa.Table) -> pa.Table:
+    """Rows of `dropped` of the documents that a condition drops."""
+    made = [sql_row(rule, row["id"], {name: row[name] for name in rule.columns}) for row in rows.to_pylist()]
+    return pa.Table.from_pylist(made, schema=DROPPED)
+
+
+def _by_threshold(rule: Rule, rows: pa.Table) -> pa.Table:
+    """Rows of `dropped` of the documents that a threshold drops."""
+    values, count = rows[rule.drop.signal], rows.num_rows
+    if pa.types.is_floating(values.type):
+        values = pc.if_else(pc.is_nan(values), None, values)  # NaN stands for what was not measured
+    if isinstance(rule.threshold, tuple):
+        value = pa.nulls(count, pa.float64())
+        detail = pc.coalesce(values.cast(pa.string()), pa.scalar("not measured"))
+    else:
+        value = values.cast(pa.float64())
+        detail = pc.if_else(pc.is_null(values), pa.scalar("not measured"), pa.scalar(None, pa.string()))
+    threshold = pa.nulls(count, pa.float64()) if rule.number is None else pa.repeat(float(rule.number), count)
+    return pa.table([rows["id"], pa.repeat(rule.name, count), value, threshold, detail], schema=DROPPED)

@@ -160,7 +160,7 @@ def test_decisions(name):
     texts = ["", "\n", "the of " * 60_000, *(page(rnd) for _ in range(400))]
     found = measured(texts)
     columns = {signal: [row[signal] for row in found] for signal in names("dolma")}
-    table, sources = pa.table(columns), np.full(len(texts), "web")
+    table, sources = pa.table(columns), pa.chunked_array([["web"] * len(texts)])
     drops = [(DOLMA_ATTRIBUTES[rule.name], fires(rule, table, sources)) for rule in rules(name)]
     reasons = Counter()
     for number, text in enumerate(texts):
