@@ -163,7 +163,7 @@ def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     return *_attention_backward(grad, q, k, v, out, lse, layout, ctx.window), [None] * len(layout), None
 
 
-differentiable("forest_attention", _gradients, _setup)
+differentiable(_attention, _gradients, _setup)
 
 
 def attention(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, mask: ForestMask) -> Tensor:

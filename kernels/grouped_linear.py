@@ -165,7 +165,7 @@ def _backward_grouped(ctx: Any, dy_NF: Tensor) -> tuple[Any, ...]:
     return dx, dw, None
 
 
-differentiable("grouped_linear", _backward_grouped, lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+differentiable(_grouped_linear, _backward_grouped, lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
 def grouped_linear(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Tensor:

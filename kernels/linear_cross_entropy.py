@@ -177,7 +177,7 @@ def _backward_cross_entropy(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     return dx, dw, None, nll * grad if need_weights else None, None, None
 
 
-differentiable("linear_cross_entropy", _backward_cross_entropy, _setup_cross_entropy)
+differentiable(_cross_entropy, _backward_cross_entropy, _setup_cross_entropy)
 
 
 def linear_cross_entropy(x_ND: Tensor, w_VD: Tensor, targets: Tensor, weights: Tensor) -> Tensor:

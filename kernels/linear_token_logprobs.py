@@ -203,7 +203,7 @@ def _backward_logprobs(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, 
     return dx if need_x else None, dw if need_w else None, None, None
 
 
-differentiable("linear_token_logprobs", _backward_logprobs, _setup_logprobs)
+differentiable(_logprobs, _backward_logprobs, _setup_logprobs)
 
 
 def linear_token_logprobs(x_ND: Tensor, w_VD: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

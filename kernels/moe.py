@@ -236,10 +236,10 @@ def _backward_route(ctx: Any, dweight: Tensor | None, dp: Tensor | None, _: Any)
     return _route_backward(dweight, dp, weight, p, chosen, ctx.normalize).to(ctx.dtype), None, None
 
 
-differentiable("top_k_routing", _backward_route, _setup_route)
-differentiable("moe_dispatch", lambda ctx, dy: (_dispatch_gradient(dy, *ctx.saved_tensors, ctx.k), None, None), _setup_dispatch)
+differentiable(_top_k_routing, _backward_route, _setup_route)
+differentiable(_dispatch_rows, lambda ctx, dy: (_dispatch_gradient(dy, *ctx.saved_tensors, ctx.k), None, None), _setup_dispatch)
 differentiable(
-    "moe_combine",
+    _combine_rows,
     lambda ctx, dy: (*_combine_gradients(dy, *ctx.saved_tensors), None, None),
     lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )

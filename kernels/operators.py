@@ -85,9 +85,12 @@ def uses_triton(tensor: Tensor) -> bool:
     return tensor.dtype != torch.float64 and (tensor.is_cuda or (INTERPRETED and tensor.device.type == "cpu"))
 
 
-def differentiable(name: str, backward: Function, setup: Function) -> None:
-    """Give `puna::name` its backward; `setup(ctx, inputs, output)` keeps what that needs."""
-    torch.library.register_autograd(f"puna::{name}", backward, setup_context=setup, lib=_LIBRARY)
+def differentiable(call: Any, backward: Function, setup: Function) -> None:
+    """Give what `operator` returned its backward; `setup(ctx, inputs, output)` keeps what that needs.
+
+    The operator itself is named and not its text: so whatever reaches it reaches its backward, which counts in the key of a stage.
+    """
+    torch.library.register_autograd(call.dispatched, backward, setup_context=setup, lib=_LIBRARY)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

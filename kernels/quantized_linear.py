@@ -213,7 +213,7 @@ def _backward_low(ctx: Any, dy_TN: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return dx, dw, None
 
 
-differentiable("low_precision_linear", _backward_low, _setup_low)
+differentiable(_low_precision_linear, _backward_low, _setup_low)
 
 
 def require_products(kind: Kind, device: torch.device) -> None:

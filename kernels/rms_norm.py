@@ -258,8 +258,8 @@ def _backward_alone(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
     return *_rms_norm_backward(dy, None, *ctx.saved_tensors), None
 
 
-differentiable("add_rms_norm", _backward_add, _setup_add)
-differentiable("rms_norm", _backward_alone, _setup)
+differentiable(_add_rms_norm, _backward_add, _setup_add)
+differentiable(_rms_norm, _backward_alone, _setup)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -125,7 +125,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.back = inputs[3]
 
 
-differentiable("rope", lambda ctx, grad: (_rope(grad, *ctx.saved_tensors, not ctx.back), None, None, None), _setup)
+differentiable(_rope, lambda ctx, grad: (_rope(grad, *ctx.saved_tensors, not ctx.back), None, None, None), _setup)
 
 
 def rope(x_TNK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

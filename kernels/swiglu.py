@@ -158,7 +158,7 @@ _swiglu_backward = operator(
     _backward, _backward_triton, lambda dy, gate, up: (_like(dy), _like(dy)),
 )  # fmt: skip
 differentiable(
-    "swiglu",
+    _swiglu,
     lambda ctx, dy: _swiglu_backward(dy, *ctx.saved_tensors),
     lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
