@@ -100,7 +100,8 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int) -> dict[str, Any]:
 
 
 def _machine(config: ModelConfig, context: int, gpu: str | None) -> Machine:
-    from puna.models.machine import Machine, measure
+    from puna.models.machine import Machine
+    from puna.models.probe import measure
 
     if gpu is not None:
         try:

@@ -1,0 +1,79 @@
+"""What this CPU reaches at a model's shapes, measured: matrix products by what is left of a training step's time."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from puna.kernels.attention import ForestMask, attention
+from puna.kernels.linear import product
+from puna.kernels.swiglu import swiglu
+from puna.models import accounting
+from puna.models.config import ModelConfig
+from puna.models.forest import Forest
+from puna.models.machine import Clock, Machine, best_seconds
+
+PROBE_PARAMETERS = 100_000_000
+"""The largest model that `measure` builds; beyond it one linear layer's products stand for all."""
+
+
+@cache
+def measure(config: ModelConfig, context: int, clock: Clock = time.perf_counter) -> Machine:
+    """This CPU's rates at a model's shapes in documents of `context` tokens, fp32, on torch's threads: each the
+    best of several tries, a few seconds in all.
+
+    Attention and SwiGLU are timed alone; then forward and backward of the model with two of its layers, of which
+    the matrix products are what remains. `clock` may be `time.process_time` on one thread, which other work on
+    the machine disturbs less.
+    """
+    generator = torch.Generator().manual_seed(0)
+    context = min(context, 1024)
+    heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    shapes = ((context, heads, width), (context, groups, width), (context, groups, config.value_dim))
+    q, k, v = (torch.randn(*shape, generator=generator, requires_grad=True) for shape in shapes)
+    mask = ForestMask.from_end(torch.full((context,), context, dtype=torch.int32))
+    upstream = torch.randn(context, heads, config.value_dim, generator=generator)
+    gate, up = (torch.randn(1024, config.intermediate_size, generator=generator, requires_grad=True) for _ in range(2))
+
+    def attend() -> None:
+        with torch.enable_grad():
+            attention(q, k, v, mask).backward(upstream)
+
+    def activate() -> None:
+        with torch.enable_grad():
+            swiglu(gate, up).backward(gate.detach())
+
+    attended = 3 * 2 * heads * (width + config.value_dim) * (context * (context + 1) // 2)
+    known = Machine(1.0, attended / best_seconds(attend, clock), 8 * gate.nbytes / best_seconds(activate, clock))
+    return replace(known, matrix_flops=_matrix_flops(config, context, known, clock))
+
+
+def _matrix_flops(config: ModelConfig, context: int, known: Machine, clock: Clock) -> float:
+    """Rate of the matrix products in a training step, given those of everything else."""
+    from puna.models.transformer import Transformer
+
+    layers = min(2, config.num_hidden_layers)
+    small = config.replace(num_hidden_layers=layers, sliding_layers=None, sliding_window=None, model_type="")
+    rows, inner = 1024, config.intermediate_size
+    if accounting.parameters(small).total > PROBE_PARAMETERS:
+        x, w, g = (torch.ones(*shape) for shape in ((rows, config.hidden_size), (inner, config.hidden_size), (rows, inner)))
+        seconds = sum(best_seconds(f, clock) for f in (lambda: product(x, w), lambda: product(g, w.T), lambda: torch.mm(g.T, x)))
+        return 3 * 2 * rows * w.numel() / seconds
+    model = Transformer(small, generator=torch.Generator().manual_seed(0))
+    lengths = [context] * max(1, rows // context)
+    tokens = torch.arange(sum(lengths)) % config.vocab_size
+    weights = torch.full((len(tokens),), 1.0 / len(tokens))
+
+    def train() -> None:
+        with torch.enable_grad():
+            forest = Forest.pack(tokens.split(lengths))
+            model.cross_entropy(forest, torch.arange(len(tokens)), tokens, weights).backward()
+        model.zero_grad(set_to_none=True)
+
+    other = accounting.step_time(small, lengths, replace(known, matrix_flops=math.inf), update=False)
+    remaining = max(best_seconds(train, clock) - other.total, 1e-9)
+    return 6 * accounting.matrix_parameters(small) * len(tokens) / remaining
