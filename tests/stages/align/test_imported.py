@@ -117,9 +117,11 @@ def test_pages_and_answers_are_evaluated(world: World) -> None:
     pages = [{"id": f"{i}", "source": "s", "text": " ".join(f"fox {j + i} jumps over {j * i}," for j in range(30))} for i in range(6)]
     documents = table(world.store, "documents", [{**page, "url": "", "language": "en", "fetched_at": 0} for page in pages])
     config = EvaluateConfig(pages={"questions": 4, "options": 2, "prompt_words": 5, "option_words": 3, "continuations": 1})
-    made_ = execute(evaluate, config, {"model": world.policy, "documents": documents, "prompts": world.prompts}, world.store)
+    prompts = table(world.store, "prompts", [{**row, "split": "heldout"} for row in world.prompts.read().to_pylist()])
+    made_ = execute(evaluate, config, {"model": world.policy, "documents": documents, "prompts": prompts}, world.store)
     found = {(row["task"], row["metric"]): row["value"] for row in made_.read().to_pylist()}
-    assert found["all", "finished"] == 1 and 0 < found["all", "accuracy"] <= 1
+    # One of three answers is right whichever it gives.
+    assert found["all", "finished"] == 1 and 0.25 < found["all", "accuracy"] <= 1
     assert math.isfinite(found["pages", "bits_per_byte"]) and found["choice", "accuracy"] >= 0
 
 
