@@ -33,7 +33,7 @@ def packed(folder: Path, lengths: list[int], sequence_length: int, names: list[s
     rows = pack(pa.array(documents, pa.list_(pa.int32())), names, sequence_length)
     folder.mkdir(exist_ok=True)
     pq.write_table(pa.table({"row": pa.array(range(len(rows["tokens"])), pa.int64()), **rows}), folder / "tokens.parquet")
-    return Packed.read(folder / "tokens.parquet")
+    return Packed.read(pq.read_table(folder / "tokens.parquet"))
 
 
 def nothing(data: Packed) -> np.ndarray:
@@ -112,7 +112,7 @@ def test_no_rows_are_an_error(tmp_path: Path) -> None:
     empty = pack(pa.array([], pa.list_(pa.int32())), [], 8)
     pq.write_table(pa.table({"row": pa.array([], pa.int64()), **empty}), tmp_path / "tokens.parquet")
     with pytest.raises(PunaError, match="nothing to train on"):
-        Packed.read(tmp_path / "tokens.parquet")
+        Packed.read(pq.read_table(tmp_path / "tokens.parquet"))
 
 
 def test_one_document_cannot_be_both(tmp_path: Path) -> None:

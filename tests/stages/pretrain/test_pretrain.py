@@ -52,7 +52,7 @@ def test_learns_and_tells_the_truth_about_it(store, given) -> None:
     assert metrics["averaging_gain"] == metrics["validation_loss_before_averaging"] - metrics["validation_loss"]
     model = load(made.path())
     assert metrics["parameters"] == accounting.parameters(model.config).total == sum(p.numel() for p in model.parameters())
-    packed = Packed.read(given["tokens"].path("tokens.parquet"))
+    packed = Packed.read(given["tokens"])
     held = packed.validation(settings.validation_share, settings.validation_tokens)
     assert metrics["validation_loss"] == pytest.approx(mean_loss(model, packed.validation_pieces(held)), rel=1e-5)
     log = made.read("training_log").to_pylist()
