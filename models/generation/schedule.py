@@ -90,16 +90,15 @@ class Scheduler:
         """Whether nothing runs or waits."""
         return not (self.waiting or self.paused or self.running)
 
-    def plan(self, lookahead: int = 0) -> list[Work]:
-        """What to compute now: one token of each answer that decodes (with room for `lookahead` more), then chunks of
-        prompts, up to `step_tokens` in all."""
+    def plan(self) -> list[Work]:
+        """What to compute now: one token of each answer that decodes, then chunks of prompts, up to `step_tokens` in all."""
         budget = self.step_tokens
         work = []
         for answer in list(self.running):
             if answer not in self.running or answer.hidden is not None:  # preempted by one before it; drawn from, not computed
                 continue
             count = min(len(answer.tokens) - answer.computed, max(budget, 1))
-            if self._make_room(answer, count + (lookahead if answer.logprobs else 0)):
+            if self._make_room(answer, count):
                 work.append(Work(answer, count))
                 budget -= count
         work = [item for item in work if item.answer in self.running]

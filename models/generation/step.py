@@ -52,7 +52,7 @@ def page_bytes(model: Transformer) -> int:
 def run(model: Transformer, cache: Cache, work: Sequence[Work]) -> Tensor:
     """Compute the work; the hidden states [N, D] of its tokens, in order."""
     counts = np.array([item.count for item in work])
-    tokens = [token for item in work for token in _following(item)]
+    tokens = [token for w in work for token in w.answer.tokens[w.answer.computed : w.answer.computed + w.count]]
     starts = np.array([item.answer.computed for item in work])
     sequence = np.repeat(np.arange(len(work), dtype=np.int32), counts)
     first = np.cumsum(counts) - counts
@@ -72,8 +72,3 @@ def run(model: Transformer, cache: Cache, work: Sequence[Work]) -> Tensor:
 
     ids = torch.tensor(tokens, device=device)
     return model.model(model.model.embed_tokens(ids), torch.from_numpy(position).to(device), attend)
-
-
-def _following(item: Work) -> Sequence[int]:
-    """The tokens of an answer that the work computes."""
-    return item.answer.tokens[item.answer.computed : item.answer.computed + item.count]
