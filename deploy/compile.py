@@ -10,6 +10,7 @@ import pyarrow as pa
 from puna.stages.contract.execute import execute
 from puna.stages.curate.extract import ExtractConfig, extract
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
+from puna.stages.curate.language import LanguageConfig, language
 from puna.stages.curate.line_dedup import LineDedupConfig, line_dedup
 from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
 from puna.stages.curate.pii import PiiConfig, pii
@@ -43,7 +44,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = Store.open(folder)
         made = execute(extract, ExtractConfig(), {"pages": store.import_table("pages", pages())}, store)
-        execute(heuristics, HeuristicsConfig(), {"documents": made}, store)
+        found = execute(language, LanguageConfig(), {"documents": made}, store)
+        execute(heuristics, HeuristicsConfig(), {"documents": made, "language": found}, store)
         clean = execute(pii, PiiConfig(), {"documents": made}, store)
         unique = execute(minhash_dedup, MinhashDedupConfig(), {"documents": clean}, store)
         execute(line_dedup, LineDedupConfig(), {"documents": unique}, store)

@@ -11,7 +11,7 @@ import typer
 
 from puna.flows import exchange, look, plan, talk
 from puna.flows.console import fail
-from puna.flows.look import StoreOption
+from puna.flows.look import StoreOption, print_rows
 from puna.flows.settings import DEFAULT_STORE
 from puna.stages.contract.executors import FORMS, PROCESSES
 from puna.storage import PunaError, Store
@@ -105,6 +105,30 @@ def clean(
     typer.echo(f"{made.kept:,} of {made.pages:,} pages are clean documents: {made.documents}")
     typer.echo(f"what went, and by which rule: {made.dropped}")
     typer.echo(f"report: {made.report}")
+
+
+@app.command()
+def fairness(
+    documents: Annotated[Path, typer.Argument(metavar="DOCUMENTS", help="JSON lines or Parquet with language, text and, of some, kind")],
+    recipe: Annotated[str, typer.Option("--recipe", help="Whose language, heuristics and select are measured")] = "clean",
+    changes: SetOption = None,
+    reference: Annotated[str, typer.Option("--reference", help="Language that the others are compared with")] = "en",
+    spoil: Annotated[bool, typer.Option("--spoil", help="Measure spoilt twins too: repeats, misread, menu, salad")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object: rows and figures")] = False,
+) -> None:
+    """What curation keeps of labelled documents in each language, and which rules drop the rest."""
+    from puna.flows import fairness as measuring
+
+    found = measuring.read_labelled(documents)
+    twins = measuring.twins(found) if spoil else []
+    told = measuring.fairness([*found, *twins], recipe, changes or (), reference)
+    if as_json:
+        typer.echo(json.dumps({"rows": told.rows, "figures": told.figures}, ensure_ascii=False))
+        return
+    rows_shown = [{name: f"{value:.2f}" if isinstance(value, float) else value for name, value in row.items()} for row in told.rows]
+    print_rows(rows_shown, as_json=False)
+    for name, value in told.figures.items():
+        typer.echo(f"{name:32} {value:g}")
 
 
 @app.command()

@@ -32,7 +32,8 @@ def existing(store: str) -> Store:
     return Store.existing(store)
 
 
-def _print(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | None = None) -> None:
+def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | None = None) -> None:
+    """Rows as a table, or one JSON object each."""
     if as_json:
         for row in rows:
             typer.echo(json.dumps(row, default=_text))
@@ -98,12 +99,12 @@ def list_(
             {"run": log.name, "state": log.state, "artifacts": len(log.made), "reused": sum(m.reused for m in log.made), "error": log.error}
             for log in logs
         ]
-        return _print(rows, as_json, ["run", "state", "artifacts", "reused", "error"])
+        return print_rows(rows, as_json, ["run", "state", "artifacts", "reused", "error"])
     if kind is not None:
         known_kind(kind)
     artifacts, names = [a for a in opened.artifacts() if kind in (None, a.kind)], opened.names()
     if as_json:
-        return _print([summary(a, aliases=names.get(a.key, [])) for a in artifacts], True)
+        return print_rows([summary(a, aliases=names.get(a.key, [])) for a in artifacts], True)
     rows = [
         {
             "id": a.id, "stage": a.manifest.stage, "rows": a.rows() if a.kind in a.tables else None,
@@ -111,7 +112,7 @@ def list_(
         }
         for a in artifacts
     ]  # fmt: skip
-    _print(rows, False, ["id", "stage", "rows", "created at", "aliases"])
+    print_rows(rows, False, ["id", "stage", "rows", "created at", "aliases"])
 
 
 @app.command()
@@ -165,7 +166,7 @@ def lineage(name: IdArgument, store: StoreOption = DEFAULT_STORE, as_json: JsonO
 
     walk(opened.resolve(name), 0, "")
     if as_json:
-        return _print(rows, True)
+        return print_rows(rows, True)
     shown: set[str] = set()
     for row in rows:
         more = " (as above)" if row["key"] in shown else ""
@@ -221,7 +222,7 @@ def why(
     opened = existing(store)
     rows = fate(opened, document)
     if as_json:
-        return _print(rows, True)
+        return print_rows(rows, True)
     for row in rows:
         typer.echo(f"{row['stage']:20s} {row['artifact'][:12]}  {row['what']}")
 
@@ -318,7 +319,7 @@ def _statements(asked: bool) -> Iterator[str]:
 
 
 def _table(table: pa.Table, as_json: bool) -> None:
-    _print(table.to_pylist(), as_json, table.schema.names)
+    print_rows(table.to_pylist(), as_json, table.schema.names)
 
 
 @app.command()
@@ -333,7 +334,7 @@ def verify(
     findings = care.verify(opened, [opened.resolve(name)] if name else None)
     damaged = [f for f in findings if f.damage]
     if as_json:
-        _print([{"id": f.artifact.id, "key": f.artifact.key, "damage": f.damage} for f in findings], True)
+        print_rows([{"id": f.artifact.id, "key": f.artifact.key, "damage": f.damage} for f in findings], True)
     else:
         for finding in damaged:
             typer.echo(f"{finding.artifact.id}: {'; '.join(finding.damage)}")
@@ -358,7 +359,7 @@ def gc(
     """Remove artifacts that no alias and no recent run needs, abandoned work, and quarantined artifacts; what is at work stays."""
     found = care.collect(existing(store), keep_runs=keep_runs, work_days=work_days, remove=yes)
     if as_json:
-        return _print([{"folder": g.place, "reason": g.reason, "bytes": g.bytes, "removed": yes} for g in found], True)
+        return print_rows([{"folder": g.place, "reason": g.reason, "bytes": g.bytes, "removed": yes} for g in found], True)
     for item in found:
         typer.echo(f"{_size(item.bytes):>10s}  {item.place}  ({item.reason})")
     total = _size(sum(g.bytes for g in found))

@@ -171,6 +171,15 @@ TABLES: dict[str, TableSchema] = {
             key=("id", "line"),
         ),
         _table(
+            "languages", column("language", pa.string(), "ISO 639 code of a language found"),
+            column("script", pa.string(), "ISO 15924 code of its script"),
+            column("documents", pa.int64(), "documents in it", "documents"),
+            column("stop_words", pa.string(), "frequent words that a document in it is asked for", nullable=True),
+            column("evidence", pa.string(), "where the row is from: the columns NAME_factor times a recipe's threshold on the signal NAME "
+                   "are the language's own; null: no basis, the rule judges no document in it"),
+            key=("language", "script"), open=True,
+        ),
+        _table(
             "mixture", ID,
             column("category", pa.string(), "knowledge type"),
             SPLIT,

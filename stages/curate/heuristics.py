@@ -26,12 +26,23 @@ from puna.stages.contract import (
 )
 from puna.stages.curate.select import signals_of
 from puna.stages.curate.signals.divergence import BINS, LENGTHS, Corpus, expected_at
-from puna.stages.curate.signals.measure import Measurements, Splitter, check_against_definitions, measure, names
+from puna.stages.curate.signals.measure import (
+    ANY_LIST,
+    NO_LIST,
+    Measurements,
+    OwnWords,
+    Splitter,
+    check_against_definitions,
+    measure,
+    names,
+    own_words,
+)
 from puna.stages.curate.signals.own import Failures, failed_in, with_own
 from puna.stages.curate.signals.tally import Tally
 from puna.storage import Artifact, Part
 
 CALIBRATED = ("token_kl_excess", "ngram_coverage", "dirty_word_ratio", "words", "top_2gram_character_fraction")
+ENGLISH = "en"
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 declare_signal("token_kl", float, "nats", "Kullback-Leibler divergence of the document's words from the corpus's", optional=True)
 declare_signal("token_kl_excess", float, "nats", "token_kl less what a random sample of the corpus of the same length shows", optional=True)
@@ -151,10 +162,11 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
     if not file.exists():
         documents = part.read()
         ids = documents["id"].to_pylist()
-        languages = [""] * len(ids)
+        languages, listed = [""] * len(ids), None
         if language is not None:
             languages = [name or "" for name in signals_of(language, documents["id"], ["language"])["language"].to_pylist()]
-        found = measure(documents["text"], config.words, config.coverage_n, config.line_coverage)
+            listed = _own_words(language, documents["id"])
+        found = measure(documents["text"], config.words, config.coverage_n, config.line_coverage, listed)
         check_against_definitions(found, documents["text"], config.words)
         table = _table(documents["id"], languages, names(config.words), found)
         if config.c4_lines:
@@ -166,6 +178,19 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
         os.replace(temporary, file)
     table = _read(file)
     return {"file": str(file), "counts": _language_counts(table), "failed": failed_in(table)}
+
+
+def _own_words(language: Artifact, ids: pa.ChunkedArray) -> OwnWords | None:
+    """The stop words of each document's language; None for signals that have no table of languages."""
+    if "languages" not in language.tables:
+        return None
+    rows = language.read("languages").to_pylist()
+    lists = [tuple((row["stop_words"] or "").split()) for row in rows]
+    places = {(row["language"], row["script"]): at if words else NO_LIST for at, (row, words) in enumerate(zip(rows, lists, strict=True))}
+    # English is asked for Gopher's words, as text of a language that is not known.
+    places |= {(ENGLISH, row["script"]): ANY_LIST for row in rows}
+    table = signals_of(language, ids, ["language", "script"])
+    return own_words(lists, [places[key] for key in zip(table["language"].to_pylist(), table["script"].to_pylist(), strict=True)])
 
 
 def _table(ids: pa.ChunkedArray, languages: list[str], measured: tuple[str, ...], found: Measurements) -> pa.Table:

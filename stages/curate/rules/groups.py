@@ -188,8 +188,16 @@ class GopherQualityRules(WebRules):
     min_alphabetic_words: Annotated[Fraction | None, Drop("alphabetic_word_fraction", "<")] = Field(
         0.8, description="Minimum fraction of words with an alphabetic character; punctuation is a word for datatrove alone"
     )
-    min_stop_words: Annotated[int | None, Drop("stop_words", "<")] = Field(
-        2, ge=0, description="Minimum number of distinct stop words of any one language"
+    min_stop_words: Annotated[int | None, Drop("stop_words", "<", "keep")] = Field(
+        2, ge=0, description="Minimum number of distinct stop words of the document's language, or of any one where it is not known"
+    )
+    # Not Gopher's.
+    max_misread: Annotated[Fraction | None, Drop("misread_fraction", ">")] = Field(
+        0.005, description="Maximum fraction of characters that are UTF-8 read as cp1252, such as Ã© for é"
+    )
+    # Words put together at random have few of them; measured with a language's own list alone.
+    min_stop_word_fraction: Annotated[Fraction | None, Drop("stop_word_fraction", "<", "keep")] = Field(
+        0.1, description="Minimum fraction of words that are stop words of the document's language; each language has its own factor"
     )
     min_english_stop_words: Annotated[int | None, Drop("english_stop_words", "<")] = Field(
         None, ge=0, description="Minimum number of distinct English stop words; Gopher's 2 drops every other language"

@@ -17,12 +17,13 @@ from puna.stages.curate.rules.groups import (
 RuleSet = Literal["puna", "datatrove", "fineweb", "dolma", "dolma_c4"]
 
 _ALL: dict[str, Any] = {"exempt_sources": ()}
+_NOT_GOPHERS: dict[str, Any] = {"min_stop_words": None, "min_stop_word_fraction": None, "max_misread": None}
 # Both of dolma's sets keep what is at least as probably English as not.
 _ENGLISH = LanguageRules(**_ALL, min_score=0.5, languages=("en",))
 _GOPHER = {
     "gopher_repetition": GopherRepetitionRules(**_ALL),
     # Gopher's eight words are English.
-    "gopher_quality": GopherQualityRules(**_ALL, min_stop_words=None, min_english_stop_words=2),
+    "gopher_quality": GopherQualityRules(**_ALL, **_NOT_GOPHERS, min_english_stop_words=2),
 }
 RULE_SETS: dict[RuleSet, dict[str, RuleGroup | LineRules]] = {
     # The defaults of the groups themselves.
@@ -55,7 +56,7 @@ RULE_SETS: dict[RuleSet, dict[str, RuleGroup | LineRules]] = {
         ),
         "gopher_quality": GopherQualityRules(
             **_ALL, min_mean_word_length=None, max_mean_word_length=None, min_median_word_length=3, max_median_word_length=10,
-            max_hash_ratio=None, max_ellipsis_ratio=None, max_symbol_words=0.1, min_stop_words=None,
+            max_hash_ratio=None, max_ellipsis_ratio=None, max_symbol_words=0.1, **_NOT_GOPHERS,
             min_english_stop_word_occurrences=2,
         ),
     },
@@ -80,7 +81,8 @@ def filled(given: dict[str, Any], groups: list[str]) -> dict[str, Any]:
     chosen = RULE_SETS.get(given.get("rule_set", "puna"))
     if not chosen:
         return given
-    out: dict[str, Any] = dict.fromkeys(groups) | dict(chosen) | given
+    # What another toolkit decides, it decides with the same thresholds for all languages.
+    out: dict[str, Any] = dict.fromkeys(groups) | dict(chosen) | {"per_language": False} | given
     for name, group in chosen.items():
         if isinstance(given.get(name), dict):
             out[name] = group.model_dump() | given[name]

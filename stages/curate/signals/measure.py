@@ -14,6 +14,7 @@ from puna.kernels.compiled import njit
 from puna.stages.contract import SIGNALS
 from puna.stages.curate.signals import definitions, dolma
 from puna.stages.curate.signals.divergence import BINS_BITS
+from puna.stages.curate.signals.encoding import misread_characters
 from puna.stages.curate.signals.gopher import (
     chain,
     character_numbers,
@@ -137,17 +138,42 @@ class Measurements(NamedTuple):
     line_covered: NDArray[np.int32]
 
 
-def measure(texts: pa.Array | pa.ChunkedArray, splitter: Splitter, coverage_n: int, line_coverage: float) -> Measurements:
+class OwnWords(NamedTuple):
+    """The stop words of languages for D documents: `keys` a table of salted hashes, `salts` uint64[lists], `of` int64[D]: the list
+    of each document's language; `ANY_LIST` where the best of `stop_words.txt` counts, `NO_LIST` where nothing is counted."""
+
+    keys: NDArray[np.uint64]
+    salts: NDArray[np.uint64]
+    of: NDArray[np.int64]
+
+
+ANY_LIST, NO_LIST = -1, -2
+
+
+def own_words(lists: list[tuple[str, ...]], of: list[int]) -> OwnWords:
+    """The lists of some languages, folded, and each document's list."""
+    salts = np.array([mix(np.uint64(number)) for number in range(1, len(lists) + 1)], np.uint64)
+    try:
+        keys = [value ^ salt for words, salt in zip(lists, salts, strict=True) for value in folded_hashes(list(words))]
+    except ValueError as error:
+        raise PunaError(f"heuristics: the stop words of the table of languages: {error}") from error
+    return OwnWords(table_of(keys), salts, np.array(of, np.int64))
+
+
+def measure(
+    texts: pa.Array | pa.ChunkedArray, splitter: Splitter, coverage_n: int, line_coverage: float, own: OwnWords | None = None
+) -> Measurements:
     """All numbers of the documents but the divergence, which needs the whole corpus.
 
     Lines are reported where at least the share `line_coverage` of their words lies in n-grams of `coverage_n` words
-    seen earlier.
+    seen earlier. `own`: the stop words of each document's language.
     """
     data, offsets = buffers(texts)
     longest = int(np.diff(offsets).max(initial=0))
     values = np.full(len(offsets) - 1, np.nan, RECORD)
     universal, as_dolma = splitter != "datatrove", splitter == "dolma"
-    found = _measure(data, offsets, vocabulary(splitter), _space(longest), values, universal, as_dolma, coverage_n, line_coverage)
+    own = own_words([], [ANY_LIST] * len(values)) if own is None else own
+    found = _measure(data, offsets, vocabulary(splitter), own, _space(longest), values, universal, as_dolma, coverage_n, line_coverage)
     return Measurements(values, *found)
 
 
@@ -156,6 +182,7 @@ def _measure(
     data: NDArray[np.uint8],
     offsets: NDArray[np.int64],
     about: Vocabulary,
+    own: OwnWords,
     room: Space,
     values: Any,
     universal: bool,
@@ -188,6 +215,11 @@ def _measure(
         one.hash_ratio, one.ellipsis_ratio = signs / max(words, 1), ellipses / max(words, 1)
         one.bullet_line_fraction, one.ellipsis_line_fraction = line_numbers(codes, about.flags)
         one.english_stop_words, one.stop_words = _stop_words(about, room.hash[:words])
+        if own.of[d] != ANY_LIST:
+            one.stop_words = np.nan
+        if own.of[d] >= 0:
+            found, occurrences = _own_stop_words(own, own.salts[own.of[d]], room.folded[:words], room.keys)
+            one.stop_words, one.stop_word_fraction = found, occurrences / max(plain, 1)
         # What occurs once is no repetition, though datatrove counts it: a sentence would have the top 4-gram of a spam page.
         _line_repetition(codes, about.flags, room, hashes, newlines + 1, one)
         if not as_dolma:
@@ -199,6 +231,7 @@ def _measure(
             # 30 characters are a short line of letters, but a sentence of such a script.
             one.c4_sentences = one.c4_open_sentences = one.short_line_fraction = np.nan
         one.newline_ratio = newlines / max(words, 1)
+        one.misread_fraction = misread_characters(codes) / max(characters, 1)
         keys = cleared(room.keys, newlines + 1)
         repeated = duplicate_pieces(codes, about.flags, hashes, power, 0, characters, 1, True, keys)[2]
         one.repeated_line_character_fraction = repeated / max(characters - newlines, 1)
@@ -241,6 +274,20 @@ def _stop_words(about: Vocabulary, hashes: NDArray[np.uint64]) -> tuple[int, int
                 bits >>= np.uint64(1)
                 language += 1
     return languages[0], languages.max()
+
+
+@njit(cache=True)
+def _own_stop_words(own: OwnWords, salt: np.uint64, folded: NDArray[np.uint64], space: NDArray[np.uint64]) -> tuple[int, int]:
+    """Distinct stop words of one language, and how often they occur together."""
+    seen = cleared(space, len(folded))
+    found, occurrences = 0, 0
+    for value in folded:
+        if contains(own.keys, value ^ salt):
+            occurrences += 1
+            where = place(seen, value)
+            found += seen[where] == 0
+            seen[where] = value
+    return found, occurrences
 
 
 @njit(cache=True)

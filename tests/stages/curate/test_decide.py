@@ -105,3 +105,41 @@ def test_the_decision_is_what_duckdb_finds(data):
         connection.register("signals", signals_table)
         assert connection.sql(rules_sql(chosen)).to_arrow_table().to_pylist() == expected.to_pylist()
         assert connection.sql(rules_sql(SelectConfig(**OFF))).fetchall() == []
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_a_language_has_thresholds_of_its_own(data):
+    factors = st.sampled_from([None, 0.5, 1.0, 2.0])
+    keys = [("de", "Latn"), ("th", "Thai"), ("sr", "Cyrl"), ("sr", "Latn")]
+    languages = pa.table(
+        {
+            "language": [key[0] for key in keys], "script": [key[1] for key in keys],
+            **{f"{name}_factor": pa.array([data.draw(factors) for _ in keys], pa.float64()) for name in ("words", "terminated_line_fraction")},
+        }
+    )  # fmt: skip
+    rules = [rule for rule in active_rules(SelectConfig()) if rule.drop.signal in ("words", "terminated_line_fraction") and rule.name[:7] != "curated"]
+    count = data.draw(st.integers(1, 8))
+    chosen = [data.draw(st.sampled_from([*keys, ("xx", "Latn")])) for _ in range(count)]
+    words = [data.draw(st.sampled_from([None, 24, 25, 49, 50, 99, 100, 150_000, 250_000])) for _ in range(count)]
+    ends = [data.draw(st.sampled_from([0.0, 0.06, 0.12, 0.2, 0.3])) for _ in range(count)]
+    table = pa.table(
+        {
+            "id": [f"{n}" for n in range(count)], "source": ["web"] * count, "language": [key[0] for key in chosen],
+            "script": [key[1] for key in chosen], "words": pa.array(words, pa.float64()), "terminated_line_fraction": ends,
+        }
+    )  # fmt: skip
+    of = {(row["language"], row["script"]): row for row in languages.to_pylist()}
+    expected = []
+    for row in table.to_pylist():
+        for rule in rules:
+            known = of.get((row["language"], row["script"]))
+            factor = 1.0 if known is None else known[f"{rule.drop.signal}_factor"]
+            value = row[rule.drop.signal]
+            if factor is None:  # no basis: the rule abstains, whatever the value
+                continue
+            if value is None or (value < rule.threshold * factor if rule.drop.when == "<" else value > rule.threshold * factor):
+                expected.append((row["id"], rule.name, value, rule.threshold * factor))
+                break
+    found = decide(table, rules, languages).to_pylist()
+    assert [(row["id"], row["rule"], row["value"], row["threshold"]) for row in found] == expected

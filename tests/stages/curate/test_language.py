@@ -9,7 +9,8 @@ import pytest
 
 from puna.stages.contract import execute
 from puna.stages.curate.language import LanguageConfig, identify, language
-from puna.storage import Store
+from puna.stages.curate.rules.languages import SCALED, canonical, read_rows, shipped, with_rows
+from puna.storage import PunaError, Store
 
 SENTENCES = {
     "en": "The council will decide next week whether the old bridge across the river is to be repaired.",
@@ -20,14 +21,16 @@ SENTENCES = {
     "ru": "На следующей неделе совет решит, нужно ли ремонтировать старый мост через реку.",
     "ar": "سيقرر المجلس الأسبوع المقبل ما إذا كان سيتم إصلاح الجسر القديم فوق النهر.",
 }
+SCRIPTS = {"ja": "Jpan", "ru": "Cyrl", "ar": "Arab"}
 CODE = "for (int i = 0; i < n; ++i) {\n    sum += values[i] * weights[i];\n}\n"
 
 
 @pytest.mark.parametrize("code", SENTENCES)
 def test_a_sentence_of_each_language(code):
-    found, score = identify(SENTENCES[code])
+    found, score, script = identify(SENTENCES[code])
     assert found == code
     assert 0.5 < score <= 1
+    assert script == SCRIPTS.get(code, "Latn")
 
 
 def test_line_ends_and_capitals_do_not_matter():
@@ -47,7 +50,7 @@ def test_names_in_a_list_are_no_prose():
 
 def test_program_text_without_prose_has_no_language_and_with_comments_theirs():
     program = "\n".join(f"from package import part{n}\nvalue_{n} = part{n}.make(width={n})" for n in range(20))
-    assert identify(program) == ("zxx", 1.0)
+    assert identify(program) == ("zxx", 1.0, "Zyyy")
     assert identify(f'"""{SENTENCES["en"]}\n{SENTENCES["en"]}\n"""\n{program}')[0] == "en"
 
 
@@ -58,7 +61,7 @@ def test_the_items_of_a_list_are_prose():
 
 @pytest.mark.parametrize("text", ["", "  \n", "123 456.7", "{}[]();", "— … —"])
 def test_text_without_letters_has_no_language(text):
-    assert identify(text) == ("zxx", 1.0)
+    assert identify(text) == ("zxx", 1.0, "Zyyy")
 
 
 def test_long_documents_are_looked_at_all_over():
@@ -75,4 +78,74 @@ def test_the_stage_writes_one_row_per_document_and_spares_code(tmp_path):
     made = execute(language, LanguageConfig(), {"documents": store.import_table("documents", pa.Table.from_pylist(rows))}, store)
     found = made.read().to_pylist()
     assert [(r["id"], r["language"]) for r in found] == [("0", "es"), ("1", "zxx"), ("2", "zxx")]
-    assert found[1]["language_score"] == 1.0
+    assert found[1]["language_score"] == 1.0 and found[1]["script"] == "Zyyy"
+    languages = made.read("languages").to_pylist()
+    assert [(row["language"], row["script"], row["documents"]) for row in languages] == [("es", "Latn", 1), ("zxx", "Zyyy", 2)]
+    assert "de" in languages[0]["stop_words"].split() and languages[0]["words_factor"] is not None
+    # There is no basis for rules on words where there is no language.
+    assert languages[1]["stop_words"] is None and languages[1]["mean_word_length_factor"] is None
+
+
+# A sentence each, written for this test: languages that lid.176 alone does not know, or confuses.
+RARER = {
+    "sw": "Baraza la mji litaamua wiki ijayo iwapo daraja la zamani lililopo mtoni litakarabatiwa au la.",
+    "zu": "Umkhandlu uzonquma ngesonto elizayo ukuthi ibhuloho elidala elinqamula umfula lizolungiswa yini.",
+    "so": "Golaha deegaanka ayaa go'aan ka gaari doona toddobaadka soo socda in la dayactiro buundada hore ee webiga.",
+    "mi": "Ka whakatau te kaunihera i tēnei wiki e tū mai nei mēnā ka whakatikaina te piriti tawhito i runga i te awa.",
+    "ht": "Konsèy la pral deside semèn pwochèn si yo dwe repare ansyen pon ki sou rivyè a.",
+}
+
+
+@pytest.mark.parametrize("code", RARER)
+def test_languages_that_are_rarer_on_the_web(code):
+    assert identify(RARER[code])[0] == code
+
+
+def test_confusable_languages_count_together():
+    # Croatian, Bosnian and Serbian have these words alike: whichever is found, the group is certain.
+    found, score, script = identify("Vlada je danas donijela odluku o novom zakonu, a ministar je rekao da je to dobro za sve ljude u zemlji.")
+    assert found in ("hr", "bs", "sr") and score > 0.9 and script == "Latn"
+
+
+def test_zawgyi_is_told_from_unicode():
+    # "Myanmar" and "people" as Unicode has them, and as Zawgyi orders and codes the same signs.
+    assert identify("\u1019\u103c\u1014\u103a\u1019\u102c\u1015\u103c\u100a\u103a \u101c\u1030\u1010\u102d\u102f\u1004\u103a\u1038")[2] == "Mymr"
+    assert identify("\u103b\u1019\u1014\u1039\u1019\u102c\u103b\u1015\u100a\u1039 \u101c\u1030\u1010\u102d\u102f\u1004\u1039\u1038")[2] == "Qaag"
+
+
+def test_rows_of_ones_own_lie_over_the_table(tmp_path):
+    file = tmp_path / "mine.tsv"
+    file.write_text("# mine\nlanguage\tscript\tstop_words\twords\tmean_word_length\nde\tLatn\tdas ist\t-\t1.5\nqaa\tLatn\t\t\t\n", encoding="utf-8")
+    config = LanguageConfig(rows=str(file))
+    assert LanguageConfig(rows=[row.model_dump() for row in config.rows]) == config
+    table, before = with_rows(config.rows), shipped()
+    mine, theirs = table["de-Latn"], before["de-Latn"]
+    assert mine.stop_words == ("das", "ist") and mine.factors["words"] is None and mine.factors["mean_word_length"] == 1.5
+    assert mine.factors["newline_ratio"] == theirs.factors["newline_ratio"] and mine.codes == theirs.codes
+    assert table["fr-Latn"] == before["fr-Latn"]
+    # A language without a row is measured as its script, and is asked for no words.
+    assert table["qaa-Latn"].factors == before["-Latn"].factors and not table["qaa-Latn"].stop_words
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("language\tscrpt\nde\tLatn\n", "there is no column 'scrpt'"),
+        ("language\tscript\twords\nde\tLatn\tmany\n", "row 2: words is 'many'"),
+        ("language\tscript\twords\nde\tLatn\t-1\n", "row 2: words is -1"),
+    ],
+)
+def test_a_wrong_row_is_named(tmp_path, text, said):
+    (tmp_path / "mine.tsv").write_text(text, encoding="utf-8")
+    with pytest.raises(PunaError, match=said):
+        read_rows(tmp_path / "mine.tsv")
+
+
+def test_every_row_of_the_table_is_sound():
+    table = shipped()
+    assert len(table) > 1500 and set(table["en-Latn"].factors.values()) <= {1.0, None}
+    for row in table.values():
+        assert set(row.factors) == set(SCALED), row.key
+        assert all(word == word.lower() for word in row.stop_words) and row.evidence, row.key
+    assert canonical("__label__eng_Latn") == canonical("eng") == canonical("en") == "en"
+    assert canonical("hrv_Latn") == "hr" and canonical("xyz_Latn") == "xyz"

@@ -38,7 +38,8 @@ def test_the_first_rule_in_declared_order_is_recorded(tmp_path, make_documents):
         ],
     }
     rules = dict.fromkeys(
-        ("max_words", "max_ellipsis_ratio", "max_bullet_lines", "max_ellipsis_lines", "min_alphabetic_words", "min_stop_words")
+        ("max_words", "max_ellipsis_ratio", "max_bullet_lines", "max_ellipsis_lines", "min_alphabetic_words", "min_stop_words",
+         "min_stop_word_fraction", "max_misread")
     )
     made = execute(select, config(language={}, gopher_quality=rules), given_, store)
     # Thresholds themselves are kept: 50 words, length 10, ratio 0.1, score 0.65.
@@ -74,7 +75,7 @@ def test_code_and_reasoning_pages_have_rules_of_their_own(tmp_path, make_documen
         ],
     }  # fmt: skip
     quality = {**dict.fromkeys(["max_words", "min_mean_word_length", "max_mean_word_length", "max_hash_ratio", "max_ellipsis_ratio",
-                                "max_bullet_lines", "max_ellipsis_lines", "min_stop_words"]), "min_words": 20}  # fmt: skip
+                                "max_bullet_lines", "max_ellipsis_lines", "min_stop_words", "min_stop_word_fraction", "max_misread"]), "min_words": 20}  # fmt: skip
     own = {"max_repeated_line_characters": None}
     made = execute(select, config(gopher_quality=quality, code_reasoning=own), given_, store)
     # a, c: pages of these kinds whose words pass their own bound; b: of neither, by a hair; e: not measured is of neither kind.

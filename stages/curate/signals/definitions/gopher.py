@@ -65,10 +65,16 @@ def english_stop_words(text: str) -> int:
     return len(set(entries("stop_words.txt")[0][1:]) & set(words_of(text)))
 
 
-@signal(unit="distinct words", compiled="heuristics")
-def stop_words(text: str) -> int:
-    """Distinct stop words of the language that has most of them."""
+@signal(unit="distinct words", optional=True, compiled="heuristics")
+def stop_words(text: str) -> int | None:
+    """Distinct stop words of the document's language (null: it has no list), or of the language that has most where none is known."""
     return max(len(set(listed) & set(words_of(text))) for _, *listed in entries("stop_words.txt"))
+
+
+@signal(unit="fraction of words", optional=True, compiled="heuristics")
+def stop_word_fraction(text: str) -> float | None:
+    """Words that are stop words of the document's language; null where it has no list or is not known, and for English."""
+    return None
 
 
 @signal(unit="fraction of lines", compiled="heuristics")

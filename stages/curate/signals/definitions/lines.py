@@ -11,6 +11,8 @@ from puna.stages.curate.text.characters import PUNCTUATION, SENTENCE_END, TERMIN
 from puna.stages.curate.text.words import split_codes
 
 CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
+_HIGH = "[\x80-\xbf" + bytes(range(0x80, 0xA0)).decode("cp1252", "ignore") + "]"
+MISREAD = re.compile(f"[\xc2-\xdf]{_HIGH}|[\xe0-\xef]{_HIGH}{{2}}|[\xf0-\xf4]{_HIGH}{{3}}")
 POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 
 
@@ -125,6 +127,12 @@ def newline_ratio(text: str) -> float:
 def repeated_line_character_fraction(text: str) -> float:
     """Characters in non-blank lines seen earlier (FineWeb)."""
     return seen_before(written(text))[1] / max(len(text.replace("\n", "")), 1)
+
+
+@signal(unit="fraction of characters", compiled="heuristics")
+def misread_fraction(text: str) -> float:
+    """Characters that are UTF-8 read as cp1252, such as "Ã©" for "é"."""
+    return sum(len(match) for match in MISREAD.findall(text)) / max(len(text), 1)
 
 
 @signal(unit="characters", compiled="heuristics")

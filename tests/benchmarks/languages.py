@@ -1,0 +1,155 @@
+"""Languages: what curation keeps of parallel text in each, what it keeps of spoilt twins, and how well languages are told.
+
+Data: `../shared/data/languages` (NTREX-128's first half, Federmann et al. 2022, 122 languages; the Universal Declaration of Human
+Rights). `languages_near_english`: languages of NTREX of which at most a tenth less than of English is kept; `gini` over their shares;
+`spoilt_kept`: mean over the kinds of twins. `lid_sentences`, `lid_documents`: accuracy on 60 sentences, and on up to 20 documents of
+15 sentences, of each language; `lid_groups`: the same documents where confusable languages count as one; `lid_mb_s`: of the documents,
+CPU seconds. `--calibrate` writes the table of languages anew (stages/curate/data/languages.tsv).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[2] / ".pkg")]
+
+UNSPACED = {"zho", "yue", "jpn", "lao", "khm", "mya", "bod", "dzo"}
+SENTENCES, LINE, DOCUMENT, SAMPLE, DOCUMENTS = 30, 3, 15, 60, 20
+FIRST_ARTICLES = 13
+# What NTREX and UDHR call a language, where it is not ISO 639's code of two letters or three.
+OTHER_CODES = {
+    "aze": "az", "azj": "az", "est": "et", "ekk": "et", "lav": "lv", "lvs": "lv", "mlg": "mg", "plt": "mg", "mon": "mn", "khk": "mn",
+    "msa": "ms", "zlm": "ms", "nep": "ne", "npi": "ne", "orm": "om", "gaz": "om", "pus": "ps", "pbu": "ps", "sqi": "sq", "als": "sq",
+    "swa": "sw", "swh": "sw", "uzb": "uz", "uzn": "uz", "zho": "zh", "cmn": "zh", "fas": "fa", "pes": "fa", "prs": "fa", "fil": "tl",
+    "tgl": "tl", "nob": "no", "arb": "ar", "mey": "ar", "kmr": "ku", "fuc": "ff", "fuf": "ff", "snd": "sd",
+}  # fmt: skip
+
+
+def folder() -> Path:
+    """The data, looked for beside this checkout."""
+    for parent in Path(__file__).resolve().parents:
+        if (parent / "shared/data/languages").is_dir():
+            return parent / "shared/data/languages"
+    raise SystemExit("languages: ../shared/data/languages is not there; this benchmark needs its parallel text")
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    """The JSON lines of a compressed file."""
+    import zstandard
+
+    with zstandard.open(folder() / name, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def ntrex() -> dict[str, list[list[str]]]:
+    """Language → documents → sentences, in the order of the file."""
+    found: dict[str, list[list[str]]] = defaultdict(list)
+    for row in rows("ntrex_dev.jsonl.zst"):
+        found[row["language"]].append(row["sentences"])
+    return found
+
+
+def ntrex_documents() -> list[tuple[str, str]]:
+    """(language, text) of parallel documents: joined until English has 30 sentences, 3 sentences a line, a blank line between."""
+    texts = ntrex()
+    ends, size = [0], 0
+    for number, sentences in enumerate(texts["eng"], 1):
+        size += len(sentences)
+        if size >= SENTENCES:
+            ends.append(number)
+            size = 0
+    out = []
+    for name, documents in texts.items():
+        blank = "" if name.split("-")[0] in UNSPACED else " "
+        for first, last in itertools.pairwise(ends):
+            sentences = [sentence for document in documents[first:last] for sentence in document]
+            out.append((name, "\n\n".join(blank.join(sentences[at : at + LINE]) for at in range(0, len(sentences), LINE))))
+    return out
+
+
+def udhr_documents() -> list[tuple[str, str, int, str]]:
+    """(ISO 639-3, BCP 47, half, text): each declaration as two documents."""
+    out = []
+    for row in rows("udhr.jsonl.zst"):
+        # The preamble is the first of them.
+        for half, articles in enumerate((row["articles"][: FIRST_ARTICLES + 1], row["articles"][FIRST_ARTICLES + 1 :])):
+            text = "\n".join(p for article in articles for p in article["p"])
+            if text.strip() and len(row["articles"]) >= 30:
+                out.append((row["iso6393"], row["bcp47"], half, text))
+    return out
+
+
+def code_of(name: str) -> str:
+    """ISO 639's code of a language that NTREX or UDHR names."""
+    from puna.stages.curate.rules.languages import canonical
+
+    name = name.split("-")[0]
+    return OTHER_CODES.get(name) or canonical(name)
+
+
+def identification() -> dict[str, float]:
+    """Accuracy and speed."""
+    from puna.stages.curate.identification.vote import vote
+    from puna.stages.curate.rules.languages import groups
+
+    sentences, documents = [], []
+    for name, found in ntrex().items():
+        own = [sentence for document in found for sentence in document]
+        blank = "" if name.split("-")[0] in UNSPACED else " "
+        documents += [(name, blank.join(own[at : at + DOCUMENT])) for at in range(0, len(own) - DOCUMENT, DOCUMENT)][:DOCUMENTS]
+        random.Random(1).shuffle(own)
+        sentences += [(name, sentence) for sentence in own[:SAMPLE]]
+    vote(documents[0][1])
+    figures, known = {}, groups()
+    for kind, sample in (("sentences", sentences), ("documents", documents)):
+        started = time.process_time()
+        said = [vote(text).language for _, text in sample]
+        seconds = time.process_time() - started
+        wanted = [code_of(name) for name, _ in sample]
+        figures[f"lid_{kind}"] = sum(a == b for a, b in zip(said, wanted, strict=True)) / len(sample)
+    figures["lid_groups"] = sum(known.get(a, a) == known.get(b, b) for a, b in zip(said, wanted, strict=True)) / len(sample)
+    figures["lid_mb_s"] = sum(len(text.encode()) for _, text in documents) / seconds / 1e6
+    return figures
+
+
+def figures(show: bool = False) -> dict[str, float]:
+    """All figures."""
+    from puna.flows.fairness import Labelled, fairness, twins
+
+    changes = ["select.language={}"]
+    good = [Labelled(name, text) for name, text in ntrex_documents()]
+    spoilt = twins(good[::5])
+    found = fairness([*good, *spoilt], changes=changes, reference="eng")
+    declared = fairness([Labelled(tag, text) for _, tag, _, text in udhr_documents()], changes=changes, reference="en")
+    if show:
+        for row in [*found.rows, *declared.rows]:
+            if row["kept"] < 0.99 or any(row.get(kind, 0) > 0.1 for kind in ("menu", "misread", "repeats", "salad")):
+                print(json.dumps(row, ensure_ascii=False), file=sys.stderr)
+    out = {name: value for name, value in found.figures.items() if name != "languages_near_reference"}
+    out["languages_near_english"] = found.figures["languages_near_reference"]
+    return out | {f"udhr_{name}": declared.figures[name] for name in ("languages", "mean_kept", "languages_at_zero")} | identification()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--show", action="store_true", help="languages that lose documents, on standard error")
+    given = parser.parse_args()
+    found = figures(given.show)
+    if given.json:
+        print(json.dumps(found))
+    else:
+        for name, value in found.items():
+            print(f"{name:32} {value:10.4f}")
+
+
+if __name__ == "__main__":
+    main()
