@@ -103,13 +103,10 @@ def test_spans_are_ordered_apart_and_masking_keeps_the_rest(text):
     assert out.endswith(text[at:])
 
 
-def test_a_page_of_numbers_takes_no_time():
-    import time
-
+def test_a_page_of_numbers_is_searched_to_its_end():
+    """A search that starts again at each number would take hours."""
     text = "1234567 " * 20_000 + "A-" * 20_000 + "Am Rue A, 1 " * 5_000 + "1 A " * 9_000 + "+1 2 3 " * 5_000 + "a@" * 20_000 + "1.2.3." * 20_000 + "ab:" * 20_000
-    started = time.monotonic()
-    find(text, ALL)
-    assert time.monotonic() - started < 5
+    assert find(text, ALL) == []
 
 
 def test_the_stage_masks_counts_and_spares_numbers_in_code(tmp_path):
