@@ -25,7 +25,7 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLoca
 from numba.core.dispatcher import Dispatcher
 from numba.core.extending import _Intrinsic
 
-from puna.kernels.lazy import Placeholder
+from puna.kernels.placeholder import Placeholder
 
 ROOT = Path(__file__).resolve().parents[1]
 Compiler = Callable[[Callable[..., Any]], Any]

@@ -11,31 +11,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-Compile = Callable[[Callable[..., Any]], Any]
-
-
-class Placeholder:
-    """A kernel before its first use."""
-
-    def __init__(self, function: Callable[..., Any], compile: Compile) -> None:
-        self.function, self._compile = function, compile
-        self._compiled: Any = None
-
-    def compiled(self) -> Any:
-        """The compiled function; all placeholders among its file's globals are replaced too."""
-        if self._compiled is None:
-            self._compiled = self._compile(self.function)
-            scope = self.function.__globals__
-            for name, value in list(scope.items()):
-                if isinstance(value, Placeholder):
-                    scope[name] = value.compiled()
-        return self._compiled
-
-    def __getitem__(self, grid: Any) -> Any:
-        return self.compiled()[grid]
-
-    def __call__(self, *args: Any) -> Any:
-        return self.compiled()(*args)
+from puna.kernels.placeholder import Placeholder
 
 
 def triton_jit(function: Callable[..., Any]) -> Any:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from puna.kernels.lazy import triton_jit
-from puna.kernels.minhash import I64, U64, Scheme, permutations
 from puna.kernels.operators import INTERPRETED
+from puna.kernels.permutations import I64, U64, Scheme, permutations
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -194,7 +194,7 @@ class Store:
     def work(self, key: str) -> Iterator[Work]:
         """The work folder of `key`, held against other processes; it survives a crash until the commit."""
         with written(self.uri), self.lock(key):
-            yield Work(self, key)
+            yield Work(self.files, key)
 
     def import_table(self, kind: str, table: pa.Table, **side: pa.Table) -> Artifact:
         """Commit a table (and side tables) made outside any stage, for scripts and tests."""

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +19,13 @@ import pyarrow as pa
 from puna.storage import digest, tables
 from puna.storage.artifact import Artifact, place_of
 from puna.storage.errors import PunaError
-from puna.storage.files import sync, write_bytes
+from puna.storage.files import Files, sync, write_bytes
 from puna.storage.manifest import NAME, InputRecord, Manifest, Source, TableRecord, content_digest, key_of, table_digest
 from puna.storage.parts import ShardRows, Stored
 from puna.storage.schemas import table_schema
 from puna.storage.shards import FileRecord, Shard
 from puna.storage.staging import Damaged, Outputs, Staged, Staging
 from puna.storage.tables import Made, Mapper, Pieces
-
-if TYPE_CHECKING:
-    from puna.storage.store import Store
 
 INPUTS = "inputs.json"
 
@@ -67,10 +64,9 @@ class Work:
     Parts outlive a crash too, but only those that this attempt writes or claims are committed.
     """
 
-    def __init__(self, store: Store, key: str) -> None:
-        self.store = store
+    def __init__(self, files: Files, key: str) -> None:
+        self.files = files
         self.place = f"work/{key}"
-        files = store.files
         files.remove(f"{self.place}/output")
         self.output = files.scratch(f"{self.place}/output")
         self.scratch = files.scratch(f"{self.place}/scratch")
@@ -88,7 +84,7 @@ class Work:
 
     def uses(self, inputs: list[InputRecord]) -> None:
         """Say what the work reads, so that `gc` leaves it in place while the work goes on."""
-        self.store.files.write(f"{self.place}/{INPUTS}", json.dumps([i.key for i in inputs if i.kind != "external"]).encode())
+        self.files.write(f"{self.place}/{INPUTS}", json.dumps([i.key for i in inputs if i.kind != "external"]).encode())
 
     def add(self, table: str, rows: pa.Table, name: str) -> None:
         """Write a part of a table; it is checked against the table's schema."""
@@ -123,7 +119,7 @@ class Work:
         From now on sources are counted from 1 on: `documents`, where it has rows of its own, then its sources; rows that are
         written have 0. `shift` is what the numbers of sources grow by.
         """
-        if documents.files != self.store.files or not table_schema(documents.kind).selectable or self._sources:
+        if documents.files != self.files or not table_schema(documents.kind).selectable or self._sources:
             return None
         record = documents.record()
         artifacts, self._sources, self.shift = documents.sources(), tuple(record.sources), 0
@@ -166,7 +162,7 @@ class Work:
         """A table without rows: one file that has its columns."""
         with self.staging.temporary() as folder:
             record = tables.empty(name, folder / "empty.parquet")
-            self.store.files.put(f"{self.staging.folder}/{name}/empty.parquet", folder / "empty.parquet")
+            self.files.put(f"{self.staging.folder}/{name}/empty.parquet", folder / "empty.parquet")
         shard = Shard(0, "", [], [], file=f"{name}.parquet")
         columns = {f.name: str(f.type) for f in table_schema(name).schema}
         table = TableRecord(0, table_digest(columns, [shard]), columns, [shard])
@@ -178,7 +174,7 @@ class Work:
 
     def discard(self) -> None:
         """Remove the work folder and all that was done: the artifact exists already, or cannot come of it."""
-        self.store.files.remove(self.place)
+        self.files.remove(self.place)
 
     def commit(self, kind: str, key: str, identity: Identity, **about: Any) -> Artifact:
         """Finish the tables, write the manifest last, and move all into place in one step.
@@ -209,7 +205,7 @@ class Work:
             created_at=datetime.now(UTC).isoformat(),
             **about,
         )
-        place, files = place_of(kind, key), self.store.files
+        place, files = place_of(kind, key), self.files
         try:
             won = files.publish(place, content, (NAME, manifest.to_json().encode()), f"{self.place}/commit")
         except OSError as error:
@@ -238,7 +234,7 @@ class Work:
             sync(path)
             if path.is_file():
                 found[name] = FileRecord(path.stat().st_size, digest.of_file(path))
-                self.store.files.put(f"{self.place}/output/{name}", path)
+                self.files.put(f"{self.place}/output/{name}", path)
         return found
 
 

@@ -198,7 +198,7 @@ class StageRun:
                 self._work.say(warning)
             found.append(one)
             self.progress(done, len(jobs))
-        return gathered(self._work.store.files, found, partitions, by)
+        return gathered(self._work.files, found, partitions, by)
 
     # --- writing -------------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class StageRun:
             staged = self._work.made(job)
         else:
             self._work.claim(staged)
-        found = [rows.read(0, rows.rows, columns) for one in staged or () for rows in [one.rows(self._work.store.files)] if rows.rows]
+        found = [rows.read(0, rows.rows, columns) for one in staged or () for rows in [one.rows(self._work.files)] if rows.rows]
         return pa.concat_tables(found) if found else table_schema(self.kind).schema.empty_table().select(columns)
 
     @property
