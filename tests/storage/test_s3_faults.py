@@ -17,8 +17,9 @@ import pyarrow as pa
 import pytest
 
 from puna.storage import PunaError, Store, blocks, cache, catalog, lease, s3
+from puna.storage.bucket import _connected
 from puna.storage.files import DamagedFile
-from puna.storage.s3 import S3Files, _client
+from puna.storage.s3 import S3Files
 from tests.storage.conftest import KEY, SECRET
 from tests.storage.fault_proxy import FAULTS, FaultProxy
 
@@ -97,7 +98,7 @@ def test_a_large_file_is_sent_and_read_in_pieces(files: S3Files, proxy: FaultPro
 
 
 def test_what_is_damaged_for_good_is_refused(files: S3Files, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3, "_pause", lambda attempt: None)
+    monkeypatch.setattr(s3, "pause", lambda attempt: None)
     store = Store(files)
     made = store.import_table("signals", signals(1))
     proxy.chosen = lambda method, target: "flip" if target.split("?")[0].endswith(".parquet") else None
@@ -272,7 +273,7 @@ def test_what_is_missing_is_named(bucket: str, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(PunaError, match="there is no bucket puna-nobody; make it first"):
         Store.open("s3://puna-nobody/store")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    _client.cache_clear()
+    _connected.cache_clear()
     with pytest.raises(PunaError, match="no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
         Store.open(bucket)
 

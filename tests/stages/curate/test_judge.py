@@ -14,7 +14,7 @@ from puna.models.transformer import Transformer
 from puna.stages.contract import External, execute
 from puna.stages.contract.config import parse
 from puna.stages.curate.code_reasoning import TrainCodeReasoningConfig, train_code_reasoning
-from puna.stages.curate.encoder_quality import EncoderQualityConfig, encoder_quality
+from puna.stages.curate.encoder_quality import EncoderQualityConfig, TrainEncoderQualityConfig, encoder_quality, train_encoder_quality
 from puna.stages.curate.judge import JudgeConfig, judge
 from puna.stages.curate.learned.questions import SCALES, TEXT, TOP, built_in
 from puna.stages.grading import tokens_apart
@@ -179,8 +179,10 @@ def test_classifiers_learn_the_grades(tmp_path, make_documents, themed, small_mo
     assert min(likes) > 3 > max(grade for i, grade in grades.items() if "sports" not in i)
     plain = make_documents(store, [(i, source, text.lower()) for i, source, text in themed(96)])
     encoder = small_model(store, [text for _, _, text in rows])
-    made = execute(encoder_quality, EncoderQualityConfig(max_tokens=64), {"documents": plain, "model": encoder, "labels": labels}, store)
-    assert made.manifest.metrics["labelled"] == len(grades) < 72
+    given = {"documents": plain, "model": encoder}
+    learned = execute(train_encoder_quality, TrainEncoderQualityConfig(max_tokens=64), given | {"labels": labels}, store)
+    assert learned.manifest.metrics["labelled"] == len(grades) < 72
+    made = execute(encoder_quality, EncoderQualityConfig(), given | {"classifier": learned}, store)
     quality = {i: q for i, q in zip(*made.read().select(["id", "quality"]).to_pydict().values(), strict=True) if q is not None}
     assert np.mean([(q > 0.5) == ("sports" in i) for i, q in quality.items() if i not in grades]) > 0.9
     both = [execute(judge, config.model_copy(update={"signal": f"{kind}_judgement"}), {"documents": documents, "model": judged}, store)
