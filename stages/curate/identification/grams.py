@@ -43,10 +43,11 @@ def grams() -> Grams:
     with np.load(FILE, allow_pickle=False) as stored:
         labels, scripts = stored["labels"].tolist(), stored["scripts"].tolist()
         costs = np.repeat(stored["unseen"][None], 1 << BITS, axis=0)
+        gaps, values = stored["gaps"], stored["values"]  # each look into the file unpacks it
         start = np.cumsum(np.r_[0, stored["lengths"]])
         for column in range(len(labels)):
             rows = slice(start[column], start[column + 1])
-            costs[np.cumsum(stored["gaps"][rows], dtype=np.int64), column] = stored["values"][rows]
+            costs[np.cumsum(gaps[rows], dtype=np.int64), column] = values[rows]
     ranges = np.zeros((len(CODES), 2), np.int64)
     for number, code in enumerate(CODES):
         if code in scripts:
