@@ -1,7 +1,7 @@
 """Languages: what curation keeps of parallel text in each, what it keeps of spoilt twins, and how well languages are told.
 
-Data: `../shared/data/languages` (NTREX-128's first half, Federmann et al. 2022, 122 languages; the Universal Declaration of Human
-Rights). `languages_near_english`: languages of NTREX of which at most a tenth less than of English is kept; `gini` over their shares;
+`PUNA_LANGUAGES_DATA=FOLDER python tests/benchmarks/languages.py --json`. The folder holds NTREX-128's first half (Federmann et al.
+2022, 122 languages) and the Universal Declaration of Human Rights as compressed JSON lines. `languages_near_english`: languages of NTREX of which at most a tenth less than of English is kept; `gini` over their shares;
 `spoilt_kept`: mean over the kinds of twins. `lid_sentences`, `lid_documents`: accuracy on 60 sentences, and on up to 20 documents of
 15 sentences, of each language; `lid_groups`: the same documents where confusable languages count as one; `lid_mb_s`: of the documents,
 CPU seconds. `--calibrate` writes the table of languages anew (stages/curate/data/languages.tsv).
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import random
 import sys
 import time
@@ -34,11 +35,11 @@ OTHER_CODES = {
 
 
 def folder() -> Path:
-    """The data, looked for beside this checkout."""
-    for parent in Path(__file__).resolve().parents:
-        if (parent / "shared/data/languages").is_dir():
-            return parent / "shared/data/languages"
-    raise SystemExit("languages: ../shared/data/languages is not there; this benchmark needs its parallel text")
+    """The data."""
+    given = os.environ.get("PUNA_LANGUAGES_DATA")
+    if not given or not Path(given).is_dir():
+        raise SystemExit("languages: set PUNA_LANGUAGES_DATA to the folder of the parallel texts")
+    return Path(given)
 
 
 def rows(name: str) -> list[dict[str, Any]]:
