@@ -13,7 +13,7 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: requirements.lock deploy/setup.sh pyproject.toml
 	PYTHON=$(PYTHON) VENV=$(VENV) sh deploy/setup.sh
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
-	@echo "compiling the loops of curation, once (about a minute)"
+	@echo "compiling the loops of curation, once (a few minutes)"
 	$(BIN)/python deploy/compile.py
 	touch $@
 
