@@ -91,7 +91,11 @@ def level(run: Run, step: Step) -> Level:
 
 
 def _characters(run: Run, artifact: Artifact) -> int | None:
-    return run.scan(artifact).total if artifact.kind in FUNNEL_KINDS else None
+    """Length of all texts; the records of documents' shards have it, pages are read."""
+    if artifact.kind not in FUNNEL_KINDS:
+        return None
+    known = [shard.characters for shard in artifact.record().shards]
+    return run.scan(artifact).total if None in known else sum(length for length in known if length is not None)
 
 
 def _dropped(step: Step) -> dict[str, list[dict[str, Any]]]:
