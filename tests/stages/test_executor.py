@@ -89,6 +89,28 @@ def test_what_is_under_way_is_not_waited_for_when_work_is_stopped(tmp_path: Path
         time.sleep(0.05)
 
 
+def test_a_worker_that_is_being_started_is_not_waited_for_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, starting, stopping = processes._Worker.start, threading.Event(), threading.Event()
+
+    def late(self: processes._Worker) -> None:
+        if starting.is_set() or list(tmp_path.iterdir()):  # the second one
+            starting.set()
+            stopping.wait()
+        start(self)
+
+    monkeypatch.setattr(processes._Worker, "start", late)
+    pool = connected("processes", 2)
+    assert pool is not None
+    end = pool._end
+    monkeypatch.setattr(pool, "_end", lambda: (end(), stopping.set()))  # the first look finds no worker alive
+    part = pool.submit(never_ends, str(tmp_path))
+    os.kill(_begun(tmp_path, 1)[0], signal.SIGINT)
+    assert starting.wait(60)
+    pool.stop()
+    with pytest.raises(PunaError, match="a worker process ended"):
+        part.result()
+
+
 def never_ends(folder: str) -> None:
     (Path(folder) / str(os.getpid())).touch()
     threading.Event().wait()

@@ -142,24 +142,34 @@ class PartExecutor(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more work; `wait` for what was taken, with `cancel_futures` only for what is under way."""
-        with self._lock:
-            self._closed = True
-            dropped = list(self._waiting) if cancel_futures else []
-            if cancel_futures:
-                self._waiting.clear()
-        for part in dropped:
-            part.future.cancel()
+        self._refuse(cancel_futures)
         if wait:
-            with self._settled:
-                self._settled.wait_for(lambda: not self._running and not self._waiting)
+            self._wait(None)
         self._close()
 
     def stop(self) -> None:
         """Take no more work and end what is under way: who asked for it does not wait for it any more."""
+        self._refuse(drop=True)
+        self._end()
+        while not self._wait(0.1):  # a worker that was being started may begin its part only now
+            self._end()
+        self._close()
+
+    def _refuse(self, drop: bool) -> None:
+        """Take no more work; `drop` what waits."""
         with self._lock:
             self._closed = True
-        self._end()
-        self.shutdown(cancel_futures=True)
+            dropped = list(self._waiting) if drop else []
+            if drop:
+                self._waiting.clear()
+        for part in dropped:
+            if not part.future.cancel():  # it was begun before, and its worker was lost
+                part.future.set_exception(PunaError(f"{part.name}: stopped before it was begun again"))
+
+    def _wait(self, seconds: float | None) -> bool:
+        """Whether nothing is under way, at the latest after so many seconds."""
+        with self._settled:
+            return self._settled.wait_for(lambda: not self._running and not self._waiting, seconds)
 
     def _end(self) -> None:
         """End the workers in the middle of their work, where they are this executor's own."""
