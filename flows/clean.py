@@ -15,12 +15,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from puna.flows import running
+from puna.flows import preflight
 from puna.flows.adapter import Performer
 from puna.flows.curate import curate
-from puna.flows.inputs import column_changes, named_items
-from puna.flows.preflight import PEEK_SECONDS, page_texts
-from puna.flows.program import Item
+from puna.flows.inputs import column_changes, meant
+from puna.flows.preflight import PEEK_SECONDS, document_texts, page_texts
 from puna.flows.session import Session, session
 from puna.flows.trace import load
 from puna.stages.contract import External
@@ -63,34 +62,32 @@ def clean(
     `output`: a folder, or a file that ends in .jsonl or .parquet. PunaError says what is wrong before anything runs.
     """
     kind, target = _target(output)
-    items = named_items(paths, curate.inputs, store, "clean")
-    files = [item for item in items if isinstance(item, External)]
-    if len(files) < len(items):
-        raise PunaError("clean: takes files and folders, not artifacts; `puna export ID FOLDER` writes those as files")
+    wanted = meant(paths, curate.inputs, store, "clean")
+    given = curate.by_kind(wanted.items, wanted.named, wanted.sources)
+    imported = [item for item in wanted.items if isinstance(item, Artifact) and item.kind == "documents"]
     named = column_changes(columns, "ingest")
-    choices = look(files, named)
+    choices = look([item for item in wanted.items if isinstance(item, External)], imported, named)
     for sentence in choices.said:
         say(sentence)
     recipe = load("clean", [*choices.changes, *named, *changes], "curate")
-    whole: list[Item] = list(items)
-    given = running.fit(curate, recipe, whole, store, quiet=True)
+    preflight.check(curate, recipe, given, store)
     with session(store, flow="curate", workers=workers, json=quiet) as now:
         made = Performer(recipe)
         documents = made.walk(curate, given).documents.items[0]
-    pages = next(outcome.artifact for step, outcome in now.outcomes if step == "ingest")
+    came = [*(outcome.artifact for step, outcome in now.outcomes if step == "ingest"), *imported]
     from puna.flows.report import write
 
     target.parent.mkdir(parents=True, exist_ok=True)
     _replace(target, lambda file: _write(_rows(documents, now), file, kind))
     dropped = target.with_name(f"{target.stem}.dropped.jsonl")
-    _replace(dropped, lambda file: _write(_dropped(now, pages), file, "jsonl"))
+    _replace(dropped, lambda file: _write(_dropped(now, came), file, "jsonl"))
     page = target.with_name(f"{target.stem}.report.html")
     _replace(page, lambda file: shutil.copyfile(write(store, now.run, None), file))
-    return Cleaned(target, dropped, page, documents.rows(), pages.rows())
+    return Cleaned(target, dropped, page, documents.rows(), sum(artifact.rows() for artifact in came))
 
 
-def look(files: list[External], named: Sequence[str]) -> Choices:
-    """What a look at the first pages says about fields, languages and topics. `named`: changes that a person gave for fields."""
+def look(files: list[External], imported: list[Artifact], named: Sequence[str]) -> Choices:
+    """What a look at the first pages and documents says about fields, languages and topics. `named`: a person's changes for fields."""
     found = Choices()
     taken = {change.partition("=")[0] for change in named}
     for external in files:
@@ -107,11 +104,18 @@ def look(files: list[External], named: Sequence[str]) -> Choices:
         names = ", ".join(fields.names)
         found.said.append(f"  fields {names}: {fields.page} is read as {what}; {address}, {time} (--columns says otherwise)")
     _merge_inputs(found)
-    config = load("clean", [*found.changes, *named], "curate").one("ingest", ingest, IngestConfig)
-    texts = [text for text in page_texts(*peek(files, config, PEEK_SECONDS), PEEK_SECONDS)[0] if text.strip()]
+    texts: list[str] = []
+    if files:
+        config = load("clean", [*found.changes, *named], "curate").one("ingest", ingest, IngestConfig)
+        texts += page_texts(*peek(files, config, PEEK_SECONDS), PEEK_SECONDS)[0]
+    for artifact in imported:
+        found.said.append(f"{artifact.id}: {artifact.rows():,} documents")
+        texts += document_texts(artifact, PEEK_SECONDS / len(imported))[1]
+    texts = [text for text in texts if text.strip()]
     if not texts:
+        given = ", ".join(f.uri for f in files) or imported[0].id
         raise PunaError(
-            f"clean: no page of {', '.join(f.uri for f in files)} holds text. WARC, WET, HTML, text, Parquet and JSON lines are read; "
+            f"clean: no page of {given} holds text. WARC, WET, HTML, text, Parquet and JSON lines are read; "
             "`puna import documents` reads other tables, `puna run ingest --input …` says what was dropped"
         )
     _tell_languages(texts, found)
@@ -180,12 +184,12 @@ def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
         yield from table.to_batches()
 
 
-def _dropped(now: Session, pages: Artifact) -> Iterator[pa.RecordBatch]:
+def _dropped(now: Session, came: Sequence[Artifact]) -> Iterator[pa.RecordBatch]:
     """Every page that went, with its source and address where it was a page, the step and the rule."""
     gone = [(step, outcome.artifact.read("dropped")) for step, outcome in now.outcomes if "dropped" in outcome.artifact.tables]
     ids = pa.chunked_array([table["id"] for _, table in gone], pa.string())
     places: dict[str, tuple[str, str]] = {}
-    for part in pages.parts(None, ["id", "source", "url"], ROWS):
+    for part in (part for artifact in came for part in artifact.parts(None, ["id", "source", "url"], ROWS)):
         rows = part.read()
         rows = rows.filter(pc.is_in(rows["id"], value_set=ids))
         places.update(zip(rows["id"].to_pylist(), zip(rows["source"].to_pylist(), rows["url"].to_pylist(), strict=True), strict=True))

@@ -13,6 +13,7 @@ from puna.stages.curate.code_reasoning import code_reasoning, train_code_reasoni
 from puna.stages.curate.decontaminate import decontaminate
 from puna.stages.curate.domains import domains, train_domains
 from puna.stages.curate.extract import extract
+from puna.stages.curate.gather import GatherConfig, gather
 from puna.stages.curate.heuristics import heuristics
 from puna.stages.curate.ingest import ingest
 from puna.stages.curate.language import language
@@ -29,6 +30,7 @@ from puna.stages.curate.url_dedup import url_dedup
 from puna.stages.curate.url_filter import url_filter
 from puna.storage import Artifact, PunaError
 
+Sourced = Annotated[Output, Kind("documents", sources=True)]
 APPLIED = ("language", "code_reasoning", "domains", "quality")
 """Steps that apply a classifier."""
 
@@ -44,37 +46,54 @@ class Curated:
 
 @flow
 def curate(
-    inputs: list[Files],
+    inputs: list[Files] | None = None,
+    documents: list[Sourced] | None = None,
     evaluations: list[Annotated[Output, Kind("prompts")]] | None = None,
     classifiers: list[Annotated[Output, Kind("classifier")]] | None = None,
 ) -> Curated:
-    """Pages to clean documents.
+    """Pages, documents or both to clean documents.
 
-    `evaluations` are more prompts that no document may contain; `classifiers` take the place of those that would be trained.
+    `documents` are extracted already: imported ones, for example. `evaluations` are more prompts that no document may contain;
+    `classifiers` take the place of those that would be trained.
     """
     given = _by_purpose(classifiers or [])
     held_out = [step(prompts), *(evaluations or [])]
-    documents = step(extract, pages=step(ingest, inputs=inputs))
-    documents = step(url_filter, documents=documents)
-    documents = step(url_dedup, documents=documents)
-    languages = step(language, documents=documents, classifier=given.get("language"))
-    trained = given.get("code_reasoning") or _train(train_code_reasoning, "code_reasoning", documents)
-    technical = step(code_reasoning, documents=documents, classifier=trained)
-    signals = [languages, technical, step(heuristics, documents=documents, language=languages)]
-    documents = step(select, documents=documents, signals=signals)
-    documents = step(pii, documents=documents)
-    deduplicated = documents = step(minhash_dedup, documents=documents)
-    documents = step(semantic_dedup, off=True, documents=documents)
-    documents = step(line_dedup, documents=documents)
-    documents = step(substring_dedup, off=True, documents=documents)
-    trained = given.get("domains") or _train(train_domains, "domains", documents)
-    types = step(domains, documents=documents, classifier=trained)
-    trained = given.get("quality") or _train(train_classifier, "quality", documents)
-    scores = [types, technical, step(quality, documents=documents, classifier=trained, language=languages)]
-    documents = step(select, "select_model", documents=documents, signals=scores)
-    documents = step(decontaminate, documents=documents, prompts=held_out)
+    found = step(url_filter, documents=_entering(inputs or [], documents or []))
+    found = step(url_dedup, documents=found)
+    languages = step(language, documents=found, classifier=given.get("language"))
+    trained = given.get("code_reasoning") or _train(train_code_reasoning, "code_reasoning", found)
+    technical = step(code_reasoning, documents=found, classifier=trained)
+    signals = [languages, technical, step(heuristics, documents=found, language=languages)]
+    found = step(select, documents=found, signals=signals)
+    found = step(pii, documents=found)
+    deduplicated = found = step(minhash_dedup, documents=found)
+    found = step(semantic_dedup, off=True, documents=found)
+    found = step(line_dedup, documents=found)
+    found = step(substring_dedup, off=True, documents=found)
+    trained = given.get("domains") or _train(train_domains, "domains", found)
+    types = step(domains, documents=found, classifier=trained)
+    trained = given.get("quality") or _train(train_classifier, "quality", found)
+    scores = [types, technical, step(quality, documents=found, classifier=trained, language=languages)]
+    found = step(select, "select_model", documents=found, signals=scores)
+    found = step(decontaminate, documents=found, prompts=held_out)
     publish("domains", types)
-    return Curated(publish("documents", documents), types, deduplicated)
+    return Curated(publish("documents", found), types, deduplicated)
+
+
+def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:
+    """The documents that the flow begins with, as one table: those of the pages and those that are there already."""
+    if not inputs and not documents:
+        raise PunaError("flow curate needs pages or documents: --input [NAME=]URI, or --input [NAME=]documents/ID or [NAME=]ALIAS@latest")
+    pages = [step(extract, pages=step(ingest, inputs=inputs))] if inputs else []
+    found = [*pages, *sorted(documents, key=lambda output: (output.source, output.labels))]
+    names = tuple(output.source for output in found)
+    if len(found) == 1 and not names[0]:
+        return found[0]
+
+    def named(config: GatherConfig) -> GatherConfig:
+        return config.model_copy(update={"sources": names}) if any(names) else config
+
+    return step(gather, documents=found, adapt=named)
 
 
 def _by_purpose(classifiers: Sequence[Output]) -> dict[str, Output]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from puna.flows.program import Item, described, name_of
@@ -20,6 +21,19 @@ ROWS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".gz", ".zst")
 """Endings of files that hold rows, never a model."""
 COLUMNS = ("text", "html", "url", "date")
 """What a field of a row may hold."""
+
+
+@dataclass(frozen=True)
+class Meant:
+    """What the texts of a command mean: items that go where their kind fits, artifacts by the input that they are named for, and by the
+    key of an artifact the source that its rows are to have."""
+
+    items: list[Item]
+    named: dict[str, list[Artifact]] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.items or self.named)
 
 
 def is_artifact(text: str) -> bool:
@@ -38,42 +52,38 @@ def alias_of(name: str) -> str:
     return f"{name}@latest"
 
 
-def named_items(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where: str) -> list[Item]:
-    """The artifacts and files that texts mean; PunaError where files are given and none are taken."""
-    takes_files = any(spec.kind == "external" for spec in specs)
-    found: list[Item] = []
-    for text in texts:
-        if is_artifact(text):
-            found.append(store.checked(store.resolve(text)))
-        elif takes_files:
-            found += External.resolve(text)
-        else:
-            raise PunaError(f"{where}: takes no files, {_remedy(text, specs)}")
-    names = [item.name for item in found if isinstance(item, External)]
-    if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise PunaError(f"two inputs have the name {twice[0]!r}; name them: --input NAME=URI")
-    files = sorted((item for item in found if isinstance(item, External)), key=lambda item: item.name)
-    return [*(item for item in found if not isinstance(item, External)), *files]
-
-
-def by_name(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where: str) -> tuple[list[str], dict[str, list[Artifact]]]:
-    """The texts that name no input, and the artifacts of those that do, `NAME=ARTIFACT`, by input; PunaError where none is named so."""
-    free: list[str] = []
-    found: dict[str, list[Artifact]] = {}
-    kinds = {spec.name: spec.kind for spec in specs}
+def meant(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where: str) -> Meant:
+    """What texts mean: `NAME=ARTIFACT` by the input or the source that it names; PunaError where it names neither, and where files are
+    given and none are taken."""
+    items: list[Item] = []
+    named: dict[str, list[Artifact]] = {}
+    sources: dict[str, str] = {}
+    by_name = {spec.name: spec for spec in specs if spec.kind != "external"}
     for text in texts:
         name, sign, reference = text.partition("=")
-        takes_artifact = kinds.get(name, "external") != "external"
-        if not sign or not (takes_artifact or is_artifact(reference)):
-            free.append(text)
-        elif not takes_artifact:
-            there = ", ".join(f"{spec.name} ({described(spec)})" for spec in specs if spec.kind != "external") or "none"
-            raise PunaError(f"--input {text}: {where} has no input {name!r} that takes an artifact; there are {there}")
-        elif not is_artifact(reference):
-            raise PunaError(f"--input {text}: {where}: {name} takes no files, {_remedy(reference, [s for s in specs if s.name == name])}")
+        if is_artifact(text):
+            items.append(store.checked(store.resolve(text)))
+        elif sign and name in by_name:
+            if not is_artifact(reference):
+                raise PunaError(f"--input {text}: {where}: {name} takes no files, {_remedy(reference, [by_name[name]])}")
+            named.setdefault(name, []).append(store.checked(store.resolve(reference)))
+        elif sign and is_artifact(reference):
+            found = store.checked(store.resolve(reference))
+            taker = next((spec for spec in specs if spec.sources and spec.kind == found.kind), None)
+            if taker is None:
+                there = ", ".join(f"{spec.name} ({described(spec)})" for spec in by_name.values()) or "none"
+                raise PunaError(f"--input {text}: {where} has no input {name!r} that takes an artifact; there are {there}")
+            sources[found.key] = name
+            items.append(found)
+        elif any(spec.kind == "external" for spec in specs):
+            items += External.resolve(text)
         else:
-            found.setdefault(name, []).append(store.checked(store.resolve(reference)))
-    return free, found
+            raise PunaError(f"{where}: takes no files, {_remedy(text, specs)}")
+    names = [item.name for item in items if isinstance(item, External)]
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise PunaError(f"two inputs have the name {twice[0]!r}; name them: --input NAME=URI")
+    files = sorted((item for item in items if isinstance(item, External)), key=lambda item: item.name)
+    return Meant([*(item for item in items if not isinstance(item, External)), *files], named, sources)
 
 
 def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from puna.flows import launch, running
 from puna.flows.adapter import Performer
-from puna.flows.inputs import by_name, named_items
+from puna.flows.inputs import meant
 from puna.flows.program import FLOWS, Flow, Item
 from puna.flows.session import session
 from puna.flows.settings import DEFAULT_STORE
@@ -33,8 +34,8 @@ def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_
     found = launch.chosen(f"stage:{stage.removeprefix('stage:')}") if isinstance(stage, str) else stage
     assert isinstance(found, Stage)
     opened = store if isinstance(store, Store) else Store.open(store)
-    texts, named = by_name([str(item) for item in inputs if isinstance(item, str | Path)], found.inputs, opened, found.name)
-    given = running.given_to(found, _ready(inputs) + named_items(texts, found.inputs, opened, found.name), named)
+    wanted = meant([str(item) for item in inputs if isinstance(item, str | Path)], found.inputs, opened, found.name)
+    given = running.given_to(found, _ready(inputs) + wanted.items, wanted.named)
     return perform(found, parse(found.config, settings, found.name), given, opened).artifact
 
 
@@ -48,9 +49,9 @@ def run_flow(
         raise PunaError(f"flow {found.name}: another flow of that name was declared later; rename one")
     opened = store if isinstance(store, Store) else Store.open(store)
     loaded = load(recipe, list(changes), found.name)
-    texts, named = by_name([str(item) for item in inputs if isinstance(item, str | Path)], found.inputs, opened, f"flow {found.name}")
-    items = [*_ready(inputs), *named_items(texts, found.inputs, opened, f"flow {found.name}")]
-    given = running.fit(found, loaded, items, opened, named=named, quiet=True)
+    wanted = meant([str(item) for item in inputs if isinstance(item, str | Path)], found.inputs, opened, f"flow {found.name}")
+    wanted = replace(wanted, items=_ready(inputs) + wanted.items)
+    given = running.fit(found, loaded, wanted, opened, quiet=True)
     with session(opened, flow=found.name) as now:
         Performer(loaded).walk(found, given)
         return {label: outcome.artifact for label, outcome in now.outcomes}

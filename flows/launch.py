@@ -9,7 +9,7 @@ from typing import Any
 
 from puna.flows import preflight
 from puna.flows.adapter import flow_of, perform
-from puna.flows.inputs import by_name, named_items
+from puna.flows.inputs import meant
 from puna.flows.program import Flow
 from puna.flows.recipe import overridden, read_values
 from puna.flows.running import checked_inputs, given_to, sample_pages, whole
@@ -89,11 +89,11 @@ def run_flow(flow: Flow, request: Request, store: Store) -> Path:
 def run_stage(stage: Stage, request: Request, store: Store) -> Artifact:
     """Run a stage alone and tell its metrics; returns what it made."""
     config = stage_config(stage, request.recipe, list(request.changes))
-    texts, named = by_name(request.inputs, stage.inputs, store, stage.name)
-    items = named_items(texts, stage.inputs, store, stage.name)
+    wanted = meant(request.inputs, stage.inputs, store, stage.name)
+    items = wanted.items
     if any(spec.kind == "external" and not spec.optional for spec in stage.inputs) and not items:
         items += sample_pages(store, request.json)
-    given = given_to(stage, items, named)
+    given = given_to(stage, items, wanted.named)
     preflight.check_stage(stage, config, given, store, request.executor)
     server = reached_server()
     with session(store, flow=stage.name, workers=request.workers, executor=request.executor, json=request.json) as now:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from puna.flows.align import align
-from puna.flows.curate import curate
+from puna.flows.curate import Sourced, curate
 from puna.flows.experiments import experiments
 from puna.flows.pretrain import pretrain
 from puna.flows.program import Files, Output, flow
@@ -13,9 +13,13 @@ from puna.stages.contract import Kind
 
 
 @flow
-def pipeline(inputs: list[Files], classifiers: list[Annotated[Output, Kind("classifier")]] | None = None) -> Output:
-    """Everything: raw pages to an aligned model; `classifiers` take the place of those that would be trained."""
-    curated = curate(inputs, classifiers=classifiers)
+def pipeline(
+    inputs: list[Files] | None = None,
+    documents: list[Sourced] | None = None,
+    classifiers: list[Annotated[Output, Kind("classifier")]] | None = None,
+) -> Output:
+    """Everything: raw pages, or documents, to an aligned model; `classifiers` take the place of those that would be trained."""
+    curated = curate(inputs, documents, classifiers=classifiers)
     weights = experiments(curated.documents, curated.domains, [curated.deduplicated])
     model = pretrain(curated.documents, curated.domains, weights, [curated.deduplicated])
     aligned: Output = align(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 
-from puna.flows.inputs import by_name, latest, named_items, sample_folder
+from puna.flows.inputs import latest, meant, sample_folder
 from puna.flows.program import Flow, Given, Item, Output, Walk, values
 from puna.flows.recipe import Recipe, Step
 from puna.flows.trace import load_stages
@@ -69,12 +69,12 @@ def planned(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[Pl
 
 
 def _given(flow: Flow, texts: list[str], store: Store) -> dict[str, Given]:
-    free, named = by_name(texts, flow.inputs, store, f"flow {flow.name}")
-    items = named_items(free, flow.inputs, store, f"flow {flow.name}")
-    if not items and not named:
-        if any(spec.kind == "external" for spec in flow.inputs):
+    wanted = meant(texts, flow.inputs, store, f"flow {flow.name}")
+    items = wanted.items
+    if not wanted:
+        if flow.takes_files:
             files = sorted(sample_folder(store.root).glob("*.warc.gz"))
             items = [item for file in files for item in External.resolve(str(file))]
         else:
             items = latest(flow.inputs, store, quiet=True)
-    return flow.by_kind(items, named) if items or named else flow.placeholders()
+    return flow.by_kind(items, wanted.named, wanted.sources) if items or wanted else flow.placeholders()

@@ -6,8 +6,11 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import pyarrow.compute as pc
 
 from puna.flows.planned import Planner
 from puna.flows.program import Flow, Given, Item, name_of, outputs
@@ -52,7 +55,8 @@ def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, 
     for value in given.values():
         for output in outputs(value):
             for label, item in zip(output.labels, output.items, strict=True):
-                known[label] = _facts(item, sampled)
+                found_facts = _facts(item, sampled)
+                known[label] = replace(found_facts, sources=(output.source,)) if output.source else found_facts
     unmet = {step.label: said for step in found.steps if (said := _unmet(step, known, store, executor))}
     if unmet and not found.complaints:
         planner = Planner(recipe, store)
@@ -77,25 +81,39 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executo
     stage = step.step.stage
     inputs = {name: tuple(known[label] for label in labels if label in known) for name, labels in step.inputs.items() if labels}
     before = [item for items in inputs.values() for item in items]
-    sources = tuple(dict.fromkeys(source for item in before for source in item.sources or ()))
-    texts = next((item for item in before if item.texts is not None), InputFacts(""))
+    unknown = any(item.sources is None and item.kind in ("external", "pages", "documents") for item in before)
+    sources = () if unknown else tuple(dict.fromkeys(source for item in before for source in item.sources or ()))
+    texts, share = next((found for items in inputs.values() if (found := _together(items))), (None, 0.0))
     tables = {"signals": ("id", *stage.signals)} if stage.signals else None
     model = next((item.model for item in before if item.model), None) if stage.kind == "model" else None
-    known[step.label] = InputFacts(stage.kind, tables, sources or None, None, texts.texts, texts.share, model)
+    known[step.label] = InputFacts(stage.kind, tables, sources or None, None, texts, share, model)
     if stage.needs is None or step.config is None:
         return []
     return [f"{step.label}: {said}" for said in stage.needs(step.config, Facts(inputs, *_machine(store, executor)))]
+
+
+def _together(items: Sequence[InputFacts]) -> tuple[tuple[str, ...], float] | None:
+    """The texts of what is given for one input, and the share of all that they are; None where not all are known."""
+    whole = sum(len(item.texts) / item.share for item in items if item.texts and item.share)
+    if any(item.texts is None for item in items):
+        return None
+    texts = tuple(text for item in items for text in item.texts or ())
+    return texts, len(texts) / whole if whole else 0.0
 
 
 def _facts(item: Item, sampled: tuple[tuple[str, ...], float] | None) -> InputFacts:
     """What is known of an input of the run."""
     if isinstance(item, Artifact):
         tables = {name: tuple(record.columns) for name, record in item.manifest.tables.items()}
-        sources = tuple(i.name.partition(":")[2] for i in item.manifest.inputs if i.kind == "external")
+        named = tuple(i.name.partition(":")[2] for i in item.manifest.inputs if i.kind == "external")
         size = sum(record.bytes for record in item.manifest.files.values())
-        return InputFacts(item.kind, tables, sources or None, size, model=item if item.kind == "model" else None)
-    texts, share = sampled or (None, 0.0)
-    return InputFacts("external", None, (item.name,), sum(file.bytes for file in item.files), texts, share)
+        facts = InputFacts(item.kind, tables, named or None, size, model=item if item.kind == "model" else None)
+        if item.kind != "documents":
+            return facts
+        sources, texts, share = document_texts(item, PEEK_SECONDS)
+        return InputFacts(item.kind, tables, sources or named or None, size, texts, share)
+    seen = sampled or (None, 0.0)
+    return InputFacts("external", None, (item.name,), sum(file.bytes for file in item.files), *seen)
 
 
 def _machine(store: Store, executor: str) -> tuple[int, int | None]:
@@ -127,6 +145,24 @@ def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tup
         if time.monotonic() > until:
             break
     return tuple(found[at] for at in sorted(found)), share * len(found) / max(1, len(pages))
+
+
+def document_texts(documents: Artifact, seconds: float) -> tuple[tuple[str, ...], tuple[str, ...], float]:
+    """The sources of documents where all could be read in that time, else none; the beginnings of those that were read, and their share.
+
+    Ids are hashes: the first documents are drawn by chance.
+    """
+    until = time.monotonic() + seconds
+    texts: list[str] = []
+    sources: set[str] = set()
+    for part in documents.parts(columns=["source", "text"]):
+        rows = part.read()
+        texts += pc.utf8_slice_codeunits(rows["text"], 0, PEEK_CHARACTERS).to_pylist()
+        sources.update(rows["source"].unique().to_pylist())
+        if time.monotonic() > until:
+            break
+    whole = len(texts) == documents.rows()
+    return tuple(sorted(sources)) if whole else (), tuple(texts), len(texts) / max(1, documents.rows())
 
 
 def page_text(page: Page) -> str:

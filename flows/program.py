@@ -34,12 +34,14 @@ class Output:
     """What a step gives, or a flow is given: artifacts when it was made, in a plan or a trace their kind and origin alone.
 
     `labels`: the steps (or inputs of the flow) it comes from. `left_out`: the step that the recipe leaves out; then it is false.
+    `source`: the name that the rows of an input of the flow are to have as their source; empty: their own.
     """
 
     kind: str
     labels: tuple[str, ...]
     items: tuple[Item, ...] = ()
     left_out: str = ""
+    source: str = ""
 
     def __bool__(self) -> bool:
         return not self.left_out
@@ -62,9 +64,19 @@ class Flow:
         """The flow as a part of the flow in progress."""
         return self.function(*args, **kwargs)
 
-    def by_kind(self, items: Sequence[Item], named: Mapping[str, Sequence[Artifact]] | None = None) -> dict[str, Given]:
-        """Artifacts and files assigned to the inputs of their kind, in order, after those in `named` by input: as for a stage."""
-        left = list(items)
+    @property
+    def takes_files(self) -> bool:
+        """Whether files are an input of it: the sample's pages, where a run is given nothing."""
+        return any(spec.kind == "external" for spec in self.inputs)
+
+    def by_kind(
+        self, items: Sequence[Item], named: Mapping[str, Sequence[Artifact]] | None = None, sources: Mapping[str, str] | None = None
+    ) -> dict[str, Given]:
+        """Artifacts and files assigned to the inputs of their kind, in order, after those in `named` by input: as for a stage.
+
+        `sources`: what the source of an artifact's rows is to be, by its key.
+        """
+        left, called = list(items), sources or {}
         given: dict[str, Given] = {}
         for spec in self.inputs:
             if named and spec.name in named:
@@ -77,7 +89,7 @@ class Flow:
             else:
                 fitting = [item for item in left if kind_of(item) == spec.kind][: None if spec.many else 1]
                 left = [item for item in left if not any(item is taken for taken in fitting)]
-            outputs = [Output(spec.kind, (f"input {item.name if isinstance(item, External) else item.id}",), (item,)) for item in fitting]
+            outputs = [given_as(item, called) for item in fitting]
             if not outputs and not spec.optional:
                 raise PunaError(f"flow {self.name} needs the input {spec.name!r} ({described(spec)}): --input {example(spec)}")
             given[spec.name] = outputs if spec.many else (outputs[0] if outputs else None)
@@ -86,13 +98,21 @@ class Flow:
             raise PunaError(f"flow {self.name} has no place for {name_of(left[0])}; its inputs are {wanted}")
         return given
 
-    def placeholders(self) -> dict[str, Given]:
-        """Inputs for a trace: nothing that could be read."""
+    def placeholders(self, *, everything: bool = False) -> dict[str, Given]:
+        """Inputs for a trace: nothing that could be read. `everything`: also what stands for files where artifacts are there instead."""
         given: dict[str, Given] = {}
         for spec in self.inputs:
+            if spec.sources and self.takes_files and not everything:
+                continue
             output = Output(spec.kind, (f"input {spec.name}",))
             given[spec.name] = [output] if spec.many else output
         return given
+
+
+def given_as(item: Item, sources: Mapping[str, str]) -> Output:
+    """An artifact or files as an input of a flow; see `Flow.by_kind` for `sources`."""
+    own = sources.get(item.key, "") if isinstance(item, Artifact) else ""
+    return Output(kind_of(item), (f"input {item.name if isinstance(item, External) else item.id}",), (item,), source=own)
 
 
 def kind_of(item: Item) -> str:

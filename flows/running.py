@@ -9,7 +9,7 @@ from puna.flows import preflight
 from puna.flows.adapter import Performer, opened
 from puna.flows.closing import closing_table
 from puna.flows.console import Console
-from puna.flows.inputs import by_name, latest, named_items, sample_folder
+from puna.flows.inputs import Meant, latest, meant, sample_folder
 from puna.flows.program import Flow, Given, Item
 from puna.flows.recipe import Recipe
 from puna.flows.trace import load, load_flows, trace
@@ -37,27 +37,17 @@ def checked_inputs(
     unmet = trace(flow, recipe).complaints
     if unmet:  # before files are read, which may take a while
         raise PunaError("\n".join(unmet))
-    free, named = by_name(texts, flow.inputs, store, f"flow {flow.name}")
-    return fit(flow, recipe, named_items(free, flow.inputs, store, f"flow {flow.name}"), store, named=named, executor=executor, quiet=quiet)
+    return fit(flow, recipe, meant(texts, flow.inputs, store, f"flow {flow.name}"), store, executor=executor, quiet=quiet)
 
 
-def fit(
-    flow: Flow,
-    recipe: Recipe,
-    items: list[Item],
-    store: Store,
-    *,
-    named: Mapping[str, list[Artifact]] | None = None,
-    executor: str = PROCESSES,
-    quiet: bool,
-) -> dict[str, Given]:
-    """Items as the inputs of a flow, the sample or what aliases name where there are none; PunaError where needs are not met."""
-    if not items and not named:
-        if any(spec.kind == "external" for spec in flow.inputs):
-            items += sample_pages(store, quiet)
-        else:
-            items += latest(flow.inputs, store, quiet)
-    given = flow.by_kind(items, named)
+def fit(flow: Flow, recipe: Recipe, wanted: Meant, store: Store, *, executor: str = PROCESSES, quiet: bool) -> dict[str, Given]:
+    """What is wanted as the inputs of a flow, the sample or what aliases name where that is nothing; PunaError where needs are not met."""
+    items = wanted.items
+    if not wanted and flow.takes_files:
+        items = [*sample_pages(store, quiet)]
+    elif not wanted:
+        items = latest(flow.inputs, store, quiet)
+    given = flow.by_kind(items, wanted.named, wanted.sources)
     preflight.check(flow, recipe, given, store, executor)
     return given
 

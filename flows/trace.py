@@ -131,7 +131,7 @@ def trace(flow: Flow, recipe: Recipe, given: Mapping[str, Given] | None = None) 
 def everything(flow: Flow) -> Trace:
     """The steps that a flow can have, and its settings."""
     tracer = Tracer(Recipe("everything"), everything=True)
-    tracer.walk(flow, flow.placeholders())
+    tracer.walk(flow, flow.placeholders(everything=True))
     return tracer.trace
 
 

@@ -18,9 +18,10 @@ from puna.storage.schemas import KINDS
 
 @dataclass(frozen=True)
 class Kind:
-    """Marks an input parameter with the kind of artifact it takes."""
+    """Marks an input parameter with the kind of artifact it takes. `sources`: NAME=ARTIFACT names the source of its rows."""
 
     name: str
+    sources: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,17 @@ Named = Callable[[Mapping[str, Sequence[Artifact | External]]], list[Name]]
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One declared input: its kind, whether several are taken, whether it may be left out, which files are read (none: all)."""
+    """One declared input: its kind, whether several are taken, whether it may be left out, which files are read (none: all).
+
+    `sources`: an artifact for it may be given with a name, which is then the source of its rows.
+    """
 
     name: str
     kind: str
     many: bool = False
     optional: bool = False
     reads: tuple[str, ...] = ()
+    sources: bool = False
 
     def checked(self, stage: str, value: Value) -> list[Artifact] | list[External]:
         """The given artifacts as a list; PunaError when their number or kind is wrong."""
@@ -199,5 +204,5 @@ def input_spec(where: str, name: str, hint: Any) -> InputSpec:
         reads = tuple(file for mark in marks if isinstance(mark, Reads) for file in mark.files)
         for mark in marks:
             if isinstance(mark, Kind):
-                return InputSpec(name, mark.name, many, optional, reads)
+                return InputSpec(name, mark.name, many, optional, reads, mark.sources)
     raise TypeError(f"{where}: input {name!r} is annotated {hint}; use Documents, Signals, … or External")

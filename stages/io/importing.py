@@ -24,6 +24,7 @@ from puna.stages.draws import identifier
 from puna.stages.io import convert, layouts
 from puna.stages.io.layouts import Plan
 from puna.stages.io.turns import Refused
+from puna.stages.reading.files import address_of
 from puna.stages.reading.hub import Job, jobs_of
 from puna.stages.reading.rows import COLUMNAR, SIDECARS, Fault, Row, format_of, read_rows, stream_rows
 from puna.storage import PunaError
@@ -207,6 +208,8 @@ def _read(
             identity = identifier("dropped", job.source, job.name, found.number)
             chunk.add("dropped", {"id": identity, "rule": found.rule, "detail": said}, 300)
         else:
+            if kind == "documents":
+                found["url"] = address_of(found["url"] or "", job.source, job.name, row.number)
             size = 300 + sum(len(value) for value in found.values() if isinstance(value, str))
             chunk.add(kind, found | {"place": f"{job.shown}, row {row.number}"}, size)
     chunk.flush()
@@ -279,9 +282,8 @@ def _instruction(
 
 
 def _document(values: dict[str, Any], named: str | None, plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig) -> dict[str, Any]:
-    url = values["url"] or f"file:///{job.source}/{job.name}"
     name = named or identifier("document", job.source, values["url"] or "", values["text"])
-    return values | {"id": name, "url": url, "source": job.source}
+    return values | {"id": name, "source": job.source}
 
 
 NAMED = {"prompts": _prompt, "preferences": _preference, "instructions": _instruction, "documents": _document}

@@ -8,6 +8,7 @@ import lzma
 import zlib
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
+from urllib.parse import quote
 
 import zstandard
 
@@ -52,6 +53,18 @@ def unpacked(handle: BinaryIO, name: str) -> io.BufferedReader:
     elif ending == ".zst":
         raw = zstandard.ZstdDecompressor().stream_reader(handle, read_across_frames=True)
     return io.BufferedReader(raw, 1 << 20)
+
+
+def address(source: str, name: str) -> str:
+    """The address of a file that brings none: its place in the input."""
+    return f"file:///{quote(source)}/{quote(name)}"
+
+
+def address_of(given: str, source: str, name: str, row: int) -> str:
+    """The address of a row of a file: the one it brings, below the file's where that is not a whole one; else its place in the file."""
+    if "://" in given:
+        return given
+    return f"{address(source, name)}/{quote(given, errors='replace') or row}"
 
 
 def field_at(row: Any, path: str) -> Any:

@@ -11,9 +11,10 @@ import pytest
 from puna.flows.clean import clean
 from puna.flows.inputs import column_changes
 from puna.flows.trace import load
-from puna.stages.contract import External
+from puna.stages.contract import External, execute
 from puna.stages.curate.ingest import IngestConfig, ingest
 from puna.stages.curate.reading.sniff import fields_of, sniff
+from puna.stages.io.import_documents import ImportDocumentsConfig, import_documents
 from puna.storage import PunaError, Store
 
 WORDS = ["the", "people", "of", "the", "high", "plain", "have", "kept", "their", "llamas", "and", "alpacas", "for", "as", "long", "as", "anyone", "can", "say", "and", "that", "is", "a", "long", "time"]
@@ -92,3 +93,20 @@ def test_wrong_places_and_inputs_are_named(tmp_path: Path) -> None:
     with pytest.raises(PunaError, match="no field holds text|holds text"):
         clean([str(tmp_path / "empty.jsonl")], tmp_path / "out", store)
     assert not (tmp_path / "out").exists()
+
+
+def test_imported_documents_are_cleaned_beside_pages(tmp_path: Path) -> None:
+    """Rows without addresses are documents of their own; NAME=ARTIFACT names their source."""
+    store, said = Store.open(tmp_path / "store"), list[str]()
+    rows, pages = tmp_path / "rows.csv", tmp_path / "web.jsonl"
+    rows.write_text("text\n" + "".join(f'"{prose(n)}"\n' for n in range(3)))
+    pages.write_text(json.dumps({"text": prose(3), "url": "https://x.org/3"}) + "\n")
+    documents = execute(import_documents, ImportDocumentsConfig(), {"inputs": External.resolve(str(rows))}, store)
+    store.set_alias("rows@latest", documents)
+    changes = ["minhash_dedup=null", "line_dedup=null", "select.gopher_repetition=null", "select.divergence=null", "select.ngram_coverage=null"]
+
+    made = clean(["wikipedia=rows@latest", str(pages)], tmp_path / "out", store, changes=changes, workers=1, say=said.append, quiet=True)
+    kept = [json.loads(line) for line in made.documents.read_text().splitlines()]
+    assert made.pages == made.kept == len(kept) == 4 and f"{documents.id}: 3 documents" in said
+    assert {row["source"]: row["url"] for row in kept if row["source"] == "web"} == {"web": "https://x.org/3"}
+    assert {row["url"] for row in kept if row["source"] == "wikipedia"} == {f"file:///rows.csv/rows.csv/{n}" for n in (1, 2, 3)}

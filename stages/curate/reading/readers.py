@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
-from urllib.parse import quote
 
 from puna.stages.curate.reading.pages import Page, Rejected
 from puna.stages.reading.dates import moment
-from puna.stages.reading.files import DAMAGE, field_at, suffix, unpacked
+from puna.stages.reading.files import DAMAGE, address, address_of, field_at, suffix, unpacked
 from puna.storage import PunaError
 
 MEDIA_TYPES = {
@@ -51,12 +50,6 @@ class Columns:
             if column is not None and column.split(".")[0] not in names:
                 there = ", ".join(names) or "none"
                 raise PunaError(f"{where}: no column {column!r}; it has {there}. Name another one with ingest.{option}")
-
-
-def address(source: str, name: str, row: int | None = None) -> str:
-    """The address of a page that brings none: its place in the input."""
-    place = f"file:///{quote(source)}/{quote(name)}"
-    return place if row is None else f"{place}/{row}"
 
 
 def read_file(handle: BinaryIO, source: str, name: str, max_bytes: int) -> Iterator[Page | Rejected]:
@@ -195,7 +188,7 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
     if not isinstance(url, str) or "://" not in url:
         if columns.url is not None and not isinstance(url, str):
             return Rejected("malformed_record", where, f"{name}, row {number}: {columns.url} holds {type(url).__name__}, not text")
-        url = f"{address(source, name)}/{quote(url, errors='replace')}" if isinstance(url, str) and url else address(source, name, number)
+        url = address_of(url if isinstance(url, str) else "", source, name, number)
     if not _encodable(url):
         return Rejected("malformed_record", where, f"{name}, row {number}: the address {url!r} is not Unicode text")
     column = columns.date or next((c for c in DATE_COLUMNS if row.get(c) is not None), None)

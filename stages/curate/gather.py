@@ -1,0 +1,74 @@
+"""`gather`: documents of several origins as one table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import Field
+
+from puna.stages.contract import Documents, Facts, StageConfig, StageRun, stage
+from puna.stages.curate.reading.pages import repeated_id
+from puna.storage import Part, PunaError
+from puna.storage.exchange import partitions
+from puna.storage.schemas import table_schema
+from puna.storage.shards import count
+
+
+class GatherConfig(StageConfig):
+    """What the documents are called from here on."""
+
+    sources: tuple[str, ...] = Field(
+        (), description="Source of the documents of each input, in their order; an empty name, or no list: they keep their own"
+    )
+
+
+def _needs(config: GatherConfig, facts: Facts) -> list[str]:
+    given = len(facts.inputs.get("documents", ()))
+    return [f"sources names {len(config.sources)} of {given} inputs; name each"] if config.sources and len(config.sources) != given else []
+
+
+@stage(kind="documents", needs=_needs)
+def gather(documents: list[Documents], config: GatherConfig, run: StageRun) -> None:
+    """Documents of several origins as one table, those of an input under a name that the configuration gives them.
+
+    Of documents of one id the newest is kept, of equally new ones that of the first input; the others go by the rule `same_id`.
+    """
+    if config.sources and len(config.sources) != len(documents):
+        raise PunaError(f"gather: sources names {len(config.sources)} inputs, and there are {len(documents)}")
+    names = config.sources or ("",) * len(documents)
+    parts = [(part, at, name) for at, (given, name) in enumerate(zip(documents, names, strict=True)) for part in run.parts(given)]
+    characters = sum(shard.characters or 0 for given in documents for shard in given.record().shards)
+    rows = run.exchange(_named, parts, by="id", partitions=partitions(characters))
+    removed = run.produce_shards(_once, rows, count(table_schema("documents"), sum(rows.infos)))
+    run.count_input(sum(given.rows() for given in documents))
+    run.metric("removed", sum(removed))
+
+
+def _named(given: tuple[Part, int, str]) -> tuple[pa.Table, int]:
+    """The rows of one part with the number of their input, under its name, and the bytes of their texts."""
+    part, at, name = given
+    table = part.read()
+    if name:
+        place = table.schema.get_field_index("source")
+        table = table.set_column(place, table.schema.field(place), pa.array([name] * len(table), pa.string()))
+    size = pc.sum(pc.binary_length(table["text"]).cast(pa.int64())).as_py() or 0
+    return table.append_column("input", pa.array(np.full(len(table), at, np.int32))), size
+
+
+def _once(rows: pa.Table) -> tuple[dict[str, pa.Table], int]:
+    """In a worker: the documents of a range of ids, each once, and how many came again."""
+    rows = rows.sort_by([("id", "ascending"), ("fetched_at", "descending"), ("input", "ascending")])
+    ids = rows["id"].to_pylist()
+    first = np.array([at == 0 or ids[at] != ids[at - 1] for at in range(len(ids))], bool)
+    dropped: list[dict[str, Any]] = []
+    number = 0
+    for at in np.flatnonzero(~first).tolist():
+        number = 1 if first[at - 1] else number + 1
+        said = f"{ids[at]}: {rows['url'][at].as_py()} of {rows['source'][at].as_py()} is there already"
+        dropped.append({"id": repeated_id(ids[at], number), "rule": "same_id", "detail": said})
+    schema = table_schema("documents").schema
+    kept = rows.filter(pa.array(first)).select(schema.names)
+    return {"documents": kept, "dropped": pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)}, len(dropped)
