@@ -16,17 +16,20 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.engine import Event
 from puna.models.generation.schedule import Request as Asked
 from puna.models.generation.text import TextStream
+from puna.models.grammar import Grammar, Mask
+from puna.models.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,37 @@ class ApiError(Exception):
         self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 
+class StreamOptions(BaseModel):
+    """What a stream tells besides."""
+
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+
+
+class JsonSchema(BaseModel):
+    """The form of an answer."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field("answer", description="Of the client; not looked at")
+    description: str | None = Field(None, description="Of the client; not looked at")
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(None, description="An answer is always held to its schema")
+
+
+class ResponseFormat(BaseModel):
+    """Text, any JSON object, or JSON of a schema."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema stands with the type json_schema, and only there")
+        return self
+
+
 class Sampled(BaseModel):
     """The fields that both kinds of request have."""
 
@@ -59,6 +93,8 @@ class Sampled(BaseModel):
     seed: int | None = Field(None, ge=0)
     stop: str | list[str] | None = None
     stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     presence_penalty: float = Field(0.0, ge=-10, le=10)
     frequency_penalty: float = Field(0.0, ge=-10, le=10)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
@@ -74,12 +110,25 @@ class CompletionRequest(Sampled):
     logprobs: bool | int | None = Field(None, description="Whether to tell the log-probs of the drawn tokens")
 
 
+class TextPart(BaseModel):
+    """A piece of a turn's text."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text"]
+    text: str
+
+
 class Message(BaseModel):
     """One turn."""
 
     model_config = ConfigDict(extra="allow")
     role: str
-    content: str | None = None
+    content: str | list[TextPart] | None = None
+
+    def turn(self) -> dict[str, Any]:
+        """As a chat template takes it."""
+        content = self.content if isinstance(self.content, str | None) else "".join(part.text for part in self.content)
+        return {name: value for name, value in {**self.model_dump(), "content": content}.items() if value is not None}
 
 
 class ChatRequest(Sampled):
@@ -171,12 +220,21 @@ class Worker:
         self.engine.clear()
 
 
-def application(engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None) -> FastAPI:
-    """The server of one model."""
+def application(engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None, speculate: int = 0) -> FastAPI:
+    """The server of one model; `speculate` as in SamplingParams, for answers of free form."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ValueError("a server needs a model with its tokenizer")
     worker = Worker(engine)
+
+    @cache
+    def grammar() -> Grammar:
+        return Grammar(tokenizer, engine.model.config.vocab_size)
+
+    def form(asked: ResponseFormat | None) -> Mask | None:
+        if asked is None or asked.type == "text":
+            return None
+        return grammar().schema(None if asked.json_schema is None else asked.json_schema.schema_)
 
     @asynccontextmanager
     async def running(_: FastAPI) -> AsyncIterator[None]:
@@ -239,7 +297,7 @@ def application(engine: Engine, name: str, limits: Limits = Limits(), key: str |
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest) -> Response:
         try:
-            ids = tokenizer.chat([message.model_dump(exclude_none=True) for message in body.messages], tools=body.tools)
+            ids = tokenizer.chat([message.turn() for message in body.messages], tools=body.tools)
         except ValueError as error:
             raise ApiError(400, "invalid_request_error", str(error), "messages") from error
         room = engine.model.config.max_position_embeddings - len(ids)
@@ -261,9 +319,15 @@ def application(engine: Engine, name: str, limits: Limits = Limits(), key: str |
         same = ("temperature", "top_p", "top_k", "min_p", "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
         seed = uuid.uuid4().int >> 96 if body.seed is None else body.seed
         given = {**tokenizer.sampling, **{field: getattr(body, field) for field in same if field in body.model_fields_set}}
-        params = SamplingParams(**given, max_tokens=longest, seed=seed, stop=(*tokenizer.stop_ids, *texts))
+        try:
+            mask = await asyncio.to_thread(form, body.response_format)
+        except ValueError as error:
+            raise ApiError(400, "invalid_request_error", str(error), "response_format") from error
+        stop: tuple[int | str, ...] = (*tokenizer.stop_ids, *texts)
+        ahead = speculate if mask is None else 0
+        params = SamplingParams(**given, max_tokens=longest, seed=seed, stop=stop, mask=mask, speculate=ahead)
         events = worker.answer(ids, params, limits.seconds)
-        reply = Reply(kind, name, len(ids), {i: TextStream(tokenizer, texts) for i in range(body.n)}, logprobs)
+        reply = Reply(kind, name, ids, {i: TextStream(tokenizer, texts) for i in range(body.n)}, tokenizer if logprobs else None)
         if not body.stream:
             async for event in events:
                 reply.add(event)
@@ -279,6 +343,8 @@ def application(engine: Engine, name: str, limits: Limits = Limits(), key: str |
                 yield f"data: {json.dumps(error.body)}\n\n"
             finally:
                 await events.aclose()  # type: ignore[attr-defined]
+            if body.stream_options is not None and body.stream_options.include_usage:
+                yield reply.last()
             yield "data: [DONE]\n\n"
 
         return StreamingResponse(lines(), media_type="text/event-stream")
@@ -289,37 +355,42 @@ def application(engine: Engine, name: str, limits: Limits = Limits(), key: str |
 class Reply:
     """An answer in OpenAI's shape, as a whole or in chunks."""
 
-    def __init__(self, kind: str, model: str, prompt_tokens: int, texts: dict[int, TextStream], logprobs: bool) -> None:
-        self.kind, self.texts, self.logprobs, self.prompt_tokens = kind, texts, logprobs, prompt_tokens
+    def __init__(self, kind: str, model: str, ids: list[int], texts: dict[int, TextStream], scored: Tokenizer | None) -> None:
+        """`scored`: tells the tokens with their log-probs, where these are asked for."""
+        self.kind, self.texts, self.scored, self.prompt_tokens = kind, texts, scored, len(ids)
         prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
         self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.said = dict.fromkeys(texts, "")
-        self.scores: dict[int, list[float]] = {number: [] for number in texts}
+        self.scores: dict[int, list[tuple[int, float]]] = {number: [] for number in texts}
         self.reasons: dict[int, str] = {}
 
     def add(self, event: Event) -> str:
         """Take a token in; the text that it brings."""
         new = self.texts[event.number].add(event.token, event.completion is not None)
         self.said[event.number] += new
-        self.scores[event.number].append(event.logprob)
+        self.scores[event.number].append((event.token, event.logprob))
         if event.completion is not None:
             self.reasons[event.number] = "stop" if event.completion.finished else "length"
         return new
 
     def _scores(self, number: int, start: int = 0) -> dict[str, Any] | None:
-        if not self.logprobs:
+        if self.scored is None:
             return None
-        scores = self.scores[number][start:]
-        return {"content": [{"logprob": score} for score in scores]} if self.kind.startswith("chat") else {"token_logprobs": scores}
+        shown = [(self.scored.decode([token]), score) for token, score in self.scores[number][start:]]
+        if self.kind.startswith("chat"):
+            return {"content": [{"token": text, "logprob": score, "bytes": None, "top_logprobs": []} for text, score in shown]}
+        return {"tokens": [text for text, _ in shown], "token_logprobs": [score for _, score in shown]}
+
+    def _usage(self) -> dict[str, int]:
+        made = sum(map(len, self.scores.values()))
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": made, "total_tokens": self.prompt_tokens + made}
 
     def whole(self) -> dict[str, Any]:
         choices = []
         for number, text in self.said.items():
             shown = {"message": {"role": "assistant", "content": text}} if self.kind.startswith("chat") else {"text": text}
             choices.append({"index": number, **shown, "logprobs": self._scores(number), "finish_reason": self.reasons[number]})
-        made = sum(map(len, self.scores.values()))
-        usage = {"prompt_tokens": self.prompt_tokens, "completion_tokens": made, "total_tokens": self.prompt_tokens + made}
-        return {**self.head, "object": self.kind, "choices": choices, "usage": usage}
+        return {**self.head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
     def line(self, event: Event) -> str:
         """One token as a server-sent event."""
@@ -330,7 +401,14 @@ class Reply:
         else:
             shown = {"text": text}
         choice = {"index": event.number, **shown, "finish_reason": self.reasons.get(event.number)}
-        if self.logprobs:
+        if self.scored is not None:
             choice["logprobs"] = self._scores(event.number, -1)
+        return self._chunk(choices=[choice])
+
+    def last(self) -> str:
+        """What was used, as the last event of a stream."""
+        return self._chunk(choices=[], usage=self._usage())
+
+    def _chunk(self, **fields: Any) -> str:
         kind = "chat.completion.chunk" if self.kind.startswith("chat") else self.kind
-        return f"data: {json.dumps({**self.head, 'object': kind, 'choices': [choice]}, ensure_ascii=False)}\n\n"
+        return f"data: {json.dumps({**self.head, 'object': kind, **fields}, ensure_ascii=False)}\n\n"

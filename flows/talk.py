@@ -16,6 +16,7 @@ from puna.storage import Artifact, PunaError, Store
 
 if TYPE_CHECKING:
     from puna.models.generation import Engine, SamplingParams
+    from puna.models.grammar import Mask
 
 app = typer.Typer()
 
@@ -31,6 +32,9 @@ CHAT = {"temperature": 0.7, "top_p": 0.95}
 """How a model is sampled in a talk that neither says itself nor is told."""
 TokensOption = Annotated[int, typer.Option(min=1, help="Longest answer, tokens")]
 SeedOption = Annotated[int, typer.Option(min=0, help="What the draws follow from")]
+SpeculateOption = Annotated[
+    int, typer.Option(min=0, help="Tokens guessed ahead at most, from what stood before: answers stay the same, repetitive ones are faster")
+]
 MemoryOption = Annotated[float, typer.Option(min=0.01, help="Memory of keys and values, GB")]
 
 
@@ -78,12 +82,13 @@ def chat(
     top_p: TopOption = None,
     max_tokens: TokensOption = 512,
     seed: SeedOption = 0,
+    speculate: SpeculateOption = 0,
     memory: MemoryOption = 1.0,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Talk with a model; it keeps the conversation. /new begins another, Ctrl-C ends an answer, Ctrl-D the talk."""
     engine = opened(model, store, memory)
-    params = parameters(engine, CHAT, temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
+    params = parameters(engine, CHAT, temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, speculate=speculate)
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     while True:
@@ -134,6 +139,10 @@ def generate(
     top_p: TopOption = None,
     max_tokens: TokensOption = 128,
     seed: SeedOption = 0,
+    schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSON schema that each answer is held to", exists=True, dir_okay=False)
+    ] = None,
+    speculate: SpeculateOption = 0,
     memory: MemoryOption = 1.0,
     store: StoreOption = DEFAULT_STORE,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer: prompt, text, tokens, logprobs, finished")] = False,
@@ -142,7 +151,9 @@ def generate(
     or `messages`."""
     asked: list[Any] = list(prompts or ()) or [_parsed(number, line) for number, line in enumerate(sys.stdin, 1) if line.strip()]
     engine = opened(model, store, memory)
-    params = parameters(engine, {"temperature": 0.7}, temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, n=n)
+    mask = None if schema is None else _mask(engine, schema)
+    asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed, "n": n}
+    params = parameters(engine, {"temperature": 0.7}, **asked_of, mask=mask, speculate=speculate)
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     try:
@@ -158,6 +169,17 @@ def generate(
             text = tokenizer.decode(found.tokens, skip_special_tokens=True)
             whole = {"prompt": one, "text": text, "tokens": found.tokens, "logprobs": found.logprobs, "finished": found.finished}
             typer.echo(json.dumps(whole, ensure_ascii=False) if as_json else text)
+
+
+def _mask(engine: Engine, file: Path) -> Mask:
+    """The tokens that spell JSON of the schema in a file."""
+    from puna.models.grammar import Grammar
+
+    assert engine.tokenizer is not None
+    try:
+        return Grammar(engine.tokenizer, engine.model.config.vocab_size).schema(json.loads(file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise PunaError(f"{file}: {error}") from error
 
 
 def _parsed(number: int, line: str) -> Any:
@@ -189,6 +211,7 @@ def api(
     queue: Annotated[int, typer.Option(min=1, help="Requests that wait or are answered at once; more are told to come later")] = 256,
     seconds: Annotated[float, typer.Option(min=1, help="Longest time for one request, seconds")] = 600,
     sequences: Annotated[int, typer.Option(min=1, help="Answers computed at once")] = 64,
+    speculate: SpeculateOption = 0,
     memory: MemoryOption = 1.0,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
@@ -198,5 +221,5 @@ def api(
     from puna.flows.api import Limits, application
 
     engine = opened(model, store, memory, sequences=sequences)
-    made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key)
+    made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, speculate)
     uvicorn.run(made, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)

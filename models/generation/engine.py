@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -160,32 +161,42 @@ class Engine:
                 self.cache.copy(self.scheduler.copies)
                 self.scheduler.copies = []
                 hidden_ND = run(self.model, self.cache, work)
-                ends = np.cumsum([item.count for item in work]) - 1
-                for item, end in zip(work, ends.tolist(), strict=True):
-                    self.scheduler.computed(item, hidden_ND[end])
+                for item, rows in zip(work, hidden_ND.split([item.count + len(item.guess) for item in work]), strict=True):
+                    self.scheduler.computed(item, rows[item.count - 1 :])
             ready = [item.answer for item in work if item.answer.hidden is not None] + list(self.scheduler.fork())
             return self._draw(ready)
 
     def _draw(self, ready: Sequence[Answer]) -> list[Event]:
         if not ready:
             return []
-        rows = [
-            Draw(a.request.params, float(self._uniforms(a)[len(a.logprobs)]), a.request.prompt, a.own if a.request.params.shifts else ())
-            for a in ready
-        ]
-        logits = self.model.logits(torch.stack([a.hidden for a in ready if a.hidden is not None]))
+        rows, hidden = [], []
+        for answer in ready:
+            assert answer.hidden is not None
+            hidden.append(answer.hidden)
+            params, own = answer.request.params, answer.own if answer.request.params.shifts else []
+            uniforms = self._uniforms(answer)[len(answer.logprobs) :]
+            for i, uniform in enumerate(uniforms[: len(answer.hidden)].tolist()):
+                rows.append(Draw(params, uniform, answer.request.prompt, [*own, *answer.guess[:i]]))
         try:
-            tokens, logprobs = draw(logits, rows)
+            drawn = zip(*draw(self.model.logits(torch.cat(hidden)), rows), strict=True)
         except ValueError:
             self.clear()
             raise
-        events = []
-        for answer, token, logprob in zip(ready, tokens, logprobs, strict=True):
-            answer.hidden = None
+        return [event for answer in ready for event in self._take(answer, list(islice(drawn, len(answer.guess) + 1)))]
+
+    def _take(self, answer: Answer, drawn: Sequence[tuple[int, float]]) -> Iterator[Event]:
+        """What was drawn after an answer's last token and its guesses, up to the first that was guessed wrong."""
+        guess, answer.guess, answer.hidden = answer.guess, [], None
+        for right, (token, logprob) in enumerate(drawn):
             answer.tokens.append(token)
             answer.logprobs.append(logprob)
-            events.append(Event(answer.request, answer.number, token, logprob, self._completion(answer)))
-        return events
+            completion = self._completion(answer)
+            yield Event(answer.request, answer.number, token, logprob, completion)
+            if completion is not None or guess[right : right + 1] != [token]:
+                break
+            answer.computed += 1
+        if answer.lookup is not None:
+            answer.lookup.learn(len(guess), right)
 
     def _completion(self, answer: Answer) -> Completion | None:
         """The answer, if it ends with its last token."""

@@ -31,7 +31,8 @@ class SamplingParams:
     answer's number all that the draws depend on. repetition_penalty: divides positive and multiplies negative logits of
     tokens of the prompt and the answer (Keskar et al. 2019). presence_penalty, frequency_penalty: subtracted from the logit
     of a token of the answer, once or for each time it occurs. logit_bias: added to logits, by token id. mask: which tokens
-    may follow an answer's tokens. priority: waiting requests with the lowest number are begun first.
+    may follow an answer's tokens. speculate: tokens that a step may guess ahead (`speculate.py`); what is drawn stays the same.
+    priority: waiting requests with the lowest number are begun first.
     """
 
     n: int = 1
@@ -47,6 +48,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     mask: Mask | None = None
+    speculate: int = 0
     priority: int = 0
 
     def __post_init__(self) -> None:
@@ -64,6 +66,10 @@ class SamplingParams:
             raise ValueError("presence_penalty, frequency_penalty and logit_bias must be finite numbers")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, not {self.seed}")
+        if self.speculate < 0:
+            raise ValueError(f"speculate must not be negative, not {self.speculate}")
+        if self.speculate and self.mask is not None:
+            raise ValueError("speculate guesses what a mask may forbid: give one of them")
 
     @property
     def cuts(self) -> bool:

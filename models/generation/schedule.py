@@ -16,6 +16,7 @@ from torch import Tensor
 from puna.kernels.paged_attention import PAGE
 from puna.models.generation.pages import OutOfPages, PagePool
 from puna.models.generation.sampling import SamplingParams
+from puna.models.generation.speculate import Lookup
 
 
 @dataclass(eq=False)
@@ -27,7 +28,9 @@ class Answer:
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
     computed: int = 0
-    hidden: Tensor | None = None  # [D] after the last token, once computed
+    hidden: Tensor | None = None  # [R, D] after the last token and after each guess, once computed
+    guess: list[int] = field(default_factory=list)  # what may follow the last token
+    lookup: Lookup | None = None
     logprobs: list[float] = field(default_factory=list)
     uniforms: np.ndarray | None = None  # its private random numbers
 
@@ -56,10 +59,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Work:
-    """The next `count` tokens of an answer to compute."""
+    """The next `count` tokens of an answer to compute, and the guess after them."""
 
     answer: Answer
     count: int
+    guess: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        """What is computed."""
+        start = self.answer.computed
+        return self.answer.tokens[start : start + self.count] + self.guess
 
 
 class Scheduler:
@@ -98,9 +108,10 @@ class Scheduler:
             if answer not in self.running or answer.hidden is not None:  # preempted by one before it; drawn from, not computed
                 continue
             count = min(len(answer.tokens) - answer.computed, max(budget, 1))
-            if self._make_room(answer, count):
-                work.append(Work(answer, count))
-                budget -= count
+            guess = self._guess(answer, budget - count)
+            if self._make_room(answer, count + len(guess)):
+                work.append(Work(answer, count, guess))
+                budget -= count + len(guess)
         work = [item for item in work if item.answer in self.running]
         while budget > 0 and len(self.running) < self.sequences and (admitted := self._admit()) is not None:
             count = min(len(admitted.tokens) - admitted.computed, budget)
@@ -119,12 +130,12 @@ class Scheduler:
                 yield self._branch(request)
 
     def computed(self, item: Work, hidden: Tensor) -> None:
-        """The work is done. An answer that has been computed whole can draw from its last hidden state [D]."""
+        """The work is done. An answer that has been computed whole can draw from its hidden states [R, D]."""
         answer, request = item.answer, item.answer.request
         answer.computed += item.count
         if answer.computed < len(answer.tokens):
             return
-        answer.hidden = hidden
+        answer.hidden, answer.guess = hidden, item.guess
         if answer.logprobs and item.count == 1:
             return
         self.pool.keep(answer.tokens, answer.pages)
@@ -222,6 +233,16 @@ class Scheduler:
                     for request in self.waiting:
                         self._fell(request)
         return False
+
+    def _guess(self, answer: Answer, most: int) -> list[int]:
+        """Tokens to try after an answer's last one, where that comes next and pages are at hand."""
+        params = answer.request.params
+        if not params.speculate or not answer.logprobs or len(answer.tokens) - answer.computed > 1:
+            return []
+        if answer.lookup is None:
+            answer.lookup = Lookup(params.speculate)
+        most = min(most, params.max_tokens - len(answer.logprobs) - 1)
+        return answer.lookup.guess(answer.tokens, most) if most > 0 and self.pool.available > 2 * len(self.running) else []
 
     def _pause(self, answer: Answer) -> None:
         self.running.remove(answer)

@@ -51,8 +51,8 @@ def page_bytes(model: Transformer) -> int:
 
 def run(model: Transformer, cache: Cache, work: Sequence[Work]) -> Tensor:
     """Compute the work; the hidden states [N, D] of its tokens, in order."""
-    counts = np.array([item.count for item in work])
-    tokens = [token for w in work for token in w.answer.tokens[w.answer.computed : w.answer.computed + w.count]]
+    counts = np.array([item.count + len(item.guess) for item in work])
+    tokens = [token for item in work for token in item.tokens]
     starts = np.array([item.answer.computed for item in work])
     sequence = np.repeat(np.arange(len(work), dtype=np.int32), counts)
     first = np.cumsum(counts) - counts

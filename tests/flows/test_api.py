@@ -6,6 +6,8 @@ import threading
 import time
 
 import httpx
+import jsonschema
+import openai
 import pytest
 import torch
 import uvicorn
@@ -146,3 +148,58 @@ def test_clients_that_go_away_leave_nothing_and_others_get_theirs(url, engine):
         time.sleep(0.01)
     pool = engine.scheduler.pool
     assert engine.scheduler.idle and pool.available == len(pool.references)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 3, "maximum": 99}, "kind": {"enum": ["x", "yy"]}},
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def openai_client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as made:
+        yield made
+
+
+def test_openais_client_chats_and_streams(openai_client):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "to "}, {"type": "text", "text": "be?"}]}]
+    (answer,) = expected(TOKENIZER.chat([{"role": "user", "content": "to be?"}]), seed=2, max_tokens=12)
+    asked = {"model": "tiny", "messages": messages, "seed": 2, "max_completion_tokens": 12, "logprobs": True}
+    whole = openai_client.chat.completions.create(**asked)
+    assert whole.choices[0].message.content == shown(answer.tokens)
+    assert [one.token for one in whole.choices[0].logprobs.content] == [TOKENIZER.decode([token]) for token in answer.tokens]
+    assert whole.usage.completion_tokens == len(answer.tokens)
+    chunks = list(openai_client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks[:-1]) == shown(answer.tokens)
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    (plain,) = expected(TOKENIZER.encode("to be"), seed=2, max_tokens=5)
+    made = openai_client.completions.create(model="tiny", prompt=TOKENIZER.encode("to be"), seed=2, max_tokens=5, logprobs=1)
+    assert made.choices[0].text == shown(plain.tokens)
+    assert made.choices[0].logprobs.token_logprobs == pytest.approx(plain.logprobs, abs=1e-5)
+    assert [model.id for model in openai_client.models.list()] == ["tiny"]
+
+
+def test_openais_client_gets_json_of_a_schema(openai_client):
+    messages = [{"role": "user", "content": "who?"}]
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+    made = openai_client.chat.completions.create(model="tiny", messages=messages, n=6, seed=1, max_tokens=90, response_format=form)
+    for choice in made.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), PERSON)
+    assert len({choice.message.content for choice in made.choices}) > 1
+
+
+def test_openais_client_raises_what_it_is_told(openai_client, url):
+    messages = [{"role": "user", "content": "who?"}]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}}}
+    with pytest.raises(openai.BadRequestError, match="Unimplemented keys"):
+        openai_client.chat.completions.create(model="tiny", messages=messages, response_format=form)
+    with pytest.raises(openai.BadRequestError, match="json_schema stands with"):
+        openai_client.chat.completions.create(model="tiny", messages=messages, response_format={"type": "json_schema"})
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
+        openai_client.chat.completions.create(model="gpt", messages=messages)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()

@@ -83,3 +83,18 @@ def test_what_is_wrong_is_one_message(folder, tmp_path, args, given, message):
     args = [folder if arg == "FOLDER" else arg for arg in args]
     with pytest.raises(PunaError, match=message):
         CliRunner().invoke(app, ["generate", *args, "--store", str(tmp_path / "none")], input=given, catch_exceptions=False)
+
+
+def test_generate_holds_answers_to_a_schema_and_guesses_change_nothing(folder, tmp_path):
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "array", "items": {"enum": ["to", "be"]}, "maxItems": 3}')
+    options = ["--n", "3", "--max-tokens", "60"]
+    for line in puna("generate", folder, "to be", *options, "--schema", str(file)).splitlines():
+        assert set(json.loads(line)) <= {"to", "be"}
+    assert puna("generate", folder, "to be", *options, "--speculate", "4") == puna("generate", folder, "to be", *options)
+    file.write_text('{"not": {}}')
+    with pytest.raises(PunaError, match=r"schema.json: the JSON schema cannot be kept to"):
+        puna("generate", folder, "to be", "--schema", str(file))
+    with pytest.raises(PunaError, match="give one of them"):
+        file.write_text("{}")
+        puna("generate", folder, "to be", "--schema", str(file), "--speculate", "4")

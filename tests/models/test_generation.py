@@ -15,6 +15,7 @@ from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.generation import Engine, SamplingParams, sampling, step
 from puna.models.generation.sampling import Draw, draw
+from puna.models.generation.speculate import Lookup
 from puna.models.tokenizer import Tokenizer
 from puna.models.training.objectives.base import Targets
 from puna.models.transformer import Transformer
@@ -182,6 +183,34 @@ def test_a_longer_prompt_begins_where_the_cache_ends(model, computed):
     ((found,),) = engine.generate([longer], params)
     assert computed[0] == len(longer) - (37 + 19) // PAGE * PAGE
     assert found.tokens == Engine(model).generate([longer], params)[0][0].tokens
+
+
+@pytest.mark.parametrize(("way", "temperature", "tokens"), [("all at once", 0.0, 1), ("all at once", 1.0, 4), ("little of everything", 1.0, 3)])
+def test_guesses_change_no_answer_and_save_steps(model, computed, monkeypatch, way, temperature, tokens):
+    """Exact passes, in which rounding flips no draw, and few tokens, so that what stood before comes again."""
+    monkeypatch.setattr(linear, "exact_routine", lambda *_: ("loop", 1))
+    asked = prompts(4)
+    params = SamplingParams(n=2, temperature=temperature, max_tokens=40, stop=NEVER, seed=5, logit_bias=dict.fromkeys(range(tokens), 30.0))
+    limits = {key: value for key, value in WAYS[way].items() if key != "pages"}
+    engine = Engine(model, exact=True, memory=pages(model, WAYS[way].get("pages", 4000)), **limits)
+    plain = engine.generate(asked, params)
+    steps = len(computed)
+    engine.scheduler.restart()
+    guessed = engine.generate(asked, dataclasses.replace(params, speculate=6))
+    assert guessed == plain and nothing_is_left(engine)
+    assert steps == 40 or way != "all at once"
+    assert len(computed) - steps < (12 if tokens == 1 else 40) or way != "all at once"
+
+
+def test_a_guess_is_what_followed_the_longest_run_before():
+    lookup = Lookup(4)
+    assert lookup.guess([1, 2, 3, 4, 5, 2, 3], 9) == [4, 5, 2, 3]
+    lookup.learn(4, 1)
+    assert lookup.guess([1, 2, 3, 4, 5, 2, 3, 4, 1, 2, 3], 9) == [4, 5, 2]  # after 1 2 3, not the later 2 3; as many as were right, and more
+    lookup.learn(3, 0)
+    longer = [1, 2, 3, 4, 5, 2, 3, 4, 1, 2, 3, 9, 2, 3]
+    assert [lookup.guess(longer, 9) for _ in range(2)] == [[], [9]]  # after a step without
+    assert Lookup(4).guess([1, 2, 3], 9) == [] and Lookup(4).guess([1, 5, 6, 5, 6], 3) == [5, 6, 5]
 
 
 @pytest.mark.parametrize("by", ["optimiser", "hand"])
@@ -363,6 +392,8 @@ def test_bad_requests_are_refused(model):
         ({"repetition_penalty": 0.0}, "repetition_penalty must be"),
         ({"logit_bias": {1: math.inf}}, "must be finite"),
         ({"seed": -1}, "seed must not be negative"),
+        ({"speculate": -1}, "speculate must not be negative"),
+        ({"speculate": 2, "mask": bool}, "give one of them"),
     ):
         with pytest.raises(ValueError, match=message):
             SamplingParams(**wrong)

@@ -20,32 +20,35 @@ class Pages(RuleBasedStateMachine):
         self.held = np.full((count, PAGE), -1)
         self.asked, self.ready, self.finished = [], [], 0
 
-    @rule(length=st.integers(1, 50), n=st.integers(1, 4), new=st.integers(1, 40), branch=st.integers(0, 3), priority=st.integers(0, 1))
-    def ask(self, length, n, new, branch, priority):
+    @rule(length=st.integers(1, 50), n=st.integers(1, 4), new=st.integers(1, 40), branch=st.integers(0, 3), ahead=st.integers(0, 9), priority=st.integers(0, 1))
+    def ask(self, length, n, new, branch, ahead, priority):
         """Prompts that begin alike for some pages, and then do not."""
         prompt = [token if token < 20 else 100 * branch + token for token in range(length)]
-        request = Request(prompt, SamplingParams(n=n, max_tokens=new, stop=(), priority=priority), frozenset(), (), ())
+        request = Request(prompt, SamplingParams(n=n, max_tokens=new, stop=(), speculate=ahead, priority=priority), frozenset(), (), ())
         self.scheduler.add(request)
         self.asked.append(request)
 
-    @rule(token=st.integers(1000, 1003), ends=st.integers(0, 7))
-    def step(self, token, ends):
-        """Compute what is due, start what can be, draw; one in eight answers ends by itself."""
+    @rule(token=st.integers(1000, 1003), ends=st.integers(0, 7), right=st.integers(0, 9))
+    def step(self, token, ends, right=0):
+        """Compute what is due, start what can be, draw, some of it as guessed; one in eight answers ends by itself."""
         work = self.scheduler.plan()
         for source, target in self.scheduler.copies:
             self.held[target] = self.held[source]
         self.scheduler.copies = []
         for item in work:
             answer = item.answer
-            for place in range(answer.computed, answer.computed + item.count):
+            for place, written in enumerate(item.tokens, answer.computed):
                 page = answer.pages[place // PAGE]
                 assert place % PAGE == 0 or self.scheduler.pool.references[page] == 1  # nobody else sees what is written
-                self.held[page, place % PAGE] = answer.tokens[place]
+                self.held[page, place % PAGE] = written
             self.scheduler.computed(item, object())
         for number, answer in enumerate([i.answer for i in work if i.answer.hidden is not None] + list(self.scheduler.fork())):
-            answer.hidden = None
-            answer.tokens.append(token + number)
-            answer.logprobs.append(0.0)
+            held = answer.guess[:right]
+            answer.hidden, answer.guess = None, []
+            answer.computed += len(held)
+            answer.tokens += [*held, token + number]
+            answer.logprobs += [0.0] * (len(held) + 1)
+            assert len(answer.logprobs) <= answer.request.params.max_tokens
             if len(answer.logprobs) == answer.request.params.max_tokens or ends == number:
                 self.scheduler.finish(answer)
                 self.finished += 1
