@@ -115,8 +115,8 @@ def look(files: list[External], imported: list[Artifact], named: Sequence[str]) 
     if not texts:
         given = ", ".join(f.uri for f in files) or imported[0].id
         raise PunaError(
-            f"clean: no page of {given} holds text. WARC, WET, HTML, text, Parquet and JSON lines are read; "
-            "`puna import documents` reads other tables, `puna run ingest --input …` says what was dropped"
+            f"clean: no page of {given} holds text. WARC, WET, HTML, text, Parquet, JSON and CSV are read; "
+            "`puna run ingest --input …` says what was dropped"
         )
     _tell_languages(texts, found)
     _choose_topics(texts, found)

@@ -78,7 +78,9 @@ def run(
 
 @app.command()
 def clean(
-    paths: Annotated[list[str], typer.Argument(metavar="PATH…", help="Files or folders of pages, [NAME=]URI each")],
+    paths: Annotated[
+        list[str], typer.Argument(metavar="PATH…", help="Files or folders of pages, or documents of the store: [NAME=]URI|ARTIFACT each")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder, or a file that ends in .jsonl or .parquet")],
     columns: ColumnsOption = None,
     changes: SetOption = None,
@@ -86,7 +88,7 @@ def clean(
     workers: Annotated[int | None, typer.Option(min=1, help="Local processes (default: one per core)")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per artifact, and a last one for the files")] = False,
 ) -> None:
-    """Clean pages of your own: WARC, HTML, text, Parquet, JSON lines to clean documents and a report."""
+    """Clean pages of your own: WARC, HTML, text, Parquet, JSON, CSV, or documents of the store, to clean documents and a report."""
     from puna.flows.settings import prepare
 
     opened = Store.open(store)

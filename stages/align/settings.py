@@ -117,7 +117,7 @@ class DpoConfig(AdaptableConfig):
 
         offers("puna.losses")
         if loss not in REGISTRY:
-            raise ValueError(f"there is no preference loss {loss}" + did_you_mean(loss, sorted(REGISTRY)))
+            raise ValueError(f"there is no preference loss {loss}" + did_you_mean(loss, sorted({*LOSSES, *REGISTRY})))
         return loss
 
     @model_validator(mode="after")

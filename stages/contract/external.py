@@ -132,6 +132,8 @@ def without_secrets(text: str, uri: str) -> str:
 
 
 ARCHIVES = (".warc", ".warc.gz", ".warc.zst", ".wet", ".wet.gz", ".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")
+ROWS = (*ARCHIVES, ".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz", ".tsv.zst", ".json", ".json.zst", ".ndjson", ".ndjson.gz", ".gguf")
+"""Endings that the name of an input does without."""
 CHUNK_BYTES = 1 << 22
 
 
@@ -146,7 +148,7 @@ def _is_archive(name: str) -> bool:
 
 def _stem(name: str) -> str:
     lowered = name.lower()
-    for suffix in sorted(ARCHIVES, key=len, reverse=True):
+    for suffix in sorted(ROWS, key=len, reverse=True):
         if lowered.endswith(suffix):
             return name[: -len(suffix)]
     return name

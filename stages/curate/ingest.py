@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -45,7 +45,7 @@ RECORD = pa.schema(
 RECORD = pa.schema([field.with_nullable(True) for field in RECORD])
 FORMATS = {
     ".warc": "warc", ".wet": "warc", ".wat": "warc", ".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
-    ".arrow": "dataset",
+    ".csv": "csv", ".tsv": "tsv", ".arrow": "dataset",
 }  # fmt: skip
 
 
@@ -61,7 +61,7 @@ class InputColumns(StageConfig):
 class IngestConfig(StageConfig):
     """How inputs become pages."""
 
-    format: Literal["auto", "warc", "files", "parquet", "jsonl", "dataset"] = Field(
+    format: Literal["auto", "warc", "files", "parquet", "jsonl", "csv", "tsv", "dataset"] = Field(
         "auto", description="Format of every input file; auto goes by each file's name and first bytes"
     )
     content_types: tuple[str, ...] = Field(
@@ -93,7 +93,7 @@ class IngestConfig(StageConfig):
 
 @stage(kind="pages")
 def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
-    """Read pages from WARC, WET, folders of pages, Parquet, JSON lines and Hugging Face data sets.
+    """Read pages from WARC, WET, folders of pages, Parquet, JSON lines and arrays, CSV and Hugging Face data sets.
 
     Every record becomes a page or a row of `dropped` (not_a_response, http_status, content_type, empty,
     body_too_large, truncated_record, malformed_record, record_too_large, undecodable_body, duplicate_record).
@@ -196,14 +196,21 @@ def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[
 
 
 def _has_rows(job: Job, config: IngestConfig) -> bool:
-    """Whether a file may hold pages; of JSON lines it reads up to the first one."""
-    if job.file is None or job.format not in ("parquet", "jsonl"):
+    """Whether a file may hold pages; of JSON and CSV it reads up to the first one."""
+    if job.file is None or job.format not in ("parquet", "jsonl", "csv", "tsv"):
         return job.file is None or job.file.bytes > 0
     with job.file.open() as handle:
         if job.format == "parquet":
             return bool(pq.ParquetFile(handle).metadata.num_rows)
-        columns, most = config.columns_of(job.source), ROW_BYTES * config.max_body_bytes
-        return any(isinstance(row, Page) for row in readers.read_jsonl(handle, job.source, job.file.shown, columns, most))
+        return any(isinstance(row, Page) for row in _rows(job, handle, job.file.shown, config))
+
+
+def _rows(job: Job, handle: BinaryIO, name: str, config: IngestConfig) -> Iterator[Page | Rejected]:
+    """The rows of a file of JSON or CSV, which messages call `name`."""
+    columns, most = config.columns_of(job.source), ROW_BYTES * config.max_body_bytes
+    if job.format == "jsonl":
+        return readers.read_jsonl(handle, job.source, name, columns, most)
+    return readers.read_csv(handle, job.source, name, job.format, columns, most)
 
 
 # --- finding the work ------------------------------------------------------------------------------------
@@ -282,9 +289,8 @@ def _records(job: Job, config: IngestConfig) -> Iterator[Page | Rejected]:
                 yield from read_warc(handle, job.name, config.max_body_bytes)
             elif job.format == "parquet":
                 yield from readers.read_parquet(handle, job.source, job.name, config.columns_of(job.source))
-            elif job.format == "jsonl":
-                columns, most = config.columns_of(job.source), ROW_BYTES * config.max_body_bytes
-                yield from readers.read_jsonl(handle, job.source, job.name, columns, most)
+            elif job.format in ("jsonl", "csv", "tsv"):
+                yield from _rows(job, handle, job.name, config)
             elif job.format == "dataset":
                 yield from readers.read_arrow(handle, job.source, job.name, config.columns_of(job.source))
             else:

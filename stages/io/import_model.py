@@ -104,7 +104,9 @@ def _check(network: Transformer, tokenizer: Tokenizer, uri: str) -> None:
 
 def _found(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict[str, float | int | str]:
     """What the checkpoint holds, by name."""
-    shape = network.config
+    from puna.models.tokenizer_files import SAMPLING
+
+    shape, told = network.config, ("do_sample", "max_new_tokens", *SAMPLING)
     ids = {"bos": tokenizer.bos, "eos": tokenizer.eos}
     named = {name: "none" if id_ is None else tokenizer.vocabulary.token(id_) for name, id_ in ids.items()}
     return {
@@ -120,7 +122,7 @@ def _found(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict[str, 
         "embedding_rows": shape.vocab_size,
         **named,
         "stop_tokens": " ".join(tokenizer.vocabulary.token(id_) for id_ in tokenizer.stop_ids) or "none",
-        "sampling": " ".join(f"{name}={value}" for name, value in sorted(tokenizer.generation.items())) or "none",
+        "sampling": " ".join(f"{name}={value}" for name, value in sorted(tokenizer.generation.items()) if name in told) or "none",
         "chat_template": "none" if tokenizer.template is None else "there",
     }
 

@@ -22,11 +22,12 @@ from pydantic import Field
 from puna.stages.contract import External, ExternalFile, SeededConfig, StageRun
 from puna.stages.draws import identifier
 from puna.stages.io import convert, layouts
+from puna.stages.io.files import look
 from puna.stages.io.layouts import Plan
 from puna.stages.io.turns import Refused
 from puna.stages.reading.files import address_of
 from puna.stages.reading.hub import Job, jobs_of
-from puna.stages.reading.rows import COLUMNAR, SIDECARS, Fault, Row, format_of, read_rows, stream_rows
+from puna.stages.reading.rows import COLUMNAR, Fault, Row, read_rows, stream_rows
 from puna.storage import PunaError
 from puna.storage.schemas import table_schema
 
@@ -61,7 +62,7 @@ class SplitConfig(ImportConfig):
 
 def import_rows(kind: str, layout: str, inputs: Sequence[External], config: ImportConfig, run: StageRun) -> None:
     """Write the rows of the inputs as artifacts of `kind`; what the layout is, why, and an example go to `examples`."""
-    jobs = list(_jobs(inputs, config))
+    jobs = list(_jobs(inputs, kind, config, run))
     plans, shown = {}, []
     for name in dict.fromkeys(job.source for job in jobs):
         plan, example = _planned(kind, layout, name, [job for job in jobs if job.source == name], config)
@@ -113,22 +114,26 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
 # --- finding the work -------------------------------------------------------------------------------------
 
 
-def _jobs(inputs: Sequence[External], config: ImportConfig) -> Iterator[Job]:
-    def format_(_: External, file: ExternalFile) -> str | None:
-        if file.name.rsplit("/", 1)[-1] in SIDECARS or not file.bytes:
-            return None
-        return config.format if config.format != "auto" else _format(file)
+def _jobs(inputs: Sequence[External], kind: str, config: ImportConfig, run: StageRun) -> Iterator[Job]:
+    """What is read at a time; what is not, and what is held out for the name of its split, is told in metrics."""
+    found = {external.name: look(external, config.format) for external in inputs}
+    beside = [name for files in found.values() for name in files.beside]
+    apart = [name for files in found.values() for name in files.formats if files.heldout(name)]
+    if beside:
+        run.metric("files_without_rows", _few(beside))
+    if apart:
+        run.metric("files_left_out" if kind == "documents" else "files_held_out", _few(apart))
 
-    return jobs_of(inputs, config.dataset_subset, config.dataset_split, format_)
+    def format_(external: External, file: ExternalFile) -> str | None:
+        files = found[external.name]
+        return None if kind == "documents" and files.heldout(file.name) else files.formats.get(file.name)
+
+    for job in jobs_of(inputs, config.dataset_subset, config.dataset_split, format_):
+        yield job._replace(split="heldout") if job.file is not None and found[job.source].heldout(job.file.name) else job
 
 
-def _format(file: ExternalFile) -> str:
-    with closing(file.open()) as handle:
-        found = format_of(file.name, handle.read(4096))
-    if found is None:
-        where = file.shown
-        raise PunaError(f"{where}: is neither JSON, Parquet, CSV, TSV nor a saved data set by name and beginning; say which with format")
-    return found
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _rows(job: Job, config: ImportConfig) -> Iterator[Row | Fault]:
@@ -239,11 +244,12 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _about(plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig) -> dict[str, Any]:
-    """Task of a row, and its split where it names one."""
+    """Task of a row, and its split where it or its file names one."""
     task = plan.get(row, "task")
     if task is not None and (not isinstance(task, str) or not task.strip()):
         raise Refused(plan.name("task"), "wrong_type", "is no name of a task")
-    return {"task": task or config.task or job.source, "split": convert.split_of(plan, row)}
+    of_file = job.split if job.file is not None else ""
+    return {"task": task or config.task or job.source, "split": convert.split_of(plan, row) or of_file or None}
 
 
 def _split(split: str | None, prompt: str, config: ImportConfig) -> str:

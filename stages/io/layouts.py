@@ -68,7 +68,8 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
                 *ASIDE),
                "a better and a worse answer"),
         Layout("kto", (("messages", "prompt"), ("label",)), ("completion", *ASIDE), "single answers labelled good or bad"),
-        Layout("ranked", (("prompt", "messages"), ("answers",)), ("scores", "edited", *ASIDE), "several answers with scores or ranks"),
+        Layout("ranked", (("prompt", "messages", "instruction"), ("answers",)), ("input", "scores", "edited", *ASIDE),
+               "several answers with scores or ranks"),
     ),
     "instructions": (
         Layout("messages", (("messages",),), ASIDE, "whole conversations"),
@@ -154,7 +155,7 @@ def _scored(answers: Any) -> bool:
     return isinstance(answers, list) and any(isinstance(a, dict) and any(name in a for name in SCORES) for a in answers)
 
 
-SCORES = ("score", "rating", "rank")
+SCORES = ("score", "rating", "rank", "overall_score")
 
 
 def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str, str]) -> dict[str, str]:
@@ -170,9 +171,10 @@ def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str
             )
         if found:
             columns[field] = found[0]
-    if one.name in ("kto", "ranked") and {"prompt", "messages"} <= set(columns):
-        both = f"{columns['prompt']} or {columns['messages']}"
-        raise PunaError(f"{where}: the context may be {both}; say which, for example --columns prompt={columns['prompt']}")
+    context = [columns[field] for field in ("prompt", "messages", "instruction") if field in columns]
+    if one.name in ("kto", "ranked") and len(context) > 1:
+        said = f"say which, for example --columns prompt={context[0]}"
+        raise PunaError(f"{where}: the context may be {' or '.join(context)}; {said}")
     return columns
 
 

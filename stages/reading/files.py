@@ -68,11 +68,18 @@ def address_of(given: str, source: str, name: str, row: int) -> str:
 
 
 def field_at(row: Any, path: str) -> Any:
-    """`row["a"]["b"][0]` for the path `a.b.0`; a key that holds dots itself comes first; None where there is none."""
+    """`row["a"]["b"][0]` for the path `a.b.0`, for `a.*.b` that of every member of a list; None where there is none.
+
+    A key that holds dots itself comes first.
+    """
     if isinstance(row, dict) and path in row:
         return row[path]
     value: Any = row
-    for part in path.split("."):
+    parts = path.split(".")
+    for place, part in enumerate(parts):
+        if part == "*" and isinstance(value, list):
+            rest = ".".join(parts[place + 1 :])
+            return [field_at(item, rest) for item in value] if rest else value
         if isinstance(value, dict):
             value = value.get(part)
         elif isinstance(value, list) and part.isdecimal():

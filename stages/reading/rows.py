@@ -23,7 +23,7 @@ FORMATS = {
 }  # fmt: skip
 COLUMNAR = ("parquet", "dataset", "hub")
 """Formats that give every row every field, absent ones as null."""
-SIDECARS = ("dataset_info.json", "state.json", "dataset_dict.json")
+SIDECARS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 
 
 class Row(NamedTuple):
@@ -59,16 +59,25 @@ def read_rows(handle: BinaryIO, name: str, kind: str, max_row_bytes: int) -> Ite
     elif kind == "dataset":
         yield from _arrow(handle, name)
     elif kind in ("csv", "tsv"):
-        yield from _checked(_csv(unpacked(handle, name), name, "\t" if kind == "tsv" else ",", max_row_bytes))
+        yield from _checked(_csv(unpacked(handle, name), name, "\t" if kind == "tsv" else "", max_row_bytes))
     else:
         source = unpacked(handle, name)
         try:
-            head = source.peek(1 << 12)[: 1 << 12]
+            array = is_array(source)
         except DAMAGE as error:
             yield Fault(1, "", "truncated_file", f"the file cannot be unpacked: {error}")
             return
-        array = head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-        yield from _checked(_array(source, max_row_bytes) if array else _lines(source, max_row_bytes))
+        yield from array_rows(source, max_row_bytes) if array else _checked(_lines(source, max_row_bytes))
+
+
+def is_array(source: io.BufferedReader) -> bool:
+    """Whether a file of JSON is one array, not an object a line."""
+    return source.peek(1 << 12)[: 1 << 12].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+
+
+def array_rows(source: io.BufferedReader, max_row_bytes: int) -> Iterator[Row | Fault]:
+    """The objects of one JSON array, one after the other."""
+    return _checked(_array(source, max_row_bytes))
 
 
 def _checked(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
@@ -179,8 +188,12 @@ def _array(source: io.BufferedReader, max_row_bytes: int) -> Iterator[Row | Faul
 
 
 def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: int) -> Iterator[Row | Fault]:
-    """One row per record behind the line of names; every cell is text."""
+    """One row per record behind the line of names; every cell is text. `delimiter`: empty where the line of names tells it."""
     csv.field_size_limit(max_row_bytes)
+    try:
+        delimiter = delimiter or delimiter_of(source.peek(1 << 16))
+    except DAMAGE as error:
+        raise PunaError(f"{name}: its first line, the names of the columns, cannot be read ({error})") from error
     records = csv.reader(io.TextIOWrapper(source, "utf-8-sig", "surrogateescape", newline=""), delimiter=delimiter, strict=True)
     try:
         names = next(records, [])
@@ -207,6 +220,20 @@ def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: in
             yield Fault(number, "", "invalid_csv", f"has {len(cells)} cells, the line of names has {len(names)}")
         else:
             yield Row(number, dict(zip(names, cells, strict=True)))
+
+
+def delimiter_of(head: bytes) -> str:
+    """What parts the names of columns in the beginning of a CSV file: the one of comma, semicolon, tab and bar that gives most names."""
+    lines = io.StringIO(head.decode("utf-8-sig", "replace"), newline="")
+
+    def names(delimiter: str) -> int:
+        lines.seek(0)
+        try:
+            return len(next(csv.reader(lines, delimiter=delimiter), []))
+        except csv.Error:
+            return 0
+
+    return max(",;\t|", key=names)
 
 
 def _parquet(handle: BinaryIO, name: str) -> Iterator[Row | Fault]:

@@ -109,4 +109,4 @@ def test_imported_documents_are_cleaned_beside_pages(tmp_path: Path) -> None:
     kept = [json.loads(line) for line in made.documents.read_text().splitlines()]
     assert made.pages == made.kept == len(kept) == 4 and f"{documents.id}: 3 documents" in said
     assert {row["source"]: row["url"] for row in kept if row["source"] == "web"} == {"web": "https://x.org/3"}
-    assert {row["url"] for row in kept if row["source"] == "wikipedia"} == {f"file:///rows.csv/rows.csv/{n}" for n in (1, 2, 3)}
+    assert {row["url"] for row in kept if row["source"] == "wikipedia"} == {f"file:///rows/rows.csv/{n}" for n in (1, 2, 3)}

@@ -5,6 +5,7 @@ Each yields a `Page` or, where a record is none, a `Rejected` with the rule that
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -12,6 +13,7 @@ from typing import Any, BinaryIO
 from puna.stages.curate.reading.pages import Page, Rejected
 from puna.stages.reading.dates import moment
 from puna.stages.reading.files import DAMAGE, address, address_of, field_at, suffix, unpacked
+from puna.stages.reading.rows import Fault, Row, array_rows, is_array, read_rows
 from puna.storage import PunaError
 
 MEDIA_TYPES = {
@@ -70,11 +72,17 @@ def read_file(handle: BinaryIO, source: str, name: str, max_bytes: int) -> Itera
 
 
 def read_jsonl(handle: BinaryIO, source: str, name: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
-    """One page per line. PunaError where no line has the column; a line that is no JSON object is rejected, and one of more than
-    `max_bytes`, which is never held whole."""
+    """One page per line, or per object of one array. PunaError where none has the column; a line that is no JSON object is rejected,
+    and one of more than `max_bytes`, which is never held whole."""
     rows, found = 0, False
     names: dict[str, None] = {}
     lines = unpacked(handle, name)
+    array = False
+    with contextlib.suppress(*DAMAGE):  # told below, with its place
+        array = suffix(name) == ".json" and is_array(lines)
+    if array:
+        yield from _pages(array_rows(lines, max_bytes), source, name, columns)
+        return
     number = -1
     while True:
         number += 1
@@ -102,7 +110,7 @@ def read_jsonl(handle: BinaryIO, source: str, name: str, columns: Columns, max_b
             yield Rejected(rule, f"{name}#{number}", f"{name}, line {number + 1}: {error}")
             continue
         if number == 0 and isinstance(row, list):
-            raise PunaError(f"{name}: is one JSON array; write one object per line (JSON lines)")
+            raise PunaError(f"{name}: is one JSON array; call the file .json, or write one object per line (JSON lines)")
         if not isinstance(row, dict):
             yield Rejected("malformed_record", f"{name}#{number}", f"{name}, line {number + 1}: a {type(row).__name__}, not an object")
             continue
@@ -110,6 +118,27 @@ def read_jsonl(handle: BinaryIO, source: str, name: str, columns: Columns, max_b
         names.update(dict.fromkeys(row))
         found = found or field_at(row, columns.body) is not None
         yield _row(row, source, name, number, columns)
+    if rows and not found:
+        columns.check(sorted(names), name)
+
+
+def read_csv(handle: BinaryIO, source: str, name: str, kind: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
+    """One page per record of a CSV or TSV file. PunaError where no record has the column."""
+    yield from _pages(read_rows(handle, name, kind, max_bytes), source, name, columns)
+
+
+def _pages(records: Iterator[Row | Fault], source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
+    rows, found = 0, False
+    names: dict[str, None] = {}
+    for record in records:
+        if isinstance(record, Fault):
+            rule = {"row_too_large": "record_too_large", "truncated_file": "truncated_record"}.get(record.rule, "malformed_record")
+            yield Rejected(rule, f"{name}#{record.number - 1}", f"{name}, row {record.number - 1}: {record.reason}")
+            continue
+        rows += 1
+        names.update(dict.fromkeys(record.fields))
+        found = found or field_at(record.fields, columns.body) is not None
+        yield _row(record.fields, source, name, record.number - 1, columns)
     if rows and not found:
         columns.check(sorted(names), name)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ from typing import Any
 from puna.stages.contract import External, ExternalFile
 from puna.stages.curate.reading.readers import DATE_COLUMNS
 from puna.stages.reading.dates import moment
-from puna.stages.reading.files import suffix, unpacked
-from puna.stages.reading.rows import SIDECARS
+from puna.stages.reading.files import suffix
+from puna.stages.reading.rows import SIDECARS, Row, read_rows
 from puna.storage import PunaError
 
 TEXT = ("text", "content", "body", "raw_content", "document", "article", "maintext", "plain_text", "markdown", "passage", "page_content")
@@ -21,6 +20,9 @@ HTML = ("html", "raw_html", "page_html", "html_content", "content_html", "body_h
 URL = ("url", "uri", "link", "source_url", "page_url", "warc_target_uri", "href")
 TAG = re.compile(r"<(?:!doctype|html|head|body|div|p|span|a|h[1-6]|li|td)\b", re.IGNORECASE)
 ROWS = 50
+TABLES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".arrow")
+CELL_BYTES = 1 << 26
+"""Longest row that is looked at."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Found:
 
 def sniff(external: External) -> Found | None:
     """The fields of the rows of an input; None where its files hold no rows of fields (archives, pages). PunaError: none holds text."""
-    tables = [file for file in external.files if suffix(file.name) in (".parquet", ".jsonl", ".ndjson", ".json", ".arrow")]
+    tables = [file for file in external.files if suffix(file.name) in TABLES]
     tables = [file for file in tables if file.name.rsplit("/", 1)[-1] not in SIDECARS]
     for file in tables:
         rows = [dict(flat(row)) for row in itertools.islice(_rows(file), ROWS)]
@@ -101,10 +103,6 @@ def _rows(file: ExternalFile) -> Iterator[dict[str, Any]]:
             except (pa.ArrowInvalid, OSError) as error:
                 raise PunaError(f"{file.shown}: not a readable Arrow file ({error})") from error
         else:
-            for line in unpacked(handle, file.name):
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(row, dict):
-                    yield row
+            kind = suffix(file.name).removeprefix(".")
+            found = read_rows(handle, file.shown, kind if kind in ("csv", "tsv") else "json", CELL_BYTES)
+            yield from (row.fields for row in found if isinstance(row, Row))

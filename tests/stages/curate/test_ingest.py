@@ -395,9 +395,28 @@ def test_jsonl_that_cannot_be_right_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n{"body": "y"}\n')
     with pytest.raises(PunaError, match=r"a\.jsonl: no column 'text'; it has body"):
         read(tmp_path, tmp_path / "a.jsonl")
-    (tmp_path / "b.jsonl").write_text('[{"text": "x"}]\n')
-    with pytest.raises(PunaError, match="JSON array"):
-        read(tmp_path, tmp_path / "b.jsonl")
+    (tmp_path / "b.csv").write_text("body,url\nx,https://x.org\n")
+    with pytest.raises(PunaError, match=r"b\.csv: no column 'text'; it has body, url"):
+        read(tmp_path, tmp_path / "b.csv")
+
+
+@pytest.mark.parametrize(("ending", "before", "delimiter"), [("csv", "", ","), ("csv", "\ufeff", ";"), ("tsv", "", "\t"), ("csv", "", "\t"), ("csv", "", "|")])
+def test_a_table_of_text(tmp_path, ending, before, delimiter):
+    """Cells may hold the delimiter, quotes and line breaks; a wrong record is dropped with its place."""
+    texts = ["a, b; c\td|e", 'says "so"', "two\nlines", "last"]
+    cells = [f'"{text.replace(chr(34), chr(34) * 2)}"{delimiter}https://x.org/{n}' for n, text in enumerate(texts)]
+    (tmp_path / f"t.{ending}").write_text(before + f"text{delimiter}url\n" + "\n".join([*cells, "one cell"]) + "\n")
+    made = read(tmp_path, tmp_path / f"t.{ending}")
+    found = {row["url"]: row["body"].decode() for row in made.read().to_pylist()}
+    assert found == {f"https://x.org/{n}": text for n, text in enumerate(texts)}
+    (dropped,) = made.read("dropped").to_pylist()
+    assert dropped["rule"] == "malformed_record" and dropped["detail"].endswith("row 4: has 1 cells, the line of names has 2")
+
+
+def test_one_array_of_json(tmp_path):
+    (tmp_path / "a.json").write_text('[{"text": "x"}, 3, {"text": "y"}]')
+    made = read(tmp_path, tmp_path / "a.json")
+    assert sorted(row["url"] for row in made.read().to_pylist()) == ["file:///a/a.json/0", "file:///a/a.json/2"] and rules(made) == ["malformed_record"]
 
 
 def test_saved_hugging_face_datasets(tmp_path):

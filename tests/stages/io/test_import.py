@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from puna.stages.conversations import messages_of
+from puna.stages.io.files import split_named
 from puna.storage import PunaError
 from tests.stages.io.samples import ASSISTANT, FAULTS, FORMATS, GOOD, HH, LAYOUTS, USER, made, misread, named_fault, written
 
@@ -26,6 +27,49 @@ def test_every_layout_is_read_from_every_format(tmp_path: Path, layout: str) -> 
         (example,) = artifact.read("examples").to_pylist()
         assert json.loads(example["detail"])["why"] and example["kind"] == "layout"
     assert len(digests) <= 1  # the same rows, the same ids, whatever file they came in
+
+
+def test_files_of_a_test_split_are_held_out(tmp_path: Path) -> None:
+    """A saved DatasetDict, and a folder in the hub's layout with what lies beside its rows."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    rows = {split: [{"prompt": f"{split}{n}", "completion": "x"} for n in range(size)] for split, size in (("train", 3), ("test", 2))}
+    datasets.DatasetDict({split: datasets.Dataset.from_list(found) for split, found in rows.items()}).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "repo" / "data").mkdir(parents=True)
+    for split, found in rows.items():
+        written(tmp_path / split, found, "parquet").rename(tmp_path / "repo" / "data" / f"{split}_sft-00000-of-00001.parquet")
+    (tmp_path / "repo" / "README.md").write_text("---\nlicense: mit\n---")
+    (tmp_path / "repo" / "load.py").write_text("{}")
+    for folder in ("saved", "repo"):
+        found = made(tmp_path, "instructions", tmp_path / folder)
+        assert {(messages_of(row)[0]["content"][:4], row["split"]) for row in found.read().to_pylist()} == {("trai", "train"), ("test", "heldout")}
+        assert found.manifest.metrics["heldout"] == 2 and "test" in found.manifest.metrics["files_held_out"]
+    assert found.manifest.metrics["files_without_rows"] == "README.md, load.py"
+    with pytest.raises(PunaError, match="none of its 2 files holds rows: README.md, load.py"):
+        (tmp_path / "repo" / "data").rename(tmp_path / "data")
+        made(tmp_path, "instructions", tmp_path / "repo")
+    assert made(tmp_path, "prompts", tmp_path / "data" / "test_sft-00000-of-00001.parquet").read()["split"].to_pylist() == ["train"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [("train-00000-of-00002.parquet", "train"), ("a/hh_test.jsonl.gz", "test"), ("validation/x.json", "validation"), ("testing.csv", ""),
+     ("rows.jsonl", ""), ("train/test.csv", "test")],
+)  # fmt: skip
+def test_the_split_that_a_name_tells(name: str, split: str) -> None:
+    assert split_named(name) == split
+
+
+def test_answers_with_keys_of_their_own(tmp_path: Path) -> None:
+    """UltraFeedback's layout, and one in which --columns names a key of every answer."""
+    answers = [{"response": "good", "overall_score": 4.0, "worth": 1}, {"response": "bad", "overall_score": 1.0, "worth": 9}]
+    row = {"instruction": "q", "completions": answers}
+    found = made(tmp_path, "preferences", written(tmp_path / "one", [row], "jsonl")).read().to_pylist()[0]
+    assert (json.loads(found["chosen"])["content"], found["margin"]) == ("good", 3.0) and messages_of(found) == [{"role": "user", "content": "q"}]
+    columns = {"scores": "completions.*.worth", "answers": "completions.*.response"}
+    found = made(tmp_path, "preferences", written(tmp_path / "two", [row], "jsonl"), columns=columns).read().to_pylist()[0]
+    assert (json.loads(found["chosen"])["content"], found["margin"]) == ("bad", 8.0)
 
 
 def test_nested_fields_and_mapped_columns(tmp_path: Path) -> None:
