@@ -23,7 +23,7 @@ from puna.flows.settings import DEFAULT_STORE
 from puna.stages.contract import REGISTRY, Stage, StageConfig, Value, parse
 from puna.stages.contract.declaration import InputSpec
 from puna.stages.contract.executors import PROCESSES
-from puna.storage import Artifact, PunaError, Store
+from puna.storage import Artifact, PunaError, Store, runs
 
 if TYPE_CHECKING:  # importing Prefect takes seconds that a run without a server does not spend
     from prefect import Flow, Task
@@ -42,6 +42,20 @@ class Performer(Walk):
         """Point the alias at the artifact; one that stands for several has no one alias."""
         if len(output.items) == 1 and isinstance(output.items[0], Artifact):
             _session().store.set_alias(name, output.items[0])
+
+    def store(self) -> Store:
+        """The session's store."""
+        return _session().store
+
+    def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
+        """Hold a name of the store's against other processes; False where one of them holds it."""
+        return _session().store.lock(name, wait=False)
+
+    def tell(self, text: str) -> None:
+        """On the terminal and in the run's log."""
+        now = _session()
+        now.console.say(text)
+        now.store.record(now.run, runs.said(text))
 
 
 def perform(stage: Stage, config: StageConfig, label: str, inputs: dict[str, Value]) -> Artifact:

@@ -54,6 +54,10 @@ class Planner(Walk):
     def publish(self, name: str, output: Output) -> None:
         """Nothing is named."""
 
+    def store(self) -> Store:
+        """The store that the plan is for."""
+        return self._store
+
 
 def planned(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[Planned]:
     """The steps of a flow as a run with these inputs would find them; without inputs, with what such a run takes, where it is there."""

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 from puna.flows.recipe import Added, Recipe, Setting, Step
 from puna.stages.contract import External, Kind, SeededConfig, Stage, StageConfig, Value, did_you_mean
 from puna.stages.contract.declaration import InputSpec, input_spec
-from puna.storage import Artifact, PunaError
+from puna.storage import Artifact, PunaError, Store
 
 Item = Artifact | External
 
@@ -192,6 +192,11 @@ def publish(name: str, output: Output, version: str = "latest") -> Output:
     return output
 
 
+def tell(text: str) -> None:
+    """Say what became of the flow, in one sentence for people."""
+    current_walk().tell(text)
+
+
 _WALK: ContextVar[Walk | None] = ContextVar("walk", default=None)
 
 
@@ -231,6 +236,17 @@ class Walk(ABC):
     @abstractmethod
     def publish(self, name: str, output: Output) -> None:
         """Name an output."""
+
+    def store(self) -> Store | None:
+        """The store that the flow may look into; None in a trace."""
+        return None
+
+    def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
+        """Hold a name of the store's; False where another run holds it."""
+        return contextlib.nullcontext(True)
+
+    def tell(self, text: str) -> None:  # noqa: B027  only where it is performed somebody listens
+        """Say what became of the flow."""
 
     def wrong(self, message: str) -> None:
         """A need that is not met."""

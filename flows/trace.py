@@ -16,7 +16,7 @@ from puna.flows.recipe import Added, Recipe, Setting, Step, read_values
 from puna.stages.contract import REGISTRY, Stage, StageConfig, did_you_mean, parse, plugins
 from puna.storage import PunaError
 
-SHIPPED = ("curate", "experiments", "pretrain", "align", "pipeline")
+SHIPPED = ("curate", "experiments", "pretrain", "align", "round", "pipeline")
 GENERAL = {"name": "Name of the recipe", "seed": "Seed of every step that does not set its own", "add": "Steps of one's own"}
 
 

@@ -39,6 +39,11 @@ def failed(error: str) -> dict[str, Any]:
     return {"event": "failed", "error": error}
 
 
+def said(text: str) -> dict[str, Any]:
+    """The event of a sentence for people on what became of a flow."""
+    return {"event": "said", "text": text}
+
+
 @dataclass(frozen=True)
 class RunLog:
     """What is known of a run. `state`: `finished`, `failed`, `at work`, or `stopped` where it was killed or interrupted.

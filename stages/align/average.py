@@ -1,21 +1,52 @@
-"""Averaging the weights of models."""
+"""Averaging the weights of models, with weights given or searched on a development set."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
 from pydantic import Field
 
-from puna.stages.contract import Facts, Model, StageConfig, StageRun, stage
+from puna.models.training.settings import AverageMethod
+from puna.stages.contract import Facts, Figure, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
+from puna.stages.conversations import answer_text, prompt_ids
+from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import one_tokenizer
-from puna.stages.training.train import check_one_tokenizer
-from puna.storage import PunaError
+from puna.stages.training.train import check_one_tokenizer, load_model
+from puna.stages.verifiers.scoring import Scorer, verifiers_named
+from puna.stages.verifiers.settings import ScoringConfig
+from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:
+    from puna.models.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
+
+MOST_TRIALS = 500
+"""Averages that one search tries."""
 
 
-class AverageConfig(StageConfig):
-    """How much each model weighs."""
+class SearchConfig(StageConfig):
+    """Which weights are tried on a development set, and how their answers are made and scored."""
 
-    weights: tuple[float, ...] = Field(
-        (), description="One non-negative weight per model, in the order of the inputs; none: all weigh the same"
+    steps: int = Field(4, ge=1, le=20, description="Parts that 1 is cut into: every way to share them out among the models is tried")
+    temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
+    max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
+    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
+
+
+class AverageConfig(BadRowsConfig, SeededConfig):
+    """How models are averaged, and how much each weighs."""
+
+    method: AverageMethod = Field(
+        "linear", description="linear: the mean; slerp: two models along the arc between them; ties: differences from `base`"
     )
+    weights: tuple[float, ...] = Field(
+        (), description="One non-negative weight per model, in the order of the inputs; none: searched where prompts are given, else equal"
+    )
+    density: float = Field(0.2, gt=0, le=1, description="Of each difference from the base, the share of largest magnitude that ties keeps")
+    search: SearchConfig = Field(SearchConfig(), description="The search on a development set")
 
 
 def needs(config: AverageConfig, facts: Facts) -> list[str]:
@@ -23,16 +54,109 @@ def needs(config: AverageConfig, facts: Facts) -> list[str]:
     return one_tokenizer(facts, "models")
 
 
-@stage(kind="model", needs=needs)
-def average(models: list[Model], config: AverageConfig, run: StageRun) -> None:
-    """Mean of the weights of models of one shape, trained on different data or settings (Llama 3, section 4.1.5)."""
+@stage(kind="model", needs=needs, named=verifiers_named)
+def average(
+    models: list[Model], prompts: Prompts | None, base: Model | None, judges: list[Model] | None, config: AverageConfig, run: StageRun
+) -> None:
+    """Average of models of one shape, trained on different data or settings (Llama 3, section 4.1.5).
+
+    `prompts`: a development set, by whose mean score of answers the weights are chosen; one that is empty chooses nothing,
+    and the evaluation's prompts must not be among it. Of equal scores the more even weights win. `base`: the model that the
+    differences of `ties` are from. Metrics: `weight_N` of each model and, of a search, `development_score` beside that of equal
+    weights.
+    """
     from puna.models.training.average import average_checkpoints
 
     if config.weights and len(config.weights) != len(models):
         raise PunaError(f"average: {len(config.weights)} weights are given for {len(models)} models")
-    check_one_tokenizer(models, "average: the rows of their embeddings stand for different tokens")
+    check_one_tokenizer([*models, *([base] if base else [])], "average: the rows of their embeddings stand for different tokens")
+    weights = config.weights or tuple(1 / len(models) for _ in models)
+    if prompts is not None and prompts.rows() and not config.weights and len(models) > 1:
+        weights = _searched(models, base, prompts, judges or (), config, run)
     try:
-        average_checkpoints([m.path() for m in models], run.folder, config.weights or None)
+        average_checkpoints(
+            [m.path() for m in models], run.folder, weights, config.method, base=base.path() if base else None, density=config.density
+        )
     except ValueError as error:
         raise PunaError(f"average: {error}") from error
     run.metric("models", len(models))
+    for number, weight in enumerate(weights, 1):
+        run.metric(f"weight_{number}", weight / sum(weights))
+
+
+def grid(models: int, steps: int) -> Iterator[tuple[float, ...]]:
+    """Every way to share `steps` equal parts of 1 out among the models, the most even first."""
+    even = steps / models
+    found = [
+        tuple(b - a - 1 for a, b in itertools.pairwise((-1, *bars, steps + models - 1)))
+        for bars in itertools.combinations(range(steps + models - 1), models - 1)
+    ]
+    for counts in sorted(found, key=lambda counts: (sum((count - even) ** 2 for count in counts), counts)):
+        yield tuple(count / steps for count in counts)
+
+
+def _searched(
+    models: Sequence[Artifact], base: Artifact | None, prompts: Artifact, judges: Sequence[Artifact], config: AverageConfig, run: StageRun
+) -> tuple[float, ...]:
+    """The weights whose average answers the development set best."""
+    from puna.models.training import average as averaging
+
+    equal = tuple(1 / len(models) for _ in models)
+    trials = list(dict.fromkeys([equal, *grid(len(models), config.search.steps)]))
+    if len(trials) > MOST_TRIALS:
+        raise PunaError(f"average: search.steps={config.search.steps} asks for {len(trials)} averages; {MOST_TRIALS} are the most")
+    network, tokenizer = load_model(models[0], "lm")
+    states = [load_model(model, "lm")[0].state_dict() for model in models]
+    origin = load_model(base, "lm")[0].state_dict() if base else None
+    answering = _Development(prompts, judges, tokenizer, config, run)
+    scores = []
+    for number, weights in enumerate(trials):
+        try:
+            merged = averaging.average(states, weights, config.method, base=origin, density=config.density)
+        except ValueError as error:
+            raise PunaError(f"average: {error}") from error
+        network.load_state_dict(merged)
+        scores.append(answering.score(network))
+        run.progress(number + 1, len(trials), "weights")
+    best = max(range(len(trials)), key=lambda number: (scores[number], -number))
+    run.metric("development_prompts", len(answering.rows))
+    run.metric("development_score", scores[best])
+    run.metric("development_score_of_equal_weights", scores[0])
+    points: list[tuple[Any, float]] = [(" ".join(f"{w:.2f}" for w in t), s) for t, s in sorted(zip(trials, scores, strict=True))]
+    run.figure("weights", Figure(title="Weights of the average", x="weights", y="development score", kind="bar", series={"score": points}))
+    return trials[best]
+
+
+class _Development:
+    """Prompts that are answered again and again, with the same draws."""
+
+    def __init__(
+        self, prompts: Artifact, judges: Sequence[Artifact], tokenizer: Tokenizer, config: AverageConfig, run: StageRun
+    ) -> None:
+        from puna.models.generation import SamplingParams
+
+        rows = sorted(prompts.read().to_pylist(), key=lambda row: str(row["id"]))
+        bad = BadRows(config, "average")
+        asked = list(bad.rendered(rows, partial(prompt_ids, tokenizer)))
+        bad.check_left(len(asked), f"{len(rows)} development prompts")
+        if bad.dropped:
+            bad.write(run)
+        self.rows = [row for row, _ in asked]
+        self._ids = [ids for _, ids in asked]
+        self._tokenizer = tokenizer
+        self._scorer = Scorer(self.rows, config.search.scoring, run, judges, needed="average")
+        self._params = SamplingParams(
+            temperature=config.search.temperature,
+            max_tokens=config.search.max_tokens,
+            stop=tokenizer.stop_ids,
+            seed=run.seed("development"),
+        )
+
+    def score(self, network: Transformer) -> float:
+        """Mean score, 0 to 1; an answer whose verifier fails counts as 0."""
+        from puna.models.generation import Engine
+
+        made = Engine(network, self._tokenizer).generate(self._ids, self._params)
+        texts = [answer_text(completion.tokens, self._tokenizer) for (completion,) in made]
+        scores = self._scorer.scores(list(zip(self.rows, texts, strict=True)))
+        return sum(score.value or 0.0 for score in scores) / len(scores)

@@ -82,7 +82,7 @@ def evaluate(
     page's own continuation and those of others. Prompts: answers in the chat format, scored by the prompt's
     verifier, for which `judges` are models that it may name; a prompt counts as solved at a score of 1. Where a
     verifier fails on an answer, the answer is left out of the task's numbers and counted in `unscored_answers`. Prompts that the chat
-    template refuses are not asked, and are in `dropped`; see `bad_rows`.
+    template refuses are not asked, and are in `dropped`; see `bad_rows`. The side table `scores` has the score of each prompt.
     """
     if documents is None and prompts is None:
         raise PunaError("evaluate needs documents or prompts: give at least one of them")
@@ -282,6 +282,8 @@ def _judge(found: Sequence[dict[str, Any]], examples: int, run: StageRun) -> Non
         ],
         "examples",
     )  # fmt: skip
+    scores = [{"id": row["id"], "name": "score", "value": row["gold"]} for row in found if row["gold"] is not None]
+    run.write_rows(scores, "scores")
     if not bars:
         raise PunaError(f"evaluate: no answer could be scored; the first: {found[0]['detail']}")
     run.metric("accuracy", bars[0][1])

@@ -1,0 +1,185 @@
+"""The rounds behind a policy as the lineage tells them: which there were, how each ended, what they learned from.
+
+A round ends with an artifact of the stage `gate`, which names the policy and its candidate; a person's `approval` of it has the last
+word. Nothing else is kept: the number of the next round, the prompts and preferences that were used, and whether a
+round that was cut short still has to be carried out all follow from the artifacts and the aliases.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from puna.storage import Artifact, PunaError, Store, catalog
+
+POLICY = "policy@latest"
+SETTLED = "gate@"
+"""Aliases of the gates and approvals that were carried out: `gate@` and the first digits of the gate's key."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round that came to its gate. `verdict`: passed, refused or waits; `deciding`: the gate, or a person's approval of it."""
+
+    number: int
+    gate: Artifact
+    policy: Artifact
+    candidate: Artifact
+    deciding: Artifact
+
+    @property
+    def verdict(self) -> str:
+        """passed, refused, or waits for a person."""
+        return str(self.deciding.manifest.metrics["verdict"])
+
+    @property
+    def mark(self) -> str:
+        """The alias that says that it was carried out."""
+        return f"{SETTLED}{self.gate.key[:16]}"
+
+    def __str__(self) -> str:
+        done = {"passed": "its candidate is the policy", "refused": "refused: the policy stays", "waits": "waits for an approval"}
+        return f"round {self.number}: {done[self.verdict]}; {self.deciding.manifest.metrics['reason']}"
+
+
+@dataclass(frozen=True)
+class History:
+    """What led to a policy. `rounds`: oldest first, refused ones too; data of all of them and of what the first one began with.
+
+    `policy`: None where there is no store to look into. `roots`: the models that it all began with, pretrained or imported.
+    """
+
+    policy: Artifact | None = None
+    rounds: tuple[Round, ...] = ()
+    roots: tuple[Artifact, ...] = ()
+    prompts: tuple[Artifact, ...] = ()
+    preferences: tuple[Artifact, ...] = ()
+    instructions: tuple[Artifact, ...] = ()
+
+    @property
+    def number(self) -> int:
+        """The number of the next round."""
+        return len(self.rounds) + 1
+
+    def used(self) -> Counter[str]:
+        """How many prompts were used, by task."""
+        return Counter(task for artifact in self.prompts for task in artifact.read(columns=["task"])["task"].to_pylist())
+
+    @classmethod
+    def of(cls, store: Store, given: Artifact) -> History:
+        """The history of `policy@latest`, which must descend from the given model; of that model where there is no such alias."""
+        lineage = _Lineage(store)
+        policy = store.alias(POLICY) if POLICY in store.aliases() else given
+        found = lineage.rounds(policy)
+        behind = lineage.ancestors([policy.key, *(one.gate.key for one in found)])
+        if given.data_digest not in {lineage.digest[key] for key in (policy.key, *behind)}:
+            raise PunaError(
+                f"{POLICY} is {policy.id}, which does not come from {given.id}: leave the input out to go on from {POLICY}, "
+                f"or import the model `--as policy` to begin anew with it"
+            )
+        kinds = lineage.consumed(behind)
+        models = [key for key in (policy.key, *lineage.ancestors([policy.key])) if lineage.kind[key] == "model"]
+        roots = [key for key in models if not any(lineage.kind[up] == "model" for up in lineage.ancestors([key]))]
+        return cls(
+            policy, tuple(found), lineage.artifacts(roots), *(kinds[kind] for kind in ("prompts", "preferences", "instructions"))
+        )
+
+
+class _Lineage:
+    """Artifacts and their inputs, as the catalog has them."""
+
+    def __init__(self, store: Store) -> None:
+        with catalog.connect(store) as opened:
+            select = opened.connection.execute
+            rows = select("select artifact, kind, stage, data_digest from artifacts order by created_at, artifact").fetchall()
+            edges = select("select artifact, input, name from lineage where kind != 'external' order by all").fetchall()
+        self._store = store
+        self.kind = {key: kind for key, kind, _, _ in rows}
+        self.digest = {key: digest for key, _, _, digest in rows}
+        self._stage = {key: stage for key, _, stage, _ in rows}
+        self._inputs: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+        for key, up, name in edges:
+            if up in self.kind:
+                self._inputs[key].append((name, up))
+
+    def artifacts(self, keys: Iterable[str]) -> tuple[Artifact, ...]:
+        """Those with these keys, of equal content one, in an order that the contents decide."""
+        one = {self.digest[key]: key for key in sorted(keys, reverse=True)}
+        return tuple(self._of(one[digest]) for digest in sorted(one))
+
+    def ancestors(self, keys: Iterable[str]) -> dict[str, None]:
+        """All that these were made from, as far as it is still there."""
+        found: dict[str, None] = {}
+        todo = list(keys)
+        while todo:
+            for _, up in self._inputs[todo.pop()]:
+                if up not in found:
+                    found[up] = None
+                    todo.append(up)
+        return found
+
+    def consumed(self, behind: Iterable[str]) -> dict[str, tuple[Artifact, ...]]:
+        """What was learned from: prompts that answers or a model were made of, preferences and instructions that a model learned."""
+        found: dict[str, set[str]] = {"prompts": set(), "preferences": set(), "instructions": set()}
+        for key in behind:
+            for _, up in self._inputs[key]:
+                kind = self.kind[up]
+                if kind in found and (self.kind[key] == "model" or (kind == "prompts" and self.kind[key] not in ("prompts", "evaluation"))):
+                    found[kind].add(up)
+        return {kind: self.artifacts(keys) for kind, keys in found.items()}
+
+    def rounds(self, policy: Artifact) -> list[Round]:
+        """The rounds that led to a policy and those that were tried on from it, in their order."""
+        gates = [(key, dict(self._inputs[key])) for key, stage in self._stage.items() if stage == "gate"]
+        gates = [(key, inputs) for key, inputs in gates if {"policy", "candidate"} <= inputs.keys()]
+        approvals = {up: key for key, stage in self._stage.items() if stage == "approval" for _, up in self._inputs[key]}
+        chain: list[tuple[str, dict[str, str]]] = []
+        digest, seen = policy.data_digest, set[str]()
+        while digest not in seen:
+            seen.add(digest)
+            tried = [(key, inputs) for key, inputs in gates if self.digest[inputs["policy"]] == digest]
+            chain = [*(one for one in tried if one not in chain), *chain]
+            came = [i for key, i in gates if self.digest[i["candidate"]] == digest and self._passed(approvals.get(key, key))]
+            if came:
+                digest = self.digest[came[-1]["policy"]]
+        return [
+            Round(number, self._of(key), self._of(inputs["policy"]), self._of(inputs["candidate"]), self._of(approvals.get(key, key)))
+            for number, (key, inputs) in enumerate(chain, 1)
+        ]
+
+    def _of(self, key: str) -> Artifact:
+        return Artifact(self.kind[key], key, self._store.files)
+
+    def _passed(self, key: str) -> bool:
+        return self._of(key).manifest.metrics.get("verdict") == "passed"
+
+
+def rounds_of(store: Store, policy: Artifact) -> list[Round]:
+    """The rounds that led to a policy and those that were tried on from it, oldest first."""
+    return _Lineage(store).rounds(policy)
+
+
+def unsettled(store: Store, rounds: Iterable[Round]) -> Round | None:
+    """The last round, where its verdict was not carried out yet."""
+    last = next(reversed(list(rounds)), None)
+    if last is None or store.aliases().get(last.mark) == last.deciding.key:
+        return None
+    return last
+
+
+def settle(store: Store, done: Round) -> None:
+    """Carry out the verdict of a round: where it passed, the policy's aliases move to the candidate, if nobody moved them meanwhile.
+
+    PunaError where somebody did. Done twice, it is done once: what is already so stays.
+    """
+    if done.verdict == "passed":
+        now = store.aliases().get(POLICY, "")
+        held = Artifact("model", now, store.files).data_digest if now else done.policy.data_digest
+        if held != done.candidate.data_digest:
+            if held != done.policy.data_digest:
+                raise PunaError(f"round {done.number}: {POLICY} was moved to model/{now[:12]} while it ran, and stays there")
+            store.set_alias(POLICY, done.candidate, expected=now)
+        store.set_alias(f"policy@round-{done.number}", done.candidate)
+    if done.verdict != "waits":
+        store.set_alias(done.mark, done.deciding)

@@ -1,0 +1,107 @@
+"""`round`: one more round of alignment, from `policy@latest` and only through a gate back to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated
+
+from puna.flows.history import History, rounds_of, settle, unsettled
+from puna.flows.program import Output, current_walk, flow, setting, step, tell
+from puna.flows.rounds import State, one_round
+from puna.stages.align.gate import gate
+from puna.stages.align.new_prompts import NewPromptsConfig, new_prompts
+from puna.stages.align.prompts import PromptsConfig, prompts
+from puna.stages.contract import Kind
+from puna.stages.pretrain.evaluate import evaluate
+from puna.storage import Artifact
+
+PromptsOutput = Annotated[Output, Kind("prompts")]
+DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
+
+
+@flow
+def round(
+    policy: Annotated[Output, Kind("model")],
+    pretrained: Annotated[Output, Kind("model")] | None = None,
+    pool: PromptsOutput | None = None,
+    judged: list[Annotated[Output, Kind("preferences")]] | None = None,
+    demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None,
+) -> None:
+    """One more round of alignment: prompts never used, a candidate, a gate, and only through it `policy@latest`.
+
+    It goes on from `policy@latest`; where there is none, from the model given as `policy`, which may be any. `pretrained` is what
+    the reward model starts from, where it is not what the lineage begins with. `pool`: prompts of one's own, with those to
+    evaluate on held out; the recipe's generators without it. With nothing new it says so and ends.
+    """
+    rounds = setting("rounds_per_run", 1, minimum=1, maximum=100, description="Rounds that one run of the flow `round` makes")
+    with current_walk().alone("round") as mine:
+        if not mine:
+            return tell("a round is at work in this store: this run leaves it to that one")
+        for _ in range(rounds):
+            if not _round(policy, pretrained, pool, judged or [], demonstrations or []):
+                return None
+
+
+def _round(
+    given: Output, pretrained: Output | None, imported: Output | None, judged: Sequence[Output], demonstrations: Sequence[Output]
+) -> bool:
+    """Make the next round, or end one that was cut short; returns whether another may follow."""
+    store = current_walk().store()
+    history = History.of(store, given.items[0]) if store and given.items and isinstance(given.items[0], Artifact) else History()
+    if store and (open_ := unsettled(store, history.rounds)):
+        settle(store, open_)
+        tell(str(open_))
+        return False
+    number = history.number
+    policy = _known(history.policy) if history.policy else given
+    start = pretrained or (_known(history.roots[0]) if len(history.roots) == 1 else policy)
+    anew = setting(
+        "from_pretrained", 1, minimum=0, maximum=1,
+        description="What reward model and SFT of the flow `round` start from: 1, the pretrained checkpoint; 0, the last policy",
+    )  # fmt: skip
+    heldout = imported or step(prompts)
+    pool = imported or step(prompts, f"pool_{number}", field="prompts", adapt=lambda config: _enough(config, history.used()))
+    used = [_known(item) for item in history.prompts]
+    fresh = step(new_prompts, number=number, pool=pool, used=used)
+    pairs = _all(history.preferences, judged)
+    if _empty(fresh):
+        tell(f"nothing new: every prompt of the pool was used in the {number - 1} rounds before; give more, --input pool=ID")
+        return False
+    development = step(
+        new_prompts, f"development_{number}", field="development", default=DEVELOPMENT, pool=pool, used=[*used, fresh]
+    )
+    measured = step(evaluate, f"evaluate_policy_{number}", field="evaluate", model=policy, prompts=heldout)
+    data = _all(history.instructions, demonstrations)
+    before = State(policy, Output("model", (), (), "other"), data, pairs, start=start if anew else None)
+    after = one_round(number, before, fresh, heldout, last=True, development=development)
+    verdict = step(
+        gate, number=number, policy=policy, candidate=after.policy, before=measured, after=after.evaluation, prompts=heldout
+    )
+    if not store or not verdict.items or not history.policy:
+        return False
+    done = rounds_of(store, history.policy)[-1]
+    settle(store, done)
+    tell(str(done))
+    return done.verdict != "waits"
+
+
+def _known(artifact: Artifact) -> Output:
+    return Output(artifact.kind, (artifact.id,), (artifact,))
+
+
+def _all(known: Sequence[Artifact], given: Sequence[Output]) -> tuple[Output, ...]:
+    """What was used before and what is given now, each content once."""
+    digests = {item.data_digest for item in known}
+    new = [o for o in given if not any(isinstance(i, Artifact) and i.data_digest in digests for i in o.items)]
+    return (*map(_known, known), *new)
+
+
+def _enough(config: PromptsConfig, used: Counter[str]) -> PromptsConfig:
+    """A pool of training prompts that holds enough unused ones, whichever were used."""
+    most = max((used[task.name or task.task] for task in config.tasks), default=0)
+    return config.model_copy(update={"train": max(config.skip + config.train, most) + 500, "skip": 0})
+
+
+def _empty(output: Output) -> bool:
+    return any(isinstance(item, Artifact) and not item.rows() for item in output.items)

@@ -1,0 +1,123 @@
+"""The gate of a round: whether its candidate may take the policy's place, by measurement or by a person's word."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from puna.stages.contract import Evaluation, Figure, Kind, Prompts, StageConfig, StageRun, stage
+from puna.stages.contract.declaration import Reads
+from puna.stages.training.intervals import Interval, mean
+from puna.storage import Artifact, PunaError
+
+Weighed = Annotated[Artifact, Kind("model"), Reads(("config.json",))]
+"""A model that is only named."""
+ALL = "all"
+SCORES = "scores"
+
+
+class GateConfig(StageConfig):
+    """What a candidate must show."""
+
+    min_gain: float = Field(
+        0.0, ge=-1, le=1, description="The 95 % interval of the mean gain in score over all prompts must lie above this"
+    )
+    max_fall: float = Field(0.05, ge=0, le=1, description="Largest fall of a task's mean score that is let through, score")
+    decision: Literal["measured", "person"] = Field(
+        "measured", description="measured: these bounds decide; person: the candidate waits for an approval, whatever was measured"
+    )
+
+
+class Comparison(NamedTuple):
+    """Two models on one task's prompts: mean scores, and the gain from one to the other with its paired interval."""
+
+    task: str
+    before: Interval
+    after: Interval
+    gain: Interval
+    prompts: int
+
+
+def compare(before: Mapping[str, float], after: Mapping[str, float], tasks: Mapping[str, str]) -> list[Comparison]:
+    """Paired comparison of scores by prompt: over all prompts, then task by task (`tasks`: prompt → task).
+
+    Only prompts with both scores count. The interval is Student's over the differences, which the prompts' own difficulty does not
+    widen. ValueError with fewer than two pairs.
+    """
+    pairs = sorted(before.keys() & after.keys())
+    if len(pairs) < 2:
+        raise ValueError(f"a paired comparison needs two prompts that both models answered, not {len(pairs)}")
+    found = []
+    for task in [ALL, *sorted({tasks[key] for key in pairs})]:
+        members = [key for key in pairs if task in (ALL, tasks[key])]
+        first, second = [before[key] for key in members], [after[key] for key in members]
+        gain = mean([b - a for a, b in zip(first, second, strict=True)])
+        found.append(Comparison(task, mean(first), mean(second), gain, len(members)))
+    return found
+
+
+def objections(found: Sequence[Comparison], min_gain: float, max_fall: float) -> list[str]:
+    """Why a candidate may not pass, one sentence each; none: it may."""
+    whole, *tasks = found
+    said = []
+    if not whole.gain.low > min_gain:
+        said.append(f"its gain of {_with_interval(whole.gain)} over {whole.prompts} prompts is not above {min_gain:g}")
+    said += [
+        f"{one.task} falls from {one.before.value:.3f} to {one.after.value:.3f}, more than {max_fall:g}"
+        for one in tasks
+        if one.gain.value < -max_fall
+    ]
+    return said
+
+
+@stage(kind="evaluation")
+def gate(
+    policy: Weighed, candidate: Weighed, before: Evaluation, after: Evaluation, prompts: Prompts, config: GateConfig, run: StageRun
+) -> None:
+    """Compare a candidate with the policy, prompt by prompt, on held-out prompts, and say whether it may take its place.
+
+    `before` and `after` are the evaluations of the two, whose `scores` hold one score for each of `prompts`. An answer that could
+    not be scored counts as 0 where the other model's was. Metrics: `verdict` is passed, refused, or waits (for a person's
+    `approval`), and `reason` says why; rows hold `before`, `after` and `gain` of each task.
+    """
+    for model, evaluation, name in ((policy, before, "before"), (candidate, after, "after")):
+        if not any(i.kind == "model" and i.data_digest == model.data_digest for i in evaluation.manifest.inputs):
+            raise PunaError(f"gate: {name}, {evaluation.id}, is no evaluation of {model.id}")
+    tasks = {row["id"]: row["task"] for row in prompts.read(columns=["id", "task"]).to_pylist()}
+    first, second = (_scores(evaluation, tasks) for evaluation in (before, after))
+    first, second = ({key: some.get(key, 0.0) for key in first.keys() | second.keys()} for some in (first, second))
+    try:
+        found = compare(first, second, tasks)
+    except ValueError as error:
+        raise PunaError(f"gate: {error}; raise prompts_per_task of the evaluation") from error
+    said = objections(found, config.min_gain, config.max_fall)
+    gained = f"{_with_interval(found[0].gain)} over {found[0].prompts} prompts"
+    run.write_rows(
+        [
+            {"task": one.task, "metric": name, "value": interval.value, "low": interval.low, "high": interval.high, "n": one.prompts}
+            for one in found
+            for name, interval in (("before", one.before), ("after", one.after), ("gain", one.gain))
+        ]
+    )
+    run.metric("verdict", "waits" if config.decision == "person" else "refused" if said else "passed")
+    run.metric("reason", "; ".join(said) or f"its gain is {gained}, and no task falls by more than {config.max_fall:g}")
+    for name, value in (("gain", found[0].gain.value), ("gain_low", found[0].gain.low), ("gain_high", found[0].gain.high)):
+        run.metric(name, value)
+    bars: list[tuple[Any, float]] = [(one.task, one.gain.value) for one in found]
+    run.figure("gain", Figure(title="Gain over the policy", x="task", y="score", kind="bar", series={"gain": bars}))
+
+
+def _scores(evaluation: Artifact, tasks: Mapping[str, str]) -> dict[str, float]:
+    """The score of each prompt; PunaError where there are none, or of other prompts."""
+    if SCORES not in evaluation.tables:
+        raise PunaError(f"gate: {evaluation.id} holds no scores of single prompts; make it with `evaluate` on prompts")
+    found = {row["id"]: float(row["value"]) for row in evaluation.read(SCORES).to_pylist() if row["name"] == "score"}
+    if strange := sorted(found.keys() - tasks.keys()):
+        raise PunaError(f"gate: {evaluation.id} scores {len(strange)} prompts that are not given, for example {strange[0]}")
+    return found
+
+
+def _with_interval(found: Interval) -> str:
+    return f"{found.value:+.3f} ({found.low:+.3f} to {found.high:+.3f})"

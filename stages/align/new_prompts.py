@@ -1,0 +1,42 @@
+"""Prompts that no round has used: the next slice of a pool."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from puna.stages.contract import Prompts, SeededConfig, StageRun, stage
+from puna.stages.draws import hashed
+
+
+class NewPromptsConfig(SeededConfig):
+    """How many prompts, and what for."""
+
+    count: int = Field(400, ge=1, description="Prompts of each task; fewer where no more are left")
+    split: Literal["train", "heldout"] = Field("train", description="What the prompts are for: to learn from, or only to compare with")
+
+
+@stage(kind="prompts")
+def new_prompts(pool: Prompts, used: list[Prompts] | None, config: NewPromptsConfig, run: StageRun) -> None:
+    """Training prompts of a pool that are not among `used`, in the order of a hash of their id; none where none are left.
+
+    A conversation that occurs twice under two ids is one prompt. The metric `left` counts the prompts that are still unused then.
+    """
+    seen, ids = set[str](), set[str]()
+    for artifact in used or ():
+        columns = artifact.read(columns=["id", "messages"])
+        ids.update(columns["id"].to_pylist())
+        seen.update(columns["messages"].to_pylist())
+    tasks: dict[str, list[dict[str, object]]] = {}
+    # Named for its purpose: by seed and id alone, other stages draw their held-out rows.
+    rows = sorted(pool.read().to_pylist(), key=lambda row: (hashed("new_prompts", config.seed, row["id"]), row["id"]))
+    seen.update(row["messages"] for row in rows if row["split"] != "train")
+    for row in rows:
+        if row["split"] == "train" and row["id"] not in ids and row["messages"] not in seen:
+            seen.add(row["messages"])
+            tasks.setdefault(row["task"], []).append(row)
+    chosen = [row for task in sorted(tasks) for row in tasks[task][: config.count]]
+    run.write_rows([{**row, "split": config.split} for row in chosen])
+    run.metric("prompts", len(chosen))
+    run.metric("left", sum(len(rows) for rows in tasks.values()) - len(chosen))

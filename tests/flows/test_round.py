@@ -1,0 +1,286 @@
+"""The flow `round` as state in the lineage: with steps that only pretend to train, what moves the alias, and when."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from puna.flows import round as module
+from puna.flows import rounds, trace
+from puna.flows.history import History, settle
+from puna.flows.program import Output, current_walk, step
+from puna.flows.running import whole
+from puna.flows.session import Session, session
+from puna.stages.align.approval import ApprovalConfig, approval
+from puna.stages.contract import Answers, Model, Prompts, SeededConfig, StageRun, execute, stage
+from puna.stages.conversations import asking
+from puna.storage import Artifact, PunaError, Store, care
+from puna.storage.schemas import table_schema
+
+RECIPE = """
+name: pretended
+prompts: {tasks: [{task: chain_sum}], train: 1, heldout: 1}
+new_prompts: {count: 3}
+development: {count: 1}
+"""
+
+
+class PretendedConfig(SeededConfig):
+    """Only a seed."""
+
+
+@stage(kind="model", version="1")
+def pretended_model(config: PretendedConfig, run: StageRun) -> None:
+    """A model is its skill, from 0 to 1."""
+    (run.folder / "config.json").write_text(json.dumps({"skill": 0.1 + config.seed / 100}))
+
+
+@stage(kind="answers", version="1")
+def pretended_answers(model: Model, prompts: Prompts, config: PretendedConfig, run: StageRun) -> None:
+    """One answer for each prompt."""
+    run.write_rows(
+        [
+            {"id": f"{model.data_digest[:8]}{row['id']}", "prompt_id": row["id"], "sample": 0, "model": model.data_digest, "text": "",
+             "tokens": [], "logprobs": [], "finished": True, "score": None, "gold": None, "detail": None}
+            for row in prompts.read().to_pylist()
+        ]
+    )  # fmt: skip
+
+
+@stage(kind="model", version="1")
+def pretended_training(model: Model, answers: Answers, config: PretendedConfig, run: StageRun) -> None:
+    """Each answer to a prompt raises the skill, and one to a prompt of the kind `bad` lowers it by much."""
+    ids = answers.read()["prompt_id"].to_pylist()
+    gain = sum(-0.2 if name.startswith("bad") else 0.01 for name in ids)
+    skill = json.loads((model.path() / "config.json").read_text())["skill"] + gain
+    (run.folder / "config.json").write_text(json.dumps({"skill": round(skill, 6), "of": sorted(ids), "seed": config.seed}))
+
+
+@stage(kind="evaluation", version="1")
+def pretended_examination(model: Model, prompts: Prompts, config: PretendedConfig, run: StageRun) -> None:
+    """Each held-out prompt's score is the skill, and a little for the prompt."""
+    skill = json.loads((model.path() / "config.json").read_text())["skill"]
+    rows = [row for row in prompts.read().to_pylist() if row["split"] == "heldout"]
+    run.write_rows([{"task": "all", "metric": "score", "value": skill, "low": None, "high": None, "n": len(rows)}])
+    run.write_rows([{"id": row["id"], "name": "score", "value": skill + n / 1000} for n, row in enumerate(rows)], "scores")
+
+
+def one_round(number: int, before: rounds.State, tasks: Output, heldout: Output, **_: Any) -> rounds.State:
+    """Answers, training, evaluation."""
+    answers = step(pretended_answers, number=number, model=before.policy, prompts=tasks)
+    policy = step(pretended_training, number=number, model=before.policy, answers=answers)
+    measured = step(pretended_examination, f"evaluate_round_{number}", field="evaluate", model=policy, prompts=heldout)
+    return rounds.State(policy, before.other, before.instructions, before.preferences, measured)
+
+
+def pretend(patch: Any) -> None:
+    """Have the flow make its rounds of these steps."""
+    trace.everything.cache_clear()
+    patch.setattr(module, "one_round", one_round)
+    patch.setattr(module, "evaluate", pretended_examination)
+
+
+class World:
+    """A store with a model and a pool of prompts, the recipe's file, and what firing the flow gives."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = Store.open(folder / "store")
+        self.recipe = folder / "recipe.yaml"
+        self.recipe.write_text(RECIPE)
+
+    def fire(self, *inputs: Artifact | str, changes: tuple[str, ...] = ()) -> str:
+        """Run the flow; returns what it said."""
+        texts = tuple(item.id if isinstance(item, Artifact) else item for item in inputs)
+        with session(self.store, flow="round", workers=1, json=True):
+            whole("round", str(self.recipe), list(changes), list(texts), self.store.uri)
+        return " | ".join(event["text"] for event in self.store.events(self.store.runs()[-1]) if event.get("event") == "said")
+
+    def model(self, seed: int = 0) -> Artifact:
+        return execute(pretended_model, PretendedConfig(seed=seed), {}, self.store)
+
+    def pool(self, train: int, bad: int = 0) -> Artifact:
+        named = [*(f"good{n:03d}" for n in range(train)), *(f"bad{n:03d}" for n in range(bad)), *(f"held{n}" for n in range(6))]
+        rows = [
+            {"id": name, "task": "t", "split": "heldout" if name.startswith("held") else "train", "messages": asking(name), "tools": None,
+             "reference": None, "verifier": None}
+            for name in named
+        ]  # fmt: skip
+        return self.store.import_table("prompts", pa.Table.from_pylist(rows, schema=table_schema("prompts").schema))
+
+    @property
+    def policy(self) -> Artifact:
+        return self.store.alias("policy@latest")
+
+    def learned(self) -> list[str]:
+        """The prompts that the policy's last round learned from."""
+        found: list[str] = json.loads((self.policy.path() / "config.json").read_text())["of"]
+        return found
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    pretend(monkeypatch)
+    yield World(tmp_path)
+    trace.everything.cache_clear()
+
+
+def test_each_firing_is_another_round_until_nothing_is_left(world: World) -> None:
+    model, pool = world.model(), world.pool(train=9)
+    policies, learned = [model], []
+    for number in (1, 2):
+        said = world.fire(model, pool)
+        assert said.startswith(f"round {number}: its candidate is the policy; its gain is +0.030")
+        policies.append(world.policy)
+        learned += world.learned()
+        assert world.store.alias(f"policy@round-{number}").key == world.policy.key
+    assert len(set(learned)) == 6 and all(name.startswith("good") for name in learned)
+    world.fire(model, pool)
+    learned += world.learned()
+    assert len(set(learned)) == len(learned) == 9
+    assert len({policy.data_digest for policy in [*policies, world.policy]}) == 4
+    before = world.policy.key
+    assert world.fire(model, pool) == "nothing new: every prompt of the pool was used in the 3 rounds before; give more, --input pool=ID"
+    assert world.policy.key == before and world.store.log(world.store.runs()[-1]).state == "finished"
+    # More prompts, and no model named: it goes on from the alias.
+    assert world.fire("policy@latest", world.pool(train=11)).startswith("round 4: ")
+
+
+def test_a_round_that_does_not_gain_is_refused_and_the_next_has_other_prompts(world: World) -> None:
+    model = world.model()
+    assert world.fire(model, world.pool(train=0, bad=3)).startswith("round 1: refused: the policy stays; its gain of -0.600")
+    assert "policy@latest" not in world.store.aliases()
+    mixed = world.pool(train=3, bad=3)
+    assert world.fire(model, mixed).startswith("round 2: its candidate is the policy")
+    assert all(name.startswith("good") for name in world.learned())
+    # A refused round is part of the history: its gate is kept, and its prompts are used.
+    assert not [g for g in care.collect(world.store, keep_runs=0, work_days=0, remove=False) if "evaluation" in g.place and "gate" in g.reason]
+    gates = [a for a in world.store.artifacts() if a.manifest.stage == "gate"]
+    assert len(gates) == 2 and all(world.store.names()[gate.key] for gate in gates)
+
+
+def test_several_rounds_of_one_run(world: World) -> None:
+    said = world.fire(world.model(), world.pool(train=30), changes=("rounds_per_run=2",))
+    assert said.count("its candidate is the policy") == 2 and "round 2" in said
+    assert json.loads((world.policy.path() / "config.json").read_text())["skill"] == pytest.approx(0.1 + 2 * 3 * 0.01)
+
+
+def test_a_person_decides(world: World) -> None:
+    model, pool = world.model(), world.pool(train=20)
+    person = ("gate.decision=person",)
+    assert world.fire(model, pool, changes=person).startswith("round 1: waits for an approval")
+    assert world.fire(model, pool, changes=person).startswith("round 1: waits for an approval") and "policy@latest" not in world.store.aliases()
+    (gate,) = [a for a in world.store.artifacts() if a.manifest.stage == "gate"]
+    execute(approval, ApprovalConfig(by="Ada"), {"gate": gate}, world.store)
+    assert world.fire(model, pool, changes=person) == "round 1: its candidate is the policy; approved by Ada"
+    first = world.policy
+    assert world.fire(model, pool, changes=person).startswith("round 2: waits")
+    second = next(a for a in world.store.artifacts() if a.manifest.stage == "gate" and a.key != gate.key)
+    execute(approval, ApprovalConfig(by="Bo", approved=False, reason="worse"), {"gate": second}, world.store)
+    assert world.fire(model, pool) == "round 2: refused: the policy stays; refused by Bo: worse"
+    assert world.policy.key == first.key
+    # Back to an earlier policy by hand: what was approved once is not done again behind one's back.
+    world.store.set_alias("policy@latest", model)
+    assert world.fire(model, pool).startswith("round 2: its candidate is the policy")
+
+
+def test_an_alias_that_was_moved_meanwhile_stays(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other, pool = world.model(), world.model(seed=7), world.pool(train=6)
+
+    def moving(*given: Any, **named: Any) -> rounds.State:
+        found = one_round(*given, **named)
+        if current_walk().store() is not None:
+            world.store.set_alias("policy@latest", other)
+        return found
+
+    monkeypatch.setattr(module, "one_round", moving)
+    with pytest.raises(PunaError, match=r"round 1: policy@latest was moved to model/.* while it ran, and stays there"):
+        world.fire(model, pool)
+    assert world.policy.key == other.key
+    with pytest.raises(PunaError, match=r"which does not come from model/.*: leave the input out"):
+        world.fire(model, pool)
+
+
+STEPS = ("development_1", "pretended_training_1", "gate_1", "settle", "settled")
+
+
+@pytest.mark.parametrize("at", STEPS)
+def test_a_round_that_is_cut_short_goes_on_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """Killed before each step, before the alias moves, and before the round is marked as settled."""
+    pretend(monkeypatch)
+    worlds = [World(tmp_path / name) for name in ("whole", "killed")]
+    for world in worlds:
+        world.inputs = world.model(), world.pool(train=9)
+    worlds[0].fire(*worlds[0].inputs)
+    with monkeypatch.context() as patch:
+        if at in ("settle", "settled"):
+            original = Store.set_alias
+
+            def killed(self: Store, name: str, *given: Any, **named: Any) -> None:
+                if name.startswith("policy" if at == "settle" else "gate"):
+                    raise KeyboardInterrupt
+                original(self, name, *given, **named)
+
+            patch.setattr(Store, "set_alias", killed)
+        else:
+            performed = Session.perform
+
+            def stopped(self: Session, stage: Any, config: Any, given: Any, step: str) -> Any:
+                if step == at:
+                    raise KeyboardInterrupt
+                return performed(self, stage, config, given, step)
+
+            patch.setattr(Session, "perform", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            worlds[1].fire(*worlds[1].inputs)
+    assert worlds[1].fire(*worlds[1].inputs).startswith("round 1: its candidate is the policy")
+    assert worlds[0].store.aliases() == worlds[1].store.aliases()
+    assert worlds[0].policy.data_digest == worlds[1].policy.data_digest
+    trace.everything.cache_clear()
+
+
+def test_fired_again_while_it_is_at_work_it_is_one_round(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, pool = world.model(), world.pool(train=40)
+    said = []
+
+    def fired_again(number: int, before: rounds.State, *given: Any, **named: Any) -> rounds.State:
+        if current_walk().store() is not None and not said:
+            said.append("")  # a round of the second run would come here again
+            with ThreadPoolExecutor(1) as another:
+                said.append(another.submit(world.fire, model, pool).result())
+        return one_round(number, before, *given, **named)
+
+    monkeypatch.setattr(module, "one_round", fired_again)
+    world.fire(model, pool)
+    assert said == ["", "a round is at work in this store: this run leaves it to that one"]
+    assert len([a for a in world.store.artifacts() if a.manifest.stage == "gate"]) == 1
+    assert [world.store.log(run).state for run in world.store.runs()] == ["finished", "finished"]
+
+
+def test_settling_at_the_same_moment_moves_the_alias_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a lock is lost: two runs with the same round both carry its verdict out, and a third model that came between stays."""
+    model, pool = world.model(), world.pool(train=40)
+    world.fire(model, pool)
+    first = world.policy
+    done = History.of(world.store, first).rounds[-1]
+    world.store.set_alias("policy@latest", model)
+    settle(world.store, done)
+    settle(world.store, done)
+    assert world.policy.key == first.key
+    original, other = Store.set_alias, world.model(seed=9)
+
+    def overtaken(self: Store, name: str, artifact: Artifact, expected: str | None = None) -> None:
+        if name == "policy@latest" and expected is not None:
+            original(self, name, other)
+        original(self, name, artifact, expected)
+
+    world.store.set_alias("policy@latest", model)
+    monkeypatch.setattr(Store, "set_alias", overtaken)
+    with pytest.raises(PunaError, match="it was changed meanwhile"):
+        settle(world.store, done)
+    assert world.policy.key == other.key
