@@ -46,8 +46,7 @@ def opened(model: str, store: str, memory: float, **limits: Any) -> Engine:
 
     try:
         if Path(model).exists():
-            network, tokenizer = load_with_tokenizer(model, "lm")
-            network.to(device())
+            network, tokenizer = load_with_tokenizer(model, "lm", device=device())
         else:
             network, tokenizer = load_model(_artifact(model, store), "lm")
         return Engine(network, tokenizer, memory=int(memory * 1e9), **limits)

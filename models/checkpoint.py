@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from puna.models.config import ModelConfig
@@ -55,8 +55,12 @@ def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = N
         _write_json(folder / "generation_config.json", {**tokenizer.generation, **ids})
 
 
-def load(path: Path | str, head: Head | None = None, dtype: torch.dtype | None = torch.float32) -> Transformer:
-    """Read a checkpoint of any layout in `families.py`, a folder or a GGUF file; the model is on CPU in `dtype`.
+def load(
+    path: Path | str, head: Head | None = None, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
+) -> Transformer:
+    """Read a checkpoint of any layout in `families.py`, a folder or a GGUF file; the model is on `device` in `dtype`.
+
+    Tensors go there one by one, so that nothing but the model itself is held whole.
 
     `dtype=None` keeps each tensor's own; blocks of few bits in a GGUF file are unpacked to float32.
     `head=None` takes the head that the checkpoint holds. A scalar head that it lacks is zero: all first
@@ -65,17 +69,17 @@ def load(path: Path | str, head: Head | None = None, dtype: torch.dtype | None =
     """
     path = Path(path)
     if path.suffix == GGUF:
-        return _from_gguf(path, lambda file: _built(file.config, file.state(file.config, dtype), head, path))
+        return _from_gguf(path, lambda file: _built(file.config, file.state(file.config, dtype, device), head, path))
     config = read_config(path)
     try:
-        state = from_disk(_read_tensors(path), config)
+        state = from_disk(_read_tensors(path, dtype, device), config)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    return _built(config, {name: tensor.to(dtype or tensor.dtype) for name, tensor in state.items()}, head, path)
+    return _built(config, state, head, path)
 
 
 def load_with_tokenizer(
-    path: Path | str, head: Head | None = None, dtype: torch.dtype | None = torch.float32
+    path: Path | str, head: Head | None = None, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Transformer, Tokenizer]:
     """The model of `load` with the tokenizer beside it, or in the GGUF file. CheckpointError where there is none."""
     path = Path(path)
@@ -83,7 +87,7 @@ def load_with_tokenizer(
         tokenizer = _from_gguf(path, lambda file: file.tokenizer()) if path.suffix == GGUF else Tokenizer.load(path)
     except (ValueError, FileNotFoundError) as error:
         raise CheckpointError(str(error)) from error
-    return load(path, head, dtype), tokenizer
+    return load(path, head, dtype, device), tokenizer
 
 
 def _from_gguf(path: Path, read: Callable[[GgufFile], T]) -> T:
@@ -106,7 +110,8 @@ def _built(config: ModelConfig, state: dict[str, Tensor], head: Head | None, pat
     if model.head == "scalar":
         state.pop("lm_head.weight", None)
         if "score.weight" not in state:
-            state["score.weight"] = torch.zeros(1, config.hidden_size, dtype=None if embedding is None else embedding.dtype)
+            like = {} if embedding is None else {"dtype": embedding.dtype, "device": embedding.device}
+            state["score.weight"] = torch.zeros(1, config.hidden_size, **like)
     else:
         state.pop("score.weight", None)
         if config.tie_word_embeddings and embedding is not None:
@@ -164,18 +169,24 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
+def _read_tensors(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> dict[str, Tensor]:
     index = folder / INDEX
     names = [WEIGHTS]
     if index.is_file():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     tensors: dict[str, Tensor] = {}
+
+    def placed(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype or tensor.dtype)
+
     for name in names:
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{path} does not exist: weights are read from safetensors only")
         try:
-            tensors |= load_file(path)
+            with safe_open(path, "pt") as file:
+                for key in file.keys():  # noqa: SIM118  it is no mapping
+                    tensors[key] = placed(file.get_tensor(key))
         except SafetensorError as error:
             raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
     return tensors

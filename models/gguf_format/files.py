@@ -57,10 +57,13 @@ class GgufFile:
         """Its tokenizer, with the chat template."""
         return read_tokenizer(self.fields)
 
-    def state(self, config: ModelConfig, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """The decoder's state in `dtype`; None: in the file's own, unpacked blocks in float32."""
-        read = {name: self._tensor(name) for name in self._tensors}
-        return {name: tensor.to(dtype or tensor.dtype) for name, tensor in to_state(read, config).items()}
+    def state(self, config: ModelConfig, dtype: torch.dtype | None, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """The decoder's state on `device` in `dtype`; None: in the file's own, unpacked blocks in float32."""
+
+        def placed(tensor: Tensor) -> Tensor:
+            return tensor.to(device, dtype or tensor.dtype)
+
+        return to_state({name: placed(self._tensor(name)) for name in self._tensors}, config)
 
     def _tensor(self, name: str) -> Tensor:
         from gguf.quants import dequantize

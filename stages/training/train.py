@@ -119,14 +119,14 @@ def load_model(artifact: Artifact, head: Literal["lm", "scalar"], *, new: bool =
     from puna.models.tokenizer import Tokenizer
 
     try:
-        model = load(artifact.path())
+        model = load(artifact.path(), device=device())
         if model.head != head and new and head == "scalar":
-            model = load(artifact.path(), head)
+            model = load(artifact.path(), head, device=device())
     except CheckpointError as error:
         raise PunaError(f"{artifact.id} cannot be read: {error}") from error
     if model.head != head:
         raise PunaError(f"{artifact.id} is {HEADS[model.head]}, made by {artifact.manifest.stage}; give {HEADS[head]}")
-    return model.to(device()), Tokenizer.load(artifact.path())
+    return model, Tokenizer.load(artifact.path())
 
 
 def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:

@@ -58,11 +58,10 @@ class Judges:
             from puna.models.tokenizer import Tokenizer
 
             try:
-                model = load(artifact.path())
+                model = load(artifact.path(), device="cuda" if torch.cuda.is_available() else "cpu")
             except CheckpointError as error:
                 raise PunaError(f"{artifact.id} cannot be read: {error}") from error
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            self._loaded[artifact.data_digest] = Loaded(model.to(device).eval(), Tokenizer.load(artifact.path()))
+            self._loaded[artifact.data_digest] = Loaded(model.eval(), Tokenizer.load(artifact.path()))
         return self._loaded[artifact.data_digest]
 
 

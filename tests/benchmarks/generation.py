@@ -5,7 +5,8 @@
 One thread, fp32, process CPU time; ours and theirs take turns, the best of `--rounds` counts. Both draw 128 tokens per answer
 at temperature 1 from the whole vocabulary after prompts of 32 tokens; ours keeps the log-probs. The model: 6 layers, width 256,
 8 query and 4 key-value heads, feed-forward 704, vocabulary 8192. `greedy` figures take the likeliest tokens instead.
-`--smollm FOLDER` compares greedy tokens of SmolLM2-135M-Instruct (a GGUF file) for 200 prompts of 64 new tokens each.
+`--smollm FILE` compares greedy tokens of SmolLM2-135M-Instruct (a GGUF file) for 200 prompts of 64 new tokens each; `--speculate
+FILE` tells what guessing ahead saves when it answers questions, and when it repeats a text, one prompt after the other.
 """
 
 from __future__ import annotations
@@ -158,17 +159,53 @@ def smollm(file: Path) -> dict[str, float]:
     return {"smollm_prompts": len(asked), "smollm_same_tokens": same, "smollm_tok_core_s": 64 * len(asked) / took}
 
 
+TEXTS = (
+    "The kettle on the stove began to sing. Anna took two cups from the shelf, put a spoon of sugar into each, and called her brother.",
+    "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n    return area(width, height) * depth",
+    "Monday: bread, milk, eggs. Tuesday: rice, beans, onions. Wednesday: fish, lemon, potatoes. Thursday: pasta, tomatoes, cheese.",
+)
+ASKS = {
+    "repeat": [f"Repeat this text word for word:\n\n{text}" for text in TEXTS],
+    "answer": ["Why is the sky blue?", "List three uses of iron.", "Write a short story about a lighthouse."],
+}
+
+
+def speculation(file: Path, rounds: int, most: int = 6) -> dict[str, Any]:
+    """CPU seconds without guesses over those with at most `most`, and the share of answers that stay the same."""
+    from puna.models.checkpoint import load_with_tokenizer
+
+    network, tokenizer = load_with_tokenizer(file)
+    figures: dict[str, Any] = {}
+    for kind, asked in ASKS.items():
+        for temperature in (0.0, 1.0):
+            ids = [tokenizer.chat([{"role": "user", "content": text}]) for text in asked]
+            found: dict[int, list[list[int]]] = {}
+
+            def answers(speculate: int, ids: list[list[int]] = ids, temperature: float = temperature, found: dict[int, list[list[int]]] = found) -> None:
+                params = SamplingParams(temperature=temperature, max_tokens=64, speculate=speculate)
+                found[speculate] = [Engine(network, tokenizer).generate([prompt], params)[0][0].tokens for prompt in ids]
+
+            took = best(rounds, plain=lambda answers=answers: answers(0), guessed=lambda answers=answers: answers(most))
+            name = f"speculative_speedup_{kind}_temperature_{temperature:g}"
+            figures[name] = took["plain"] / took["guessed"]
+            figures[f"{name}_same"] = sum(a == b for a, b in zip(found[0], found[most], strict=True)) / len(asked)
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--rounds", type=int, default=3, help="timed turns of each; the best counts")
     parser.add_argument("--only", choices=["speed", "exact"], help="measure one half")
     parser.add_argument("--smollm", type=Path, metavar="FILE", help="SmolLM2-135M-Instruct as a GGUF file; nothing else is measured")
+    parser.add_argument("--speculate", type=Path, metavar="FILE", help="the same model; what guessing ahead saves, and nothing else")
     options = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, Any] = {}
     if options.smollm:
         figures |= smollm(options.smollm)
+    elif options.speculate:
+        figures |= speculation(options.speculate, options.rounds)
     else:
         figures |= {} if options.only == "exact" else beside_transformers(options.rounds)
         figures |= {} if options.only == "speed" else exactness(options.rounds)

@@ -1,6 +1,7 @@
 """Folders that transformers reads and writes, and folders that must be refused by name."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -85,6 +86,23 @@ def test_reads_the_older_place_of_the_rotary_base(tmp_path):
     config = read_config(tmp_path)
     assert config.rope_theta == 1234.0
     assert config.head_dim == 8
+
+
+@pytest.mark.parametrize("head", [None, "scalar"])
+def test_tensors_go_to_their_device_one_by_one(tmp_path, monkeypatch, head):
+    """To the device that holds nothing, as a GPU stands in for it: no tensor of the model is left on the host."""
+    save(build(), tmp_path)
+    onto, held = torch.Tensor.to, []
+
+    def to(tensor, *where):
+        assert all(one() is None for one in held), "another tensor of the file is still on the host"
+        held.append(weakref.ref(tensor))
+        return onto(tensor, *where)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    model = load(tmp_path, head, torch.bfloat16, "meta")
+    assert len(held) >= len(list(model.parameters())) - 1
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}
 
 
 def test_scalar_head(tmp_path):
