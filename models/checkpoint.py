@@ -110,8 +110,8 @@ def _built(config: ModelConfig, state: dict[str, Tensor], head: Head | None, pat
     if model.head == "scalar":
         state.pop("lm_head.weight", None)
         if "score.weight" not in state:
-            like = {} if embedding is None else {"dtype": embedding.dtype, "device": embedding.device}
-            state["score.weight"] = torch.zeros(1, config.hidden_size, **like)
+            head_1D = torch.zeros(1, config.hidden_size)
+            state["score.weight"] = head_1D if embedding is None else head_1D.to(embedding)
     else:
         state.pop("score.weight", None)
         if config.tie_word_embeddings and embedding is not None:
