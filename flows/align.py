@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from puna.flows.program import Output, flow, publish, setting, step
-from puna.flows.rounds import State, new_prompts, one_round
+from puna.flows.program import Output, flow, publish, setting, step, switch
+from puna.flows.rounds import State, controls, new_prompts, one_round
 from puna.stages.align.instructions import instructions
 from puna.stages.align.prompts import prompts
 from puna.stages.align.settings import SftConfig
@@ -22,6 +22,7 @@ def align(
 ) -> Output:
     """A model to an aligned model: supervised finetuning on gold answers, then rounds; with instructions and preferences of one's own."""
     rounds = setting("rounds", 2, minimum=0, maximum=20, description="Rounds of alignment")
+    compared = switch("controls", True, description="Train and measure the control arms of each round, too")
     tasks = step(prompts)
     gold = [step(instructions, prompts=tasks), *(demonstrations or [])]
     policy = step(sft, "sft_first", through="model", model=model, instructions=gold)
@@ -29,6 +30,9 @@ def align(
     step(evaluate, "evaluate_sft", field="evaluate", model=policy, prompts=tasks)
     state = State(policy, other, tuple(gold), tuple(judged or []))
     for number in range(1, rounds + 1):
-        state = one_round(number, state, new_prompts(number), tasks, last=number == rounds)
+        asked, before = new_prompts(number), state
+        state = one_round(number, before, asked, tasks)
         publish("policy", state.policy, f"round-{number}")
+        if compared:
+            controls(number, before, state, asked, tasks)
     return publish("policy", state.policy)

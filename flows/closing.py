@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
+from puna.flows.report import arms
 from puna.flows.session import Session
 from puna.storage import Artifact
 
@@ -16,7 +17,8 @@ def closing_table(now: Session) -> None:
     """Print the funnel, the evaluations and the reward models of the run in progress."""
     made = [(step, outcome.artifact) for step, outcome in now.outcomes]
     evaluations = [(step, _measured(artifact)) for step, artifact in made if artifact.kind == "evaluation"]
-    for table in (_funnel(made), _compression(evaluations), _accuracy(evaluations), _rewards(made)):
+    compared = [_arms(found) for found in arms.rounds((step, artifact) for step, artifact in made if artifact.kind == "evaluation")]
+    for table in (_funnel(made), _compression(evaluations), _accuracy(evaluations), *compared, _rewards(made)):
         if table.row_count:
             now.console.show(table)
             now.console.say("")
@@ -64,7 +66,8 @@ def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, An
 
 def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
     """Share of right answers to held-out prompts: a line per task, a column per evaluation."""
-    asked = [(step, rows) for step, rows in evaluations if any(metric == "accuracy" for _, metric in rows)]
+    measured = [(step, rows) for step, rows in evaluations if not arms.CONTROL.fullmatch(step)]
+    asked = [(step, rows) for step, rows in measured if any(metric == "accuracy" for _, metric in rows)]
     found = {task for _, rows in asked for task, metric in rows if metric == "accuracy" and not task.startswith("choice/")}
     table = _table("accuracy", *(step.removeprefix("evaluate_") for step, _ in asked))
     for task in sorted(found, key=lambda task: (task == "all", task)):
@@ -74,6 +77,18 @@ def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]
     if any(row.get("low") is not None for row in overall):
         bounds = (f"{row['low']:.3f}-{row['high']:.3f}" if row.get("low") is not None else "" for row in overall)
         table.add_row("all, 95 % interval", *bounds)
+    return table
+
+
+def _arms(found: arms.Arms) -> Table:
+    """A round beside its control arms, and what each part of it earned."""
+    table = _table(f"round {found.number} and its controls", *(arms.METRICS[metric] for metric in found.metrics), "")
+    for arm in found.scores:
+        table.add_row(arms.NAMES.get(arm, arm), *(f"{found.share(arm, metric).value:.3f}" for metric in found.metrics))
+    for claim in found.claims():
+        gain = f"{claim.gain.value:+.3f} ({claim.gain.low:+.3f} to {claim.gain.high:+.3f})"
+        cells = [gain if claim.metric == metric else "" for metric in found.metrics]
+        table.add_row(claim.name, *cells, claim.verdict)
     return table
 
 

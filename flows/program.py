@@ -185,6 +185,11 @@ def setting(name: str, default: int, *, minimum: int, maximum: int, description:
     return current_walk().setting(Setting(name, default, minimum, maximum, description))
 
 
+def switch(name: str, default: bool, *, description: str) -> bool:
+    """Yes or no in the recipe, where that decides which steps there are."""
+    return bool(current_walk().setting(Setting(name, default, False, True, description)))
+
+
 def publish(name: str, output: Output, version: str = "latest") -> Output:
     """Point the alias `name@version` at what a step made; returns it."""
     if output:

@@ -41,7 +41,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Setting:
-    """A number that a flow itself depends on, with its bounds."""
+    """A number that a flow itself depends on, with its bounds; or, where the default is true or false, a switch."""
 
     name: str
     default: int
@@ -106,6 +106,10 @@ class Recipe:
     def number(self, wanted: Setting) -> int:
         """The value of a setting; PunaError where it is out of bounds."""
         value = self.values.get(wanted.name, wanted.default)
+        if isinstance(wanted.default, bool):
+            if not isinstance(value, bool):
+                raise PunaError(f"{wanted.name}: takes true or false (got {value!r})")
+            return value
         if isinstance(value, bool) or not isinstance(value, int) or not wanted.minimum <= value <= wanted.maximum:
             raise PunaError(f"{wanted.name}: takes a whole number from {wanted.minimum} to {wanted.maximum} (got {value!r})")
         return value

@@ -74,7 +74,7 @@ def _round(
     measured = step(evaluate, f"evaluate_policy_{number}", field="evaluate", model=policy, prompts=heldout)
     data = _all(history.instructions, demonstrations)
     before = State(policy, Output("model", (), (), "other"), data, pairs, start=start if anew else None)
-    after = one_round(number, before, fresh, heldout, last=True, development=development)
+    after = one_round(number, before, fresh, heldout, development=development)
     verdict = step(
         gate, number=number, policy=policy, candidate=after.policy, before=measured, after=after.evaluation, prompts=heldout
     )

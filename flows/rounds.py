@@ -1,28 +1,35 @@
-"""One round of alignment: its steps, and what it hands to the next one."""
+"""One round of alignment: its steps, the control arms beside them, and what it hands to the next one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import get_args
 
 from puna.flows.program import Output, publish, setting, step
 from puna.stages.align.average import average
+from puna.stages.align.chosen import chosen
 from puna.stages.align.data_quality import data_quality
 from puna.stages.align.dpo import dpo
+from puna.stages.align.grpo import grpo
 from puna.stages.align.ppo import ppo
 from puna.stages.align.preferences import preferences
 from puna.stages.align.prompts import PromptsConfig, prompts
-from puna.stages.align.rejection_sample import rejection_sample
+from puna.stages.align.rejection_sample import Pick, rejection_sample
 from puna.stages.align.reward_model import reward_model
+from puna.stages.align.rewards import Reward
 from puna.stages.align.sample import sample
 from puna.stages.align.sft import sft
+from puna.stages.contract import StageConfig
 from puna.stages.pretrain.evaluate import evaluate
 
 
 @dataclass(frozen=True)
 class State:
-    """The aligned model and what measured it, the second model that answers beside it, and the data gathered so far.
+    """The aligned model and what measured it, the second model that answers beside it (false: none), and the data gathered so far.
 
-    `start`: the model that reward model and SFT start from; none: the policy.
+    `instructions`: demonstrations, which every round learns from. `preferences`: those of all rounds. `start`: the model that
+    reward model and SFT start from; none: the policy. `made`: what the steps of the round gave, by stage.
     """
 
     policy: Output
@@ -31,12 +38,11 @@ class State:
     preferences: tuple[Output, ...] = ()
     evaluation: Output | None = None
     start: Output | None = None
+    made: Mapping[str, Output] = field(default_factory=dict)
 
 
-def one_round(
-    number: int, before: State, tasks: Output, heldout: Output, *, last: bool, development: Output | None = None
-) -> State:
-    """Answers to `tasks`, preferences, reward model, rejection sampling, SFT, DPO (PPO in the last round), averaging, evaluation.
+def one_round(number: int, before: State, tasks: Output, heldout: Output, *, development: Output | None = None) -> State:
+    """Answers to `tasks`, preferences, reward model, SFT on demonstrations, chosen and picked answers, DPO, RL, averaging, evaluation.
 
     Steps are labelled with `number`, which also draws the random numbers of the round. No alias is set but the reward model's.
     `development`: held-out prompts on which the weights of the average are searched.
@@ -46,27 +52,78 @@ def one_round(
     newest = step(preferences, number=number, answers=answers, prompts=tasks)
     pairs = (*before.preferences, newest)
     reward = publish("reward", step(reward_model, number=number, model=start, preferences=pairs))
+    better = step(chosen, number=number, off=True, preferences=[newest])
     best = step(rejection_sample, number=number, answers=answers, reward_model=reward, prompts=tasks)
-    data = (*before.instructions, step(data_quality, number=number, through="instructions", instructions=best, model=before.policy))
+    good = step(data_quality, number=number, through="instructions", instructions=best, model=before.policy)
+    data = [*before.instructions, *(one for one in (better, good) if one)]
     tuned = step(sft, number=number, through="model", model=start, instructions=data)
     preferred = step(dpo, number=number, through="model", model=tuned, preferences=[newest])
-    parts = [tuned, preferred]
-    if last and (rewarded := step(ppo, number=number, off=True, policy=preferred, reward_model=reward, prompts=tasks)):
-        parts = [preferred, rewarded]
-    policy = step(average, number=number, through="models", models=parts, prompts=development)
+    trained = step(grpo, number=number, off=True, through="policy", policy=preferred, reward_model=reward, prompts=tasks)
+    trained = step(ppo, number=number, off=True, through="policy", policy=trained, reward_model=reward, prompts=tasks)
+    last = [preferred, trained] if trained.labels != preferred.labels else [tuned, preferred]
+    policy = step(average, number=number, through="models", models=last, prompts=development)
     measured = step(evaluate, f"evaluate_round_{number}", field="evaluate", model=policy, prompts=heldout)
-    return State(policy, tuned, data, pairs, measured, before.start)
+    made = {"sample": answers, "reward_model": reward, "chosen": better, "sft": tuned, "dpo": preferred, "policy": trained}
+    other = tuned if before.other else before.other
+    return State(policy, other, before.instructions, pairs, measured, before.start, made)
+
+
+def controls(number: int, before: State, after: State, tasks: Output, heldout: Output) -> None:
+    """What the same labels and steps give without a part of round `number`: each arm a model and its evaluation.
+
+    Arms of finetuning alone, with the round's own settings: on demonstrations; with the chosen answers; and with one answer more to
+    each prompt, drawn in turn by each way to pick. Arms of the round without one part: DPO, RL, the reward model in RL.
+    """
+    made = after.made
+
+    def arm(name: str, model: Output) -> None:
+        step(evaluate, f"control_{name}_{number}", field="evaluate", model=model, prompts=heldout)
+
+    def tuned(name: str, data: list[Output]) -> Output:
+        return step(sft, f"sft_{name}_{number}", field="sft", number=number, through="model", model=before.start or before.policy, instructions=data)
+
+    gold = list(before.instructions)
+    arm("gold", tuned("gold", gold))
+    base = [*gold, made["chosen"]] if made["chosen"] else gold
+    if made["chosen"]:
+        arm("chosen", tuned("chosen", base))
+    for pick in get_args(Pick):
+        one = step(
+            rejection_sample, f"pick_{pick}_{number}", field="pick", number=number, adapt=replaced("pick", pick),
+            answers=made["sample"], reward_model=made["reward_model"] if pick == "reward_model" else None, prompts=tasks,
+        )  # fmt: skip
+        if one:
+            arm(f"pick_{pick}", tuned(f"pick_{pick}", [*base, one]))
+    if made["policy"].labels == made["dpo"].labels:
+        return
+    arm("no_rl", made["dpo"])
+
+    def rewarded(name: str, policy: Output, reward: Reward | None = None) -> Output:
+        return step(
+            grpo, f"grpo_{name}_{number}", field="grpo", number=number, off=True, through="policy", policy=policy,
+            reward_model=made["reward_model"], prompts=tasks, adapt=replaced("reward", reward) if reward else None,
+        )  # fmt: skip
+
+    if made["dpo"].labels != made["sft"].labels:
+        arm("no_dpo", rewarded("no_dpo", made["sft"]))
+    arm("no_reward_model", rewarded("no_reward_model", made["dpo"], "verifier"))
+
+
+def replaced(name: str, value: object) -> Callable[[StageConfig], StageConfig]:
+    """A configuration with another value in a field."""
+    return lambda config: config.model_copy(update={name: value})
 
 
 def new_prompts(number: int) -> Output:
     """New training prompts for round `number`: the slice after those of the first finetuning and earlier rounds.
 
-    The seed and the held-out share stay, so that no held-out question becomes a training question.
+    The seed and the held-out share stay, so that no held-out question becomes a training question. They have no gold answers: a round
+    learns from demonstrations and preferences, not from references that its controls are not given.
     """
     train = setting("round_prompts", 400, minimum=1, maximum=10_000_000, description="New training prompts of each task in each round")
 
     def slice_of(config: PromptsConfig) -> PromptsConfig:
         skip = config.skip + config.train + (number - 1) * train
-        return config.model_copy(update={"train": train, "heldout": 0, "skip": skip})
+        return config.model_copy(update={"train": train, "heldout": 0, "skip": skip, "references": False})
 
     return step(prompts, f"prompts_{number}", field="prompts", adapt=slice_of)

@@ -214,10 +214,9 @@ def schema(flow: Flow) -> dict[str, Any]:
         "seed": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1, "default": 0, "description": GENERAL["seed"]},
     }
     for setting in chosen.settings.values():
-        properties[setting.name] = {
-            "type": "integer", "minimum": setting.minimum, "maximum": setting.maximum, "default": setting.default,
-            "description": setting.description,
-        }  # fmt: skip
+        bounds = {"type": "integer", "minimum": setting.minimum, "maximum": setting.maximum}
+        typed: dict[str, Any] = {"type": "boolean"} if isinstance(setting.default, bool) else bounds
+        properties[setting.name] = {**typed, "default": setting.default, "description": setting.description}
     for name, step in fields(flow).items():
         own = step.stage.config.model_json_schema(ref_template="#/$defs/{model}")
         definitions.update(own.pop("$defs", {}))

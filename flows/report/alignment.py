@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from puna.flows.report import arms
 from puna.flows.report.markup import Content, Html, details, excerpt, join, number, part, table, tag
 from puna.flows.report.plot import Plot
 from puna.flows.report.run import Run, Step, for_people
 from puna.flows.report.svg import draw, grid
-from puna.stages.training.intervals import mean, wilson
+from puna.stages.training.intervals import Interval, mean, wilson
 
 OVERALL = ("all", "overall", "total", "mean")
 TASKS_IN_A_PLOT = 4
@@ -41,8 +42,9 @@ def model_label(step: Step) -> str:
 
 
 def evaluations(run: Run) -> list[Step]:
-    """Steps that evaluated a model; experiments write the same kind of artifact."""
-    return [s for s in run.kind("evaluation") if any(i.kind == "model" for i in s.artifact.manifest.inputs)]
+    """Steps that evaluated a model, but for control arms; experiments write the same kind of artifact."""
+    found = [s for s in run.kind("evaluation") if any(i.kind == "model" for i in s.artifact.manifest.inputs)]
+    return [s for s in found if not arms.CONTROL.fullmatch(s.name)]
 
 
 def measurements(run: Run) -> dict[tuple[str, str], list[Measured]]:
@@ -135,6 +137,38 @@ def _cell(m: Measured | None) -> Content:
         return "–"
     span = tag("small", f"{number(m.low, 3)} to {number(m.high, 3)}") if m.low is not None and m.high is not None else None
     return [number(m.value), span]
+
+
+def arms_view(run: Run) -> Html:
+    """Each round beside its control arms: shares with intervals, how far the round is beyond each, and what each part earned."""
+    shown = []
+    for found in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
+        head: list[Content] = ["arm"]
+        for metric in found.metrics:
+            head += [arms.METRICS[metric], "the round beyond it"]
+        rows: list[list[Content]] = []
+        for arm in found.scores:
+            row: list[Content] = [arms.NAMES.get(arm, arm)]
+            for metric in found.metrics:
+                share = found.share(arm, metric)
+                row.append([f"{share.value:.3f}", tag("small", f"{share.low:.3f} to {share.high:.3f}")])
+                row.append("" if arm == "round" or "round" not in found.scores else _gain(found.gain("round", arm, metric)))
+            rows.append(row)
+        claims = [
+            [claim.name, arms.NAMES[claim.control], arms.METRICS[claim.metric], _gain(claim.gain), claim.verdict]
+            for claim in found.claims()
+        ]
+        beside = table(["what", "its strongest control", "of answers", "gain", "verdict"], claims, numeric=[3])
+        shown.append(part(f"Round {found.number} and its controls", table(head, rows, numeric=range(1, len(head))), beside))
+    note = (
+        "Control arms are trained on the same answers and labels for as many steps. Gains are differences on the same held-out prompts, "
+        "with 95 % intervals; where that holds 0, a part has earned nothing."
+    )
+    return join([tag("p", note, class_="note"), *shown]) if shown else Html("")
+
+
+def _gain(gain: Interval) -> Content:
+    return [f"{gain.value:+.3f}", tag("small", f"{gain.low:+.3f} to {gain.high:+.3f}")]
 
 
 # --- reward -------------------------------------------------------------------------------------------
@@ -233,7 +267,7 @@ def _question(rows: Mapping[str, Mapping[str, Any]], steps: Sequence[Step]) -> H
     facts = first["about"]
     told = [tag("span", facts["task"], class_="tag")] if facts.get("task") else []
     if facts.get("reference") is not None:
-        told.append(tag("span", "right answer: ", tag("b", excerpt(str(facts["reference"]), 120)), class_="note"))
+        told.append(tag("span", "a right answer: ", tag("b", excerpt(str(facts["reference"]), 120)), class_="note"))
     sides = [_answer(model_label(step), rows.get(step.name)) for step in steps]
     prompt = tag("p", excerpt(str(first["prompt"] or ""), 600), class_="prompt", dir="auto")
     return tag("article", tag("p", told) if told else None, prompt, tag("div", sides, class_="sides"), class_="question")

@@ -170,6 +170,7 @@ def _alignment(run: Run) -> Html:
     return section(
         "alignment", "Evaluation and alignment", "What each step taught the model, and what it answers now.",
         alignment.accuracy_view(run),
+        alignment.arms_view(run),
         alignment.answers_view(run),
         alignment.reward_view(run),
         part("Rules on preferences and instructions", curate.funnel_view(filters, None, "rows")) if filters else None,

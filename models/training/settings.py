@@ -167,6 +167,7 @@ class TrainingSettings(Settings):
     """How a model is trained on a set of examples."""
 
     epochs: float = Field(1.0, gt=0, le=1000, description="Passes over the examples")
+    steps: int | None = Field(None, ge=1, description="Optimization steps, whatever the number of examples; null: those of `epochs`")
     batch_size: int = Field(32, ge=1, description="Examples per step")
     schedule: ScheduleSettings = Field(ScheduleSettings(), description="Learning rate over the run")
     optimizer: OptimizerSettings = Field(OptimizerSettings(weight_decay=0.0, beta2=0.98), description="The optimizer")
@@ -174,7 +175,7 @@ class TrainingSettings(Settings):
 
     def train_config(self, examples: int) -> TrainConfig:
         """The loop's settings for that many examples; the last step is full."""
-        steps = max(1, math.ceil(self.epochs * examples / self.batch_size))
+        steps = self.steps or max(1, math.ceil(self.epochs * examples / self.batch_size))
         return TrainConfig(steps=steps, schedule=self.schedule, optimizer=self.optimizer, compute=self.compute)
 
 

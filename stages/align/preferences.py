@@ -6,8 +6,9 @@ The annotator is simulated, so that every preference can be traced to the prompt
    (of one model, where only one answered), never one answer twice.
 2. *Judging.* An answer's quality is `gold_weight * gold + (1 - gold_weight) * closeness`: the verifier's score,
    and how close the text comes to the reference (one minus the edit distance as a fraction of the longer
-   text). The margin of a pair is the difference of its qualities plus normal noise; its sign says which
-   answer is chosen, so that noise makes mistakes as annotators do.
+   text); or, where a `taste` is configured, its score in place of the closeness. The margin of a pair is the
+   difference of its qualities plus normal noise; its sign says which answer is chosen, so that noise makes
+   mistakes as annotators do.
 3. *Level.* The margin falls into significantly better, better, slightly better or marginally better. Below
    the last threshold the two are similar: the pair is dropped.
 4. *Editing.* A chosen answer that is not right is improved to the reference: edited > chosen > rejected. Where
@@ -16,18 +17,22 @@ The annotator is simulated, so that every preference can be traced to the prompt
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from puna.stages.align.sample import read_answers
 from puna.stages.contract import Answers, Figure, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import answering
 from puna.stages.draws import fraction, identifier
-from puna.stages.verifiers.base import is_correct
+from puna.stages.verifiers.base import Score, is_correct
+from puna.stages.verifiers.registry import from_json
+from puna.stages.verifiers.scoring import Scorer
+from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import PunaError
 
 Level = Literal["significantly_better", "better", "slightly_better", "marginally_better"]
@@ -64,11 +69,28 @@ class PreferencesConfig(SeededConfig):
     gold_weight: float = Field(
         0.6, ge=0, le=1, description="Weight of the verifier's score in an answer's quality; the rest is closeness to the reference"
     )
+    taste: dict[str, JsonValue] | None = Field(
+        None, description="A verifier, {name: …, …}, of what annotators like beside right answers; its score takes the place of closeness"
+    )
+    judged_fraction: float = Field(1.0, gt=0, le=1, description="Share of the prompts whose answers are judged")
     noise: float = Field(0.05, ge=0, description="Standard deviation of the annotator's noise on a margin, quality")
     edit: bool = Field(True, description="Improve a chosen answer that is not right to the reference answer")
     heldout_fraction: float = Field(
         0.1, ge=0, lt=1, description="Share of prompts whose pairs are kept from training, to measure the reward model"
     )
+
+    def reaches(self) -> list[tuple[str, str]]:
+        """The code of the taste."""
+        return from_json(self.taste).reaches() if self.taste is not None else []
+
+    @model_validator(mode="after")
+    def _taste_is_a_verifier(self) -> PreferencesConfig:
+        if self.taste is not None:
+            try:
+                from_json(self.taste)
+            except PunaError as error:
+                raise ValueError(f"taste: {error}") from error
+        return self
 
 
 @stage(kind="preferences")
@@ -83,6 +105,10 @@ def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, r
         raise PunaError(f"preferences: {len(bare)} of {len(by_prompt)} prompts have no verifier to judge by, for example {bare[0]}")
     kept: list[dict[str, Any]] = []
     dropped: list[dict[str, Any]] = []
+    by_prompt = {name: some for name, some in by_prompt.items() if fraction("judged", config.seed, name) < config.judged_fraction}
+    if not by_prompt:
+        raise PunaError(f"preferences: no prompt is among the judged share of {config.judged_fraction}; raise judged_fraction")
+    _liked(by_prompt, asked, config, run)
     for prompt_id in sorted(by_prompt):
         prompt = asked[prompt_id]
         generator = run.generator("pairs", prompt_id)
@@ -100,6 +126,20 @@ def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, r
     run.write_rows(kept)
     run.write_rows(dropped, "dropped")
     _report(kept, dropped, run)
+
+
+def _liked(by_prompt: dict[str, list[dict[str, Any]]], asked: dict[str, dict[str, Any]], config: PreferencesConfig, run: StageRun) -> None:
+    """Note in each answer, as `liked`, how far it is to the annotator's taste: None where there is none."""
+    answers = [answer for some in by_prompt.values() for answer in some]
+    if config.taste is None:
+        scores = [Score(None)] * len(answers)
+    else:
+        rows = {name: {**asked[name], "verifier": json.dumps(config.taste)} for name in by_prompt}
+        scorer = Scorer(list(rows.values()), ScoringConfig(), run, needed="preferences")
+        scores = scorer.scores([(rows[answer["prompt_id"]], answer["text"]) for answer in answers])
+        scorer.report()
+    for answer, score in zip(answers, scores, strict=True):
+        answer["liked"] = score.value
 
 
 def _report(kept: list[dict[str, Any]], dropped: list[dict[str, Any]], run: StageRun) -> None:
@@ -147,12 +187,12 @@ def judge(
     row: dict[str, Any] = {"id": identifier("pair", *sorted((first["id"], second["id"])))}
     if not (first["finished"] and second["finished"]):
         return row, "unfinished", None
-    if first["gold"] is None or second["gold"] is None:
+    if None in (first["gold"], second["gold"]) or (config.taste is not None and None in (first["liked"], second["liked"])):
         return row, "unscored", None
     texts = first["text"].strip(), second["text"].strip()
     if texts[0] == texts[1]:
         return row, "identical", 0.0
-    qualities = [quality(answer, prompt["reference"], config.gold_weight) for answer in (first, second)]
+    qualities = [quality(answer, prompt["reference"], config) for answer in (first, second)]
     margin = qualities[0] - qualities[1] + config.noise * noise
     chosen, rejected = (first, second) if margin >= 0 else (second, first)
     level = config.thresholds.level(abs(margin))
@@ -181,11 +221,17 @@ def judge(
     )
 
 
-def quality(answer: dict[str, Any], reference: str | None, gold_weight: float) -> float:
-    """0 to 1: the verifier's score and the closeness to the reference, weighted; the score alone where there is no reference."""
-    if reference is None:
+def quality(answer: dict[str, Any], reference: str | None, config: PreferencesConfig) -> float:
+    """0 to 1: the verifier's score and the annotator's taste, or else the closeness to the reference, weighted; the score alone
+    where there is neither.
+    """
+    if config.taste is not None:
+        beside = float(answer["liked"])
+    elif reference is not None:
+        beside = closeness(answer["text"].strip(), reference.strip())
+    else:
         return float(answer["gold"])
-    return float(gold_weight * answer["gold"]) + (1 - gold_weight) * closeness(answer["text"].strip(), reference.strip())
+    return float(config.gold_weight * answer["gold"]) + (1 - config.gold_weight) * beside
 
 
 def closeness(text: str, reference: str) -> float:

@@ -1,26 +1,34 @@
-"""Rejection sampling: the reward model's best of K answers becomes training data."""
+"""Rejection sampling: one of K answers becomes training data, by the reward model's choice or another's."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from puna.stages.align.reward_model import score_answers
 from puna.stages.align.sample import read_answers
-from puna.stages.contract import Answers, Figure, Model, Prompts, StageRun, stage
+from puna.stages.contract import Answers, Figure, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import dump, messages_of, shown
-from puna.stages.draws import identifier
+from puna.stages.draws import hashed, identifier
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
 from puna.stages.training.train import Example, load_model, render
 from puna.stages.verifiers.base import is_correct
-from puna.storage import Artifact
+from puna.storage import Artifact, PunaError
+
+Pick = Literal["reward_model", "random", "majority", "verifier"]
 
 
-class RejectionSampleConfig(BadRowsConfig):
-    """How answers are scored."""
+class RejectionSampleConfig(BadRowsConfig, SeededConfig):
+    """How answers are scored and chosen."""
+
+    pick: Pick = Field(
+        "reward_model",
+        description="The answer with the highest reward; any answer, by chance; the most frequent text; or, by chance, one that the "
+        "prompt's verifier calls right, and none where there is none",
+    )
 
     models: int = Field(0, ge=0, description="Use the answers of this many of the models only, best mean reward first; 0: all")
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
@@ -29,41 +37,59 @@ class RejectionSampleConfig(BadRowsConfig):
 
 @stage(kind="instructions")
 def rejection_sample(
-    answers: Answers, reward_model: Model, prompts: Prompts, config: RejectionSampleConfig, run: StageRun
+    answers: Answers, reward_model: Model | None, prompts: Prompts, config: RejectionSampleConfig, run: StageRun
 ) -> None:
-    """The answer with the highest reward for each prompt (Llama 3, section 4.2.2).
+    """One finished answer for each prompt: the one with the highest reward (Llama 3, section 4.2.2), or see `pick`.
 
-    Side tables: `scores` holds, per instruction, `reward` and `agreement` (the share of the prompt's answers
-    with the same text), and per answer its `reward`; `dropped` the prompts whose answers were all cut off
-    (`unfinished`) were finished by other models than the best `models` only (`unselected_models`), or cannot be scored; see `bad_rows`.
+    Side tables: `scores` holds, per instruction, `agreement` (the share of the prompt's answers with the same text) and, where the
+    reward model picks, `reward`, which each answer has, too; `dropped` the prompts whose answers were all cut off
+    (`unfinished`), were finished by other models than the best `models` only (`unselected_models`), of which none is right
+    (`none_right`), or that cannot be scored; see `bad_rows`.
     Metrics compare the gold accuracy of the picked answers with the mean and with the best that was there.
     """
     asked, groups = read_answers(answers, prompts)
     finished = {key: [a for a in group if a["finished"]] for key, group in groups.items()}
     candidates = {key: finished[key] for key in sorted(finished) if finished[key]}
     bad = BadRows(config, "rejection_sample")
-    candidates = _scored(candidates, asked, reward_model, config, bad, run)
-    candidates = _best_models(candidates, config.models)
-    picked = {key: max(group, key=lambda a: (a["reward"], a["id"])) for key, group in candidates.items()}
+    if config.pick == "reward_model":
+        if reward_model is None:
+            raise PunaError("rejection_sample: pick=reward_model needs a reward_model; give one, or choose another pick")
+        candidates = _scored(candidates, asked, reward_model, config, bad, run)
+        candidates = _best_models(candidates, config.models)
+    picked = {key: best for key, group in candidates.items() if (best := _picked(key, group, config)) is not None}
     rows, scores = [], []
     for key, best in picked.items():
         row = _instruction(asked[key], best, config.source)
         texts = Counter(a["text"].strip() for a in candidates[key])
         agreement = texts[best["text"].strip()] / len(candidates[key])
         rows.append(row)
-        scores.append({"id": row["id"], "name": "reward", "value": best["reward"]})
         scores.append({"id": row["id"], "name": "agreement", "value": agreement})
-        scores += [{"id": a["id"], "name": "reward", "value": a["reward"]} for a in candidates[key]]
+        if config.pick == "reward_model":
+            scores.append({"id": row["id"], "name": "reward", "value": best["reward"]})
+            scores += [{"id": a["id"], "name": "reward", "value": a["reward"]} for a in candidates[key]]
     dropped = bad.dropped
     for key in sorted(set(groups) - set(picked) - {row["id"] for row in dropped}):
-        # No answer came to its end; or some did, but none of the models that were chosen.
-        rule, count = ("unselected_models", len(finished[key])) if finished[key] else ("unfinished", len(groups[key]))
+        # No answer came to its end; or some did, but none of them is right, or of the models that were chosen.
+        left = "none_right" if key in candidates else "unselected_models"
+        rule, count = (left, len(finished[key])) if finished[key] else ("unfinished", len(groups[key]))
         dropped.append({"id": key, "rule": rule, "value": float(count), "threshold": None, "detail": shown(messages_of(asked[key]))})
     run.count_input(len(groups))
     run.write_rows(rows)
     run.write_rows(scores, "scores")
     run.write_rows(dropped, "dropped")
     _report(candidates, picked, run)
+
+
+def _picked(key: str, group: list[dict[str, Any]], config: RejectionSampleConfig) -> dict[str, Any] | None:
+    """The answer that is chosen of a prompt's; None where none is right."""
+    if config.pick == "reward_model":
+        return max(group, key=lambda a: (a["reward"], a["id"]))
+    if config.pick == "verifier":
+        group = [a for a in group if is_correct(a["gold"])]
+    elif config.pick == "majority":
+        texts = Counter(a["text"].strip() for a in group)
+        group = [a for a in group if texts[a["text"].strip()] == max(texts.values())]
+    return min(group, key=lambda a: hashed(config.seed, "pick", key, a["id"]), default=None)
 
 
 def _scored(
@@ -116,7 +142,7 @@ def _instruction(prompt: dict[str, Any], best: dict[str, Any], source: str) -> d
         "messages": dump([*messages_of(prompt), {"role": "assistant", "content": best["text"].strip()}]),
         "tools": prompt["tools"],
         "source": source,
-        "score": best["reward"],
+        "score": best.get("reward"),
     }
 
 
@@ -127,7 +153,7 @@ def _report(candidates: dict[str, list[dict[str, Any]]], picked: dict[str, dict[
     mean = _mean([_mean([float(is_correct(a["gold"])) for a in group]) for group in candidates.values()])
     best = _mean([float(any(is_correct(a["gold"]) for a in group)) for group in candidates.values()])
     chosen = _mean([float(is_correct(a["gold"])) for a in picked.values()])
-    bars: list[tuple[Any, float]] = [("mean answer", mean), ("picked by the reward model", chosen), ("best of K", best)]
+    bars: list[tuple[Any, float]] = [("mean answer", mean), ("picked", chosen), ("best of K", best)]
     for name, value in zip(("mean_accuracy", "picked_accuracy", "best_accuracy"), (mean, chosen, best), strict=True):
         run.metric(name, value)
     run.figure(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Reward = Literal["reward_model", "verifier", "product"]
 REWARDS = (
     "What an answer is rewarded by: the reward model's number; the score of the prompt's verifier, 0 to 1; "
-    "or product: the score times the sigmoid of the number"
+    "or product: the score times the sum of `floor` and the sigmoid of the number"
 )
 
 
@@ -29,9 +29,10 @@ def rewards_of(
     asked: Sequence[Sequence[int]],
     tokenizer: Tokenizer,
     micro_batch_tokens: int,
+    floor: float = 0.0,
 ) -> Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], list[list[float]]]:
     """The rewards of answers to prompts, given as ids: the verifier's score, the reward model's number, or the product of the score
-    and the number's sigmoid. `asked` are the ids of `rows`.
+    and the sum of `floor` and the number's sigmoid. `asked` are the ids of `rows`.
     """
     from puna.models.training.ppo import reward_model_scorer
 
@@ -53,6 +54,6 @@ def rewards_of(
         if numbers is None:
             return scores
         both = zip(scores, numbers(prompts, completions), strict=True)
-        return [[score * sigmoid(number) for score, number in zip(*pair, strict=True)] for pair in both]
+        return [[score * (floor + sigmoid(number)) for score, number in zip(*pair, strict=True)] for pair in both]
 
     return rewards

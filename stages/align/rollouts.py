@@ -29,6 +29,9 @@ class RolloutsConfig(RolloutSettings, AdapterConfig):
     """How answers are sampled, what they are rewarded by, and what of the policy is trained."""
 
     reward: Reward = Field("reward_model", description=REWARDS)
+    floor: float = Field(
+        0.0, ge=0, le=100, description="With reward product: added to the sigmoid, so that a right answer counts whatever its number"
+    )
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
 
@@ -71,7 +74,7 @@ def optimize(
     rows, asked = _asked(prompts, lambda row: prompt_ids(tokenizer, row), config, run)
     scorer = None if config.reward == "reward_model" else Scorer(rows, config.scoring, run, judges, needed=run.stage)
     frozen = None if config.reward == "verifier" or scalar is None else copy.deepcopy(scalar).requires_grad_(False)
-    rewards = rewards_of(scorer, frozen, rows, asked, tokenizer, config.compute.micro_batch_tokens)
+    rewards = rewards_of(scorer, frozen, rows, asked, tokenizer, config.compute.micro_batch_tokens, config.floor)
     if critic and scalar is None:
         scalar = load_model(policy, "scalar", new=True)[0]
     reference = copy.deepcopy(model).requires_grad_(False)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from puna.stages.contract import Documents, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import answer_text, messages_of, prompt_ids, shown
@@ -16,7 +16,8 @@ from puna.stages.training import bits_per_byte, intervals
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, rank, smallest
 from puna.stages.training.train import load_model
-from puna.stages.verifiers.base import is_correct
+from puna.stages.verifiers.base import Score, is_correct
+from puna.stages.verifiers.registry import from_json
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
 from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, Part, PunaError
@@ -46,6 +47,9 @@ class AnswersConfig(StageConfig):
     prompts_per_task: int = Field(100, ge=1, description="Held-out prompts of each task")
     temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
     max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
+    taste: dict[str, JsonValue] | None = Field(
+        None, description="A verifier, {name: …, …}, of what annotators like beside right answers; metric `liked`: right and to their taste"
+    )
     examples: int = Field(4, ge=0, description="Answers of each task kept as examples for a reader")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
@@ -63,6 +67,10 @@ class EvaluateConfig(BadRowsConfig, SeededConfig):
         if self.context is not None and self.context > self.micro_batch_tokens:
             raise ValueError(f"context {self.context} does not fit into micro_batch_tokens {self.micro_batch_tokens}")
         return self
+
+    def reaches(self) -> list[tuple[str, str]]:
+        """The code of the taste."""
+        return from_json(self.answers.taste).reaches() if self.answers.taste is not None else []
 
 
 @stage(kind="evaluation", named=verifiers_named)
@@ -82,7 +90,8 @@ def evaluate(
     page's own continuation and those of others. Prompts: answers in the chat format, scored by the prompt's
     verifier, for which `judges` are models that it may name; a prompt counts as solved at a score of 1. Where a
     verifier fails on an answer, the answer is left out of the task's numbers and counted in `unscored_answers`. Prompts that the chat
-    template refuses are not asked, and are in `dropped`; see `bad_rows`. The side table `scores` has the score of each prompt.
+    template refuses are not asked, and are in `dropped`; see `bad_rows`. The side table `scores` has the `score` of each prompt and,
+    where there is a taste, whether its answer is `liked`, 1 or 0, so that two models can be compared prompt by prompt.
     """
     if documents is None and prompts is None:
         raise PunaError("evaluate needs documents or prompts: give at least one of them")
@@ -239,9 +248,13 @@ def _answers(
     texts = [answer_text(completion.tokens, tokenizer) for (completion,) in completions]
     scores = scorer.scores(list(zip(rows, texts, strict=True)))
     scorer.report()
+    liked: Sequence[Score] = [Score(None)] * len(rows)
+    if (taste := config.answers.taste) is not None:
+        tasted = [{**row, "verifier": json.dumps(taste)} for row in rows]
+        liked = Scorer(tasted, config.answers.scoring, run, judges).scores(list(zip(tasted, texts, strict=True)))
     found = [
-        {**row, "text": text, "gold": score.value, "detail": score.detail, "finished": completion.finished}
-        for row, text, score, (completion,) in zip(rows, texts, scores, completions, strict=True)
+        {**row, "text": text, "gold": score.value, "liked": like.value, "detail": score.detail, "finished": completion.finished}
+        for row, text, score, like, (completion,) in zip(rows, texts, scores, liked, completions, strict=True)
     ]
     _judge(found, config.answers.examples, run)
 
@@ -269,10 +282,16 @@ def _judge(found: Sequence[dict[str, Any]], examples: int, run: StageRun) -> Non
             rows.append(_row(task, "accuracy", accuracy, len(scored)))
             rows.append(_row(task, "score", intervals.mean(scored), len(scored)))
             bars.append((task, accuracy.value))
+        if tasted := [_liked(row) for row in members if row["gold"] is not None and row["liked"] is not None]:
+            rows.append(_row(task, "liked", intervals.wilson(sum(tasted), len(tasted)), len(tasted)))
         rows.append(_row(task, "finished", intervals.wilson(sum(row["finished"] for row in members), len(members)), len(members)))
         if task != ALL:
             chosen += members[:examples]
     run.write_rows(rows)
+    judged = [row for row in found if row["gold"] is not None]
+    scores = [{"id": row["id"], "name": "score", "value": row["gold"]} for row in judged]
+    scores += [{"id": row["id"], "name": "liked", "value": float(_liked(row))} for row in judged if row["liked"] is not None]
+    run.write_rows(scores, "scores")
     run.write_rows(
         [
             {"id": f"prompt-{row['id']}", "kind": "answer", "prompt": shown(messages_of(row)), "text": row["text"],
@@ -282,10 +301,13 @@ def _judge(found: Sequence[dict[str, Any]], examples: int, run: StageRun) -> Non
         ],
         "examples",
     )  # fmt: skip
-    scores = [{"id": row["id"], "name": "score", "value": row["gold"]} for row in found if row["gold"] is not None]
-    run.write_rows(scores, "scores")
     if not bars:
         raise PunaError(f"evaluate: no answer could be scored; the first: {found[0]['detail']}")
     run.metric("accuracy", bars[0][1])
     run.metric("prompts", len(found))
     run.figure("accuracy", Figure(title="Held-out tasks solved", x="task", y="accuracy", kind="bar", series={"accuracy": bars}))
+
+
+def _liked(row: dict[str, Any]) -> bool:
+    """Whether an answer is right and to the annotators' taste."""
+    return is_correct(row["gold"]) and is_correct(row["liked"])

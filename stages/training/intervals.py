@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -86,3 +86,14 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interva
 def mean(values: Sequence[float]) -> Interval:
     """A mean with the interval of Student's t (1908)."""
     return ratio(values, [1.0] * len(values))
+
+
+def paired(one: Mapping[str, float], other: Mapping[str, float]) -> Interval:
+    """The mean difference one - other over the items that both have, with the interval of Student's t on the differences.
+
+    Two models that answer the same prompts differ by less than their own intervals say: what is hard for both drops out.
+    """
+    both = sorted(set(one) & set(other))
+    if not both:
+        raise ValueError("paired needs items that both have")
+    return mean([one[item] - other[item] for item in both])

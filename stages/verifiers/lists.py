@@ -1,0 +1,84 @@
+"""`numbers` and `items`: lists with many right answers, checked by what was asked of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from puna.stages.verifiers.base import BoundedVerifier, Question, Score
+from puna.stages.verifiers.registry import register
+
+LONGEST = 10_000
+"""Characters of an answer that may be a list."""
+
+
+@register
+class Numbers(BoundedVerifier):
+    """1 where the answer is that many whole numbers within the bounds, in order and with the remainder that is asked for, else 0.
+
+    Numbers stand apart by blanks or commas; nothing else may be in the answer. An order leaves no number twice.
+    """
+
+    name: ClassVar[str] = "numbers"
+
+    count: int = Field(ge=1, le=1000, description="Numbers that the answer has")
+    lower: int = Field(description="Smallest number allowed")
+    upper: int = Field(description="Largest number allowed")
+    divisor: int = Field(1, ge=1, description="What the numbers are divided by")
+    remainder: int = Field(0, ge=0, description="What each number leaves when divided by `divisor`")
+    order: Literal["rising", "falling", "any"] = Field("any", description="From small to large, from large to small, or any order")
+
+    @model_validator(mode="after")
+    def _can_be_answered(self) -> Numbers:
+        allowed = sum(n % self.divisor == self.remainder for n in range(self.lower, min(self.upper, self.lower + 1000 * self.divisor) + 1))
+        if allowed < (1 if self.order == "any" else self.count):
+            raise ValueError(f"{allowed} numbers from {self.lower} to {self.upper} leave {self.remainder} by {self.divisor}: too few")
+        return self
+
+    def score(self, question: Question, answer: str) -> Score:
+        """1 or 0."""
+        words = answer[:LONGEST].replace(",", " ").split()
+        if len(words) != self.count or not all(word.isascii() and word.isdecimal() and len(word) < 19 for word in words):
+            return Score(0.0, f"not {self.count} whole numbers")
+        found = [int(word) for word in words]
+        if wrong := [n for n in found if not self.lower <= n <= self.upper]:
+            return Score(0.0, f"{wrong[0]} is out of bounds")
+        if wrong := [n for n in found if n % self.divisor != self.remainder]:
+            return Score(0.0, f"{wrong[0]} leaves {wrong[0] % self.divisor} by {self.divisor}")
+        sign = {"rising": 1, "falling": -1, "any": 0}[self.order]
+        if sign and any(sign * (b - a) <= 0 for a, b in pairwise(found)):
+            return Score(0.0, f"not {self.order}")
+        return Score(1.0)
+
+
+@register
+class Items(BoundedVerifier):
+    """1 where the answer is that many of the items, none twice, apart by blanks or commas, else 0."""
+
+    name: ClassVar[str] = "items"
+
+    of: tuple[str, ...] = Field(min_length=1, max_length=1000, description="Items that may be chosen, without blanks or commas")
+    count: int = Field(ge=1, description="Items that the answer has")
+    ordered: bool = Field(False, description="In the order in which they stand in `of`")
+
+    @model_validator(mode="after")
+    def _can_be_answered(self) -> Items:
+        if len(set(self.of)) != len(self.of) or any(not item or "," in item or item.split() != [item] for item in self.of):
+            raise ValueError("items must differ and hold no blanks or commas")
+        if self.count > len(self.of):
+            raise ValueError(f"{self.count} of {len(self.of)} items cannot be chosen")
+        return self
+
+    def score(self, question: Question, answer: str) -> Score:
+        """1 or 0."""
+        words = answer[:LONGEST].replace(",", " ").split()
+        if len(words) != self.count or len(set(words)) != len(words):
+            return Score(0.0, f"not {self.count} different items")
+        places = [self.of.index(word) if word in self.of else -1 for word in words]
+        if -1 in places:
+            return Score(0.0, f"{words[places.index(-1)][:50]!r} was not to be chosen from")
+        if self.ordered and places != sorted(places):
+            return Score(0.0, "not in the order in which they stand")
+        return Score(1.0)
