@@ -10,7 +10,7 @@ from pydantic import Field
 
 from puna.stages.align.reward_model import score_answers
 from puna.stages.align.sample import read_answers
-from puna.stages.contract import Answers, Figure, Model, Prompts, SeededConfig, StageRun, stage
+from puna.stages.contract import Answers, Facts, Figure, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import dump, messages_of, shown
 from puna.stages.draws import hashed, identifier
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
@@ -19,6 +19,8 @@ from puna.stages.verifiers.base import is_correct
 from puna.storage import Artifact, PunaError
 
 Pick = Literal["reward_model", "random", "majority", "verifier"]
+
+NO_REWARD_MODEL = "pick=reward_model needs a reward_model; give one, or choose another pick"
 
 
 class RejectionSampleConfig(BadRowsConfig, SeededConfig):
@@ -35,7 +37,12 @@ class RejectionSampleConfig(BadRowsConfig, SeededConfig):
     source: str = Field("rejection_sampling", min_length=1, description="Name of the source in the instructions table")
 
 
-@stage(kind="instructions")
+def needs(config: RejectionSampleConfig, facts: Facts) -> list[str]:
+    """A reward model, where it picks."""
+    return [] if config.pick != "reward_model" or "reward_model" in facts.inputs else [NO_REWARD_MODEL]
+
+
+@stage(kind="instructions", needs=needs)
 def rejection_sample(
     answers: Answers, reward_model: Model | None, prompts: Prompts, config: RejectionSampleConfig, run: StageRun
 ) -> None:
@@ -53,7 +60,7 @@ def rejection_sample(
     bad = BadRows(config, "rejection_sample")
     if config.pick == "reward_model":
         if reward_model is None:
-            raise PunaError("rejection_sample: pick=reward_model needs a reward_model; give one, or choose another pick")
+            raise PunaError(f"rejection_sample: {NO_REWARD_MODEL}")
         candidates = _scored(candidates, asked, reward_model, config, bad, run)
         candidates = _best_models(candidates, config.models)
     picked = {key: best for key, group in candidates.items() if (best := _picked(key, group, config)) is not None}

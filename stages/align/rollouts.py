@@ -36,8 +36,13 @@ class RolloutsConfig(RolloutSettings, AdapterConfig):
 
 
 def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
-    """A chat template, one tokenizer for policy and reward model, and memory."""
-    return [*chat_template(facts, "policy"), *one_tokenizer(facts, "policy", "reward_model"), *trained(facts, "policy", config.method)]
+    """A chat template, a reward model where it rewards, one tokenizer for both, and memory."""
+    missing = [] if config.reward == "verifier" or "reward_model" in facts.inputs else [_without(config)]
+    return [*missing, *chat_template(facts, "policy"), *one_tokenizer(facts, "policy", "reward_model"), *trained(facts, "policy", config.method)]
+
+
+def _without(config: RolloutsConfig) -> str:
+    return f"reward={config.reward} needs a reward_model; give one, or set reward=verifier"
 
 
 class Job(NamedTuple):
@@ -66,7 +71,7 @@ def optimize(
     without one as the policy with a head of zeros.
     """
     if reward_model is None and config.reward != "verifier":
-        raise PunaError(f"{run.stage}: reward={config.reward} needs a reward_model; give one, or set reward=verifier")
+        raise PunaError(f"{run.stage}: {_without(config)}")
     if reward_model is not None:
         check_one_tokenizer([policy, reward_model], f"{run.stage}: the reward model reads the policy's tokens")
     model, tokenizer = load_model(policy, "lm")

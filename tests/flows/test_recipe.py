@@ -43,16 +43,15 @@ def config_of(recipe: Recipe, label: str, flow: str = "pipeline"):
 
 
 def test_the_order_of_the_pipeline() -> None:
-    order = labels(load("demo", ["ppo=null"]))
+    order = labels(load("demo", ["controls=false"]))
     assert order[1:5] == ["ingest", "extract", "url_filter", "url_dedup"]
     assert order.index("select") < order.index("pii") < order.index("minhash_dedup") < order.index("line_dedup")
     assert order.index("line_dedup") < order.index("quality") < order.index("select_model") < order.index("decontaminate") < order.index("split")
     assert order.index("mix_experiment") < order.index("mix") < order.index("pretrain") < order.index("sft_first")
     assert len(order) == len(set(order))
     assert [name for name in order if name.endswith("_2")] == [
-        f"{name}_2" for name in ("prompts", "sample", "preferences", "reward_model", "rejection_sample", "data_quality", "sft", "dpo", "average",
-                                 "evaluate_round")
-    ]  # fmt: skip
+        f"{name}_2" for name in ("prompts", "sample", "preferences", "reward_model", "chosen", "sft", "dpo", "grpo", "evaluate_round")
+    ]
 
 
 def test_a_step_that_two_flows_share_runs_once() -> None:
@@ -73,7 +72,27 @@ def test_every_field_is_a_step_and_every_step_has_its_field() -> None:
 def test_the_aliases_of_the_pipeline() -> None:
     found = trace(flow_named("pipeline"), load("demo")).aliases
     assert {"documents@latest", "base@latest", "reward@latest", "policy@round-1", "policy@latest", "tokenizer@latest"} <= set(found)
-    assert found["policy@latest"] == found["policy@round-2"] == ("average_2",)
+    assert found["policy@latest"] == found["policy@round-2"] == ("grpo_2",)
+
+
+def test_control_arms_learn_from_what_their_round_learns_from() -> None:
+    recipe = load("demo", ["rounds=1"])
+    order = labels(recipe)
+    arms = [name.removeprefix("control_").removesuffix("_1") for name in order if name.startswith("control_")]
+    picks = [f"pick_{name}" for name in ("reward_model", "random", "majority", "verifier")]
+    assert arms == ["gold", "chosen", *picks, "no_rl", "no_dpo", "no_reward_model"]
+    given = inputs_of(recipe, "sft_1")
+    for name in ("gold", "chosen", *picks):
+        tuned = inputs_of(recipe, f"sft_{name}_1")
+        beside = {"gold": {"instructions"}, "chosen": {"instructions", "chosen_1"}}.get(name, {"instructions", "chosen_1", f"{name}_1"})
+        assert set(tuned["instructions"]) == beside and tuned["model"] == given["model"]
+        assert config_of(recipe, f"sft_{name}_1") == config_of(recipe, "sft_1")
+        assert inputs_of(recipe, f"control_{name}_1") == {**inputs_of(recipe, "evaluate_round_1"), "model": (f"sft_{name}_1",)}
+    assert inputs_of(recipe, "grpo_no_dpo_1")["policy"] == ("sft_1",) and inputs_of(recipe, "control_no_rl_1")["model"] == ("dpo_1",)
+    assert config_of(recipe, "grpo_no_reward_model_1").reward == "verifier" and config_of(recipe, "grpo_1").reward == "product"
+    assert not [name for name in labels(load("demo", ["controls=false"])) if "control" in name or "pick" in name]
+    with pytest.raises(PunaError, match=r"controls: takes true or false \(got 1\)"):
+        load("demo", ["controls=1"])
 
 
 def test_a_name_is_a_flow_unless_it_says_stage() -> None:
@@ -98,7 +117,7 @@ def test_what_passes_documents_may_be_left_out(step: str) -> None:
 def test_the_step_after_one_that_is_left_out_takes_what_it_would_have_taken() -> None:
     recipe = load("demo", ["line_dedup=null", "minhash_dedup=null"], "curate")
     assert inputs_of(recipe, "domains", "curate")["documents"] == ("pii",)
-    recipe = load("demo", ["rounds=1", "sft_first=null", "dpo=null", "ppo=null"])
+    recipe = load("demo", ["rounds=1", "controls=false", "sft_first=null", "dpo=null", "grpo=null", "sft_lora={}", "average={}"])
     assert inputs_of(recipe, "sample_1")["models"] == ("pretrain", "sft_lora") and inputs_of(recipe, "average_1")["models"] == ("sft_1",)
 
 
@@ -113,8 +132,8 @@ def test_what_another_step_needs_is_missed_before_anything_runs() -> None:
         "split needs signals (signals), which comes from domains, and the recipe leaves that out; keep domains, or leave out split too: "
         "--set split=null"
     ]
-    found = trace(flow_named("pipeline"), load("demo", ["reward_model=null", "rounds=1", "ppo=null"])).complaints
-    assert len(found) == 1 and found[0].startswith("rejection_sample_1 needs reward_model (model), which comes from reward_model, ") and found[0].endswith("--set rejection_sample=null")
+    found = trace(flow_named("pipeline"), load("demo", ["sample=null", "rounds=1", "controls=false"])).complaints
+    assert len(found) == 1 and found[0].startswith("preferences_1 needs answers (answers), which comes from sample, ") and found[0].endswith("--set preferences=null")
 
 
 def test_steps_that_are_off_are_asked_for() -> None:
