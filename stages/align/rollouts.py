@@ -38,7 +38,8 @@ class RolloutsConfig(RolloutSettings, AdapterConfig):
 def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
     """A chat template, a reward model where it rewards, one tokenizer for both, and memory."""
     missing = [] if config.reward == "verifier" or "reward_model" in facts.inputs else [_without(config)]
-    return [*missing, *chat_template(facts, "policy"), *one_tokenizer(facts, "policy", "reward_model"), *trained(facts, "policy", config.method)]
+    one = one_tokenizer(facts, "policy", "reward_model")
+    return [*missing, *chat_template(facts, "policy"), *one, *trained(facts, "policy", config.method)]
 
 
 def _without(config: RolloutsConfig) -> str:
