@@ -74,13 +74,13 @@ def controls(number: int, before: State, after: State, tasks: Output, heldout: O
     Arms of finetuning alone, with the round's own settings: on demonstrations; with the chosen answers; and with one answer more to
     each prompt, drawn in turn by each way to pick. Arms of the round without one part: DPO, RL, the reward model in RL.
     """
-    made = after.made
+    made, start = after.made, before.start or before.policy
 
     def arm(name: str, model: Output) -> None:
         step(evaluate, f"control_{name}_{number}", field="evaluate", model=model, prompts=heldout)
 
     def tuned(name: str, data: list[Output]) -> Output:
-        return step(sft, f"sft_{name}_{number}", field="sft", number=number, through="model", model=before.start or before.policy, instructions=data)
+        return step(sft, f"sft_{name}_{number}", field="sft", number=number, through="model", model=start, instructions=data)
 
     gold = list(before.instructions)
     arm("gold", tuned("gold", gold))
