@@ -48,6 +48,7 @@ class History:
     """What led to a policy. `rounds`: oldest first, refused ones too; data of all of them and of what the first one began with.
 
     `policy`: None where there is no store to look into. `roots`: the models that it all began with, pretrained or imported.
+    `demonstrations`: the instructions that no model of the rounds wrote.
     """
 
     policy: Artifact | None = None
@@ -56,6 +57,7 @@ class History:
     prompts: tuple[Artifact, ...] = ()
     preferences: tuple[Artifact, ...] = ()
     instructions: tuple[Artifact, ...] = ()
+    demonstrations: tuple[Artifact, ...] = ()
 
     @property
     def number(self) -> int:
@@ -81,8 +83,15 @@ class History:
         kinds = lineage.consumed(behind)
         models = [key for key in (policy.key, *lineage.ancestors([policy.key])) if lineage.kind[key] == "model"]
         roots = [key for key in models if not any(lineage.kind[up] == "model" for up in lineage.ancestors([key]))]
+        written = [a for a in kinds["instructions"] if any(lineage.kind[up] == "answers" for up in lineage.ancestors([a.key]))]
         return cls(
-            policy, tuple(found), lineage.artifacts(roots), *(kinds[kind] for kind in ("prompts", "preferences", "instructions"))
+            policy,
+            tuple(found),
+            lineage.artifacts(roots),
+            kinds["prompts"],
+            kinds["preferences"],
+            kinds["instructions"],
+            tuple(a for a in kinds["instructions"] if a not in written),
         )
 
 

@@ -72,7 +72,8 @@ def _round(
         new_prompts, f"development_{number}", field="development", default=DEVELOPMENT, pool=pool, used=[*used, fresh]
     )
     measured = step(evaluate, f"evaluate_policy_{number}", field="evaluate", model=policy, prompts=heldout)
-    data = _all(history.instructions, demonstrations)
+    # What an earlier policy wrote teaches a model that was never taught; the last policy has learned it, and writes better by now.
+    data = _all(history.instructions if anew else history.demonstrations, demonstrations)
     before = State(policy, Output("model", (), (), "other"), data, pairs, start=start if anew else None)
     after = one_round(number, before, fresh, heldout, development=development)
     verdict = step(

@@ -21,6 +21,7 @@ SCORES = "scores"
 class GateConfig(StageConfig):
     """What a candidate must show."""
 
+    metric: str = Field("score", min_length=1, description="Which of the evaluations' scores of single prompts are compared")
     min_gain: float = Field(
         0.0, ge=-1, le=1, description="The 95 % interval of the mean gain in score over all prompts must lie above this"
     )
@@ -86,7 +87,7 @@ def gate(
         if not any(i.kind == "model" and i.data_digest == model.data_digest for i in evaluation.manifest.inputs):
             raise PunaError(f"gate: {name}, {evaluation.id}, is no evaluation of {model.id}")
     tasks = {row["id"]: row["task"] for row in prompts.read(columns=["id", "task"]).to_pylist()}
-    first, second = (_scores(evaluation, tasks) for evaluation in (before, after))
+    first, second = (_scores(evaluation, tasks, config.metric) for evaluation in (before, after))
     first, second = ({key: some.get(key, 0.0) for key in first.keys() | second.keys()} for some in (first, second))
     try:
         found = compare(first, second, tasks)
@@ -109,11 +110,13 @@ def gate(
     run.figure("gain", Figure(title="Gain over the policy", x="task", y="score", kind="bar", series={"gain": bars}))
 
 
-def _scores(evaluation: Artifact, tasks: Mapping[str, str]) -> dict[str, float]:
+def _scores(evaluation: Artifact, tasks: Mapping[str, str], metric: str) -> dict[str, float]:
     """The score of each prompt; PunaError where there are none, or of other prompts."""
-    if SCORES not in evaluation.tables:
-        raise PunaError(f"gate: {evaluation.id} holds no scores of single prompts; make it with `evaluate` on prompts")
-    found = {row["id"]: float(row["value"]) for row in evaluation.read(SCORES).to_pylist() if row["name"] == "score"}
+    rows = evaluation.read(SCORES).to_pylist() if SCORES in evaluation.tables else []
+    found = {row["id"]: float(row["value"]) for row in rows if row["name"] == metric}
+    if not found:
+        there = ", ".join(sorted({row["name"] for row in rows})) or "none"
+        raise PunaError(f"gate: {evaluation.id} holds no {metric} of single prompts (there are: {there}); `evaluate` on prompts makes some")
     if strange := sorted(found.keys() - tasks.keys()):
         raise PunaError(f"gate: {evaluation.id} scores {len(strange)} prompts that are not given, for example {strange[0]}")
     return found

@@ -98,7 +98,8 @@ def recipe(folder: Path, **changes: Any) -> str:
         "prompts": {"tasks": [{"task": "chain_sum"}], "train": 1, "heldout": 1},
         "sample": {"answers": 8, "max_tokens": 16, "temperature": 1.0}, "preferences": {"pairs_per_prompt": 4, "thresholds": {"better": 0.2, "slightly_better": 0.1}},
         "data_quality": {"reward_quantile": 0.5, "semantic": {"clusters": 2, "max_similarity": 1.0}},
-        "reward_model": {"training": training}, "sft": {"training": training}, "dpo": {"training": training}, "ppo": None,
+        "reward_model": {"training": {**training, "epochs": 4}}, "dpo": {"training": training}, "ppo": None,
+        "sft": {"training": {**training, "schedule": {"learning_rate": 0.001}}},
         "average": {"search": {"steps": 2, "max_tokens": 16, "temperature": 1.0}}, "evaluate": {"answers": answers},
     }  # fmt: skip
     for name, value in changes.items():
