@@ -102,15 +102,16 @@ def list_(
         return print_rows(rows, as_json, ["run", "state", "artifacts", "reused", "error"])
     if kind is not None:
         known_kind(kind)
-    artifacts, names = [a for a in opened.artifacts() if kind in (None, a.kind)], opened.names()
+    found, names = [one for one in opened.entries() if kind in (None, one["kind"])], opened.names()
     if as_json:
-        return print_rows([summary(a, aliases=names.get(a.key, [])) for a in artifacts], True)
+        made = [Artifact(one["kind"], one["key"], opened.files) for one in found]
+        return print_rows([summary(a, aliases=names.get(a.key, [])) for a in made], True)
     rows = [
         {
-            "id": a.id, "stage": a.manifest.stage, "rows": a.rows() if a.kind in a.tables else None,
-            "created at": _when(a.manifest.created_at), "aliases": ", ".join(names.get(a.key, [])),
+            "id": Artifact(one["kind"], one["key"], opened.files).id, "stage": one["stage"], "rows": one["rows"],
+            "created at": _when(one["created_at"]), "aliases": ", ".join(names.get(one["key"], [])),
         }
-        for a in artifacts
+        for one in found
     ]  # fmt: skip
     print_rows(rows, False, ["id", "stage", "rows", "created at", "aliases"])
 

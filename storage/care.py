@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from puna.storage.artifact import Artifact
+from puna.storage.artifact import Artifact, place_of
 from puna.storage.files import LOCKS, Files
 from puna.storage.holding import drop, held
 from puna.storage.store import Store
@@ -54,7 +54,8 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
     abandoned = [key for key in works if _touched(files, f"work/{key}") <= old and not files.held(key)]
     kept, ended = held(files, store.holding.name)
     needed = _needed(store, keep_runs, kept, [key for key in works if key not in abandoned])
-    found = {a.place: "no alias and no recent run needs it" for a in store.artifacts() if a.key not in needed}
+    unneeded = (place_of(one["kind"], one["key"]) for one in store.entries() if one["key"] not in needed)
+    found = dict.fromkeys(unneeded, "no alias and no recent run needs it")
     found |= {f"work/{key}": "abandoned work" for key in abandoned}
     found |= {f"quarantine/{name}": "quarantined" for name in files.folders("quarantine")}
     garbage = [Garbage(place, reason, sum(s.bytes for s in files.stats(place).values())) for place, reason in found.items()]
@@ -80,7 +81,7 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
 
 
 def _needed(store: Store, keep_runs: int, kept: set[str], works: list[str]) -> set[str]:
-    by_key = {a.key: a for a in store.artifacts()}
+    by_key = {one["key"]: one for one in store.entries()}
     todo = [*kept, *store.aliases().values(), *store.acceptances().values()]
     # A run that ended before its first artifact holds no place among the last ones.
     logs = [log for log in map(store.log, store.runs()) if log.made]
@@ -94,8 +95,7 @@ def _needed(store: Store, keep_runs: int, kept: set[str], works: list[str]) -> s
         if key in needed or key not in by_key:
             continue
         needed.add(key)
-        manifest = by_key[key].manifest
-        todo += [i.key for i in manifest.inputs if i.kind != "external"] + [source.key for source in manifest.sources]
+        todo += [one["input"] for one in by_key[key]["inputs"] if one["kind"] != "external"] + by_key[key]["sources"]
     return needed
 
 

@@ -2,21 +2,20 @@
 
 Everything is derived from the manifests when the connection is made: nothing to keep in step, nothing
 that can go stale. A view is made when a statement first names it. The connection reads the store's own files only and cannot
-write. What manifests say is kept in a file beside them, because they never change: ten thousand are not parsed each time.
+write.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
-from typing import Any
+from collections.abc import Iterable
 
 import duckdb
 import pyarrow as pa
 
-from puna.storage.artifact import Artifact
+from puna.storage.artifact import Artifact, place_of
 from puna.storage.errors import PunaError
+from puna.storage.index import Entry
 from puna.storage.parts import Stored
 from puna.storage.schemas import TABLES
 from puna.storage.store import Store
@@ -31,21 +30,18 @@ ARTIFACTS = pa.schema(
 )  # fmt: skip
 LINEAGE = pa.schema({"artifact": pa.string(), "input": pa.string(), "name": pa.string(), "kind": pa.string(), "data_digest": pa.string()})
 METRICS = pa.schema({"artifact": pa.string(), "stage": pa.string(), "name": pa.string(), "value": pa.float64(), "text": pa.string()})
-
-
-SUMMARIES = "summaries.jsonl"
+META = {"artifacts": ARTIFACTS, "lineage": LINEAGE, "metrics": METRICS}
 
 
 class Catalog:
     """An open connection to the tables of a store; `artifact` is a column of each table's view (the artifact's key)."""
 
     def __init__(self, store: Store) -> None:
-        self._summaries = _summaries(store)
+        self._entries = [one for one in store.entries() if one["sound"]]
         self._store = store
         self._known: set[str] = set()
         self.connection = duckdb.connect()
         self.connection.execute("set TimeZone='UTC'")
-        _meta(self.connection, self._summaries)
         # Only the store's own files can be read, whatever a statement says; a view names them by pattern.
         self._objects = f"{store.files.sql(self.connection)}objects/"
         allowed = ", ".join(literal(form) for form in sorted({self._objects, pattern(self._objects)}))
@@ -60,14 +56,18 @@ class Catalog:
         self.connection.close()
 
     def view(self, *names: str) -> None:
-        """Make the views of these tables."""
-        for name in names:
-            if name in TABLES and name not in self._known:
-                self._known.add(name)
+        """Make the views of these tables, and the tables `artifacts`, `lineage` and `metrics`."""
+        for name in set(names) - self._known:
+            self._known.add(name)
+            if name in META:
+                self.connection.register(f"_{name}", _meta(name, self._entries))
+                self.connection.execute(f"create table {name} as select * from _{name}")
+                self.connection.unregister(f"_{name}")
+            elif name in TABLES:
                 self._make(name)
 
     def _make(self, name: str) -> None:
-        having = [s for s in self._summaries if name in s["tables"]]
+        having = [s for s in self._entries if name in s["tables"]]
         plain = [self._file(s, file) for s in having if not s["tables"][name]["sources"] for file in s["tables"][name]["files"]]
         queries = []
         if plain:
@@ -85,17 +85,15 @@ class Catalog:
                 "`puna verify` names the damaged one, with --quarantine it is set aside"
             ) from error
 
-    def _file(self, summary: dict[str, Any], file: str) -> str:
-        key = str(summary["artifact"])
-        return f"{self._objects}{summary['kind']}/{key[:2]}/{key}/{file}"
+    def _file(self, entry: Entry, file: str) -> str:
+        return f"{self._objects}{place_of(entry['kind'], entry['key']).removeprefix('objects/')}/{file}"
 
     def _named(self, stored: Stored) -> str:
         return self._objects + stored.name.removeprefix("objects/")
 
-    def _selection(self, summary: dict[str, Any], name: str) -> str:
+    def _selection(self, entry: Entry, name: str) -> str:
         """The rows of a table of which some lie in other artifacts: those that its order files name."""
-        table = summary["tables"][name]
-        artifact = Artifact(summary["kind"], summary["artifact"], self._store.files)
+        artifact = Artifact(entry["kind"], entry["key"], self._store.files)
         pieces = []
         for shard in artifact.shards(name):
             if not shard.rows:
@@ -108,54 +106,13 @@ class Catalog:
                 named = f"(select row from {order} where source = {number}) o on o.row = t.file_row_number"
                 chosen = "" if order is None else f" semi join {named}"
                 if order is not None or number == 0:
-                    pieces.append(f"select {literal(table['key'])} as artifact, * exclude (file_row_number) from {rows} t{chosen}")
+                    pieces.append(f"select {literal(artifact.key)} as artifact, * exclude (file_row_number) from {rows} t{chosen}")
         return " union all by name ".join(pieces)
 
 
 def connect(store: Store) -> Catalog:
     """A connection with all tables."""
     return Catalog(store)
-
-
-def _summaries(store: Store) -> list[dict[str, Any]]:
-    """What the manifests of all artifacts say, oldest first; damaged ones are left out."""
-    kept: dict[str, dict[str, Any]] = {}
-    with contextlib.suppress(OSError):
-        for line in store.files.read(SUMMARIES).splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                found = json.loads(line)
-                kept[f"{found['kind']}/{found['artifact']}"] = found
-    summaries, new = [], []
-    for artifact in store.committed():
-        found = kept.get(f"{artifact.kind}/{artifact.key}")
-        if found is None:
-            try:
-                found = _summary(artifact)
-            except PunaError:
-                continue
-            new.append(json.dumps(found).encode() + b"\n")
-        summaries.append(found)
-    if new:
-        with contextlib.suppress(OSError):
-            store.files.append(SUMMARIES, b"".join(new))
-    return sorted(summaries, key=lambda s: (s["created_at"], s["artifact"]))
-
-
-def _summary(artifact: Artifact) -> dict[str, Any]:
-    m = artifact.manifest
-    if m.contradictions() or (m.kind, m.key) != (artifact.kind, artifact.key):
-        raise PunaError(f"{artifact.id}: its manifest was changed")
-    tables = {
-        name: {"key": m.key, "files": [s.file for s in table.shards if s.file], "sources": len(table.sources)}
-        for name, table in m.tables.items()
-    }
-    return {
-        "artifact": m.key, "kind": m.kind, "stage": m.stage, "rows": m.tables[m.kind].rows if m.kind in m.tables else None,
-        "bytes": sum(f.bytes for f in m.files.values()), "seconds": m.timings.get("seconds"), "created_at": m.created_at,
-        "run": m.run, "data_digest": m.data_digest, "code_version": m.code_version, "config": json.dumps(m.config), "seed": m.seed,
-        "tables": tables, "metrics": m.metrics,
-        "inputs": [{"input": i.key, "name": i.name, "kind": i.kind, "data_digest": i.data_digest} for i in m.inputs],
-    }  # fmt: skip
 
 
 def query(store: Store, text: str) -> pa.Table:
@@ -173,9 +130,9 @@ def run(opened: Catalog, text: str) -> pa.Table:
             raise PunaError(f"give one SQL statement, not {len(statements)}")
         if not _reads(connection, statements[0]):
             raise PunaError("the catalog is read-only: only SELECT, SHOW, DESCRIBE, SUMMARIZE and EXPLAIN of these are run")
-        opened.view(*(name for name in TABLES if re.search(rf"(?i)\b{name}\b", text)))
+        opened.view(*(name for name in (*META, *TABLES) if re.search(rf"(?i)\b{name}\b", text)))
         if re.match(r"(?i)\s*show\b", text):
-            opened.view(*TABLES)
+            opened.view(*META, *TABLES)
         relation = connection.sql(text)
         table = relation.to_arrow_table() if relation is not None else pa.table({})
         return table.rename_columns(_distinct(table.schema.names))
@@ -235,15 +192,17 @@ def _duck(kind: pa.DataType) -> str:
     return names.get(str(kind), "timestamptz")
 
 
-def _meta(connection: duckdb.DuckDBPyConnection, summaries: list[dict[str, Any]]) -> None:
-    """The tables `artifacts`, `lineage` and `metrics`."""
-    lineage, metrics = [], []
-    for summary in summaries:
-        lineage += [{"artifact": summary["artifact"], **one} for one in summary["inputs"]]
-        for name, value in summary["metrics"].items():
-            number = float(value) if isinstance(value, (int, float)) else None
-            metrics.append({"artifact": summary["artifact"], "stage": summary["stage"], "name": name, "value": number, "text": str(value)})
-    for name, schema, found in (("artifacts", ARTIFACTS, summaries), ("lineage", LINEAGE, lineage), ("metrics", METRICS, metrics)):
-        connection.register(f"_{name}", pa.Table.from_pylist(found, schema=schema))
-        connection.execute(f"create table {name} as select * from _{name}")
-        connection.unregister(f"_{name}")
+def _meta(name: str, entries: list[Entry]) -> pa.Table:
+    """The table `artifacts`, `lineage` or `metrics`."""
+    rows: Iterable[Entry] = ({**one, "artifact": one["key"]} for one in entries)
+    if name == "lineage":
+        rows = ({"artifact": one["key"], **given} for one in entries for given in one["inputs"])
+    if name == "metrics":
+        rows = (
+            {
+                "artifact": one["key"], "stage": one["stage"], "name": metric,
+                "value": float(value) if isinstance(value, (int, float)) else None, "text": str(value),
+            }
+            for one in entries for metric, value in one["metrics"].items()
+        )  # fmt: skip
+    return pa.Table.from_pylist(list(rows), schema=META[name])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from puna.storage.artifact import Artifact
+from puna.storage.index import Entry
 from puna.storage.manifest import Manifest
 from puna.storage.store import Store
 from puna.storage.work import Identity
@@ -48,7 +49,7 @@ def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
     keys = {made.key for run in store.runs() for made in store.log(run).made if made.step == step}
     if identity.key in keys:
         return [Change("artifact", identity.key[:12], "made before", "damaged or removed since")]
-    nearest = _nearest((a for a in store.artifacts() if a.key in keys and a.manifest.stage == identity.stage), identity)
+    nearest = _nearest((_artifact(store, e) for e in store.entries() if e["key"] in keys and e["stage"] == identity.stage), identity)
     return nearest[1] if nearest else None
 
 
@@ -60,11 +61,15 @@ def explain(store: Store, artifact: Artifact) -> tuple[Artifact | None, list[Cha
     now, steps_of = artifact.manifest, _steps(store)
     steps = steps_of.get(artifact.key, set())
     earlier = (
-        a for a in store.artifacts()
-        if a.manifest.stage == now.stage and a.key != artifact.key and a.manifest.created_at < now.created_at
-        and (not steps or steps & steps_of.get(a.key, steps))
+        _artifact(store, one) for one in store.entries()
+        if one["stage"] == now.stage and one["key"] != artifact.key and one["created_at"] < now.created_at
+        and (not steps or steps & steps_of.get(one["key"], steps))
     )  # fmt: skip
     return _nearest(earlier, now) or (None, [])
+
+
+def _artifact(store: Store, found: Entry) -> Artifact:
+    return Artifact(found["kind"], found["key"], store.files)
 
 
 def _steps(store: Store) -> dict[str, set[str]]:

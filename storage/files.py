@@ -64,6 +64,9 @@ class Files(Protocol):
     def folders(self, folder: str) -> Sequence[str]:
         """Names of the folders in a folder, in order."""
 
+    def versions(self, folder: str, depth: int, name: str) -> dict[str, str]:
+        """By the names of the folders `depth` below a folder the version of the file `name` in each that has one."""
+
     def create(self, name: str, data: bytes) -> bool:
         """Write a small file where there is none; False where there is one. It exists whole or not at all."""
 
@@ -160,6 +163,20 @@ class LocalFiles:
         """See `Files`."""
         start = self.root / folder
         return sorted(path.name for path in start.iterdir() if path.is_dir()) if start.is_dir() else []
+
+    def versions(self, folder: str, depth: int, name: str) -> dict[str, str]:
+        """See `Files`."""
+        start, level, found = f"{self.root}/{folder}/", [""], {}
+        for _ in range(depth):
+            below = []
+            for place in level:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(start + place) as inside:
+                    below += [f"{place}{one.name}/" for one in inside]
+            level = below
+        for place in level:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                found[place[:-1]] = _stat(os.stat(f"{start}{place}{name}")).version
+        return found
 
     def create(self, name: str, data: bytes) -> bool:
         """See `Files`."""

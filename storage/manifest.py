@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import types
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache, lru_cache
+from typing import Any, get_args, get_origin, get_type_hints
 
 from puna.storage import digest
 from puna.storage.errors import PunaError
@@ -16,6 +17,8 @@ from puna.storage.shards import FileRecord, Shard
 
 FORMAT = 2
 NAME = "manifest.json"
+SMALL = 1 << 20
+"""Bytes of the manifests that a process keeps."""
 IMPORT = "import"
 """The stage of tables that came from outside any stage."""
 
@@ -91,8 +94,13 @@ class Manifest:
 
     def to_json(self) -> str:
         """Indented JSON text, with a checksum over everything else in it."""
-        data = json.loads(json.dumps(asdict(self), allow_nan=False))
+        data = self._values()
         return json.dumps(data | {"checksum": _checksum(data)}, indent=1, ensure_ascii=False) + "\n"
+
+    def _values(self) -> dict[str, Any]:
+        """All of it as JSON has it."""
+        values: dict[str, Any] = json.loads(json.dumps(vars(self), default=vars, allow_nan=False))
+        return values
 
     @property
     def sources(self) -> list[Source]:
@@ -112,7 +120,7 @@ class Manifest:
         # The key of an import is that of its rows in the order they came in, which is not kept.
         if self.stage != IMPORT and self.key != key_of(self.stage, self.code_version, self.config, self.inputs):
             found.append("key is not that of its stage, code, config and inputs")
-        if self.checksum != _checksum(json.loads(json.dumps(asdict(self)))):
+        if self.checksum != _checksum(self._values()):
             found.append("checksum is not that of the manifest")
         return found
 
@@ -121,47 +129,64 @@ class Manifest:
         """The manifest in a file of the store; PunaError when it is not one of this format."""
         where = f"{files.uri}/{name}"
         try:
-            data = json.loads(files.read(name))
-            if data.get("format") != FORMAT:
-                raise PunaError(f"{where}: manifest format {data.get('format')}; this Puna reads {FORMAT}")
-            made: Manifest = _built(cls, data, "manifest")
-            if unknown := set(made.tables) - set(TABLES):
-                raise ValueError(f"unknown tables {sorted(unknown)}")
-            return made
+            data = files.read(name)
+            return _parsed(data) if len(data) <= SMALL else _parsed.__wrapped__(data)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PunaError(f"{where}: not a readable manifest ({error}); `puna verify` lists damaged artifacts") from error
 
 
-def _built(kind: Any, value: Any, where: str) -> Any:
-    """A JSON value as what the annotation `kind` says; ValueError names the field that is of another type."""
-    origin = get_origin(kind)
+@lru_cache(maxsize=256)
+def _parsed(data: bytes) -> Manifest:
+    """What a manifest's text says; one process asks for the same ones many times. ValueError names what is wrong."""
+    value = json.loads(data)
+    if value.get("format") != FORMAT:
+        raise ValueError(f"it has format {value.get('format')}; this Puna reads {FORMAT}")
+    try:
+        made: Manifest = _reader(Manifest)(value)
+    except ValueError as error:
+        raise ValueError(f"manifest{error}") from error
+    if unknown := set(made.tables) - set(TABLES):
+        raise ValueError(f"unknown tables {sorted(unknown)}")
+    return made
+
+
+@cache
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """A function that gives a JSON value as what the annotation `kind` says; its ValueError begins with the place of the wrong field."""
+    origin, of = get_origin(kind), get_args(kind)
     if kind is Any:
-        return value
+        return lambda value: value
     if is_dataclass(kind) and isinstance(kind, type):
-        if not isinstance(value, dict):
-            raise ValueError(f"{where} is a {type(value).__name__}, not an object")
-        hints, known = get_type_hints(kind), {f.name for f in fields(kind)}
-        if unknown := set(value) - known:
-            raise ValueError(f"{where} has unknown fields {sorted(unknown)}")
-        return kind(**{n: _built(hints[n], v, f"{where}.{n}") for n, v in value.items()})
-    if origin in (Union, types.UnionType):
-        allowed = get_args(kind)
-        if not any(_is(value, one) for one in allowed):
-            raise ValueError(f"{where} is a {type(value).__name__}")
+        hints = get_type_hints(kind)
+        known = {f.name: _reader(hints[f.name]) for f in fields(kind)}
+
+        def built(value: Any) -> Any:
+            if unknown := set(_checked(value, dict)) - set(known):
+                raise ValueError(f" has unknown fields {sorted(unknown)}")
+            return kind(**{n: _inside(known[n], v, f".{n}") for n, v in value.items()})
+
+        return built
+    if origin is dict:
+        inner = _reader(of[1])
+        return lambda value: {n: _inside(inner, v, f".{n}") for n, v in _checked(value, dict).items()}
+    if origin in (list, tuple):
+        inner = _reader(of[0])
+        return lambda value: origin([_inside(inner, v, f"[{n}]") for n, v in enumerate(_checked(value, list))])
+    return lambda value: _checked(value, *(of or (kind,)))
+
+
+def _inside(read: Callable[[Any], Any], value: Any, where: str) -> Any:
+    try:
+        return read(value)
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from error
+
+
+def _checked(value: Any, *kinds: type) -> Any:
+    """A value of one of some kinds; a whole number is a number, a truth value is none."""
+    if type(value) in kinds or (float in kinds and type(value) is int):
         return value
-    if origin is dict and isinstance(value, dict):
-        return {n: _built(get_args(kind)[1], v, f"{where}.{n}") for n, v in value.items()}
-    if origin in (list, tuple) and isinstance(value, list):
-        return origin(_built(get_args(kind)[0], v, f"{where}[{n}]") for n, v in enumerate(value))
-    if not (isinstance(kind, type) and _is(value, kind)):
-        raise ValueError(f"{where} is a {type(value).__name__}")
-    return value
-
-
-def _is(value: Any, kind: type) -> bool:
-    if kind in (int, float):
-        return isinstance(value, (int, kind)) and not isinstance(value, bool)
-    return isinstance(value, kind)
+    raise ValueError(f" is a {type(value).__name__}")
 
 
 def key_of(stage: str, code_version: str, config: dict[str, Any], inputs: list[InputRecord]) -> str:

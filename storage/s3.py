@@ -134,6 +134,11 @@ class S3Files(Bucket):
         found = self._tried(folder, lambda: obstore.list_with_delimiter(self._client(), prefix=folder))
         return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"])
 
+    def versions(self, folder: str, depth: int, name: str) -> dict[str, str]:
+        """See `Files`."""
+        split = ((one[len(folder) + 1 :].rpartition("/"), stat) for one, stat in self._listed(folder, ""))
+        return {place: stat.version for (place, _, last), stat in split if last == name and place.count("/") == depth - 1}
+
     def _listed(self, folder: str, after: str) -> Iterator[tuple[str, Stat]]:
         import obstore
 

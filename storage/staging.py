@@ -13,7 +13,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +87,13 @@ class Staging:
                 self.files.put(name, temporary / f"{table}{end}.parquet")
                 files[what] = (name, record)
             found.append(Staged(table, written.shard, written.columns, files, values=written.values, **more))
-        self.note(job, [asdict(one) for one in found])
+        self.note(job, found)
         return found
 
     def note(self, job: str, value: Any) -> None:
         """Write the record of a job."""
-        text = json.dumps(value)
-        self.files.write(f"{self.folder}/{job}.json", json.dumps({"made": value, "checksum": _checksum(text)}).encode())
+        text = json.dumps(value, default=vars)
+        self.files.write(f"{self.folder}/{job}.json", f'{{"made": {text}, "checksum": "{_checksum(text)}"}}'.encode())
 
     def noted(self, job: str) -> Any:
         """What the record of a job says; None where there is none. A damaged one is removed, `Damaged` says so."""

@@ -5,6 +5,7 @@ objects/<kind>/<k[:2]>/<key>/   committed artifacts, immutable
 work/<key>/                     an unfinished stage, part by part
 locks/<key>                     held by the process that works on it; locks/run-<run> by a run at work
 refs/<name>/<version>.json      aliases, checksummed, changed by compare-and-swap
+index.jsonl                     what the manifests say in short, derived from them
 runs/<run>.jsonl                what each run made or reused; runs/order: the runs in the order of their beginning
 runs/held-<id>                  the keys that a live process has; locks/held-<id> is held by it
 quarantine/                     artifacts that failed their checksums
@@ -28,11 +29,12 @@ from urllib.parse import unquote, urlsplit
 import duckdb
 import pyarrow as pa
 
-from puna.storage import digest
+from puna.storage import digest, index
 from puna.storage.artifact import Artifact, place_of
 from puna.storage.errors import PunaError
 from puna.storage.files import Files, LocalFiles
 from puna.storage.holding import Holding
+from puna.storage.index import Entry
 from puna.storage.manifest import FORMAT, IMPORT, NAME
 from puna.storage.runs import RunLog
 from puna.storage.schemas import KINDS, known_kind, table_schema
@@ -111,31 +113,21 @@ class Store:
 
     def committed(self) -> list[Artifact]:
         """Every artifact that has a manifest, readable or not."""
-        return [Artifact(kind, key, self.files) for kind, key, name in self._listed() if name == NAME]
+        return [Artifact(kind, key, self.files) for kind, key in sorted(index.manifests(self.files)) if kind in KINDS]
+
+    def entries(self) -> list[Entry]:
+        """What the manifests of all artifacts say in short, oldest first; see `index`."""
+        return [one for one in index.entries(self.files) if one["kind"] in KINDS]
 
     def unfinished(self) -> list[str]:
         """Names of the folders of artifacts whose manifest is gone."""
-        whole: set[str] = set()
-        seen: set[str] = set()
-        for kind, key, name in self._listed():
-            (whole if name == NAME else seen).add(place_of(kind, key))
+        whole = {artifact.place for artifact in self.committed()}
+        seen = {"/".join(inside[:4]) for name in self.files.list("objects") if len(inside := name.split("/")) > 4 and inside[1] in KINDS}
         return sorted(seen - whole)
-
-    def _listed(self) -> Iterator[tuple[str, str, str]]:
-        """Kind, key and first part of the name of each file of an artifact."""
-        for name in self.files.list("objects"):
-            inside = name.split("/")
-            if len(inside) > 4 and inside[1] in KINDS:
-                yield inside[1], inside[3], inside[4]
 
     def artifacts(self) -> list[Artifact]:
         """Every committed artifact, oldest first; one whose manifest cannot be read is left out, `verify` names it."""
-        found = []
-        for artifact in self.committed():
-            with contextlib.suppress(PunaError):
-                _ = artifact.manifest
-                found.append(artifact)
-        return sorted(found, key=lambda a: (a.manifest.created_at, a.key))
+        return [Artifact(one["kind"], one["key"], self.files) for one in self.entries()]
 
     def resolve(self, name: str) -> Artifact:
         """The artifact that a person means: `kind/prefix`, a key's prefix, or an alias `name@version`."""

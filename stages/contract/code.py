@@ -87,8 +87,8 @@ def reached(*roots: Name) -> dict[str, str]:
     made = {"contract": str(FORMAT), **found.symbols}
     for name, file in found.data:
         # It may have been read already, and kept.
-        sources.check([Path(file)])
-        made[name] = sources.seen(Path(file))
+        sources.check([file])
+        made[name] = sources.seen(file)
     for library in found.libraries:
         if version := libraries.version_in_key(library):
             made[f"library:{library}"] = version

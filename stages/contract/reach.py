@@ -37,42 +37,54 @@ class Reach:
     libraries: list[str]
 
     @property
-    def files(self) -> list[Path]:
+    def files(self) -> list[str]:
         """All files that were read."""
-        return [Path(name) for name in (*sorted(self.sources), *(file for _, file in self.data))]
+        return [*sorted(self.sources), *(file for _, file in self.data)]
+
+
+_known: dict[str, Reach] = {}
+"""What this process knows, by what it depends on."""
 
 
 def kept(roots: Sequence[tuple[str, str]]) -> Reach | None:
-    """What an earlier process found that these symbols (module, name) reach; None where that does not hold, or nothing is kept.
+    """What was found before that these symbols (module, name) reach; None where that does not hold, or nothing is kept.
 
     PunaError where a source is no longer what this process imported.
     """
     if not _own(roots):
         return None
     try:
-        data = json.loads(_file(roots).read_bytes())
-        if data["of"] != _of(roots) or data["checksum"] != _checksum(data["reach"]):
-            return None
-        found = Reach(**data["reach"])
-        if any(sources.seen(Path(file)) != digest for file, digest in found.sources.items()):
+        of = _of(roots)
+        found = _known[of] if of in _known else _read(roots, of)
+        if any(sources.seen(file) != digest for file, digest in found.sources.items()):
             return None
         if any(source_file(name) for name in found.libraries):
             return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    sources.check(map(Path, found.sources))
+    sources.check(found.sources)
+    _known[of] = found
     return found
+
+
+def _read(roots: Sequence[tuple[str, str]], of: str) -> Reach:
+    """What an earlier process kept; raises where that is damaged, or depends on something else."""
+    data = json.loads(_file(roots).read_bytes())
+    if data["of"] != of or data["checksum"] != _checksum(data["reach"]):
+        raise ValueError
+    return Reach(**data["reach"])
 
 
 def keep(roots: Sequence[tuple[str, str]], found: Reach) -> None:
     """Keep what these symbols reach, where it may be written."""
     if not _own(name.split(".") for name in found.symbols):
         return
-    file, content = _file(roots), asdict(found)
+    file, of, content = _file(roots), _of(roots), asdict(found)
+    _known[of] = found
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"of": _of(roots), "reach": content, "checksum": _checksum(content)}))
+        temporary.write_text(json.dumps({"of": of, "reach": content, "checksum": _checksum(content)}))
         os.replace(temporary, file)
 
 

@@ -77,20 +77,21 @@ class StageRun:
 
     def transform(
         self,
-        function: Callable[..., pa.Table | dict[str, pa.Table]],
+        function: Callable[..., Any],
         artifact: Artifact,
         *args: Any,
         table: str | None = None,
         columns: list[str] | None = None,
-    ) -> None:
+    ) -> list[Any]:
         """Write `function(rows, *args)` for every part of a table of `artifact`, shard by shard.
 
-        The function returns the main table, or tables by name. An argument that is rows of another table (`artifact.beside`, an
-        exchange by id) is given as those of the same ids; one that is an exchange by `shard` (its number) as those whose column
-        `row`, a place in the shard, lies among the rows, counted from the first of them. Each shard is written by the worker that
-        made it, and is not made again after a crash. Documents that come back as they were are kept by reference.
+        The function returns the main table, or tables by name; or one of these and a value of JSON: gives the values. An argument
+        that is rows of another table (`artifact.beside`, an exchange by id) is given as those of the same ids; one that is an
+        exchange by `shard` (its number) as those whose column `row`, a place in the shard, lies among the rows, counted from the
+        first of them. Each shard is written by the worker that made it, and is not made again after a crash. Documents that come
+        back as they were are kept by reference.
         """
-        self._shards(function, artifact, args, table, columns, filtering=False)
+        return self._shards(function, artifact, args, table, columns, filtering=False)
 
     def filter(self, function: Callable[..., Any], artifact: Artifact, *args: Any, columns: list[str] | None = None) -> None:
         """Keep the rows of the main table of `artifact` for which `function(rows, *args)` says so, as `transform` does.
@@ -109,7 +110,7 @@ class StageRun:
         columns: list[str] | None,
         *,
         filtering: bool,
-    ) -> None:
+    ) -> list[Any]:
         shards, cut = artifact.shards(table), artifact.record(table).cut
         whole = (table or artifact.kind) == self.kind and (columns is None or filtering)
         facts = self._work.refers(artifact) if whole else None
@@ -130,8 +131,9 @@ class StageRun:
                 sizes.append(rows.rows)
         if not cut:
             self._work.ranges.add(self.kind)
-        self._claimed(transformed, jobs, [job.name for job, _ in jobs], sizes)
+        infos = self._claimed(transformed, jobs, [job.name for job, _ in jobs], sizes)
         self._work.declare(self.kind)
+        return [value for values in infos for value in values or ()]
 
     def _next(self, what: str) -> str:
         """A name for one more call; a stage makes the same calls in every attempt."""

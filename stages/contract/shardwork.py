@@ -43,7 +43,7 @@ def transformed(task: tuple[Job, list[Any]]) -> list[Staged]:
     followers = {n: Follower(a, *(job.span or ("", None))) for n, a in enumerate(args) if isinstance(a, (Beside, Exchange))}
     placed = {n: _by_row(a) for n, a in enumerate(args) if isinstance(a, Partition)}
     with Outputs(job.staging, job.name, _streamed(job.kind), job.facts) as outputs:
-        read = job.columns
+        read, values = job.columns, []
         if job.filtering and job.columns is not None:
             read = None if job.facts is None else ["id", *(c for c in job.columns if c != "id")]
         for start, stop in job.rows.pieces(job.part_rows):
@@ -54,7 +54,8 @@ def transformed(task: tuple[Job, list[Any]]) -> list[Staged]:
                 low, high = np.searchsorted(places, [start, stop])
                 given[n] = _counted_from(table.slice(low, high - low), start)
             asked = rows.select(job.columns) if job.columns is not None else rows
-            result = job.function(asked, *given)
+            result, *value = made_of(job.function(asked, *given))
+            values += value
             made = dict(result) if isinstance(result, dict) else {"keep" if job.filtering else job.kind: result}
             if job.filtering:
                 _keep(outputs, job, rows, start, stop, made.pop("keep"))
@@ -63,7 +64,12 @@ def transformed(task: tuple[Job, list[Any]]) -> list[Staged]:
                     _compare(outputs, job, rows, start, stop, table_schema(table).conform(found))
                 else:
                     outputs.add(table, described(found) if table == "signals" else found)
-        return _numbered(outputs, job.number, job.cut, job.span)
+        return _numbered(outputs, job.number, job.cut, job.span, values or None)
+
+
+def made_of(result: Any) -> tuple[Any, ...]:
+    """What a stage's function made: tables, or tables and a value."""
+    return result if isinstance(result, tuple) else (result,)
 
 
 def _by_row(partition: Partition) -> tuple[pa.Table, Any]:

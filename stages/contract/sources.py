@@ -6,12 +6,15 @@ import hashlib
 import os
 import time
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import psutil
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("flows", "stages", "models", "kernels", "storage")
+SETTLED = 1.0
+"""Seconds after which a file's times tell whether it was written again: clocks of file systems go in steps."""
 
 
 def digest(file: Path) -> str:
@@ -49,26 +52,38 @@ def _together(found: dict[str, str]) -> str:
 _FILES = list(_walked())
 _AT_START = _read(_FILES)
 _WHOLE = _together(_AT_START)
+_unedited: dict[str, tuple[str, int, int, int, int]] = {}
+"""Files that were found to be what this process runs: their digests, and the state of the disk's entries at that time."""
 
 
-def seen(file: Path) -> str:
+def seen(file: Path | str) -> str:
     """The digest of a source file when this process started, or first asked for it."""
     name = str(file)
     if name not in _AT_START:
-        _AT_START[name] = digest(file)
+        _AT_START[name] = digest(Path(file))
     return _AT_START[name]
 
 
-def check(files: Iterable[Path]) -> None:
-    """PunaError where a file is no longer what this process runs."""
+def check(files: Iterable[Path | str]) -> None:
+    """PunaError where a file is no longer what this process runs. One that was not written since it was found so is not read again."""
     from puna.storage import PunaError
 
-    for file in files:
-        if not file.is_file() or digest(file) != seen(file):
+    for file in map(str, files):
+        try:
+            now = os.stat(file)
+            state = (seen(file), now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
+            if _unedited.get(file) == state:
+                continue
+            same = digest(Path(file)) == state[0]
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            same = False
+        if not same:
             raise PunaError(
                 f"{file} was edited while this process runs, which goes on with the older code: nothing is committed under "
                 "the name of the newer one; start it again"
             )
+        if time.time() - now.st_ctime > SETTLED:
+            _unedited[file] = state
 
 
 def whole() -> str:
@@ -76,11 +91,13 @@ def whole() -> str:
     return _WHOLE
 
 
+@cache
 def contract() -> str:
     """One digest of the source files that find out what code reaches."""
-    return _together({name: digest for name, digest in _AT_START.items() if Path(name).parent == Path(__file__).parent})
+    return _together({name: digest for name, digest in _AT_START.items() if os.path.dirname(name) == os.path.dirname(__file__)})
 
 
+@cache
 def listing() -> str:
     """One digest of the names of all files of Puna at the start."""
     return _together({str(file): "" for file in _FILES})

@@ -118,10 +118,10 @@ def encoder_quality(
         raise PunaError(f"{PURPOSE}: {classifier.id} was made for {about.purpose!r}; give one of train_encoder_quality")
     if about.encoder != _digest(model, encoder):
         raise PunaError(f"{PURPOSE}: {classifier.id} was trained on another encoder than this one; give the same, or train on this one")
-    values = write_scores(run, documents, language, _score, classifier, place)
-    if len(values):
-        run.metric("threshold", float(np.quantile(values, 1 - config.keep)))
-    run.metric("scored", len(values))
+    scored, reached = write_scores(run, documents, language, 1 - config.keep, _score, classifier, place)
+    if scored:
+        run.metric("threshold", reached)
+    run.metric("scored", scored)
 
 
 def _digest(model: Artifact | None, encoder: External | None) -> str:

@@ -40,10 +40,13 @@ from puna.stages.curate.signals.measure import (
 from puna.stages.curate.signals.own import Failures, failed_in, with_own
 from puna.stages.curate.signals.tally import Tally
 from puna.storage import Artifact, Part
+from puna.storage.digest import of_value
+from puna.storage.work import write_array
 
 CALIBRATED = ("token_kl_excess", "ngram_coverage", "dirty_word_ratio", "words", "top_2gram_character_fraction")
 ENGLISH = "en"
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
+CURVE = tuple(point / 50 for point in range(51))
 declare_signal("token_kl", float, "nats", "Kullback-Leibler divergence of the document's words from the corpus's", optional=True)
 declare_signal("token_kl_excess", float, "nats", "token_kl less what a random sample of the corpus of the same length shows", optional=True)
 # How a line ends that C4 keeps.
@@ -97,11 +100,9 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
     own = [SIGNALS[name] for name in config.signals]
     columns = ["id", "text", *{name: None for made in own for name in made.columns if name != "text"}]
     parts = run.parts(documents, columns=columns)
-    files = []
     failures = Failures()
     tallies: dict[str, Tally] = {}
     for done, part in enumerate(run.map(_measure_part, parts, language, str(run.scratch), config, own), 1):
-        files.append(part["file"])
         failures.add(part["failed"])
         for name, (bins, counts) in part["counts"].items():
             tallies.setdefault(name, Tally()).add(bins, counts)
@@ -114,32 +115,25 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
         if counts.sum() >= config.min_language_words or not name:
             np.save(folder / f"{number}.npy", counts)
             expected[name] = (str(folder / f"{number}.npy"), Corpus.of(counts).expected(run.generator("expected", name)))
-    calibration: dict[str, list[NDArray[np.float64]]] = {name: [] for name in CALIBRATED}
-    for done, (table, lines) in enumerate(run.map(_diverge_part, files, expected), 1):
-        run.write(table)
-        for name, of_lines in lines.items():
-            run.write(of_lines, name)
-        for name in CALIBRATED:
-            calibration[name].append(np.array(table[name].drop_null(), np.float64))
-        run.progress(len(parts) + done, 2 * len(parts), "divergence")
+    run.transform(_diverge, documents, str(run.scratch), expected, columns=["id"])
     if not parts:
         empty = {"id": pa.array([], pa.string())}
         run.write(pa.table({**empty, **{name: pa.array([], pa.float64()) for name in CALIBRATED}}))
         for name in ("line_signals", *["c4_lines"] * config.c4_lines):
             run.write_rows([], name)
     failures.report(run)
-    _report(run, calibration, {name: tallies[name].words for name in tallies}, expected)
+    quantiles = dict(zip(CALIBRATED, run.map(_quantiles, CALIBRATED, str(run.scratch)), strict=True))
+    _report(run, quantiles, {name: tallies[name].words for name in tallies}, expected)
 
 
-def _report(run: StageRun, calibration: dict[str, Any], words: dict[str, int], expected: dict[str, Any]) -> None:
+def _report(run: StageRun, quantiles: dict[str, dict[float, float]], words: dict[str, int], expected: dict[str, Any]) -> None:
     """Record the distribution of the signals whose thresholds have no published value."""
     series: dict[str, list[tuple[Any, float]]] = {}
-    for name, pieces in calibration.items():
-        values = np.concatenate([*pieces, np.empty(0)])
-        for quantile in QUANTILES if len(values) else ():
-            run.metric(f"{name}_q{quantile:g}", float(np.quantile(values, quantile)))
-        if name in ("token_kl_excess", "ngram_coverage") and len(values):
-            series[name] = [(q / 50, float(np.quantile(values, q / 50))) for q in range(51)]
+    for name, found in quantiles.items():
+        for quantile in QUANTILES if found else ():
+            run.metric(f"{name}_q{quantile:g}", found[quantile])
+        if name in ("token_kl_excess", "ngram_coverage") and found:
+            series[name] = [(point, found[point]) for point in CURVE]
     run.metric("corpus_words", sum(words.values()))
     for name in expected:
         if name:
@@ -157,10 +151,10 @@ def _report(run: StageRun, calibration: dict[str, Any], words: dict[str, int], e
 
 
 def _measure_part(part: Part, language: Artifact | None, scratch: str, config: HeuristicsConfig, own: list[Signal]) -> dict[str, Any]:
-    """Measure a part into a scratch file; returns the file, the word counts per language, and what failed."""
-    file = Path(scratch) / f"measured-{part.start}-{part.stop}.arrow"
+    """Measure a part into a scratch file; returns the word counts per language, and what failed."""
+    documents = part.read()
+    file = _scratch_file(scratch, documents["id"], "arrow")
     if not file.exists():
-        documents = part.read()
         ids = documents["id"].to_pylist()
         languages, listed = [""] * len(ids), None
         if language is not None:
@@ -177,7 +171,21 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
             writer.write_table(table)
         os.replace(temporary, file)
     table = _read(file)
-    return {"file": str(file), "counts": _language_counts(table), "failed": failed_in(table)}
+    return {"counts": _language_counts(table), "failed": failed_in(table)}
+
+
+def _scratch_file(scratch: str, ids: pa.ChunkedArray, end: str) -> Path:
+    """Where what was measured of a part lies; which documents are a part depends on the table alone."""
+    return Path(scratch) / f"measured-{of_value([ids[0].as_py(), ids[-1].as_py()])[:32]}.{end}"
+
+
+def _quantiles(name: str, scratch: str) -> dict[float, float]:
+    """Of the values of one signal that were found in all parts; empty where there is none."""
+    pieces = [np.load(file, mmap_mode="r") for file in sorted(Path(scratch).glob("measured-*.npy"))]
+    values = np.concatenate([np.empty(0), *(piece[CALIBRATED.index(name)] for piece in pieces)])
+    values = values[~np.isnan(values)]
+    points = sorted({*QUANTILES, *CURVE})
+    return dict(zip(points, np.quantile(values, points).tolist(), strict=True)) if len(values) else {}
 
 
 def _own_words(language: Artifact, ids: pa.ChunkedArray) -> OwnWords | None:
@@ -248,9 +256,9 @@ def _of_lines(table: pa.Table, column: str) -> pa.ChunkedArray:
     return table["id"].take(pa.array(np.repeat(np.arange(table.num_rows), _lengths(table[column]))))
 
 
-def _diverge_part(file: str, expected: dict[str, tuple[str, NDArray[np.float64]]]) -> tuple[pa.Table, dict[str, pa.Table]]:
+def _diverge(documents: pa.Table, scratch: str, expected: dict[str, tuple[str, NDArray[np.float64]]]) -> dict[str, pa.Table]:
     """Add the divergence to a measured part; returns the rows of `signals` and of the tables of lines."""
-    table = _read(file)
+    table = _read(_scratch_file(scratch, documents["id"], "arrow"))
     names = np.array(table["_language"].to_pylist(), dtype="U")
     offsets = np.r_[0, np.cumsum(_lengths(table["_bins"]))]
     bins, counts = _flat(table["_bins"]), _flat(table["_counts"])
@@ -272,4 +280,7 @@ def _diverge_part(file: str, expected: dict[str, tuple[str, NDArray[np.float64]]
         columns = {"words": _flat(table["_c4_words"]), "final_punctuation": table["_c4_ends"].combine_chunks().flatten()}
         lines["c4_lines"] = pa.table({"id": _of_lines(table, "_c4_words"), "line": numbers, **columns})
     signals = table.drop_columns([name for name in table.column_names if name.startswith("_")])
-    return signals.append_column("token_kl", divergences).append_column("token_kl_excess", excesses), lines
+    signals = signals.append_column("token_kl", divergences).append_column("token_kl_excess", excesses)
+    calibrated = [signals[name].cast(pa.float64()).to_numpy() for name in CALIBRATED]
+    write_array(_scratch_file(scratch, documents["id"], "npy"), np.array(calibrated, np.float64))
+    return {"signals": signals, **lines}

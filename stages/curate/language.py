@@ -15,7 +15,7 @@ from puna.stages.curate.identification.vote import NO_LANGUAGE, NO_SCRIPT, Found
 from puna.stages.curate.learned.trained import trained
 from puna.stages.curate.rules.languages import LanguageRow, as_table, canonical, groups, read_rows, row_of, with_rows
 from puna.stages.curate.text.code_lines import looks_like_code
-from puna.storage import Artifact, Part
+from puna.storage import Artifact
 
 declare_signal("language", str, "ISO 639 code", "most probable language")
 declare_signal("language_score", float, "probability", "probability of that language or one that is confused with it")
@@ -64,26 +64,26 @@ def language(documents: Documents, classifier: Classifier | None, config: Langua
     """
     if classifier is not None:
         trained(classifier, "language")
-    parts = run.parts(documents, columns=["id", "source", "text"])
     counts: Counter[tuple[str, str]] = Counter()
-    for table in run.map(_identify, parts, classifier, config, rows=len(parts)):
-        run.write(table)
-        counts.update(zip(table["language"].to_pylist(), table["script"].to_pylist(), strict=True))
-    if not parts:
+    for found in run.transform(_identify, documents, classifier, config, columns=["id", "source", "text"]):
+        counts.update({(code, written): number for code, written, number in found})
+    if not documents.rows():
         run.write(_signals(pa.chunked_array([], pa.string()), []))
     known = with_rows(config.rows)
-    found = [(code, written, counts[code, written], row_of(known, code, written)) for code, written in sorted(counts)]
-    run.write(as_table(found), "languages")
+    rows = [(code, written, counts[code, written], row_of(known, code, written)) for code, written in sorted(counts)]
+    run.write(as_table(rows), "languages")
 
 
-def _identify(part: Part, classifier: Artifact | None, config: LanguageConfig) -> pa.Table:
-    """Signals of a part."""
-    documents = part.read()
+def _identify(
+    documents: pa.Table, classifier: Artifact | None, config: LanguageConfig
+) -> tuple[pa.Table, list[tuple[str, str, int]]]:
+    """Signals of a part; and its languages and scripts, with the number of documents."""
     found = []
     for identity, source, text in zip(*(documents[name].to_pylist() for name in ("id", "source", "text")), strict=True):
         seen = None if source in config.code_sources else shown(text, config.max_characters)
         found.append(NONE if seen is None else vote(seen) if classifier is None else _classified(classifier, identity, seen))
-    return _signals(documents["id"], found)
+    counts = Counter((one[0], one[2]) for one in found)
+    return _signals(documents["id"], found), [(*name, number) for name, number in counts.items()]
 
 
 def _signals(ids: pa.ChunkedArray, found: list[Found]) -> pa.Table:

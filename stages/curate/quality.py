@@ -14,6 +14,7 @@ from puna.stages.contract import Classifier, Documents, Signals, StageConfig, St
 from puna.stages.curate.learned.trained import Trained, trained
 from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, Part, PunaError
+from puna.storage.exchange import Partition
 
 declare_signal("quality", float, "probability", "probability that the document is good, by a model that did not see it")
 declare_signal("quality_rank", float, "fraction of documents", "share of the scored documents with a lower quality")
@@ -41,28 +42,43 @@ def quality(documents: Documents, classifier: Classifier, language: Signals | No
         raise PunaError(f"quality.positive={config.positive!r}: {classifier.id} has the classes {', '.join(about.classes[:20])}")
     if not documents.rows():
         raise PunaError(f"quality: {documents.id} has no documents to score; `dropped` of the stages before says why")
-    scores = write_scores(run, documents, language, _score, classifier, config.positive)
-    run.metric("scored", len(scores))
+    scored, _ = write_scores(run, documents, language, 0.5, _score, classifier, config.positive)
+    run.metric("scored", scored)
 
 
 def write_scores(
-    run: StageRun, documents: Artifact, language: Artifact | None, score: Callable[..., pa.Table], *args: Any
-) -> NDArray[np.float64]:
-    """Write the signals `quality`, as `score(part, *args)` gives it beside the ids, and `quality_rank`; gives the scores that are
-    not null."""
-    parts = run.parts(documents, columns=["id", "source", "text"])
-    found = run.exchange(score, parts, *args, by="all", partitions=1).parts[0].read()
-    scores = np.array(found["quality"].combine_chunks().to_numpy(zero_copy_only=False), np.float64)
-    scored = ~np.isnan(scores)
+    run: StageRun, documents: Artifact, language: Artifact | None, share: float, score: Callable[..., pa.Table], *args: Any
+) -> tuple[int, float]:
+    """Write the signals `quality`, as `score(part, *args)` gives it beside the ids, and `quality_rank`.
+
+    Gives how many documents are scored, and the quality that the share `share` of them does not reach.
+    """
+    parts, cut = run.parts(documents, columns=["id", "source", "text"]), max(1, documents.record().cut)
+    scores = run.exchange(score, parts, *args, by="all", partitions=1)
+    ranked = run.exchange(_ranked, scores.parts, language, share, by="id", partitions=cut)
+    run.produce_shards(_signals, ranked, cut)
+    scored, reached = ranked.infos[0]
+    return scored, reached
+
+
+def _ranked(scores: Partition, language: Artifact | None, share: float) -> tuple[pa.Table, tuple[int, float]]:
+    """In one worker: all scores with their ranks."""
+    found = scores.read()
+    values = np.array(found["quality"].combine_chunks().to_numpy(zero_copy_only=False), np.float64)
+    scored = ~np.isnan(values)
     groups = np.zeros(int(scored.sum()), dtype="U1")
     if language is not None:
         names = signals_of(language, found["id"].filter(pa.array(scored)), ["language"])["language"].to_pylist()
         groups = np.array([name or "" for name in names], dtype="U")
-    ranks = np.full(len(scores), np.nan)
-    ranks[scored] = ranks_within(scores[scored], groups)
-    columns = {"quality": pa.array(scores, from_pandas=True), "quality_rank": pa.array(ranks, from_pandas=True)}
-    run.write(pa.table({"id": found["id"], **columns}))
-    return scores[scored]
+    ranks = np.full(len(values), np.nan)
+    ranks[scored] = ranks_within(values[scored], groups)
+    columns = {"quality": pa.array(values, from_pandas=True), "quality_rank": pa.array(ranks, from_pandas=True)}
+    reached = float(np.quantile(values[scored], share)) if scored.any() else 0.0
+    return pa.table({"id": found["id"], **columns}), (int(scored.sum()), reached)
+
+
+def _signals(rows: pa.Table) -> pa.Table:
+    return rows
 
 
 def _score(part: Part, classifier: Artifact, positive: str) -> pa.Table:

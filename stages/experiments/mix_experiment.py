@@ -92,7 +92,7 @@ def mix_experiment(
     What the split holds out is left alone: the pages on which the proxies are measured are chosen among its
     training documents, and the proxies never read them.
     """
-    check_mixture(documents, split)
+    check_mixture(run, documents, split)
     vocabulary = tokenizer_of(tokenizer)
     wanted = config.phase.steps * config.phase.rows_per_step * config.sequence_length
     sizes = Sizes(wanted, config.heldout_tokens, config.sequence_length, config.document_tokens)

@@ -117,7 +117,7 @@ def _row(task: str, metric: str, found: intervals.Interval, n: int) -> dict[str,
 def _pages(documents: Artifact, mixture: Artifact | None, config: EvaluateConfig, run: StageRun) -> list[Chosen]:
     """The held-out pages with the smallest hashes, until max_bytes is reached."""
     if mixture is not None:
-        check_mixture(documents, mixture)
+        check_mixture(run, documents, mixture)
     parts, limits = run.parts(documents, columns=["id", "text"]), config.pages
     found = run.map(_ranked, parts, mixture, run.seed("pages"), limits.max_page_bytes, limits.max_bytes)
     pages = [row[3] for row in smallest(found, limits.max_bytes)]

@@ -96,7 +96,7 @@ def mix(
     duplicates, a document that stands for several is read more often than its category's others, and the category as a whole
     as often as before.
     """
-    check_mixture(documents, split)
+    check_mixture(run, documents, split)
     if config.cluster_weights and not deduplicated:
         raise PunaError("mix.cluster_weights needs to know what was removed: give the artifacts of minhash_dedup as `deduplicated`")
     table = split.read(columns=["id", "category", "split"])

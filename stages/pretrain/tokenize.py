@@ -36,7 +36,7 @@ def tokenize(documents: Documents, mixture: Mixture | None, tokenizer: Tokenizer
     that does not fit goes on in the next row, and only the last row of such a bucket may be shorter.
     """
     if mixture is not None:
-        check_mixture(documents, mixture)
+        check_mixture(run, documents, mixture)
     parts = documents.parts(columns=["id", "text"], rows=BUCKET_DOCUMENTS)
     buckets = max(1, -(-documents.rows() // BUCKET_DOCUMENTS))
     arguments = (mixture, folder(tokenizer), run.seed("shuffle"), BUCKET_DOCUMENTS)

@@ -35,7 +35,7 @@ def tokenizer(documents: Documents, mixture: Mixture | None, config: TokenizerCo
     from puna.models.tokenizer import Tokenizer
 
     if mixture is not None:
-        check_mixture(documents, mixture)
+        check_mixture(run, documents, mixture)
     parts = run.parts(documents, columns=["id", "text"])
     seed = run.seed("sample")
     sample = smallest(run.map(_sizes, parts, mixture, seed, config.max_bytes), config.max_bytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,8 +9,10 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from puna.stages.contract import StageRun
 from puna.stages.draws import place
 from puna.storage import Artifact, Part, PunaError
+from puna.storage.parts import Beside, span
 
 
 class Chosen(NamedTuple):
@@ -50,39 +51,23 @@ def chosen_of(part: Part, mixture: Artifact | None, split: str) -> list[Chosen]:
     return list(chosen(part.read(), mixture, split))
 
 
-def check_mixture(documents: Artifact, mixture: Artifact) -> None:
-    """PunaError when the mixture is not of these documents: it names others, or lacks some of them."""
-    counts: Counter[str] = Counter()
-    examples: dict[str, str] = {}
-    for side, id_ in _differences(_ids(mixture), _ids(documents)):
-        counts[side] += 1
-        examples.setdefault(side, id_)
-    said = {"left": f"names {{}} documents that {documents.id} does not have", "right": f"lacks {{}} documents of {documents.id}"}
-    for side, what in said.items():
-        if side in counts:
-            raise PunaError(
-                f"{mixture.id} {what.format(counts[side])}, for example {examples[side]}; give the documents that the mixture was made of"
-            )
+def check_mixture(run: StageRun, documents: Artifact, mixture: Artifact) -> None:
+    """PunaError when the mixture is not of these documents: it names others, or lacks some of them. Compared shard by shard, in workers."""
+    cut = max(1, documents.record().cut)
+    sides, spans = (mixture.beside(["id"]), documents.beside(["id"])), [span(cut, number) for number in range(cut)]
+    found = list(run.map(_unlike, [(around, *(side.within(*around) for side in sides)) for around in spans]))
+    said = (f"names {{}} documents that {documents.id} does not have", f"lacks {{}} documents of {documents.id}")
+    for what, only in zip(said, zip(*found, strict=True), strict=True):
+        if count := sum(number for number, _ in only):
+            example = next(first for number, first in only if number)
+            raise PunaError(f"{mixture.id} {what.format(count)}, for example {example}; give the documents that the mixture was made of")
 
 
-def _differences(left: Iterator[str], right: Iterator[str]) -> Iterator[tuple[str, str]]:
-    """(side, id) of every id that only one of two ascending sequences has; in constant memory."""
-    one, other = next(left, None), next(right, None)
-    while one is not None or other is not None:
-        if one == other:
-            one, other = next(left, None), next(right, None)
-        elif other is None or (one is not None and one < other):
-            yield "left", str(one)
-            one = next(left, None)
-        else:
-            yield "right", other
-            other = next(right, None)
-
-
-def _ids(artifact: Artifact) -> Iterator[str]:
-    """Its ids, ascending, as its tables are sorted."""
-    for batch in artifact.batches(columns=["id"]):
-        yield from batch.column("id").to_pylist()
+def _unlike(job: tuple[tuple[str, str | None], Beside, Beside]) -> list[tuple[int, str]]:
+    """In a range of ids, of each of two tables how many ids only it has, and the first of them."""
+    around, *tables = job
+    one, other = ({id_ for piece in table.pieces(*around) for id_ in piece["id"].to_pylist()} for table in tables)
+    return [(len(only), min(only, default="")) for only in (one - other, other - one)]
 
 
 Ranked = tuple[int, str, int, Any]

@@ -1,14 +1,22 @@
 """Line dedup: MB of UTF-8 per CPU second on one thread.
 
 `line_dedup_mb_s`: from parts of a stored artifact (Parquet is read and decompressed) to the rewritten documents in memory:
-hashing, counting, deciding, rewriting. `line_dedup_stage_mb_s`: the whole stage, its compressed, checksummed artifact included.
+hashing, counting, deciding, rewriting. `line_dedup_stage_mb_s`: the whole stage in a store that holds the documents, its compressed,
+checksummed artifact included. Both are the best of some runs.
 """
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from puna.storage import Artifact
+
+REPEATS = 5
 
 
 def figures() -> dict[str, float]:
@@ -18,9 +26,7 @@ def figures() -> dict[str, float]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    from puna.stages.contract import execute
     from puna.stages.curate import line_dedup as stage
-    from puna.storage import Store
 
     documents = corpus.extracted()
     size = sum(len(text.encode()) for text in documents.read(columns=["text"])["text"].to_pylist()) / 1e6
@@ -40,8 +46,23 @@ def figures() -> dict[str, float]:
         started = time.process_time()
         work()
         times.append(time.process_time() - started)
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.process_time()
-        execute(stage.line_dedup, config, {"documents": documents}, Store.open(folder))
-        whole = time.process_time() - started
-    return {"line_dedup_mb_s": size / min(times[1:]), "line_dedup_stage_mb_s": size / whole}
+    return {"line_dedup_mb_s": size / min(times[1:]), "line_dedup_stage_mb_s": size / stage_seconds(documents, config)}
+
+
+def stage_seconds(documents: Artifact, config: Any) -> float:
+    """Least CPU seconds of the stage, from Parquet to Parquet."""
+    from puna.stages.contract import execute
+    from puna.stages.curate.line_dedup import line_dedup
+    from puna.storage import Store
+
+    least = float("inf")
+    for _ in range(REPEATS):
+        with tempfile.TemporaryDirectory() as folder:
+            store = Store.open(folder)
+            shutil.copytree(documents.folder, store.folder(documents.kind, documents.key))
+            given = store.find(documents.kind, documents.key)
+            assert given is not None
+            started = time.process_time()
+            execute(line_dedup, config, {"documents": given}, store)
+            least = min(least, time.process_time() - started)
+    return least

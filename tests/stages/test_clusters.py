@@ -15,7 +15,7 @@ import pytest
 
 from puna.stages.contract import perform, plugins
 from puna.stages.contract.declaration import REGISTRY
-from puna.stages.contract.executors import connected, parts
+from puna.stages.contract.executors import PartExecutor, connected, parts
 from puna.storage import PunaError, Store
 
 pytest.importorskip("distributed")
@@ -117,6 +117,26 @@ def dies_after_answering(item: int, folder: str) -> int:
 def test_results_lost_with_their_worker_are_computed_again(dask: Executor, tmp_path: Path) -> None:
     assert dask.submit(dies_after_answering, 7, str(tmp_path)).result(timeout=60) == 7
     assert 1 <= (tmp_path / "attempts").stat().st_size <= parts.ATTEMPTS
+
+
+def waits(folder: str) -> None:
+    """Says that it began, and goes on until it is told to end."""
+    (Path(folder) / "begun").touch()
+    for _ in range(600):
+        if (Path(folder) / "end").exists():
+            return
+        time.sleep(0.1)
+
+
+def test_stopping_does_not_wait_for_what_is_under_way(cluster: Cluster, tmp_path: Path) -> None:
+    with connected(f"dask://{cluster.address}") as pool:
+        assert isinstance(pool, PartExecutor)
+        future = pool.submit(waits, str(tmp_path))
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.02)
+        pool.stop()
+        assert isinstance(future.exception(timeout=0), PunaError)
+    (tmp_path / "end").touch()
 
 
 def test_a_lost_scheduler_is_an_error_that_says_so(tmp_path: Path) -> None:

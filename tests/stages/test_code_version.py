@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from puna.stages.contract import canonical, code, libraries, sources, syntax
+from puna.stages.contract import canonical, code, libraries, reach, sources, syntax
 from puna.storage import PunaError
 
 FILES = {
@@ -74,6 +74,9 @@ def new_process() -> None:
     """Forget what was imported in this one."""
     sources._AT_START.clear()
     sources._FILES[:] = sources._walked()
+    sources.contract.cache_clear()
+    sources.listing.cache_clear()
+    reach._known.clear()
     code._symbol.cache_clear()
 
 
@@ -467,6 +470,7 @@ def test_a_damaged_record_of_what_is_reached_counts_for_nothing(tree: Path, dama
     (file,) = (tree / "cache/code").iterdir()
     good = file.read_bytes()
     file.write_bytes(damage(good))
+    new_process()
     assert code.reached(WORK) == before
     assert file.read_bytes() == good  # and is written anew
 

@@ -138,6 +138,12 @@ class DaskCluster(PartExecutor):
         if count + 1 > ATTEMPTS:
             await future.cancel()
 
+    def _end(self) -> None:
+        """See `PartExecutor`. Dask lets a call that was begun go on, but nobody waits for it any more."""
+        with self._begun_lock:
+            for _, future, _ in self._begun.values():
+                self._client.loop.add_callback(future.cancel)
+
     def _close(self) -> None:
         with contextlib.suppress(Exception):  # the scheduler may be gone
             self._client.close(timeout=5)

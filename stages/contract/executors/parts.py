@@ -172,7 +172,7 @@ class PartExecutor(Executor):
             return self._settled.wait_for(lambda: not self._running and not self._waiting, seconds)
 
     def _end(self) -> None:
-        """End the workers in the middle of their work, where they are this executor's own."""
+        """End what is under way, in the middle; a worker that is not this executor's own may go on with it in vain."""
 
     def _close(self) -> None:
         """Stop the workers."""

@@ -51,6 +51,7 @@ class RayCluster(PartExecutor):
                 ) from error
         self._resources: dict[str, float] = ray.cluster_resources()
         self._task = ray.remote(compute)
+        self._begun: dict[Part, Any] = {}
 
     @property
     def slots(self) -> int:
@@ -64,11 +65,13 @@ class RayCluster(PartExecutor):
     def _begin(self, part: Part) -> None:
         # The attempts are counted here, not by Ray.
         task = self._task.options(max_retries=0, num_cpus=1, num_gpus=1 if part.device else 0)
-        task.remote(part.payload).future().add_done_callback(partial(self._done, part))
+        self._begun[part] = begun = task.remote(part.payload)
+        begun.future().add_done_callback(partial(self._done, part))
 
     def _done(self, part: Part, future: Future[Answer]) -> None:
         from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, WorkerCrashedError
 
+        self._begun.pop(part, None)
         try:
             answer = future.result()
         except (WorkerCrashedError, NodeDiedError, ObjectLostError, OutOfMemoryError) as error:
@@ -77,6 +80,10 @@ class RayCluster(PartExecutor):
             self._failed(part, PunaError(f"Ray could not compute a part ({type(error).__name__}: {str(error).strip()})"))
         else:
             self._answered(part, answer)
+
+    def _end(self) -> None:
+        for begun in list(self._begun.values()):
+            self._ray.cancel(begun, force=True)
 
     def _close(self) -> None:
         self._ray.shutdown()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,20 +12,14 @@ from puna.stages.training import corpus
 from puna.storage import PunaError
 
 
-@given(left=st.sets(st.text(max_size=3)), right=st.sets(st.text(max_size=3)))
-def test_differences_of_ascending_sequences(left: set[str], right: set[str]) -> None:
-    found = list(corpus._differences(iter(sorted(left)), iter(sorted(right))))
-    assert [id_ for side, id_ in found if side == "left"] == sorted(left - right)
-    assert [id_ for side, id_ in found if side == "right"] == sorted(right - left)
-
-
 def test_a_mixture_of_other_documents(documents, mixture) -> None:
-    corpus.check_mixture(documents(["a", "b"]), mixture([(0, "x", "train", 1), (1, "x", "train", 1)]))
+    run = SimpleNamespace(map=map)
+    corpus.check_mixture(run, documents(["a", "b"]), mixture([(0, "x", "train", 1), (1, "x", "train", 1)]))
     rows = [(i, "x", "train", 1) for i in (0, 2, 3)]
     with pytest.raises(PunaError, match=f"names 2 documents that documents/.* does not have, for example {2:032x}; give"):
-        corpus.check_mixture(documents(["a", "b"]), mixture(rows))
+        corpus.check_mixture(run, documents(["a", "b"]), mixture(rows))
     with pytest.raises(PunaError, match=f"lacks 1 documents of documents/.*, for example {1:032x}; give"):
-        corpus.check_mixture(documents(["a", "b"]), mixture(rows[:1]))
+        corpus.check_mixture(run, documents(["a", "b"]), mixture(rows[:1]))
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=60), cut=st.integers(1, 60), most=st.integers(1, 400), held=st.integers(0, 5))

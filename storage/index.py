@@ -1,0 +1,90 @@
+"""The index: what the manifests of a store say in short, kept in a file beside them, so that ten thousand are not read each time.
+
+It is derived and trusted only as far as it can be checked: which manifests there are, and their versions, is listed each time, and
+each line carries the version that its manifest had and a checksum. An index that is old, damaged or gone costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from typing import Any
+
+from puna.storage.artifact import Artifact
+from puna.storage.errors import PunaError
+from puna.storage.files import Files
+from puna.storage.manifest import NAME
+
+FILE = "index.jsonl"
+SPARE = 1000
+"""Lines that count no more, beside one for each artifact, before the index is written anew."""
+
+Entry = dict[str, Any]
+"""What is known of one artifact, see `entry`."""
+
+
+def manifests(files: Files) -> dict[tuple[str, str], str]:
+    """Every manifest in the store: kind and key of its artifact → its version."""
+    found = files.versions("objects", 3, NAME)
+    return {(inside[0], inside[2]): version for name, version in found.items() if len(inside := name.split("/")) == 3}
+
+
+def entries(files: Files) -> list[Entry]:
+    """What is known of every artifact whose manifest can be read, in the order in which they were made."""
+    there = manifests(files)
+    lines = _lines(files)
+    said = {(found["kind"], found["key"]): found for line in lines if (found := _parsed(line)) is not None}
+    known = {place: said[place] for place, version in there.items() if place in said and said[place]["version"] == version}
+    new = []
+    for place in there.keys() - known.keys():
+        with contextlib.suppress(PunaError):
+            known[place] = entry(Artifact(*place, files), there[place])
+            new.append(_line(known[place]))
+    with contextlib.suppress(OSError):  # a store may be mounted so that nothing can be written
+        if len(lines) + len(new) > 2 * len(known) + SPARE:
+            files.write(FILE, b"".join(map(_line, known.values())))
+        elif new:
+            files.append(FILE, b"".join(new))
+    return sorted(known.values(), key=lambda one: (one["created_at"], one["key"]))
+
+
+def entry(artifact: Artifact, version: str) -> Entry:
+    """What the manifest of an artifact says; PunaError where it cannot be read. `sound`: it is as it was written."""
+    m = artifact.manifest
+    tables = {
+        name: {"files": [s.file for s in table.shards if s.file], "sources": len(table.sources), "rows": table.rows}
+        for name, table in m.tables.items()
+    }
+    return {
+        "kind": artifact.kind, "key": artifact.key, "version": version, "stage": m.stage,
+        "rows": m.tables[m.kind].rows if m.kind in m.tables else None, "bytes": sum(f.bytes for f in m.files.values()),
+        "seconds": m.timings.get("seconds"), "created_at": m.created_at, "run": m.run, "data_digest": m.data_digest,
+        "code_version": m.code_version, "config": json.dumps(m.config), "seed": m.seed, "tables": tables, "metrics": m.metrics,
+        "inputs": [{"input": i.key, "name": i.name, "kind": i.kind, "data_digest": i.data_digest} for i in m.inputs],
+        "sources": [source.key for source in m.sources],
+        "sound": (m.kind, m.key) == (artifact.kind, artifact.key) and not m.contradictions(),
+    }  # fmt: skip
+
+
+def _lines(files: Files) -> list[bytes]:
+    try:
+        return files.read(FILE).splitlines()
+    except (OSError, PunaError):
+        return []
+
+
+def _line(found: Entry) -> bytes:
+    data = json.dumps(found, separators=(",", ":")).encode()
+    return b"%08x %b\n" % (zlib.crc32(data), data)
+
+
+def _parsed(line: bytes) -> Entry | None:
+    """What a line says; None where it is damaged."""
+    try:
+        if int(line[:8], 16) != zlib.crc32(line[9:]):
+            return None
+        found: Entry = json.loads(line[9:].decode())
+        return found
+    except ValueError:
+        return None
