@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 from puna.flows.history import History, rounds_of, settle, unsettled
 from puna.flows.program import Output, current_walk, flow, setting, step, tell
-from puna.flows.rounds import State, one_round
+from puna.flows.recipe import Step
+from puna.flows.rounds import State, new_prompts_per_round, one_round
 from puna.stages.align.gate import gate
 from puna.stages.align.new_prompts import NewPromptsConfig, new_prompts
 from puna.stages.align.prompts import PromptsConfig, prompts
@@ -61,9 +63,11 @@ def _round(
         description="What reward model and SFT of the flow `round` start from: 1, the pretrained checkpoint; 0, the last policy",
     )  # fmt: skip
     heldout = imported or step(prompts)
-    pool = imported or step(prompts, f"pool_{number}", field="prompts", adapt=lambda config: _enough(config, history.used()))
+    wanted = NewPromptsConfig(count=new_prompts_per_round())
+    enough = partial(_pool, used=history.used(), more=_counts("new_prompts", wanted) + _counts("development", DEVELOPMENT))
+    pool = imported or step(prompts, f"pool_{number}", field="prompts", adapt=enough)
     used = [_known(item) for item in history.prompts]
-    fresh = step(new_prompts, number=number, pool=pool, used=used)
+    fresh = step(new_prompts, default=wanted, number=number, pool=pool, used=used)
     pairs = _all(history.preferences, judged)
     if _empty(fresh):
         tell(f"nothing new: every prompt of the pool was used in the {number - 1} rounds before; give more, --input pool=ID")
@@ -98,10 +102,16 @@ def _all(known: Sequence[Artifact], given: Sequence[Output]) -> tuple[Output, ..
     return (*map(_known, known), *new)
 
 
-def _enough(config: PromptsConfig, used: Counter[str]) -> PromptsConfig:
-    """A pool of training prompts that holds enough unused ones, whichever were used."""
+def _counts(field: str, default: NewPromptsConfig) -> int:
+    """How many prompts of each task the step of that field takes."""
+    found = current_walk().configs(Step(field, field, new_prompts, default))
+    return sum(config.count for config in found if isinstance(config, NewPromptsConfig))
+
+
+def _pool(config: PromptsConfig, used: Counter[str], more: int) -> PromptsConfig:
+    """As many of the generators' training prompts as hold `more` unused ones of each task, whichever were used; without references."""
     most = max((used[task.name or task.task] for task in config.tasks), default=0)
-    return config.model_copy(update={"train": max(config.skip + config.train, most) + 500, "skip": 0})
+    return config.model_copy(update={"train": max(config.skip + config.train, most) + more, "skip": 0, "references": False})
 
 
 def _empty(output: Output) -> bool:

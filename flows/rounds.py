@@ -120,10 +120,15 @@ def new_prompts(number: int) -> Output:
     The seed and the held-out share stay, so that no held-out question becomes a training question. They have no gold answers: a round
     learns from demonstrations and preferences, not from references that its controls are not given.
     """
-    train = setting("round_prompts", 400, minimum=1, maximum=10_000_000, description="New training prompts of each task in each round")
+    train = new_prompts_per_round()
 
     def slice_of(config: PromptsConfig) -> PromptsConfig:
         skip = config.skip + config.train + (number - 1) * train
         return config.model_copy(update={"train": train, "heldout": 0, "skip": skip, "references": False})
 
     return step(prompts, f"prompts_{number}", field="prompts", adapt=slice_of)
+
+
+def new_prompts_per_round() -> int:
+    """New training prompts of each task in each round."""
+    return setting("round_prompts", 400, minimum=1, maximum=10_000_000, description="New training prompts of each task in each round")

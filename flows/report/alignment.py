@@ -42,9 +42,19 @@ def model_label(step: Step) -> str:
 
 
 def evaluations(run: Run) -> list[Step]:
-    """Steps that evaluated a model, but for control arms; experiments write the same kind of artifact."""
-    found = [s for s in run.kind("evaluation") if any(i.kind == "model" for i in s.artifact.manifest.inputs)]
+    """Steps that evaluated a model, but for control arms; experiments and gates write the same kind of artifact."""
+    found = [s for s in run.kind("evaluation") if s.stage != "gate" and any(i.kind == "model" for i in s.artifact.manifest.inputs)]
     return [s for s in found if not arms.CONTROL.fullmatch(s.name)]
+
+
+def gates_view(run: Run) -> Html | None:
+    """What each round's gate said of its candidate."""
+    rows: list[list[Content]] = [
+        [s.round, s.metrics["verdict"], number(s.metrics["gain"], 3),
+         f"{number(s.metrics['gain_low'], 3)} to {number(s.metrics['gain_high'], 3)}", s.metrics["reason"]]
+        for s in run.steps if s.stage == "gate"
+    ]  # fmt: skip
+    return part("Gates of the rounds", table(["round", "verdict", "gain", "95 % interval", "why"], rows, numeric=[2])) if rows else None
 
 
 def measurements(run: Run) -> dict[tuple[str, str], list[Measured]]:

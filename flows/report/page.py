@@ -169,6 +169,7 @@ def _alignment(run: Run) -> Html:
     judged = [s for s in alignment.evaluations(run) if not any(a.key in base for a in run.inputs(s))]
     return section(
         "alignment", "Evaluation and alignment", "What each step taught the model, and what it answers now.",
+        alignment.gates_view(run),
         alignment.accuracy_view(run),
         alignment.arms_view(run),
         alignment.answers_view(run),

@@ -94,7 +94,7 @@ def recipe(folder: Path, **changes: Any) -> str:
     training = {"batch_size": 16, "epochs": 1, "schedule": {"learning_rate": 0.003, "warmup_steps": 0.1}}
     answers = {"prompts_per_task": 100, "temperature": 1.0, "max_tokens": 16}
     values: dict[str, Any] = {
-        "name": "planted", "from_pretrained": 0, "new_prompts": {"count": 20}, "development": {"count": 10},
+        "name": "planted", "from_pretrained": 0, "round_prompts": 20, "development": {"count": 10},
         "prompts": {"tasks": [{"task": "chain_sum"}], "train": 1, "heldout": 1},
         "sample": {"answers": 8, "max_tokens": 16, "temperature": 1.0}, "preferences": {"pairs_per_prompt": 4, "thresholds": {"better": 0.2, "slightly_better": 0.1}},
         "data_quality": {"reward_quantile": 0.5, "semantic": {"clusters": 2, "max_similarity": 1.0}},
