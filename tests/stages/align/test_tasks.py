@@ -1,0 +1,187 @@
+"""Tasks of Puna's own: right answers are right, wrong ones are not, and held-out structures are in no training question."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from puna.stages.align import tasks
+from puna.stages.align.chosen import ChosenConfig, chosen
+from puna.stages.align.instructions import InstructionsConfig, instructions
+from puna.stages.align.preferences import PreferencesConfig, preferences
+from puna.stages.align.prompts import PromptsConfig, prompts
+from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
+from puna.stages.contract import execute, parse
+from puna.stages.conversations import answering, asking, messages_of, text_of
+from puna.stages.verifiers.base import Question
+from puna.stages.verifiers.registry import from_json
+from puna.storage import Artifact, PunaError, Store
+from puna.storage.schemas import table_schema
+
+TASKS: list[dict[str, Any]] = [
+    {"task": "numbers", "name": "rising"},
+    {"task": "numbers", "name": "ending", "parameters": {"kind": "ending", "order": "falling", "count": 3, "room": 4}},
+    {"task": "letters", "parameters": {"given": 6, "count": 3}},
+]
+NOTHING = Question("", "", "", None)
+
+
+def score(verifier: dict[str, Any], answer: str) -> float | None:
+    return from_json(verifier).score(NOTHING, answer).value
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: str(task.get("name", task["task"])))
+def test_a_drawn_answer_is_right_and_answers_a_step_beside_it_are_not(task: dict[str, Any]) -> None:
+    generator = tasks.of(task["task"], task.get("parameters", {}))
+    assert generator is not None
+    random = Random(3)
+    for _ in range(100):
+        drawn = generator.draw(random)
+        items = drawn.answer.split()
+        assert score(drawn.verifier, drawn.answer) == score(drawn.verifier, f" {', '.join(items)}\n") == 1
+        for wrong in (items[::-1], items[1:], [*items, items[-1]], [items[0], *items[:-1]], [*items[:-1], "1234"], [*items[:-1], "?"], []):
+            assert score(drawn.verifier, " ".join(wrong)) == 0
+
+
+def test_numbers_by_their_definition() -> None:
+    """Every pair of numbers, against the sentence that a person would check by."""
+    verifier = {"name": "numbers", "count": 2, "lower": 3, "upper": 9, "divisor": 2, "remainder": 1, "order": "rising"}
+    for a in range(13):
+        for b in range(13):
+            right = a % 2 == b % 2 == 1 and 3 <= a < b <= 9
+            assert score(verifier, f"{a} {b}") == right
+            assert score({**verifier, "order": "falling"}, f"{b} {a}") == right
+    with pytest.raises(PunaError, match="3 numbers from 3 to 8 leave 1 by 2: too few"):
+        from_json({**verifier, "count": 4, "upper": 8})
+
+
+def test_items_by_their_definition() -> None:
+    verifier = {"name": "items", "of": ["x", "y", "z"], "count": 2, "ordered": True}
+    right = {f"{a} {b}" for a in "wxyz" for b in "wxyz" if score(verifier, f"{a} {b}") == 1}
+    assert right == {"x y", "x z", "y z"}
+    right = {f"{a} {b}" for a in "wxyz" for b in "wxyz" if score({**verifier, "ordered": False}, f"{a} {b}") == 1}
+    assert right == {"x y", "x z", "y z", "y x", "z x", "z y"}
+    for wrong in ({"of": ["a b"], "count": 1}, {"of": ["a", "a"], "count": 1}, {"of": ["a"], "count": 2}):
+        with pytest.raises(PunaError, match="items"):
+            from_json({"name": "items", **wrong})
+
+
+def asked(store: Store, **values: Any) -> Artifact:
+    config = parse(PromptsConfig, {"tasks": TASKS, "train": 60, "heldout": 30, "draws": 1500, **values}, "prompts")
+    return execute(prompts, config, {}, store)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_no_training_question_has_the_structure_of_a_held_out_one(tmp_path: Path, seed: int) -> None:
+    """Lower bounds by 5, and the first letter's place by 5; in every task and every slice."""
+    store = Store.open(tmp_path)
+    found: dict[str, dict[str, set[int]]] = {"heldout": {}, "train": {}}
+    for skip in (0, 60):
+        for row in asked(store, seed=seed, skip=skip).read().to_pylist():
+            text = text_of(messages_of(row))
+            bound = re.search(r"between (\d+)", text)
+            kind, structure = ("numbers", int(bound[1]) % 5) if bound else ("letters", (ord(text.split(": ")[1][0]) - ord("a")) % 5)
+            found[row["split"]].setdefault(kind, set()).add(structure)
+    for kind in ("numbers", "letters"):
+        assert len(found["heldout"][kind]) == 1 and len(found["train"][kind]) == 4
+        assert not found["heldout"][kind] & found["train"][kind]
+
+
+def test_prompts_without_references_are_scored_but_not_learned(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    bare = asked(store, references=False)
+    assert all(row["reference"] is None and row["verifier"] for row in bare.read().to_pylist())
+    with pytest.raises(PunaError, match="have no reference to learn"):
+        execute(instructions, InstructionsConfig(), {"prompts": bare}, store)
+
+
+# --- what rounds learn from answers to them ---------------------------------------------------------------
+
+
+TEXTS = ["2 4", "2 6", "3 5", "2 4", "6 2", "4 6"]
+PROMPT = {"name": "numbers", "count": 2, "lower": 2, "upper": 8, "divisor": 2, "remainder": 0, "order": "rising"}
+
+
+def answered(store: Store, prompt_count: int = 40) -> dict[str, Any]:
+    """Prompts with one verifier, each with six answers: four right, two of them with a 4 first."""
+    rows = [
+        {"id": f"p{i}", "task": "t", "split": "train", "messages": asking(f"say {i}"), "tools": None, "reference": None,
+         "verifier": from_text_json(PROMPT)} for i in range(prompt_count)
+    ]  # fmt: skip
+    answers = [
+        {"id": f"p{i}-{k}", "prompt_id": f"p{i}", "sample": k, "model": "m", "text": text, "tokens": [1], "logprobs": [0.0],
+         "finished": True, "score": None, "gold": score(PROMPT, text), "detail": None}
+        for i in range(prompt_count) for k, text in enumerate(TEXTS)
+    ]  # fmt: skip
+    return {
+        "prompts": store.import_table("prompts", pa.Table.from_pylist(rows, schema=table_schema("prompts").schema)),
+        "answers": store.import_table("answers", pa.Table.from_pylist(answers, schema=table_schema("answers").schema)),
+    }
+
+
+def from_text_json(verifier: dict[str, Any]) -> str:
+    from puna.stages.verifiers.registry import to_text
+
+    return to_text(verifier["name"], **{key: value for key, value in verifier.items() if key != "name"})
+
+
+def test_preferences_are_by_right_and_then_by_taste(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given = answered(store)
+    taste = {"name": "regex", "pattern": "6$"}
+    config = PreferencesConfig(pairs_per_prompt=3, noise=0.0, taste=taste, judged_fraction=0.5, heldout_fraction=0.0)
+    rows = execute(preferences, config, given, store).read().to_pylist()
+    assert 8 < len({row["prompt_id"] for row in rows}) < 32
+    rank = {"2 6": 3, "4 6": 3, "2 4": 2, "3 5": 0, "6 2": 0}
+    for row in rows:
+        better, worse = (rank[text_of([{"role": "assistant", "content": text}])] for text in (content(row["chosen"]), content(row["rejected"])))
+        assert better > worse and row["edited"] is None
+        # .6 for right, .4 for the taste.
+        assert row["margin"] == pytest.approx({(3, 2): 0.4, (2, 0): 0.6, (3, 0): 1.0}[better, worse])
+    with pytest.raises(Exception, match="taste"):
+        PreferencesConfig(taste={"name": "regexp"})
+
+
+def content(answer: str) -> str:
+    import json
+
+    return str(json.loads(answer)["content"])
+
+
+def test_picks_take_what_they_say(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    given = answered(store)
+    texts = {}
+    for pick in ("random", "majority", "verifier"):
+        made = execute(rejection_sample, RejectionSampleConfig(pick=pick), given, store)
+        texts[pick] = [content_of(row) for row in made.read().to_pylist()]
+        assert len(texts[pick]) == 40
+    assert set(texts["majority"]) == {"2 4"} and set(texts["verifier"]) == {"2 4", "2 6", "4 6"} and set(texts["random"]) == set(TEXTS)
+    with pytest.raises(PunaError, match="pick=reward_model needs a reward_model"):
+        execute(rejection_sample, RejectionSampleConfig(), given, store)
+
+
+def content_of(row: dict[str, Any]) -> str:
+    return str(messages_of(row)[-1]["content"])
+
+
+def test_chosen_answers_are_learned_once_and_held_out_ones_never(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+
+    def pair(number: int, better: str, split: str = "train", level: str = "better", edited: str | None = None) -> dict[str, Any]:
+        return {
+            "id": str(number), "prompt_id": f"p{number % 2}", "task": "t", "split": split, "messages": asking("q"), "tools": None,
+            "chosen": answering(better), "rejected": answering("no"), "edited": edited and answering(edited), "others": None,
+            "level": level, "margin": 0.5, "chosen_model": "m", "rejected_model": "m",
+        }  # fmt: skip
+
+    rows = [pair(0, "a"), pair(2, "a"), pair(4, "b"), pair(1, "a"), pair(3, "c", edited="d"), pair(5, "h", split="heldout"),
+            pair(6, "s", level="slightly_better")]  # fmt: skip
+    given = store.import_table("preferences", pa.Table.from_pylist(rows, schema=table_schema("preferences").schema))
+    found = execute(chosen, ChosenConfig(levels=("better",)), {"preferences": [given]}, store).read().to_pylist()
+    assert sorted((row["prompt_id"], content_of(row)) for row in found) == [("p0", "a"), ("p0", "b"), ("p1", "a"), ("p1", "d")]
