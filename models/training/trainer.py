@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,7 +73,7 @@ class Trainer:
             parameter.grad = None
             parameter.data = data
 
-    def step(self, step: int, batch: Any, seed: int, limits: Limits = NO_LIMITS) -> Row:
+    def step(self, step: int, batch: Sized | Sequence[Sized], seed: int, limits: Limits = NO_LIMITS) -> Row:
         """One step on a batch or on a list of micro-batches. One that is not finite, or whose loss or gradient
         norm exceeds `limits`, changes nothing."""
         started = time.perf_counter()
@@ -111,7 +111,7 @@ class Trainer:
             **dict(zip(names, values[2:], strict=True)),
         }
 
-    def _accumulate(self, micro: Sequence[Any], seed: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def _accumulate(self, micro: Sequence[Sized], seed: int) -> tuple[Tensor, dict[str, Tensor]]:
         if not micro:
             raise ValueError("a step needs at least one batch")
         tokens = sum(len(part) for part in micro)
@@ -132,10 +132,10 @@ class Trainer:
                     metrics[name] = metrics[name] + number if name in metrics else number
         return loss, metrics
 
-    def _moved(self, part: Any) -> Any:
+    def _moved(self, part: Sized) -> Sized:
         return part.to(self.device) if hasattr(part, "to") else part
 
-    def _totals(self, micro: Sequence[Any]) -> dict[str, dict[str, float]]:
+    def _totals(self, micro: Sequence[Sized]) -> dict[str, dict[str, float]]:
         """The objective's option `totals`: what its parts add up to over the step."""
         if not hasattr(self.objective, "totals"):
             if len(micro) > 1:
@@ -151,7 +151,7 @@ class Trainer:
                 totals[name] = totals.get(name, 0.0) + value
         return {"totals": totals}
 
-    def _balanced(self, loss: Tensor, metrics: Any, part: float) -> tuple[Tensor, Any]:
+    def _balanced(self, loss: Tensor, metrics: dict[str, Any], part: float) -> tuple[Tensor, dict[str, Any]]:
         """With the load-balancing loss of a model with experts, by this micro-batch's part of the step's tokens."""
         take = getattr(self.model, "take_balance_loss", None)
         balance = None if take is None else take()
@@ -159,7 +159,7 @@ class Trainer:
             return loss, metrics
         return loss + part * balance, {**metrics, "balance_loss": part * balance.detach()}
 
-    def _utilization(self, micro: Sequence[Any], seconds: float) -> dict[str, float]:
+    def _utilization(self, micro: Sequence[Sized], seconds: float) -> dict[str, float]:
         """Model FLOPs of the step over what the device's matrix products would do in its time, where both are
         known: for a whole `Transformer` on a device in `accounting.peak_flops`."""
         config = getattr(self.model, "config", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from puna.stages.contract import StageRun
 from puna.stages.training.train import Example, by_answer
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from puna.models.training.objectives import Targets
+    from puna.models.training.objectives.base import Model
     from puna.stages.align.settings import DpoConfig
 
 
@@ -23,7 +24,7 @@ def targets_of(examples: Sequence[Example], config: DpoConfig) -> Targets:
     return Targets.from_answers([e.prompt for e in examples], [e.answers for e in examples], masks)
 
 
-def reference(model: Any, examples: Sequence[Example], config: DpoConfig, run: StageRun, note: str = "reference") -> list[list[float]]:
+def reference(model: Model, examples: Sequence[Example], config: DpoConfig, run: StageRun, note: str = "reference") -> list[list[float]]:
     """Summed unmasked log-probability of every answer under the model, prompt by prompt; zeros where the loss needs no reference."""
     from puna.models.training import losses
     from puna.models.training.objectives import reference_logprobs

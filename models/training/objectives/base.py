@@ -8,18 +8,38 @@ Losses, gradients and metrics of the micro-batches then simply add up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, DTypeLike
 from torch import Tensor
 
 from puna.models.forest import Forest
 
 Totals = Mapping[str, float]
 Metrics = dict[str, Tensor]
+
+
+class Model(Protocol):
+    """What objectives ask of a model: `Transformer`'s methods of these names, which PEFT's models pass on."""
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The weights."""
+
+    def hidden(self, forest: Forest) -> Tensor:
+        """Final hidden states [T, D]."""
+
+    def scalar(self, hidden_ND: Tensor) -> Tensor:
+        """The scalar head, [N]."""
+
+    def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Log-probs of targets [N] and entropies [N], nats."""
+
+    def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of the targets' negative log-probs, a scalar in nats."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +72,7 @@ class Targets:
         return Targets.from_packed(row, [len(document) for document in documents])
 
     @staticmethod
-    def from_packed(tokens: Any, lengths: Sequence[int]) -> Targets:
+    def from_packed(tokens: ArrayLike, lengths: Sequence[int]) -> Targets:
         """One row of the `tokens` table: ids [T] and the lengths of the documents packed in it."""
         row = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
         sizes = torch.as_tensor(np.asarray(lengths, dtype=np.int64))
@@ -135,7 +155,7 @@ class Targets:
         return Targets(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
-def _join(parts: list[np.ndarray[Any, Any]], dtype: Any) -> np.ndarray[Any, Any]:
+def _join(parts: list[np.ndarray[Any, Any]], dtype: DTypeLike) -> np.ndarray[Any, Any]:
     return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
 
 
@@ -164,14 +184,14 @@ class Objective(Generic[BatchT]):
         """Denominators this batch contributes to a step."""
         raise NotImplementedError
 
-    def measure(self, model: Any, batch: BatchT) -> dict[str, float]:
+    def measure(self, model: Model, batch: BatchT) -> dict[str, float]:
         """Sums over this batch that need the model, without a gradient; over a step they are added up and join the totals."""
         return {}
 
-    def __call__(self, model: Any, batch: BatchT, totals: Totals | None = None) -> tuple[Tensor, Metrics]:
+    def __call__(self, model: Model, batch: BatchT, totals: Totals | None = None) -> tuple[Tensor, Metrics]:
         return self.loss(model, batch, {**self.totals(batch), **self.measure(model, batch)} if totals is None else totals)
 
-    def loss(self, model: Any, batch: BatchT, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Model, batch: BatchT, totals: Totals) -> tuple[Tensor, Metrics]:
         """Loss and metrics of this batch, divided by the totals of its step."""
         raise NotImplementedError
 
@@ -181,7 +201,6 @@ def divide(value: Tensor, total: float) -> Tensor:
     return value / total if total else value * 0.0
 
 
-def target_logprobs(model: Any, targets: Targets) -> Tensor:
+def target_logprobs(model: Model, targets: Targets) -> Tensor:
     """[N] float32: log p(target | what its position sees)."""
-    logprobs: Tensor = model.token_logprobs(targets.forest, targets.positions, targets.tokens)[0]
-    return logprobs
+    return model.token_logprobs(targets.forest, targets.positions, targets.tokens)[0]

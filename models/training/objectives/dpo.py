@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from puna.models.training import losses
 from puna.models.training.losses import PairLogprobs
 from puna.models.training.objectives.base import (
     Metrics,
+    Model,
     Objective,
     Targets,
     Totals,
@@ -84,7 +85,7 @@ class Dpo(Objective[DpoBatch]):
         tokens = batch.targets.lengths[batch.chosen].sum()
         return {"pairs": float(len(batch.chosen)), "chosen_tokens": float(tokens)}
 
-    def loss(self, model: Any, batch: DpoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Model, batch: DpoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         targets, count = batch.targets, totals["pairs"]
         logprobs = target_logprobs(model, targets)
         pairs = self._pairs(targets.sum_by_answer(logprobs), batch)
@@ -138,7 +139,7 @@ def answer_nll(
 
 
 @torch.no_grad()
-def reference_logprobs(model: Any, targets: Targets) -> Tensor:
+def reference_logprobs(model: Model, targets: Targets) -> Tensor:
     """[A] float32 on the CPU: each answer's summed unmasked log-probability, without a gradient."""
     moved = targets.to(next(model.parameters()).device)
     return moved.sum_by_answer(target_logprobs(model, moved)).float().cpu()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from puna.models.training.losses import kto
-from puna.models.training.objectives.base import Metrics, Objective, Targets, Totals, divide, target_logprobs
+from puna.models.training.objectives.base import Metrics, Model, Objective, Targets, Totals, divide, target_logprobs
 from puna.models.training.objectives.dpo import answer_nll
 
 
@@ -80,12 +80,12 @@ class Kto(Objective[KtoBatch]):
         }
 
     @torch.no_grad()
-    def measure(self, model: Any, batch: KtoBatch) -> dict[str, float]:
+    def measure(self, model: Model, batch: KtoBatch) -> dict[str, float]:
         """Sum of the mismatched answers' log-ratios, which the step's estimate is the mean of."""
         logprobs = batch.mismatched.sum_by_answer(target_logprobs(model, batch.mismatched))
         return {"mismatched_ratio": float((logprobs - batch.mismatched_reference).sum())}
 
-    def loss(self, model: Any, batch: KtoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Model, batch: KtoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         logprobs = target_logprobs(model, batch.targets)
         ratios = batch.targets.sum_by_answer(logprobs) - batch.reference
         kl = max(0.0, totals["mismatched_ratio"] / max(totals["mismatched"], 1.0))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from puna.models.training.objectives.base import Metrics, Objective, Targets, Totals, divide
+from puna.models.training.objectives.base import Metrics, Model, Objective, Targets, Totals, divide
 
 
 def language_modeling_loss(logprobs: Tensor, mask: Tensor, total: float) -> Tensor:
@@ -20,7 +19,7 @@ def language_modeling_loss(logprobs: Tensor, mask: Tensor, total: float) -> Tens
     return divide(-torch.where(mask, logprobs, logprobs.new_zeros(())).sum(), total)
 
 
-def token_loss(model: Any, targets: Targets, total: float) -> Tensor:
+def token_loss(model: Model, targets: Targets, total: float) -> Tensor:
     """`language_modeling_loss` of a model on targets, by its fused output layer and loss."""
     weights = targets.mask.float() / total if total else torch.zeros_like(targets.mask, dtype=torch.float32)
     loss: Tensor = model.cross_entropy(targets.forest, targets.positions, targets.tokens, weights)
@@ -33,6 +32,6 @@ class LanguageModeling(Objective[Targets]):
     def totals(self, batch: Targets) -> dict[str, float]:
         return {"tokens": float(batch.mask.sum())}
 
-    def loss(self, model: Any, batch: Targets, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Model, batch: Targets, totals: Totals) -> tuple[Tensor, Metrics]:
         loss = token_loss(model, batch, totals["tokens"])
         return loss, {"bits_per_token": loss.detach() / math.log(2.0)}

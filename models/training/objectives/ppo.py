@@ -6,12 +6,12 @@ Everything is flat: N answer tokens, answer by answer, no padding. Advantages an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from puna.models.training.objectives.base import Metrics, Objective, Targets, Totals, divide
+from puna.models.training.objectives.base import Metrics, Model, Objective, Targets, Totals, divide
 
 
 def whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
@@ -119,7 +119,7 @@ class Ppo(Objective[PpoBatch]):
     def totals(self, batch: PpoBatch) -> dict[str, float]:
         return {"tokens": float(batch.targets.mask.sum())}
 
-    def loss(self, model: Any, batch: PpoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Model, batch: PpoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         targets, tokens = batch.targets, totals["tokens"]
         logprobs, entropy = model.token_logprobs(
             targets.forest, targets.positions, targets.tokens, temperature=self.temperature
@@ -156,7 +156,7 @@ class Value(Objective[PpoBatch]):
     def totals(self, batch: PpoBatch) -> dict[str, float]:
         return {"tokens": float(batch.targets.mask.sum())}
 
-    def loss(self, model: Any, batch: PpoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Model, batch: PpoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         values = token_values(model, batch.targets)
         mask, tokens = batch.targets.mask, totals["tokens"]
         loss = ppo_value_loss(values, batch.values, batch.returns, mask, self.clip, tokens)
@@ -165,7 +165,7 @@ class Value(Objective[PpoBatch]):
         return loss, {"value_error": divide(error.sum(), tokens)}
 
 
-def token_values(model: Any, targets: Targets) -> Tensor:
+def token_values(model: Model, targets: Targets) -> Tensor:
     """[N] float: the scalar head where each target is predicted."""
     values: Tensor = model.scalar(model.hidden(targets.forest)[targets.positions])
     return values.float()

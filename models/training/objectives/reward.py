@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from puna.kernels.linear_cross_entropy import linear_cross_entropy
-from puna.models.training.objectives.base import Metrics, Objective, Targets, Totals, divide
+from puna.models.training.objectives.base import Metrics, Model, Objective, Targets, Totals, divide
 
 
 def ranked_pairs(prompt: Tensor, rank: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,7 +76,7 @@ class Reward(Objective[RewardBatch]):
         better, _, _ = ranked_pairs(batch.targets.prompt, batch.rank)
         return {"prompts": float(len(torch.unique(batch.targets.prompt[better]))), "best": float((batch.rank == 0).sum())}
 
-    def loss(self, model: Any, batch: RewardBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Model, batch: RewardBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         hidden = model.hidden(batch.targets.forest)
         rewards = _rewards(model, hidden, batch.targets)
         better, worse, weight = ranked_pairs(batch.targets.prompt, batch.rank)
@@ -105,11 +104,11 @@ class Reward(Objective[RewardBatch]):
         return divide(loss, totals["best"])
 
 
-def answer_rewards(model: Any, targets: Targets) -> Tensor:
+def answer_rewards(model: Model, targets: Targets) -> Tensor:
     """[A] float: the scalar head at each answer's last token."""
     return _rewards(model, model.hidden(targets.forest), targets)
 
 
-def _rewards(model: Any, hidden: Tensor, targets: Targets) -> Tensor:
+def _rewards(model: Model, hidden: Tensor, targets: Targets) -> Tensor:
     rewards: Tensor = model.scalar(hidden[targets.last])
     return rewards.float()

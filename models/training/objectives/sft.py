@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from puna.models.training.objectives.base import Metrics, Objective, Targets, Totals, divide
+from puna.models.training.objectives.base import Metrics, Model, Objective, Targets, Totals, divide
 from puna.models.training.objectives.language_modeling import language_modeling_loss, token_loss
 
 
@@ -29,7 +27,7 @@ class Sft(Objective[Targets]):
     def totals(self, batch: Targets) -> dict[str, float]:
         return {"tokens": float(batch.mask.sum()), "answers": float(batch.answers)}
 
-    def loss(self, model: Any, batch: Targets, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Model, batch: Targets, totals: Totals) -> tuple[Tensor, Metrics]:
         loss = token_loss(model, batch, totals["tokens"])
         nll = divide(loss.detach() * totals["tokens"], totals["answers"])
         return loss, {"answer_nll": nll}
