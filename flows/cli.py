@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -188,31 +189,67 @@ def demo_pages(
 
 
 @app.command()
+def up(
+    store: StoreOption = DEFAULT_STORE,
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with --auth")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free")] = 4200,
+    auth: Annotated[str, typer.Option(metavar="USER:PASSWORD", envvar="PUNA_AUTH", help="What a browser must say to get in")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="Runs at work at once; each uses every core")] = 2,
+) -> None:
+    """Start Prefect with its UI, everything served, and Puna's own pages: one process, one address."""
+    opened = Store.open(store)
+    from puna.flows import up as serving
+
+    serving.up(opened, host, port, limit, auth)
+
+
+@app.command()
+def web(
+    store: StoreOption = DEFAULT_STORE,
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with --auth")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free")] = 4300,
+    auth: Annotated[str, typer.Option(metavar="USER:PASSWORD", envvar="PUNA_AUTH", help="What a browser must say to get in")] = "",
+) -> None:
+    """Puna's own pages without Prefect: runs, artifacts, documents, questions."""
+    opened = look.existing(store)
+    from puna.flows import up as serving
+
+    serving.pages(opened, host, port, auth)
+
+
+@app.command()
 def serve(
     store: StoreOption = DEFAULT_STORE,
     cron: Annotated[
         list[str] | None, typer.Option(metavar="NAME=CRON", help="Run a flow or stage on a schedule (UTC), for example align='0 3 * * *'")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Runs at work at once; each uses every core")] = 2,
+    supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
 ) -> None:
     """Offer every flow and stage to the Prefect server at PREFECT_API_URL, and run what is asked for."""
+    from puna.flows.server import end_with, from_environment, named_server
     from puna.flows.settings import prepare
 
     opened = Store.open(store)
     prepare(opened.root, terminal="WARNING")
-    from puna.flows.launch import reached_server
-
-    if reached_server() is None:
-        raise PunaError("PREFECT_API_URL is not set; start `prefect server start` and set it to http://127.0.0.1:4200/api")
-    from puna.flows.deployments import serve_all
-
     schedules: dict[str, str] = {}
     for text in cron or []:
         name, sign, schedule = text.partition("=")
         if not sign:
             raise PunaError(f"--cron {text}: write NAME=CRON, for example align='0 3 * * *'")
         schedules[name] = schedule
-    serve_all(opened.uri, schedules, limit)
+    if supervised:
+        end_with(sys.stdin.buffer)
+        server = from_environment()
+    else:
+        server = named_server()
+    if server is None:
+        raise PunaError("PREFECT_API_URL is not set; `puna up` needs none, or start `prefect server start` and set it to its address")
+    from puna.flows.deployments import serve_all
+
+    if supervised and (trouble := server.awaited(60.0)) is not None:
+        raise PunaError(f"{server.url} does not answer: {trouble}")
+    serve_all(opened, server, schedules, limit, supervised=supervised)
 
 
 @app.command()

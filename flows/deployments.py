@@ -1,85 +1,199 @@
-"""Every flow as a Prefect flow with JSON parameters: `pipeline`, `curate`, `pretrain`, …, and one per stage.
+"""Every flow and stage as a Prefect flow with a form: `pipeline`, `curate`, …, and one per stage; and the process that runs them.
 
-`puna serve` offers them to a Prefect server, and `puna run` calls them where there is one, so both do the same.
+`puna serve` offers them to a Prefect server. What a form starts is what `puna run` does, by the same functions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
+import logging
+import os
 import signal
+import sys
+import threading
 import time
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import psutil
-from prefect import Flow
+from prefect import Flow as PrefectFlow
+from prefect import get_run_logger
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.runner import Runner
 from prefect.settings import get_current_settings
-from prefect.types.entrypoint import EntrypointType
+from prefect.states import Failed
 from pydantic import Field
 
-from puna.flows.adapter import as_flow, flow_of
-from puna.flows.running import whole
+from puna.flows.forms import Offer, offers, picked
+from puna.flows.launch import Request, run_flow, run_stage
+from puna.flows.offering import Offering
+from puna.flows.program import Flow
+from puna.flows.server import Server
 from puna.flows.settings import DEFAULT_STORE
-from puna.flows.trace import load_flows, load_stages
+from puna.stages.contract import Stage
+from puna.stages.contract.declaration import InputSpec
 from puna.stages.contract.executors import FORMS, PROCESSES
-from puna.storage import PunaError
+from puna.storage import PunaError, Store
 
 GRACE_SECONDS = 20.0
+FRESH_SECONDS = 5.0
+"""How often the store is looked at for new artifacts to offer."""
 
 
-def _whole(name: str) -> Flow[Any, Any]:
-    """The flow `name` with parameters that a form can show."""
+def _flow_form(flow: Flow) -> PrefectFlow[Any, Any]:
+    """The flow with parameters that a form can show."""
 
-    def run(
-        recipe: Annotated[str, Field(description="Name of a recipe, or a YAML file on the worker")] = "demo",
-        changes: Annotated[list[str], Field(description="Changed fields, for example select.gopher_quality.min_words=60")] = [],  # noqa: B006
-        inputs: Annotated[list[str], Field(description="Pages to read, [NAME=]URI, or artifacts; none: the sample, or NAME@latest")] = [],  # noqa: B006
-        store: Annotated[str, Field(description="Folder of the artifacts")] = DEFAULT_STORE,
-        executor: Annotated[str, Field(description=f"What the work runs on: {FORMS}")] = PROCESSES,
-    ) -> str:
-        return whole(name, recipe, changes, inputs, store, executor)
+    def run(**given: Any) -> Any:
+        texts = [text for spec in flow.inputs for text in _texts(spec, given[spec.name])]
+        request = Request(f"flow:{flow.name}", picked(given["recipe"]), tuple(given["changes"]), tuple(texts), executor=given["executor"])
+        return _told(lambda: run_flow(flow, request, Store.open(given["store"])))
 
-    return as_flow(name, run, load_flows()[name].doc)
-
-
-WHOLE = {name: _whole(name) for name in load_flows()}
-STAGES = {name: flow_of(name) for name in load_stages()}
-SERVED = {flow.name: flow for flow in (*WHOLE.values(), *STAGES.values())}
+    parameters = [
+        _parameter("recipe", str, "The values of all steps; a YAML file must be where the runs are started", "demo"),
+        *(_input(spec, needed=False) for spec in flow.inputs),
+        _parameter("changes", list[str], "Fields to change: select.gopher_quality.min_words=60; line_dedup=null leaves a step out", []),
+    ]
+    return _as_flow(flow.name, run, flow.doc, parameters)
 
 
-def __getattr__(name: str) -> Flow[Any, Any]:
+def _stage_form(stage: Stage, name: str) -> PrefectFlow[Any, Any]:
+    """A flow of the stage alone: its inputs, and its configuration."""
+
+    def run(**given: Any) -> Any:
+        texts = [text for spec in stage.inputs for text in _texts(spec, given[spec.name])]
+        request = Request(f"stage:{stage.name}", None, (), tuple(texts), executor=given["executor"])
+        return _told(lambda: run_stage(stage, request, Store.open(given["store"]), given["config"]).id)
+
+    whole = not any(field.is_required() for field in stage.config.model_fields.values())
+    config = inspect.Parameter(
+        "config", inspect.Parameter.KEYWORD_ONLY, annotation=stage.config, default=stage.config() if whole else inspect.Parameter.empty
+    )
+    # Where a flow has the stage's name, the name is the flow's.
+    return _as_flow(name, run, stage.doc, [*(_input(spec, needed=not spec.optional) for spec in stage.inputs), config])
+
+
+def _texts(spec: InputSpec, value: str | list[str] | None) -> list[str]:
+    """What a form gives for an input, as the command line takes it."""
+    found = [value] if isinstance(value, str) else value or []
+    if spec.kind == "external":
+        return [text for text in found if text.strip()]
+    return [f"{spec.name}={picked(text)}" for text in found]
+
+
+def _told(work: Callable[[], str]) -> Any:
+    """What `work` gives; a `PunaError` is the run's reason to fail, in its log and its state, without a traceback."""
+    try:
+        return work()
+    except PunaError as error:
+        get_run_logger().error(str(error))
+        return Failed(message=str(error))
+
+
+def _input(spec: InputSpec, *, needed: bool) -> inspect.Parameter:
+    kind: Any = list[str] if spec.many else str
+    if spec.kind == "external":
+        said = "Files or folders to read, [NAME=]URI each; none: the sample of real pages"
+        return _parameter(spec.name, kind, said, [] if spec.many else "")
+    return _parameter(
+        spec.name, kind if needed else kind | None, f"Of kind {spec.kind}", inspect.Parameter.empty if needed else None
+    )  # fmt: skip
+
+
+def _parameter(name: str, kind: Any, said: str, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, Field(description=said)], default=default)
+
+
+def _as_flow(name: str, run: Callable[..., Any], doc: str, parameters: list[inspect.Parameter]) -> PrefectFlow[Any, Any]:
+    """`run` as the Prefect flow `name`, its form the parameters."""
+    # A process that Prefect starts for a run imports the flow by this name.
+    run.__module__, run.__name__ = "puna.flows.deployments", f"flow_{name}"
+    run.__qualname__ = run.__name__
+    parameters = [
+        *parameters,
+        _parameter("executor", str, f"What the work runs on: {FORMS}", PROCESSES),
+        _parameter("store", str, "Folder of the artifacts", DEFAULT_STORE),
+    ]
+    signature = inspect.Signature(parameters, return_annotation=Any)
+    # Prefect's forms take the parameters' descriptions from a docstring of this shape.
+    lines = [f"    {p.name}: {_described(p.annotation)}" for p in parameters]
+    run.__doc__ = "\n".join([doc or name, "", "Args:", *lines])
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": Any}
+    return PrefectFlow(run, name=name, description=doc, persist_result=False, result_serializer="json")
+
+
+def _described(annotation: Any) -> str:
+    """The description in an `Annotated[…, Field(description=…)]`, or the docstring of a class of settings."""
+    found = next((item.description for item in getattr(annotation, "__metadata__", ()) if getattr(item, "description", None)), None)
+    return found or (inspect.getdoc(annotation) or "").partition("\n")[0]
+
+
+OFFERS = {offer.flow: offer for offer in offers()}
+
+
+def flow_of(offer: Offer) -> PrefectFlow[Any, Any]:
+    """The Prefect flow of an offer."""
+    return _flow_form(offer.what) if isinstance(offer.what, Flow) else _stage_form(offer.what, offer.flow)
+
+
+def __getattr__(name: str) -> PrefectFlow[Any, Any]:
     """`flow_NAME` is the flow that is offered as NAME: how a process that Prefect starts for a run finds it."""
-    if (found := SERVED.get(name.removeprefix("flow_"))) is None or not name.startswith("flow_"):
+    if not name.startswith("flow_") or (found := OFFERS.get(name.removeprefix("flow_"))) is None:
         raise AttributeError(name)
-    return found
+    _hide_tracebacks()
+    made = globals()[name] = flow_of(found)
+    return made
 
 
-def serve_all(store: str, schedules: dict[str, str], limit: int) -> None:
+def _hide_tracebacks() -> None:
+    """Prefect logs a traceback for a state that says why: the reason stands above it."""
+    from prefect.exceptions import FailedRun
+
+    def plain(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], FailedRun))
+
+    for name in ("prefect.engine", "prefect.flow_runs"):
+        logging.getLogger(name).addFilter(plain)
+
+
+def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: int, *, supervised: bool = False) -> None:
     """Offer every flow and stage to the Prefect server, and run what is asked for on `store` until stopped.
 
-    `schedules`: cron expressions by name, in UTC. `limit`: how many runs may be at work at once.
+    `schedules`: cron expressions by name, in UTC. `limit`: how many runs may be at work at once. `supervised`: end with standard input.
     """
-    if unknown := sorted(set(schedules) - set(SERVED)):
-        raise PunaError(f"--cron {unknown[0]}: there is no such flow or stage; they are {', '.join(SERVED)}")
-    runner = _Runner(limit=limit)
-    for name, flow in SERVED.items():
-        deployment: Any = flow.to_deployment(
-            name=name,
-            tags=["flow" if name in WHOLE else "stage"],
-            parameters={"store": store},
-            cron=_cron(name, schedules[name]) if name in schedules else None,
-            entrypoint_type=EntrypointType.MODULE_PATH,
-        )
-        runner.add_deployment(deployment)
-    for name in schedules:
-        print(f"{name}: every run of `{schedules[name]}`, UTC")
-    print(f"{len(SERVED)} flows and stages of {store} are offered at {get_current_settings().ui_url}/deployments; Ctrl-C ends", flush=True)
+    if unknown := sorted(set(schedules) - set(OFFERS)):
+        raise PunaError(f"--cron {unknown[0]}: there is no such flow or stage; they are {', '.join(OFFERS)}")
+    crons = {name: _cron(name, text) for name, text in schedules.items()}
+    offering = Offering(store, server, [(offer, flow_of(offer)) for offer in OFFERS.values()], linked=supervised)
+    # What a person paused or scheduled stays so when this ends.
+    runner = _Runner(limit=limit, pause_on_shutdown=False)
+    for name, text in schedules.items():
+        print(f"{name}: every run of `{text}`, UTC")
+    threading.Thread(target=_offer, args=(offering, runner, crons, supervised), daemon=True).start()
     # A script's background jobs, and all that they start, ignore this signal; here it is how a run is ended.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(runner.start())
+
+
+def _offer(offering: Offering, runner: Runner, crons: dict[str, str], supervised: bool) -> None:
+    """Offer everything, each from the moment the server has it; then keep the forms up to date."""
+    try:
+        offering.publish(crons, lambda title, deployment: runner._deployment_registry.register_deployment(deployment, title))
+    except PunaError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
+    ends = "" if supervised else "; Ctrl-C ends"
+    print(f"{len(OFFERS)} flows and stages are offered at {get_current_settings().ui_url}/deployments{ends}", flush=True)
+    while True:
+        time.sleep(FRESH_SECONDS)
+        try:
+            offering.refresh()
+        except PunaError as error:
+            print(f"forms are not kept up to date: {error}", file=sys.stderr, flush=True)
 
 
 class _Runner(Runner):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from puna.flows import preflight
-from puna.flows.adapter import flow_of, perform
+from puna.flows.adapter import Performer
+from puna.flows.closing import closing_table
 from puna.flows.inputs import meant
 from puna.flows.program import Flow
 from puna.flows.recipe import overridden, read_values
-from puna.flows.running import checked_inputs, given_to, sample_pages, whole
+from puna.flows.running import checked_inputs, given_to, sample_pages
+from puna.flows.server import named_server
 from puna.flows.session import session
 from puna.flows.trace import load, load_flows, load_stages
 from puna.stages.contract import Stage, StageConfig, did_you_mean, parse
@@ -35,6 +35,19 @@ class Request:
     json: bool = False
     alias: str | None = None
 
+    @property
+    def title(self) -> str:
+        """What a list of runs calls it: the name, the recipe, what is read and what was changed."""
+        words = [self.what.removeprefix("flow:").removeprefix("stage:"), self.recipe or "", *self.inputs[:2]]
+        more = [f"and {len(self.inputs) - 2} more"] if len(self.inputs) > 2 else []
+        changed = [f"· {', '.join(self.changes[:3])}{' …' if len(self.changes) > 3 else ''}"] if self.changes else []
+        return " ".join(word for word in (*words, *more, *changed) if word)[:200]
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What was asked for, as a server shows it."""
+        return {"recipe": self.recipe, "changes": list(self.changes), "inputs": list(self.inputs), "executor": self.executor}
+
 
 def chosen(what: str) -> Flow | Stage:
     """The flow or stage of that name; `flow:` or `stage:` before it chooses where both have it, else it is the flow."""
@@ -52,8 +65,7 @@ def chosen(what: str) -> Flow | Stage:
 def run(request: Request, store: Store) -> None:
     """Run a flow or a stage; everything is checked before any work starts.
 
-    Where PREFECT_API_URL names a server, the run and its stages are runs on it. Otherwise there is none: the store
-    holds what a run leaves, and nothing is left of one that is killed.
+    A server that shows the store, or that PREFECT_API_URL names, is told of it as it goes; the work never waits for that.
     """
     found = chosen(request.what)
     if isinstance(found, Flow):
@@ -62,46 +74,37 @@ def run(request: Request, store: Store) -> None:
         run_stage(found, request, store)
 
 
-def run_flow(flow: Flow, request: Request, store: Store) -> Path:
-    """Run a flow and write its report; returns the report's file."""
+def run_flow(flow: Flow, request: Request, store: Store) -> str:
+    """Run a flow and write its report; returns the name of the run."""
     if request.alias is not None:
         raise PunaError(f"--as: {flow.name} is a flow, which sets aliases of its own; `--as` is for a stage")
     recipe = load(request.recipe or "demo", list(request.changes), flow.name)
-    server = reached_server()
+    named_server()
     given = checked_inputs(flow, recipe, request.inputs, store, executor=request.executor, quiet=request.json)
-    with session(store, flow=flow.name, workers=request.workers, executor=request.executor, json=request.json) as now:
-        now.given = given
-        if server:
-            from puna.flows.deployments import WHOLE
-
-            WHOLE[flow.name](
-                recipe=request.recipe or "demo", changes=list(request.changes), inputs=list(request.inputs), store=store.uri
-            )
-        else:
-            whole(flow.name, request.recipe or "demo", list(request.changes), list(request.inputs), store.uri)
-    from puna.flows.report import write
-
-    page = write(store, now.run, None)
-    now.console.say(f"report: {page}")
-    return page
+    with session(
+        store, flow=flow.name, workers=request.workers, executor=request.executor, json=request.json, title=request.title,
+        parameters=request.parameters, report=True,
+    ) as now:  # fmt: skip
+        Performer(recipe).walk(flow, given)
+        closing_table(now)
+    return now.run
 
 
-def run_stage(stage: Stage, request: Request, store: Store) -> Artifact:
-    """Run a stage alone and tell its metrics; returns what it made."""
-    config = stage_config(stage, request.recipe, list(request.changes))
+def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig | None = None) -> Artifact:
+    """Run a stage alone and tell its metrics; returns what it made. `config`: in place of a recipe's with changes."""
+    config = config or stage_config(stage, request.recipe, list(request.changes))
     wanted = meant(request.inputs, stage.inputs, store, stage.name)
     items = wanted.items
     if any(spec.kind == "external" and not spec.optional for spec in stage.inputs) and not items:
         items += sample_pages(store, request.json)
     given = given_to(stage, items, wanted.named)
+    named_server()
     preflight.check_stage(stage, config, given, store, request.executor)
-    server = reached_server()
-    with session(store, flow=stage.name, workers=request.workers, executor=request.executor, json=request.json) as now:
-        if server:
-            flow_of(stage.name)(**now.parameters(stage, given), config=config, store=store.uri)
-        else:
-            perform(stage, config, stage.name, given)
-    _, outcome = now.outcomes[-1]
+    with session(
+        store, flow=stage.name, workers=request.workers, executor=request.executor, json=request.json, title=request.title,
+        parameters=request.parameters,
+    ) as now:  # fmt: skip
+        outcome = now.perform(stage, config, given, stage.name)
     for name, value in outcome.artifact.manifest.metrics.items():
         now.console.say(f"  {name:32s} {value}")
     if request.alias is not None:
@@ -122,19 +125,3 @@ def stage_config(stage: Stage, recipe: str | None, changes: list[str]) -> StageC
     for change in changes:
         overridden(values, change.removeprefix(f"{stage.name}."))
     return parse(stage.config, values, stage.name)
-
-
-def reached_server() -> str | None:
-    """The address of the Prefect server that PREFECT_API_URL names, if it names one; PunaError where that does not answer."""
-    url = os.environ.get("PREFECT_API_URL")
-    if not url:
-        return None
-    from prefect.client.orchestration import get_client
-
-    with get_client(sync_client=True) as client:
-        trouble = client.api_healthcheck()
-    if trouble is not None:
-        raise PunaError(
-            f"PREFECT_API_URL={url}: no Prefect server answers there ({trouble}). Start one with `prefect server start`, or unset it"
-        )
-    return url

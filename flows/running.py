@@ -6,28 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from puna.flows import preflight
-from puna.flows.adapter import Performer, opened
-from puna.flows.closing import closing_table
 from puna.flows.console import Console
 from puna.flows.inputs import Meant, latest, meant, sample_folder
 from puna.flows.program import Flow, Given, Item
 from puna.flows.recipe import Recipe
-from puna.flows.trace import load, load_flows, trace
+from puna.flows.trace import trace
 from puna.stages.contract import External, Stage, Value
 from puna.stages.contract.executors import PROCESSES
 from puna.stages.sample import SampleReport, build_sample
 from puna.storage import Artifact, PunaError, Store
-
-
-def whole(name: str, recipe: str, changes: list[str], inputs: list[str], store: str, executor: str = PROCESSES) -> str:
-    """Run the flow of that name in the session in progress, or in one of its own; returns the name of the run."""
-    flow = load_flows()[name]
-    loaded = load(recipe, changes, name)
-    with opened(store, name, executor) as now:
-        given = now.given if now.given is not None else checked_inputs(flow, loaded, inputs, now.store, executor=executor, quiet=True)
-        Performer(loaded).walk(flow, given)
-        closing_table(now)
-        return now.run
 
 
 def checked_inputs(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -13,7 +14,9 @@ from typing import Any
 
 from puna.flows.console import Console
 from puna.flows.program import Given
-from puna.stages.contract import External, Outcome, Stage, StageConfig, Value, perform
+from puna.flows.reporter import Reporter
+from puna.flows.server import from_environment, server_of
+from puna.stages.contract import Outcome, Stage, StageConfig, Value, perform
 from puna.stages.contract.executors import PROCESSES, connected
 from puna.storage import Artifact, Identity, PunaError, Store, runs
 from puna.storage.explain import against
@@ -27,59 +30,39 @@ class Session:
     console: Console
     executor: Executor | None
     run: str
+    reporter: Reporter
     given: dict[str, Given] | None = None
-    externals: dict[str, External] = field(default_factory=dict)
     outcomes: list[tuple[str, Outcome]] = field(default_factory=list)
 
     def perform(self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str) -> Outcome:
-        """Run one stage, tell the terminal and the run's log."""
+        """Run one stage, tell the terminal, the run's log and who else watches."""
 
         def started(identity: Identity) -> None:
-            self.console.started(step, against(self.store, identity, step))
+            why = against(self.store, identity, step)
+            self.console.started(step, why)
+            if why:
+                self.reporter.log(f"{step} runs again: {'; '.join(map(str, why[:3]))}")
 
         self.console.step = step
+        artifacts = {name: [item for item in items if isinstance(item, Artifact)] for name, items in stage.check(given).items()}
+        self.reporter.started(step, stage.name, artifacts)
         try:
-            outcome = perform(
-                stage, config, given, self.store, executor=self.executor, listener=self.console, run=self.run, on_start=started
-            )
-        except BaseException:
+            outcome = perform(stage, config, given, self.store, executor=self.executor, listener=self, run=self.run, on_start=started)
+        except BaseException as error:
             self.console.broken(step)
+            self.reporter.broken(error)
             raise
         made = outcome.artifact
         self.store.record(self.run, runs.Made(step, stage.name, made.kind, made.key, outcome.reused, outcome.seconds).event())
         self.outcomes.append((step, outcome))
         self.console.finished(step, outcome)
+        self.reporter.finished(outcome)
         return outcome
 
-    def refer(self, value: Value) -> list[str]:
-        """Inputs as text that a task can be given: `kind/key` of an artifact, `name=uri` of external files."""
-        items = [] if value is None else value if isinstance(value, list) else [value]
-        found = []
-        for item in items:
-            if isinstance(item, Artifact):
-                found.append(f"{item.kind}/{item.key}")
-            else:
-                name = f"{item.name}={item.uri}"
-                self.externals[name] = item
-                found.append(name)
-        return found
-
-    def parameters(self, stage: Stage, given: dict[str, Value]) -> dict[str, Any]:
-        """The inputs as parameters of the flow of `stage` alone: a text where it takes one, a list where it takes several."""
-        texts = {spec.name: self.refer(given.get(spec.name)) for spec in stage.inputs}
-        return {spec.name: texts[spec.name] if spec.many else next(iter(texts[spec.name]), None) for spec in stage.inputs}
-
-    def named(self, text: str, kind: str) -> Sequence[Artifact | External]:
-        """What a person or a form means by the text of an input of that kind: an artifact, or files at a URI."""
-        if kind == "external" and text not in self.externals:
-            return External.resolve(text)
-        return [self.fetch(text)]
-
-    def fetch(self, reference: str) -> Artifact | External:
-        """The input that a reference means."""
-        if reference in self.externals:
-            return self.externals[reference]
-        return self.store.resolve(reference)
+    def progress(self, stage: str, done: float, total: float, note: str) -> None:
+        """How far the step at work is: for the terminal, and for those who watch from elsewhere."""
+        self.console.progress(stage, done, total, note)
+        self.reporter.progress(stage, done, total, note)
 
 
 _CURRENT: ContextVar[Session | None] = ContextVar("session", default=None)
@@ -91,18 +74,42 @@ def current() -> Session | None:
 
 
 @contextlib.contextmanager
-def session(store: Store, *, flow: str, workers: int | None = None, executor: str = PROCESSES, json: bool = False) -> Iterator[Session]:
-    """Open a session: workers are started when first needed and stopped at the end. `executor` as in `connected`."""
+def session(
+    store: Store,
+    *,
+    flow: str,
+    workers: int | None = None,
+    executor: str = PROCESSES,
+    json: bool = False,
+    title: str = "",
+    parameters: Mapping[str, Any] | None = None,
+    report: bool = False,
+) -> Iterator[Session]:
+    """Open a session: workers are started when first needed and stopped at the end. `executor` as in `connected`.
+
+    `title`, `parameters`: what a server shows of the run. `report`: write the run's page when it ended well.
+    """
     run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{flow}-{uuid.uuid4().hex[:6]}"
+    # A process that Prefect started for a run: the run is there already, and its end is Prefect's to tell.
+    flow_run = os.environ.get("PREFECT__FLOW_RUN_ID")
+    server = from_environment() if flow_run else server_of(store)
     engine = connected(executor, workers)
     with Console(json=json) as console, store.at_work(run):
-        made = Session(store, console, engine, run)
+        reporter = Reporter(store, run, flow, server, flow_run=flow_run, parameters=parameters, title=title)
+        made = Session(store, console, engine, run, reporter)
         token = _CURRENT.set(made)
+        ending: tuple[str, str | None] = ("CANCELLED", "stopped; what is finished is kept")
+        page = None
         try:
-            store.record(run, runs.started(flow))
+            store.record(run, runs.started(flow) | ({"flow_run": flow_run} if flow_run else {}))
             yield made
             store.record(run, runs.finished())
+            ending = ("COMPLETED", None)
+            if report:
+                page = _report(store, run)
+                console.say(f"report: {page}")
         except Exception as error:
+            ending = ("FAILED", str(error) or type(error).__name__)
             # A disk that is full may not hold this line either: the run then counts as stopped.
             with contextlib.suppress(OSError, PunaError):
                 store.record(run, runs.failed(str(error) or type(error).__name__))
@@ -117,3 +124,10 @@ def session(store: Store, *, flow: str, workers: int | None = None, executor: st
             _CURRENT.reset(token)
             if engine is not None:
                 engine.shutdown(cancel_futures=True)
+            reporter.end(*ending, report=page)
+
+
+def _report(store: Store, run: str) -> str:
+    from puna.flows.report import write
+
+    return str(write(store, run, None))

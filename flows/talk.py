@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from puna.flows.look import StoreOption
+from puna.flows.server import end_with
 from puna.flows.settings import DEFAULT_STORE
 from puna.storage import Artifact, PunaError, Store
 
@@ -213,12 +214,15 @@ def api(
     speculate: SpeculateOption = 0,
     memory: MemoryOption = 1.0,
     store: StoreOption = DEFAULT_STORE,
+    supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
 ) -> None:
     """Serve a model over HTTP as OpenAI's clients expect it: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
     import uvicorn
 
     from puna.flows.api import Limits, application
 
+    if supervised:
+        end_with(sys.stdin.buffer)
     engine = opened(model, store, memory, sequences=sequences)
     made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, speculate)
     uvicorn.run(made, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)

@@ -1,0 +1,169 @@
+"""Deployments on a Prefect server, kept as they should be: created, changed where they differ, never losing a person's schedules."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from uuid import UUID
+
+from prefect import Flow as PrefectFlow
+from prefect.utilities.callables import parameter_schema
+
+from puna.flows.forms import Choices, Offer, defaults, description, schema
+from puna.flows.server import Server, Unreachable
+from puna.storage import PunaError, Store
+from puna.storage.runs import RunLog
+
+TAG = "puna"
+PAGE = 200
+UNFINISHED = ["RUNNING", "PENDING", "CANCELLING"]
+OUTCOMES = {"finished": ("COMPLETED", None), "failed": ("FAILED", None), "stopped": ("CRASHED", "its process is gone")}
+"""What a server should say of a run that the store knows to be over."""
+SCHEDULE = "puna-serve"
+"""The slug of the schedule that `--cron` sets."""
+
+
+class Offering:
+    """What is offered to a server, and what it knows of it. `ids`: of the deployments by title. `linked`: Puna's pages are there too."""
+
+    def __init__(self, store: Store, server: Server, offered: Sequence[tuple[Offer, PrefectFlow[Any, Any]]], *, linked: bool) -> None:
+        self._linked = linked
+        self.ids: dict[str, UUID] = {}
+        self._store, self._server = store, server
+        self._offered = offered
+        self._plain = {offer.title: parameter_schema(flow.fn).model_dump(exclude_unset=True) for offer, flow in offered}
+        self._versions: dict[str, str] = {}
+        self._seen: object = None
+        self._lost: dict[str, int] = {}
+
+    def publish(self, crons: Mapping[str, str], served: Callable[[str, UUID], None]) -> None:
+        """Have the server offer everything; `crons`: schedules by the flow's name. Schedules that are there stay.
+
+        `served` is called with title and id of each deployment as soon as it is there.
+        """
+        there = self._there()
+        choices = Choices(self._store)
+        self._seen = self._state()
+        for offer, _ in self._offered:
+            same = [one for one in there if one["entrypoint"] == _entrypoint(offer)]
+            found = next((one for one in same if one["name"] == offer.title), None)
+            if found is None:
+                found = self._create(offer, choices, [schedule for one in same for schedule in one["schedules"]])
+                for one in same:
+                    self._ask("DELETE", f"/deployments/{one['id']}")
+            self.ids[offer.title] = UUID(found["id"])
+            self._versions[offer.title] = str(found["version"])
+            self._bring(offer, choices)
+            if offer.flow in crons:
+                self._schedule(found, crons[offer.flow])
+            served(offer.title, self.ids[offer.title])
+
+    def refresh(self) -> None:
+        """Offer what the store holds now, and have the server say how runs ended whose process could not say it."""
+        self._settle()
+        now = self._state()
+        if now == self._seen:
+            return
+        choices = Choices(self._store)
+        for offer, _ in self._offered:
+            self._bring(offer, choices)
+        self._seen = now
+
+    def _state(self) -> object:
+        """What choices depend on: the folders of the artifacts, and the aliases."""
+        return len(self._store.committed()), tuple(sorted(self._store.aliases().items()))
+
+    def _there(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        while True:
+            page = self._ask("POST", "/deployments/filter", {"limit": PAGE, "offset": len(found), "deployments": {"tags": {"all_": [TAG]}}})
+            found += page
+            if len(page) < PAGE:
+                return found
+
+    def _content(self, offer: Offer, choices: Choices) -> dict[str, Any]:
+        content = {
+            "description": description(offer, linked=self._linked),
+            "tags": [TAG, offer.group],
+            "parameters": {**defaults(offer), "store": self._store.uri},
+            "parameter_openapi_schema": schema(self._plain[offer.title], offer.what.inputs, choices),
+            "entrypoint": _entrypoint(offer),
+            "enforce_parameter_schema": True,
+        }
+        return {**content, "version": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]}
+
+    def _create(self, offer: Offer, choices: Choices, schedules: list[dict[str, Any]]) -> dict[str, Any]:
+        flow = self._ask("POST", "/flows/", {"name": offer.flow})["id"]
+        kept = ("schedule", "active", "max_scheduled_runs", "parameters", "slug")
+        moved = [{name: one[name] for name in kept if one.get(name) is not None} for one in schedules]
+        asked = {"name": offer.title, "flow_id": flow, "schedules": moved}
+        made: dict[str, Any] = self._ask("POST", "/deployments/", {**asked, **self._content(offer, choices)})
+        return made
+
+    def _bring(self, offer: Offer, choices: Choices) -> None:
+        """Send what differs from what was sent before: a deployment that is changed loses its upcoming runs for some seconds."""
+        content = self._content(offer, choices)
+        if content["version"] != self._versions.get(offer.title):
+            self._ask("PATCH", f"/deployments/{self.ids[offer.title]}", content)
+            self._versions[offer.title] = content["version"]
+
+    def _schedule(self, deployment: dict[str, Any], cron: str) -> None:
+        """The one schedule that `--cron` sets; others are a person's."""
+        for one in deployment["schedules"]:
+            if one.get("slug") == SCHEDULE:
+                self._ask("DELETE", f"/deployments/{deployment['id']}/schedules/{one['id']}")
+        schedule = {"schedule": {"cron": cron, "timezone": "UTC"}, "active": True, "slug": SCHEDULE}
+        self._ask("POST", f"/deployments/{deployment['id']}/schedules", [schedule])
+
+    def _settle(self) -> None:
+        """End runs on the server whose Puna run is over, and steps of runs that are over: their process was killed before it told.
+
+        Looked at twice, so that a process which is about to tell may do so itself.
+        """
+        asked = {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}, "limit": PAGE}
+        lost: dict[str, int] = {}
+        for run in self._ask("POST", "/flow_runs/filter", asked):
+            name = (run.get("labels") or {}).get("puna.run")
+            if not isinstance(name, str) or name not in self._store.runs():
+                continue
+            log = self._store.log(name)
+            if log.state != "at work" and self._twice(run["id"], lost):
+                state, said = OUTCOMES[log.state]
+                self._end(f"/flow_runs/{run['id']}", state, said or _how(log))
+        open_steps = {
+            "flow_runs": {"state": {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}, "tags": {"all_": [TAG]}},
+            "task_runs": {"state": {"type": {"any_": UNFINISHED}}}, "limit": PAGE,
+        }  # fmt: skip
+        for step in self._ask("POST", "/task_runs/filter", open_steps):
+            if self._twice(step["id"], lost):
+                self._end(f"/task_runs/{step['id']}", "CRASHED", "its run is over")
+        self._lost = lost
+
+    def _twice(self, name: str, lost: dict[str, int]) -> bool:
+        lost[name] = self._lost.get(name, 0) + 1
+        return lost[name] > 1
+
+    def _end(self, path: str, state: str, message: str) -> None:
+        self._ask("POST", f"{path}/set_state", {"state": {"type": state, "message": message}, "force": True})
+
+    def _ask(self, method: str, path: str, body: Any = None) -> Any:
+        """Ask, again where the server is busy; PunaError where it stays so."""
+        for wait in (0.2, 0.5, 1.0, 2.0, 4.0, None):
+            try:
+                return self._server.ask(method, path, body, timeout=60.0)
+            except Unreachable as error:
+                if wait is None:
+                    raise PunaError(f"{self._server.url} does not answer: {error}") from error
+                time.sleep(wait)
+        return None
+
+
+def _entrypoint(offer: Offer) -> str:
+    return f"puna.flows.deployments.flow_{offer.flow}"
+
+
+def _how(log: RunLog) -> str:
+    return log.error or f"run {log.name} {log.state}"

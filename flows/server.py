@@ -1,0 +1,137 @@
+"""A Prefect server over HTTP, asked without importing Prefect; and the note in a store that says which server shows its runs."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from puna.storage import PunaError, Store
+
+NOTE = "serve.json"
+BUSY = (429, 503)
+"""What a server on SQLite answers when it is asked too much at once."""
+
+
+class Unreachable(Exception):
+    """The server does not answer, or answers that it is busy: asking again later may do."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """`url`: of its API. `auth`: USER:PASSWORD where it asks for one, `key`: of a hosted one."""
+
+    url: str
+    auth: str = ""
+    key: str = ""
+
+    def ask(self, method: str, path: str, body: Any = None, timeout: float = 10.0) -> Any:
+        """What the server answers; `Unreachable`, or PunaError where it refuses."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url.rstrip("/") + path, data, {"content-type": "application/json"}, method=method)
+        if self.auth:
+            request.add_header("authorization", "Basic " + base64.b64encode(self.auth.encode()).decode())
+        elif self.key:
+            request.add_header("authorization", f"Bearer {self.key}")
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                return json.loads(answer.read() or "null")
+        except urllib.error.HTTPError as error:
+            if error.code in BUSY:
+                raise Unreachable(str(error)) from error
+            said = error.read(2000).decode("utf-8", "replace")
+            raise PunaError(f"{self.url}: {method} {path} was refused ({error.code}): {said}") from error
+        except (OSError, ValueError) as error:
+            raise Unreachable(str(error)) from error
+
+    def trouble(self, timeout: float = 5.0) -> str | None:
+        """Why it cannot be used; None when it can."""
+        try:
+            self.ask("GET", "/health", timeout=timeout)
+        except (Unreachable, PunaError) as error:
+            return str(error)
+        return None
+
+    def awaited(self, seconds: float) -> str | None:
+        """Why it does not answer after that time; None as soon as it does."""
+        deadline = time.monotonic() + seconds
+        while (trouble := self.trouble()) is not None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return trouble
+
+    def environment(self) -> dict[str, str]:
+        """How a process that uses Prefect is told of it."""
+        return {"PREFECT_API_URL": self.url, **({"PREFECT_API_AUTH_STRING": self.auth} if self.auth else {})}
+
+
+def from_environment() -> Server | None:
+    """The server that PREFECT_API_URL names, whether it answers or not."""
+    url = os.environ.get("PREFECT_API_URL")
+    return Server(url, os.environ.get("PREFECT_API_AUTH_STRING", ""), os.environ.get("PREFECT_API_KEY", "")) if url else None
+
+
+def named_server() -> Server | None:
+    """The server that PREFECT_API_URL names; PunaError where it does not answer."""
+    found = from_environment()
+    if found is not None and (trouble := found.trouble()) is not None:
+        raise PunaError(
+            f"PREFECT_API_URL={found.url}: no Prefect server answers there ({trouble}). "
+            "Start one with `prefect server start` or `puna up`, or unset it"
+        )
+    return found
+
+
+def server_of(store: Store) -> Server | None:
+    """The server that shows what happens in a store: the one PREFECT_API_URL names, else that of a `puna up` at work on it."""
+    found = named_server()
+    if found is not None:
+        return found
+    noted = read_note(store.root)
+    if noted is None:
+        return None
+    remembered = Server(str(noted["api"]), str(noted.get("auth") or ""))
+    return remembered if remembered.trouble(1.0) is None else None
+
+
+def read_note(root: Path) -> dict[str, Any] | None:
+    """What a `puna up` wrote into the store's folder: `url`, `api`, `auth`, `pid`."""
+    try:
+        found = json.loads((root / NOTE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "api" in found else None
+
+
+def write_note(root: Path, note: dict[str, Any]) -> None:
+    """Leave the note; only its owner can read it."""
+    temporary = root / f".{NOTE}.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        json.dump(note, file)
+    os.replace(temporary, root / NOTE)
+
+
+def remove_note(root: Path) -> None:
+    """Take the note away when the server ends."""
+    with contextlib.suppress(OSError):
+        (root / NOTE).unlink()
+
+
+def end_with(parent: IO[bytes]) -> None:
+    """Have this process end as by SIGTERM when the writer of `parent` is gone."""
+
+    def wait() -> None:
+        while os.read(parent.fileno(), 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -1,0 +1,170 @@
+"""The application: who may come in, and which page answers which address."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from base64 import b64decode
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import FastAPI, Query, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+
+from puna.flows.report.page import page as report_page
+from puna.flows.report.run import Run
+from puna.flows.web import artifact, forms, home, questions, rules, run
+from puna.flows.web.chat import Chat, chat_page
+from puna.flows.web.frame import page, problem, style
+from puna.storage import PunaError, Store
+
+HERE = Path(__file__).parent
+POLICY = (
+    "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'self'; base-uri 'none'"
+)
+LOOKED_SECONDS = 1.0
+"""How often a page that is open has its run looked at."""
+Next = Callable[[Request], Awaitable[Response]]
+
+
+def application(store: Store, *, prefect: str | None, auth: str) -> FastAPI:
+    """The pages of a store. `prefect`: the address of the server whose forms they link to; `auth`: USER:PASSWORD, where asked for."""
+    app = FastAPI(openapi_url=None)
+    _guard(app, auth)
+    _looking(app, store, prefect)
+    _running(app, store, prefect)
+    _talking(app, store, prefect)
+
+    @app.get("/static/{name}")
+    def static(name: str) -> Response:
+        if name not in ("style.css", "web.js"):
+            raise PunaError(f"{name}: no such file")
+        kind, content = ("text/css", style()) if name == "style.css" else ("text/javascript", (HERE / name).read_text(encoding="utf-8"))
+        return Response(content, media_type=kind, headers={"cache-control": "max-age=60"})
+
+    @app.exception_handler(PunaError)
+    def told(request: Request, error: PunaError) -> Response:
+        return HTMLResponse(page("Not so", problem(str(error)), prefect=prefect), status_code=404)
+
+    return app
+
+
+def _guard(app: FastAPI, auth: str) -> None:
+    """Ask for the password where there is one, refuse what other sites' pages send, and say what a page may load."""
+
+    @app.middleware("http")
+    async def guarded(request: Request, further: Next) -> Response:
+        if auth and not _allowed(request.headers.get("authorization", ""), auth):
+            return PlainTextResponse("a user and a password are needed", 401, {"www-authenticate": 'Basic realm="Puna", charset="UTF-8"'})
+        if request.method != "GET" and request.headers.get("sec-fetch-site", "same-origin") != "same-origin":
+            return PlainTextResponse("sent by the page of another site", 403)
+        answer = await further(request)
+        answer.headers.setdefault("content-security-policy", POLICY)
+        answer.headers.setdefault("x-content-type-options", "nosniff")
+        return answer
+
+
+def _allowed(header: str, auth: str) -> bool:
+    kind, _, told = header.partition(" ")
+    try:
+        return kind.lower() == "basic" and secrets.compare_digest(b64decode(told), auth.encode())
+    except ValueError:
+        return False
+
+
+def _looking(app: FastAPI, store: Store, prefect: str | None) -> None:
+    """Artifacts, questions, thresholds."""
+
+    @app.get("/artifacts", response_class=HTMLResponse)
+    def listed(kind: str | None = None) -> str:
+        return artifact.list_page(store, kind, prefect)
+
+    @app.get("/artifact/{kind}/{key}", response_class=HTMLResponse)
+    def one(kind: str, key: str, table: str | None = None, start: Annotated[int, Query(ge=0)] = 0) -> str:
+        return artifact.artifact_page(store, artifact.resolved(store, kind, key), prefect, table, start)
+
+    @app.get("/sql", response_class=HTMLResponse)
+    def sql(q: str = "") -> str:
+        return questions.sql_page(store, q, prefect)
+
+    @app.get("/rules", response_class=HTMLResponse)
+    def sliders(request: Request) -> str:
+        return rules.rules_page(store, request.query_params.get("artifact"), request.query_params, prefect)
+
+    @app.get("/rules/outcome", response_class=HTMLResponse)
+    def outcome(request: Request) -> str:
+        chosen = rules.selection(store, store.resolve(request.query_params.get("artifact", "")))
+        return rules.replayed(store, chosen, request.query_params)
+
+
+def _running(app: FastAPI, store: Store, prefect: str | None) -> None:
+    """Runs, as they go and as they went; the forms that start them."""
+
+    @app.get("/", response_class=HTMLResponse)
+    def first(older: Annotated[int, Query(ge=0)] = 0) -> str:
+        return home.home(store, prefect, older)
+
+    @app.get("/run/{name}", response_class=HTMLResponse)
+    def one(name: str) -> str:
+        return run.run_page(store, name, prefect)
+
+    @app.get("/run/{name}/funnel", response_class=HTMLResponse)
+    def funnel(name: str) -> str:
+        return run.funnel_page(store, name, prefect)
+
+    @app.get("/compare", response_class=HTMLResponse)
+    def compared(run_names: Annotated[list[str], Query(alias="run")] = []) -> str:  # noqa: B006
+        return run.compare_page(store, run_names, prefect)
+
+    @app.get("/report/{name}")
+    def report(name: str) -> Response:
+        # The report holds its script and needs nothing else.
+        alone = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+        return HTMLResponse(report_page(Run.open(store, name)), headers={"content-security-policy": alone})
+
+    @app.get("/form/{name}")
+    def form(name: str, request: Request) -> Response:
+        return RedirectResponse(forms.address(store, prefect, name, request.query_params))
+
+    @app.get("/events")
+    @app.get("/events/{name}")
+    def events(request: Request, name: str | None = None) -> Response:
+        return StreamingResponse(_events(store, request, name), media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+
+async def _events(store: Store, request: Request, name: str | None) -> AsyncIterator[str]:
+    """A line whenever a run, or any run, has something new to show."""
+    before = await run_in_threadpool(_state, store, name)
+    yield ": open\n\n"
+    while not await request.is_disconnected():
+        await asyncio.sleep(LOOKED_SECONDS)
+        now = await run_in_threadpool(_state, store, name)
+        yield f"data: {json.dumps('changed')}\n\n" if now != before else ": still\n\n"
+        before = now
+
+
+def _state(store: Store, name: str | None) -> object:
+    names = store.runs()[-3:] if name is None else [name]
+    progress = [home.progress_of(store, one) for one in names]
+    stats = [store.files.stat(f"runs/{one}.jsonl") for one in names]
+    return names, [stat and stat.version for stat in stats], progress, [store.files.held(f"run-{one}") for one in names]
+
+
+def _talking(app: FastAPI, store: Store, prefect: str | None) -> None:
+    """A talk with a model of the store."""
+    chat = Chat(store)
+
+    @app.get("/chat", response_class=HTMLResponse)
+    def talk(model: str = "") -> str:
+        return chat_page(store, model, prefect)
+
+    @app.post("/chat/say")
+    async def say(request: Request) -> Response:
+        asked = await request.json()
+        answer = await run_in_threadpool(chat.say, str(asked.get("model", "")), asked.get("messages"))
+        return StreamingResponse(answer, media_type="text/plain; charset=utf-8")
+
+

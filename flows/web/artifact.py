@@ -1,0 +1,162 @@
+"""The pages of artifacts: a list of them, and one with its rows, schema, numbers, lineage and uses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from urllib.parse import quote
+
+from puna.flows.forms import flow_name
+from puna.flows.program import Flow
+from puna.flows.report.markup import Content, Html, details, duration, number, part, section, size, table, tag
+from puna.flows.report.plot import Plot
+from puna.flows.report.svg import draw, grid
+from puna.flows.trace import load_flows, load_stages
+from puna.flows.web.frame import artifact_link, page, plain, problem, run_link
+from puna.stages.contract import Stage
+from puna.storage import Artifact, PunaError, Store
+from puna.storage.explain import explain, flat
+from puna.storage.schemas import KINDS, TABLES
+
+SHOWN_ROWS = 20
+MOST_LISTED = 200
+MOST_USERS = 60
+
+
+def list_page(store: Store, kind: str | None, prefect: str | None) -> Html:
+    """Artifacts, newest first, of one kind or of all."""
+    found = [artifact for artifact in reversed(store.artifacts()) if kind in (None, artifact.kind)]
+    names = store.names()
+    kinds = [tag("a", "all", href="/puna/artifacts", aria_current="page" if kind is None else None)]
+    kinds += [tag("a", k, href=f"/puna/artifacts?kind={k}", aria_current="page" if k == kind else None) for k in KINDS]
+    rows: list[list[Content]] = []
+    for artifact in found[:MOST_LISTED]:
+        m = artifact.manifest
+        count = number(artifact.rows()) if artifact.kind in artifact.tables else ""
+        stored = size(sum(record.bytes for record in m.files.values()))
+        aliases = [tag("span", name, class_="tag") for name in names.get(artifact.key, [])]
+        rows.append([artifact_link(artifact), m.stage, count, stored, m.created_at[:16].replace("T", " "), aliases])
+    shown = table(["artifact", "made by", "rows", "stored", "made, UTC", "aliases"], rows, numeric=(2, 3))
+    left = len(found) - MOST_LISTED
+    return page(
+        "Artifacts", tag("nav", kinds, aria_label="Kinds"), shown if rows else tag("p", "None of this kind yet.", class_="note"),
+        tag("p", f"{left:,} older ones; ask SQL: select * from artifacts", class_="note") if left > 0 else None,
+        here="artifacts", prefect=prefect,
+    )  # fmt: skip
+
+
+def artifact_page(store: Store, artifact: Artifact, prefect: str | None, shown: str | None, start: int) -> Html:
+    """One artifact. `shown`, `start`: the table whose rows are shown, and from which."""
+    m = artifact.manifest
+    aliases = [tag("span", name, class_="tag") for name in store.names().get(artifact.key, [])]
+    damage = artifact.damage(quick=True)
+    stored = size(sum(record.bytes for record in m.files.values()))
+    facts = [
+        ("Made by", [m.stage, " in run ", run_link(m.run) if m.run in store.runs() else m.run or "–"]),
+        ("Made", f"{m.created_at[:16].replace('T', ' ')} UTC in {duration(float(m.timings.get('seconds', 0.0)))}"),
+        ("Stored", f"{stored}; peak memory {size(m.peak_memory_bytes)}"),
+        ("Folder", tag("code", str(artifact.folder))),
+    ]  # fmt: skip
+    measured: list[list[Content]] = [[n.replace("_", " "), v if isinstance(v, str) else number(v)] for n, v in m.metrics.items()]
+    settings: list[list[Content]] = [[name, plain(json.dumps(value))] for name, value in flat(m.config).items() if name]
+    before, found = explain(store, artifact)
+    why = None
+    if before is not None and found:
+        why = part("Differs from the one before", tag("ul", [tag("li", str(change)) for change in found[:12]]), note=artifact_link(before))
+    return page(
+        artifact.id,
+        [problem(f"It is damaged: {'; '.join(damage)}. Run the stage again, or `puna verify --quarantine`")] if damage else None,
+        tag("p", aliases) if aliases else None,
+        tag("dl", [[tag("dt", name), tag("dd", value)] for name, value in facts], class_="facts-list"),
+        tag("p", _uses(artifact, prefect), class_="buttons"),
+        section("rows", "Rows", None, _rows(artifact, shown, start)) if m.tables else None,
+        section("measured", "Measured", None, table(["", ""], measured, numeric=(1,)) if measured else None,
+                grid(draw(Plot.of(figure)) for _, figure in sorted(m.figures.items()))),
+        section("lineage", "Lineage", None, _lineage(store, artifact)),
+        section("settings", "Settings", None, why,
+                details(f"{len(settings)} fields", table(["field", "value"], settings), open_=len(settings) < 15) if settings else None,
+                details(f"{len(m.files)} files", table(["file", "bytes"], [[n, r.bytes] for n, r in m.files.items()], numeric=(1,)))),
+        here="artifacts", prefect=prefect,
+    )  # fmt: skip
+
+
+def _rows(artifact: Artifact, shown: str | None, start: int) -> Html:
+    name = shown or (artifact.kind if artifact.kind in artifact.tables else artifact.tables[0])
+    record = artifact.record(name)
+    here = f"/puna/artifact/{artifact.kind}/{artifact.key[:12]}"
+    tabs = [
+        tag("a", f"{other} ({artifact.rows(other):,})", href=f"{here}?table={other}#rows", aria_current="page" if other == name else None)
+        for other in artifact.tables
+    ]
+    meanings = {field.name: (field.metadata or {}).get(b"description", b"").decode() for field in TABLES[name].schema}
+    columns: list[list[Content]] = [[tag("b", column), kind, meanings.get(column, "")] for column, kind in record.columns.items()]
+    rows: list[list[Content]] = [[plain(value) for value in row.values()] for row in _some(artifact, name, start)]
+    steps: list[Content] = []
+    if start:
+        steps.append(tag("a", "before", href=f"{here}?table={name}&start={max(0, start - SHOWN_ROWS)}#rows"))
+    if start + SHOWN_ROWS < record.rows:
+        steps.append(tag("a", "next", href=f"{here}?table={name}&start={start + SHOWN_ROWS}#rows", rel="next"))
+    last = min(start + SHOWN_ROWS, record.rows)
+    counted = f"{start + 1:,} to {last:,} of {record.rows:,}" if record.rows else "no rows"
+    query = quote(f"select * from {name} where artifact = '{artifact.key}' limit 100")
+    return tag(
+        "div", tag("nav", tabs, aria_label="Tables"), details("Columns", table(["column", "type", "meaning"], columns)),
+        table(list(record.columns), rows) if rows else None,
+        tag("p", counted, " · ", [[step, " · "] for step in steps], tag("a", "ask SQL", href=f"/puna/sql?q={query}"), class_="note"),
+    )  # fmt: skip
+
+
+def _some(artifact: Artifact, name: str, start: int) -> list[dict[str, object]]:
+    """The rows of one screen; what stands before them is read too."""
+    found: list[dict[str, object]] = []
+    for batch in artifact.batches(name, rows=1024):
+        if start < batch.num_rows:
+            found += batch.slice(start, SHOWN_ROWS - len(found)).to_pylist()
+        start = max(0, start - batch.num_rows)
+        if len(found) >= SHOWN_ROWS:
+            break
+    return found
+
+
+def _lineage(store: Store, artifact: Artifact) -> Html:
+    made_of: list[list[Content]] = []
+    for item in artifact.manifest.inputs:
+        found = None if item.kind == "external" else store.find(item.kind, item.key)
+        gone = item.key if item.kind == "external" else f"{item.kind}/{item.key[:12]} (gone)"
+        shown = artifact_link(found) if found else tag("code", gone)
+        made_of.append([item.name, shown, item.stage])
+    users = (a for a in store.artifacts() if any(i.key == artifact.key for i in a.manifest.inputs))
+    used = list(itertools.islice(users, MOST_USERS))
+    by: list[list[Content]] = [[artifact_link(a), a.manifest.stage, a.manifest.created_at[:16].replace("T", " ")] for a in used]
+    return tag(
+        "div",
+        part("Made of", table(["as", "artifact", "made by"], made_of) if made_of else tag("p", "Nothing of this store.", class_="note")),
+        part("Used by", table(["artifact", "made by", "made, UTC"], by) if by else tag("p", "Nothing yet.", class_="note")),
+    )
+
+
+def _uses(artifact: Artifact, prefect: str | None) -> list[Content]:
+    """What can be done with it: talk, move thresholds, start a stage or a flow on it."""
+    found: list[Content] = []
+    if artifact.kind == "model":
+        found.append(tag("a", "Chat", href=f"/puna/chat?model={artifact.id}", class_="button"))
+    if artifact.manifest.stage == "select":
+        found.append(tag("a", "Move its thresholds", href=f"/puna/rules?artifact={artifact.key[:12]}", class_="button"))
+    if prefect is not None:
+        links = []
+        everything: list[Flow | Stage] = [*load_flows().values(), *load_stages().values()]
+        for what in everything:
+            for spec in what.inputs:
+                if spec.kind == artifact.kind:
+                    name = flow_name(what) if isinstance(what, Stage) else what.name
+                    links.append(tag("li", tag("a", what.name, href=f"/puna/form/{name}?{spec.name}={artifact.id}"), f" as {spec.name}"))
+        if links:
+            found.append(details(tag("span", "Use in …", class_="button"), tag("ul", links), class_="menu"))
+    return found
+
+
+def resolved(store: Store, kind: str, key: str) -> Artifact:
+    """The artifact of an address."""
+    if kind not in KINDS:
+        raise PunaError(f"{kind}: is no kind of artifact; they are {', '.join(KINDS)}")
+    return store.resolve(f"{kind}/{key}")

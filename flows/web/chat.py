@@ -1,0 +1,128 @@
+"""A talk with a model: `puna api` answers in a process of its own, which holds the model, and these pages pass on what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from puna.flows.report.markup import Html, tag
+from puna.flows.web.frame import field, option, page
+from puna.storage import PunaError, Store
+
+START_SECONDS = 180.0
+MAX_TOKENS = 400
+MOST_MODELS = 40
+
+
+def chat_page(store: Store, model: str, prefect: str | None) -> Html:
+    """Models to choose from, and the talk; the script sends and shows it."""
+    models = [artifact for artifact in reversed(store.artifacts()) if artifact.kind == "model"]
+    if not models:
+        return page("Chat", tag("p", "The store holds no model yet.", class_="lead"), here="chat", prefect=prefect)
+    names = store.names()
+    aliases = {name: artifact for artifact in models for name in names.get(artifact.key, [])}
+    chosen = model or next((name for name in ("policy@latest", *aliases) if name in aliases), models[0].id)
+    options = [option(name, f"{name} · {artifact.id}", chosen=name == chosen) for name, artifact in aliases.items()]
+    options += [option(one.id, f"{one.id} · {one.manifest.stage}", chosen=one.id == chosen) for one in models[:MOST_MODELS]]
+    return page(
+        "Chat",
+        tag("form",
+            field("Model", tag("select", options, name="model")),
+            tag("div", id="talk", aria_live="polite"),
+            field("You", tag("textarea", name="text", rows=3, autofocus=True, required=True)),
+            tag("p", tag("button", "Send", class_="main"), " ", tag("button", "New talk", type="button", id="new"),
+                tag("span", " Ctrl+Enter sends. A model takes some seconds to load.", class_="note")),
+            id="chat"),
+        here="chat", prefect=prefect,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Talker:
+    """A process that answers for a model."""
+
+    key: str
+    url: str
+    secret: str
+    process: subprocess.Popen[bytes]
+
+
+class Chat:
+    """Talks with the models of a store; one model is loaded at a time."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._talker: Talker | None = None
+        self._lock = threading.Lock()
+
+    def say(self, model: str, messages: Any) -> Iterator[str]:
+        """The answer, piece by piece. PunaError where there is no such model or the talk is none."""
+        if not isinstance(messages, list) or not all(isinstance(one, dict) and isinstance(one.get("content"), str) for one in messages):
+            raise PunaError("chat: send messages with role and content")
+        artifact = self._store.checked(self._store.resolve(model))
+        if artifact.kind != "model":
+            raise PunaError(f"{artifact.id}: is no model")
+        with self._lock:
+            talker = self._loaded(artifact.key, artifact.id)
+        body = json.dumps({"model": model, "messages": messages, "stream": True, "max_tokens": MAX_TOKENS}).encode()
+        headers = {"content-type": "application/json", "authorization": f"Bearer {talker.secret}"}
+        try:
+            answer = urllib.request.urlopen(urllib.request.Request(f"{talker.url}/v1/chat/completions", body, headers), timeout=300)
+        except urllib.error.HTTPError as error:
+            raise PunaError(f"{model}: {error.read(1000).decode('utf-8', 'replace')}") from error
+        except OSError as error:
+            raise PunaError(f"{model}: stopped answering ({error})") from error
+        return _pieces(answer)
+
+    def _loaded(self, key: str, name: str) -> Talker:
+        """The process of the model, begun where there is none; that of another model ends."""
+        now = self._talker
+        if now is not None and now.process.poll() is None:
+            if now.key == key:
+                return now
+            now.process.terminate()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        secret = secrets.token_urlsafe(24)
+        words = [sys.executable, "-m", "puna.flows.cli", "api", name, "--port", str(port), "--store", self._store.uri, "--supervised"]
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PUNA_API_KEY": secret})
+        weakref.finalize(self, process.terminate)
+        made = self._talker = Talker(key, f"http://127.0.0.1:{port}", secret, process)
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                said = process.stderr.read().decode("utf-8", "replace") if process.stderr else ""
+                raise PunaError(f"{name}: {said.strip()[-800:] or 'cannot be loaded'}")
+            try:
+                with urllib.request.urlopen(f"{made.url}/health", timeout=2):
+                    return made
+            except OSError:
+                time.sleep(0.1)
+        process.terminate()
+        raise PunaError(f"{name}: was not loaded within {START_SECONDS:.0f} s")
+
+
+def _pieces(answer: Any) -> Iterator[str]:
+    with answer:
+        for line in answer:
+            if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+                continue
+            found = json.loads(line[6:])
+            if "error" in found:
+                yield f"\n[{found['error'].get('message', 'it failed')}]"
+                return
+            for choice in found.get("choices", []):
+                yield choice.get("delta", {}).get("content") or ""

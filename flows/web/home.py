@@ -1,0 +1,106 @@
+"""The first page: runs at work, aliases, what can be started, and the runs there were."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from puna.flows.report.markup import Content, Html, number, section, table, tag
+from puna.flows.trace import load_flows
+from puna.flows.web.frame import artifact_link, badge, bar, page, run_link, spent, when
+from puna.storage import PunaError, Store
+from puna.storage.runs import RunLog
+
+MOST_RUNS = 50
+
+
+def home(store: Store, prefect: str | None, older: int = 0) -> Html:
+    """Runs and aliases; `older`: so many newer runs are left out."""
+    names = store.runs()[::-1]
+    logs = [store.log(name) for name in names[older : older + MOST_RUNS]]
+    working = [log for log in logs if log.state == "at work"]
+    return page(
+        "Runs",
+        [working_view(store, log) for log in working],
+        section("start", "Start", "Each opens as a form; nothing runs before it is sent.", starts()) if prefect else None,
+        section("aliases", "Newest", "What the aliases point to.", aliases_view(store)),
+        section("runs", "All runs", None, runs_view(logs), _pages(len(names), older)) if names else _nothing(prefect),
+        here="", prefect=prefect, live="/puna/events", lead=["Store ", tag("code", store.uri)],
+    )  # fmt: skip
+
+
+def _nothing(prefect: str | None) -> Html:
+    said = "This store holds no run yet. `puna run curate --recipe demo` makes one; it fetches a sample of real pages first."
+    return tag("p", said, " Or start one above." if prefect else None, class_="lead")
+
+
+def _pages(count: int, older: int) -> Content:
+    links = []
+    if older:
+        links.append(tag("a", "newer", href=f"/puna/?older={max(0, older - MOST_RUNS)}"))
+    if older + MOST_RUNS < count:
+        links.append(tag("a", "older", href=f"/puna/?older={older + MOST_RUNS}"))
+    return tag("p", links, class_="more-links") if links else None
+
+
+def progress_of(store: Store, run: str) -> dict[str, Any] | None:
+    """How far the step at work of a run is, as its process noted it."""
+    try:
+        found = json.loads((store.root / "progress" / f"{run}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def working_view(store: Store, log: RunLog) -> Html:
+    """A run at work: its last step and how far that is."""
+    now = progress_of(store, log.name)
+    done = f"{len(log.made)} steps done"
+    if now is None:
+        inside: Content = tag("p", done, class_="note")
+    else:
+        share = now["done"] / max(now["total"], 1e-9)
+        left = now["seconds"] * (1 - share) / share if share > 0.02 else None
+        words = f"{now['step']}: {100 * share:.0f} %, {number(now['done'])} of {number(now['total'])} {now['note']}"
+        after = f", about {left:.0f} s left" if left is not None and share < 1 else ""
+        inside = [tag("p", tag("b", words), after), bar(share, words), tag("p", done, class_="note")]
+    return tag("section", tag("h2", run_link(log.name, f"{log.flow} is at work")), inside, class_="working")
+
+
+def starts() -> Html:
+    """The forms of the flows."""
+    return tag("p", [tag("a", name, href=f"/puna/form/{name}", class_="button") for name in load_flows()], class_="buttons")
+
+
+def aliases_view(store: Store) -> Html:
+    """Every alias, newest first."""
+    found = []
+    for name in store.aliases():
+        try:
+            artifact = store.alias(name)
+            found.append((artifact.manifest.created_at, name, artifact))
+        except PunaError:
+            continue
+    rows: list[list[Content]] = []
+    for created, name, artifact in sorted(found, reverse=True, key=lambda item: item[:2]):
+        size = number(artifact.rows()) if artifact.kind in artifact.tables else "–"
+        talk = tag("a", "chat", href=f"/puna/chat?model={name}") if artifact.kind == "model" else None
+        rows.append([tag("b", name), artifact_link(artifact), artifact.manifest.stage, size, created[:16].replace("T", " "), talk])
+    if not rows:
+        return tag("p", "No alias is set yet.", class_="note")
+    return table(["alias", "artifact", "made by", "rows", "made, UTC", "use"], rows, numeric=(3,))
+
+
+def runs_view(logs: list[RunLog]) -> Html:
+    """Runs as a table, with two of them to compare."""
+    rows: list[list[Content]] = []
+    for log in logs:
+        box = tag("input", type="checkbox", name="run", value=log.name, aria_label=f"compare {log.name}")
+        reused = sum(made.reused for made in log.made)
+        why = tag("small", log.error.partition("\n")[0]) if log.error else None
+        cells: list[Content] = [[run_link(log.name, log.flow or log.name), why], badge(log), when(log.opened), spent(log)]
+        rows.append([box, *cells, number(len(log.made)), number(reused)])
+    shown = table(["", "run", "state", "began", "took", "artifacts", "reused"], rows, numeric=(4, 5, 6))
+    return tag("form", shown, tag("p", tag("button", "Compare two")), action="/puna/compare", method="get")
+
+

@@ -1,0 +1,73 @@
+"""The SQL box: one read-only statement over every artifact, its result, examples and the tables there are."""
+
+from __future__ import annotations
+
+import threading
+import time
+from urllib.parse import quote
+
+import duckdb
+
+from puna.flows.report.markup import Content, Html, details, duration, part, table, tag
+from puna.flows.web.frame import page, plain, problem
+from puna.storage import PunaError, Store, catalog
+from puna.storage.schemas import TABLES
+
+MOST_ROWS = 1000
+SECONDS = 60.0
+LIMITS = f"at most {SECONDS:.0f} s and {MOST_ROWS:,} rows"
+EXAMPLES = {
+    "What was dropped, by which rule": "select rule, count(*) as documents from dropped group by rule order by documents desc",
+    "What each stage took": "select stage, count(*) as artifacts, round(sum(seconds), 1) as seconds from artifacts\n"
+    "group by stage order by seconds desc",
+    "Newest artifacts": "select kind, artifact[:12] as id, stage, rows, created_at from artifacts order by created_at desc limit 20",
+    "Accuracy of every evaluation": "select artifact[:12] as id, task, metric, value, n from evaluation\n"
+    "where metric = 'accuracy' order by id, task",
+    "What each artifact was made of": "select l.artifact[:12] as id, l.name, l.kind, l.input[:12] as input, a.stage\n"
+    "from lineage l left join artifacts a on a.artifact = l.input order by id",
+}
+
+
+def sql_page(store: Store, asked: str, prefect: str | None) -> Html:
+    """The box, and the answer to what was asked."""
+    box = tag(
+        "form",
+        tag("textarea", asked, name="q", id="q", rows=6, spellcheck="false", autofocus=not asked, aria_label="SQL"),
+        tag("p", tag("button", "Ask", class_="main"), tag("span", " Ctrl+Enter · read-only · ", LIMITS, class_="note")),
+        action="/puna/sql", method="get", id="ask",
+    )  # fmt: skip
+    examples = [tag("li", tag("a", words, href=f"/puna/sql?q={quote(query)}")) for words, query in EXAMPLES.items()]
+    tables = [details(tag("b", name), tag("p", ", ".join(found.schema.names), class_="note")) for name, found in TABLES.items()]
+    meta = details(tag("b", "artifacts, lineage, metrics"), tag("p", ", ".join(catalog.ARTIFACTS.names), class_="note"))
+    return page(
+        "SQL", box, _answer(store, asked) if asked.strip() else None,
+        tag("div",
+            part("Examples", tag("ul", examples)),
+            part("Asked before", tag("ul", id="asked"), note="Kept in this browser."),
+            part("Tables", meta, tables, note="Each has the column artifact, the key of the artifact that holds the row."),
+            class_="three"),
+        here="sql", prefect=prefect, lead="One statement of DuckDB over every artifact.",
+    )  # fmt: skip
+
+
+def _answer(store: Store, asked: str) -> Html:
+    began = time.perf_counter()
+    try:
+        with catalog.connect(store) as opened:
+            stop = threading.Timer(SECONDS, opened.connection.interrupt)
+            stop.start()
+            try:
+                found = catalog.run(opened, asked.strip().rstrip(";"))
+            finally:
+                stop.cancel()
+    except (PunaError, duckdb.Error) as error:
+        return problem(str(error))
+    shown = found.slice(0, MOST_ROWS)
+    numeric = [n for n, field in enumerate(found.schema) if str(field.type).startswith(("int", "uint", "float", "double", "decimal"))]
+    rows: list[list[Content]] = [[plain(value) for value in row.values()] for row in shown.to_pylist()]
+    took = duration(time.perf_counter() - began)
+    more = f", the first {MOST_ROWS:,} shown" if found.num_rows > MOST_ROWS else ""
+    return tag(
+        "div", tag("p", f"{found.num_rows:,} rows in {took}{more}", class_="note", role="status"),
+        table(list(found.schema.names), rows, numeric=numeric) if rows else None,
+    )  # fmt: skip

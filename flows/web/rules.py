@@ -1,0 +1,207 @@
+"""Thresholds as sliders: what `select` would drop with others, decided anew by its own rules from the signals that are stored."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from puna.flows.report.markup import Content, Html, excerpt, number, part, percent, section, table, tag
+from puna.flows.web.frame import artifact_link, page
+from puna.stages.contract import parse
+from puna.stages.curate.rules.decide import decide, numeric
+from puna.stages.curate.rules.expressions import SqlRule
+from puna.stages.curate.rules.groups import Rule, active_rules
+from puna.stages.curate.select import SelectConfig, carried_signals, signals_of
+from puna.storage import Artifact, PunaError, Store
+
+BINS = 40
+EXAMPLES = 6
+KEPT = 3
+"""Selections whose signals are held in memory."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A selection that was made: its documents' signals, its configuration, and what its rules dropped."""
+
+    artifact: Artifact
+    documents: Artifact
+    config: SelectConfig
+    table: pa.Table
+    languages: pa.Table | None
+    rules: list[Rule | SqlRule]
+    gone: Mapping[str, str]
+    """Id → rule of what the rules drop as they are."""
+
+
+_held: OrderedDict[str, Selection] = OrderedDict()
+_lock = threading.Lock()
+
+
+def selection(store: Store, artifact: Artifact) -> Selection:
+    """What a `select` decided on, read once; PunaError where it is none or its inputs are gone."""
+    with _lock:
+        if artifact.key not in _held:
+            _held[artifact.key] = _read(store, artifact)
+            if len(_held) > KEPT:
+                _held.popitem(last=False)
+        _held.move_to_end(artifact.key)
+        return _held[artifact.key]
+
+
+def _read(store: Store, artifact: Artifact) -> Selection:
+    m = artifact.manifest
+    if m.stage != "select":
+        raise PunaError(f"{artifact.id}: was made by {m.stage}; thresholds are those of the stage select")
+    given = [store.find(item.kind, item.key) for item in m.inputs]
+    documents = next((item for item in given if item is not None and item.kind == "documents"), None)
+    signals = [item for item in given if item is not None and item.kind == "signals"]
+    if documents is None or None in given:
+        raise PunaError(f"{artifact.id}: what it was made of is no longer in the store")
+    config = parse(SelectConfig, m.config, "select")
+    rules: list[Rule | SqlRule] = [*active_rules(config), *config.expressions()]
+    languages = next((item for item in signals if "languages" in item.tables), None) if config.per_language else None
+    carried = carried_signals(signals)
+    needed: dict[str, list[str]] = {}
+    names = [signal for rule in rules for signal in rule.signals] + (["language", "script"] if languages is not None else [])
+    for name in dict.fromkeys(names):
+        needed.setdefault(carried[name], []).append(name)
+    whole = documents.read(columns=["id", "source"])
+    for item in signals:
+        for name, values in _columns(item, whole["id"], needed.get(item.id, [])).items():
+            whole = whole.append_column(name, values)
+    known = languages.read("languages") if languages is not None else None
+    return Selection(artifact, documents, config, whole, known, rules, _decided(whole, rules, known))
+
+
+def _columns(artifact: Artifact, ids: pa.ChunkedArray, names: list[str]) -> dict[str, pa.ChunkedArray]:
+    if not names:
+        return {}
+    found = signals_of(artifact, ids, names)
+    return {name: found[name] for name in names}
+
+
+def _decided(whole: pa.Table, rules: list[Rule | SqlRule], languages: pa.Table | None) -> dict[str, str]:
+    dropped = decide(whole, rules, languages)
+    return dict(zip(dropped["id"].to_pylist(), dropped["rule"].to_pylist(), strict=True))
+
+
+def rules_page(store: Store, name: str | None, asked: Mapping[str, str], prefect: str | None) -> Html:
+    """The selections to choose from, and the sliders of one."""
+    made = [artifact for artifact in reversed(store.artifacts()) if artifact.manifest.stage == "select"]
+    if not made:
+        return page("Rules", tag("p", "No selection was made yet: run `curate`, or the stage `select`.", class_="lead"), here="rules",
+                    prefect=prefect)  # fmt: skip
+    chosen = store.resolve(name) if name else made[0]
+    of = selection(store, chosen)
+    others = [
+        tag("a", f"{artifact.id} · {artifact.rows():,} rows", href=f"/puna/rules?artifact={artifact.key[:12]}",
+            aria_current="page" if artifact.key == chosen.key else None)
+        for artifact in made[:12]
+    ]  # fmt: skip
+    moved = _moved(of, asked)
+    sliders = [_slider(of, rule, moved.get(rule.name)) for rule in of.rules if isinstance(rule, Rule) and rule.number is not None]
+    return page(
+        "Rules", tag("nav", others, aria_label="Selections"),
+        tag("form", tag("div", replayed(store, of, asked), id="outcome", aria_live="polite"), tag("div", sliders, class_="sliders"),
+            tag("p", tag("button", "Show"), " ", tag("button", "As they were", type="reset")),
+            tag("input", type="hidden", name="artifact", value=chosen.key[:12]), action="/puna/rules", id="rules",
+            data_from="/puna/rules/outcome"),
+        here="rules", prefect=prefect,
+        lead=["Move a threshold of ", artifact_link(chosen), ": its own rules decide again from the stored signals. Nothing is changed."],
+    )  # fmt: skip
+
+
+def _moved(of: Selection, asked: Mapping[str, str]) -> dict[str, float]:
+    """The thresholds that are asked for and differ."""
+    found = {}
+    for rule in of.rules:
+        if isinstance(rule, Rule) and rule.number is not None and rule.name in asked:
+            try:
+                value = float(asked[rule.name])
+            except ValueError as error:
+                raise PunaError(f"{rule.name}: takes a number (got {asked[rule.name]!r})") from error
+            if abs(value - rule.number) > 1e-9:
+                found[rule.name] = value
+    return found
+
+
+def replayed(store: Store, of: Selection, asked: Mapping[str, str]) -> Html:
+    """What would go with these thresholds, beside what went; the change of the recipe that does it."""
+    moved = _moved(of, asked)
+    if not moved:
+        return _counts(of, of.gone, of.gone)
+    rules = [replace(rule, threshold=moved[rule.name]) if isinstance(rule, Rule) and rule.name in moved else rule for rule in of.rules]
+    now = _decided(of.table, rules, of.languages)
+    more, fewer = [i for i in now if i not in of.gone], [i for i in of.gone if i not in now]
+    change = " ".join(f"--set select.{name}={value:g}" for name, value in moved.items())
+    return tag(
+        "div", _counts(of, of.gone, now),
+        tag("p", "On the command line: ", tag("code", change)),
+        tag("div",
+            part(f"{len(more):,} more would go", _cards(of, more)), part(f"{len(fewer):,} would stay", _cards(of, fewer)), class_="two"),
+    )  # fmt: skip
+
+
+def _counts(of: Selection, before: Mapping[str, str], now: Mapping[str, str]) -> Html:
+    count = of.table.num_rows
+    was, is_ = Counter(before.values()), Counter(now.values())
+    names = sorted({*was, *is_}, key=lambda name: (-is_[name], name))
+    rows: list[list[Content]] = [
+        [name, was[name], is_[name], f"{is_[name] - was[name]:+,}" if is_[name] != was[name] else ""] for name in names
+    ]
+    kept = f"{count - len(now):,} of {count:,} documents stay ({percent(count - len(now), count)})"
+    head = kept if len(before) == len(now) else f"{kept}; before {count - len(before):,}"
+    return section("outcome-counts", head, None, table(["rule", "dropped", "would drop", ""], rows, numeric=(1, 2, 3)))
+
+
+def _cards(of: Selection, ids: list[str]) -> Html:
+    """Some of the documents, by their beginnings."""
+    chosen = sorted(ids)[:EXAMPLES]
+    if not chosen:
+        return tag("p", "None.", class_="note")
+    cards = []
+    for batch in of.documents.batches(columns=["id", "url", "text"], rows=1024):
+        for row in batch.filter(pc.is_in(batch.column("id"), pa.array(chosen))).to_pylist():
+            cards.append(tag("div", tag("p", row["url"], class_="url"), tag("blockquote", excerpt(row["text"], 300)), class_="card"))
+        if len(cards) == len(chosen):
+            break
+    return tag("div", cards, class_="cards")
+
+
+def _slider(of: Selection, rule: Rule, moved: float | None) -> Html:
+    """A threshold to move, over the distribution of what it is compared with."""
+    assert rule.number is not None
+    values = numeric(of.table[rule.drop.signal])
+    known = values[~np.isnan(values)]
+    low, high = _span(known, rule.number)
+    counts, _ = np.histogram(np.clip(known, low, high), BINS, (low, high))
+    top = max(1, int(counts.max(initial=0)))
+    heights = [20 * (int(count) / top) ** 0.5 for count in counts]
+    bars = [tag("rect", x=n, y=f"{20 - height:.1f}", width=0.9, height=f"{height:.1f}") for n, height in enumerate(heights)]
+    whole = bool(np.all(known == np.round(known))) and high - low > 20
+    step = 1 if whole else (high - low) / 400
+    now = rule.number if moved is None else moved
+    label = f"{rule.drop.signal} {rule.drop.when} "
+    control = tag("input", type="range", min=f"{low:g}", max=f"{high:g}", step=f"{step:g}", value=f"{now:g}", data_was=f"{rule.number:g}",
+                  aria_label=f"{rule.name}: goes when {label}")  # fmt: skip
+    written = tag("input", type="number", name=rule.name, step="any", value=f"{now:g}", aria_label=rule.name)
+    drawn = tag("svg", bars, viewBox=f"0 0 {BINS} 20", preserveAspectRatio="none", aria_hidden="true")
+    unit = f"{number(low, 3)} to {number(high, 3)}"
+    return tag("div", tag("b", rule.name), tag("p", "goes when ", label, written), drawn, control, tag("small", unit), class_="slider")
+
+
+def _span(known: Any, threshold: float) -> tuple[float, float]:
+    """The range of a slider: what nearly all documents have, and the threshold."""
+    if not len(known):
+        return min(0.0, threshold), max(1.0, threshold)
+    low, high = (float(q) for q in np.quantile(known, (0.005, 0.995)))
+    low, high = min(low, threshold), max(high, threshold)
+    return (low, high) if high > low else (low, low + 1.0)

@@ -1,0 +1,124 @@
+"""The page of a run, and two runs side by side."""
+
+from __future__ import annotations
+
+from puna.flows.report import training
+from puna.flows.report.curate import funnel_view
+from puna.flows.report.funnel import characters_per_token, funnel
+from puna.flows.report.lineage import lineage_view
+from puna.flows.report.markup import Content, Html, duration, number, section, size, table, tag
+from puna.flows.report.run import Run, Step
+from puna.flows.report.svg import draw, grid
+from puna.flows.web.frame import artifact_link, badge, bar, page, problem, run_link, spent, when
+from puna.flows.web.home import working_view
+from puna.storage import PunaError, Store
+from puna.storage.explain import changes
+
+MOST_PLOTS = 12
+
+
+def run_page(store: Store, name: str, prefect: str | None) -> Html:
+    """A run: its steps as they are now, what they measured, the funnel when asked for."""
+    run = Run.open(store, name)
+    log = run.log
+    reused = sum(step.reused for step in run.steps)
+    again = [other for other in store.runs() if other < log.name and store.log(other).flow == log.flow][-1:]
+    tiles = [
+        _tile("State", badge(log)), _tile("Began", when(log.opened)), _tile("Took", spent(log)),
+        _tile("Artifacts", f"{len(run.steps)}, {reused} reused"),
+    ]  # fmt: skip
+    plots = [draw(plot) for step in run.steps for plot in training.titled(step, training.figures(step))]
+    links: list[Content] = [
+        tag("a", "Full report", href=f"/puna/report/{log.name}", class_="button"),
+        tag("a", "Funnel", href=f"/puna/run/{log.name}/funnel", class_="button") if run.kind("pages", "documents") else None,
+        tag("a", "Compare with the run before", href=f"/puna/compare?run={again[0]}&run={log.name}", class_="button") if again else None,
+    ]
+    return page(
+        f"{log.flow or 'run'}",
+        tag("dl", tiles, class_="tiles"),
+        problem(log.error) if log.error else None,
+        problem(f"No longer in the store: {', '.join(run.missing)}") if run.missing else None,
+        working_view(store, log) if log.state == "at work" else None,
+        tag("p", links, class_="buttons"),
+        section("steps", "Steps", None, steps_view(run.steps)),
+        section("plots", "Measured", None, grid(plots[:MOST_PLOTS])),
+        section("lineage", "Lineage", "What was made of what.", lineage_view(run)),
+        prefect=prefect, live=f"/puna/events/{log.name}" if log.state == "at work" else None, lead=tag("code", log.name),
+    )  # fmt: skip
+
+
+def funnel_page(store: Store, name: str, prefect: str | None) -> Html:
+    """What became of the documents of a run, with examples of what each rule dropped."""
+    run = Run.open(store, name)
+    levels = funnel(run)
+    if not levels:
+        raise PunaError(f"run {run.log.name}: made no pages or documents")
+    per_token = characters_per_token(run)
+    return page(f"Funnel of {run.log.flow}", funnel_view(levels, per_token), prefect=prefect, lead=run_link(run.log.name))
+
+
+def _tile(name: str, value: Content) -> Html:
+    return tag("div", tag("dt", name), tag("dd", value), class_="tile")
+
+
+def steps_view(steps: list[Step]) -> Html:
+    """Steps with what they made, in order."""
+    longest = max((step.seconds for step in steps), default=0.0) or 1.0
+    rows: list[list[Content]] = []
+    for step in steps:
+        made = step.artifact
+        state = tag("span", "reused", class_="tag") if step.reused else duration(step.seconds)
+        kept = made.rows() if made.kind in made.tables else None
+        dropped = made.rows("dropped") if "dropped" in made.tables else None
+        drawn = None if step.reused else bar(step.seconds / longest, duration(step.seconds))
+        cells: list[Content] = [
+            number(kept) if kept is not None else "", number(dropped) if dropped is not None else "", state, drawn,
+        ]  # fmt: skip
+        rows.append([[tag("b", step.label), tag("small", step.stage)], artifact_link(made), *cells])
+    if not rows:
+        return tag("p", "No step has finished yet.", class_="note")
+    return table(["step", "artifact", "rows", "dropped", "took", "share of the longest"], rows, numeric=(2, 3, 4))
+
+
+def compare_page(store: Store, names: list[str], prefect: str | None) -> Html:
+    """Two runs side by side: for each step what differs in its configuration, code and inputs, and in what it gave."""
+    if len(names) != 2:
+        raise PunaError(f"compare: choose two runs, not {len(names)}")
+    first, second = (Run.open(store, name) for name in sorted(names))
+    here, there = {step.name: step for step in first.steps}, {step.name: step for step in second.steps}
+    rows = [_compared(name, here.get(name), there.get(name)) for name in dict.fromkeys([*here, *there])]
+    same = sum(1 for name in here if name in there and here[name].artifact.key == there[name].artifact.key)
+    head: list[Content] = ["step", *[[run_link(run.log.name), " ", badge(run.log)] for run in (first, second)], "differs in"]
+    return page(
+        "Two runs", table(head, rows), prefect=prefect,
+        lead=f"{same} of {len(rows)} steps gave the same artifact. What differs stands beside what it led to.",
+    )  # fmt: skip
+
+
+def _compared(name: str, one: Step | None, other: Step | None) -> list[Content]:
+    if one is None or other is None:
+        there = one or other
+        assert there is not None
+        return [tag("b", there.label), _given(one, None), _given(other, None), "only in one"]
+    if one.artifact.key == other.artifact.key:
+        return [tag("span", one.label, class_="dim"), artifact_link(one.artifact), tag("span", "the same", class_="dim"), ""]
+    found = changes(one.artifact.manifest, other.artifact.manifest)
+    why = tag("ul", [tag("li", str(change)) for change in found[:6]], tag("li", f"and {len(found) - 6} more") if len(found) > 6 else None)
+    return [tag("b", one.label), _given(one, other), _given(other, one), why]
+
+
+def _given(step: Step | None, other: Step | None) -> Content:
+    """What a step gave; metrics only where the other's differ."""
+    if step is None:
+        return "–"
+    made = step.artifact
+    rows = f"{made.rows():,} rows" if made.kind in made.tables else size(sum(r.bytes for r in made.manifest.files.values()))
+    theirs = {} if other is None else other.metrics
+    shown = [
+        [name.replace("_", " "), " ", tag("b", value if isinstance(value, str) else number(value)), Html("<br>")]
+        for name, value in step.metrics.items()
+        if name not in theirs or theirs[name] != value
+    ]
+    return [artifact_link(made), tag("small", rows), tag("small", shown[:12])]
+
+
