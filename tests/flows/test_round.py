@@ -13,10 +13,12 @@ import pytest
 
 from puna.flows import round as module
 from puna.flows import rounds, trace
+from puna.flows.adapter import Performer
 from puna.flows.history import History, settle
-from puna.flows.program import Output, current_walk, step
-from puna.flows.running import whole
+from puna.flows.program import FLOWS, Output, current_walk, step
+from puna.flows.running import checked_inputs
 from puna.flows.session import Session, session
+from puna.flows.trace import load
 from puna.stages.align.approval import ApprovalConfig, approval
 from puna.stages.contract import Answers, Model, Prompts, SeededConfig, StageRun, execute, stage
 from puna.stages.conversations import asking
@@ -97,8 +99,10 @@ class World:
     def fire(self, *inputs: Artifact | str, changes: tuple[str, ...] = ()) -> str:
         """Run the flow; returns what it said."""
         texts = tuple(item.id if isinstance(item, Artifact) else item for item in inputs)
+        recipe = load(str(self.recipe), list(changes), "round")
+        given = checked_inputs(FLOWS["round"], recipe, texts, self.store, quiet=True)
         with session(self.store, flow="round", workers=1, json=True):
-            whole("round", str(self.recipe), list(changes), list(texts), self.store.uri)
+            Performer(recipe).walk(FLOWS["round"], given)
         return " | ".join(event["text"] for event in self.store.events(self.store.runs()[-1]) if event.get("event") == "said")
 
     def model(self, seed: int = 0) -> Artifact:
