@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from puna.stages.align.preferences import LEVELS, Level
+from puna.stages.align.preferences import Level
+from puna.stages.align.settings import CLEAR
 from puna.stages.contract import Preferences, StageConfig, StageRun, stage
 from puna.stages.conversations import dump, message_of, messages_of
 from puna.stages.draws import identifier
@@ -14,7 +15,7 @@ from puna.storage import PunaError
 class ChosenConfig(StageConfig):
     """Which preferences, and what the rows are called."""
 
-    levels: tuple[Level, ...] = Field(LEVELS, min_length=1, description="Preference levels whose better answers are taken")
+    levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels whose better answers are taken")
     source: str = Field("chosen", min_length=1, description="Name of the source in the instructions table")
 
 

@@ -8,7 +8,7 @@ The annotator is simulated, so that every preference can be traced to the prompt
    and how close the text comes to the reference (one minus the edit distance as a fraction of the longer
    text); or, where a `taste` is configured, its score in place of the closeness. The margin of a pair is the
    difference of its qualities plus normal noise; its sign says which answer is chosen, so that noise makes
-   mistakes as annotators do.
+   mistakes as annotators do; `flips` adds mistakes at any margin.
 3. *Level.* The margin falls into significantly better, better, slightly better or marginally better. Below
    the last threshold the two are similar: the pair is dropped.
 4. *Editing.* A chosen answer that is not right is improved to the reference: edited > chosen > rejected. Where
@@ -74,6 +74,7 @@ class PreferencesConfig(SeededConfig):
     )
     judged_fraction: float = Field(1.0, gt=0, le=1, description="Share of the prompts whose answers are judged")
     noise: float = Field(0.05, ge=0, description="Standard deviation of the annotator's noise on a margin, quality")
+    flips: float = Field(0.0, ge=0, lt=0.5, description="Share of preferences that the annotator gives the wrong way round")
     edit: bool = Field(True, description="Improve a chosen answer that is not right to the reference answer")
     heldout_fraction: float = Field(
         0.1, ge=0, lt=1, description="Share of prompts whose pairs are kept from training, to measure the reward model"
@@ -116,7 +117,8 @@ def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, r
         drawn = list(draw_pairs(by_prompt[prompt_id], generator, config.pairs_per_prompt))
         run.count_input(len(drawn))
         for first, second in drawn:
-            row, rule, margin = judge(prompt, first, second, config, float(generator.standard_normal()))
+            noise, mistaken = float(generator.standard_normal()), generator.random() < config.flips
+            row, rule, margin = judge(prompt, first, second, config, noise, bool(mistaken))
             if rule is None:
                 kept.append({**row, "split": split})
             else:
@@ -178,11 +180,11 @@ def draw_pairs(
 
 
 def judge(
-    prompt: dict[str, Any], first: dict[str, Any], second: dict[str, Any], config: PreferencesConfig, noise: float
+    prompt: dict[str, Any], first: dict[str, Any], second: dict[str, Any], config: PreferencesConfig, noise: float, mistaken: bool = False
 ) -> tuple[dict[str, Any], str | None, float | None]:
     """(row of the preferences table without its split, the rule that drops it or None, margin).
 
-    `noise` is a standard normal draw.
+    `noise` is a standard normal draw; `mistaken`: the wrong answer is taken for the better one.
     """
     row: dict[str, Any] = {"id": identifier("pair", *sorted((first["id"], second["id"])))}
     if not (first["finished"] and second["finished"]):
@@ -194,7 +196,7 @@ def judge(
         return row, "identical", 0.0
     qualities = [quality(answer, prompt["reference"], config) for answer in (first, second)]
     margin = qualities[0] - qualities[1] + config.noise * noise
-    chosen, rejected = (first, second) if margin >= 0 else (second, first)
+    chosen, rejected = (first, second) if (margin >= 0) != mistaken else (second, first)
     level = config.thresholds.level(abs(margin))
     if level is None:
         return row, "similar", abs(margin)

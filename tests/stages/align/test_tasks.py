@@ -139,10 +139,13 @@ def test_preferences_are_by_right_and_then_by_taste(tmp_path: Path) -> None:
     assert 8 < len({row["prompt_id"] for row in rows}) < 32
     rank = {"2 6": 3, "4 6": 3, "2 4": 2, "3 5": 0, "6 2": 0}
     for row in rows:
-        better, worse = (rank[text_of([{"role": "assistant", "content": text}])] for text in (content(row["chosen"]), content(row["rejected"])))
+        better, worse = rank[content(row["chosen"])], rank[content(row["rejected"])]
         assert better > worse and row["edited"] is None
         # .6 for right, .4 for the taste.
         assert row["margin"] == pytest.approx({(3, 2): 0.4, (2, 0): 0.6, (3, 0): 1.0}[better, worse])
+    flipped = execute(preferences, config.model_copy(update={"flips": 0.3}), given, store).read().to_pylist()
+    wrong = sum(rank[content(row["chosen"])] < rank[content(row["rejected"])] for row in flipped)
+    assert len(flipped) == len(rows) and 0.1 < wrong / len(flipped) < 0.55
     with pytest.raises(Exception, match="taste"):
         PreferencesConfig(taste={"name": "regexp"})
 
