@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from puna.flows import exchange, look, plan, talk
+from puna.flows import annotate, exchange, look, plan, talk
 from puna.flows.console import fail
 from puna.flows.look import StoreOption, print_rows
 from puna.flows.settings import DEFAULT_STORE
@@ -25,6 +25,7 @@ app.add_typer(look.app)
 app.add_typer(plan.app)
 app.add_typer(exchange.app)
 app.add_typer(talk.app)
+app.add_typer(annotate.app)
 
 NameArgument = Annotated[
     str, typer.Argument(metavar="FLOW|STAGE", help="A flow or a stage; `puna stages` lists them. stage:NAME where a flow has the name too")

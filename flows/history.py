@@ -100,6 +100,7 @@ class _Lineage:
 
     def __init__(self, store: Store) -> None:
         with catalog.connect(store) as opened:
+            opened.view("artifacts", "lineage")
             select = opened.connection.execute
             rows = select("select artifact, kind, stage, data_digest from artifacts order by created_at, artifact").fetchall()
             edges = select("select artifact, input, name from lineage where kind != 'external' order by all").fetchall()

@@ -68,7 +68,14 @@ def _round(
     pool = imported or step(prompts, f"pool_{number}", field="prompts", adapt=enough)
     used = [_known(item) for item in history.prompts]
     fresh = step(new_prompts, default=wanted, number=number, pool=pool, used=used)
-    pairs = _all(history.preferences, judged)
+    known, new = _preferences(history.preferences, judged)
+    wait = setting(
+        "min_new_preferences", 0, minimum=0, maximum=10_000_000,
+        description="Preferences given as `judged` that no round has learned from, for which a run of the flow `round` waits",
+    )  # fmt: skip
+    if store and new < wait:
+        tell(f"waits for preferences: {new} of {wait} are new; no round is made")
+        return False
     if _empty(fresh):
         tell(f"nothing new: every prompt of the pool was used in the {number - 1} rounds before; give more, --input pool=ID")
         return False
@@ -78,7 +85,7 @@ def _round(
     measured = step(evaluate, f"evaluate_policy_{number}", field="evaluate", model=policy, prompts=heldout)
     # What an earlier policy wrote teaches a model that was never taught; the last policy has learned it, and writes better by now.
     data = _all(history.instructions if anew else history.demonstrations, demonstrations)
-    before = State(policy, Output("model", (), (), "other"), data, pairs, start=start if anew else None)
+    before = State(policy, Output("model", (), (), "other"), data, known, start=start if anew else None)
     after = one_round(number, before, fresh, heldout, development=development)
     verdict = step(
         gate, number=number, policy=policy, candidate=after.policy, before=measured, after=after.evaluation, prompts=heldout
@@ -100,6 +107,16 @@ def _all(known: Sequence[Artifact], given: Sequence[Output]) -> tuple[Output, ..
     digests = {item.data_digest for item in known}
     new = [o for o in given if not any(isinstance(i, Artifact) and i.data_digest in digests for i in o.items)]
     return (*map(_known, known), *new)
+
+
+def _preferences(known: Sequence[Artifact], given: Sequence[Output]) -> tuple[tuple[Output, ...], int]:
+    """All preferences, and how many of the given ones are new. A set of which a given one has every pair gives way to that one."""
+    items = [item for output in given for item in output.items if isinstance(item, Artifact)]
+    ids = {item.key: set(item.read(columns=["id"])["id"].to_pylist()) for item in [*known, *items]}
+    learned = set[str]().union(*(ids[item.key] for item in known))
+    new = set[str]().union(*(ids[item.key] for item in items)) - learned
+    left = [one for one in known if not any(ids[one.key] <= ids[item.key] and one.key != item.key for item in items)]
+    return _all(left, given), len(new)
 
 
 def _counts(field: str, default: NewPromptsConfig) -> int:

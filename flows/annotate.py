@@ -1,0 +1,201 @@
+"""`puna annotate`: people judge pairs of answers on a page of this machine; what they say becomes preferences."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from puna.flows.look import StoreOption
+from puna.flows.settings import DEFAULT_STORE
+from puna.storage import Artifact, PunaError, Store
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from puna.stages.align.judgements import Judgement
+
+app = typer.Typer()
+PAGE = Path(__file__).with_name("annotate.html")
+ALIAS = "judged@latest"
+
+
+class Desk:
+    """The pairs of an artifact of answers, who said what of each, and the file that holds it: a line per judgement, never rewritten."""
+
+    def __init__(self, store: Store, answers: Artifact, prompts: Artifact, pairs_per_prompt: int = 1) -> None:
+        from puna.stages.align.judgements import JudgementsConfig, pairs_to_judge
+        from puna.stages.align.sample import read_answers
+
+        self.store, self.answers, self.prompts = store, answers, prompts
+        self.config = JudgementsConfig(pairs_per_prompt=pairs_per_prompt)
+        self.asked, found = read_answers(answers, prompts)
+        self.pairs = pairs_to_judge(found, self.config)
+        self.order = list(self.pairs)
+        if not self.order:
+            raise PunaError(f"{answers.id} has no prompt with two finished answers that differ: there is nothing to compare")
+        self.file = store.root / "judgements" / f"{answers.key}.jsonl"
+        self._said: dict[str, dict[str, Judgement]] = defaultdict(dict)
+        self._lock = threading.Lock()
+        self._read()
+
+    def _read(self) -> None:
+        from puna.stages.align.judgements import Judgement
+
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        if self.file.exists():
+            for line in self.file.read_text(encoding="utf-8").splitlines():
+                one = Judgement.model_validate_json(line)
+                self._said[one.by][one.pair] = one
+
+    def swapped(self, pair: str, by: str) -> bool:
+        """Whether a person sees the second answer on the left: by chance, each time the same."""
+        from puna.stages.draws import fraction
+
+        return fraction("side", pair, by) < 0.5
+
+    def at(self, by: str, place: int | None) -> dict[str, Any]:
+        """The pair at a place of the order (None: the first that this person has not judged), as a page shows it."""
+        from puna.stages.conversations import messages_of, shown
+
+        said = self._said[by]
+        if place is None:
+            place = next((n for n, pair in enumerate(self.order) if pair not in said), len(self.order))
+        found: dict[str, Any] = {"place": place, "total": len(self.order), "judged": sum(one.worth != 0 for one in said.values())}
+        if not 0 <= place < len(self.order):
+            return found
+        pair = self.order[place]
+        texts = [answer["text"].strip() for answer in self.pairs[pair]]
+        left, right = reversed(texts) if self.swapped(pair, by) else texts
+        prompt = self.asked[self.pairs[pair][0]["prompt_id"]]
+        messages = messages_of(prompt)
+        before = None if pair not in said else said[pair].model_dump() | {"better": self._side(said[pair].better, pair, by)}
+        shows = {"pair": pair, "prompt": shown(messages), "editable": len(messages) == 1, "left": left, "right": right, "before": before}
+        return {**found, **shows}
+
+    def judge(self, pair: str, by: str, better: str | None, level: str | None, edited: str | None, prompt: str | None) -> None:
+        """Keep a judgement, on disk before it is acknowledged. `better`: left or right, as this person sees the pair."""
+        from puna.stages.align.judgements import Judgement
+
+        if pair not in self.pairs:
+            raise PunaError(f"there is no pair {pair}")
+        said = {"pair": pair, "by": by, "better": self._side(better, pair, by), "level": level}
+        made = Judgement.model_validate({**said, "edited": edited or None, "prompt": prompt or None})
+        with self._lock, self.file.open("a", encoding="utf-8") as file:
+            file.write(made.model_dump_json() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            self._said[by][pair] = made
+
+    def _side(self, side: str | None, pair: str, by: str) -> str | None:
+        """left and right as first and second, and the other way round."""
+        names = ("second", "first") if self.swapped(pair, by) else ("first", "second")
+        there = {"left": names[0], "right": names[1], names[0]: "left", names[1]: "right"}
+        return None if side is None else there.get(side, side)
+
+    def save(self) -> Artifact:
+        """The judgements so far as preferences, which `judged@latest` then names; the flow `round` learns from them."""
+        from puna.stages.align.judgements import judgements
+        from puna.stages.contract import External, execute
+
+        if not self.file.exists():
+            raise PunaError("nothing was judged yet")
+        with self._lock:
+            given: Any = {"answers": self.answers, "prompts": self.prompts, "judged": External.resolve(f"judged={self.file}")}
+            made = execute(judgements, self.config, given, self.store)
+        self.store.set_alias(ALIAS, made)
+        return made
+
+
+def application(desk: Desk, hosts: list[str]) -> FastAPI:
+    """The page and what it asks for; only requests to these hosts are answered."""
+    from fastapi import FastAPI
+    from fastapi.middleware.trustedhost import TrustedHostMiddleware
+    from fastapi.responses import HTMLResponse, JSONResponse
+    from pydantic import BaseModel, ConfigDict, Field
+
+    class Said(BaseModel):
+        """A judgement as the page sends it."""
+
+        model_config = ConfigDict(extra="forbid")
+        pair: str
+        by: str = Field(min_length=1, max_length=100)
+        better: str | None = Field(None, pattern="^(left|right)$")
+        level: str | None = None
+        edited: str | None = Field(None, max_length=100_000)
+        prompt: str | None = Field(None, max_length=100_000)
+
+    made = FastAPI(title="Puna: annotate", docs_url=None, redoc_url=None, openapi_url=None)
+    made.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
+
+    def page() -> HTMLResponse:
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+
+    def pair(by: str, place: int | None = None) -> JSONResponse:
+        return JSONResponse(desk.at(by, place))
+
+    def judge(said: Said) -> JSONResponse:
+        try:
+            desk.judge(**said.model_dump())
+        except (PunaError, ValueError) as error:
+            return JSONResponse({"error": str(error)}, 400)
+        return JSONResponse({"ok": True})
+
+    def save() -> JSONResponse:
+        try:
+            artifact = desk.save()
+        except PunaError as error:
+            return JSONResponse({"error": str(error)}, 400)
+        return JSONResponse({"id": artifact.id, "alias": ALIAS, "rows": artifact.rows(), **artifact.manifest.metrics})
+
+    judge.__annotations__["said"] = Said  # a class of this function, which its annotation as text cannot name
+    made.add_api_route("/", page, methods=["GET"], response_model=None)
+    made.add_api_route("/pair", pair, methods=["GET"], response_model=None)
+    made.add_api_route("/judge", judge, methods=["POST"], response_model=None)
+    made.add_api_route("/save", save, methods=["POST"], response_model=None)
+    return made
+
+
+@app.command()
+def annotate(
+    answers: Annotated[str, typer.Argument(metavar="ANSWERS", help="Answers to judge: ID or NAME@VERSION; `puna run sample` makes some")],
+    pairs: Annotated[int, typer.Option(min=1, help="Most pairs of a prompt")] = 1,
+    host: Annotated[str, typer.Option(help="Address to listen at; whoever reaches it may judge")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any that is free")] = 8765,
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Judge pairs of answers in a browser, keyboard first; several people can, each under their name. Ctrl-C ends it and saves."""
+    import socket
+
+    import uvicorn
+
+    opened = Store.existing(store)
+    found = opened.checked(opened.resolve(answers))
+    desk = Desk(opened, found, prompts_of(opened, found), pairs)
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        raise PunaError(f"--port {port}: cannot listen at {host} ({error}); another program may use it, --port names another") from error
+    typer.echo(f"{len(desk.order):,} pairs of {found.id}: http://{host}:{listening.getsockname()[1]}; Ctrl-C ends and saves")
+    config = uvicorn.Config(application(desk, [host, "localhost", "127.0.0.1"]), log_level="warning", timeout_graceful_shutdown=2)
+    uvicorn.Server(config).run(sockets=[listening])
+    if desk.file.exists():
+        made = desk.save()
+        typer.echo(f"{made.rows():,} preferences: {made.id} is {ALIAS}; {json.dumps(made.manifest.metrics)}")
+
+
+def prompts_of(store: Store, answers: Artifact) -> Artifact:
+    """The prompts that were answered, as the lineage has them."""
+    if answers.kind != "answers":
+        raise PunaError(f"{answers.id}: takes answers, which `puna run sample` makes")
+    found = [i for i in answers.manifest.inputs if i.kind == "prompts"]
+    if len(found) != 1 or (prompts := store.find("prompts", found[0].key)) is None:
+        raise PunaError(f"{answers.id}: the prompts that it answers are not in the store")
+    return prompts

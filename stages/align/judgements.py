@@ -1,0 +1,167 @@
+"""People's judgements of pairs of answers as preferences, with their agreement."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from puna.stages.align.preferences import LEVELS, Level, draw_pairs
+from puna.stages.align.sample import read_answers
+from puna.stages.contract import Answers, External, Figure, Prompts, SeededConfig, StageRun, stage
+from puna.stages.conversations import answering, asking
+from puna.stages.draws import fraction, identifier
+from puna.storage import PunaError
+
+Row = dict[str, Any]
+STEPS = len(LEVELS)
+
+
+class Judgement(BaseModel):
+    """What one person says of one pair, a line of the file that `puna annotate` writes; of several on one pair the last counts."""
+
+    model_config = ConfigDict(extra="forbid")
+    pair: str = Field(min_length=1, description="Id of the pair")
+    by: str = Field(min_length=1, max_length=100, description="Who judges")
+    better: Literal["first", "second"] | None = Field(None, description="The better answer; null: skipped")
+    level: Level | None = Field(None, description="How much better; null: skipped")
+    edited: str | None = Field(None, max_length=100_000, description="The better answer, improved")
+    prompt: str | None = Field(None, max_length=100_000, description="The prompt as it should have been asked")
+
+    @property
+    def worth(self) -> int:
+        """From 4, the first is significantly better, to -4, the second is; 0: skipped."""
+        if self.better is None or self.level is None:
+            return 0
+        size = STEPS - LEVELS.index(self.level)
+        return size if self.better == "first" else -size
+
+
+class JudgementsConfig(SeededConfig):
+    """Which pairs are judged, and which are kept from training."""
+
+    pairs_per_prompt: int = Field(1, ge=1, description="Most pairs drawn for a prompt")
+    heldout_fraction: float = Field(
+        0.1, ge=0, lt=1, description="Share of prompts whose pairs are kept from training, to measure the reward model"
+    )
+
+
+def pairs_to_judge(answers: Mapping[str, Sequence[Row]], config: JudgementsConfig) -> dict[str, tuple[Row, Row]]:
+    """Pairs of finished, different answers to the same prompt by their ids, in an order of chance; each time the same."""
+    import numpy as np
+
+    found = {}
+    for prompt_id in sorted(answers):
+        texts = {answer["text"].strip(): answer for answer in answers[prompt_id] if answer["finished"]}
+        generator = np.random.default_rng(int(fraction("judged", config.seed, prompt_id) * 2**53))
+        for one, other in draw_pairs(list(texts.values()), generator, config.pairs_per_prompt):
+            first, second = sorted((one, other), key=lambda answer: str(answer["id"]))
+            found[identifier("pair", first["id"], second["id"])] = (first, second)
+    return dict(sorted(found.items(), key=lambda item: fraction("order", config.seed, item[0])))
+
+
+def agreement(judged: Iterable[Sequence[str]]) -> tuple[float | None, float | None]:
+    """Of the sides that several people chose, pair by pair: the share of agreeing couples of people, and Krippendorff's alpha.
+
+    Alpha (Krippendorff 2004, nominal data) is 1 where all agree and 0 where they agree as chance has it; None where nothing was
+    judged by two, alpha also where only one side was ever chosen.
+    """
+    several = [Counter(sides) for sides in judged if len(sides) > 1]
+    if not several:
+        return None, None
+    couples = agreeing = observed = 0.0
+    totals: Counter[str] = Counter()
+    for counts in several:
+        m = sum(counts.values())
+        same = sum(c * (c - 1) for c in counts.values())
+        couples, agreeing = couples + m * (m - 1), agreeing + same
+        observed += (m * (m - 1) - same) / (m - 1)
+        totals.update(counts)
+    n = sum(totals.values())
+    expected = (n * n - sum(c * c for c in totals.values())) / (n - 1)
+    return agreeing / couples, 1 - observed / expected if expected else None
+
+
+@stage(kind="preferences")
+def judgements(answers: Answers, prompts: Prompts, judged: list[External], config: JudgementsConfig, run: StageRun) -> None:
+    """Preferences from people's judgements (Llama 3, section 4.2.1): edited > chosen > rejected, at one of four levels.
+
+    `judged`: files of JSON lines, a `Judgement` each. Where several people judged a pair, the mean of their levels, from one side to
+    the other, decides; `dropped` holds the pairs that were skipped (`skipped`) or on which they cancel out (`no_majority`). Where the
+    prompt was edited, both answers stay and the conversation is the edited one. Metrics: `judges`, and `agreement` and `alpha` where
+    two judged a pair.
+    """
+    asked, by_prompt = read_answers(answers, prompts)
+    pairs = pairs_to_judge(by_prompt, config)
+    by_pair: dict[str, dict[str, Judgement]] = defaultdict(dict)
+    for number, line, name in _lines(judged):
+        said = _parsed(line, f"{name}, line {number}")
+        if said.pair not in pairs:
+            raise PunaError(f"{name}, line {number}: pair {said.pair} is none of {answers.id} with this configuration")
+        by_pair[said.pair][said.by] = said
+    rows, dropped = [], []
+    for pair, people in sorted(by_pair.items()):
+        verdicts = [people[name] for name in sorted(people)]
+        row, rule = _preference(pair, *pairs[pair], verdicts, asked)
+        if row is not None:
+            split = "heldout" if fraction(config.seed, row["prompt_id"]) < config.heldout_fraction else "train"
+            rows.append({**row, "split": split})
+        else:
+            detail = "; ".join(f"{one.by}: {one.better} {one.level}" for one in verdicts)
+            dropped.append({"id": pair, "rule": rule, "value": None, "threshold": None, "detail": detail})
+    run.count_input(len(by_pair))
+    run.write_rows(rows)
+    run.write_rows(dropped, "dropped")
+    run.metric("pairs", len(rows))
+    run.metric("judges", len({name for people in by_pair.values() for name in people}))
+    share, alpha = agreement([[one.better for one in people.values() if one.better] for people in by_pair.values()])
+    for name, value in (("agreement", share), ("alpha", alpha)):
+        if value is not None:
+            run.metric(name, value)
+    counts = Counter(row["level"] for row in rows)
+    bars: list[tuple[Any, float]] = [(level.replace("_", " "), float(counts[level])) for level in LEVELS]
+    run.figure("levels", Figure(title="Judged pairs", x="level", y="pairs", kind="bar", series={"pairs": bars}))
+
+
+def _preference(pair: str, first: Row, second: Row, verdicts: Sequence[Judgement], asked: Mapping[str, Row]) -> tuple[Row | None, str]:
+    """The row of the preferences table without its split; or none, and the rule that drops the pair."""
+    said = [one for one in verdicts if one.worth]
+    if not said:
+        return None, "skipped"
+    worth = sum(one.worth for one in said) / len(said)
+    if not worth:
+        return None, "no_majority"
+    better, worse = (first, second) if worth > 0 else (second, first)
+    side = "first" if worth > 0 else "second"
+    edits = [one.edited for one in said if one.better == side and one.edited and one.edited.strip() != better["text"].strip()]
+    rewritten = [one.prompt for one in said if one.prompt]
+    prompt = asked[better["prompt_id"]]
+    level = LEVELS[STEPS - max(1, round(abs(worth)))]
+    return {
+        "id": pair, "prompt_id": prompt["id"], "task": prompt["task"], "tools": prompt["tools"],
+        "messages": asking(rewritten[-1]) if rewritten else prompt["messages"],
+        "chosen": answering(better["text"].strip()), "rejected": answering(worse["text"].strip()),
+        "edited": answering(edits[-1].strip()) if edits else None, "others": None, "level": level, "margin": None,
+        "chosen_model": better["model"], "rejected_model": worse["model"],
+    }, ""  # fmt: skip
+
+
+def _lines(judged: Sequence[External]) -> Iterable[tuple[int, str, str]]:
+    """Lines with their number and file."""
+    for source in judged:
+        for file in source.files:
+            with file.open() as handle:
+                text = handle.read().decode("utf-8", errors="replace")
+            for number, line in enumerate(text.splitlines(), 1):
+                if line.strip():
+                    yield number, line, file.shown
+
+
+def _parsed(line: str, where: str) -> Judgement:
+    try:
+        return Judgement.model_validate(json.loads(line))
+    except (ValueError, ValidationError) as error:
+        raise PunaError(f"{where}: is no judgement ({error}); each line is written by `puna annotate`") from error
