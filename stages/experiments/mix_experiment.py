@@ -19,6 +19,7 @@ from puna.stages.experiments import laws
 from puna.stages.experiments.pools import Group, PoolRows, Pools, Sizes, build_pools, grouped
 from puna.stages.experiments.proxy import one_thread, remembered, trained
 from puna.stages.training.corpus import check_mixture
+from puna.stages.training.intervals import Interval, mean
 from puna.stages.training.packed import mean_loss
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
 from puna.stages.training.vocabulary import tokenizer_of
@@ -62,6 +63,10 @@ class MixExperimentConfig(SeededConfig):
     )
     optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer")
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
+    repeats: int = Field(
+        3, ge=2, le=100, description="Seeds with which the natural and the recommended mixture are compared: the recommended one is used "
+        "only where its mean gain exceeds its 95 % interval"
+    )  # fmt: skip
     sequence_length: int = Field(256, ge=8, description="Tokens of a row")
     document_tokens: int = Field(
         1024, ge=8, description="Tokens of a document that are read, from its beginning: few tokens then hold many documents"
@@ -86,8 +91,9 @@ def mix_experiment(
 
     Proxies start from the same weights and are trained on mixtures that cover the simplex; each category's
     held-out loss is fitted as a law of the shares, and the shares that minimise the weighted sum of the laws
-    are recommended in `weights`. What the laws say of a mixture they were not fitted to is in the rows
-    `left_out_error`; and the recommended mixture is trained too, against the natural one.
+    are recommended. What the laws say of a mixture they were not fitted to is in the rows `left_out_error`; and the recommended
+    mixture is trained too, against the natural one, with `repeats` seeds. `weights` are its shares where the mean gain exceeds its
+    95 % interval (Student's t over the seeds), else the natural ones; the metric `mixture_used` tells which.
 
     What the split holds out is left alone: the pages on which the proxies are measured are chosen among its
     training documents, and the proxies never read them.
@@ -118,9 +124,16 @@ def mix_experiment(
     fitted = [laws.fit_mixing_law(shares, losses[:, i]) for i in range(len(groups))]
     low, high = np.full(len(groups), config.least), np.full(len(groups), config.most)
     best = laws.best_mixture(fitted, target, low, high)
-    trials += _trained([("optimum", best)], len(trials), pools, config, vocabulary.vocab_size, vocabulary.begin, run)
-    _write(trials, groups, target, run)
-    _report(trials, groups, target, fitted, run)
+    optima = _trained([("optimum", best)], len(trials), pools, config, vocabulary.vocab_size, vocabulary.begin, run)
+    naturals, count = trials[:1], len(trials) + 1
+    for repeat in range(1, config.repeats):
+        both = [(f"natural, seed {repeat + 1}", natural), (f"optimum, seed {repeat + 1}", best)]
+        again = _trained(both, count, pools, config, vocabulary.vocab_size, vocabulary.begin, run, repeat)
+        naturals, optima, count = [*naturals, again[0]], [*optima, again[1]], count + 2
+    gain = mean([float(np.dot(target, a.losses) - np.dot(target, b.losses)) for a, b in zip(naturals, optima, strict=True)])
+    used = optima[0] if gain.low > 0 else trials[0]
+    _write(trials + optima + naturals[1:], groups, target, used, run)
+    _report(trials, optima[0], used, gain, config.repeats, groups, target, fitted, run)
 
 
 def _one_category(group: Group, run: StageRun) -> None:
@@ -168,15 +181,17 @@ def _trained(
     vocab_size: int,
     begin: int,
     run: StageRun,
+    repeat: int = 0,
 ) -> list[Trial]:
     jobs = [(first + i, name, shares.tolist()) for i, (name, shares) in enumerate(mixtures)]
-    # All proxies start from one set of weights and read each category's rows in one order: what differs
+    # All proxies of a repeat start from one set of weights and read each category's rows in one order: what differs
     # between two trials is the mixture alone.
-    arguments = (pools, config.model_dump_json(), vocab_size, begin, run.seed("weights"), str(run.scratch))
+    seed = run.seed("weights", repeat) if repeat else run.seed("weights")
+    arguments = (pools, config.model_dump_json(), vocab_size, begin, seed, str(run.scratch))
     found = []
     for done, trial in enumerate(run.map(_trial, jobs, *arguments), 1):
         found.append(Trial(**trial))
-        run.progress(first + done, config.trials + 1, trial["name"])
+        run.progress(first + done, config.trials - 1 + 2 * config.repeats, trial["name"])
     return found
 
 
@@ -206,9 +221,9 @@ def _trial(
 # --- results --------------------------------------------------------------------------------------------
 
 
-def _write(trials: Sequence[Trial], groups: Sequence[Group], target: laws.Floats, run: StageRun) -> None:
+def _write(trials: Sequence[Trial], groups: Sequence[Group], target: laws.Floats, used: Trial, run: StageRun) -> None:
     rows = []
-    for trial in trials:
+    for trial in sorted(trials, key=lambda trial: trial.number):
         names = [group.name for group in groups]
         details = {
             "shares": dict(zip(names, trial.shares, strict=True)),
@@ -220,13 +235,24 @@ def _write(trials: Sequence[Trial], groups: Sequence[Group], target: laws.Floats
         )  # fmt: skip
     run.write_rows(rows, "trials")
     weights = []
-    for group, share in zip(groups, trials[-1].shares, strict=True):
+    for group, share in zip(groups, used.shares, strict=True):
         weights += [{"category": name, "weight": share * size / group.bytes} for name, size in group.members.items()]
     run.write_rows(weights, "weights")
 
 
-def _report(trials: Sequence[Trial], groups: Sequence[Group], target: laws.Floats, fitted: list[laws.MixingLaw], run: StageRun) -> None:
-    natural, optimum, tried = trials[0], trials[-1], trials[:-1]
+def _report(
+    tried: Sequence[Trial],
+    optimum: Trial,
+    used: Trial,
+    gain: Interval,
+    repeats: int,
+    groups: Sequence[Group],
+    target: laws.Floats,
+    fitted: list[laws.MixingLaw],
+    run: StageRun,
+) -> None:
+    """`tried`: what the laws were fitted to, the natural mixture first."""
+    natural = tried[0]
     shares, losses = np.array([t.shares for t in tried]), np.array([t.losses for t in tried])
     best = np.array(optimum.shares)
     rows: list[dict[str, Any]] = []
@@ -252,8 +278,11 @@ def _report(trials: Sequence[Trial], groups: Sequence[Group], target: laws.Float
     row("target", "predicted_loss", predicted)
     row("target", "left_out_error", float(together.mean()))
     row("target", "loss_range", float(np.ptp(losses @ target)))
+    rows.append({"task": "target", "metric": "gain", "value": gain.value, "low": gain.low, "high": gain.high, "n": repeats})
     run.write_rows(rows)
-    run.metric("trials", len(trials))
+    run.metric("trials", len(tried) - 1 + 2 * repeats)
+    run.metric("gain", gain.value)
+    run.metric("mixture_used", "natural" if used is natural else "recommended")
     run.metric("optimum_loss", measured)
     run.metric("natural_loss", before)
     run.metric("predicted_loss", predicted)
@@ -264,7 +293,9 @@ def _report(trials: Sequence[Trial], groups: Sequence[Group], target: laws.Float
         "natural": list(zip(names, natural.shares, strict=True)),
         "recommended": list(zip(names, optimum.shares, strict=True)),
     }
-    run.figure("weights", Figure(title="Mixture", x="category", y="share of training tokens", kind="bar", series=shares_of))
+    said = f"Gain over the natural mixture {gain.value:.4f} nats a token ({gain.low:.4f} to {gain.high:.4f} over {repeats} seeds): "
+    said += "it holds 0, so the natural mixture is used." if used is natural else "the recommended mixture is used."
+    run.figure("weights", Figure(title="Mixture", x="category", y="share of training tokens", kind="bar", series=shares_of, note=said))
     points: dict[str, list[tuple[Any, float]]] = {
         group.name: [(float(y), float(y + e)) for y, e in zip(losses[:, i], left_out[i], strict=True)] for i, group in enumerate(groups)
     }

@@ -39,7 +39,9 @@ def results(made) -> dict[tuple[str, str], float]:
 def test_results_follow_from_the_trials(store, corpus) -> None:
     made = execute(mix_experiment, SETTINGS, corpus(ROWS), store)
     trials = made.read("trials").to_pylist()
-    assert [trial["name"] for trial in trials] == ["natural", *(f"design {i}" for i in range(1, 6)), "optimum"]
+    again = [f"{name}, seed {seed}" for seed in (2, 3) for name in ("natural", "optimum")]
+    assert [trial["name"] for trial in trials] == ["natural", *(f"design {i}" for i in range(1, 6)), "optimum", *again]
+    trials, repeated = trials[:7], trials[7:]
     names = ["code", "high", "low"]
     details = [json.loads(trial["parameters"]) for trial in trials]
     shares = np.array([[d["shares"][n] for n in names] for d in details])
@@ -47,9 +49,17 @@ def test_results_follow_from_the_trials(store, corpus) -> None:
     fitted = [laws.fit_mixing_law(shares[:-1], losses[:-1, i]) for i in range(3)]
     best = laws.best_mixture(fitted, [1 / 3] * 3, [0.05] * 3, [0.7] * 3)
     assert shares[-1] == pytest.approx(best, abs=1e-9)
-    weights = {row["category"]: row["weight"] for row in made.read("weights").to_pylist()}
-    assert [weights[n] for n in names] == pytest.approx(best, abs=1e-9) and sum(weights.values()) == pytest.approx(1)
     found = results(made)
+    # The recommended shares are used where their gain over the three seeds exceeds Student's interval, 4.303 standard errors.
+    gains = [trials[0]["loss"] - trials[-1]["loss"], *(a["loss"] - b["loss"] for a, b in zip(repeated[::2], repeated[1::2], strict=True))]
+    low = np.mean(gains) - 4.302653 * np.std(gains, ddof=1) / np.sqrt(3)
+    assert found["target", "gain"] == pytest.approx(np.mean(gains)) and len(set(gains)) == 3
+    (bounds,) = [(row["low"], row["n"]) for row in made.read().to_pylist() if row["metric"] == "gain"]
+    assert bounds == (pytest.approx(low), 3)
+    assert made.manifest.metrics["mixture_used"] == ("recommended" if low > 0 else "natural")
+    weights = {row["category"]: row["weight"] for row in made.read("weights").to_pylist()}
+    used = best if low > 0 else shares[0]
+    assert [weights[n] for n in names] == pytest.approx(used, abs=1e-9) and sum(weights.values()) == pytest.approx(1)
     assert found["target", "loss"] == pytest.approx(losses[-1].mean()) == made.manifest.metrics["optimum_loss"]
     assert found["target", "natural_loss"] == pytest.approx(losses[0].mean())
     assert found["high", "left_out_error"] == pytest.approx(np.abs(laws.left_out_errors(shares[:-1], losses[:-1, 1])).mean())
@@ -77,7 +87,7 @@ def test_trials_are_not_repeated_after_a_crash(store, corpus, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         execute(mix_experiment, SETTINGS, given, store)
     made = execute(mix_experiment, SETTINGS, given, store)
-    assert len(calls) == 8
+    assert len(calls) == 12
     whole = execute(mix_experiment, SETTINGS.model_copy(update={"seed": 0}), given, store)
     assert whole.data_digest == made.data_digest
 
