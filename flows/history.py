@@ -81,13 +81,11 @@ class History:
                 f"or import the model `--as policy` to begin anew with it"
             )
         kinds = lineage.consumed(behind)
-        models = [key for key in (policy.key, *lineage.ancestors([policy.key])) if lineage.kind[key] == "model"]
-        roots = [key for key in models if not any(lineage.kind[up] == "model" for up in lineage.ancestors([key]))]
         written = [a for a in kinds["instructions"] if any(lineage.kind[up] == "answers" for up in lineage.ancestors([a.key]))]
         return cls(
             policy,
             tuple(found),
-            lineage.artifacts(roots),
+            lineage.artifacts(lineage.roots(policy.key)),
             kinds["prompts"],
             kinds["preferences"],
             kinds["instructions"],
@@ -127,6 +125,16 @@ class _Lineage:
                 if up not in found:
                     found[up] = None
                     todo.append(up)
+        return found
+
+    def roots(self, key: str) -> set[str]:
+        """The models that a model was trained or averaged from and that were made of no other model: itself, where it was not."""
+        found, todo, seen = set[str](), [key], set[str]()
+        while todo:
+            seen.add(key := todo.pop())
+            up = [one for _, one in self._inputs[key] if self.kind[one] == "model"]
+            found.update([] if up else [key])
+            todo += [one for one in up if one not in seen]
         return found
 
     def consumed(self, behind: Iterable[str]) -> dict[str, tuple[Artifact, ...]]:

@@ -16,7 +16,7 @@ from puna.stages.align.new_prompts import NewPromptsConfig, new_prompts
 from puna.stages.align.prompts import PromptsConfig, prompts
 from puna.stages.contract import Kind
 from puna.stages.pretrain.evaluate import evaluate
-from puna.storage import Artifact
+from puna.storage import Artifact, PunaError
 
 PromptsOutput = Annotated[Output, Kind("prompts")]
 DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
@@ -57,11 +57,14 @@ def _round(
         return False
     number = history.number
     policy = _known(history.policy) if history.policy else given
-    start = pretrained or (_known(history.roots[0]) if len(history.roots) == 1 else policy)
     anew = setting(
         "from_pretrained", 1, minimum=0, maximum=1,
         description="What reward model and SFT of the flow `round` start from: 1, the pretrained checkpoint; 0, the last policy",
     )  # fmt: skip
+    if anew and not pretrained and len(history.roots) > 1:
+        several = ", ".join(root.id for root in history.roots)
+        raise PunaError(f"round: the policy comes from {several}; say which one reward model and SFT start from: --input pretrained=ID")
+    start = pretrained or (_known(history.roots[0]) if history.roots else policy)
     heldout = imported or step(prompts)
     wanted = NewPromptsConfig(count=new_prompts_per_round())
     enough = partial(_pool, used=history.used(), more=_counts("new_prompts", wanted) + _counts("development", DEVELOPMENT))

@@ -146,6 +146,9 @@ def test_each_firing_is_another_round_until_nothing_is_left(world: World) -> Non
         assert world.store.alias(f"policy@round-{number}").key == world.policy.key
     assert len(set(learned)) == len(learned) == 6 and all(name.startswith("good") for name in learned)
     assert len({policy.data_digest for policy in policies}) == 3
+    history = History.of(world.store, model)
+    assert history.roots == (model,) and history.policy == world.policy and history.number == 3
+    assert sorted(name for made in history.prompts for name in made.read()["id"].to_pylist()) == sorted(learned)
     before = world.policy.key
     assert world.fire(model, pool) == "nothing new: every prompt of the pool was used in the 2 rounds before; give more, --input pool=ID"
     assert world.policy.key == before and world.store.log(world.store.runs()[-1]).state == "finished"

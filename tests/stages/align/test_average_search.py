@@ -1,0 +1,98 @@
+"""Weights of an average searched on a development set: against every average made and asked one by one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from puna.models.training.average import average as averaged
+from puna.stages.align.average import AverageConfig, average, grid
+from puna.stages.contract import execute, parse
+from puna.stages.conversations import asking, prompt_ids
+from puna.storage import Artifact, PunaError, Store
+from puna.storage.schemas import table_schema
+
+
+@pytest.mark.parametrize(("models", "steps"), [(1, 3), (2, 4), (3, 4), (4, 2)])
+def test_the_grid_is_every_way_to_share_out_the_even_ones_first(models: int, steps: int) -> None:
+    found = list(grid(models, steps))
+    every = {tuple(c / steps for c in counts) for counts in itertools.product(range(steps + 1), repeat=models) if sum(counts) == steps}
+    assert len(found) == len(every) and set(found) == every
+    spread = [max(weights) - min(weights) for weights in found]
+    assert spread[0] == min(spread) and max(found[-1]) == 1.0
+
+
+def development(store: Store, pattern: str) -> Artifact:
+    rows = [
+        {"id": f"d{n}", "task": "t", "split": "heldout", "messages": asking(f"say {n} and {7 * n}"), "tools": None, "reference": None,
+         "verifier": json.dumps({"name": "regex", "pattern": pattern})}
+        for n in range(12)
+    ]  # fmt: skip
+    return store.import_table("prompts", pa.Table.from_pylist(rows, schema=table_schema("prompts").schema))
+
+
+def test_the_weights_that_answer_the_development_set_best_are_taken(tmp_path: Path, tiny_model: Callable[..., Artifact]) -> None:
+    import re
+
+    from puna.models.generation import Engine, SamplingParams
+    from puna.stages.training.train import load_model
+
+    store = Store.open(tmp_path)
+    models = [tiny_model(store, seed) for seed in (0, 1)]
+    config = parse(AverageConfig, {"search": {"steps": 3, "max_tokens": 6, "temperature": 1.0}}, "")
+    network, tokenizer = load_model(models[0], "lm")
+    states = [load_model(model, "lm")[0].state_dict() for model in models]
+    trials = [(1 / 2, 1 / 2), *grid(2, 3)]
+    questions = development(store, "[a-m]")
+    made = execute(average, config, {"models": models, "prompts": questions}, store)
+    rows = sorted(questions.read().to_pylist(), key=lambda row: row["id"])
+    shares = []
+    for weights in trials:
+        network.load_state_dict(averaged(states, weights))
+        # The draws are the stage's: what follows from its seed is read from what it did, the scores are counted here.
+        params = SamplingParams(temperature=1.0, max_tokens=6, stop=tokenizer.stop_ids, seed=_seed(config, store))
+        answers = Engine(network, tokenizer).generate([prompt_ids(tokenizer, row) for row in rows], params)
+        texts = [tokenizer.decode(one.tokens, skip_special_tokens=True) for (one,) in answers]
+        shares.append(sum(bool(re.search("[a-m]", text)) for text in texts) / len(texts))
+    assert len(set(shares)) > 1
+    metrics = made.manifest.metrics
+    assert metrics["development_score"] == max(shares) and metrics["development_score_of_equal_weights"] == shares[0]
+    best = trials[shares.index(max(shares))]
+    assert (metrics["weight_1"], metrics["weight_2"]) == pytest.approx(best)
+    expected = averaged(states, best)
+    for name, value in load_file(made.path() / "model.safetensors").items():
+        assert torch.equal(value, expected[name])
+
+
+def _seed(config: AverageConfig, store: Store) -> int:
+    """The seed that the stage draws answers from."""
+    from puna.stages.contract.run import StageRun
+
+    with store.work("0" * 64) as work:
+        return StageRun("average", "model", config, work).seed("development")
+
+
+def test_without_a_choice_all_weigh_the_same(tmp_path: Path, tiny_model: Callable[..., Artifact]) -> None:
+    store = Store.open(tmp_path)
+    models = [tiny_model(store, seed) for seed in (0, 1)]
+    nothing = store.import_table("prompts", table_schema("prompts").schema.empty_table())
+    plain = execute(average, AverageConfig(), {"models": models}, store)
+    # No prompt scores: all averages are equally good, and the even one wins. An empty development set chooses nothing.
+    never = execute(average, parse(AverageConfig, {"search": {"max_tokens": 2}}, ""), {"models": models, "prompts": development(store, "zzzz")}, store)
+    empty = execute(average, AverageConfig(), {"models": models, "prompts": nothing}, store)
+    assert plain.data_digest == never.data_digest == empty.data_digest and plain.manifest.metrics["weight_1"] == 0.5
+    with pytest.raises(PunaError, match=r"search.steps=20 asks for 1771 averages; 500 are the most"):
+        more = [*models, tiny_model(store, 2), tiny_model(store, 3)]
+        config = parse(AverageConfig, {"search": {"steps": 20}}, "")
+        execute(average, config, {"models": more, "prompts": development(store, "a")}, store)
+    with pytest.raises(PunaError, match="ties needs the base that the models started from"):
+        execute(average, AverageConfig(method="ties"), {"models": models}, store)
+    merged = execute(average, AverageConfig(method="ties", density=1.0), {"models": models, "base": tiny_model(store, 2)}, store)
+    assert merged.data_digest != plain.data_digest
