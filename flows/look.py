@@ -16,7 +16,7 @@ from rich.table import Table
 
 from puna.flows.console import summary
 from puna.flows.settings import DEFAULT_STORE
-from puna.storage import Artifact, PunaError, Store, care, catalog
+from puna.storage import Artifact, PunaError, Store, catalog, maintenance
 from puna.storage import explain as explaining
 from puna.storage.schemas import TABLES, known_kind
 
@@ -332,7 +332,7 @@ def verify(
 ) -> None:
     """Compare every file with its checksum."""
     opened = existing(store)
-    findings = care.verify(opened, [opened.resolve(name)] if name else None)
+    findings = maintenance.verify(opened, [opened.resolve(name)] if name else None)
     damaged = [f for f in findings if f.damage]
     if as_json:
         print_rows([{"id": f.artifact.id, "key": f.artifact.key, "damage": f.damage} for f in findings], True)
@@ -358,7 +358,7 @@ def gc(
     as_json: JsonOption = False,
 ) -> None:
     """Remove artifacts that no alias and no recent run needs, abandoned work, and quarantined artifacts; what is at work stays."""
-    found = care.collect(existing(store), keep_runs=keep_runs, work_days=work_days, remove=yes)
+    found = maintenance.collect(existing(store), keep_runs=keep_runs, work_days=work_days, remove=yes)
     if as_json:
         return print_rows([{"folder": g.place, "reason": g.reason, "bytes": g.bytes, "removed": yes} for g in found], True)
     for item in found:

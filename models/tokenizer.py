@@ -194,10 +194,11 @@ class Tokenizer:
 
     @property
     def begin(self) -> int:
-        """The token that begins a document. TokenizerError where the model has none: packed documents are told apart by it."""
-        if self.bos is None:
-            raise TokenizerError("the tokenizer names no bos_token, by which packed documents are told apart")
-        return self.bos
+        """The token that begins a packed document, by which they are told apart: `bos`, or `eos` where there is none (as Qwen packs
+        them). TokenizerError where there is neither."""
+        if not self.lead:
+            raise TokenizerError("the tokenizer names neither bos_token nor eos_token, by which packed documents are told apart")
+        return self.lead[0]
 
     @property
     def lead(self) -> list[int]:

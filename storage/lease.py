@@ -137,7 +137,7 @@ def _takeable(place: Place, name: str, term: float) -> State | None:
     while first.owner:
         machine, pid, ticks = first.owner.rsplit("/", 2)
         if machine == _machine():
-            # This process asks for nothing that it holds: what it left was not released for want of an answer.
+            # This process asks for nothing that it holds: what it left was not released because no answer came.
             return first if first.owner == _myself() or _begun(int(pid)) != ticks else None
         if _now() - begun > 2 * term:
             return first

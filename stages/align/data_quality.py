@@ -33,8 +33,8 @@ class Rules(StageConfig):
     phrase_share: float = Field(
         0.01, ge=0, le=1, description="Share of all answers that may hold one and the same phrase; the best-scored ones stay"
     )
-    max_emoji: int = Field(0, ge=0, description="Most emoji in an answer, characters")
-    max_exclamation_marks: int = Field(1, ge=0, description="Most exclamation marks in an answer, characters")
+    max_emoji: int = Field(0, ge=0, description="Maximum number of emoji in an answer")
+    max_exclamation_marks: int = Field(1, ge=0, description="Maximum number of exclamation marks in an answer")
 
 
 class Semantic(StageConfig):
@@ -42,7 +42,7 @@ class Semantic(StageConfig):
 
     clusters: int = Field(8, ge=1, description="Clusters of dialogues; near-duplicates are looked for inside a cluster")
     max_similarity: float = Field(
-        0.98, gt=0, le=1, description="Largest cosine of a kept dialogue's embedding to better ones kept before it"
+        0.98, gt=0, le=1, description="Maximum cosine of a kept dialogue's embedding to better ones kept before it"
     )
 
 

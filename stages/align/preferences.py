@@ -40,13 +40,13 @@ LEVELS: tuple[Level, ...] = ("significantly_better", "better", "slightly_better"
 
 
 class Thresholds(StageConfig):
-    """Smallest margin of each level, as a difference of qualities (0 to 1)."""
+    """Minimum margin of each level, as a difference of qualities (0 to 1)."""
 
-    significantly_better: float = Field(0.6, gt=0, description="Smallest margin of `significantly_better`, quality")
-    better: float = Field(0.35, gt=0, description="Smallest margin of `better`, quality")
-    slightly_better: float = Field(0.15, gt=0, description="Smallest margin of `slightly_better`, quality")
+    significantly_better: float = Field(0.6, gt=0, description="Minimum margin of `significantly_better`, quality")
+    better: float = Field(0.35, gt=0, description="Minimum margin of `better`, quality")
+    slightly_better: float = Field(0.15, gt=0, description="Minimum margin of `slightly_better`, quality")
     marginally_better: float = Field(
-        0.05, gt=0, description="Smallest margin of `marginally_better`, quality; closer answers are similar and dropped"
+        0.05, gt=0, description="Minimum margin of `marginally_better`, quality; closer answers are similar and dropped"
     )
 
     @model_validator(mode="after")
@@ -64,7 +64,7 @@ class Thresholds(StageConfig):
 class PreferencesConfig(SeededConfig):
     """How pairs are drawn and judged."""
 
-    pairs_per_prompt: int = Field(2, ge=1, description="Most pairs drawn for a prompt")
+    pairs_per_prompt: int = Field(2, ge=1, description="Maximum number of pairs drawn for a prompt")
     thresholds: Thresholds = Field(default_factory=Thresholds, description="Margins that separate the four levels")
     gold_weight: float = Field(
         0.6, ge=0, le=1, description="Weight of the verifier's score in an answer's quality; the rest is closeness to the reference"

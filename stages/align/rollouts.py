@@ -16,7 +16,7 @@ from puna.stages.contract import Facts, StageRun
 from puna.stages.conversations import prompt_ids
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.stages.training.needs import chat_template, one_tokenizer, trained
-from puna.stages.training.train import check_one_tokenizer, divergence_named, load_model, save_model, write_log
+from puna.stages.training.train import check_one_tokenizer, context_limit, divergence_named, load_model, save_model, write_log
 from puna.stages.verifiers.scoring import Scorer
 from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
@@ -77,7 +77,8 @@ def optimize(
         check_one_tokenizer([policy, reward_model], f"{run.stage}: the reward model reads the policy's tokens")
     model, tokenizer = load_model(policy, "lm")
     scalar = None if reward_model is None else load_model(reward_model, "scalar")[0]
-    rows, asked = _asked(prompts, lambda row: prompt_ids(tokenizer, row), config, run)
+    within = context_limit(model, config.max_tokens)
+    rows, asked = _asked(prompts, lambda row: prompt_ids(tokenizer, row), within, config, run)
     scorer = None if config.reward == "reward_model" else Scorer(rows, config.scoring, run, judges, needed=run.stage)
     frozen = None if config.reward == "verifier" or scalar is None else copy.deepcopy(scalar).requires_grad_(False)
     rewards = rewards_of(scorer, frozen, rows, asked, tokenizer, config.compute.micro_batch_tokens, config.floor)
@@ -102,15 +103,15 @@ def optimize(
 
 
 def _asked(
-    prompts: Artifact, ids_of: Callable[[dict[str, Any]], list[int]], config: RolloutsConfig, run: StageRun
+    prompts: Artifact, ids_of: Callable[[dict[str, Any]], list[int]], within: Limit, config: RolloutsConfig, run: StageRun
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """The training prompts and their ids; those that cannot be asked are dropped."""
+    """The training prompts and their ids; those that cannot be asked are dropped. `within`: what the policy reads at most."""
     rows = [row for row in prompts.read().to_pylist() if row["split"] == "train"]
     what = f"the prompt with {config.answers} answers of max_tokens={config.max_tokens}"
     limit = Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens", what)
     bad = BadRows(config, run.stage)
     answers = config.answers * config.max_tokens
-    rendered = bad.examples(rows, ids_of, lambda ids: len(ids) + answers, limit)
+    rendered = bad.examples(rows, ids_of, lambda ids: len(ids) + config.max_tokens, within, (lambda ids: len(ids) + answers, limit))
     if rows:
         bad.check_left(len(rendered), f"{len(rows)} training prompts")
     if len(rendered) < config.prompts:

@@ -106,7 +106,9 @@ class DpoConfig(AdaptableConfig):
         "best_rest",
         description="The best of a preference's ranked answers against the worst alone, or against each of the others",
     )
-    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one prompt with all its preferences")
+    training: TrainingSettings = Field(
+        TrainingSettings(), description="Optimisation; an example is one prompt with all its preferences, with engine trl one pair"
+    )
 
     @field_validator("loss")
     @classmethod
@@ -129,6 +131,11 @@ class DpoConfig(AdaptableConfig):
                 raise ValueError(
                     "TRL's reference is the policy without its adapters, which with pissa is not the policy that training starts "
                     "from: set engine puna, or lora.initialization zero"
+                )
+            if self.nll_weight and self.mask_format:
+                raise ValueError(
+                    "TRL leaves what mask_format masks out of the likelihood term as well: set mask_format false or nll_weight 0 "
+                    "with engine trl"
                 )
             if self.nll_weight and self.nll_normalization != "tokens":
                 raise ValueError("TRL's likelihood term is a mean over tokens: nll_normalization must be tokens with engine trl")

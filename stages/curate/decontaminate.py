@@ -17,12 +17,11 @@ from puna.stages.contract import Documents, Figure, Prompts, StageConfig, StageR
 from puna.stages.conversations import asking, messages_of, shown, text_of
 from puna.stages.curate.text.fuzzy_match import FuzzyIndex, build_fuzzy, fuzzy_match
 from puna.storage import Artifact, Part, PunaError
+from puna.storage.schemas import table_schema
 
 RULE = "decontaminate.ngram"
 FUZZY_RULE = "decontaminate.fuzzy"
-DROPPED = pa.schema(
-    [("id", pa.string()), ("rule", pa.string()), ("value", pa.float64()), ("threshold", pa.float64()), ("detail", pa.string())]
-)
+DROPPED = table_schema("dropped").schema
 
 
 class DecontaminateConfig(StageConfig):
@@ -39,11 +38,11 @@ class DecontaminateConfig(StageConfig):
         description="Rarity-weighted share of a prompt's short n-grams that one passage may not reach; 1 only for whole prompts, fraction",
     )
     fuzzy_n: int = Field(5, ge=2, le=50, description="Length of the short n-grams, words")
-    fuzzy_step: int = Field(3, ge=1, le=50, description="Every so many n-grams of a document one is looked up, n-grams")
+    fuzzy_step: int = Field(3, ge=1, le=50, description="Look up every n-th short n-gram of a document")
     fuzzy_misses: int = Field(10, ge=0, le=100, description="Foreign n-grams in a row that a passage may hold, n-grams")
     fuzzy_min_words: int = Field(20, ge=2, description="Shorter prompts are not matched this way, words")
     splits: tuple[Literal["heldout", "train"], ...] = Field(
-        ("heldout",), min_length=1, description="Which prompts are looked for: those held out, or all of them"
+        ("heldout",), min_length=1, description="Which prompts are looked for; of a list without held-out ones all are"
     )
     max_overlap: float = Field(0.0, ge=0, lt=1, description="Maximum fraction of one prompt's n-grams that a document may contain")
 
@@ -120,9 +119,13 @@ def _report(dropped: list[dict[str, Any]], prompts: list[dict[str, Any]]) -> lis
 
 
 def prompts_of_splits(prompts: Artifact, splits: Sequence[str]) -> list[dict[str, Any]]:
-    """The prompts of these splits."""
+    """The prompts of these splits; all of a list that has none held out: it is one of evaluations. PunaError where there is nothing."""
     rows = prompts.read(columns=["id", "task", "split", "messages", "reference"]).to_pylist()
-    return [row for row in rows if row["split"] in splits]
+    whole = all(row["split"] == "train" for row in rows)
+    found = rows if whole else [row for row in rows if row["split"] in splits]
+    if not found:
+        raise PunaError(f"decontaminate: {prompts.id} has no prompt of the splits {', '.join(splits)}: there is nothing to look for")
+    return found
 
 
 def _as_prompts(texts: Artifact) -> list[dict[str, Any]]:

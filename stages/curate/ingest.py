@@ -69,7 +69,7 @@ class IngestConfig(StageConfig):
         min_length=1,
         description="Media types that are kept; * stands for any characters",
     )
-    max_body_bytes: int = Field(32 << 20, ge=1024, le=1 << 31, description="Largest page that is kept, bytes")
+    max_body_bytes: int = Field(32 << 20, ge=1024, le=1 << 31, description="Maximum size of a page that is kept, bytes")
     text_column: str = Field("text", min_length=1, description="Field of a row that holds plain text; a.b reaches into a structure")
     html_column: str | None = Field(None, min_length=1, description="Field of a row that holds HTML; it is then read instead of the text")
     url_column: str | None = Field(

@@ -52,7 +52,7 @@ class LineDedupConfig(StageConfig):
         "occurrences is more likely a term of theirs than boilerplate, documents",
     )
     policy: Literal["drop_all", "keep_first"] = Field("drop_all", description="Whether the first occurrence of such a line stays")
-    sources_exempt: tuple[str, ...] = Field(
+    exempt_sources: tuple[str, ...] = Field(
         ("code",), description="Sources whose lines are neither counted nor removed: a program needs its repeated lines"
     )
     protect_code: bool = Field(
@@ -125,7 +125,7 @@ def _shown(counts: Counter[int]) -> int:
 
 def _pieces(part: Part, config: LineDedupConfig) -> Iterator[pa.Table]:
     """Hash, document and number of the pieces of a part's documents."""
-    exempt = pa.array(config.sources_exempt, pa.string())
+    exempt = pa.array(config.exempt_sources, pa.string())
     for block in part.split(BLOCK_ROWS):
         table = block.read()
         judged = ~np.asarray(pc.is_in(table["source"], exempt))

@@ -59,7 +59,8 @@ class SelectConfig(StageConfig):
     curated: CuratedRules | None = Field(CuratedRules(), description="Rules on curated sources")
     code: CodeRules | None = Field(CodeRules(), description="Rules on source code")
     code_reasoning: CodeReasoningRules | None = Field(
-        None, description="Who is a page with code or a page that reasons, what does not judge these, and their own rules"
+        None,
+        description="Settings for pages with code or reasoning: how they are recognised, which prose rules skip them, and their own rules",
     )
     quality: QualityRules | None = Field(None, description="Rules on the quality classifier's score")
     domains: DomainRules | None = Field(None, description="Rules on the knowledge classifier's category")
@@ -162,7 +163,7 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
 
 
 def _tell_abstained(languages: pa.Table, rules: list[Rule], run: StageRun) -> None:
-    """Record how many documents each rule does not judge, for want of a basis in their language."""
+    """Record how many documents each rule does not judge, because its language has no basis."""
     for rule in rules:
         column = rule.drop.signal + FACTOR
         if column in languages.column_names:

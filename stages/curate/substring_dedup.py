@@ -29,7 +29,7 @@ class SubstringDedupConfig(StageConfig):
 
     words: int = Field(50, ge=2, le=10_000, description="A passage of at least so many words that occurred before is removed, words")
     min_words: int = Field(20, ge=0, description="A document of which something was removed and fewer words are left is dropped, words")
-    sources_exempt: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither searched nor cut")
+    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither searched nor cut")
 
 
 @stage(kind="documents", filters="documents")
@@ -68,7 +68,7 @@ def _windows(part: Part, config: SubstringDedupConfig) -> Iterator[pa.Table]:
     """Hash, document and number of the windows of a part's documents."""
     for block in part.split(BLOCK_ROWS):
         table = block.read()
-        rows = np.flatnonzero(~np.asarray(pc.is_in(table["source"], pa.array(config.sources_exempt, pa.string()))))
+        rows = np.flatnonzero(~np.asarray(pc.is_in(table["source"], pa.array(config.exempt_sources, pa.string()))))
         hashes, offsets, *_ = _found(table["text"].take(pa.array(rows)), config)
         counts = np.diff(offsets)
         number = np.arange(len(hashes)) - np.repeat(offsets[:-1], counts)

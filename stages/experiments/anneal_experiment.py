@@ -14,12 +14,13 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings
-from puna.stages.contract import Documents, Figure, Model, Prompts, SeededConfig, StageRun, Tokens, stage
+from puna.stages.contract import Documents, Facts, Figure, Model, Prompts, SeededConfig, StageRun, Tokens, stage
 from puna.stages.conversations import messages_of, rendering, tools_of
 from puna.stages.experiments.pools import Mixed, PoolRows, Pools, Sizes, build_pools, grouped
 from puna.stages.experiments.proxy import one_thread, remembered
 from puna.stages.training import bits_per_byte, intervals
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
+from puna.stages.training.needs import chat_template, documents_apart, trained
 from puna.stages.training.packed import Packed, Reader, mean_loss
 from puna.stages.training.phase import OPTIMIZER, Phase
 from puna.stages.training.train import divergence_named
@@ -66,7 +67,13 @@ class Job(NamedTuple):
     seed: int
 
 
-@stage(kind="evaluation")
+def needs(config: AnnealExperimentConfig, facts: Facts) -> list[str]:
+    """A token between documents, a chat template where prompts are given, and memory."""
+    rendered = chat_template(facts, "model") if facts.inputs.get("prompts") else []
+    return [*documents_apart(facts, "model"), *rendered, *trained(facts, "model")]
+
+
+@stage(kind="evaluation", needs=needs)
 def anneal_experiment(
     model: Model, tokens: Tokens, documents: Documents, prompts: Prompts | None, config: AnnealExperimentConfig, run: StageRun
 ) -> None:

@@ -53,8 +53,8 @@ class MixExperimentConfig(SeededConfig):
 
     categories: int = Field(4, ge=2, le=12, description="Categories told apart: the largest, the others together as one")
     trials: int = Field(12, ge=4, le=500, description="Mixtures tried; at least two more than categories")
-    least: float = Field(0.05, ge=0, lt=0.5, description="Least share of a category, tried and recommended, fraction")
-    most: float = Field(0.7, gt=0, le=1, description="Greatest share of a category that is recommended, fraction")
+    min_share: float = Field(0.05, ge=0, lt=0.5, description="Minimum share of a category, tried and recommended, fraction")
+    max_share: float = Field(0.7, gt=0, le=1, description="Maximum share of a category that is recommended, fraction")
     target: Target = Field(Target(), description="What the mixture shall be good at")
     model: ModelShape = Field(PROXY, description="Sizes of the proxy model")
     phase: Phase = Field(
@@ -77,8 +77,9 @@ class MixExperimentConfig(SeededConfig):
     def _design_is_possible(self) -> MixExperimentConfig:
         if self.trials < self.categories + 2:
             raise ValueError(f"{self.trials} trials cannot show how {self.categories} categories act; take {self.categories + 2} at least")
-        if self.least * self.categories >= 1 or self.most * self.categories < 1:
-            raise ValueError(f"no mixture of {self.categories} categories lies between least={self.least} and most={self.most}")
+        if self.min_share * self.categories >= 1 or self.max_share * self.categories < 1:
+            between = f"min_share={self.min_share} and max_share={self.max_share}"
+            raise ValueError(f"no mixture of {self.categories} categories lies between {between}")
         self.phase.check_plain("proxies read rows of sequence_length")
         return self
 
@@ -107,22 +108,23 @@ def mix_experiment(
     if len(groups) == 1:
         _one_category(groups[0], run)
         return
-    if config.most * len(groups) < 1:
+    if config.max_share * len(groups) < 1:
         raise PunaError(
-            f"mix_experiment: {documents.id} has {len(groups)} categories, whose shares of at most most={config.most} do not add up to 1; "
-            f"raise most to {math.ceil(100 / len(groups)) / 100} at least"
+            f"mix_experiment: {documents.id} has {len(groups)} categories, whose shares of at most max_share={config.max_share} "
+            "do not add up to 1; "
+            f"raise max_share to {math.ceil(100 / len(groups)) / 100} at least"
         )
     pools = build_pools(documents, split, groups, tokenizer, sizes, run)
     natural = np.array([group.bytes for group in groups], dtype=np.float64)
     natural /= natural.sum()
-    design = laws.simplex_design(len(groups), config.trials - 1, config.least, run.generator("design"))
+    design = laws.simplex_design(len(groups), config.trials - 1, config.min_share, run.generator("design"))
     mixtures = [("natural", natural), *((f"design {i + 1}", shares) for i, shares in enumerate(design))]
     trials = _trained(mixtures, 0, pools, config, vocabulary.vocab_size, vocabulary.begin, run)
     shares = np.array([trial.shares for trial in trials])
     losses = np.array([trial.losses for trial in trials])
     target = _target(config.target, groups, natural)
     fitted = [laws.fit_mixing_law(shares, losses[:, i]) for i in range(len(groups))]
-    low, high = np.full(len(groups), config.least), np.full(len(groups), config.most)
+    low, high = np.full(len(groups), config.min_share), np.full(len(groups), config.max_share)
     best = laws.best_mixture(fitted, target, low, high)
     optima = _trained([("optimum", best)], len(trials), pools, config, vocabulary.vocab_size, vocabulary.begin, run)
     naturals, count = trials[:1], len(trials) + 1

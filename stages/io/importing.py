@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from puna.stages.contract import External, ExternalFile, SeededConfig, StageRun
-from puna.stages.draws import identifier
+from puna.stages.draws import fraction, identifier
 from puna.stages.io import convert, layouts
 from puna.stages.io.files import look
 from puna.stages.io.layouts import Plan
@@ -256,8 +256,7 @@ def _split(split: str | None, prompt: str, config: ImportConfig) -> str:
     if split is not None:
         return split
     assert isinstance(config, SplitConfig)
-    share = int(identifier(config.seed, prompt)[:13], 16) / 16**13
-    return "heldout" if share < config.heldout_fraction else "train"
+    return "heldout" if fraction(config.seed, prompt) < config.heldout_fraction else "train"
 
 
 def _prompt(values: dict[str, Any], named: str | None, plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from puna.storage import Artifact, PunaError
 
 FINEWEB_2 = {1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0, 100: 8.0, 1000: 1.0}
-"""Least size of a cluster → its weight: text that many sites copy is better than most, text that thousands copy is boilerplate."""
+"""Minimum size of a cluster → its weight: text that many sites copy is better than most, text that thousands copy is boilerplate."""
 
 
 def cluster_sizes(ids: Sequence[str], deduplicated: Sequence[Artifact]) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from puna.stages.contract import Documents, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import answer_text, messages_of, prompt_ids, shown
-from puna.stages.pretrain import choice
+from puna.stages.pretrain import multiple_choice
 from puna.stages.training import bits_per_byte, intervals
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, rank, smallest
@@ -181,18 +181,18 @@ def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer
     if not settings.questions:
         return
     documents = [(page.id, page.category, page.text) for page in pages]
-    items = choice.build(
+    items = multiple_choice.build(
         documents, settings.questions, settings.options, settings.prompt_words, settings.option_words, run.seed("questions")
     )
     run.metric("questions", len(items))
     if not items:
         return
-    found = choice.likelihoods(
+    found = multiple_choice.likelihoods(
         model, tokenizer, items, config.micro_batch_tokens, progress=lambda done, total: run.progress(done, total, "multiple choice")
     )
     rows = []
     for metric, normalised in (("accuracy", False), ("accuracy_normalized", True)):
-        right = [choice.chosen(item, values, normalised) == item.answer for item, values in zip(items, found, strict=True)]
+        right = [multiple_choice.chosen(item, values, normalised) == item.answer for item, values in zip(items, found, strict=True)]
         run.metric(f"choice_{metric}", sum(right) / len(right))
         for task, members in _by_category(items):
             interval = intervals.wilson(sum(right[i] for i in members), len(members))
@@ -206,7 +206,7 @@ def _continuations(pages: Sequence[Chosen], model: Transformer, tokenizer: Token
 
     shown: list[tuple[Chosen, str]] = []
     for page in pages:
-        words = choice.WORD.findall(page.text)[: config.pages.prompt_words]
+        words = multiple_choice.WORD.findall(page.text)[: config.pages.prompt_words]
         if len(words) == config.pages.prompt_words and len(shown) < config.pages.continuations:
             shown.append((page, "".join(words)))
     if not shown:

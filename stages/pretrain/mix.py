@@ -29,17 +29,17 @@ class MixConfig(SeededConfig):
         description="Share of training text of every category, adding up to 1, in place of the experiment's; none: as there, fraction",
     )
     max_share: float = Field(
-        0.5, gt=0, le=1, description="Greatest share of one category where neither configuration nor experiment gives weights, fraction"
+        0.5, gt=0, le=1, description="Maximum share of one category where neither configuration nor experiment gives weights, fraction"
     )
     down_sample: dict[str, float] = Field(
         {"arts_entertainment": 0.5},
         description="Knowledge type that the web has too much of → share of its weight that it keeps, the others gaining the rest in "
         "proportion; not with `weights`, which are final, fraction",
     )
-    max_repeats: float = Field(4.0, ge=1, le=100, description="Most times that the documents of a category are read, on average, epochs")
+    max_repeats: float = Field(4.0, ge=1, le=100, description="Maximum number of times that a category's documents are read, on average")
     cluster_weights: dict[PositiveInt, float] = Field(
         default_factory=dict,
-        description="Least number of near-duplicates (with itself) that a document stands for → how often it is read compared with one "
+        description="Minimum number of near-duplicates (with itself) that a document stands for → how often it is read compared with one "
         f"that stands for itself alone, within its category; none: all alike. FineWeb-2's: {FINEWEB_2}",
     )
 

@@ -36,7 +36,7 @@ class PretrainConfig(SeededConfig):
     phases: tuple[Phase, ...] = Field((Phase(),), min_length=1, description="Stretches of training, in order")
     optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer of all phases, which starts anew with each")
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
-    validation_share: float = Field(0.01, gt=0, lt=0.5, description="Largest share of documents set aside to watch the loss on, fraction")
+    validation_share: float = Field(0.01, gt=0, lt=0.5, description="Maximum share of documents set aside to watch the loss on, fraction")
     validation_tokens: int = Field(40_000, ge=100, description="Tokens of those documents at most (the last one may go over)")
     validate_every: int = Field(100, ge=1, description="Steps between measurements of their loss")
     checkpoint_every: int = Field(100, ge=1, description="Steps between checkpoints to resume from; they change no result")

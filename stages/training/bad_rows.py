@@ -26,11 +26,12 @@ class BadRowsConfig(StageConfig):
 
 
 class Limit(NamedTuple):
-    """At most `tokens` for a row, as the setting `field` says; `what` is counted."""
+    """At most `tokens` for a row, as the setting `field` says; `what` is counted, `remedy` keeps the row."""
 
     tokens: int
     field: str
     what: str = "the conversation"
+    remedy: str = "raise it"
 
 
 class BadRows:
@@ -44,15 +45,25 @@ class BadRows:
         self._refuse, self._stage = config.bad_rows == "refuse", stage
         self.dropped: list[Row] = []
 
-    def examples(self, rows: Iterable[Row], make: Callable[[Row], T], size: Callable[[T], int], limit: Limit) -> list[tuple[Row, T]]:
-        """The rows with what `make` gives for each, `size` tokens; others are dropped. PunaError where a bad row refuses the run."""
+    def examples(
+        self,
+        rows: Iterable[Row],
+        make: Callable[[Row], T],
+        size: Callable[[T], int],
+        limit: Limit,
+        *others: tuple[Callable[[T], int], Limit],
+    ) -> list[tuple[Row, T]]:
+        """The rows with what `make` gives for each, of `size` tokens within the limit, and within each of the others; those that are not
+        are dropped. PunaError where a bad row refuses the run."""
         found = []
         for row, made in self.rendered(rows, make):
-            if (tokens := size(made)) > limit.tokens:
-                reason = f"{limit.what} has {tokens} tokens, but {limit.field}={limit.tokens}; raise it to keep the row"
-                self._drop(row, "too_long", f"row {row['id']}: {reason}", tokens, limit.tokens)
-            else:
+            over = next(((n, bound) for count, bound in ((size, limit), *others) if (n := count(made)) > bound.tokens), None)
+            if over is None:
                 found.append((row, made))
+            else:
+                tokens, bound = over
+                reason = f"{bound.what} has {tokens} tokens, but {bound.field}={bound.tokens}; {bound.remedy} to keep the row"
+                self._drop(row, "too_long", f"row {row['id']}: {reason}", tokens, bound.tokens)
         return found
 
     def rendered(self, rows: Iterable[Row], make: Callable[[Row], T]) -> Iterator[tuple[Row, T]]:

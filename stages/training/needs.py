@@ -6,6 +6,7 @@ import json
 
 from puna.stages.contract import Facts
 from puna.stages.training.train import check_one_tokenizer
+from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import Artifact, PunaError
 
 TRAINED_BYTES = 16
@@ -33,6 +34,16 @@ def chat_template(facts: Facts, *inputs: str) -> list[str]:
                 "for example --set chat_template=chatml"
             )
     return found
+
+
+def documents_apart(facts: Facts, *inputs: str) -> list[str]:
+    """A complaint about each model of these inputs whose tokenizer has no token that packed documents are told apart by."""
+    return [
+        f"{model.id} has a tokenizer without bos_token and eos_token, by which packed documents are told apart; "
+        "name one in its tokenizer_config.json and import it again"
+        for model in models_of(facts, *inputs)
+        if not tokenizer_of(model).lead
+    ]
 
 
 def one_tokenizer(facts: Facts, *inputs: str) -> list[str]:

@@ -100,6 +100,12 @@ def row_limit(training: TrainingSettings) -> Limit:
     return Limit(training.compute.micro_batch_tokens, "training.compute.micro_batch_tokens")
 
 
+def context_limit(model: Transformer, max_tokens: int) -> Limit:
+    """What a prompt may have with its answer: as many tokens as the model was made for."""
+    what = f"the prompt with an answer of max_tokens={max_tokens}"
+    return Limit(model.config.max_position_embeddings, "the model's max_position_embeddings", what, "lower max_tokens")
+
+
 def device() -> torch.device:
     """The GPU where there is one."""
     import torch

@@ -46,6 +46,8 @@ class JsonSchema(Verifier):
             self.validator.check_schema(self.json_schema)
         except SchemaError as error:
             raise ValueError(f"json_schema{_place(error)}: {error.message[:300]}") from error
+        if broken := _unresolved(self.json_schema, self.validator):
+            raise ValueError(f"json_schema: $ref {broken!r} leads nowhere: nothing is fetched, so give it below $defs")
         known = self.validator.format_checker.checkers
         if unknown := sorted(set(_formats(self.json_schema)) - set(known)):
             raise ValueError(f"json_schema: the format {unknown[0]!r} cannot be checked; there are {', '.join(sorted(known))}")
@@ -88,6 +90,32 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _place(error: Any) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path)
+
+
+def _unresolved(schema: Any, validator: Any) -> str | None:
+    """The first `$ref` that leads neither inside the schema nor to a draft; parts with an `$id` of their own are left to it."""
+    from jsonschema_specifications import REGISTRY
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012, specification_with
+
+    named = validator.META_SCHEMA.get("$schema", "")
+    resource = specification_with(named, DRAFT202012).create_resource(schema)
+    resolver = REGISTRY.with_resource(resource.id() or "", resource).resolver(resource.id() or "")
+
+    def first(part: Any, inside: bool) -> str | None:
+        if isinstance(part, dict):
+            if inside and ("$id" in part or "id" in part):
+                return None
+            reference = part.get("$ref")
+            if isinstance(reference, str):
+                try:
+                    resolver.lookup(reference)
+                except Unresolvable:
+                    return reference
+        parts = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        return next((found for value in parts if (found := first(value, True)) is not None), None)
+
+    return first(schema, False)
 
 
 def _formats(schema: Any, named: bool = False) -> list[str]:

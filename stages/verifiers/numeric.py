@@ -22,6 +22,11 @@ FRACTION = r"\\[dt]?frac\{\s*(?P<top>[-−]?[\d.,]{1,400})\s*\}\{\s*(?P<bottom>[
 POWER = r"\s?(?:\\times|\\cdot|×|·|\*)\s?10\s?(?:\^|\*\*)\s?\{?\s?(?P<power>[-−+]?\d{1,9})\s?\}?"
 
 
+RAISED = r"(?:\s?\^\s?\{?\s?|\*\*)(?P<raised>[-−+]?\d{1,9})\s?\}?"
+IS_POWER = r"(?<!\^)(?<!\^[-−+{ ])(?<!\^\{[-−+])(?<![\w)\]}]\*\*)(?<![\w)\]}]\*\*[-−+])"
+"""What a number that is an exponent does not stand behind."""
+
+
 class Number(NamedTuple):
     """A number in a text: its value and where it stands."""
 
@@ -34,15 +39,15 @@ class Number(NamedTuple):
 class Numeric(BoundedVerifier):
     """1 where the number of the answer is the expected one within the tolerances, else 0.
 
-    Numbers are read exactly: thousands separators, decimal point or comma, exponents, `3/4`, `1 1/2`, `\\frac{3}{4}`,
+    Numbers are read exactly: thousands separators, decimal point or comma, exponents, powers (`10^5`), `3/4`, `1 1/2`, `\\frac{3}{4}`,
     `2 \\times 10^3`. The answer's number is looked for in what it marks as its final answer, else in the whole of it.
     """
 
     name: ClassVar[str] = "numeric"
 
     answer: float | str | None = Field(None, description="Expected number; null: the last number of the prompt's reference")
-    absolute: float = Field(0.0, ge=0, description="Largest difference that is still right")
-    relative: float = Field(0.0, ge=0, lt=1, description="Largest difference that is still right, share of the expected number, fraction")
+    absolute: float = Field(0.0, ge=0, description="Maximum difference that is still right")
+    relative: float = Field(0.0, ge=0, lt=1, description="Maximum difference that is still right, share of the expected number, fraction")
     take: Literal["last", "first", "only"] = Field(
         "last", description="Which number of the answer counts; only: it may hold one number alone"
     )
@@ -136,9 +141,9 @@ def _pattern(decimal: Decimal) -> re.Pattern[str]:
     plain = rf"(?:\d{{1,3}}(?:{group}\d{{3}}){{1,100}}(?!\d)|\d{{1,{DIGITS}}}(?!\d))(?:{point}\d{{1,{DIGITS}}})?|{point}\d{{1,{DIGITS}}}"
     # A hyphen behind a letter, a digit or a bracket is none of the number's.
     return re.compile(
-        rf"(?<![\w.])(?P<sign>(?<![\w)\]}}])[-−+]?)?"
+        rf"(?<![\w.]){IS_POWER}(?P<sign>(?<![\w)\]}}])[-−+]?)?"
         rf"(?:(?P<whole>\d{{1,9}})?\s?{FRACTION}|(?P<mixed>\d{{1,9}})\s(?P<up>\d{{1,9}})/(?P<down>\d{{1,9}})(?![\d/])"
-        rf"|(?P<number>{plain})(?:[eE](?P<e>[-−+]?\d{{1,9}})(?!\w)|{POWER}|/(?P<over>\d{{1,{DIGITS}}})(?![\d/]))?)"
+        rf"|(?P<number>{plain})(?:[eE](?P<e>[-−+]?\d{{1,9}})(?!\w)|{POWER}|{RAISED}|/(?P<over>\d{{1,{DIGITS}}})(?![\d/]))?)"
     )
 
 
@@ -154,7 +159,10 @@ def _value(found: re.Match[str], decimal: Decimal) -> Fraction | None:
             exponent = int((found["e"] or found["power"] or "0").replace("−", "-"))
             if abs(exponent) > DIGITS:
                 return None
-            value = value * Fraction(10) ** exponent / int(found["over"] or 1)
+            power = int((found["raised"] or "1").replace("−", "-"))
+            if abs(power) * len(str(value)) > 10 * DIGITS:
+                return None
+            value = value**power * Fraction(10) ** exponent / int(found["over"] or 1)
     except (ZeroDivisionError, ValueError):
         return None
     return -value if (found["sign"] or "") in ("-", "−") else value

@@ -30,7 +30,7 @@ def figures() -> dict[str, float]:
 
     documents = corpus.extracted()
     size = sum(len(text.encode()) for text in documents.read(columns=["text"])["text"].to_pylist()) / 1e6
-    config = stage.LineDedupConfig(sources_exempt=(), min_documents=0)
+    config = stage.LineDedupConfig(exempt_sources=(), min_documents=0)
     sizes = stage._sizes(documents.rows(), config.bucket_documents)
 
     def work() -> None:

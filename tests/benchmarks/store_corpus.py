@@ -84,7 +84,7 @@ def chain(store: Store, documents: Artifact, executor: Any) -> list[Artifact]:
     made = [documents]
     for stage, config in (
         (url_filter, UrlFilterConfig()), (url_dedup, UrlDedupConfig()), (minhash_dedup, MinhashDedupConfig()),
-        (line_dedup, LineDedupConfig(sources_exempt=(), min_documents=0)),
+        (line_dedup, LineDedupConfig(exempt_sources=(), min_documents=0)),
     ):  # fmt: skip
         made.append(execute(stage, config, {"documents": made[-1]}, store, executor=executor))
     return made

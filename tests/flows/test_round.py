@@ -23,7 +23,7 @@ from puna.flows.trace import load
 from puna.stages.align.approval import ApprovalConfig, approval
 from puna.stages.contract import Answers, Model, Prompts, SeededConfig, StageRun, execute, stage
 from puna.stages.conversations import answering, asking
-from puna.storage import Artifact, PunaError, Store, care
+from puna.storage import Artifact, PunaError, Store, maintenance
 from puna.storage.schemas import table_schema
 
 RECIPE = """
@@ -165,7 +165,7 @@ def test_a_round_that_does_not_gain_is_refused_and_the_next_has_other_prompts(wo
     assert world.fire(model, mixed).startswith("round 2: its candidate is the policy")
     assert all(name.startswith("good") for name in world.learned())
     # A refused round is part of the history: its gate is kept, and its prompts are used.
-    assert not [g for g in care.collect(world.store, keep_runs=0, work_days=0, remove=False) if "evaluation" in g.place and "gate" in g.reason]
+    assert not [g for g in maintenance.collect(world.store, keep_runs=0, work_days=0, remove=False) if "evaluation" in g.place and "gate" in g.reason]
     gates = [a for a in world.store.artifacts() if a.manifest.stage == "gate"]
     assert len(gates) == 2 and all(world.store.names()[gate.key] for gate in gates)
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from puna.storage import Identity, PunaError, Store, care, catalog, tables
+from puna.storage import Identity, PunaError, Store, catalog, maintenance, tables
 from puna.storage import files as files_module
 from puna.storage.work import here
 
@@ -25,7 +25,7 @@ def test_a_store_may_lie_at_any_path(tmp_path: Path, name: str) -> None:
     made = store.import_table("signals", signals(["b", "a"], [2, 1]))
     assert made.read().to_pylist() == [{"id": "a", "words": 1}, {"id": "b", "words": 2}]
     assert tables.imbalance(tables.Balance(made.shards(), made.shards()), 1, here) == []
-    assert [f.damage for f in care.verify(store)] == [[]]
+    assert [f.damage for f in maintenance.verify(store)] == [[]]
     rows = catalog.query(store, "select * from signals order by id").to_pylist()
     assert rows == [{"artifact": made.key, "id": "a", "words": 1}, {"artifact": made.key, "id": "b", "words": 2}]
 
@@ -67,7 +67,7 @@ def test_a_kill_between_any_two_steps_leaves_a_whole_artifact_or_none(tmp_path: 
                 pass
         found = store.find("signals", identity.key)
         states.append(found is not None)
-        assert [f.damage for f in care.verify(store)] == [[]] * len(store.artifacts())
+        assert [f.damage for f in maintenance.verify(store)] == [[]] * len(store.artifacts())
         if found is None:
             make(store, identity)
         (made,) = store.artifacts()

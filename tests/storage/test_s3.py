@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from puna.storage import Identity, PunaError, Store, care, catalog
+from puna.storage import Identity, PunaError, Store, catalog, maintenance
 from puna.storage.files import Files
 from puna.storage.store import files_of
 
@@ -175,7 +175,7 @@ def test_garbage_goes_and_what_is_needed_or_held_stays(place: str) -> None:
     store.set_alias("best@latest", kept)
     store.files.write(f"work/{'ab' * 32}/inputs.json", b"[]")
     with store.lock(held.key):
-        found = care.collect(store, keep_runs=0, work_days=0, remove=True)
+        found = maintenance.collect(store, keep_runs=0, work_days=0, remove=True)
     assert {g.place for g in found} == {gone.place, f"work/{'ab' * 32}"}
     assert {a.key for a in store.artifacts()} == {kept.key, held.key} and store.unfinished() == []
 
@@ -186,13 +186,13 @@ def test_damage_is_found_and_set_aside_and_made_again(place: str) -> None:
     (made,) = store.artifacts()
     data = store.files.read(f"{made.place}/signals.parquet")
     store.files.write(f"{made.place}/signals.parquet", data[:-1] + bytes([data[-1] ^ 1]))
-    (finding,) = care.verify(store)
+    (finding,) = maintenance.verify(store)
     assert finding.damage == ["signals.parquet has a wrong checksum"]
     with pytest.raises(PunaError, match="signals.parquet has a wrong checksum"):
         store.checked(made)
     assert "quarantine/" in str(store.quarantine(made)) and store.artifacts() == []
     make(store, identity)
-    assert [f.damage for f in care.verify(store)] == [[]]
+    assert [f.damage for f in maintenance.verify(store)] == [[]]
 
 
 class Killed(BaseException):
@@ -226,7 +226,7 @@ def test_a_kill_between_any_two_requests_leaves_a_whole_artifact_or_none(bucket:
                 pass
         found = store.find("signals", identity.key)
         states.append(found is not None)
-        assert [f.damage for f in care.verify(store)] in ([[]] * len(store.artifacts()), [["its manifest is gone; the next run makes it again"]])
+        assert [f.damage for f in maintenance.verify(store)] in ([[]] * len(store.artifacts()), [["its manifest is gone; the next run makes it again"]])
         if found is None:
             make(store, identity, b"anew")
         (made,) = store.artifacts()

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.storage import Artifact, Identity, InputRecord, Manifest, PunaError, Store, care, catalog, digest, runs
+from puna.storage import Artifact, Identity, InputRecord, Manifest, PunaError, Store, catalog, digest, maintenance, runs
 from puna.storage.explain import changes, explain
 from puna.storage.files import LocalFiles
 from puna.storage.manifest import code_version
@@ -176,10 +176,10 @@ def test_damage_is_found_and_set_aside(tmp_path: Path, harm: str) -> None:
         file.unlink()
     else:
         made.path("manifest.json").write_text("{")
-    (finding,) = care.verify(store)
+    (finding,) = maintenance.verify(store)
     assert finding.damage
     store.quarantine(finding.artifact)
-    assert store.artifacts() == [] and care.verify(store) == []
+    assert store.artifacts() == [] and maintenance.verify(store) == []
 
 
 def made(step: str, artifact: Artifact) -> dict:
@@ -193,9 +193,9 @@ def test_what_a_run_at_work_has_is_no_garbage(tmp_path: Path) -> None:
         store.record("run", runs.started("curate"))
         store.record("run", made("one", artifact))
         assert store.log("run").state == "at work"
-        assert care.collect(store, keep_runs=0, work_days=0, remove=True) == [] and store.artifacts() == [artifact]
+        assert maintenance.collect(store, keep_runs=0, work_days=0, remove=True) == [] and store.artifacts() == [artifact]
     assert store.log("run").state == "stopped"
-    assert [g.place for g in care.collect(store, keep_runs=0, work_days=0, remove=True)] == [artifact.place]
+    assert [g.place for g in maintenance.collect(store, keep_runs=0, work_days=0, remove=True)] == [artifact.place]
 
 
 @pytest.mark.parametrize(("events", "state", "error"), [
@@ -220,7 +220,7 @@ def test_garbage_is_what_no_alias_and_no_recent_run_needs(tmp_path: Path) -> Non
     # A run that made nothing does not push another out.
     store.record("vain", runs.started("curate"))
     store.record("vain", runs.failed("no such file"))
-    found = care.collect(store, keep_runs=1, work_days=1, remove=True)
+    found = maintenance.collect(store, keep_runs=1, work_days=1, remove=True)
     assert [g.place for g in found] == [three.place]
     assert {a.key for a in store.artifacts()} == {one.key, two.key}
 
@@ -254,9 +254,9 @@ def test_a_manifest_changed_by_hand_is_named(tmp_path: Path, changed: dict, mess
     with store.work(identity.key) as work:
         work.add("signals", signals(["a"], [1]), "p")
         made = work.commit("signals", identity.key, identity, metrics={"kept": 1, "share": 0.1}, seed=1)
-    assert care.verify(store)[0].damage == []
+    assert maintenance.verify(store)[0].damage == []
     altered(made, **changed)
-    (finding,) = care.verify(store)
+    (finding,) = maintenance.verify(store)
     assert message in "; ".join(finding.damage)
     with pytest.raises(PunaError, match="is damaged"):
         store.checked(store.find("signals", identity.key))
@@ -280,7 +280,7 @@ def test_abandoned_work_is_what_nobody_holds_or_wrote_to_lately(tmp_path: Path) 
     for folder in (deep, deep / "scratch", deep / "scratch" / "training"):
         os.utime(folder, (0, 0))
     with store.lock(keys["busy"]):
-        found = care.collect(store, keep_runs=1, work_days=7, remove=True)
+        found = maintenance.collect(store, keep_runs=1, work_days=7, remove=True)
     assert [g.place for g in found] == [f"work/{keys['abandoned']}"]
     assert {f.name for f in (store.root / "work").iterdir()} == {keys["busy"], keys["deep"]}
 
@@ -291,7 +291,7 @@ def test_what_was_accepted_or_is_being_read_is_no_garbage(tmp_path: Path) -> Non
     store.accept(accepted, "f" * 64)
     with store.work("e" * 64) as work:
         work.uses([InputRecord("signals", "signals", read.key, read.data_digest)])
-        found = care.collect(store, keep_runs=0, work_days=7, remove=True)
+        found = maintenance.collect(store, keep_runs=0, work_days=7, remove=True)
     assert [g.place for g in found] == [unused.place]
 
 
@@ -299,9 +299,9 @@ def test_garbage_that_is_made_anew_while_it_is_judged_stays(tmp_path: Path) -> N
     store = Store.open(tmp_path)
     made = store.import_table("signals", signals(["a"], [1]))
     with store.lock(made.key):
-        assert care.collect(store, keep_runs=0, work_days=0, remove=True) == []
+        assert maintenance.collect(store, keep_runs=0, work_days=0, remove=True) == []
     assert store.artifacts() == [made]
-    assert [g.place for g in care.collect(store, keep_runs=0, work_days=0, remove=True)] == [made.place]
+    assert [g.place for g in maintenance.collect(store, keep_runs=0, work_days=0, remove=True)] == [made.place]
     assert [lock.name for lock in (store.root / "locks").iterdir()] == [f"held-{store.holding.name}"]
 
 
@@ -314,10 +314,10 @@ def test_gc_leaves_what_another_live_process_has_and_what_that_was_made_from(tmp
         made = work.commit("signals", "f" * 64, Identity("stage", inputs=[InputRecord("signals", "signals", source.key, source.data_digest)]))
     script.holding.release()  # as a script that began later and found the second artifact alone
     script.hold(made.key)
-    assert care.collect(store, keep_runs=0, work_days=0, remove=True) == [] and script.find("signals", made.key) == made
+    assert maintenance.collect(store, keep_runs=0, work_days=0, remove=True) == [] and script.find("signals", made.key) == made
     assert len(list((tmp_path / "runs").glob("held-*"))) == 1
     del script, work
-    found = care.collect(store, keep_runs=0, work_days=0, remove=True)
+    found = maintenance.collect(store, keep_runs=0, work_days=0, remove=True)
     assert {g.place for g in found} == {made.place, source.place} and not list((tmp_path / "runs").glob("held-*"))
 
 
@@ -327,7 +327,7 @@ def test_what_a_killed_process_had_holds_nothing(tmp_path: Path) -> None:
     script = "import os, sys\nfrom puna.storage import Store\nstore = Store.open(sys.argv[1])\nstore.hold(sys.argv[2])\nos._exit(9)"
     subprocess.run([sys.executable, "-c", script, str(tmp_path), made.key], check=False)
     assert len(list((tmp_path / "runs").glob("held-*"))) == len(list((tmp_path / "locks").glob("held-*"))) == 2
-    assert [g.place for g in care.collect(store, keep_runs=0, work_days=0, remove=True)] == [made.place]
+    assert [g.place for g in maintenance.collect(store, keep_runs=0, work_days=0, remove=True)] == [made.place]
     assert len(list((tmp_path / "runs").glob("held-*"))) == len(list((tmp_path / "locks").glob("held-*"))) == 1
 
 
@@ -370,7 +370,7 @@ def test_a_broken_alias_is_named(tmp_path: Path, text: str) -> None:
     made = store.import_table("signals", signals(["a"], [1]))
     store.set_alias("best@latest", made)
     (tmp_path / "refs" / "best" / "latest.json").write_text(text)
-    for use in (lambda: store.alias("best@latest"), store.names, lambda: care.collect(store, keep_runs=0, work_days=0, remove=True)):
+    for use in (lambda: store.alias("best@latest"), store.names, lambda: maintenance.collect(store, keep_runs=0, work_days=0, remove=True)):
         with pytest.raises(PunaError, match="latest.json: does not say what it points to"):
             use()
     store.set_alias("best@latest", made)
@@ -432,7 +432,7 @@ def test_a_broken_manifest_hides_no_other_artifact(tmp_path: Path) -> None:
     broken, whole = store.import_table("signals", signals(["a", "b", "c"], [0, 1, 2])), store.import_table("signals", signals(["a", "b", "c", "d"], [0, 1, 2, 3]))
     (broken.folder / "manifest.json").write_text("{")
     assert [a.key for a in store.artifacts()] == [whole.key]
-    assert {f.artifact.key for f in care.verify(store) if f.damage} == {broken.key}
+    assert {f.artifact.key for f in maintenance.verify(store) if f.damage} == {broken.key}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.storage import Artifact, Identity, PunaError, Store, care, catalog, digest, schemas, shards
+from puna.storage import Artifact, Identity, PunaError, Store, catalog, digest, maintenance, schemas, shards
 from puna.storage.exchange import Exchange, Partition, Scatter, gathered, scatter
 from puna.storage.files import LocalFiles
 from puna.storage.parts import Follower, span
@@ -188,7 +188,7 @@ def test_what_is_kept_by_reference_is_needed_and_checked(tmp_path: Path) -> None
     base = store.import_table("documents", documents(ids_of(8), ["text"] * 8))
     kept = selected(store, base, [True] * 7 + [False], [], "referring")
     store.set_alias("kept@latest", kept)
-    assert care.collect(store, keep_runs=0, work_days=0, remove=True) == []
+    assert maintenance.collect(store, keep_runs=0, work_days=0, remove=True) == []
     file = base.path("documents.parquet")
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1

@@ -40,7 +40,7 @@ def fires(rule: Rule, table: pa.Table, sources: pa.ChunkedArray, factors: Factor
     judged = np.ones(len(sources), np.bool_)
     if rule.kinds:
         # A comparison with NaN, which stands for what was not measured, is false.
-        judged = np.any([numeric(table[kind.signal]) >= kind.least for kind in rule.kinds], axis=0) == rule.of_kind
+        judged = np.any([numeric(table[kind.signal]) >= kind.minimum for kind in rule.kinds], axis=0) == rule.of_kind
     if rule.sources:
         judged &= _among(sources, rule.sources)
     if rule.exempt_sources:

@@ -35,11 +35,11 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Documents of which `signal` is at least `least`; one whose signal is null (not measured) is not of the kind."""
+class DocumentKind:
+    """Documents of which `signal` is at least `minimum`; one whose signal is null (not measured) is not of the kind."""
 
     signal: str
-    least: float
+    minimum: float
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Rule:
     threshold: float | tuple[str, ...]
     sources: tuple[str, ...]
     exempt_sources: tuple[str, ...]
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[DocumentKind, ...] = ()
     of_kind: bool = True
 
     @property
@@ -333,10 +333,10 @@ class CodeReasoningRules(WebRules):
     )
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[DocumentKind, ...]:
         """What makes a document such a page."""
         bounds = (("code_score", self.min_code), ("reasoning_score", self.min_reasoning))
-        return tuple(Kind(signal, least) for signal, least in bounds if least is not None)
+        return tuple(DocumentKind(signal, minimum) for signal, minimum in bounds if minimum is not None)
 
 
 class QualityRules(WebRules):

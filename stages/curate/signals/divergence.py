@@ -5,7 +5,7 @@ and within fixed memory. A document is compared with the rest of the corpus, wit
 gibberish would otherwise vouch for its own words. The mass of words not seen in the rest is Good and Turing's
 estimate: the share of words seen once.
 
-The divergence of a short text is large for want of words alone, so `expected` gives what texts drawn from the
+The divergence of a short text is large because it has few words, so `expected` gives what texts drawn from the
 corpus itself show at each length, and the excess over it is what rules judge.
 """
 

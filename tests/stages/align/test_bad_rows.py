@@ -106,6 +106,9 @@ def test_ppo_asks_the_others(tmp_path: Path, tiny_model: Tiny) -> None:
     made = execute(ppo, PpoConfig(reward="verifier", **sizes), given, store)
     ((row),) = made.read("dropped").to_pylist()
     assert (row["id"], row["rule"], row["threshold"]) == ("c-long", "too_long", 96.0)
+    whole = {**sizes, "prompts": 3, "max_tokens": 2040, "answers": 2, "compute": {"micro_batch_tokens": 1 << 14}}
+    with pytest.raises(PunaError, match=r"prompts can be used \(3 too_long\).*the prompt with an answer of max_tokens=2040 has 20\d\d tokens, but the model's max_position_embeddings=2048; lower max_tokens"):
+        execute(ppo, PpoConfig(reward="verifier", **whole), given, store)
     with pytest.raises(PunaError, match="has 3 training prompts, 1 of them dropped"):
         execute(ppo, PpoConfig(reward="verifier", **{**sizes, "prompts": 3}), given, store)
 

@@ -137,21 +137,13 @@ def test_dpo_engines_agree_without_what_trl_cannot_do(tmp_path: Path, tiny_model
     assert first["loss"] == pytest.approx(math.log(2) + 0.2 * first["nll"], rel=1e-4)
 
 
-def test_trl_masks_format_tokens_too(tmp_path: Path, tiny_model: Tiny) -> None:
-    store = Store.open(tmp_path)
-    given = {"model": tiny_model(store), "preferences": [preferences(store, 8)]}
-    made = execute(dpo, DpoConfig(engine="trl", nll_normalization="tokens", training=STEPS), given, store)
-    tokenizer = Tokenizer.load(given["model"].path())
-    policy = load(given["model"].path()).double()
-    total = count = 0
-    for row in given["preferences"][0].read().to_pylist():
-        prompt, answer, mask = tokenizer.render_pair(messages_of(row), content_of(message_of(row, "chosen")))
-        logprobs = policy.logits(policy.hidden(Forest.pack([[*prompt, *answer]]))).log_softmax(-1)
-        kept = [i for i, flag in enumerate(mask) if not flag]
-        assert len(kept) == len(answer) - 1
-        total -= sum(float(logprobs[len(prompt) + i - 1, answer[i]].detach()) for i in kept)
-        count += len(kept)
-    assert log(made)[0]["loss"] == pytest.approx(math.log(2) + 0.2 * total / count, rel=1e-3)
+def test_trl_is_refused_where_its_loss_would_be_another() -> None:
+    """TRL has one mask for both terms of DPO: with format tokens masked its likelihood term is another than Puna's."""
+    with pytest.raises(ValueError, match="set mask_format false or nll_weight 0"):
+        DpoConfig(engine="trl", nll_normalization="tokens")
+    with pytest.raises(ValueError, match="nll_normalization must be tokens"):
+        DpoConfig(engine="trl", mask_format=False)
+    assert DpoConfig(engine="trl", nll_weight=0).mask_format and DpoConfig(engine="trl", mask_format=False, nll_normalization="tokens").nll_weight
 
 
 @pytest.mark.parametrize("engine", ["puna", "trl"])

@@ -51,7 +51,7 @@ def _condition(rule):
         test = f"{_number(rule.drop.signal)} {rule.drop.when} {float(rule.threshold)!r}"
     parts = [f"coalesce({test}, {'true' if rule.drop.missing == 'drop' else 'false'})"]
     if rule.kinds:
-        kinds = " or ".join(f"coalesce({_number(kind.signal)} >= {float(kind.least)!r}, false)" for kind in rule.kinds)
+        kinds = " or ".join(f"coalesce({_number(kind.signal)} >= {float(kind.minimum)!r}, false)" for kind in rule.kinds)
         parts.append(f"({kinds})" if rule.of_kind else f"not ({kinds})")
     if rule.sources:
         parts.append(f"d.source in ({', '.join(map(_string, rule.sources))})")

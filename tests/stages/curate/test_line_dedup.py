@@ -115,7 +115,7 @@ def test_code_is_neither_counted_nor_touched(tmp_path):
     texts = ["}\nreturn 0;"] * 10 + ["}\nprose"]
     made = run(tmp_path, texts, sources=["code"] * 10 + ["web"])
     assert made.read()["text"].to_pylist() == texts
-    every = run(tmp_path, texts, LineDedupConfig(sources_exempt=(), min_documents=0), sources=["code"] * 10 + ["web"])
+    every = run(tmp_path, texts, LineDedupConfig(exempt_sources=(), min_documents=0), sources=["code"] * 10 + ["web"])
     assert every.read()["text"].to_pylist() == ["prose"]
 
 

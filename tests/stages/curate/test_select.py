@@ -55,7 +55,7 @@ def test_every_default_rule_fires_beyond_its_threshold_and_not_on_it(rule):
     step = 1e-6 if rule.drop.when == ">" else -1e-6
     values = pa.array([rule.number, rule.number + step], pa.float64())
     source = rule.sources[0] if rule.sources else "web"
-    kinds = {kind.signal: [kind.least if rule.of_kind else 0.0] * 2 for kind in rule.kinds}
+    kinds = {kind.signal: [kind.minimum if rule.of_kind else 0.0] * 2 for kind in rule.kinds}
     found = decide(pa.table({"id": ["on", "beyond"], "source": [source] * 2, **kinds, rule.drop.signal: values}), [rule])
     assert found["id"].to_pylist() == ["beyond"]
     assert found["rule"].to_pylist() == [rule.name]

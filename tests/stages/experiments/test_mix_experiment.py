@@ -230,5 +230,5 @@ def test_bounds_that_leave_no_mixture_are_refused_before_the_trials(store, corpu
     """Four categories could share the text at 0.4 each; the documents are of two."""
     monkeypatch.setattr(module, "_trained", lambda *_: pytest.fail("a trial was run"))
     given = corpus([("high", 30)] * 6 + [("low", 30)] * 6)
-    with pytest.raises(PunaError, match=r"has 2 categories, whose shares of at most most=0.4 do not add up to 1; raise most to 0.5 at least"):
-        execute(mix_experiment, MixExperimentConfig(categories=4, trials=6, most=0.4), given, store)
+    with pytest.raises(PunaError, match=r"has 2 categories, whose shares of at most max_share=0.4 do not add up to 1; raise max_share to 0.5 at least"):
+        execute(mix_experiment, MixExperimentConfig(categories=4, trials=6, max_share=0.4), given, store)

@@ -49,6 +49,8 @@ def test_extraction_takes_any_text(text: str) -> None:
         ("1,234.5", [Fraction("1234.5")]), ("-4", [-4]), ("−4", [-4]), ("10-3", [10, 3]), ("3/4", [Fraction(3, 4)]), ("1 1/2", [Fraction(3, 2)]),
         (r"-\frac{1}{2}", [Fraction(-1, 2)]), (r"2\frac{1}{2}", [Fraction(5, 2)]), ("1.5e3", [1500]), (r"2 \times 10^{3}", [2000]),
         ("$12.50", [Fraction(25, 2)]), ("1,2,3", [1, 2, 3]), ("1e999999999", []), ("9" * 500, []), ("1/0", []), ("v2 x3", []),
+        ("10^5", [100_000]), ("10^{-2}", [Fraction(1, 100)]), ("2**10", [1024]), ("-2^2", [-4]), ("x^2 = 9", [9]), ("x**2 + y^{-3}", []), ("9^999999999", []),
+        ("**5** and **42**", [5, 42]), ("3 ^ 2", [9]), ("0^-1", []),
     ],
 )  # fmt: skip
 def test_numbers_are_read_exactly(text: str, expected: list[Any]) -> None:
@@ -105,6 +107,8 @@ def test_json_schema_agrees_with_jsonschema() -> None:
         ("no json", "a verifier is JSON"), ("[]", "a verifier is a JSON object"), ('{"name": "exakt"}', "there is no verifier 'exakt'; did you mean exact"),
         ('{"name": "exact", "answr": 1}', "exact.answr: no such field; did you mean answer"), ('{"name": "regex", "pattern": "(?=a)"}', "is none that RE2 takes"),
         ('{"name": "json_schema", "json_schema": {"format": "colour"}}', "the format 'colour' cannot be checked"),
+        ('{"name": "json_schema", "json_schema": {"items": {"$ref": "http://example.com/x.json"}}}', "leads nowhere"),
+        ('{"name": "json_schema", "json_schema": {"$ref": "#/$defs/b", "$defs": {"a": {}}}}', "leads nowhere"),
         ('{"name": "json_schema", "json_schema": {"type": 3}}', "json_schema"), ('{"name": "numeric", "answer": "none"}', "holds no number"),
         ('{"name": "python", "function": "puna.stages.draws:nothing"}', "there is no such function"), ('{"name": "weighted", "of": [{"name": "exact"}], "weights": []}', "0 weights for 1"),
         ('{"name": "constraints", "instruction_id_list": ["punctuation:no_coma"], "kwargs": [{}]}', "did you mean punctuation:no_comma"),

@@ -11,7 +11,7 @@ from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
-from puna.stages.pretrain import choice
+from puna.stages.pretrain import multiple_choice
 
 
 def pages(n: int = 12) -> list[tuple[str, str, str]]:
@@ -19,7 +19,7 @@ def pages(n: int = 12) -> list[tuple[str, str, str]]:
 
 
 def test_options_are_the_same_stretch_of_other_pages() -> None:
-    items = choice.build(pages(), 100, 4, 6, 5, seed=1)
+    items = multiple_choice.build(pages(), 100, 4, 6, 5, seed=1)
     assert len(items) == 12
     texts = {id_: text for id_, _, text in pages()}
     for item in items:
@@ -39,10 +39,10 @@ def test_options_are_the_same_stretch_of_other_pages() -> None:
 
 
 def test_order_of_pages_does_not_matter_and_short_pages_are_left_out() -> None:
-    first = choice.build(pages(), 5, 3, 6, 5, seed=2)
-    assert first == choice.build(pages()[::-1], 5, 3, 6, 5, seed=2)
-    assert first != choice.build(pages(), 5, 3, 6, 5, seed=3)
-    assert [len(choice.build(pages(), 100, 3, 20, n, seed=0)) for n in (6, 8, 9, 10, 12)] == [6, 4, 3, 0, 0]
+    first = multiple_choice.build(pages(), 5, 3, 6, 5, seed=2)
+    assert first == multiple_choice.build(pages()[::-1], 5, 3, 6, 5, seed=2)
+    assert first != multiple_choice.build(pages(), 5, 3, 6, 5, seed=3)
+    assert [len(multiple_choice.build(pages(), 100, 3, 20, n, seed=0)) for n in (6, 8, 9, 10, 12)] == [6, 4, 3, 0, 0]
 
 
 def test_likelihoods_equal_each_option_alone(tmp_path: Path) -> None:
@@ -50,8 +50,8 @@ def test_likelihoods_equal_each_option_alone(tmp_path: Path) -> None:
     model = Transformer(
         ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3), generator=torch.Generator().manual_seed(0)
     )
-    items = choice.build(pages(), 4, 3, 3, 2, seed=0)
-    found = choice.likelihoods(model, tokenizer, items, 200)
+    items = multiple_choice.build(pages(), 4, 3, 3, 2, seed=0)
+    found = multiple_choice.likelihoods(model, tokenizer, items, 200)
     for item, values in zip(items, found, strict=True):
         prompt = [tokenizer.bos, *tokenizer.encode(item.prompt)]
         for option, value in zip(item.options, values, strict=True):
@@ -61,12 +61,12 @@ def test_likelihoods_equal_each_option_alone(tmp_path: Path) -> None:
             logprobs = torch.log_softmax(model.logits(model.hidden(Forest.pack([row]))).double(), -1)
             alone = sum(float(logprobs[len(prompt) - 1 + i, t].detach()) for i, t in enumerate(ids))
             assert value == pytest.approx(alone, abs=1e-4)
-    assert found == [pytest.approx(values, abs=1e-4) for values in choice.likelihoods(model, tokenizer, items, 10_000)]
+    assert found == [pytest.approx(values, abs=1e-4) for values in multiple_choice.likelihoods(model, tokenizer, items, 10_000)]
 
 
 def test_normalised_choice_divides_by_bytes() -> None:
-    item = choice.Item("a", "c", "p", ("four", "eighteen bytes long", "é"), 0)
-    assert choice.chosen(item, [-4.0, -9.5, -3.0], normalised=False) == 2
+    item = multiple_choice.Item("a", "c", "p", ("four", "eighteen bytes long", "é"), 0)
+    assert multiple_choice.chosen(item, [-4.0, -9.5, -3.0], normalised=False) == 2
     # Per byte: -1, -0.5, -1.5 (two bytes).
-    assert choice.chosen(item, [-4.0, -9.5, -3.0], normalised=True) == 1
-    assert choice.chosen(item, [-4.0, -19.0, -2.0], normalised=True) == 0
+    assert multiple_choice.chosen(item, [-4.0, -9.5, -3.0], normalised=True) == 1
+    assert multiple_choice.chosen(item, [-4.0, -19.0, -2.0], normalised=True) == 0
