@@ -26,7 +26,7 @@ from prefect.settings import get_current_settings
 from prefect.states import Failed
 from pydantic import Field
 
-from puna.flows.forms import Offer, offers, picked
+from puna.flows.forms import Offer, changed, offers, picked
 from puna.flows.launch import Request, run_flow, run_stage
 from puna.flows.offering import Offering
 from puna.flows.program import Flow
@@ -58,12 +58,13 @@ def _flow_form(flow: Flow) -> PrefectFlow[Any, Any]:
     return _as_flow(flow.name, run, flow.doc, parameters)
 
 
-def _stage_form(stage: Stage, name: str) -> PrefectFlow[Any, Any]:
+def _stage_form(stage: Stage, offer: Offer) -> PrefectFlow[Any, Any]:
     """A flow of the stage alone: its inputs, and its configuration."""
 
     def run(**given: Any) -> Any:
         texts = [text for spec in stage.inputs for text in _texts(spec, given[spec.name])]
-        request = Request(f"stage:{stage.name}", None, (), tuple(texts), executor=given["executor"])
+        changes = changed(offer, given["config"])
+        request = Request(f"stage:{stage.name}", None, changes, tuple(texts), executor=given["executor"])
         return _told(lambda: run_stage(stage, request, Store.open(given["store"]), given["config"]).id)
 
     whole = not any(field.is_required() for field in stage.config.model_fields.values())
@@ -71,7 +72,7 @@ def _stage_form(stage: Stage, name: str) -> PrefectFlow[Any, Any]:
         "config", inspect.Parameter.KEYWORD_ONLY, annotation=stage.config, default=stage.config() if whole else inspect.Parameter.empty
     )
     # Where a flow has the stage's name, the name is the flow's.
-    return _as_flow(name, run, stage.doc, [*(_input(spec, needed=not spec.optional) for spec in stage.inputs), config])
+    return _as_flow(offer.flow, run, stage.doc, [*(_input(spec, needed=not spec.optional) for spec in stage.inputs), config])
 
 
 def _texts(spec: InputSpec, value: str | list[str] | None) -> list[str]:
@@ -135,7 +136,7 @@ OFFERS = {offer.flow: offer for offer in offers()}
 
 def flow_of(offer: Offer) -> PrefectFlow[Any, Any]:
     """The Prefect flow of an offer."""
-    return _flow_form(offer.what) if isinstance(offer.what, Flow) else _stage_form(offer.what, offer.flow)
+    return _flow_form(offer.what) if isinstance(offer.what, Flow) else _stage_form(offer.what, offer)
 
 
 def __getattr__(name: str) -> PrefectFlow[Any, Any]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from puna.flows.launch import stage_config
 from puna.flows.program import FLOWS, Flow, described
 from puna.flows.recipe import read_values, shipped_recipes
 from puna.flows.trace import everything, fields, load_flows, load_stages
-from puna.stages.contract import Stage
+from puna.stages.contract import Stage, StageConfig
 from puna.stages.contract.declaration import InputSpec
 from puna.storage import Artifact, PunaError, Store
+from puna.storage.explain import flat
 
 RECIPE = "demo"
 """The recipe whose values a form begins with."""
@@ -70,8 +72,7 @@ def defaults(offer: Offer) -> dict[str, Any]:
 
 def values_of(stage: Stage, recipe: str, field: str) -> dict[str, Any] | None:
     """A stage's configuration with the recipe's values for the step `field`, else its defaults; None where it has no such."""
-    whole, _ = read_values(recipe, [])
-    own = whole.get(field)
+    own = _recipe(recipe).get(field)
     try:
         if isinstance(own, dict) and field == stage.name:
             return stage_config(stage, recipe, []).model_dump(mode="json")
@@ -100,9 +101,20 @@ def settings_of(stage: Stage) -> list[tuple[str, str]]:
     """Recipe and step of each group of values that a shipped recipe has for the stage."""
     found = []
     for recipe in shipped_recipes():
-        whole, _ = read_values(recipe, [])
-        found += [(recipe, step) for step in _steps_of(stage) if isinstance(whole.get(step), dict)]
+        found += [(recipe, step) for step in _steps_of(stage) if isinstance(_recipe(recipe).get(step), dict)]
     return found
+
+
+def changed(offer: Offer, config: StageConfig) -> tuple[str, ...]:
+    """The fields of a stage's configuration that are not as its form had them, as `--set` writes them."""
+    before, now = flat(defaults(offer).get("config", {})), flat(config.model_dump(mode="json"))
+    return tuple(f"{name}={json.dumps(value)}" for name, value in now.items() if name and before.get(name) != value)
+
+
+@cache
+def _recipe(name: str) -> dict[str, Any]:
+    """The values of a shipped recipe; not to be changed."""
+    return read_values(name, [])[0]
 
 
 def _steps_of(stage: Stage) -> list[str]:
@@ -152,7 +164,8 @@ def schema(plain: Mapping[str, Any], specs: Sequence[InputSpec], choices: Choice
     properties = made["properties"]
     for spec in specs:
         if spec.kind != "external":
-            properties[spec.name] = _choice(properties[spec.name], spec, choices.of(spec.kind))
+            needed = spec.name in made.get("required", ())
+            properties[spec.name] = _choice(properties[spec.name], spec, choices.of(spec.kind), needed=needed)
     if "recipe" in properties:
         kept = {name: properties["recipe"][name] for name in ("title", "description", "position", "default")}
         named = {"title": "Recipe", "type": "string", "enum": shipped_recipes()}
@@ -160,16 +173,14 @@ def schema(plain: Mapping[str, Any], specs: Sequence[InputSpec], choices: Choice
     return made
 
 
-def _choice(plain: Mapping[str, Any], spec: InputSpec, names: list[str]) -> dict[str, Any]:
+def _choice(plain: Mapping[str, Any], spec: InputSpec, names: list[str], *, needed: bool) -> dict[str, Any]:
+    """The field of an input: a list to pick from, or an id."""
     kept = {name: plain[name] for name in ("title", "position", "default") if name in plain}
     what = f"{'One or more artifacts' if spec.many else 'An artifact'} of kind {spec.kind}"
-    if not names:
-        said = f"{what}: the store holds none yet"
-        one: dict[str, Any] = {"type": "string"}
-        return {**kept, "description": said, **({"type": "array", "items": one} if spec.many else one)}
     typed: dict[str, Any] = {"type": "string"}
     listed: dict[str, Any] = {"type": "string", "enum": names}
     if spec.many:
         listed, typed = {"type": "array", "items": listed}, {"type": "array", "items": typed}
-    forms = [{"title": "From the store", **listed}, {"title": "By id", **typed}]
-    return {**kept, "description": f"{what}, newest first", "anyOf": forms}
+    forms = [{"title": "From the store", **listed}] if names else []
+    forms += [{"title": "By id", **typed}, *([] if needed else [{"title": "None", "type": "null"}])]
+    return {**kept, "description": f"{what}, newest first" if names else f"{what}: the store holds none yet", "anyOf": forms}

@@ -30,11 +30,20 @@ class Offering:
     """What is offered to a server, and what it knows of it. `ids`: of the deployments by title. `linked`: Puna's pages are there too."""
 
     def __init__(self, store: Store, server: Server, offered: Sequence[tuple[Offer, PrefectFlow[Any, Any]]], *, linked: bool) -> None:
-        self._linked = linked
         self.ids: dict[str, UUID] = {}
         self._store, self._server = store, server
         self._offered = offered
         self._plain = {offer.title: parameter_schema(flow.fn).model_dump(exclude_unset=True) for offer, flow in offered}
+        self._lasting = {
+            offer.title: {
+                "description": description(offer, linked=linked),
+                "tags": [TAG, offer.group],
+                "parameters": {**defaults(offer), "store": store.uri},
+                "entrypoint": _entrypoint(offer),
+                "enforce_parameter_schema": True,
+            }
+            for offer, _ in offered
+        }
         self._versions: dict[str, str] = {}
         self._seen: object = None
         self._lost: dict[str, int] = {}
@@ -85,14 +94,8 @@ class Offering:
                 return found
 
     def _content(self, offer: Offer, choices: Choices) -> dict[str, Any]:
-        content = {
-            "description": description(offer, linked=self._linked),
-            "tags": [TAG, offer.group],
-            "parameters": {**defaults(offer), "store": self._store.uri},
-            "parameter_openapi_schema": schema(self._plain[offer.title], offer.what.inputs, choices),
-            "entrypoint": _entrypoint(offer),
-            "enforce_parameter_schema": True,
-        }
+        form = schema(self._plain[offer.title], offer.what.inputs, choices)
+        content = {**self._lasting[offer.title], "parameter_openapi_schema": form}
         return {**content, "version": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]}
 
     def _create(self, offer: Offer, choices: Choices, schedules: list[dict[str, Any]]) -> dict[str, Any]:

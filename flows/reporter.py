@@ -29,7 +29,7 @@ LAST_SECONDS = 8.0
 GONE_SECONDS = 1.0
 """How long it waits for one that did not."""
 MAX_LOGS = 5000
-MADE_UP = re.compile(r"[a-z]+-[a-z]+")
+MADE_UP = re.compile(r"[a-z]+-[a-z]+", re.IGNORECASE)
 """A run's name that Prefect made up."""
 
 
@@ -219,12 +219,12 @@ class Reporter:
             description = data = said(step.progress, time.monotonic() - step.began)
         if step.shown is None:
             made = server.ask("POST", "/artifacts/", {
-                "key": slug(step.label), "type": "markdown", "description": f"{step.label}: {description}", "data": data,
+                "key": slug(step.label), "type": "markdown", "description": description, "data": data,
                 "flow_run_id": self.flow_run, "task_run_id": step.id,
             })  # fmt: skip
             step.shown = made["id"]
         else:
-            server.ask("PATCH", f"/artifacts/{step.shown}", {"description": f"{step.label}: {description}", "data": data})
+            server.ask("PATCH", f"/artifacts/{step.shown}", {"description": description, "data": data})
 
     def _send_logs(self, server: Server) -> None:
         while self._logs:
@@ -238,7 +238,7 @@ class Reporter:
         if made:
             server.ask("POST", "/artifacts/", {
                 "key": f"run-{slug(self.flow)}", "type": "markdown", "flow_run_id": self.flow_run,
-                "description": f"{self._title}: {len(made)} artifacts, {sum(o.reused for _, o in made)} reused",
+                "description": f"{len(made)} artifacts, {sum(o.reused for _, o in made)} reused",
                 "data": run_markdown(self.run, made, self._report),
             })  # fmt: skip
         if self._own:

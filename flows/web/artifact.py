@@ -74,10 +74,15 @@ def artifact_page(store: Store, artifact: Artifact, prefect: str | None, shown: 
                 grid(draw(Plot.of(figure)) for _, figure in sorted(m.figures.items()))),
         section("lineage", "Lineage", None, _lineage(store, artifact)),
         section("settings", "Settings", None, why,
-                details(f"{len(settings)} fields", table(["field", "value"], settings), open_=len(settings) < 15) if settings else None,
-                details(f"{len(m.files)} files", table(["file", "bytes"], [[n, r.bytes] for n, r in m.files.items()], numeric=(1,)))),
+                _folded("fields", ["field", "value"], settings, open_=len(settings) < 15),
+                _folded("files", ["file", "bytes"], [[name, record.bytes] for name, record in m.files.items()])),
         here="artifacts", prefect=prefect,
     )  # fmt: skip
+
+
+def _folded(what: str, head: list[Content], rows: list[list[Content]], *, open_: bool = False) -> Html | None:
+    """A table that opens at a click."""
+    return details(f"{len(rows)} {what}", table(head, rows), open_=open_, class_="more") if rows else None
 
 
 def _rows(artifact: Artifact, shown: str | None, start: int) -> Html:
@@ -88,9 +93,9 @@ def _rows(artifact: Artifact, shown: str | None, start: int) -> Html:
         tag("a", f"{other} ({artifact.rows(other):,})", href=f"{here}?table={other}#rows", aria_current="page" if other == name else None)
         for other in artifact.tables
     ]
-    meanings = {field.name: (field.metadata or {}).get(b"description", b"").decode() for field in TABLES[name].schema}
+    meanings = {field.name: (field.metadata or {}).get(b"meaning", b"").decode() for field in TABLES[name].schema}
     columns: list[list[Content]] = [[tag("b", column), kind, meanings.get(column, "")] for column, kind in record.columns.items()]
-    rows: list[list[Content]] = [[plain(value) for value in row.values()] for row in _some(artifact, name, start)]
+    rows: list[list[Content]] = [[plain(value, 240) for value in row.values()] for row in _some(artifact, name, start)]
     steps: list[Content] = []
     if start:
         steps.append(tag("a", "before", href=f"{here}?table={name}&start={max(0, start - SHOWN_ROWS)}#rows"))
@@ -100,9 +105,10 @@ def _rows(artifact: Artifact, shown: str | None, start: int) -> Html:
     counted = f"{start + 1:,} to {last:,} of {record.rows:,}" if record.rows else "no rows"
     query = quote(f"select * from {name} where artifact = '{artifact.key}' limit 100")
     return tag(
-        "div", tag("nav", tabs, aria_label="Tables"), details("Columns", table(["column", "type", "meaning"], columns)),
+        "div", tag("nav", tabs, aria_label="Tables"), _folded("columns and what they mean", ["column", "type", "meaning"], columns),
         table(list(record.columns), rows) if rows else None,
         tag("p", counted, " · ", [[step, " · "] for step in steps], tag("a", "ask SQL", href=f"/puna/sql?q={query}"), class_="note"),
+        class_="rows",
     )  # fmt: skip
 
 

@@ -20,12 +20,12 @@ def home(store: Store, prefect: str | None, older: int = 0) -> Html:
     logs = [store.log(name) for name in names[older : older + MOST_RUNS]]
     working = [log for log in logs if log.state == "at work"]
     return page(
-        "Runs",
+        "Puna's store",
         [working_view(store, log) for log in working],
         section("start", "Start", "Each opens as a form; nothing runs before it is sent.", starts()) if prefect else None,
-        section("aliases", "Newest", "What the aliases point to.", aliases_view(store)),
-        section("runs", "All runs", None, runs_view(logs), _pages(len(names), older)) if names else _nothing(prefect),
-        here="", prefect=prefect, live="/puna/events", lead=["Store ", tag("code", store.uri)],
+        section("runs", "Runs", None, runs_view(logs), _pages(len(names), older)) if names else _nothing(prefect),
+        section("aliases", "Aliases", "The newest of each name, as inputs take them.", aliases_view(store)),
+        here="", prefect=prefect, live="/puna/events", lead=tag("code", store.uri),
     )  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def runs_view(logs: list[RunLog]) -> Html:
         why = tag("small", log.error.partition("\n")[0]) if log.error else None
         cells: list[Content] = [[run_link(log.name, log.flow or log.name), why], badge(log), when(log.opened), spent(log)]
         rows.append([box, *cells, number(len(log.made)), number(reused)])
-    shown = table(["", "run", "state", "began", "took", "artifacts", "reused"], rows, numeric=(4, 5, 6))
+    shown = table([tag("small", "pick"), "run", "state", "began", "took", "artifacts", "reused"], rows, numeric=(4, 5, 6))
     return tag("form", shown, tag("p", tag("button", "Compare two")), action="/puna/compare", method="get")
 
 

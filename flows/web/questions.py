@@ -37,14 +37,17 @@ def sql_page(store: Store, asked: str, prefect: str | None) -> Html:
         action="/puna/sql", method="get", id="ask",
     )  # fmt: skip
     examples = [tag("li", tag("a", words, href=f"/puna/sql?q={quote(query)}")) for words, query in EXAMPLES.items()]
-    tables = [details(tag("b", name), tag("p", ", ".join(found.schema.names), class_="note")) for name, found in TABLES.items()]
-    meta = details(tag("b", "artifacts, lineage, metrics"), tag("p", ", ".join(catalog.ARTIFACTS.names), class_="note"))
+    columns = {"artifacts": catalog.ARTIFACTS, "lineage": catalog.LINEAGE, "metrics": catalog.METRICS}
+    columns |= {name: found.schema for name, found in TABLES.items()}
+    tables = [
+        details(tag("b", name), tag("p", ", ".join(schema.names), class_="note"), class_="more") for name, schema in columns.items()
+    ]
     return page(
         "SQL", box, _answer(store, asked) if asked.strip() else None,
         tag("div",
             part("Examples", tag("ul", examples)),
             part("Asked before", tag("ul", id="asked"), note="Kept in this browser."),
-            part("Tables", meta, tables, note="Each has the column artifact, the key of the artifact that holds the row."),
+            part("Tables", tables, note="Each has the column artifact, the key of the artifact that holds the row."),
             class_="three"),
         here="sql", prefect=prefect, lead="One statement of DuckDB over every artifact.",
     )  # fmt: skip
@@ -69,5 +72,5 @@ def _answer(store: Store, asked: str) -> Html:
     more = f", the first {MOST_ROWS:,} shown" if found.num_rows > MOST_ROWS else ""
     return tag(
         "div", tag("p", f"{found.num_rows:,} rows in {took}{more}", class_="note", role="status"),
-        table(list(found.schema.names), rows, numeric=numeric) if rows else None,
+        table(list(found.schema.names), rows, numeric=numeric) if rows else None, class_="rows",
     )  # fmt: skip

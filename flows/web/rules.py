@@ -99,7 +99,7 @@ def rules_page(store: Store, name: str | None, asked: Mapping[str, str], prefect
     if not made:
         return page("Rules", tag("p", "No selection was made yet: run `curate`, or the stage `select`.", class_="lead"), here="rules",
                     prefect=prefect)  # fmt: skip
-    chosen = store.resolve(name) if name else made[0]
+    chosen = store.resolve(name) if name else max(made[:12], key=lambda artifact: artifact.rows("dropped"))
     of = selection(store, chosen)
     others = [
         tag("a", f"{artifact.id} · {artifact.rows():,} rows", href=f"/puna/rules?artifact={artifact.key[:12]}",

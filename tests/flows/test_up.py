@@ -107,6 +107,9 @@ def test_forms_stand_in_the_order_of_the_pipeline_and_offer_what_there_is(at_wor
     assert all(found["description"] and "puna" in found["tags"] for found in offered.values())
     form = offered["curate"]["parameter_openapi_schema"]["properties"]
     assert "demo" in form["recipe"]["anyOf"][0]["enum"] and offered["curate"]["parameters"]["recipe"] == "demo"
+    # What may be left out is left out where nothing was picked.
+    assert {"title": "None", "type": "null"} in form["evaluations"]["anyOf"]
+    assert all(one.get("type") != "null" for one in offered["extract"]["parameter_openapi_schema"]["properties"]["pages"]["anyOf"])
     # The recipe's value, not the stage's default.
     assert offered["tokenizer"]["parameters"]["config"]["vocab_size"] == 4096
 

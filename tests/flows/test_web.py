@@ -1,0 +1,120 @@
+"""Puna's own pages: what they say of a run, an artifact, thresholds and questions, and what they refuse."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from html import unescape
+
+import pyarrow as pa
+import pytest
+from fastapi.testclient import TestClient
+
+from puna.flows.session import session
+from puna.flows.web import application
+from puna.stages.align.prompts import PromptsConfig, prompts
+from puna.stages.contract import execute
+from puna.stages.curate.rules.groups import GopherQualityRules, LineRules, RuleGroup
+from puna.stages.curate.select import SelectConfig, select
+from puna.storage import Artifact, Store
+from puna.storage.schemas import table_schema
+
+COUNT = 30
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Documents of 1 to 30 words that a rule on their number selected from, and a run that made prompts, twice."""
+    made = Store.open(tmp_path_factory.mktemp("web"))
+    ids = [f"{n:032x}" for n in range(1, COUNT + 1)]
+    rows = [
+        {"id": one, "url": f"https://a.example/{n}", "fetched_at": datetime(2026, 1, 1, tzinfo=UTC), "source": "web", "title": "<script>alert(1)</script>", "text": "word " * n}
+        for n, one in enumerate(ids, 1)
+    ]
+    documents = made.import_table("documents", pa.Table.from_pylist(rows, schema=table_schema("documents").schema))
+    signals = made.import_table("signals", pa.Table.from_pylist([{"id": one, "words": n} for n, one in enumerate(ids, 1)]))
+    # All rules off but one.
+    groups = {name: None for name, field in SelectConfig.model_fields.items() if isinstance(field.default, RuleGroup | LineRules)}
+    rules = {name: None for name in GopherQualityRules.model_fields if name.startswith(("min_", "max_"))}
+    config = SelectConfig.model_validate({**groups, "gopher_quality": {**rules, "min_words": 11}})
+    execute(select, config, {"documents": documents, "signals": [signals]}, made)
+    for _ in range(2):
+        with session(made, flow="prompts", workers=1, json=True) as now:
+            now.perform(prompts, PromptsConfig(tasks=[{"task": "chain_sum"}], train=5, heldout=2), {}, "prompts")
+    return made
+
+
+@pytest.fixture(scope="module")
+def client(store: Store) -> TestClient:
+    return TestClient(application(store, prefect=None, auth=""))
+
+
+def text(answer: object) -> str:
+    return unescape(re.sub(r"<[^>]*>", " ", str(getattr(answer, "text", ""))))
+
+
+def selected(store: Store) -> Artifact:
+    return next(artifact for artifact in store.artifacts() if artifact.manifest.stage == "select")
+
+
+def test_home_shows_runs_and_where_they_lead(client: TestClient, store: Store) -> None:
+    said = client.get("/").text
+    assert all(f"/puna/run/{name}" in said for name in store.runs()) and said.count(">finished<") == 2
+
+
+def test_a_run_shows_its_steps_and_what_was_reused(client: TestClient, store: Store) -> None:
+    said = text(client.get(f"/run/{store.runs()[1]}"))
+    made = next(artifact for artifact in store.artifacts() if artifact.kind == "prompts")
+    assert made.id in said and "reused" in said and "1, 1 reused" in said
+
+
+def test_two_runs_of_the_same_work_are_said_to_be_the_same(client: TestClient, store: Store) -> None:
+    first, second = store.runs()
+    assert "1 of 1 steps gave the same artifact" in text(client.get(f"/compare?run={first}&run={second}"))
+    assert client.get(f"/compare?run={first}").status_code == 404
+
+
+def test_an_artifact_shows_rows_lineage_and_never_markup_of_the_web(client: TestClient, store: Store) -> None:
+    chosen = selected(store)
+    given = chosen.manifest.inputs[0]
+    said = client.get(f"/artifact/documents/{chosen.key[:12]}")
+    assert "1 to 20 of 20" in text(said) and f"/puna/artifact/documents/{given.key[:12]}" in said.text
+    assert "<script>alert" not in said.text and "&lt;script&gt;alert" in said.text
+    assert chosen.id in text(client.get(f"/artifact/documents/{given.key[:12]}"))  # used by
+    assert "21 to 30 of 30" in text(client.get(f"/artifact/documents/{given.key[:12]}?start=20"))
+
+
+def test_a_threshold_is_replayed_as_select_decides(client: TestClient, store: Store) -> None:
+    chosen = selected(store)
+    asked = f"/rules/outcome?artifact={chosen.key[:12]}"
+    assert "20 of 30 documents stay" in text(client.get(asked))
+    said = text(client.get(f"{asked}&gopher_quality.min_words=16"))
+    assert "15 of 30 documents stay" in said and "5 more would go" in said and "--set select.gopher_quality.min_words=16" in said
+    fewer = text(client.get(f"{asked}&gopher_quality.min_words=6"))
+    assert "25 of 30 documents stay" in fewer and "5 would stay" in fewer
+    assert "takes a number" in text(client.get(f"{asked}&gopher_quality.min_words=many"))
+    assert 'type="range"' in client.get("/rules").text
+
+
+def test_a_question_is_answered_and_a_change_refused(client: TestClient) -> None:
+    assert "10" in text(client.get("/sql", params={"q": "select count(*) as n from dropped;"})).split()
+    assert "read-only" in text(client.get("/sql", params={"q": "create table t as select 1"}))
+    assert "does not exist" in text(client.get("/sql", params={"q": "select * from nothing"}))
+
+
+def test_what_is_not_there_is_said(client: TestClient) -> None:
+    for path in ("/run/nothing", "/run/..%2f..%2fetc", "/artifact/documents/ffffffffffff", "/artifact/nothing/ffffffffffff", "/static/app.py"):
+        answer = client.get(path)
+        assert answer.status_code == 404 and "Traceback" not in answer.text
+
+
+def test_the_door_is_shut_where_a_password_is_set(store: Store) -> None:
+    shut = TestClient(application(store, prefect=None, auth="me:secret"))
+    assert shut.get("/").status_code == 401 and shut.get("/sql?q=select+1", auth=("me", "wrong")).status_code == 401
+    assert shut.get("/", auth=("me", "secret")).status_code == 200
+
+
+def test_pages_of_other_sites_cannot_make_a_model_talk(client: TestClient) -> None:
+    sent = client.post("/chat/say", json={"model": "x", "messages": []}, headers={"sec-fetch-site": "cross-site"})
+    assert sent.status_code == 403
+    assert client.get("/").headers["content-security-policy"].startswith("default-src 'self'")
