@@ -10,7 +10,12 @@ from puna.flows.report import arms
 from puna.flows.session import Session
 from puna.storage import Artifact
 
-BITS = ("bits_per_byte", "gzip_bits_per_byte", "lzma_bits_per_byte")
+BITS = {
+    "bits_per_byte": "bits per byte",
+    "ngram_bits_per_byte": "n-grams",
+    "ngram_page_bits_per_byte": "with the page's",
+    "dictionary_bits_per_byte": "zstd, dictionary",
+}
 
 
 def closing_table(now: Session) -> None:
@@ -55,12 +60,12 @@ def _count(artifact: Artifact, metric: str) -> str:
 
 
 def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
-    """Bits per byte of held-out documents beside those of general compressors."""
-    table = _table("held-out pages", "bits per byte", "gzip -9", "lzma", "documents")
+    """Bits per byte of held-out documents beside those of counting as much training text."""
+    table = _table("held-out pages", *BITS.values(), "documents")
     for step, rows in evaluations:
-        if ("pages", BITS[0]) in rows:
-            values = [f"{rows['pages', metric]['value']:.3f}" for metric in BITS]
-            table.add_row(step, *values, f"{rows['pages', BITS[0]]['n']:,}")
+        if bits := rows.get(("pages", "bits_per_byte")):
+            found = [rows.get(("pages", metric)) for metric in BITS]
+            table.add_row(step, *(f"{row['value']:.3f}" if row else "" for row in found), f"{bits['n']:,}")
     return table
 
 

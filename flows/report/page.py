@@ -102,11 +102,12 @@ def _model_tiles(run: Run) -> list[Html]:
     by_length = sorted(alignment.measurements(run).items(), key=lambda item: -len(item[0][0]))
     measured = {metric: values[0] for (_, metric), values in by_length}
     if bits := measured.get("bits_per_byte"):
-        gzip = measured.get("gzip_bits_per_byte")
-        against = f"gzip -9: {gzip.value:.3f} ({percent(gzip.value - bits.value, gzip.value)} fewer)" if gzip else None
+        names = (("ngram_bits_per_byte", "n-grams"), ("ngram_page_bits_per_byte", "with the page's"), ("dictionary_bits_per_byte", "zstd"))
+        found = [f"{said} {measured[metric].value:.3f}" for metric, said in names if metric in measured]
+        against = f"of as much text: {', '.join(found)}" if found else None
         tiles.append(_tile("Base model, bits per byte", f"{bits.value:.3f}", against))
-    if found := training.last_metric(run, "reward_model", "heldout_accuracy"):
-        step, value = found
+    if last := training.last_metric(run, "reward_model", "heldout_accuracy"):
+        step, value = last
         pairs = step.metrics.get("heldout_pairs")
         note = f"of {number(pairs)} held-out pairs in the right order" if isinstance(pairs, int) else "held-out pairs in the right order"
         tiles.append(_tile("Reward model", f"{100 * value:.1f} %", note))

@@ -15,6 +15,7 @@ from puna.stages.pretrain import multiple_choice
 from puna.stages.training import bits_per_byte, intervals
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, rank, smallest
+from puna.stages.training.ngrams import NGrams, dictionary_bits
 from puna.stages.training.train import load_model
 from puna.stages.verifiers.base import Score, is_correct
 from puna.stages.verifiers.registry import from_json
@@ -38,6 +39,11 @@ class PagesConfig(StageConfig):
     options: int = Field(4, ge=2, le=26, description="Options of a question, the right one included")
     prompt_words: int = Field(40, ge=1, description="Words of the page that a question shows")
     option_words: int = Field(20, ge=1, description="Words of each option")
+    baseline_tokens: int = Field(
+        2_000_000, ge=0, description="Longest training, tokens, to which n-grams and a dictionary are compared that read as many tokens of "
+        "the mixture's training text as the model did; 0: none"
+    )  # fmt: skip
+    ngram_order: int = Field(4, ge=1, le=16, description="Longest n-grams that are counted, tokens")
     continuations: int = Field(3, ge=0, description="Pages that the model is shown the beginning of, to write on: examples for a reader")
 
 
@@ -86,7 +92,8 @@ def evaluate(
     """Measure a model on pages and prompts it was not trained on; every number has its 95 % interval.
 
     Pages (the mixture's held-out split; without a mixture, all documents): bits per byte, the end of each page
-    included, beside what gzip -9 and LZMA need for the same pages one by one; and multiple choice between the
+    included, beside those of counting: token n-grams of as much training text, without and with the counts of the page itself, and zstd
+    with that text as its dictionary (see `baseline_tokens`); and multiple choice between the
     page's own continuation and those of others. Prompts: answers in the chat format, scored by the prompt's
     verifier, for which `judges` are models that it may name; a prompt counts as solved at a score of 1. Where a
     verifier fails on an answer, the answer is left out of the task's numbers and counted in `unscored_answers`. Prompts that the chat
@@ -100,7 +107,8 @@ def evaluate(
     network, tokenizer = load_model(model, "lm")
     if documents is not None:
         pages = _pages(documents, mixture, config, run)
-        _bits(pages, network, tokenizer, config, run)
+        read = _training_text(model, documents, mixture, tokenizer, config, run)
+        _bits(pages, read, network, tokenizer, config, run)
         _questions(pages, network, tokenizer, config, run)
         _continuations(pages, network, tokenizer, config, run)
     if prompts is not None:
@@ -119,16 +127,36 @@ def _pages(documents: Artifact, mixture: Artifact | None, config: EvaluateConfig
     if mixture is not None:
         check_mixture(run, documents, mixture)
     parts, limits = run.parts(documents, columns=["id", "text"]), config.pages
-    found = run.map(_ranked, parts, mixture, run.seed("pages"), limits.max_page_bytes, limits.max_bytes)
+    found = run.map(_ranked, parts, mixture, "heldout", run.seed("pages"), limits.max_page_bytes, limits.max_bytes)
     pages = [row[3] for row in smallest(found, limits.max_bytes)]
     if not pages:
         raise PunaError(f"{documents.id} has no held-out page of at most {config.pages.max_page_bytes} bytes")
     return pages
 
 
-def _ranked(part: Part, mixture: Artifact | None, seed: int, max_page_bytes: int, max_bytes: int) -> list[Ranked]:
-    """Those of a part's held-out pages that may be among the chosen ones."""
-    sized = [(len(row.text.encode()), row) for row in chosen_of(part, mixture, "heldout")]
+def _training_text(
+    model: Artifact, documents: Artifact, mixture: Artifact | None, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun
+) -> list[tuple[str, list[int]]]:
+    """Training documents and their tokens, in the order of a hash, as many tokens as the model was trained on; none where that is
+    not known, or more than `baseline_tokens`.
+    """
+    trained = model.manifest.metrics.get("trained_tokens")
+    if mixture is None or not isinstance(trained, int) or trained > config.pages.baseline_tokens:
+        return []
+    parts, most = run.parts(documents, columns=["id", "text"]), 16 * trained
+    found = smallest(run.map(_ranked, parts, mixture, "train", run.seed("training text"), most, most), most)
+    read, left = [], trained
+    for text, ids in ((row[3].text, tokenizer.encode(row[3].text)) for row in found):
+        read.append((text, [*tokenizer.lead, *ids, *tokenizer.end]))
+        left -= len(read[-1][1])
+        if left <= 0:
+            break
+    return read
+
+
+def _ranked(part: Part, mixture: Artifact | None, split: str, seed: int, max_page_bytes: int, max_bytes: int) -> list[Ranked]:
+    """Those of a part's pages of a split that may be among the chosen ones."""
+    sized = [(len(row.text.encode()), row) for row in chosen_of(part, mixture, split)]
     return candidates(((rank(seed, row.id), row.id, size, row) for size, row in sized if 0 < size <= max_page_bytes), max_bytes)
 
 
@@ -141,7 +169,14 @@ def _by_category(pages: Sequence[Any]) -> Iterator[tuple[str, list[int]]]:
             yield f"pages/{category}", [i for i, page in enumerate(pages) if page.category == category]
 
 
-def _bits(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun) -> None:
+def _bits(
+    pages: Sequence[Chosen],
+    read: Sequence[tuple[str, list[int]]],
+    model: Transformer,
+    tokenizer: Tokenizer,
+    config: EvaluateConfig,
+    run: StageRun,
+) -> None:
     encoded = [[*tokenizer.lead, *ids, *tokenizer.end] for ids in tokenizer.encode_batch([page.text for page in pages])]
     context = config.context or min(model.config.max_position_embeddings, config.micro_batch_tokens)
     nats = bits_per_byte.document_nats(
@@ -149,9 +184,13 @@ def _bits(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer, con
     )
     sizes = [float(len(page.text.encode())) for page in pages]
     found = {"bits_per_byte": [bits_per_byte.bits(n) for n in nats]}
-    for compressed in run.map(bits_per_byte.compressed_bits, [page.text for page in pages]):
-        for name, value in compressed.items():
-            found.setdefault(f"{name}_bits_per_byte", []).append(float(value))
+    if read:
+        counted = NGrams([ids for _, ids in read], config.pages.ngram_order, tokenizer.vocab_size)
+        for name, page in (("ngram", False), ("ngram_page", True)):
+            found[f"{name}_bits_per_byte"] = [bits_per_byte.bits(n) for n in counted.nats(encoded, page=page)]
+        squeezed = dictionary_bits([page.text for page in pages], "\n".join(text for text, _ in read).encode())
+        found["dictionary_bits_per_byte"] = [float(value) for value in squeezed]
+        run.metric("baseline_tokens", sum(len(ids) for _, ids in read))
     rows = []
     for task, members in _by_category(pages):
         weights = [sizes[i] for i in members]

@@ -1,9 +1,7 @@
-"""Bits per byte: how well a model, or a compressor, predicts documents it has not seen."""
+"""Bits per byte: how well a model predicts documents it has not seen."""
 
 from __future__ import annotations
 
-import gzip
-import lzma
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -83,15 +81,6 @@ def batched(items: Sequence[T], size: Callable[[T], int], limit: int) -> Iterato
         filled += size(item)
     if group:
         yield group
-
-
-def compressed_bits(text: str) -> dict[str, int]:
-    """Bits of one document under `gzip -9` and `xz -9` (LZMA, the bare format, which has the smaller header)."""
-    data = text.encode()
-    return {
-        "gzip": 8 * len(gzip.compress(data, 9, mtime=0)),
-        "lzma": 8 * len(lzma.compress(data, lzma.FORMAT_ALONE, preset=9)),
-    }
 
 
 def bits(nats: float) -> float:

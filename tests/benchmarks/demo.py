@@ -1,4 +1,4 @@
-"""The demo over several seeds: bits per byte against gzip, accuracy after each step, reward model, wall time.
+"""The demo over several seeds: bits per byte against n-grams, accuracy after each step, reward model, wall time.
 
     python tests/benchmarks/demo.py --seeds 0 1 2 [--store FOLDER] [--json]
 
@@ -52,7 +52,7 @@ def run(seed: int, store: Path, recipe: str) -> dict[str, Any]:
                 if row["task"] == "all" and row["metric"] == "accuracy":
                     found["accuracy"][made["step"]] = row["value"]
                     found["interval"][made["step"]] = (row["low"], row["high"])
-                if row["task"] == "pages" and row["metric"] in ("bits_per_byte", "gzip_bits_per_byte"):
+                if row["task"] == "pages" and row["metric"] in ("bits_per_byte", "ngram_bits_per_byte"):
                     found[row["metric"]] = row["value"]
         if made["stage"] == "reward_model":
             found.setdefault("reward_accuracy", []).append(made["metrics"]["heldout_accuracy"])
@@ -73,14 +73,14 @@ def main() -> None:
         steps = [list(r["accuracy"].values()) for r in results]
         rises = [b - a for values in steps for a, b in pairwise(values)]
         print(json.dumps({
-            "bits_per_byte": max(r["bits_per_byte"] for r in results), "gzip_bits_per_byte": min(r["gzip_bits_per_byte"] for r in results),
+            "bits_per_byte": max(r["bits_per_byte"] for r in results), "base_vs_ngram_bits": max(r["bits_per_byte"] / r["ngram_bits_per_byte"] for r in results),
             "smallest_rise": min(rises), "final_accuracy": min(values[-1] for values in steps),
             "reward_accuracy": min(min(r["reward_accuracy"]) for r in results), "seconds": max(r["seconds"] for r in results),
         }))  # fmt: skip
         return
     for r in results:
         accuracy = "  ".join(f"{step.removeprefix('evaluate_')} {value:.3f}" for step, value in r["accuracy"].items())
-        print(f"seed {r['seed']}: bits/byte {r['bits_per_byte']:.3f} (gzip -9 {r['gzip_bits_per_byte']:.3f})  {accuracy}")
+        print(f"seed {r['seed']}: bits/byte {r['bits_per_byte']:.3f} (n-grams {r['ngram_bits_per_byte']:.3f})  {accuracy}")
         print(f"        reward model {', '.join(f'{a:.3f}' for a in r['reward_accuracy'])}  stages {r['seconds']:.0f} s")
 
 

@@ -106,7 +106,7 @@ def written(svg: str) -> list[tuple[float, float, str]]:
 
 
 def test_values_beside_bars_do_not_touch() -> None:
-    series = {name: [("one", 3.0), ("two", 3.1)] for name in ("model", "gzip", "lzma")}
+    series = {name: [("one", 3.0), ("two", 3.1)] for name in ("model", "ngram", "dictionary")}
     values = sorted(y for _, y, _ in written(str(draw(Plot("bits", "", "bits", series, "bar", lines={"all": 3.05})))))
     assert len(values) == 6 and all(b - a >= 11 for a, b in pairwise(values))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 
 import pytest
@@ -18,6 +17,7 @@ from puna.stages.conversations import messages_of, text_of
 from puna.stages.pretrain import evaluate as module
 from puna.stages.pretrain.evaluate import AnswersConfig, EvaluateConfig, PagesConfig, evaluate
 from puna.stages.training import bits_per_byte, intervals
+from puna.stages.training.ngrams import NGrams
 from puna.storage import PunaError
 
 from .conftest import sentences
@@ -34,6 +34,7 @@ def tiny_model(config: SeededConfig, run: StageRun) -> None:
     tokenizer = Tokenizer.train([sentences(i, 60) for i in range(30)], 300)
     shape = ModelConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.2)
     save(Transformer(shape, generator=torch.Generator().manual_seed(config.seed)), run.folder, tokenizer)
+    run.metric("trained_tokens", 100_000)
 
 
 @pytest.fixture
@@ -54,10 +55,15 @@ def test_pages(store, documents, mixture, model) -> None:
     assert found["pages", "bits_per_byte"]["n"] == 12
     held = {"pages": texts[8:], "pages/dry": texts[9::2], "pages/wet": texts[8::2]}
     network, tokenizer = load(model.path()), Tokenizer.load(model.path())
+    # All of the training side, which is shorter than the model's training, and nothing else.
+    counted = NGrams([tokenizer.document(t) for t in texts[:8]], 4, tokenizer.vocab_size)
     for task, own in held.items():
         size = sum(len(t.encode()) for t in own)
-        squeezed = sum(8 * len(gzip.compress(t.encode(), 9, mtime=0)) for t in own)
-        assert found[task, "gzip_bits_per_byte"]["value"] == pytest.approx(squeezed / size)
+        documents_ = [tokenizer.document(t) for t in own]
+        for name, page in (("ngram", False), ("ngram_page", True)):
+            expected = bits_per_byte.bits(sum(counted.nats(documents_, page=page))) / size
+            assert found[task, f"{name}_bits_per_byte"]["value"] == pytest.approx(expected)
+        assert 0 < found[task, "dictionary_bits_per_byte"]["value"] < 8
         nats = bits_per_byte.document_nats(network, [tokenizer.document(t) for t in own], 32, 50)
         assert found[task, "bits_per_byte"]["value"] == pytest.approx(bits_per_byte.bits(sum(nats)) / size, rel=1e-5)
         targets = sum(len(tokenizer.document(t)) - 1 for t in own)
