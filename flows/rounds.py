@@ -51,13 +51,15 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     answers = step(sample, number=number, models=[before.policy, before.other], prompts=tasks)
     newest = step(preferences, number=number, answers=answers, prompts=tasks)
     pairs = (*before.preferences, newest)
+    # Without pairs of its own (no verifier judges its answers) a round learns from those that it was given.
+    last_pairs = [newest] if newest else list(before.preferences)
     reward = publish("reward", step(reward_model, number=number, model=start, preferences=pairs))
-    better = step(chosen, number=number, off=True, preferences=[newest])
+    better = step(chosen, number=number, off=True, preferences=last_pairs)
     best = step(rejection_sample, number=number, answers=answers, reward_model=reward, prompts=tasks)
     good = step(data_quality, number=number, through="instructions", instructions=best, model=before.policy)
     data = [*before.instructions, *(one for one in (better, good) if one)]
     tuned = step(sft, number=number, through="model", model=start, instructions=data)
-    preferred = step(dpo, number=number, through="model", model=tuned, preferences=[newest])
+    preferred = step(dpo, number=number, through="model", model=tuned, preferences=last_pairs)
     trained = step(grpo, number=number, off=True, through="policy", policy=preferred, reward_model=reward, prompts=tasks)
     trained = step(ppo, number=number, off=True, through="policy", policy=trained, reward_model=reward, prompts=tasks)
     last = [preferred, trained] if trained.labels != preferred.labels else [tuned, preferred]

@@ -16,6 +16,7 @@ from puna.flows import rounds, trace
 from puna.flows.adapter import Performer
 from puna.flows.history import History, settle
 from puna.flows.program import FLOWS, Output, current_walk, step
+from puna.flows.recipe import Recipe
 from puna.flows.report import write
 from puna.flows.running import checked_inputs
 from puna.flows.session import Session, session
@@ -243,17 +244,25 @@ def test_an_alias_that_was_moved_meanwhile_stays(world: World, monkeypatch: pyte
         world.fire(model, pool)
 
 
-STEPS = ("development_1", "pretended_training_1", "gate_1", "settle", "settled")
+STEPS = ("pretended_training_1", "settle", "settled")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The aliases after one round that nothing interrupted."""
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch)
+        world = World(tmp_path_factory.mktemp("whole"))
+        world.fire(world.model(), world.pool(train=9))
+        yield world.store.aliases()
 
 
 @pytest.mark.parametrize("at", STEPS)
-def test_a_round_that_is_cut_short_goes_on_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
-    """Killed before each step, before the alias moves, and before the round is marked as settled."""
-    pretend(monkeypatch)
-    worlds = [World(tmp_path / name) for name in ("whole", "killed")]
-    for world in worlds:
-        world.inputs = world.model(), world.pool(train=9)
-    worlds[0].fire(*worlds[0].inputs)
+def test_a_round_that_is_cut_short_goes_on_to_the_same_end(
+    world: World, undisturbed: dict[str, str], monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Killed before the training, before the alias moves, and before the round is marked as settled."""
+    inputs = world.model(), world.pool(train=9)
     with monkeypatch.context() as patch:
         if at in ("settle", "settled"):
             original = Store.set_alias
@@ -274,11 +283,10 @@ def test_a_round_that_is_cut_short_goes_on_to_the_same_end(tmp_path: Path, monke
 
             patch.setattr(Session, "perform", stopped)
         with pytest.raises(KeyboardInterrupt):
-            worlds[1].fire(*worlds[1].inputs)
-    assert worlds[1].fire(*worlds[1].inputs).startswith("round 1: its candidate is the policy")
-    assert worlds[0].store.aliases() == worlds[1].store.aliases()
-    assert worlds[0].policy.data_digest == worlds[1].policy.data_digest
-    trace.everything.cache_clear()
+            world.fire(*inputs)
+    assert world.fire(*inputs).startswith("round 1: its candidate is the policy")
+    # Keys are those of the same work on the same contents.
+    assert world.store.aliases() == undisturbed
 
 
 def test_fired_again_while_it_is_at_work_it_is_one_round(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,3 +329,12 @@ def test_settling_at_the_same_moment_moves_the_alias_once(world: World, monkeypa
     with pytest.raises(PunaError, match="it was changed meanwhile"):
         settle(world.store, done)
     assert world.policy.key == other.key
+
+
+def test_without_verifiers_a_round_learns_from_the_preferences_that_it_is_given() -> None:
+    trace.everything.cache_clear()
+    recipe = Recipe("people", values={"prompts": {"tasks": [{"task": "chain_sum"}]}, "preferences": None, "chosen": {}})
+    found = {one.label: one.inputs for one in trace.trace(trace.flow_named("round"), recipe).steps}
+    assert "preferences_1" not in found
+    for label in ("reward_model_1", "dpo_1", "chosen_1"):
+        assert found[label]["preferences"] == ("input judged",)
