@@ -42,6 +42,8 @@ class Told:
     inputs: Mapping[str, Sequence[str]]
     """The steps of the run that made its inputs, by the input's name."""
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    own: bool = True
+    """Whether the server hears of the step's state from here; not of a task, of which Prefect tells it."""
     state: str = "RUNNING"
     name: str | None = None
     message: str | None = None
@@ -86,10 +88,11 @@ class Reporter:
 
     # --- what the run says; returns at once -----------------------------------------------------------
 
-    def started(self, label: str, stage: str, inputs: Mapping[str, Sequence[Artifact]]) -> None:
-        """A step begins; `inputs`: its artifacts by the input's name."""
+    def started(self, label: str, stage: str, inputs: Mapping[str, Sequence[Artifact]], task: str | None = None) -> None:
+        """A step begins; `inputs`: its artifacts by the input's name; `task`: the id of the Prefect task that it is."""
         made_by = {name: [self._made[item.key] for item in items if item.key in self._made] for name, items in inputs.items()}
-        self._steps.append(Told(label, stage, {name: steps for name, steps in made_by.items() if steps}))
+        edges = {name: steps for name, steps in made_by.items() if steps}
+        self._steps.append(Told(label, stage, edges) if task is None else Told(label, stage, edges, id=task, own=False))
         self._wake.set()
 
     def progress(self, stage: str, done: float, total: float, note: str) -> None:
@@ -195,7 +198,9 @@ class Reporter:
         """Bring the server's record of a step to what the step is."""
         state = {"type": step.state, "name": step.name, "message": step.message}
         aim = f"{step.state} {step.name}"
-        if not step.known:
+        if not step.own:
+            step.known = aim
+        elif not step.known:
             inputs = {name: [{"input_type": "task_run", "id": one} for one in steps] for name, steps in step.inputs.items()}
             server.ask("POST", "/task_runs/", {
                 "id": step.id, "name": step.label, "flow_run_id": self.flow_run, "task_key": step.stage, "dynamic_key": step.id,

@@ -16,6 +16,7 @@ from puna.flows.console import Console
 from puna.flows.program import Given
 from puna.flows.reporter import Reporter
 from puna.flows.server import from_environment, server_of
+from puna.flows.task import Tasks, in_prefect
 from puna.stages.contract import Outcome, Stage, StageConfig, Value, perform
 from puna.stages.contract.executors import PROCESSES, connected
 from puna.storage import Artifact, Identity, PunaError, Store, runs
@@ -33,10 +34,20 @@ class Session:
     reporter: Reporter
     given: dict[str, Given] | None = None
     outcomes: list[tuple[str, Outcome]] = field(default_factory=list)
+    tasks: Tasks = field(default_factory=Tasks)
 
     def perform(self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str) -> Outcome:
-        """Run one stage, tell the terminal, the run's log and who else watches."""
+        """Run one stage, in a run that Prefect started as its task; tell the terminal, the run's log and who else watches."""
+        inputs = {name: [item for item in items if isinstance(item, Artifact)] for name, items in stage.check(given).items()}
 
+        def work(task: str | None = None) -> Outcome:
+            return self._perform(stage, config, given, step, inputs, task)
+
+        return self.tasks.perform(stage, config, inputs, step, work) if in_prefect() else work()
+
+    def _perform(
+        self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str, inputs: dict[str, list[Artifact]], task: str | None
+    ) -> Outcome:
         def started(identity: Identity) -> None:
             why = against(self.store, identity, step)
             self.console.started(step, why)
@@ -44,8 +55,7 @@ class Session:
                 self.reporter.log(f"{step} runs again: {'; '.join(map(str, why[:3]))}")
 
         self.console.step = step
-        artifacts = {name: [item for item in items if isinstance(item, Artifact)] for name, items in stage.check(given).items()}
-        self.reporter.started(step, stage.name, artifacts)
+        self.reporter.started(step, stage.name, inputs, task)
         try:
             outcome = perform(stage, config, given, self.store, executor=self.executor, listener=self, run=self.run, on_start=started)
         except BaseException as error:

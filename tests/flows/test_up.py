@@ -122,7 +122,13 @@ def test_a_run_from_a_form_is_done_and_shows_what_it_made(at_work: Up) -> None:
     assert [artifact.rows() for artifact in made] == [7]
     shown = {one["key"]: one for one in at_work.of("artifacts", run)}
     assert "7 rows" in shown["prompts"]["description"] and made[0].id in shown["prompts"]["data"] and "/puna/run/" in shown["run-prompts"]["data"]
-    assert [(step["name"], step["state"]["type"]) for step in at_work.of("task_runs", run)] == [("prompts", "COMPLETED")]
+    (step,) = until(lambda: at_work.of("task_runs", run))
+    assert (step["name"], step["state"]["type"]) == ("prompts", "COMPLETED") and made[0].id in step["state"]["message"]
+    assert shown["prompts"]["task_run_id"] == step["id"]
+    again = at_work.start("prompts", config=CONFIG)
+    assert at_work.ended(again)["state"]["type"] == "COMPLETED"
+    (step,) = until(lambda: at_work.of("task_runs", again))
+    assert step["state"]["name"] == "Cached" and len(at_work.store.artifacts()) == 1
 
     # It is on the forms that take prompts soon after, by a name that the command line and the form take.
     def offered() -> Any:
