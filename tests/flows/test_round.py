@@ -248,13 +248,13 @@ STEPS = ("pretended_training_1", "settle", "settled")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The aliases after one round that nothing interrupted."""
     with pytest.MonkeyPatch.context() as patch:
         pretend(patch)
         world = World(tmp_path_factory.mktemp("whole"))
         world.fire(world.model(), world.pool(train=9))
-        yield world.store.aliases()
+        return world.store.aliases()
 
 
 @pytest.mark.parametrize("at", STEPS)
@@ -332,7 +332,6 @@ def test_settling_at_the_same_moment_moves_the_alias_once(world: World, monkeypa
 
 
 def test_without_verifiers_a_round_learns_from_the_preferences_that_it_is_given() -> None:
-    trace.everything.cache_clear()
     recipe = Recipe("people", values={"prompts": {"tasks": [{"task": "chain_sum"}]}, "preferences": None, "chosen": {}})
     found = {one.label: one.inputs for one in trace.trace(trace.flow_named("round"), recipe).steps}
     assert "preferences_1" not in found
