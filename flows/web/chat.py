@@ -76,7 +76,7 @@ class Chat:
             raise PunaError(f"{artifact.id}: is no model")
         with self._lock:
             talker = self._loaded(artifact.key, artifact.id)
-        body = json.dumps({"model": model, "messages": messages, "stream": True, "max_tokens": MAX_TOKENS}).encode()
+        body = json.dumps({"model": artifact.id, "messages": messages, "stream": True, "max_tokens": MAX_TOKENS}).encode()
         headers = {"content-type": "application/json", "authorization": f"Bearer {talker.secret}"}
         try:
             answer = urllib.request.urlopen(urllib.request.Request(f"{talker.url}/v1/chat/completions", body, headers), timeout=300)

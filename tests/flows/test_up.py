@@ -192,7 +192,7 @@ def test_a_taken_port_and_an_open_door_are_refused_at_once(at_work: Up, tmp_path
 
 
 def test_ending_it_ends_its_runs_and_its_children(at_work: Up) -> None:
-    run = at_work.start("prompts", config={**CONFIG, "train": 2_000_000})
+    run = at_work.start("prompts", config={**CONFIG, "train": 2_000_000, "draws": 100_000_000})
     until(lambda: [name for name in at_work.store.runs() if at_work.store.log(name).state == "at work"])
     below = psutil.Process(at_work.process.pid).children(recursive=True)
     at_work.process.send_signal(signal.SIGINT)
