@@ -23,7 +23,7 @@ from puna.flows.preflight import PEEK_SECONDS, document_texts, page_texts
 from puna.flows.session import Session, session
 from puna.flows.trace import load
 from puna.stages.contract import External
-from puna.stages.curate.domains import TrainDomainsConfig, seed_counts, seed_label
+from puna.stages.curate.domains import TrainDomainsConfig, looked_at, seed_label
 from puna.stages.curate.ingest import IngestConfig, ingest, peek
 from puna.stages.curate.language import identify
 from puna.stages.curate.reading.sniff import sniff
@@ -141,7 +141,7 @@ def _tell_languages(texts: list[str], found: Choices) -> None:
 
 def _choose_topics(texts: list[str], found: Choices) -> None:
     config = TrainDomainsConfig()
-    labels = (seed_label(seed_counts(text[: config.max_characters]), config.min_seeds, config.max_second) for text in texts)
+    labels = (seed_label(looked_at(text[: config.max_characters]), config.min_seeds, config.max_second) for text in texts)
     topics = Counter(label for label in labels if label is not None)
     # Twice as many as are needed: duplicates go before types are given.
     if sum(count >= 2 * config.min_labels for count in topics.values()) >= 2:

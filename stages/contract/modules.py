@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from puna.stages.contract import sources
-from puna.stages.contract.plugins import GROUPS
+from puna.stages.contract.plugins import GROUPS, installed
 
 _places: dict[str, Path] = {}
 
@@ -70,4 +69,5 @@ def _is_own(top: str, file: Path) -> bool:
 @functools.cache
 def _offering() -> frozenset[str]:
     """The top-level modules that entry points of our groups name."""
-    return frozenset(entry.value.split(":")[0].split(".")[0] for group in GROUPS for entry in entry_points(group=group))
+    everything = installed(tuple(sys.path))
+    return frozenset(entry.value.split(":")[0].split(".")[0] for group in GROUPS for entry in everything.select(group=group))

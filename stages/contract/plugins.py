@@ -7,12 +7,13 @@ What comes in this way is registered as Puna's own is: by the declarations that 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
 import sys
 import traceback
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from types import ModuleType
 
@@ -37,9 +38,15 @@ def offers(group: str) -> dict[str, object]:
         raise PunaError(f"{group}: no group of plugins; there are {', '.join(GROUPS)}")
     if group not in _offers:
         _offers[group] = {}
-        for entry in sorted(entry_points(group=group), key=lambda e: (e.name, e.value)):
+        for entry in sorted(installed(tuple(sys.path)).select(group=group), key=lambda e: (e.name, e.value)):
             _load(entry)
     return _offers[group]
+
+
+@functools.lru_cache(maxsize=1)
+def installed(path: tuple[str, ...]) -> EntryPoints:
+    """What the packages on `sys.path` offer: the files of all of them are read for it, once."""
+    return entry_points()  # type: ignore[return-value]  # of 3.11 typeshed gives a dictionary
 
 
 def broken() -> list[str]:

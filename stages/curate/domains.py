@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
@@ -48,12 +49,10 @@ class Lexicon(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def lexicon() -> Lexicon:
-    """The seed words; a word that is listed for two types (in any two languages) points to none."""
-    from puna.stages.curate.text.words import folded_hashes
-
+def seed_words() -> tuple[list[str], dict[str, int]]:
+    """The types, and the type that each seed word points to; one that is listed for two types (in any two languages) points to none."""
     types: list[str] = []
-    owner: dict[int, int] = {}
+    owner: dict[str, int] = {}
     for line in SEEDS.read_text(encoding="utf-8").splitlines():
         if not line or line.startswith("#"):
             continue
@@ -61,10 +60,26 @@ def lexicon() -> Lexicon:
         name = head.split()[0]
         if name not in types:
             types.append(name)
-        for value in folded_hashes(words.split()).tolist():
-            owner[value] = types.index(name) if owner.get(value, types.index(name)) == types.index(name) else -1
-    pairs = sorted((value, at) for value, at in owner.items() if at >= 0)
+        for word in words.lower().split():
+            owner[word] = types.index(name) if owner.get(word, types.index(name)) == types.index(name) else -1
+    return types, {word: at for word, at in owner.items() if at >= 0}
+
+
+@lru_cache(maxsize=1)
+def lexicon() -> Lexicon:
+    """The seed words by their hashes."""
+    from puna.stages.curate.text.words import folded_hashes
+
+    types, owner = seed_words()
+    pairs = sorted(zip(folded_hashes(list(owner)).tolist(), owner.values(), strict=True))
     return Lexicon(types, np.array([v for v, _ in pairs], np.uint64), np.array([t for _, t in pairs], np.int64))
+
+
+def looked_at(text: str) -> NDArray[np.int64]:
+    """`seed_counts` without the compiled tokenizer, whose start takes longer than a look at some pages before a run."""
+    types, owner = seed_words()
+    words = set(re.findall(r"[^\W_]+", text.lower()))
+    return np.bincount([owner[word] for word in words if word in owner], minlength=len(types))
 
 
 def seed_counts(text: str) -> NDArray[np.int64]:
@@ -83,7 +98,7 @@ def seed_label(counts: NDArray[np.int64], min_seeds: int, max_second: float) -> 
     """The type that the seed words give with confidence, or None."""
     order = np.argsort(-counts, kind="stable")
     best, second = int(counts[order[0]]), int(counts[order[1]])
-    return lexicon().types[order[0]] if best >= min_seeds and second <= max_second * best else None
+    return seed_words()[0][order[0]] if best >= min_seeds and second <= max_second * best else None
 
 
 def needs(config: TrainDomainsConfig, facts: Facts) -> list[str]:
@@ -93,7 +108,7 @@ def needs(config: TrainDomainsConfig, facts: Facts) -> list[str]:
         return []
     found: Counter[str | None] = Counter()
     for text in documents.texts:
-        found[seed_label(seed_counts(text[: config.max_characters]), config.min_seeds, config.max_second)] += 1
+        found[seed_label(looked_at(text[: config.max_characters]), config.min_seeds, config.max_second)] += 1
         if sum(n >= config.min_labels for name, n in found.items() if name) >= 2:
             return []
     # At most as many as four standard deviations more than those seen let expect.

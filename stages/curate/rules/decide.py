@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 from puna.stages.curate.rules.expressions import SqlRule, sql_fires, sql_row
 from puna.stages.curate.rules.groups import Rule
 from puna.stages.curate.rules.languages import FACTOR
+from puna.storage.schemas import table_schema
 
 Factors = Mapping[str, NDArray[np.float64]]
 """Signal → what its thresholds are multiplied with for each document, float64[n]; NaN: the rule does not judge it."""
 
-DROPPED = pa.schema(
-    [("id", pa.string()), ("rule", pa.string()), ("value", pa.float64()), ("threshold", pa.float64()), ("detail", pa.string())]
-)
+DROPPED = table_schema("dropped").schema
 
 
 def factors_of(languages: pa.Table, table: pa.Table) -> dict[str, NDArray[np.float64]]:

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from puna.stages.contract import execute
-from puna.stages.curate.domains import DomainsConfig, TrainDomainsConfig, domains, lexicon, seed_counts, seed_label, train_domains
+from puna.stages.curate.domains import (
+    DomainsConfig,
+    TrainDomainsConfig,
+    domains,
+    lexicon,
+    looked_at,
+    seed_counts,
+    seed_label,
+    seed_words,
+    train_domains,
+)
 from puna.stages.curate.learned.trained import trained
 from puna.storage import PunaError, Store
 
@@ -20,6 +30,7 @@ def trained_and_applied(store, documents, **settings):
 
 
 def count(text):
+    assert looked_at(text).tolist() == seed_counts(text).tolist()
     return {name: int(n) for name, n in zip(lexicon().types, seed_counts(text), strict=True) if n}
 
 
@@ -29,6 +40,7 @@ def test_seed_words_of_several_languages():
     assert count("El paciente tiene una enfermedad del corazón.") == {"health": 3}
     # "capital" is listed for business and for geography: it points to neither.
     assert count("capital") == {}
+    assert len(lexicon().hashes) == len(seed_words()[1]) > 100
 
 
 def test_a_label_needs_words_and_a_margin():
