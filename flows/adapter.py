@@ -14,6 +14,8 @@ from puna.storage import Artifact, PunaError, Store, runs
 class Performer(Walk):
     """Makes the steps of a flow in the session in progress."""
 
+    performs = True
+
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
         """The artifact of a step."""
         assert config is not None  # only a trace of everything asks for steps without one

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from puna.flows.recipe import Added, Recipe, Setting, Step
 from puna.stages.contract import External, Kind, SeededConfig, Stage, StageConfig, Value, did_you_mean
@@ -241,6 +241,9 @@ class Walk(ABC):
     @abstractmethod
     def publish(self, name: str, output: Output) -> None:
         """Name an output."""
+
+    performs: ClassVar[bool] = False
+    """Whether the steps are made, and the store may be changed."""
 
     def store(self) -> Store | None:
         """The store that the flow may look into; None in a trace."""

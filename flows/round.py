@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
-from puna.flows.history import History, rounds_of, settle, unsettled
+from puna.flows.history import History, Round, rounds_of, settle, unsettled
 from puna.flows.program import Output, current_walk, flow, setting, step, tell
 from puna.flows.recipe import Step
 from puna.flows.rounds import State, new_prompts_per_round, one_round
@@ -16,7 +16,7 @@ from puna.stages.align.new_prompts import NewPromptsConfig, new_prompts
 from puna.stages.align.prompts import PromptsConfig, prompts
 from puna.stages.contract import Kind
 from puna.stages.pretrain.evaluate import evaluate
-from puna.storage import Artifact, PunaError
+from puna.storage import Artifact, PunaError, Store
 
 PromptsOutput = Annotated[Output, Kind("prompts")]
 DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
@@ -52,8 +52,7 @@ def _round(
     store = current_walk().store()
     history = History.of(store, given.items[0]) if store and given.items and isinstance(given.items[0], Artifact) else History()
     if store and (open_ := unsettled(store, history.rounds)):
-        settle(store, open_)
-        tell(str(open_))
+        _carry_out(store, open_)
         return False
     number = history.number
     policy = _known(history.policy) if history.policy else given
@@ -96,9 +95,15 @@ def _round(
     if not store or not verdict.items or not history.policy:
         return False
     done = rounds_of(store, history.policy)[-1]
-    settle(store, done)
-    tell(str(done))
-    return done.verdict != "waits"
+    _carry_out(store, done)
+    return done.verdict != "waits" and current_walk().performs
+
+
+def _carry_out(store: Store, done: Round) -> None:
+    """Move the aliases as the verdict says, and say so; a plan leaves them where they are."""
+    if current_walk().performs:
+        settle(store, done)
+        tell(str(done))
 
 
 def _known(artifact: Artifact) -> Output:

@@ -15,6 +15,7 @@ from puna.flows import round as module
 from puna.flows import rounds, trace
 from puna.flows.adapter import Performer
 from puna.flows.history import History, settle
+from puna.flows.planned import planned
 from puna.flows.program import FLOWS, Output, current_walk, step
 from puna.flows.recipe import Recipe
 from puna.flows.report import write
@@ -206,6 +207,22 @@ def test_a_round_waits_for_preferences_and_learns_a_grown_set_once(world: World,
     assert module._preferences([two, three], []) == ((module._known(two), module._known(three)), 0)
     assert module._preferences([two, three], [module._known(grown)]) == ((module._known(three), module._known(grown)), 1)
     assert module._preferences([two], [module._known(two)]) == ((module._known(two),), 0)
+
+
+def test_a_plan_moves_nothing(world: World) -> None:
+    """Not even where a round was cut short before its verdict was carried out."""
+    model, pool = world.model(), world.pool(train=6)
+    world.fire(model, pool)
+    (gate,) = [a for a in world.store.artifacts() if a.manifest.stage == "gate"]
+    world.store.set_alias("policy@latest", model)
+    world.store.set_alias(f"gate@{gate.key[:16]}", model)
+    before = world.store.aliases()
+    recipe = load(str(world.recipe), [], "round")
+    assert [one.label for one in planned(FLOWS["round"], recipe, [model.id, pool.id], world.store.uri)] == []
+    world.store.set_alias(f"gate@{gate.key[:16]}", gate)
+    steps = planned(FLOWS["round"], recipe, [model.id, pool.id], world.store.uri)
+    assert [one.state for one in steps if one.label in ("new_prompts_2", "evaluate_policy_2", "gate_2")] == ["runs", "reused", "after"]
+    assert world.store.aliases() == {**before, f"gate@{gate.key[:16]}": gate.key}
 
 
 def test_a_person_decides(world: World) -> None:
