@@ -44,13 +44,17 @@ class Choices:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """What `puna clean` leaves: the files of documents and of dropped pages, the report, and how many there are."""
+    """What `puna clean` leaves: the files of documents and of dropped pages, the report, and how many there are.
+
+    `rules`: how many pages each rule dropped (`step.rule`), the one that dropped most first.
+    """
 
     documents: Path
     dropped: Path
     report: Path
     kept: int
     pages: int
+    rules: dict[str, int]
 
 
 def clean(
@@ -83,7 +87,7 @@ def clean(
     _replace(dropped, lambda file: _write(_dropped(now, came), file, "jsonl"))
     page = target.with_name(f"{target.stem}.report.html")
     _replace(page, lambda file: shutil.copyfile(write(store, now.run, None), file))
-    return Cleaned(target, dropped, page, documents.rows(), sum(artifact.rows() for artifact in came))
+    return Cleaned(target, dropped, page, documents.rows(), sum(artifact.rows() for artifact in came), _rules(now))
 
 
 def look(files: list[External], imported: list[Artifact], named: Sequence[str]) -> Choices:
@@ -200,6 +204,12 @@ def _dropped(now: Session, came: Sequence[Artifact]) -> Iterator[pa.RecordBatch]
         for name in table.column_names:
             named = named.append_column(name, table[name])
         yield from named.to_batches()
+
+
+def _rules(now: Session) -> dict[str, int]:
+    gone = [(step, outcome.artifact) for step, outcome in now.outcomes if "dropped" in outcome.artifact.tables]
+    counts = Counter(f"{step}.{rule}" for step, artifact in gone for rule in artifact.read("dropped", ["rule"])["rule"].to_pylist())
+    return dict(counts.most_common())
 
 
 def _write(batches: Iterator[pa.RecordBatch], file: Path, kind: str) -> None:

@@ -107,7 +107,8 @@ def clean(
         typer.echo(json.dumps(asdict(made), default=str))
         return
     typer.echo(f"{made.kept:,} of {made.pages:,} pages are clean documents: {made.documents}")
-    typer.echo(f"what went, and by which rule: {made.dropped}")
+    most = ", ".join(f"{rule} {count:,}" for rule, count in list(made.rules.items())[:3])
+    typer.echo(f"what went, and by which rule{f' (most by {most})' if most else ''}: {made.dropped}")
     typer.echo(f"report: {made.report}")
 
 

@@ -77,6 +77,7 @@ def test_pages_of_ones_own_become_clean_files(tmp_path: Path) -> None:
     assert made.documents == tmp_path / "out" / "documents.jsonl" and made.kept == len(kept) and len(kept) + len(dropped) == made.pages == 7
     assert {row["url"] for row in kept} == {f"https://x.org/{n}" for n in range(6)} and {row["language"] for row in kept} == {"en"}
     assert {row["url"][-1]: row["fetched_at"] for row in kept} == {"0": None} | {str(n): "2024-05-01 00:00:00+00:00" for n in range(1, 6)}
+    assert made.rules == {f"select.{dropped[0]['rule']}": 1}
     assert dropped[0]["step"] == "select" and dropped[0]["url"] == "https://x.org/short" and dropped[0]["source"] == "mine" and "<html" in made.report.read_text()
     again = clean([str(rows)], tmp_path / "more" / "all.parquet", store, changes=changes, workers=1, say=said.append, quiet=True)
     assert pq.read_table(again.documents).column("text").to_pylist() == [row["text"] for row in kept]

@@ -11,6 +11,7 @@ import pytest
 
 from puna.models.template import Template, TemplateError
 from puna.models.tokenizer import CHATML, ChatError, Row, Tokenizer
+from puna.models.tokenizer_files import TokenizerError
 from tests.models.dialogues import conversation, families, made
 
 NAMES = ("llama2", "mistral", "llama3", "llama3_1", "qwen2_5", "qwen3", "gemma", "phi3")
@@ -283,3 +284,12 @@ def test_templates_by_name(tmp_path: Path):
     assert again.decode(again.chat([], tools=[{"name": "x"}])) == '[{"name": "x"}]'
     (tmp_path / "chat_template.jinja").write_text("{{ 'a file counts' }}")
     assert Tokenizer.load(tmp_path).decode(Tokenizer.load(tmp_path).chat(say("Q"))) == "a file counts"
+
+
+def test_packed_documents_begin_with_what_the_tokenizer_has() -> None:
+    """Qwen's tokenizers have no `bos`: their documents are told apart by `eos`."""
+    whole = made("llama3")
+    without = Tokenizer(whole.vocabulary.backend, {"eos_token": "<|eot_id|>"})
+    assert whole.begin == whole.bos != whole.eos and without.bos is None and without.begin == without.eos == whole.eos
+    with pytest.raises(TokenizerError, match="neither bos_token nor eos_token"):
+        _ = Tokenizer(whole.vocabulary.backend, {}).begin
