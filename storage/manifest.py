@@ -93,9 +93,10 @@ class Manifest:
     checksum: str = ""
 
     def to_json(self) -> str:
-        """Indented JSON text, with a checksum over everything else in it."""
+        """JSON text, a line for each field, with a checksum over everything else in it."""
         data = self._values()
-        return json.dumps(data | {"checksum": _checksum(data)}, indent=1, ensure_ascii=False) + "\n"
+        lines = (f" {json.dumps(n)}: {json.dumps(v, ensure_ascii=False)}" for n, v in (data | {"checksum": _checksum(data)}).items())
+        return "{\n" + ",\n".join(lines) + "\n}\n"
 
     def _values(self) -> dict[str, Any]:
         """All of it as JSON has it."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.storage import Artifact, Identity, InputRecord, Manifest, PunaError, Store, catalog, digest, maintenance, runs
+from puna.storage import Artifact, Identity, InputRecord, Manifest, PunaError, Store, catalog, digest, index, maintenance, runs
 from puna.storage.explain import changes, explain
 from puna.storage.files import LocalFiles
 from puna.storage.manifest import code_version
@@ -462,3 +464,21 @@ def test_a_store_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         Store.open(tmp_path / "file")
     with pytest.raises(PunaError, match=f"store {tmp_path}/file/below: cannot be made .*--store"):
         Store.open(tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize("damage", [lambda d: b"", lambda d: d[:-9], lambda d: d.replace(b"import", b"impost"), lambda d: d + b"\xff\n"])
+def test_an_index_that_is_gone_old_or_damaged_costs_only_time(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    store = Store.open(tmp_path)
+    made = [store.import_table("signals", signals([name], [1])) for name in "abc"]
+    found = store.entries()
+    assert {one["key"] for one in found} == {artifact.key for artifact in made} and {one["stage"] for one in found} == {"import"}
+    file = tmp_path / index.FILE
+    file.write_bytes(damage(file.read_bytes()))
+    assert store.entries() == found == store.entries()
+    file.unlink()
+    assert store.entries() == found
+    place = made[0].folder / "manifest.json"
+    place.write_text(place.read_text().replace('"run": ""', '"run": "other"'))
+    shutil.rmtree(made[1].folder)
+    after = {one["key"]: (one["run"], one["sound"]) for one in store.entries()}
+    assert after == {made[0].key: ("other", False), made[2].key: ("", True)}
