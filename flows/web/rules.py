@@ -153,7 +153,7 @@ def replayed(store: Store, of: Selection, asked: Mapping[str, str]) -> Html:
 def _counts(of: Selection, before: Mapping[str, str], now: Mapping[str, str]) -> Html:
     count = of.table.num_rows
     was, is_ = Counter(before.values()), Counter(now.values())
-    names = sorted({*was, *is_}, key=lambda name: (-is_[name], name))
+    names = sorted({*was, *is_}, key=lambda name: (-abs(is_[name] - was[name]), -is_[name], name))
     rows: list[list[Content]] = [
         [name, was[name], is_[name], f"{is_[name] - was[name]:+,}" if is_[name] != was[name] else ""] for name in names
     ]
