@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from puna.stages.contract import StageConfig
+from puna.stages.verifiers.question import Question, Score
+from puna.stages.verifiers.tools import Tools
 from puna.storage import PunaError
 
-if TYPE_CHECKING:
-    from puna.stages.verifiers.tools import Tools
-
+__all__ = [
+    "BoundedVerifier", "Item", "Question", "Score", "Verifier", "attempt", "checked", "is_correct", "reference_of", "to_json",
+]  # fmt: skip
 CORRECT = 1.0 - 1e-6
 """An answer counts as correct from this score on; verifiers give part marks below it."""
-
-
-class Question(NamedTuple):
-    """What a verifier may know of a prompt: its id, task, the text that is answered and the gold answer, where there is one.
-
-    `messages`: the turns of the conversation that is answered, each with role and content; none: `text` is one user message.
-    """
-
-    id: str
-    task: str
-    text: str
-    reference: str | None
-    messages: tuple[dict[str, Any], ...] = ()
-
-
-@dataclass(frozen=True)
-class Score:
-    """How good an answer is, 0 to 1, and what a reader should know of it. `value` None: it could not be scored."""
-
-    value: float | None
-    detail: str = ""
 
 
 class Item(NamedTuple):
@@ -83,9 +63,9 @@ class Verifier(StageConfig):
         """PunaError where these verifiers lack a means to run: a model, an isolated process. Called once, before any answer."""
 
     @classmethod
-    def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score]:
-        """Scores of many answers: by `score`, in processes of their own."""
-        return tools.in_children(items)
+    def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score] | None:
+        """Scores of many answers; None: by `score`, in processes of their own."""
+        return None
 
 
 class BoundedVerifier(Verifier):

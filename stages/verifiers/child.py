@@ -11,16 +11,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from puna.stages.contract import plugins
-from puna.stages.verifiers.base import Item, Score, to_json
+from puna.stages.verifiers.base import Item, Question, Score, attempt, checked, to_json
+from puna.stages.verifiers.tools import Tools, chunks
 
 START_SECONDS = 120.0
 """How long the process may take to load what it needs."""
 GRACE_SECONDS = 5.0
 ANSWER_BYTES = 1 << 20
+CHUNK = 64
+"""Answers that a worker is given at once."""
 
 
 class Child:
@@ -103,9 +107,16 @@ def child() -> Child:
     return Child()
 
 
+def in_children(items: Sequence[Item], tools: Tools) -> list[Score]:
+    """Scores by `Verifier.score`, in processes of their own that are ended after `seconds` for an answer."""
+    jobs = [{"verifier": to_json(i.verifier), "question": tuple(i.question), "answer": i.answer} for i in items]
+    found = tools.run.map(score_chunk, chunks(jobs, CHUNK), tools.config.seconds)
+    made = [Score(*one) for chunk in found for one in chunk]
+    return [checked(score, item.verifier.name) for score, item in zip(made, items, strict=True)]
+
+
 def score_chunk(chunk: list[dict[str, Any]], seconds: float) -> list[tuple[float | None, str]]:
     """In a worker: (value, detail) of each job, in order."""
-    from puna.stages.verifiers.base import Question
     from puna.stages.verifiers.registry import from_json
 
     found = []
@@ -118,7 +129,6 @@ def score_chunk(chunk: list[dict[str, Any]], seconds: float) -> list[tuple[float
 
 def serve() -> None:
     """In the process: read jobs as lines, write scores as lines. What a verifier prints goes nowhere."""
-    from puna.stages.verifiers.base import Question, attempt
     from puna.stages.verifiers.registry import from_text
 
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")

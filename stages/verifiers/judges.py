@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from puna.stages.verifiers.base import Question
+from puna.stages.verifiers.question import Question
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:

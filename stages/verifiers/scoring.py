@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from puna.stages.contract import External, StageRun
 from puna.stages.conversations import messages_of, shown
 from puna.stages.verifiers.base import Item, Question, Score, Verifier, checked
+from puna.stages.verifiers.child import in_children
 from puna.stages.verifiers.registry import code_of, from_text
 from puna.stages.verifiers.settings import ScoringConfig
 from puna.stages.verifiers.tools import Tools
@@ -100,8 +101,9 @@ def score_items(items: Sequence[Item], tools: Tools) -> list[Score]:
         kinds.setdefault(type(job.verifier), []).append(number)
     found: dict[int, Score] = {}
     for kind, numbers in kinds.items():
-        made = kind.score_many([jobs[number] for number in numbers], tools)
-        found |= zip(numbers, made, strict=True)
+        given = [jobs[number] for number in numbers]
+        made = kind.score_many(given, tools)
+        found |= zip(numbers, in_children(given, tools) if made is None else made, strict=True)
     ordered = iter([found[number] for number in range(len(jobs))])
     return [_combined(item.verifier, lambda: next(ordered)) for item in items]
 
