@@ -84,7 +84,7 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executo
     unknown = any(item.sources is None and item.kind in ("external", "pages", "documents") for item in before)
     sources = () if unknown else tuple(dict.fromkeys(source for item in before for source in item.sources or ()))
     texts, share = next((found for items in inputs.values() if (found := _together(items))), (None, 0.0))
-    tables = {"signals": ("id", *stage.signals)} if stage.signals else None
+    tables = stage.tables(step.config) if step.config is not None else None
     model = next((item.model for item in before if item.model), None) if stage.kind == "model" else None
     known[step.label] = InputFacts(stage.kind, tables, sources or None, None, texts, share, model)
     if stage.needs is None or step.config is None:

@@ -52,6 +52,9 @@ Value = Artifact | External | list[Artifact] | list[External] | None
 Named = Callable[[Mapping[str, Sequence[Artifact | External]]], list[Name]]
 """`named(inputs)`: functions and classes that rows of the inputs name, as module and symbol."""
 
+Written = Callable[[Any], Mapping[str, tuple[str, ...]]]
+"""`written(config)`: columns of the tables of signals that a stage writes, by the table's name."""
+
 
 @dataclass(frozen=True)
 class InputSpec:
@@ -102,9 +105,15 @@ class Stage:
     version: str | None = None
     needs: Needs | None = None
     device: bool = False
-    signals: tuple[str, ...] = ()
+    signals: tuple[str, ...] | Written = ()
     named: Named | None = None
     doc: str = field(default="", compare=False)
+
+    def tables(self, config: StageConfig) -> dict[str, tuple[str, ...]] | None:
+        """The columns of the tables of signals that it will write, where the declaration says so."""
+        if callable(self.signals):
+            return dict(self.signals(config))
+        return {"signals": ("id", *self.signals)} if self.signals else None
 
     def unmet(self, config: StageConfig, facts: Facts) -> list[str]:
         """One sentence for each need of the stage that these facts do not meet, before it runs."""
@@ -152,7 +161,7 @@ def stage(
     version: str | None = None,
     needs: Needs | None = None,
     device: bool = False,
-    signals: tuple[str, ...] = (),
+    signals: tuple[str, ...] | Written = (),
     named: Named | None = None,
 ) -> Callable[[Callable[..., None]], Stage]:
     """Declare a stage.
@@ -160,8 +169,8 @@ def stage(
     `kind`: what it writes. `filters`: the input whose rows are all either kept or in `dropped`; checked at
     commit. `version`: replaces the hash of the reached code in the artifact's key. `needs(config, facts)`: the needs
     that cannot be met, asked before anything runs. `device`: it computes on the accelerator in one process: on a cluster
-    it runs as a whole on one worker that has one. `signals`: those it writes whatever its configuration, so that a rule on
-    another one is refused before the run. `named(inputs)`: functions and classes that the inputs' rows name; see `Named`.
+    it runs as a whole on one worker that has one. `signals`: those it writes, or, where that depends on its configuration,
+    a function from that to the columns of its tables; so that a rule on another one is refused before the run. `named(inputs)`: functions and classes that the inputs' rows name; see `Named`.
     """
 
     def declare(function: Callable[..., None]) -> Stage:

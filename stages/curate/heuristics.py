@@ -86,7 +86,16 @@ class HeuristicsConfig(SeededConfig):
         return [(one.__module__, one.__qualname__) for one in found if one is not None]
 
 
-@stage(kind="signals")
+def written(config: HeuristicsConfig) -> dict[str, tuple[str, ...]]:
+    """The columns of the tables that it writes."""
+    found: dict[str, tuple[str, ...]] = {
+        "signals": ("id", *names(config.words), *config.signals, "token_kl", "token_kl_excess"),
+        "line_signals": ("id", "line", "words", "ngram_coverage"),
+    }
+    return found | ({"c4_lines": ("id", "line", "words", "final_punctuation")} if config.c4_lines else {})
+
+
+@stage(kind="signals", signals=written)
 def heuristics(documents: Documents, language: Signals | None, config: HeuristicsConfig, run: StageRun) -> None:
     """Measure documents with every number that Gopher's, C4's and FineWeb's rules ask for, and three of Llama 3's.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -122,7 +123,7 @@ def needs(config: SelectConfig, facts: Facts) -> list[str]:
         check_columns(config.expressions(), {name: SIGNALS[name].field.type if name in SIGNALS else None for name in carried})
     except PunaError as error:
         return [str(error)]
-    return []
+    return _lines_lacking(config.lines, [item.tables or {} for item in inputs])
 
 
 @stage(kind="documents", filters="documents", needs=needs)
@@ -212,14 +213,21 @@ def _aligned(signals: pa.Table, ids: pa.ChunkedArray, name: str) -> pa.Table:
 
 def _line_tables(signals: list[Artifact], rules: LineRules | None) -> dict[str, Artifact | None]:
     """The tables of lines that rules on lines read → the signals that carry them; None: no rule reads it."""
-    found: dict[str, Artifact | None] = dict.fromkeys(LINE_TABLES)
+    if said := _lines_lacking(rules, [artifact.tables for artifact in signals]):
+        raise PunaError(said[0])
+    read = _lines_read(rules)
+    return {name: next(a for a in signals if name in a.tables) if name in read else None for name in LINE_TABLES}
+
+
+def _lines_lacking(rules: LineRules | None, carried: Sequence[Collection[str]]) -> list[str]:
+    """What is wrong where a table of lines that a rule reads is not one of exactly one input; `carried`: the tables of each."""
+    said = []
     for name in _lines_read(rules):
-        carrying = [artifact for artifact in signals if name in artifact.tables]
-        if len(carrying) != 1:
+        count = sum(name in tables for tables in carried)
+        if count != 1:
             rule, off = LINE_TABLES[name]
-            raise PunaError(f"{rule} reads the table {name!r}, which {len(carrying)} inputs carry; {off}, or set lines=null")
-        found[name] = carrying[0]
-    return found
+            said.append(f"{rule} reads the table {name!r}, which {count} inputs carry; {off}, or set lines=null")
+    return said
 
 
 def _lines_read(rules: LineRules | None) -> list[str]:
