@@ -22,7 +22,7 @@ demo: setup
 	$(BIN)/python -m puna.flows.cli run pipeline --recipe demo --store $(STORE) $(ARGS)
 
 test: setup lint types
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

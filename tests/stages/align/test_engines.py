@@ -361,7 +361,7 @@ def test_trl_has_no_nll_term_for_reward_models() -> None:
 
 @pytest.mark.parametrize("kind", [SftConfig, RewardModelConfig, DpoConfig])
 def test_settings_that_trl_has_not_are_refused(kind: type) -> None:
-    other = {"nll_normalization": "tokens"} if kind is DpoConfig else {}
+    other = {"nll_normalization": "tokens", "mask_format": False} if kind is DpoConfig else {}
     kind(engine="trl", **other)
     with pytest.raises(ValueError, match="training.optimizer.name cannot be muon"):
         kind(engine="trl", training={"optimizer": {"name": "muon"}}, **other)
@@ -369,7 +369,7 @@ def test_settings_that_trl_has_not_are_refused(kind: type) -> None:
 
 def test_trl_takes_the_likelihood_over_tokens_only() -> None:
     with pytest.raises(ValueError, match="nll_normalization must be tokens with engine trl"):
-        DpoConfig(engine="trl")
+        DpoConfig(engine="trl", mask_format=False)
     DpoConfig(engine="trl", nll_weight=0)
 
 

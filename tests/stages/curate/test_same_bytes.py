@@ -24,6 +24,7 @@ from puna.stages.curate.decontaminate import DecontaminateConfig, decontaminate
 from puna.stages.curate.domains import DomainsConfig, TrainDomainsConfig, domains, train_domains
 from puna.stages.curate.encoder_quality import EncoderQualityConfig, TrainEncoderQualityConfig, encoder_quality, train_encoder_quality
 from puna.stages.curate.extract import ExtractConfig, extract
+from puna.stages.curate.gather import GatherConfig, gather
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.curate.ingest import IngestConfig, ingest
 from puna.stages.curate.judge import JudgeConfig, judge
@@ -166,6 +167,7 @@ def _rules(**groups):
 SPECS = {
     "ingest": (ingest, IngestConfig(), lambda w: {"inputs": w.crawl}),
     "extract": (extract, ExtractConfig(), lambda w: {"pages": w.made["ingest"]}),
+    "gather": (gather, GatherConfig(sources=("first", "")), lambda w: {"documents": [w.documents, w.old]}),
     "block_lists": (block_lists, BlockListsConfig(), lambda w: {"inputs": w.lists}),
     "url_filter": (url_filter, UrlFilterConfig(), lambda w: {"documents": w.documents, "lists": [w.made["block_lists"]]}),
     "url_dedup": (url_dedup, UrlDedupConfig(), lambda w: {"documents": w.documents}),
