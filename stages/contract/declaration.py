@@ -170,7 +170,8 @@ def stage(
     commit. `version`: replaces the hash of the reached code in the artifact's key. `needs(config, facts)`: the needs
     that cannot be met, asked before anything runs. `device`: it computes on the accelerator in one process: on a cluster
     it runs as a whole on one worker that has one. `signals`: those it writes, or, where that depends on its configuration,
-    a function from that to the columns of its tables; so that a rule on another one is refused before the run. `named(inputs)`: functions and classes that the inputs' rows name; see `Named`.
+    a function from that to the columns of its tables, so that a rule on another one is refused before the run. `named(inputs)`:
+    functions and classes that the inputs' rows name; see `Named`.
     """
 
     def declare(function: Callable[..., None]) -> Stage:

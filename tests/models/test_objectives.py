@@ -168,8 +168,7 @@ def dpo_batch(some: list[tuple[list[int], list[list[int]]]], reference: Transfor
     masks = [[[i + 1 < len(answer) for i in range(len(answer))] for answer in row] for row in answers]
     laid_out = o.Targets.from_answers([p for p, _ in some], answers, masks)
     even = torch.arange(0, 2 * len(some), 2)
-    batch = o.DpoBatch(laid_out, even, even + 1)
-    return batch.with_reference(o.reference_logprobs(reference, laid_out))
+    return o.DpoBatch(laid_out, even, even + 1, o.reference_logprobs(reference, laid_out))
 
 
 def ppo_batch(some: list[tuple[list[int], list[list[int]]]], reference: Transformer) -> o.PpoBatch:
@@ -293,7 +292,7 @@ def test_dpo_wants_its_reference():
     with pytest.raises(ValueError, match="reference"):
         o.Dpo()(model(), batch)
     with pytest.raises(ValueError, match="2 answers but 3 reference log-probs"):
-        batch.with_reference(torch.zeros(3))
+        o.DpoBatch(batch.targets, batch.chosen, batch.rejected, torch.zeros(3))
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward"])

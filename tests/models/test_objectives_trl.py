@@ -127,7 +127,7 @@ def test_dpo(tokenizer: Tokenizer, tmp_path: Path, kind: str, nll_weight: float)
     )
     made, targets = load(folder), pairs(tokenizer, (1, 2))
     even = torch.arange(0, 2 * len(ROWS), 2)
-    batch = o.DpoBatch(targets, even, even + 1).with_reference(o.reference_logprobs(load(reference), targets))
+    batch = o.DpoBatch(targets, even, even + 1, o.reference_logprobs(load(reference), targets))
     loss, _ = o.Dpo(beta=0.3, nll_weight=nll_weight, nll_normalization="tokens", loss=kind)(made, batch)
     assert_equal(made, loss, theirs(trainer))
 

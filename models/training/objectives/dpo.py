@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -38,17 +38,16 @@ class DpoBatch:
     rejected: Tensor
     reference: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if self.reference is not None and self.reference.shape != self.targets.lengths.shape:
+            raise ValueError(f"{self.targets.answers} answers but {len(self.reference)} reference log-probs")
+
     def __len__(self) -> int:
         return len(self.targets)
 
     def to(self, device: torch.device | str) -> DpoBatch:
         reference = None if self.reference is None else self.reference.to(device)
         return DpoBatch(self.targets.to(device), self.chosen.to(device), self.rejected.to(device), reference)
-
-    def with_reference(self, reference: Tensor) -> DpoBatch:
-        if reference.shape != self.targets.lengths.shape:
-            raise ValueError(f"{self.targets.answers} answers but {len(reference)} reference log-probs")
-        return replace(self, reference=reference)
 
 
 class Dpo(Objective[DpoBatch]):
