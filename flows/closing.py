@@ -22,7 +22,8 @@ def closing_table(now: Session) -> None:
     """Print the funnel, the evaluations and the reward models of the run in progress."""
     made = [(step, outcome.artifact) for step, outcome in now.outcomes]
     evaluations = [(step, _measured(artifact)) for step, artifact in made if artifact.kind == "evaluation"]
-    compared = [_arms(found) for found in arms.rounds((step, artifact) for step, artifact in made if artifact.kind == "evaluation")]
+    rounds = arms.rounds((step, artifact) for step, artifact in made if artifact.kind == "evaluation")
+    compared = [table for found in rounds for table in (_arms(found), _claims(found))]
     for table in (_funnel(made), _compression(evaluations), _accuracy(evaluations), *compared, _rewards(made)):
         if table.row_count:
             now.console.show(table)
@@ -39,7 +40,7 @@ def _measured(evaluation: Artifact) -> dict[tuple[str, str], dict[str, Any]]:
 def _table(*columns: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+        table.add_column(name, justify="right" if number else "left", no_wrap=number > 0)
     return table
 
 
@@ -86,14 +87,19 @@ def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]
 
 
 def _arms(found: arms.Arms) -> Table:
-    """A round beside its control arms, and what each part of it earned."""
-    table = _table(f"round {found.number} and its controls", *(arms.METRICS[metric] for metric in found.metrics), "")
+    """A round beside its control arms."""
+    table = _table(f"round {found.number} and its controls", *(arms.METRICS[metric] for metric in found.metrics))
     for arm in found.scores:
         table.add_row(arms.NAMES.get(arm, arm), *(f"{found.share(arm, metric).value:.3f}" for metric in found.metrics))
+    return table
+
+
+def _claims(found: arms.Arms) -> Table:
+    """What each part of a round earned."""
+    table = _table(f"in round {found.number}", "of", "gain", "")
     for claim in found.claims():
         gain = f"{claim.gain.value:+.3f} ({claim.gain.low:+.3f} to {claim.gain.high:+.3f})"
-        cells = [gain if claim.metric == metric else "" for metric in found.metrics]
-        table.add_row(claim.name, *cells, claim.verdict)
+        table.add_row(claim.name, arms.METRICS[claim.metric], gain, claim.verdict)
     return table
 
 
