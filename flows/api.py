@@ -13,17 +13,17 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from puna.flows.api_shapes import ApiError, ChatRequest, CompletionRequest, Reply, ResponseFormat, Sampled
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.engine import Event
 from puna.models.generation.schedule import Request as Asked
@@ -39,106 +39,6 @@ class Limits:
     queue: int = 256
     seconds: float = 600.0
     body: int = 1 << 20
-
-
-class ApiError(Exception):
-    """What a client is told in OpenAI's shape."""
-
-    def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": None}}
-
-
-class StreamOptions(BaseModel):
-    """What a stream tells besides."""
-
-    model_config = ConfigDict(extra="forbid")
-    include_usage: bool = False
-
-
-class JsonSchema(BaseModel):
-    """The form of an answer."""
-
-    model_config = ConfigDict(extra="forbid")
-    name: str = Field("answer", description="Of the client; not looked at")
-    description: str | None = Field(None, description="Of the client; not looked at")
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = Field(None, description="An answer is always held to its schema")
-
-
-class ResponseFormat(BaseModel):
-    """Text, any JSON object, or JSON of a schema."""
-
-    model_config = ConfigDict(extra="forbid")
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _whole(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema stands with the type json_schema, and only there")
-        return self
-
-
-class Sampled(BaseModel):
-    """The fields that both kinds of request have."""
-
-    model_config = ConfigDict(extra="forbid")
-    model: str | None = None
-    temperature: float = Field(1.0, ge=0, le=10)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    min_p: float = Field(0.0, ge=0, le=1)
-    n: int = Field(1, ge=1, le=128)
-    seed: int | None = Field(None, ge=0)
-    stop: str | list[str] | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
-    presence_penalty: float = Field(0.0, ge=-10, le=10)
-    frequency_penalty: float = Field(0.0, ge=-10, le=10)
-    repetition_penalty: float = Field(1.0, gt=0, le=10)
-    logit_bias: dict[int, float] = Field(default_factory=dict)
-    user: str | None = Field(None, description="Of the client; not looked at")
-
-
-class CompletionRequest(Sampled):
-    """Go on from a text."""
-
-    prompt: str | list[int] = Field(min_length=1)
-    max_tokens: int = Field(16, ge=1)
-    logprobs: bool | int | None = Field(None, description="Whether to tell the log-probs of the drawn tokens")
-
-
-class TextPart(BaseModel):
-    """A piece of a turn's text."""
-
-    model_config = ConfigDict(extra="forbid")
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """One turn."""
-
-    model_config = ConfigDict(extra="allow")
-    role: str
-    content: str | list[TextPart] | None = None
-
-    def turn(self) -> dict[str, Any]:
-        """As a chat template takes it."""
-        content = self.content if isinstance(self.content, str | None) else "".join(part.text for part in self.content)
-        return {name: value for name, value in {**self.model_dump(), "content": content}.items() if value is not None}
-
-
-class ChatRequest(Sampled):
-    """Answer a conversation."""
-
-    messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool = False
-    tools: list[dict[str, Any]] | None = None
 
 
 class Worker:
@@ -159,7 +59,7 @@ class Worker:
         self._orders.put(None)
         self._thread.join()
 
-    async def answer(self, ids: list[int], params: SamplingParams, seconds: float) -> AsyncIterator[Event]:
+    async def answer(self, ids: list[int], params: SamplingParams, seconds: float) -> AsyncGenerator[Event, None]:
         """The request's tokens as they come. ApiError where the engine refuses it or its time is up."""
         loop = asyncio.get_running_loop()
         found: asyncio.Queue[Event | ApiError] = asyncio.Queue()
@@ -220,21 +120,103 @@ class Worker:
         self.engine.clear()
 
 
+class Answerer:
+    """Answers the requests of one model; `speculate` as in SamplingParams, for answers of free form."""
+
+    SAMPLED = ("temperature", "top_p", "top_k", "min_p", "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+
+    def __init__(self, worker: Worker, tokenizer: Tokenizer, name: str, seconds: float, speculate: int) -> None:
+        self.worker, self.tokenizer, self.name, self.seconds, self.speculate = worker, tokenizer, name, seconds, speculate
+        self.config = worker.engine.model.config
+
+    async def completion(self, body: CompletionRequest) -> Response:
+        """The text that follows another."""
+        ids = [*self.tokenizer.lead, *self.tokenizer.encode(body.prompt)] if isinstance(body.prompt, str) else body.prompt
+        return await self._answered(body, ids, body.max_tokens, "text_completion", body.logprobs not in (None, False))
+
+    async def chat(self, body: ChatRequest) -> Response:
+        """The next turn of a conversation."""
+        try:
+            ids = self.tokenizer.chat([message.turn() for message in body.messages], tools=body.tools)
+        except ValueError as error:
+            raise ApiError(400, "invalid_request_error", str(error), "messages") from error
+        room = self.config.max_position_embeddings - len(ids)
+        longest = body.max_completion_tokens or body.max_tokens or max(1, min(room, 1024))
+        return await self._answered(body, ids, longest, "chat.completion", body.logprobs)
+
+    async def _answered(self, body: Sampled, ids: list[int], longest: int, kind: str, logprobs: bool) -> Response:
+        texts = self._checked(body, ids, longest)
+        events = self.worker.answer(ids, await self._params(body, longest, texts), self.seconds)
+        streams = {number: TextStream(self.tokenizer, texts) for number in range(body.n)}
+        reply = Reply(kind, self.name, ids, streams, self.tokenizer if logprobs else None)
+        if not body.stream:
+            async for event in events:
+                reply.add(event)
+            return JSONResponse(reply.whole())
+        first = await anext(events)  # what is refused is told as an error, not in a stream
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        return StreamingResponse(_lines(reply, first, events, usage), media_type="text/event-stream")
+
+    def _checked(self, body: Sampled, ids: list[int], longest: int) -> list[str]:
+        """The texts that end an answer; ApiError where the request does not fit the model."""
+        if body.model not in (None, self.name):
+            raise ApiError(404, "invalid_request_error", f"there is no model {body.model!r} here, only {self.name!r}", "model")
+        context, V = self.config.max_position_embeddings, self.config.vocab_size
+        if len(ids) + longest > context:
+            told = f"{len(ids)} tokens of the prompt and {longest} of the answer exceed the model's context of {context}"
+            raise ApiError(400, "invalid_request_error", told, "max_tokens")
+        if not all(0 <= token < V for token in (*ids, *body.logit_bias)):
+            raise ApiError(400, "invalid_request_error", f"token ids lie in 0 to {V - 1}")
+        texts = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        if not all(texts):
+            raise ApiError(400, "invalid_request_error", "a stop text must not be empty", "stop")
+        return texts
+
+    async def _params(self, body: Sampled, longest: int, texts: list[str]) -> SamplingParams:
+        """How the answers are drawn: what the request leaves open is the model's own."""
+        seed = uuid.uuid4().int >> 96 if body.seed is None else body.seed
+        given = {field: getattr(body, field) for field in self.SAMPLED if field in body.model_fields_set}
+        try:
+            mask = await asyncio.to_thread(self._mask, body.response_format)
+        except ValueError as error:
+            raise ApiError(400, "invalid_request_error", str(error), "response_format") from error
+        return SamplingParams(
+            **{**self.tokenizer.sampling, **given}, max_tokens=longest, seed=seed, stop=(*self.tokenizer.stop_ids, *texts), mask=mask,
+            speculate=self.speculate if mask is None else 0,
+        )  # fmt: skip
+
+    @cached_property
+    def _grammar(self) -> Grammar:
+        return Grammar(self.tokenizer, self.config.vocab_size)
+
+    def _mask(self, asked: ResponseFormat | None) -> Mask | None:
+        if asked is None or asked.type == "text":
+            return None
+        return self._grammar.schema(None if asked.json_schema is None else asked.json_schema.schema_)
+
+
+async def _lines(reply: Reply, first: Event, events: AsyncGenerator[Event, None], usage: bool) -> AsyncIterator[str]:
+    """A stream of events; `usage`: the last one tells what was used."""
+    yield reply.line(first)
+    try:
+        async for event in events:
+            yield reply.line(event)
+    except ApiError as error:
+        yield f"data: {json.dumps(error.body)}\n\n"
+    finally:
+        await events.aclose()
+    if usage:
+        yield reply.last()
+    yield "data: [DONE]\n\n"
+
+
 def application(engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None, speculate: int = 0) -> FastAPI:
     """The server of one model; `speculate` as in SamplingParams, for answers of free form."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ValueError("a server needs a model with its tokenizer")
     worker = Worker(engine)
-
-    @cache
-    def grammar() -> Grammar:
-        return Grammar(tokenizer, engine.model.config.vocab_size)
-
-    def form(asked: ResponseFormat | None) -> Mask | None:
-        if asked is None or asked.type == "text":
-            return None
-        return grammar().schema(None if asked.json_schema is None else asked.json_schema.schema_)
+    answerer = Answerer(worker, tokenizer, name, limits.seconds, speculate)
 
     @asynccontextmanager
     async def running(_: FastAPI) -> AsyncIterator[None]:
@@ -291,124 +273,10 @@ def application(engine: Engine, name: str, limits: Limits = Limits(), key: str |
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest) -> Response:
-        ids = [*tokenizer.lead, *tokenizer.encode(body.prompt)] if isinstance(body.prompt, str) else body.prompt
-        return await answered(body, ids, body.max_tokens, "text_completion", body.logprobs not in (None, False))
+        return await answerer.completion(body)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest) -> Response:
-        try:
-            ids = tokenizer.chat([message.turn() for message in body.messages], tools=body.tools)
-        except ValueError as error:
-            raise ApiError(400, "invalid_request_error", str(error), "messages") from error
-        room = engine.model.config.max_position_embeddings - len(ids)
-        longest = body.max_completion_tokens or body.max_tokens or max(1, min(room, 1024))
-        return await answered(body, ids, longest, "chat.completion", body.logprobs)
-
-    async def answered(body: Sampled, ids: list[int], longest: int, kind: str, logprobs: bool) -> Response:
-        if body.model not in (None, name):
-            raise ApiError(404, "invalid_request_error", f"there is no model {body.model!r} here, only {name!r}", "model")
-        context, V = engine.model.config.max_position_embeddings, engine.model.config.vocab_size
-        if len(ids) + longest > context:
-            told = f"{len(ids)} tokens of the prompt and {longest} of the answer exceed the model's context of {context}"
-            raise ApiError(400, "invalid_request_error", told, "max_tokens")
-        if not all(0 <= token < V for token in (*ids, *body.logit_bias)):
-            raise ApiError(400, "invalid_request_error", f"token ids lie in 0 to {V - 1}")
-        texts = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        if not all(texts):
-            raise ApiError(400, "invalid_request_error", "a stop text must not be empty", "stop")
-        same = ("temperature", "top_p", "top_k", "min_p", "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
-        seed = uuid.uuid4().int >> 96 if body.seed is None else body.seed
-        given = {**tokenizer.sampling, **{field: getattr(body, field) for field in same if field in body.model_fields_set}}
-        try:
-            mask = await asyncio.to_thread(form, body.response_format)
-        except ValueError as error:
-            raise ApiError(400, "invalid_request_error", str(error), "response_format") from error
-        stop: tuple[int | str, ...] = (*tokenizer.stop_ids, *texts)
-        ahead = speculate if mask is None else 0
-        params = SamplingParams(**given, max_tokens=longest, seed=seed, stop=stop, mask=mask, speculate=ahead)
-        events = worker.answer(ids, params, limits.seconds)
-        reply = Reply(kind, name, ids, {i: TextStream(tokenizer, texts) for i in range(body.n)}, tokenizer if logprobs else None)
-        if not body.stream:
-            async for event in events:
-                reply.add(event)
-            return JSONResponse(reply.whole())
-        first = await anext(events)  # what is refused is told as an error, not in a stream
-
-        async def lines() -> AsyncIterator[str]:
-            yield reply.line(first)
-            try:
-                async for event in events:
-                    yield reply.line(event)
-            except ApiError as error:
-                yield f"data: {json.dumps(error.body)}\n\n"
-            finally:
-                await events.aclose()  # type: ignore[attr-defined]
-            if body.stream_options is not None and body.stream_options.include_usage:
-                yield reply.last()
-            yield "data: [DONE]\n\n"
-
-        return StreamingResponse(lines(), media_type="text/event-stream")
+        return await answerer.chat(body)
 
     return app
-
-
-class Reply:
-    """An answer in OpenAI's shape, as a whole or in chunks."""
-
-    def __init__(self, kind: str, model: str, ids: list[int], texts: dict[int, TextStream], scored: Tokenizer | None) -> None:
-        """`scored`: tells the tokens with their log-probs, where these are asked for."""
-        self.kind, self.texts, self.scored, self.prompt_tokens = kind, texts, scored, len(ids)
-        prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
-        self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self.said = dict.fromkeys(texts, "")
-        self.scores: dict[int, list[tuple[int, float]]] = {number: [] for number in texts}
-        self.reasons: dict[int, str] = {}
-
-    def add(self, event: Event) -> str:
-        """Take a token in; the text that it brings."""
-        new = self.texts[event.number].add(event.token, event.completion is not None)
-        self.said[event.number] += new
-        self.scores[event.number].append((event.token, event.logprob))
-        if event.completion is not None:
-            self.reasons[event.number] = "stop" if event.completion.finished else "length"
-        return new
-
-    def _scores(self, number: int, start: int = 0) -> dict[str, Any] | None:
-        if self.scored is None:
-            return None
-        shown = [(self.scored.decode([token]), score) for token, score in self.scores[number][start:]]
-        if self.kind.startswith("chat"):
-            return {"content": [{"token": text, "logprob": score, "bytes": None, "top_logprobs": []} for text, score in shown]}
-        return {"tokens": [text for text, _ in shown], "token_logprobs": [score for _, score in shown]}
-
-    def _usage(self) -> dict[str, int]:
-        made = sum(map(len, self.scores.values()))
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": made, "total_tokens": self.prompt_tokens + made}
-
-    def whole(self) -> dict[str, Any]:
-        choices = []
-        for number, text in self.said.items():
-            shown = {"message": {"role": "assistant", "content": text}} if self.kind.startswith("chat") else {"text": text}
-            choices.append({"index": number, **shown, "logprobs": self._scores(number), "finish_reason": self.reasons[number]})
-        return {**self.head, "object": self.kind, "choices": choices, "usage": self._usage()}
-
-    def line(self, event: Event) -> str:
-        """One token as a server-sent event."""
-        first = not self.scores[event.number]
-        text = self.add(event)
-        if self.kind.startswith("chat"):
-            shown: dict[str, Any] = {"delta": {**({"role": "assistant"} if first else {}), "content": text}}
-        else:
-            shown = {"text": text}
-        choice = {"index": event.number, **shown, "finish_reason": self.reasons.get(event.number)}
-        if self.scored is not None:
-            choice["logprobs"] = self._scores(event.number, -1)
-        return self._chunk(choices=[choice])
-
-    def last(self) -> str:
-        """What was used, as the last event of a stream."""
-        return self._chunk(choices=[], usage=self._usage())
-
-    def _chunk(self, **fields: Any) -> str:
-        kind = "chat.completion.chunk" if self.kind.startswith("chat") else self.kind
-        return f"data: {json.dumps({**self.head, 'object': kind, **fields}, ensure_ascii=False)}\n\n"

@@ -46,6 +46,9 @@ InputOption = Annotated[
     typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="Pages to read, or artifacts of a single stage; NAME: of the input"),
 ]
 
+HostOption = Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with --auth")]
+AuthOption = Annotated[str, typer.Option(metavar="USER:PASSWORD", envvar="PUNA_AUTH", help="What a browser must say to get in")]
+
 
 @app.command()
 def run(
@@ -193,9 +196,9 @@ def demo_pages(
 @app.command()
 def up(
     store: StoreOption = DEFAULT_STORE,
-    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with --auth")] = "127.0.0.1",
+    host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free")] = 4200,
-    auth: Annotated[str, typer.Option(metavar="USER:PASSWORD", envvar="PUNA_AUTH", help="What a browser must say to get in")] = "",
+    auth: AuthOption = "",
     limit: Annotated[int, typer.Option(min=1, help="Runs at work at once; each uses every core")] = 2,
 ) -> None:
     """Start Prefect with its UI, everything served, and Puna's own pages: one process, one address."""
@@ -208,9 +211,9 @@ def up(
 @app.command()
 def web(
     store: StoreOption = DEFAULT_STORE,
-    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with --auth")] = "127.0.0.1",
+    host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free")] = 4300,
-    auth: Annotated[str, typer.Option(metavar="USER:PASSWORD", envvar="PUNA_AUTH", help="What a browser must say to get in")] = "",
+    auth: AuthOption = "",
 ) -> None:
     """Puna's own pages without Prefect: runs, artifacts, documents, questions."""
     opened = look.existing(store)
