@@ -8,8 +8,12 @@ from puna.kernels.configurations import Configuration
 from puna.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("offsets", [[0, 20, 20, 37], [0, 0, 0, 37], [0, 16, 32, 37], [0, 1, 2, 37]])
+FP32, FP16 = torch.float32, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("offsets", "dtype"), [([0, 20, 20, 37], FP32), ([0, 20, 20, 37], FP16), ([0, 0, 0, 37], FP32), ([0, 16, 32, 37], FP16), ([0, 1, 2, 37], FP32)]
+)
 def test_grouped_linear(within_budget, normal, monkeypatch, offsets, dtype):
     monkeypatch.setattr(module, "configuration", lambda *_: Configuration(16, 16, 4, 1, 16))
     inputs = (normal(37, 20), normal(3, 18, 20, seed=1), torch.tensor(offsets))

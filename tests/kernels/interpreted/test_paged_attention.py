@@ -20,8 +20,7 @@ PLAN = PagedPlan(
 
 
 @pytest.mark.parametrize("window", [None, 18])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("H", "G", "K", "V"), [(8, 1, 16, 16), (4, 2, 24, 40)])
+@pytest.mark.parametrize(("H", "G", "K", "V", "dtype"), [(8, 1, 16, 16, torch.float16), (4, 2, 24, 40, torch.float32)])
 def test_shared_own_and_chunked_pages(within_budget, normal, monkeypatch, dtype, H, G, K, V, window):
     monkeypatch.setattr(module, "SPLIT", 32)
     monkeypatch.setattr(module, "TILE", 4)
