@@ -7,7 +7,6 @@ from puna.kernels import grouped_linear as module
 from puna.kernels.configurations import Configuration
 from puna.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 
-
 FP32, FP16 = torch.float32, torch.float16
 
 
