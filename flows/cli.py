@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from puna.flows import annotate, exchange, look, plan, talk
+from puna.flows import annotate, exchange, look, plan, sql, talk
 from puna.flows.console import fail
 from puna.flows.look import StoreOption, print_rows
 from puna.flows.settings import DEFAULT_STORE
@@ -22,6 +22,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Raw web pages to an aligned language model."
 )
 app.add_typer(look.app)
+app.add_typer(sql.app)
 app.add_typer(plan.app)
 app.add_typer(exchange.app)
 app.add_typer(talk.app)

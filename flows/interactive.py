@@ -1,4 +1,4 @@
-"""Stages and flows from a notebook or a script: `puna.open`, `puna.run`, `puna.run_flow`."""
+"""Stages, flows and questions from a notebook or a script: `puna.open`, `puna.run`, `puna.run_flow`, `puna.connect`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from puna.flows.settings import DEFAULT_STORE
 from puna.flows.trace import load
 from puna.stages.contract import External, Stage, parse, perform
 from puna.storage import Artifact, PunaError, Store
+from puna.storage.catalog import Catalog
 
 Input = Item | str | Path
 
@@ -23,6 +24,14 @@ Input = Item | str | Path
 def open(path: str | Path = DEFAULT_STORE) -> Store:
     """The store in a folder, which is made where there is none."""
     return Store.open(path)
+
+
+def connect(store: Store | str | Path = DEFAULT_STORE) -> Catalog:
+    """Questions to a store: `connect(store).sql("from newest.documents")` gives a relation of DuckDB, read when it is asked for.
+
+    `.to_arrow_table()`, `.df()` for pandas and `.pl()` for polars, where they are installed, take its rows. Read-only.
+    """
+    return Catalog(store if isinstance(store, Store) else Store.existing(store))
 
 
 def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_STORE, **settings: Any) -> Artifact:

@@ -13,11 +13,11 @@ from puna.flows.program import Flow
 from puna.flows.recipe import overridden, read_values
 from puna.flows.running import checked_inputs, given_to, sample_pages
 from puna.flows.server import named_server
-from puna.flows.session import session
+from puna.flows.session import Session, session
 from puna.flows.trace import load, load_flows, load_stages
 from puna.stages.contract import Stage, StageConfig, did_you_mean, parse
 from puna.stages.contract.executors import PROCESSES
-from puna.storage import Artifact, PunaError, Store
+from puna.storage import Artifact, PunaError, Store, database
 
 PREFIXES = ("flow:", "stage:")
 
@@ -87,6 +87,7 @@ def run_flow(flow: Flow, request: Request, store: Store) -> str:
     ) as now:  # fmt: skip
         Performer(recipe).walk(flow, given)
         closing_table(now)
+    _refresh(now)
     return now.run
 
 
@@ -110,7 +111,16 @@ def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig 
     if request.alias is not None:
         store.set_alias(request.alias, outcome.artifact)
         now.console.say(f"{outcome.artifact.id} is {request.alias}")
+    _refresh(now)
     return outcome.artifact
+
+
+def _refresh(now: Session) -> None:
+    """Bring the store's `puna.duckdb` up to date; the run is over and does not fail by it."""
+    try:
+        database.write(now.store)
+    except PunaError as error:
+        now.console.say(f"{database.FILE} stays as it was: {error}")
 
 
 def stage_config(stage: Stage, recipe: str | None, changes: list[str]) -> StageConfig:

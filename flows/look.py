@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from datetime import datetime
 from typing import Annotated, Any
 
-import pyarrow as pa
 import typer
 from rich.console import Console as Terminal
 from rich.markup import escape
@@ -16,9 +14,9 @@ from rich.table import Table
 
 from puna.flows.console import summary
 from puna.flows.settings import DEFAULT_STORE
-from puna.storage import Artifact, PunaError, Store, catalog, maintenance
+from puna.storage import Artifact, PunaError, Store, catalog, database, maintenance
 from puna.storage import explain as explaining
-from puna.storage.schemas import TABLES, known_kind
+from puna.storage.schemas import known_kind
 
 app = typer.Typer()
 StoreOption = Annotated[str, typer.Option("--store", envvar="PUNA_STORE", help="Folder of the artifacts")]
@@ -263,67 +261,6 @@ def fate(store: Store, document: str) -> list[dict[str, Any]]:
 
 
 @app.command()
-def sql(
-    text: Annotated[str | None, typer.Argument(metavar="QUERY", help="One SQL statement; without it, a prompt opens")] = None,
-    store: StoreOption = DEFAULT_STORE,
-    as_json: JsonOption = False,
-) -> None:
-    """Query every artifact with DuckDB, read-only: one view per table, and artifacts, lineage, metrics."""
-    opened = existing(store)
-    if text is not None:
-        return _table(catalog.query(opened, text), as_json)
-    with catalog.connect(opened) as connection:
-        # From a pipe come statements alone: no greeting goes between the results, and a wrong one fails the command.
-        asked = sys.stdin.isatty()
-        if asked:
-            names = sorted({*TABLES, "artifacts", "lineage", "metrics"})
-            typer.echo(f"DuckDB over {opened.uri}\ntables: {', '.join(names)}\nend a statement with ;  leave with .exit")
-        failed = False
-        for text in _statements(asked):
-            try:
-                for statement in catalog.statements(connection, text):
-                    _table(catalog.run(connection, statement), as_json)
-            except PunaError as error:
-                failed = True
-                typer.echo(f"error: {error}", err=True)
-        if failed and not asked:
-            raise typer.Exit(1)
-
-
-def _statements(asked: bool) -> Iterator[str]:
-    """What a person types or a pipe gives, up to each line that ends with `;`, to `.exit` or to the end.
-
-    Ctrl-C forgets what was typed of a statement.
-    """
-    held: list[str] = []
-    while True:
-        try:
-            line = input(("  ... " if held else "puna> ") if asked else "")
-        except KeyboardInterrupt:
-            if not asked:
-                raise
-            typer.echo("")
-            held = []
-            continue
-        except EOFError:
-            if asked:
-                typer.echo("")
-            if any(line.strip() for line in held):
-                yield "\n".join(held)
-            return
-        if not held and line.strip() in (".exit", ".quit", "exit", "quit"):
-            return
-        held.append(line)
-        if line.rstrip().endswith(";"):
-            yield "\n".join(held)
-            held = []
-
-
-def _table(table: pa.Table, as_json: bool) -> None:
-    print_rows(table.to_pylist(), as_json, table.schema.names)
-
-
-@app.command()
 def verify(
     name: Annotated[str | None, typer.Argument(metavar="ID", help="One artifact (default: all)")] = None,
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Set damaged artifacts aside, so that they are made again")] = False,
@@ -345,6 +282,8 @@ def verify(
             where = opened.quarantine(finding.artifact)
             said = f"is now in {where}" if where else "was made again meanwhile"
             typer.echo(f"{finding.artifact.id} {said}", err=True)
+        if damaged:
+            database.write(opened)
     if damaged:
         raise typer.Exit(1)
 
@@ -358,7 +297,10 @@ def gc(
     as_json: JsonOption = False,
 ) -> None:
     """Remove artifacts that no alias and no recent run needs, abandoned work, and quarantined artifacts; what is at work stays."""
-    found = maintenance.collect(existing(store), keep_runs=keep_runs, work_days=work_days, remove=yes)
+    opened = existing(store)
+    found = maintenance.collect(opened, keep_runs=keep_runs, work_days=work_days, remove=yes)
+    if yes and found:
+        database.write(opened)
     if as_json:
         return print_rows([{"folder": g.place, "reason": g.reason, "bytes": g.bytes, "removed": yes} for g in found], True)
     for item in found:

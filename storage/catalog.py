@@ -1,4 +1,4 @@
-"""DuckDB over every artifact: one view per table, and the tables `artifacts`, `lineage` and `metrics`.
+"""DuckDB over every artifact: one view per table, and tables of what is told of artifacts and runs; see `views`.
 
 Everything is derived from the manifests when the connection is made: nothing to keep in step, nothing
 that can go stale. A view is made when a statement first names it. The connection reads the store's own files only and cannot
@@ -7,47 +7,46 @@ write.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import duckdb
 import pyarrow as pa
 
-from puna.storage.artifact import Artifact, place_of
 from puna.storage.errors import PunaError
-from puna.storage.index import Entry
-from puna.storage.parts import Stored
-from puna.storage.schemas import TABLES
+from puna.storage.schemas import KINDS
 from puna.storage.store import Store
-from puna.storage.tables import literal, parquet, pattern
-
-ARTIFACTS = pa.schema(
-    {
-        "artifact": pa.string(), "kind": pa.string(), "stage": pa.string(), "rows": pa.int64(), "bytes": pa.int64(),
-        "seconds": pa.float64(), "created_at": pa.string(), "run": pa.string(), "data_digest": pa.string(),
-        "code_version": pa.string(), "config": pa.string(), "seed": pa.int64(),
-    }
-)  # fmt: skip
-LINEAGE = pa.schema({"artifact": pa.string(), "input": pa.string(), "name": pa.string(), "kind": pa.string(), "data_digest": pa.string()})
-METRICS = pa.schema({"artifact": pa.string(), "stage": pa.string(), "name": pa.string(), "value": pa.float64(), "text": pa.string()})
-META = {"artifacts": ARTIFACTS, "lineage": LINEAGE, "metrics": METRICS}
+from puna.storage.tables import literal, pattern
+from puna.storage.views import FACTS, MACROS, NEWEST, Views, duck_type, facts
 
 
 class Catalog:
-    """An open connection to the tables of a store; `artifact` is a column of each table's view (the artifact's key)."""
+    """An open connection to the tables of a store; `artifact` is a column of each table's view (the artifact's key).
 
-    def __init__(self, store: Store) -> None:
-        self._entries = [one for one in store.entries() if one["sound"]]
-        self._store = store
-        self._known: set[str] = set()
+    `output`: a file outside the store that the connection may write.
+    """
+
+    def __init__(self, store: Store, output: Path | None = None) -> None:
         self.connection = duckdb.connect()
         self.connection.execute("set TimeZone='UTC'")
         # Only the store's own files can be read, whatever a statement says; a view names them by pattern.
-        self._objects = f"{store.files.sql(self.connection)}objects/"
-        allowed = ", ".join(literal(form) for form in sorted({self._objects, pattern(self._objects)}))
+        before = store.files.sql(self.connection)
+        allowed = ", ".join(literal(form) for form in sorted({f"{before}objects/", pattern(f"{before}objects/")}))
         self.connection.execute(f"set allowed_directories = [{allowed}]")
+        if output is not None:
+            self.connection.execute(f"set allowed_paths = [{literal(str(output))}]")
         self.connection.execute("set enable_external_access = false")
         self.connection.execute("set lock_configuration = true")
+        self.connection.execute(f"create schema {NEWEST}")
+        self._known: set[str] = set()
+        self._store = store
+        self._views = Views(store, [one for one in store.entries() if one["sound"]], literal(pattern(before)))
+        self.aliases = sorted(store.aliases())
+        self.names = [*FACTS, *self._views.names()]
+        words = sorted((name.lower() for name in self.names), key=len, reverse=True)
+        self._words = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}(?![\w(])" for name in words))
 
     def __enter__(self) -> Catalog:
         return self
@@ -56,63 +55,106 @@ class Catalog:
         self.connection.close()
 
     def view(self, *names: str) -> None:
-        """Make the views of these tables, and the tables `artifacts`, `lineage` and `metrics`."""
-        for name in set(names) - self._known:
-            self._known.add(name)
-            if name in META:
-                self.connection.register(f"_{name}", _meta(name, self._entries))
-                self.connection.execute(f"create table {name} as select * from _{name}")
-                self.connection.unregister(f"_{name}")
-            elif name in TABLES:
-                self._make(name)
-
-    def _make(self, name: str) -> None:
-        having = [s for s in self._entries if name in s["tables"]]
-        plain = [self._file(s, file) for s in having if not s["tables"][name]["sources"] for file in s["tables"][name]["files"]]
-        queries = []
-        if plain:
-            # The key is the name of the folder: <kind>/<k[:2]>/<key>/<table>.parquet, or …/<key>/<table>/<number>.parquet
-            key = f"split_part(split_part(filename, {literal(self._objects)}, 2), '/', 3)"
-            queries.append(f"select {key} as artifact, * exclude (filename) from {parquet(plain, filename=True)}")
-        queries += [self._selection(s, name) for s in having if s["tables"][name]["sources"]]
-        columns = ", ".join(f'null::{_duck(f.type)} as "{f.name}"' for f in TABLES[name].schema)
-        nothing = f"select null::varchar as artifact, {columns} where false"
-        try:
-            self.connection.execute(f'create view "{name}" as {" union all by name ".join(queries) if queries else nothing}')
-        except duckdb.Error as error:
-            raise PunaError(
-                f"the table {name} of an artifact cannot be read ({_said(error)}); "
-                "`puna verify` names the damaged one, with --quarantine it is set aside"
-            ) from error
-
-    def _file(self, entry: Entry, file: str) -> str:
-        return f"{self._objects}{place_of(entry['kind'], entry['key']).removeprefix('objects/')}/{file}"
-
-    def _named(self, stored: Stored) -> str:
-        return self._objects + stored.name.removeprefix("objects/")
-
-    def _selection(self, entry: Entry, name: str) -> str:
-        """The rows of a table of which some lie in other artifacts: those that its order files name."""
-        artifact = Artifact(entry["kind"], entry["key"], self._store.files)
-        pieces = []
-        for shard in artifact.shards(name):
-            if not shard.rows:
+        """Make these tables, views and macros, with what they need."""
+        for name in names:
+            if name in self._known or name not in (*self.names, *MACROS):
                 continue
-            order = None if shard.order is None else parquet([self._named(shard.order)])
-            for number, stored in enumerate(shard.stored):
-                if stored is None:
-                    continue
-                rows = parquet([self._named(stored)], more=", file_row_number = true")
-                named = f"(select row from {order} where source = {number}) o on o.row = t.file_row_number"
-                chosen = "" if order is None else f" semi join {named}"
-                if order is not None or number == 0:
-                    pieces.append(f"select {literal(artifact.key)} as artifact, * exclude (file_row_number) from {rows} t{chosen}")
-        return " union all by name ".join(pieces)
+            self._known.add(name)
+            if name in MACROS:
+                needed, definition, _ = MACROS[name]
+                self.view(*needed)
+                self.connection.execute(f"create macro {definition}")
+            elif name in FACTS:
+                told(self.connection, name, facts(name, self._store, self._views.entries))
+            else:
+                made(self.connection, name, self._views)
+
+    def named(self, text: str) -> list[str]:
+        """The tables, views and macros that a text names."""
+        lower = text.lower()
+        macros = [name for name in MACROS if re.search(rf"\b{name[:-2]}\s*\(", lower)]
+        return [*dict.fromkeys(self._words.findall(lower)), *macros]
+
+    def key_of(self, name: str) -> str:
+        """The key of the artifact that a person means, as the macro of that name finds it."""
+        if name.startswith("stage:"):
+            made = [one["key"] for one in self._views.entries if one["stage"] == name.removeprefix("stage:")]
+            if not made:
+                raise PunaError(f"{name}: no artifact of this stage is in the store")
+            return str(made[-1])
+        return self._store.resolve(name).key
+
+    def _resolved(self, text: str) -> str:
+        """A statement in which artifacts that macros are asked about are named by their keys."""
+
+        def keys(call: re.Match[str]) -> str:
+            names = re.sub(r"'([^']+)'", lambda name: literal(self.key_of(name[1])), call[2])
+            return f"{call[1]}({names})"
+
+        return re.sub(r"(?i)\b(key_of|upstream|lineage|diff)\s*\((\s*'[^']+'(?:\s*,\s*'[^']+')?\s*)\)", keys, text)
+
+    def several(self, text: str) -> dict[str, int]:
+        """Of the tables that a text names without asking which artifact's rows: how many artifacts each has rows of."""
+        if re.search(r"(?i)\bartifact\b", text):
+            return {}
+        counts = {name: sum(name in one["tables"] for one in self._views.entries) for name in self.named(text) if name in KINDS}
+        return {name: count for name, count in counts.items() if count > 1}
+
+    def sql(self, text: str) -> duckdb.DuckDBPyRelation:
+        """The result of one read-only statement, not yet read: `.to_arrow_table()`, `.df()` for pandas, `.pl()` for polars.
+
+        PunaError with DuckDB's message where it is wrong or would write.
+        """
+        try:
+            found = self.connection.extract_statements(text)
+            if len(found) != 1:
+                raise PunaError(f"give one SQL statement, not {len(found)}")
+            if not _reads(self.connection, found[0]):
+                raise PunaError("the catalog is read-only: only SELECT, SHOW, DESCRIBE, SUMMARIZE and EXPLAIN of these are run")
+            text = self._resolved(text)
+            self.view(*(self.names if re.match(r"(?i)\s*show\b", text) else self.named(text)))
+            return self.connection.sql(text)
+        except (duckdb.Error, RuntimeError) as error:  # Ctrl-C ends a query with a RuntimeError
+            raise _problem(error) from error
+
+    def write(self, text: str, file: Path) -> int:
+        """Write the result of a statement to a file (.parquet, .csv, .json, .jsonl), which is whole or not there; returns its rows."""
+        how = FORMATS.get(file.suffix)
+        if how is None:
+            raise PunaError(f"{file}: the ending says the format: {', '.join(FORMATS)}")
+        self.sql(text)
+        try:
+            (rows,) = self.connection.execute(f"copy ({text.strip().rstrip(';')}) to {literal(str(file))} ({how})").fetchone() or (0,)
+        except (duckdb.Error, RuntimeError) as error:
+            raise _problem(error) from error
+        return int(rows)
 
 
-def connect(store: Store) -> Catalog:
-    """A connection with all tables."""
-    return Catalog(store)
+FORMATS = {".parquet": "format parquet", ".csv": "format csv", ".json": "format json, array true", ".jsonl": "format json"}
+
+
+def told(connection: duckdb.DuckDBPyConnection, name: str, rows: list[dict[str, Any]]) -> None:
+    """Make one of the tables `FACTS`."""
+    # Through JSON: to take an Arrow table, DuckDB would import pandas first, which costs half a second.
+    shape = json.dumps([{field.name: duck_type(field.type) for field in FACTS[name]}])
+    query = f"create table {name} as select unnest(from_json(?::json, {literal(shape)}), recursive := true)"
+    connection.execute(query, [json.dumps(rows)])
+
+
+def made(connection: duckdb.DuckDBPyConnection, name: str, views: Views) -> None:
+    """Make a view; PunaError where a file of it is damaged."""
+    try:
+        connection.execute(f"create view {name} as {views.query(name)}")
+    except duckdb.Error as error:
+        raise PunaError(
+            f"the table {name} of an artifact cannot be read ({_said(error)}); "
+            "`puna verify` names the damaged one, with --quarantine it is set aside"
+        ) from error
+
+
+def connect(store: Store, output: Path | None = None) -> Catalog:
+    """A connection with all tables; see `Catalog`."""
+    return Catalog(store, output)
 
 
 def query(store: Store, text: str) -> pa.Table:
@@ -123,22 +165,16 @@ def query(store: Store, text: str) -> pa.Table:
 
 def run(opened: Catalog, text: str) -> pa.Table:
     """The result of one read-only SQL statement on an open connection; columns of one name become `n`, `n_1`, …"""
-    connection = opened.connection
     try:
-        statements = connection.extract_statements(text)
-        if len(statements) != 1:
-            raise PunaError(f"give one SQL statement, not {len(statements)}")
-        if not _reads(connection, statements[0]):
-            raise PunaError("the catalog is read-only: only SELECT, SHOW, DESCRIBE, SUMMARIZE and EXPLAIN of these are run")
-        opened.view(*(name for name in (*META, *TABLES) if re.search(rf"(?i)\b{name}\b", text)))
-        if re.match(r"(?i)\s*show\b", text):
-            opened.view(*META, *TABLES)
-        relation = connection.sql(text)
+        relation = opened.sql(text)
         table = relation.to_arrow_table() if relation is not None else pa.table({})
         return table.rename_columns(_distinct(table.schema.names))
-    except (duckdb.Error, RuntimeError) as error:  # Ctrl-C ends a query with a RuntimeError
-        traced = "Traceback (most recent" in str(error)
-        raise PunaError(_said(error) if traced else str(error)) from error
+    except (duckdb.Error, RuntimeError) as error:
+        raise _problem(error) from error
+
+
+def _problem(error: Exception) -> PunaError:
+    return PunaError(_said(error) if "Traceback (most recent" in str(error) else str(error))
 
 
 def _said(error: Exception) -> str:
@@ -175,34 +211,3 @@ def _reads(connection: duckdb.DuckDBPyConnection, statement: duckdb.Statement) -
         inner = connection.extract_statements(EXPLAIN.sub("", statement.query, count=1))
         return len(inner) == 1 and inner[0].type == duckdb.StatementType.SELECT
     return statement.type == duckdb.StatementType.SELECT
-
-
-def _duck(kind: pa.DataType) -> str:
-    if pa.types.is_list(kind):
-        return f"{_duck(kind.value_type)}[]"
-    names = {
-        "string": "varchar",
-        "binary": "blob",
-        "double": "double",
-        "float": "float",
-        "int32": "integer",
-        "int64": "bigint",
-        "bool": "boolean",
-    }
-    return names.get(str(kind), "timestamptz")
-
-
-def _meta(name: str, entries: list[Entry]) -> pa.Table:
-    """The table `artifacts`, `lineage` or `metrics`."""
-    rows: Iterable[Entry] = ({**one, "artifact": one["key"]} for one in entries)
-    if name == "lineage":
-        rows = ({"artifact": one["key"], **given} for one in entries for given in one["inputs"])
-    if name == "metrics":
-        rows = (
-            {
-                "artifact": one["key"], "stage": one["stage"], "name": metric,
-                "value": float(value) if isinstance(value, (int, float)) else None, "text": str(value),
-            }
-            for one in entries for metric, value in one["metrics"].items()
-        )  # fmt: skip
-    return pa.Table.from_pylist(list(rows), schema=META[name])

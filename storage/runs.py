@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from typing import Any
 
@@ -24,9 +25,9 @@ class Made:
         return asdict(self)
 
 
-def started(flow: str) -> dict[str, Any]:
-    """The event that opens a log: a run of `flow`, which is a flow or a stage alone."""
-    return {"event": "started", "flow": flow}
+def started(flow: str, **about: Any) -> dict[str, Any]:
+    """The event that opens a log: a run of `flow`, which is a flow or a stage alone. `about`: how it was begun, see `RunLog`."""
+    return {"event": "started", "flow": flow, **about}
 
 
 def finished() -> dict[str, Any]:
@@ -48,7 +49,8 @@ def said(text: str) -> dict[str, Any]:
 class RunLog:
     """What is known of a run. `state`: `finished`, `failed`, `at work`, or `stopped` where it was killed or interrupted.
 
-    `opened` and `closed`: times of the first and the last event.
+    `opened` and `closed`: times of the first and the last event. `about`: how it was begun, as far as the log says: command,
+    recipe, changes, inputs, libraries, commit.
     """
 
     name: str
@@ -58,20 +60,29 @@ class RunLog:
     made: tuple[Made, ...]
     opened: datetime | None
     closed: datetime | None
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def row(self) -> dict[str, Any]:
+        """It as a row of the table `runs`."""
+        times = {name: None if at is None else at.isoformat() for name, at in (("opened", self.opened), ("closed", self.closed))}
+        about = {name: self.about.get(name) for name in ("recipe", "command", "commit")}
+        changes = json.dumps(self.about["changes"]) if "changes" in self.about else None
+        return {"run": self.name, "flow": self.flow, "state": self.state, "error": self.error, "changes": changes, **times, **about}
 
     @classmethod
     def of(cls, name: str, events: Iterable[dict[str, Any]], *, at_work: bool) -> RunLog:
         """The log in some events; one that this version does not know is left out."""
-        known = {field.name for field in fields(Made)}
+        known = {one.name for one in fields(Made)}
         found, made, times = {}, [], []
         for event in events:
             if "event" in event:
                 found[str(event["event"])] = event
             elif known <= set(event):
-                made.append(Made(**{field: event[field] for field in known}))
+                made.append(Made(**{name: event[name] for name in known}))
             if "time" in event:
                 times.append(datetime.fromisoformat(str(event["time"])))
         ends = [state for state in ("finished", "failed") if state in found]
         state = ends[0] if ends else "at work" if at_work else "stopped"
-        flow, error = (str(found.get(event, {}).get(field, "")) for event, field in (("started", "flow"), ("failed", "error")))
-        return cls(name, flow, state, error, tuple(made), times[0] if times else None, times[-1] if times else None)
+        flow, error = (str(found.get(event, {}).get(name, "")) for event, name in (("started", "flow"), ("failed", "error")))
+        about = {name: value for name, value in found.get("started", {}).items() if name not in ("event", "flow", "time")}
+        return cls(name, flow, state, error, tuple(made), times[0] if times else None, times[-1] if times else None, about)

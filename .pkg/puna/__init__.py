@@ -3,8 +3,9 @@
     import puna
     store = puna.open("my-store")
     made = puna.run("heuristics", "documents@latest", store=store)
+    puna.connect(store).sql("select rule, count(*) from newest.dropped group by rule").df()
 
-Importing it loads nothing else; `open`, `run` and `run_flow` load what they need when they are first used.
+Importing it loads nothing else; `open`, `run`, `run_flow` and `connect` load what they need when they are first used.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from puna.flows.interactive import open, run, run_flow
+    from puna.flows.interactive import connect, open, run, run_flow
 
-__all__ = ["open", "run", "run_flow"]
+__all__ = ["connect", "open", "run", "run_flow"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ from puna.flows.report.markup import Content, Html, details, duration, part, tab
 from puna.flows.web.frame import page, plain, problem
 from puna.storage import PunaError, Store, catalog
 from puna.storage.schemas import TABLES
+from puna.storage.views import FACTS
 
 MOST_ROWS = 1000
 SECONDS = 60.0
@@ -37,8 +38,7 @@ def sql_page(store: Store, asked: str, prefect: str | None) -> Html:
         action="/puna/sql", method="get", id="ask",
     )  # fmt: skip
     examples = [tag("li", tag("a", words, href=f"/puna/sql?q={quote(query)}")) for words, query in EXAMPLES.items()]
-    columns = {"artifacts": catalog.ARTIFACTS, "lineage": catalog.LINEAGE, "metrics": catalog.METRICS}
-    columns |= {name: found.schema for name, found in TABLES.items()}
+    columns = {**FACTS, **{name: found.schema for name, found in TABLES.items()}}
     tables = [
         details(tag("b", name), tag("p", ", ".join(schema.names), class_="note"), class_="more") for name, schema in columns.items()
     ]

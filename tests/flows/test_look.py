@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from puna.flows.cli import app
-from puna.flows.look import _statements
+from puna.flows.sql import _statements
 from puna.storage import Identity, InputRecord, PunaError, Store, runs
 
 RUNNER = CliRunner()

@@ -7,10 +7,11 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import duckdb
 import pyarrow as pa
 import pytest
 
-from puna.storage import Identity, PunaError, Store, catalog, maintenance
+from puna.storage import Identity, PunaError, Store, catalog, database, maintenance
 from puna.storage.files import Files
 from puna.storage.store import files_of
 
@@ -116,7 +117,7 @@ def test_a_folder_is_published_once(files: Files) -> None:
 # --- the store -------------------------------------------------------------------------------------
 
 
-def test_what_is_committed_is_found_read_and_queried(place: str) -> None:
+def test_what_is_committed_is_found_read_and_queried(place: str, tmp_path: Path) -> None:
     store, identity = Store.open(place), Identity("stage")
     make(store, identity)
     (made,) = Store.existing(place).artifacts()
@@ -125,6 +126,13 @@ def test_what_is_committed_is_found_read_and_queried(place: str) -> None:
     assert store.resolve(made.key[:8]) == made and store.files.folders("work") == []
     query = "select s.words, a.kind from signals s join artifacts a using (artifact) order by id"
     assert catalog.query(store, query).to_pylist() == [{"words": 1, "kind": "signals"}, {"words": 2, "kind": "signals"}]
+    assert database.write(store) and not database.write(store)
+    (tmp_path / "copy.duckdb").write_bytes(store.files.read(database.FILE))
+    with duckdb.connect(str(tmp_path / "copy.duckdb"), read_only=True) as client:
+        # As DuckDB's own S3 cannot be had without network: the same views with another address before the names.
+        client.execute(f"set variable store = '{store.files.sql(client)}'")
+        assert client.sql("select words from newest.signals order by id").fetchall() == [(1,), (2,)]
+        assert f"{place}/" in client.sql("select sql from duckdb_views() where view_name = 'signals'").fetchall()[0][0]
     store.record("run", {"event": "started", "flow": "f"})
     with store.at_work("run"):
         assert store.log("run").state == "at work"

@@ -1,0 +1,101 @@
+"""`puna.duckdb` beside a store's artifacts: the views of the store for any client of DuckDB, who opens it read-only.
+
+It holds views and small tables, no rows of artifacts, and is derived: written anew when artifacts, aliases or runs have changed,
+to a file of its own that then takes the old one's name. So nobody waits for a reader, and whoever has it open keeps what they
+opened. The views name the files by the store's address; `set variable store = '/elsewhere/'` says where a copy lies.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import duckdb
+
+from puna.storage import digest, index
+from puna.storage.catalog import made, told
+from puna.storage.errors import PunaError
+from puna.storage.index import Entry
+from puna.storage.schemas import TABLES
+from puna.storage.store import Store, written
+from puna.storage.tables import literal, pattern
+from puna.storage.views import FACTS, MACROS, NEWEST, Views, facts
+
+FILE = "puna.duckdb"
+RUNS = ("runs", "steps")
+VERSION = 1
+"""Counts up when the text of the views changes, so that files of before are written anew."""
+
+
+def write(store: Store) -> bool:
+    """Bring `puna.duckdb` to what the store holds; False where it is so already.
+
+    PunaError where a table cannot be read or the store not be written; the file is then as it was.
+    """
+    with written(store.uri), store.files.lease(FILE), TemporaryDirectory(prefix="catalog-", dir=store.files.scratch("work")) as folder:
+        file, now = Path(folder, FILE), _state(store)
+        before = _before(store, file)
+        if before == now:
+            return False
+        if before is None or before[0] != now[0]:
+            file.unlink(missing_ok=True)
+            _build(store, file, now)
+        else:
+            with duckdb.connect(str(file)) as connection:
+                for name in RUNS:
+                    connection.execute(f"drop table {name}")
+                _tell(connection, store, [], RUNS, now)
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+        # Whoever opens a database to write locks all others out of it, so nobody may; root can all the same.
+        file.chmod(0o444)
+        store.files.remove(f"{FILE}.wal")
+        store.files.put(FILE, file)
+    return True
+
+
+def _state(store: Store) -> tuple[str, str]:
+    """Two texts: the first changes with the views, the second with what is told of runs."""
+    runs = {run: stat.version for run in store.runs() if (stat := store.files.stat(f"runs/{run}.jsonl")) is not None}
+    manifests = sorted([*place, version] for place, version in index.manifests(store.files).items())
+    macros = [definition for _, definition, _ in MACROS.values()]
+    views = {"version": VERSION, "tables": list(TABLES), "macros": macros, "uri": store.uri}
+    views |= {"manifests": manifests, "aliases": store.aliases()}
+    return digest.of_value(views), digest.of_value(runs)
+
+
+def _before(store: Store, copy: Path) -> tuple[str, str] | None:
+    """The state that the file was written of, and a copy of it, of which nobody holds a lock; None where it cannot be read."""
+    try:
+        copy.write_bytes(store.files.read(FILE))
+        with duckdb.connect(str(copy), read_only=True) as connection:
+            return connection.execute("select views, runs from about").fetchone()
+    except (FileNotFoundError, PunaError, duckdb.Error):
+        return None
+
+
+def _build(store: Store, file: Path, state: tuple[str, str]) -> None:
+    entries = [one for one in store.entries() if one["sound"]]
+    with duckdb.connect() as connection:
+        place = store.files.sql(connection)
+        connection.execute(f"attach {literal(str(file))} as puna (block_size 16384)")
+        connection.execute("use puna")
+        connection.execute(f"create schema {NEWEST}")
+        _tell(connection, store, entries, FACTS, state)
+        # Made while the files are read as this process reads them; a client of an object store reads them by its address.
+        address = literal(pattern(store.uri.rstrip("/") + "/"))
+        connection.execute(f"set variable store = {literal(pattern(place))}")
+        views = Views(store, entries, f"coalesce(getvariable('store'), {address})")
+        for name in views.names():
+            made(connection, name, views)
+        for _, definition, _ in MACROS.values():
+            connection.execute(f"create macro {definition}")
+
+
+def _tell(connection: duckdb.DuckDBPyConnection, store: Store, entries: list[Entry], names: Iterable[str], state: tuple[str, str]) -> None:
+    for name in names:
+        told(connection, name, facts(name, store, entries))
+    about = "create or replace table about as select ? as store, ? as views, ? as runs, now() as written_at"
+    connection.execute(about, [store.uri, *state])

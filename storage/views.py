@@ -1,0 +1,236 @@
+"""SQL over the tables of a store: a view per table, one over the newest artifact that has it, one per alias, and macros.
+
+The same texts make the views of `catalog`, in memory, and those of `database`, in a file for any client of DuckDB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from puna.storage.artifact import Artifact, place_of
+from puna.storage.index import Entry
+from puna.storage.parts import ShardRows
+from puna.storage.schemas import KINDS, TABLES, column
+from puna.storage.store import Store
+from puna.storage.tables import literal, pattern
+
+NEWEST = "newest"
+"""The schema of the views over the newest artifact that has a table."""
+
+
+def _facts(*columns: pa.Field) -> pa.Schema:
+    return pa.schema([field.with_nullable(True) for field in columns])
+
+
+_KEY = column("artifact", pa.string(), "key of the artifact, 64 hex digits")
+_KIND = column("kind", pa.string(), "kind of the artifact")
+_STAGE = column("stage", pa.string(), "stage that made it")
+_DIGEST = column("data_digest", pa.string(), "digest of its logical content, 64 hex digits")
+_RUN = column("run", pa.string(), "name of the run")
+FACTS: dict[str, pa.Schema] = {
+    "artifacts": _facts(
+        _KEY, _KIND, _STAGE, column("rows", pa.int64(), "rows of its main table"),
+        column("bytes", pa.int64(), "size of its files", "bytes"), column("seconds", pa.float64(), "time that making it took", "seconds"),
+        column("created_at", pa.string(), "when it was made", "ISO 8601"), column("run", pa.string(), "run that made it"), _DIGEST,
+        column("code_version", pa.string(), "hash of the code that its stage reaches"),
+        column("config", pa.string(), "the stage's configuration", "JSON"), column("seed", pa.int64(), "seed of its random numbers"),
+    ),
+    "lineage": _facts(
+        _KEY, column("input", pa.string(), "key of an artifact that it was made of, or address of a file"),
+        column("name", pa.string(), "name of the stage's input"), column("kind", pa.string(), "kind of the input; external: a file"),
+        column("data_digest", pa.string(), "digest of the input's content"),
+    ),
+    "metrics": _facts(
+        _KEY, _STAGE, column("name", pa.string(), "what was measured"), column("value", pa.float64(), "the number; null for a word"),
+        column("text", pa.string(), "the value as text"),
+    ),
+    "aliases": _facts(column("alias", pa.string(), "NAME@VERSION"), _KEY, _KIND),
+    "runs": _facts(
+        _RUN, column("flow", pa.string(), "flow or stage that was run"),
+        column("state", pa.string(), "finished, failed, stopped or at work"),
+        column("error", pa.string(), "why it failed"), column("opened", pa.string(), "when it began", "ISO 8601"),
+        column("closed", pa.string(), "when its last event was", "ISO 8601"), column("recipe", pa.string(), "recipe that was named"),
+        column("changes", pa.string(), "what was changed in it", "JSON list"), column("command", pa.string(), "the command line"),
+        column("commit", pa.string(), "commit of the program"),
+    ),
+    "steps": _facts(
+        _RUN, column("step", pa.string(), "name of the step"), _STAGE, _KIND, _KEY,
+        column("reused", pa.bool_(), "whether the artifact was there before"),
+        column("seconds", pa.float64(), "time in this run", "seconds"),
+    ),
+}  # fmt: skip
+"""What is told of artifacts and runs, in tables beside those of the artifacts."""
+
+
+def facts(name: str, store: Store, entries: Iterable[Entry]) -> list[dict[str, Any]]:
+    """The rows of one of the tables `FACTS`."""
+    rows: Iterable[dict[str, Any]]
+    if name == "artifacts":
+        rows = ({**one, "artifact": one["key"]} for one in entries)
+    elif name == "lineage":
+        rows = ({"artifact": one["key"], **given} for one in entries for given in one["inputs"])
+    elif name == "metrics":
+        rows = (
+            {
+                "artifact": one["key"], "stage": one["stage"], "name": metric,
+                "value": float(value) if isinstance(value, (int, float)) else None, "text": str(value),
+            }
+            for one in entries for metric, value in one["metrics"].items()
+        )  # fmt: skip
+    elif name == "aliases":
+        kinds = {one["key"]: one["kind"] for one in entries}
+        rows = ({"alias": alias, "artifact": key, "kind": kinds.get(key)} for alias, key in sorted(store.aliases().items()))
+    else:
+        logs = [store.log(run) for run in store.runs()]
+        steps = ({"run": log.name, "artifact": made.key, **vars(made)} for log in logs for made in log.made)
+        rows = (log.row() for log in logs) if name == "runs" else steps
+    return [{field: row.get(field) for field in FACTS[name].names} for row in rows]
+
+
+@dataclass(frozen=True)
+class Views:
+    """The views of some artifacts. `before`: SQL of what stands before the names of files."""
+
+    store: Store
+    entries: list[Entry]
+    before: str
+
+    def names(self) -> list[str]:
+        """The names of all views, as SQL writes them; the tables' own first."""
+        return [*TABLES, *(f"{NEWEST}.{name}" for name in TABLES), *(f'"{alias}"' for alias in self._aliased())]
+
+    def query(self, name: str) -> str:
+        """The query of a view."""
+        if name in TABLES:
+            return self._rows(name, [one for one in self.entries if name in one["tables"]])
+        table = name.removeprefix(f"{NEWEST}.")
+        if table != name:
+            having = [one for one in self.entries if table in one["tables"] and (table == one["kind"] or table not in KINDS)]
+            return self._rows(table, having[-1:])
+        one = self._aliased()[name.strip('"')]
+        return self._rows(one["kind"], [one])
+
+    def _aliased(self) -> dict[str, Entry]:
+        """The artifacts with a table that aliases name."""
+        known = {one["key"]: one for one in self.entries if one["kind"] in one["tables"]}
+        return {alias: known[key] for alias, key in sorted(self.store.aliases().items()) if key in known}
+
+    def _rows(self, table: str, having: list[Entry]) -> str:
+        """The rows of a table of these artifacts, whose keys are the column `artifact`."""
+        queries = []
+        own = [one for one in having if not one["tables"][table]["sources"]]
+        plain = [f"{place_of(one['kind'], one['key'])}/{file}" for one in own for file in one["tables"][table]["files"]]
+        if plain:
+            key = r"regexp_extract(filename, '.*/([0-9a-f]{64})/[a-z_]+(/[0-9]+)?\.parquet$', 1)"
+            queries.append(f"select {key} as artifact, * exclude (filename) from {self._parquet(plain, 'filename')}")
+        for one in having:
+            if one["tables"][table]["sources"]:
+                queries += self._selection(one["key"], Artifact(one["kind"], one["key"], self.store.files).shards(table))
+        columns = ", ".join(f'null::{duck_type(f.type)} as "{f.name}"' for f in TABLES[table].schema)
+        return " union all by name ".join(queries) if queries else f"select null::varchar as artifact, {columns} where false"
+
+    def _selection(self, key: str, shards: list[ShardRows]) -> list[str]:
+        """The rows of a table of which some lie in other artifacts: those that its order files name, and whole files of its own."""
+        whole = [s.stored[0].name for s in shards if s.rows and s.order is None and s.stored[0] is not None]
+        chosen = [(s.order.name, n, file.name) for s in shards if s.rows and s.order for n, file in enumerate(s.stored) if file is not None]
+        queries = [f"select {literal(key)} as artifact, * from {self._parquet(whole)}"] if whole else []
+        if chosen:
+            names = ", ".join(f"({literal(order)}, {number}, {literal(file)})" for order, number, file in chosen)
+            orders = self._parquet(list(dict.fromkeys(order for order, _, _ in chosen)), "filename")
+            named = f"(values {names}) n(ordering, source, file) on n.ordering = {_name('o')} and n.source = o.source"
+            rows = self._parquet(list(dict.fromkeys(file for _, _, file in chosen)), "filename", "file_row_number")
+            queries.append(
+                f"select {literal(key)} as artifact, t.* exclude (filename, file_row_number) from {rows} t "
+                f"semi join (select n.file, o.row from {orders} o join {named}) p on p.file = {_name('t')} and p.row = t.file_row_number"
+            )
+        return queries
+
+    def _parquet(self, names: list[str], *more: str) -> str:
+        """SQL for the rows of Parquet files, columns by name."""
+        listed = f"list_transform([{', '.join(literal(pattern(name)) for name in names)}], lambda name: {self.before} || name)"
+        return f"read_parquet({listed}, union_by_name = true, hive_partitioning = false{''.join(f', {one} = true' for one in more)})"
+
+
+def _name(table: str) -> str:
+    """SQL for the name in the store of the file that a row is from."""
+    return rf"regexp_extract({table}.filename, '.*(objects/[a-z]+/[0-9a-f]{{2}}/[0-9a-f]{{64}}/.*)$', 1)"
+
+
+MACROS = {
+    "key_of()": (
+        ("artifacts", "aliases"),
+        # A whole key is taken as it is: it folds to a constant, by which files of other artifacts are left unread.
+        """key_of(name) as (
+  case when regexp_full_match(name, '[0-9a-f]{64}') then name else (
+    select case when count(*) = 1 then first(artifact) else error(name || ': fits ' || count(*) || ' artifacts') end from (
+      select artifact from aliases where alias = name
+      union (select artifact from artifacts where name = 'stage:' || stage order by created_at desc, artifact desc limit 1)
+      union select artifact from artifacts
+      where starts_with(artifact, split_part(name, '/', -1)) and (not contains(name, '/') or kind = split_part(name, '/', 1)))) end)""",
+        "the key of the artifact that a name means: an alias, `kind/prefix`, first digits of a key, or `stage:NAME`, the newest of a stage",
+    ),
+    "upstream()": (
+        ("key_of()", "artifacts", "lineage"),
+        """upstream(name) as table
+  with recursive up(artifact, depth) as (
+    select key_of(name), 0 union select l.input, depth + 1 from up join lineage l using (artifact) where l.kind != 'external')
+  select artifact, min(depth) as depth, any_value(kind) as kind, any_value(stage) as stage, any_value(rows) as rows
+  from up left join artifacts using (artifact) group by artifact order by depth, artifact""",
+        "the artifact and all that it was made from, with the steps in between",
+    ),
+    "lineage()": (
+        ("upstream()", "lineage"),
+        """lineage(name) as table
+  select u.depth, u.stage, l.name, l.kind, u.artifact, l.input from upstream(name) u join lineage l using (artifact)
+  order by u.depth, u.artifact, l.name, l.input""",
+        "every input of the artifact and of all that it was made from, back to the files from outside",
+    ),
+    "diff()": (
+        ("key_of()", "documents"),
+        """diff(before, after) as table
+  select coalesce(a.id, b.id) as id,
+    case when b.id is null then 'only before' when a.id is null then 'only after' else 'changed' end as what,
+    coalesce(a.url, b.url) as url, a.text as text_before, b.text as text_after
+  from (select * from documents where artifact = key_of(before)) a
+  full join (select * from documents where artifact = key_of(after)) b using (id)
+  where a.id is null or b.id is null or a.text != b.text""",
+        "the documents that only one of two artifacts has, and those whose text differs",
+    ),
+    "fate()": (
+        ("artifacts", "pages", "documents", "signals", "dropped", "duplicates", "removed_lines", "mixture"),
+        """fate(document) as table
+  with rows_of as (
+    select artifact, id, url from pages union all select artifact, id, url from documents),
+  ids as (
+    select id from rows_of where id >= document and id < document || 'g' union select id from rows_of where url = document),
+  found as (
+    select artifact, id, 'page' as what, url as detail from pages where id in (from ids)
+    union all select artifact, id, 'kept', length(text) || ' characters' from documents where id in (from ids)
+    union all select artifact, id, 'scored', json_merge_patch('{}', to_json(s), '{"artifact": null, "id": null}')::varchar
+      from signals s where id in (from ids)
+    union all select artifact, id, 'dropped', concat(rule, ': ', value, ' against ', threshold, ' ', detail)
+      from dropped where id in (from ids)
+    union all select artifact, id, 'duplicate', concat(method, ', ', similarity, ', of ', kept_id) from duplicates where id in (from ids)
+    union all select artifact, id, 'line removed', concat(rule, ': ', text) from removed_lines where id in (from ids)
+    union all select artifact, id, 'mixed', concat(split, ', ', category, ', read ', repeats, ' times') from mixture where id in (from ids))
+  select a.stage, f.what, f.detail, f.artifact, f.id from found f left join artifacts a using (artifact)
+  order by a.created_at, f.artifact""",
+        "what became of a document, named by its id, the first digits of it, or its address: a row for each stage that has it",
+    ),
+}
+"""By name: the views and macros that a macro needs, its definition after `create macro`, and what it gives."""
+
+
+def duck_type(kind: pa.DataType) -> str:
+    """DuckDB's name of a type."""
+    if pa.types.is_list(kind):
+        return f"{duck_type(kind.value_type)}[]"
+    names = {
+        "string": "varchar", "binary": "blob", "double": "double", "float": "float", "int32": "integer", "int64": "bigint",
+        "bool": "boolean",
+    }  # fmt: skip
+    return names.get(str(kind), "timestamptz")
