@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 app = typer.Typer()
 PAGE = Path(__file__).with_name("annotate.html")
 ALIAS = "judged@latest"
+POLICY = "default-src 'self' 'unsafe-inline'; base-uri 'none'; frame-ancestors 'self'"
+"""What the page may load: itself, which holds its style and its script."""
 
 
 class Desk:
@@ -134,7 +136,7 @@ def application(desk: Desk, hosts: list[str]) -> FastAPI:
     made.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
 
     def page() -> HTMLResponse:
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"content-security-policy": POLICY})
 
     def pair(by: str, place: int | None = None) -> JSONResponse:
         return JSONResponse(desk.at(by, place))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from dataclasses import asdict
@@ -236,6 +237,7 @@ def serve(
     from puna.flows.server import end_with, from_environment, named_server
     from puna.flows.settings import prepare
 
+    gc.disable()  # until everything is offered: what is imported for that stays
     opened = Store.open(store)
     prepare(opened.root, terminal="WARNING")
     schedules: dict[str, str] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import logging
 import os
@@ -187,6 +188,8 @@ def _offer(offering: Offering, runner: Runner, crons: dict[str, str], supervised
         print(f"error: {error}", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
         return
+    gc.freeze()
+    gc.enable()
     ends = "" if supervised else "; Ctrl-C ends"
     print(f"{len(OFFERS)} flows and stages are offered at {get_current_settings().ui_url}/deployments{ends}", flush=True)
     while True:

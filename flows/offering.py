@@ -10,10 +10,10 @@ from typing import Any
 from uuid import UUID
 
 from prefect import Flow as PrefectFlow
-from prefect.utilities.callables import parameter_schema
 
 from puna.flows.forms import Choices, Offer, defaults, description, schema
 from puna.flows.server import Server, Unreachable
+from puna.flows.trigger import due, wanted
 from puna.storage import PunaError, Store
 from puna.storage.runs import RunLog
 
@@ -33,7 +33,7 @@ class Offering:
         self.ids: dict[str, UUID] = {}
         self._store, self._server = store, server
         self._offered = offered
-        self._plain = {offer.title: parameter_schema(flow.fn).model_dump(exclude_unset=True) for offer, flow in offered}
+        self._plain = {offer.title: flow.parameters.model_dump(exclude_unset=True) for offer, flow in offered}
         self._lasting = {
             offer.title: {
                 "description": description(offer, linked=linked),
@@ -76,14 +76,26 @@ class Offering:
         now = self._state()
         if now == self._seen:
             return
+        self._begin_round()
         choices = Choices(self._store)
         for offer, _ in self._offered:
             self._bring(offer, choices)
         self._seen = now
 
     def _state(self) -> object:
-        """What choices depend on: the folders of the artifacts, and the aliases."""
-        return len(self._store.committed()), tuple(sorted(self._store.aliases().items()))
+        """What choices and the next round depend on: the folders of the artifacts, the aliases, and what a round waits for."""
+        return len(self._store.committed()), tuple(sorted(self._store.aliases().items())), wanted(self._store)
+
+    def _begin_round(self) -> None:
+        """Start the flow `round` where as many preferences are new as it waits for; for the same ones once."""
+        found = due(self._store)
+        if found is None:
+            return
+        once, asked = found
+        offer = next(offer for offer, _ in self._offered if offer.flow == "round")
+        parameters = {**defaults(offer), "store": self._store.uri, "recipe": asked.recipe}
+        body = {"parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": once, "tags": [TAG, "new preferences"]}
+        self._ask("POST", f"/deployments/{self.ids[offer.title]}/create_flow_run", body)
 
     def _there(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
@@ -135,6 +147,8 @@ class Offering:
             log = self._store.log(name)
             if log.state != "at work" and self._twice(run["id"], lost):
                 state, said = OUTCOMES[log.state]
+                if run["state_type"] == "CANCELLING":
+                    state, said = "CANCELLED", "stopped; what is finished is kept"
                 self._end(f"/flow_runs/{run['id']}", state, said or _how(log))
         open_steps = {
             "flow_runs": {"state": {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}, "tags": {"all_": [TAG]}},

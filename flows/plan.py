@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from puna.flows.look import StoreOption
+from puna.flows.program import Flow
+from puna.flows.report.markup import duration, size
 from puna.flows.settings import DEFAULT_STORE
-from puna.storage import PunaError
+from puna.storage import PunaError, Store
 
 if TYPE_CHECKING:
+    from puna.flows.experience import Expected
+    from puna.flows.launch import Request
+    from puna.flows.planned import Planned
     from puna.flows.recipe import Recipe
     from puna.models.accounting import Precision
     from puna.models.config import ModelConfig
     from puna.models.machine import Machine
+    from puna.stages.contract import Stage
     from puna.stages.pretrain.pretrain import PretrainConfig
 
 app = typer.Typer()
+DEFAULT_RECIPE = "demo"
 
 
 @app.command()
 def plan(
-    flow: Annotated[str, typer.Argument(metavar="FLOW", help="The flow that would run")] = "pipeline",
-    recipe: Annotated[str, typer.Option(help="Name of a recipe, or a YAML file")] = "demo",
+    what: Annotated[str, typer.Argument(metavar="FLOW|STAGE", help="What would run")] = "pipeline",
+    recipe: Annotated[
+        str | None, typer.Option(help="Name of a recipe, or a YAML file (default: demo for a flow; a stage alone keeps its defaults)")
+    ] = None,
     changes: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the recipe")] = None,
     inputs: Annotated[list[str] | None, typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="As `puna run` takes them")] = None,
     store: StoreOption = DEFAULT_STORE,
@@ -34,29 +44,30 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, help="That many of them, each with an even share of the work and the weights' state")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
 ) -> None:
-    """Which steps of a flow are reused and which run, and what pretraining costs: parameters, operations, memory, time.
+    """Which steps are reused, which run, and what they may cost; of pretraining also parameters, operations, memory, time.
 
-    A step after one that runs is made again only where that one's content is new. Documents count as filling their rows, which is
-    the most that attention can cost. Time is what the measured rates of this CPU, or the data sheet of a GPU, allow; it leaves out
+    Time, disk and memory of a step are expected from its earlier runs in the store. A step after one that runs is made again only
+    where that one's content is new. For pretraining by its sums, documents count as filling their rows, which is
+    the most that attention can cost; its time is what the measured rates of this CPU, or the data sheet of a GPU, allow; it leaves out
     communication between GPUs.
     """
-    from puna.flows.planned import STATES, planned
-    from puna.flows.trace import flow_named, load
+    from puna.flows.launch import Request
+    from puna.flows.planned import STATES
+    from puna.flows.trace import load
 
-    chosen = flow_named(flow)
-    loaded = load(recipe, changes, flow)
-    steps = planned(chosen, loaded, inputs or [], store)
-    trains = any(step.stage == "pretrain" for step in steps)
+    chosen, steps = steps_of(Request(what, recipe, tuple(changes or ()), tuple(inputs or ())), store)
+    trains = isinstance(chosen, Flow) and any(step.stage == "pretrain" for step in steps)
     if gpu is not None and not trains:
-        raise PunaError(f"--gpu {gpu}: the flow {flow} with recipe {recipe} pretrains nothing")
-    found = costs(loaded, gpu, gpus) if trains else {}
+        raise PunaError(f"--gpu {gpu}: {what}{f' with recipe {recipe}' if recipe else ''} pretrains nothing")
+    found = costs(load(recipe or DEFAULT_RECIPE, changes, chosen.name), gpu, gpus) if trains else {}
     if as_json:
-        typer.echo(json.dumps({**found, "steps": [asdict(step) for step in steps]}))
+        typer.echo(json.dumps({**found, "steps": [asdict(step) for step in steps], "expected": asdict(Total.of(steps))}))
         return
     for step in steps:
-        typer.echo(f"{step.label:24s} {step.state:7s} {step.why}")
+        typer.echo(f"{step.label:24s} {step.state:7s} {step.why}{_expected(step.expected)}")
     counts = Counter(step.state for step in steps)
-    typer.echo(", ".join(f"{counts[state]} {words}" for state, words in STATES.items() if counts[state]) + "\n")
+    typer.echo(", ".join(f"{counts[state]} {words}" for state, words in STATES.items() if counts[state]))
+    typer.echo(f"{Total.of(steps)}\n")
     if not found:
         return
     for name, value in found.items():
@@ -66,6 +77,55 @@ def plan(
         typer.echo(f"\nphase {phase.pop('name')}")
         for name, value in phase.items():
             typer.echo(f"  {name:26s} {_readable(name, value)}")
+
+
+def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[Planned]]:
+    """What the request names, and its steps as a run would find them; PunaError as such a run would say."""
+    from puna.flows.inputs import meant
+    from puna.flows.launch import chosen, stage_config
+    from puna.flows.planned import planned, planned_stage
+    from puna.flows.running import given_to
+    from puna.flows.trace import load
+
+    found = chosen(request.what)
+    if isinstance(found, Flow):
+        recipe = load(request.recipe or DEFAULT_RECIPE, list(request.changes), found.name)
+        return found, planned(found, recipe, list(request.inputs), place)
+    config = stage_config(found, request.recipe, list(request.changes))
+    store = Store.existing(place)
+    wanted = meant(request.inputs, found.inputs, store, found.name)
+    return found, [planned_stage(found, config, given_to(found, wanted.items, wanted.named), store)]
+
+
+@dataclass(frozen=True)
+class Total:
+    """What the steps that run may cost together: seconds, bytes on disk, bytes of memory at the most. `unknown`: steps that no earlier
+    run tells of."""
+
+    seconds: float
+    bytes: float
+    memory: float
+    unknown: tuple[str, ...]
+
+    @classmethod
+    def of(cls, steps: Sequence[Planned]) -> Total:
+        """The sum of the steps that are not reused."""
+        known = [step.expected for step in steps if step.expected is not None]
+        unknown = tuple(step.label for step in steps if step.state != "reused" and step.expected is None)
+        memory = max((one.memory for one in known), default=0.0)
+        return cls(sum(one.seconds for one in known), sum(one.bytes for one in known), memory, unknown)
+
+    def __str__(self) -> str:
+        if not self.seconds and not self.unknown:
+            return "nothing is to be done"
+        words = [f"about {duration(self.seconds)}, {size(self.bytes)} of disk, {size(self.memory)} of memory"] if self.seconds else []
+        more = f" and {len(self.unknown) - 4} more" if len(self.unknown) > 4 else ""
+        words += [f"no earlier run tells what {', '.join(self.unknown[:4])}{more} may cost"] if self.unknown else []
+        return "; ".join(words)
+
+
+def _expected(expected: Expected | None) -> str:
+    return "" if expected is None else f" · about {duration(expected.seconds)}, {size(expected.bytes)}, {size(expected.memory)} of memory"
 
 
 def costs(recipe: Recipe, gpu: str | None, gpus: int) -> dict[str, Any]:
@@ -156,7 +216,7 @@ def _readable(name: str, value: Any) -> str:
         return f"{value:.0%}"
     if name.endswith("seconds"):
         return f"{value:,.0f} s ({value / 3600:,.1f} h)" if value >= 10 else f"{value:.3g} s"
-    for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= max(size, 1e4):
-            return f"{value / size:,.4g} {letter}{'B' if 'bytes' in name else ''}"
+    for unit, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(unit, 1e4):
+            return f"{value / unit:,.4g} {letter}{'B' if 'bytes' in name else ''}"
     return f"{value:,.4g}"

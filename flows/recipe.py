@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -145,7 +146,7 @@ def read_values(name: str, changes: list[str]) -> tuple[dict[str, Any], str]:
     if file.stat().st_size > MAX_BYTES:
         raise PunaError(f"recipe {file}: is {file.stat().st_size:,} bytes; a recipe has at most {MAX_BYTES:,}")
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        values = _parsed(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise PunaError(f"recipe {file}: {error}") from error
     if not isinstance(values, dict):
@@ -155,6 +156,12 @@ def read_values(name: str, changes: list[str]) -> tuple[dict[str, Any], str]:
     for change in changes:
         overridden(values, change)
     return values, "" if file == shipped else f"recipe {file}: "  # what is wrong in a shipped one is what --set changed
+
+
+@lru_cache(maxsize=16)
+def _parsed(text: str) -> Any:
+    """What YAML says; not to be changed. Forms read the same recipes for one stage after the other."""
+    return yaml.safe_load(text)
 
 
 def shipped_recipes() -> list[str]:

@@ -24,6 +24,8 @@ from puna.stages.contract import Outcome
 from puna.storage import Artifact, PunaError, Store
 
 EVERY_SECONDS = 3.0
+SOON_SECONDS = 0.1
+"""How soon a server that was busy is asked again; each time that it still is, twice as long after, a second at most."""
 LAST_SECONDS = 8.0
 """How long the end of a run waits for a server that answered until then."""
 GONE_SECONDS = 1.0
@@ -135,6 +137,7 @@ class Reporter:
     # --- the thread -------------------------------------------------------------------------------
 
     def _work(self) -> None:
+        pause = SOON_SECONDS
         while not self._done.is_set():
             self._wake.wait(EVERY_SECONDS)
             self._wake.clear()
@@ -144,10 +147,11 @@ class Reporter:
             try:
                 if self.server is not None:
                     self._sync(self.server)
-                self._reached = True
+                self._reached, pause = True, SOON_SECONDS
             except Unreachable:
                 self._reached = False
-                time.sleep(1.0)
+                time.sleep(pause)
+                pause = min(2 * pause, 1.0)
                 continue
             except PunaError as error:
                 # It refuses what it is told, an old version or another program: not a reason to stop working, nor to go on asking.
@@ -198,18 +202,15 @@ class Reporter:
         """Bring the server's record of a step to what the step is."""
         state = {"type": step.state, "name": step.name, "message": step.message}
         aim = f"{step.state} {step.name}"
-        if not step.own:
-            step.known = aim
-        elif not step.known:
+        if step.own and not step.known:
             inputs = {name: [{"input_type": "task_run", "id": one} for one in steps] for name, steps in step.inputs.items()}
             server.ask("POST", "/task_runs/", {
                 "id": step.id, "name": step.label, "flow_run_id": self.flow_run, "task_key": step.stage, "dynamic_key": step.id,
-                "task_inputs": inputs, "state": {"type": "RUNNING"},
+                "task_inputs": inputs, "state": state,
             })  # fmt: skip
-            step.known = "RUNNING None"
-        if step.known != aim:
+        elif step.own and step.known != aim:
             server.ask("POST", f"/task_runs/{step.id}/set_state", {"state": state, "force": True})
-            step.known = aim
+        step.known = aim
         drawn: object = step.outcome or step.progress
         if drawn is not None and drawn is not step.drawn:
             self._draw(server, step)

@@ -9,22 +9,23 @@ from base64 import b64decode
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import parse_qs
 
 from fastapi import FastAPI, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 
+from puna.flows.report.markup import Html
 from puna.flows.report.page import page as report_page
 from puna.flows.report.run import Run
-from puna.flows.web import artifact, forms, home, questions, rules, run
+from puna.flows.web import artifact, documents, forms, home, questions, rounds, rules, run, start
 from puna.flows.web.chat import Chat, chat_page
 from puna.flows.web.frame import page, problem, style
+from puna.flows.web.judge import Judging
 from puna.storage import PunaError, Store
 
 HERE = Path(__file__).parent
-POLICY = (
-    "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'self'; base-uri 'none'"
-)
+POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'self'; base-uri 'none'"
 LOOKED_SECONDS = 1.0
 """How often a page that is open has its run looked at."""
 Next = Callable[[Request], Awaitable[Response]]
@@ -36,6 +37,8 @@ def application(store: Store, *, prefect: str | None, auth: str) -> FastAPI:
     _guard(app, auth)
     _looking(app, store, prefect)
     _running(app, store, prefect)
+    _starting(app, store, prefect)
+    _deciding(app, store, prefect)
     _talking(app, store, prefect)
 
     @app.get("/static/{name}")
@@ -86,6 +89,18 @@ def _looking(app: FastAPI, store: Store, prefect: str | None) -> None:
     def one(kind: str, key: str, table: str | None = None, start: Annotated[int, Query(ge=0)] = 0) -> str:
         return artifact.artifact_page(store, artifact.resolved(store, kind, key), prefect, table, start)
 
+    @app.get("/artifacts/compare", response_class=HTMLResponse)
+    def compared_artifacts(chosen: Annotated[list[str], Query(alias="artifact")] = []) -> str:  # noqa: B006
+        return artifact.compare_page(store, chosen, prefect)
+
+    @app.get("/documents", response_class=HTMLResponse)
+    def search(q: str = "", artifact: str = "", rule: str = "") -> str:
+        return documents.documents_page(store, artifact, q, rule, prefect)
+
+    @app.get("/document/{identity}", response_class=HTMLResponse)
+    def document(identity: str) -> str:
+        return documents.document_page(store, identity, prefect)
+
     @app.get("/sql", response_class=HTMLResponse)
     def sql(q: str = "") -> str:
         return questions.sql_page(store, q, prefect)
@@ -125,14 +140,69 @@ def _running(app: FastAPI, store: Store, prefect: str | None) -> None:
         alone = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
         return HTMLResponse(report_page(Run.open(store, name)), headers={"content-security-policy": alone})
 
-    @app.get("/form/{name}")
-    def form(name: str, request: Request) -> Response:
-        return RedirectResponse(forms.address(store, prefect, name, request.query_params))
-
     @app.get("/events")
     @app.get("/events/{name}")
     def events(request: Request, name: str | None = None) -> Response:
         return StreamingResponse(_events(store, request, name), media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+
+def _starting(app: FastAPI, store: Store, prefect: str | None) -> None:
+    """Forms: these pages' own, with the plan beside it, and the way to Prefect's."""
+
+    @app.get("/deployment/{name}")
+    def schedules(name: str) -> Response:
+        return RedirectResponse(f"/v2/deployments/deployment/{start.deployment(start.server_beside(store), name)['id']}")
+
+    @app.get("/form/{name}")
+    def form(name: str, request: Request) -> Response:
+        return RedirectResponse(forms.address(store, prefect, name, request.query_params))
+
+    @app.get("/start", response_class=HTMLResponse)
+    def all_forms() -> str:
+        return start.list_page(prefect)
+
+    @app.get("/start/{name}", response_class=HTMLResponse)
+    def own_form(name: str, request: Request) -> str:
+        return start.start_page(store, name, parse_qs(request.url.query, keep_blank_values=True), prefect)
+
+    @app.get("/plan/{name}", response_class=HTMLResponse)
+    def plan(name: str, request: Request) -> str:
+        return start.replanned(store, name, parse_qs(request.url.query, keep_blank_values=True))
+
+    @app.post("/start/{name}")
+    async def go(name: str, request: Request) -> Response:
+        return RedirectResponse(await run_in_threadpool(start.started, store, name, await _sent(request)), 303)
+
+    @app.get("/started/{flow_run}")
+    def follow(flow_run: str) -> Response:
+        found = start.started_page(store, flow_run, prefect)
+        if isinstance(found, Html):
+            return HTMLResponse(found, headers={"refresh": "1"})
+        return RedirectResponse(found)
+
+
+def _deciding(app: FastAPI, store: Store, prefect: str | None) -> None:
+    """Rounds, and people's judgements."""
+    app.mount("/judge", Judging(store))
+
+    @app.get("/rounds", response_class=HTMLResponse)
+    def all_rounds() -> str:
+        return rounds.rounds_page(store, prefect)
+
+    @app.post("/rounds/next")
+    async def trigger(request: Request) -> Response:
+        await run_in_threadpool(rounds.set_trigger, store, await _sent(request))
+        return RedirectResponse("/puna/rounds#next", 303)
+
+    @app.post("/rounds/{gate}")
+    async def decide(gate: str, request: Request) -> Response:
+        await run_in_threadpool(rounds.decided, store, gate, await _sent(request))
+        return RedirectResponse("/puna/rounds", 303)
+
+
+async def _sent(request: Request) -> dict[str, list[str]]:
+    """The fields of a form that was sent."""
+    return parse_qs((await request.body()).decode(), keep_blank_values=True)
 
 
 async def _events(store: Store, request: Request, name: str | None) -> AsyncIterator[str]:
@@ -166,5 +236,3 @@ def _talking(app: FastAPI, store: Store, prefect: str | None) -> None:
         asked = await request.json()
         answer = await run_in_threadpool(chat.say, str(asked.get("model", "")), asked.get("messages"))
         return StreamingResponse(answer, media_type="text/plain; charset=utf-8")
-
-

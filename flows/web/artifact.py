@@ -15,12 +15,13 @@ from puna.flows.trace import load_flows, load_stages
 from puna.flows.web.frame import artifact_link, page, plain, problem, run_link
 from puna.stages.contract import Stage
 from puna.storage import Artifact, PunaError, Store
-from puna.storage.explain import explain, flat
+from puna.storage.explain import changes, explain, flat
 from puna.storage.schemas import KINDS, TABLES
 
 SHOWN_ROWS = 20
 MOST_LISTED = 200
 MOST_USERS = 60
+COSTS = {"took": duration, "stored": size, "peak memory": size}
 
 
 def list_page(store: Store, kind: str | None, prefect: str | None) -> Html:
@@ -35,8 +36,10 @@ def list_page(store: Store, kind: str | None, prefect: str | None) -> Html:
         count = number(artifact.rows()) if artifact.kind in artifact.tables else ""
         stored = size(sum(record.bytes for record in m.files.values()))
         aliases = [tag("span", name, class_="tag") for name in names.get(artifact.key, [])]
-        rows.append([artifact_link(artifact), m.stage, count, stored, m.created_at[:16].replace("T", " "), aliases])
-    shown = table(["artifact", "made by", "rows", "stored", "made, UTC", "aliases"], rows, numeric=(2, 3))
+        box = tag("input", type="checkbox", name="artifact", value=artifact.id, aria_label=f"compare {artifact.id}")
+        rows.append([box, artifact_link(artifact), m.stage, count, stored, m.created_at[:16].replace("T", " "), aliases])
+    listed = table([tag("small", "pick"), "artifact", "made by", "rows", "stored", "made, UTC", "aliases"], rows, numeric=(3, 4))
+    shown = tag("form", listed, tag("p", tag("button", "Compare two")), action="/puna/artifacts/compare", method="get")
     left = len(found) - MOST_LISTED
     return page(
         "Artifacts", tag("nav", kinds, aria_label="Kinds"), shown if rows else tag("p", "None of this kind yet.", class_="note"),
@@ -62,13 +65,15 @@ def artifact_page(store: Store, artifact: Artifact, prefect: str | None, shown: 
     before, found = explain(store, artifact)
     why = None
     if before is not None and found:
-        why = part("Differs from the one before", tag("ul", [tag("li", str(change)) for change in found[:12]]), note=artifact_link(before))
+        both = "/puna/artifacts/compare"
+        note = [artifact_link(before), " ", tag("a", "compare the two", href=f"{both}?artifact={before.id}&artifact={artifact.id}")]
+        why = part("Differs from the one before", tag("ul", [tag("li", str(change)) for change in found[:12]]), note=note)
     return page(
         artifact.id,
         [problem(f"It is damaged: {'; '.join(damage)}. Run the stage again, or `puna verify --quarantine`")] if damage else None,
         tag("p", aliases) if aliases else None,
         tag("dl", [[tag("dt", name), tag("dd", value)] for name, value in facts], class_="facts-list"),
-        tag("p", _uses(artifact, prefect), class_="buttons"),
+        tag("p", _uses(artifact), class_="buttons"),
         section("rows", "Rows", None, _rows(artifact, shown, start)) if m.tables else None,
         section("measured", "Measured", None, table(["", ""], measured, numeric=(1,)) if measured else None,
                 grid(draw(Plot.of(figure)) for _, figure in sorted(m.figures.items()))),
@@ -78,6 +83,39 @@ def artifact_page(store: Store, artifact: Artifact, prefect: str | None, shown: 
                 _folded("files", ["file", "bytes"], [[name, record.bytes] for name, record in m.files.items()])),
         here="artifacts", prefect=prefect,
     )  # fmt: skip
+
+
+def compare_page(store: Store, names: list[str], prefect: str | None) -> Html:
+    """Two artifacts side by side: what differs in how they were made, and in what they are."""
+    if len(names) != 2:
+        raise PunaError(f"compare: choose two artifacts, not {len(names)}")
+    first, second = (store.resolve(name) for name in names)
+    one, other = first.manifest, second.manifest
+    made: list[list[Content]] = [[c.what, tag("b", c.name), plain(c.before), plain(c.now)] for c in changes(one, other)]
+    facts = [(m.timings.get("seconds", 0.0), sum(r.bytes for r in m.files.values()), m.peak_memory_bytes) for m in (one, other)]
+    gave: list[list[Content]] = [["made by", one.stage, other.stage, ""]]
+    gave += [[f"rows of {name}", *_pair(*(float(a.rows(name)) if name in a.tables else None for a in (first, second)))]
+             for name in dict.fromkeys([*first.tables, *second.tables])]  # fmt: skip
+    gave += [[name, show(facts[0][n]), show(facts[1][n]), ""] for n, (name, show) in enumerate(COSTS.items())]
+    for name in dict.fromkeys([*one.metrics, *other.metrics]):
+        gave.append([name.replace("_", " "), *_pair(one.metrics.get(name), other.metrics.get(name))])
+    head: list[Content] = [artifact_link(first), artifact_link(second)]
+    same = "Their contents are the same." if one.data_digest == other.data_digest else "Their contents differ."
+    how = table(["", "field", *head], made) if made else tag("p", "In the same way.", class_="note")
+    return page(
+        "Two artifacts",
+        section("given", "How they were made", None, how),
+        section("gave", "What they are", None, table(["", *head, "difference"], gave, numeric=(1, 2, 3))),
+        here="artifacts", prefect=prefect, lead=same,
+    )  # fmt: skip
+
+
+def _pair(one: float | str | None, other: float | str | None) -> list[Content]:
+    """Two values of the same name, and by how much the second is more."""
+    shown: list[Content] = ["–" if value is None else value if isinstance(value, str) else number(value) for value in (one, other)]
+    both = all(isinstance(value, int | float) for value in (one, other))
+    gap = float(other) - float(one) if both and one is not None and other is not None else 0.0
+    return [*shown, f"{'+' if gap > 0 else ''}{number(gap)}" if gap else ""]
 
 
 def _folded(what: str, head: list[Content], rows: list[list[Content]], *, open_: bool = False) -> Html | None:
@@ -141,23 +179,22 @@ def _lineage(store: Store, artifact: Artifact) -> Html:
     )
 
 
-def _uses(artifact: Artifact, prefect: str | None) -> list[Content]:
+def _uses(artifact: Artifact) -> list[Content]:
     """What can be done with it: talk, move thresholds, start a stage or a flow on it."""
     found: list[Content] = []
     if artifact.kind == "model":
         found.append(tag("a", "Chat", href=f"/puna/chat?model={artifact.id}", class_="button"))
     if artifact.manifest.stage == "select":
         found.append(tag("a", "Move its thresholds", href=f"/puna/rules?artifact={artifact.key[:12]}", class_="button"))
-    if prefect is not None:
-        links = []
-        everything: list[Flow | Stage] = [*load_flows().values(), *load_stages().values()]
-        for what in everything:
-            for spec in what.inputs:
-                if spec.kind == artifact.kind:
-                    name = flow_name(what) if isinstance(what, Stage) else what.name
-                    links.append(tag("li", tag("a", what.name, href=f"/puna/form/{name}?{spec.name}={artifact.id}"), f" as {spec.name}"))
-        if links:
-            found.append(details(tag("span", "Use in …", class_="button"), tag("ul", links), class_="menu"))
+    links = []
+    everything: list[Flow | Stage] = [*load_flows().values(), *load_stages().values()]
+    for what in everything:
+        for spec in what.inputs:
+            if spec.kind == artifact.kind:
+                name = flow_name(what) if isinstance(what, Stage) else what.name
+                links.append(tag("li", tag("a", what.name, href=f"/puna/start/{name}?{spec.name}={artifact.id}"), f" as {spec.name}"))
+    if links:
+        found.append(details(tag("span", "Use in …", class_="button"), tag("ul", links), class_="menu"))
     return found
 
 

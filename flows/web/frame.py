@@ -12,7 +12,10 @@ from puna.storage import Artifact
 from puna.storage.runs import RunLog
 
 HERE = Path(__file__).parent
-PLACES = {"": "Runs", "artifacts": "Artifacts", "rules": "Rules", "sql": "SQL", "chat": "Chat"}
+PLACES = {
+    "": "Runs", "start": "Start", "artifacts": "Artifacts", "documents": "Documents", "rules": "Rules", "rounds": "Rounds", "sql": "SQL",
+    "chat": "Chat",
+}  # fmt: skip
 STATES = {"finished": "right", "failed": "wrong", "stopped": "wrong", "at work": "busy"}
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from puna.flows.forms import offers
 from puna.flows.report.markup import Content, Html, number, section, table, tag
-from puna.flows.trace import load_flows
 from puna.flows.web.frame import artifact_link, badge, bar, page, run_link, spent, when
 from puna.storage import PunaError, Store
 from puna.storage.runs import RunLog
 
 MOST_RUNS = 50
+FIRST = "Each opens with what is reused and what the rest may cost; nothing runs before it is started."
 
 
 def home(store: Store, prefect: str | None, older: int = 0) -> Html:
@@ -22,7 +23,7 @@ def home(store: Store, prefect: str | None, older: int = 0) -> Html:
     return page(
         "Puna's store",
         [working_view(store, log) for log in working],
-        section("start", "Start", "Each opens as a form; nothing runs before it is sent.", starts()) if prefect else None,
+        section("start", "Start", FIRST, starts()),
         section("runs", "Runs", None, runs_view(logs), _pages(len(names), older)) if names else _nothing(prefect),
         section("aliases", "Aliases", "The newest of each name, as inputs take them.", aliases_view(store)),
         here="", prefect=prefect, live="/puna/events", lead=tag("code", store.uri),
@@ -30,8 +31,8 @@ def home(store: Store, prefect: str | None, older: int = 0) -> Html:
 
 
 def _nothing(prefect: str | None) -> Html:
-    said = "This store holds no run yet. `puna run curate --recipe demo` makes one; it fetches a sample of real pages first."
-    return tag("p", said, " Or start one above." if prefect else None, class_="lead")
+    here = "`curate`, started above," if prefect else "`puna run curate --recipe demo`"
+    return tag("p", f"This store holds no run yet. {here} makes one; it fetches a sample of real pages first.", class_="lead")
 
 
 def _pages(count: int, older: int) -> Content:
@@ -69,7 +70,8 @@ def working_view(store: Store, log: RunLog) -> Html:
 
 def starts() -> Html:
     """The forms of the flows."""
-    return tag("p", [tag("a", name, href=f"/puna/form/{name}", class_="button") for name in load_flows()], class_="buttons")
+    links = [tag("a", offer.what.name, href=f"/puna/start/{offer.flow}", class_="button") for offer in offers() if offer.group == "flow"]
+    return tag("p", links, tag("a", "a stage …", href="/puna/start", class_="button"), class_="buttons")
 
 
 def aliases_view(store: Store) -> Html:
@@ -102,5 +104,3 @@ def runs_view(logs: list[RunLog]) -> Html:
         rows.append([box, *cells, number(len(log.made)), number(reused)])
     shown = table([tag("small", "pick"), "run", "state", "began", "took", "artifacts", "reused"], rows, numeric=(4, 5, 6))
     return tag("form", shown, tag("p", tag("button", "Compare two")), action="/puna/compare", method="get")
-
-

@@ -55,22 +55,27 @@
     box.addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) ask.submit(); });
   }
 
-  // Thresholds: the answer follows the sliders.
+  // Thresholds, and what is to be started: the answer follows what is filled in.
   const rules = document.getElementById("rules");
-  if (rules) {
+  const replayed = document.querySelector("form[data-from]");
+  let later;
+  if (replayed) {
     const outcome = document.getElementById("outcome");
     let latest = 0, timer;
     const replay = async () => {
       const mine = ++latest;
       outcome.classList.add("stale");
-      const answer = await fetch(rules.dataset.from + "?" + new URLSearchParams(new FormData(rules)));
+      const answer = await fetch(replayed.dataset.from + "?" + new URLSearchParams(new FormData(replayed)));
       const words = await answer.text();
       if (mine !== latest) return;
       const found = new DOMParser().parseFromString(words, "text/html");
       outcome.replaceChildren(...(answer.ok ? found.body : found.getElementById("content")).childNodes);
       outcome.classList.remove("stale");
     };
-    const later = () => { clearTimeout(timer); timer = setTimeout(replay, 120); };
+    later = () => { clearTimeout(timer); timer = setTimeout(replay, 120); };
+    if (!rules) replayed.addEventListener("input", later);
+  }
+  if (rules) {
     const mark = (card) => card.classList.toggle("moved", Math.abs(card.querySelector("[type=number]").value - card.querySelector("[type=range]").dataset.was) > 1e-9);
     for (const card of rules.querySelectorAll(".slider")) {
       const range = card.querySelector("[type=range]"), written = card.querySelector("[type=number]");

@@ -78,7 +78,12 @@ def test_a_plan_tells_what_is_reused_what_runs_and_why(tmp_path: Path, monkeypat
     assert states() == [("ingest", "reused", made["ingest"].id), ("extract", "reused", made["extract"].id)]
     ingest, extract = states("extract.max_depth=999")
     assert ingest[1] == "reused" and extract == ("extract", "runs", "config max_depth: 1000 → 999")
+    # An earlier run tells what a changed one may cost; a stage alone has a plan too.
+    words = ["plan", "stage:extract", "--store", str(place), "--input", made["ingest"].id, "--set", "max_depth=999", "--json"]
+    (step,) = json.loads(CliRunner().invoke(app, words).output)["steps"]
+    assert step["state"] == "runs" and step["expected"]["runs"] == 1 and step["expected"]["rows"] == 1
+    assert step["expected"]["seconds"] == pytest.approx(made["extract"].manifest.timings["seconds"], rel=0.05)
     said = CliRunner().invoke(app, ["plan", "align", "--recipe", "smollm2-135m", "--store", str(place)]).output
     assert "sft_first                after   input model, instructions" in said and "phase" not in said
-    with pytest.raises(PunaError, match="the flow align with recipe smollm2-135m pretrains nothing"):
+    with pytest.raises(PunaError, match="align with recipe smollm2-135m pretrains nothing"):
         CliRunner().invoke(app, ["plan", "align", "--recipe", "smollm2-135m", "--gpu", "A100"], catch_exceptions=False)

@@ -1,0 +1,139 @@
+"""What a step may cost, learned from the manifests of earlier ones: seconds, disk, memory, and how much it hands on.
+
+Each is taken as a power law in the rows (and the bytes of models) that come in and in the numbers of the configuration that differ
+between the runs, fitted by Bayesian linear regression on logarithms (Bishop 2006, section 3.3): what the runs do not show stays at a prior
+expectation, so that one run already tells something and three runs tell what three can.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from puna.stages.contract import External
+from puna.storage import Artifact, Store
+
+NEWEST = 30
+"""Earlier runs of a stage that are looked at."""
+NOISE = 0.1
+"""Standard deviation of the logarithm of a measurement of the same work."""
+FIELD = (0.0, 0.5)
+"""Mean and standard deviation of the exponent of a number of the configuration."""
+SIZES: Mapping[str, tuple[float, float]] = {"seconds": (0.7, 0.3), "bytes": (0.9, 0.3), "memory": (0.2, 0.2), "rows": (1.0, 0.2)}
+"""The same of the exponent of what comes in, for each thing that is expected."""
+FREE = 10.0
+"""Standard deviation of the constant: nothing is expected of it."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much an artifact or a file holds. `rows`: of its main table, 0 where it has none."""
+
+    rows: float
+    bytes: float
+
+    @classmethod
+    def of(cls, item: Artifact | External) -> Size:
+        """The size of what is there."""
+        if isinstance(item, External):
+            return cls(0, sum(file.bytes for file in item.files))
+        stored = sum(record.bytes for record in item.manifest.files.values())
+        return cls(item.rows() if item.kind in item.tables else 0, stored)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a step may take and give: seconds, bytes on disk, bytes of memory at its peak, rows. `runs`: earlier ones that tell it."""
+
+    seconds: float
+    bytes: float
+    memory: float
+    rows: float
+    runs: int
+
+    @property
+    def size(self) -> Size:
+        """How much it hands on."""
+        return Size(self.rows, self.bytes)
+
+
+@dataclass(frozen=True)
+class _Past:
+    came: Size
+    numbers: Mapping[str, float]
+    words: Mapping[str, Any]
+    gave: Mapping[str, float]
+
+
+class Experience:
+    """The earlier runs of every stage of a store."""
+
+    def __init__(self, store: Store) -> None:
+        sizes: dict[str, Size] = {}
+        self._past: defaultdict[str, list[_Past]] = defaultdict(list)
+        for artifact in store.artifacts():
+            m = artifact.manifest
+            own = sizes[artifact.key] = Size.of(artifact)
+            if "seconds" not in m.timings:
+                continue
+            came = together([sizes[item.key] for item in m.inputs if item.key in sizes])
+            gave = {"seconds": m.timings["seconds"], "bytes": own.bytes, "memory": m.peak_memory_bytes, "rows": own.rows}
+            self._past[m.stage].append(_Past(came, *_parted(m.config), gave))
+
+    def expect(self, stage: str, config: Mapping[str, Any], came: Sequence[Size]) -> Expected | None:
+        """What the stage may take on inputs of these sizes; None where it never ran in this store."""
+        past = self._past.get(stage, [])
+        if not past:
+            return None
+        numbers, words = _parted(config)
+        differing = [sum(one.words.get(name) != words.get(name) for name in {*one.words, *words}) for one in past]
+        past = [one for one, count in zip(past, differing, strict=True) if count == min(differing)][-NEWEST:]
+        now = _Past(together(came), numbers, words, {})
+        varied = sorted(name for name in numbers if len({one.numbers.get(name) for one in (*past, now)} - {None}) > 1)
+        rows = np.array([_features(one, varied, now) for one in (*past, now)])
+        given, asked = rows[:-1], rows[-1]
+        found = {
+            name: math.expm1(_predicted(given, np.log1p([one.gave[name] for one in past]), asked, prior)) for name, prior in SIZES.items()
+        }
+        return Expected(found["seconds"], found["bytes"], found["memory"], round(found["rows"]), len(past))
+
+
+def together(sizes: Sequence[Size]) -> Size:
+    """The size of several."""
+    return Size(sum(size.rows for size in sizes), sum(size.bytes for size in sizes))
+
+
+def _parted(config: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
+    """The numbers above 0 of a configuration, and all the rest of it; without its seed."""
+    fields = {name: value for name, value in _leaves(config).items() if name != "seed"}
+    numbers = {name: float(v) for name, v in fields.items() if isinstance(v, int | float) and not isinstance(v, bool) and v > 0}
+    return numbers, {name: value for name, value in fields.items() if name not in numbers}
+
+
+def _leaves(value: Any, path: str = "") -> dict[str, Any]:
+    """What stands inside nested groups and lists, by its path."""
+    inside = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    if inside is None:
+        return {path: value}
+    return {name: leaf for key, item in inside for name, leaf in _leaves(item, f"{path}.{key}" if path else str(key)).items()}
+
+
+def _features(one: _Past, varied: Sequence[str], now: _Past) -> list[float]:
+    """1, the logarithm of what comes in, those of the numbers that vary; what is not known of an earlier run counts as it is now."""
+    came = one.came.rows or now.came.rows if now.came.rows else one.came.bytes or now.came.bytes
+    return [1.0, math.log1p(came), *(math.log(one.numbers.get(name, now.numbers[name])) for name in varied)]
+
+
+def _predicted(given: Any, measured: Any, asked: Any, size: tuple[float, float]) -> float:
+    """The posterior mean for `asked`: exponents are drawn to their priors as far as the measurements do not tell."""
+    fields = given.shape[1] - 2
+    mean = np.array([0.0, size[0], *[FIELD[0]] * fields])
+    precision = np.diag(np.array([FREE, size[1], *[FIELD[1]] * fields]) ** -2.0)
+    noise = NOISE**-2.0
+    exponents = np.linalg.solve(precision + noise * given.T @ given, precision @ mean + noise * given.T @ measured)
+    return float(asked @ exponents)

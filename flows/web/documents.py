@@ -1,0 +1,165 @@
+"""Documents: search among those that an artifact keeps or that one of its rules dropped, and what became of a single one."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from puna.flows.look import fate
+from puna.flows.report.markup import Content, Html, excerpt, number, percent, section, table, tag
+from puna.flows.web.frame import artifact_link, field, option, page, plain
+from puna.storage import Artifact, PunaError, Store
+
+MOST_HITS = 40
+SECONDS = 15.0
+"""Time for a search; what was not looked at by then is told."""
+ANY = "any rule"
+BEFORE = 120
+"""Characters shown before what was found."""
+
+
+def documents_page(store: Store, name: str, words: str, rule: str, prefect: str | None) -> Html:
+    """The search and what it finds. `rule`: empty for documents that are kept, else those that this rule, or any, dropped."""
+    made = [one for one in reversed(store.artifacts()) if one.kind == "documents"]
+    if not made:
+        nothing = tag("p", "The store holds no documents yet: run `curate`.", class_="lead")
+        return page("Documents", nothing, here="documents", prefect=prefect)
+    names = store.names()
+    aliases = {alias: one for one in made for alias in names.get(one.key, ())}
+    chosen = store.resolve(name) if name else aliases.get("documents@latest", made[0])
+    rules = _rules(chosen)
+    shown = list({one.key: one for one in (chosen, *made[:MOST_HITS])}.values())
+    titles = [" · ".join([*names.get(one.key, ()), one.id, one.manifest.stage, f"{one.rows():,} rows"]) for one in shown]
+    options = [option(one.id, title, chosen=one.key == chosen.key) for one, title in zip(shown, titles, strict=True)]
+    which = [option("", f"kept: {chosen.rows():,}", chosen=not rule)]
+    if rules:
+        which.append(option(ANY, f"dropped by {ANY}: {rules.total():,}", chosen=rule == ANY))
+        which += [option(one, f"dropped by {one}: {count:,}", chosen=one == rule) for one, count in rules.most_common()]
+    form = tag("form",
+        field("Words in text, address or title", tag("input", type="search", name="q", value=words, autofocus=not words)),
+        field("Artifact", tag("select", options, name="artifact")),
+        field("Which", tag("select", which, name="rule")),
+        tag("p", tag("button", "Search", class_="main")),
+        action="/puna/documents", method="get")  # fmt: skip
+    return page(
+        "Documents", tag("div", form, tag("div", _dropped_by(chosen, rules)), class_="two"), _found(store, chosen, words, rule),
+        here="documents", prefect=prefect,
+    )  # fmt: skip
+
+
+def document_page(store: Store, identity: str, prefect: str | None) -> Html:
+    """One document: its text where it last had one, and what every stage made of it."""
+    rows = fate(store, identity)
+    there = [found for row in rows if (found := store.find("documents", row["artifact"])) is not None]
+    shown = _row(there[-1], identity) if there else None
+    steps: list[list[Content]] = []
+    for row in rows:
+        artifact = store.resolve(row["artifact"])
+        said = tag("small", row["what"].partition(": ")[2])
+        steps.append([artifact.manifest.stage, tag("b", row["verb"]), said, artifact_link(artifact)])
+    title = (shown or {}).get("title") or identity
+    return page(
+        str(title), section("fate", "What became of it", None, table(["stage", "", "", "artifact"], steps)),
+        section("text", "Text", f"as {there[-1].manifest.stage} has it" if there else None, tag("div", shown["text"], class_="said"))
+        if shown else None,
+        here="documents", prefect=prefect, lead=tag("code", (shown or {}).get("url", identity)),
+    )  # fmt: skip
+
+
+def _rules(artifact: Artifact) -> Counter[str]:
+    """How many rows each rule dropped."""
+    if "dropped" not in artifact.tables:
+        return Counter()
+    found = artifact.read("dropped", columns=["rule"])["rule"].value_counts().to_pylist()
+    return Counter({row["values"]: row["counts"] for row in found})
+
+
+def _dropped_by(artifact: Artifact, rules: Counter[str]) -> Content:
+    if not rules:
+        return tag("p", artifact_link(artifact), " dropped nothing.", class_="note")
+    rows: list[list[Content]] = [
+        [tag("a", rule, href=f"/puna/documents?artifact={artifact.id}&rule={rule}"), number(count), percent(count, rules.total())]
+        for rule, count in rules.most_common(8)
+    ]
+    return table([["dropped by ", artifact_link(artifact)], "rows", "share"], rows, numeric=(1, 2))
+
+
+def _found(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
+    began = time.monotonic()
+    why = {} if not rule else _reasons(artifact, rule)
+    cards: list[Html] = []
+    seen = whole = 0
+    for source, batch in _batches(store, artifact, rule):
+        whole = sum(one.rows() for one in source)
+        seen += batch.num_rows
+        kept = batch.filter(pc.is_in(batch["id"], pa.array(list(why), pa.string()))) if rule else batch
+        cards += [_card(row, words, why.get(row["id"])) for row in _matching(kept, words).slice(0, MOST_HITS - len(cards)).to_pylist()]
+        if len(cards) >= MOST_HITS or time.monotonic() - began > SECONDS:
+            break
+    more = f" of the first {seen:,} of {whole:,} that were looked at" if seen < whole else f" of {whole:,}"
+    said = f"{len(cards)}{' or more' if len(cards) == MOST_HITS else ''} documents found, {more.strip()}" if cards else f"None found,{more}"
+    return section("found", said, None, tag("div", cards, class_="cards"), tag("p", "") if not cards else None)
+
+
+def _batches(store: Store, artifact: Artifact, rule: str) -> Iterator[tuple[list[Artifact], pa.RecordBatch]]:
+    """Rows with id, url and what text there is, and the artifacts that hold them: what it keeps, or what it was made of."""
+    holding = [artifact]
+    if rule and "dropped" not in artifact.tables:
+        return
+    if rule:
+        given = [store.find(item.kind, item.key) for item in artifact.manifest.inputs if item.kind in ("documents", "pages")]
+        holding = [one for one in given if one is not None]
+        if not holding:
+            raise PunaError(f"{artifact.id}: what it was made of is no longer in the store")
+    for one in holding:
+        columns: list[str] = [name for name in ("id", "url", "title", "source", "text") if name in one.columns()]
+        for batch in one.batches(columns=columns, rows=1024):
+            yield holding, batch
+
+
+def _reasons(artifact: Artifact, rule: str) -> dict[str, dict[str, Any]]:
+    rows = artifact.read("dropped").to_pylist() if "dropped" in artifact.tables else []
+    return {row["id"]: row for row in rows if rule in (ANY, row["rule"])}
+
+
+def _matching(batch: pa.RecordBatch, words: str) -> pa.RecordBatch:
+    if not words.strip():
+        return batch
+    found = pa.array([False] * batch.num_rows, pa.bool_())
+    for name in ("text", "url", "title"):
+        if name in batch.schema.names:
+            there = pc.match_substring(batch[name], words.strip(), ignore_case=True)
+            found = pc.or_(found, pc.fill_null(there, False))
+    return batch.filter(found)
+
+
+def _card(row: dict[str, Any], words: str, why: dict[str, Any] | None) -> Html:
+    reason = None
+    if why is not None:
+        facts = [f"{name} {plain(why[name])}" for name in ("value", "threshold", "detail") if why.get(name) not in (None, "")]
+        reason = tag("p", tag("span", why["rule"], class_="tag wrong"), " ", Html(", ".join(facts)), class_="note")
+    head = tag("a", row.get("title") or row.get("url") or row["id"], href=f"/puna/document/{row['id']}")
+    return tag("div", tag("p", head), tag("p", row.get("url") or "", class_="url"), reason,
+               tag("blockquote", _marked(row.get("text") or "", words.strip())), class_="card")  # fmt: skip
+
+
+def _marked(text: str, words: str) -> Content:
+    at = text.lower().find(words.lower()) if words else -1
+    if at < 0:
+        return excerpt(text, 300)
+    end = at + len(words)
+    return [" …" if at > BEFORE else "", text[max(0, at - BEFORE) : at], tag("mark", text[at:end]), excerpt(text[end : end + 600], 200)]
+
+
+def _row(artifact: Artifact, identity: str) -> dict[str, Any] | None:
+    for batch in artifact.batches(columns=["id", "url", "title", "text"], rows=1024):
+        rows = batch.filter(pc.starts_with(batch["id"], identity)).to_pylist()
+        if rows:
+            found: dict[str, Any] = rows[0]
+            return found
+    return None

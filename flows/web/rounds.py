@@ -1,0 +1,152 @@
+"""Rounds of alignment: the one that waits for a person, what each brought, the policies side by side, and what starts the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from puna.flows.history import POLICY, Round, rounds_of, settle, unsettled
+from puna.flows.recipe import shipped_recipes
+from puna.flows.report.markup import Content, Html, number, section, table, tag
+from puna.flows.report.plot import Plot
+from puna.flows.report.svg import draw, grid
+from puna.flows.trigger import Wanted, new_preferences, want, wanted
+from puna.flows.web.frame import artifact_link, field, option, page
+from puna.stages.align.approval import ApprovalConfig, approval
+from puna.stages.contract import execute
+from puna.storage import Artifact, PunaError, Store
+
+VERDICTS = {"passed": "right", "refused": "wrong", "waits": "busy"}
+MEASURED = ("accuracy", "score", "liked", "win_rate", "loss", "bits_per_byte")
+"""Metrics of an evaluation that tell policies apart, in this order."""
+MOST = 40
+NONE = "No round came to a gate yet: start `round`."
+JUDGE = "Judge pairs of answers, several people under their names; what is said becomes preferences."
+
+
+def rounds_page(store: Store, prefect: str | None) -> Html:
+    """The rounds of a store."""
+    found = rounds_of(store, store.alias(POLICY)) if POLICY in store.aliases() else _begun(store)
+    waiting = found[-1] if found and found[-1].verdict == "waits" else None
+    gains = [draw(Plot.of(figure)) for one in found[-4:] for _, figure in sorted(one.gate.manifest.figures.items())]
+    answers = [one for one in reversed(store.artifacts()) if one.kind == "answers"][:6]
+    judge = [tag("li", tag("a", f"{one.id} · {one.rows():,} answers", href=f"/puna/judge/{one.key[:12]}/")) for one in answers]
+    return page(
+        "Rounds",
+        _waits(waiting) if waiting else None,
+        section("rounds", "Gates", None, _gates(found), grid(gains)) if found else tag("p", NONE, class_="lead"),
+        section("leaderboard", "Leaderboard", "Every model that was evaluated, the best first.", _leaderboard(store)),
+        section("judge", "Which answer is better?", JUDGE, tag("ul", judge)) if judge else None,
+        section("next", "The next round", None, _next(store, prefect)),
+        here="rounds", prefect=prefect,
+    )  # fmt: skip
+
+
+def decided(store: Store, gate: str, said: Mapping[str, Sequence[str]]) -> None:
+    """A person's word on the round that waits, carried out at once where no round is at work. PunaError where it cannot be."""
+    artifact = store.resolve(f"evaluation/{gate}")
+    by = said.get("by", [""])[0].strip()
+    if not by:
+        raise PunaError("who decides? write a name")
+    config = ApprovalConfig(by=by, approved=said.get("verdict", [""])[0] == "approve", reason=said.get("reason", [""])[0].strip())
+    execute(approval, config, {"gate": artifact}, store)
+    with store.lock("round", wait=False) as mine:
+        if not mine:  # the round at work carries it out
+            return
+        policy = next(store.find(i.kind, i.key) for i in artifact.manifest.inputs if i.name == "policy")
+        found = rounds_of(store, store.alias(POLICY) if POLICY in store.aliases() or policy is None else policy)
+        if last := unsettled(store, found):
+            settle(store, last)
+
+
+def set_trigger(store: Store, said: Mapping[str, Sequence[str]]) -> None:
+    """Have a round made for so many new preferences."""
+    text = said.get("preferences", ["0"])[0] or "0"
+    if not text.isdecimal():
+        raise PunaError(f"preferences: takes a whole number, 0 for none (got {text!r})")
+    recipe = said.get("recipe", ["demo"])[0]
+    if recipe not in shipped_recipes():
+        raise PunaError(f"recipe {recipe}: not found; recipes are {', '.join(shipped_recipes())}")
+    want(store, Wanted(int(text), recipe))
+
+
+def _begun(store: Store) -> list[Round]:
+    """The rounds from a model that no policy came of yet: those of the newest gate."""
+    gates = [one for one in store.artifacts() if one.manifest.stage == "gate"]
+    given = next((i for one in gates[-1:] for i in one.manifest.inputs if i.name == "policy"), None)
+    policy = given and store.find(given.kind, given.key)
+    return rounds_of(store, policy) if policy else []
+
+
+def _waits(one: Round) -> Html:
+    rows: dict[str, dict[str, str]] = {}
+    for row in one.gate.read().to_pylist():
+        rows.setdefault(row["task"], {})[row["metric"]] = (
+            f"{row['value']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})" if row["metric"] == "gain" else f"{row['value']:.3f}"
+        )
+    measured: list[list[Content]] = [[task, *(found.get(name, "") for name in ("before", "after", "gain"))] for task, found in rows.items()]
+    return tag("section",
+        tag("h2", f"Round {one.number} waits for your word"), tag("p", str(one.deciding.manifest.metrics["reason"])),
+        table(["task", "policy", "candidate", "gain, 95 % interval"], measured, numeric=(1, 2, 3)),
+        tag("p", "Policy ", artifact_link(one.policy), ", candidate ", artifact_link(one.candidate), " ",
+            tag("a", "talk to it", href=f"/puna/chat?model={one.candidate.id}")),
+        tag("form", field("Your name", tag("input", name="by", type="text", required=True)),
+            field("Why", tag("input", name="reason", type="text")),
+            tag("p", tag("button", "Approve", class_="main", name="verdict", value="approve"), " ",
+                tag("button", "Refuse", name="verdict", value="refuse"), class_="buttons"),
+            action=f"/puna/rounds/{one.gate.key[:16]}", method="post"),
+        class_="working")  # fmt: skip
+
+
+def _gates(found: Sequence[Round]) -> Html:
+    rows: list[list[Content]] = []
+    for one in reversed(found):
+        m = one.gate.manifest.metrics
+        gain = f"{m['gain']:+.3f} ({m['gain_low']:+.3f} to {m['gain_high']:+.3f})" if "gain" in m else ""
+        badge = tag("span", one.verdict, class_=f"tag {VERDICTS.get(one.verdict, '')}")
+        why = tag("small", str(one.deciding.manifest.metrics["reason"]))
+        rows.append([one.number, badge, gain, artifact_link(one.candidate), why, _made(one.gate)])
+    return table(["round", "verdict", "gain, 95 % interval", "candidate", "because", "UTC"], rows, numeric=(0,))
+
+
+def _leaderboard(store: Store) -> Html:
+    names = store.names()
+    best: dict[str, tuple[Artifact, dict[str, float]]] = {}
+    for one in store.artifacts():
+        if one.manifest.stage != "evaluate":
+            continue
+        model = next((store.find(i.kind, i.key) for i in one.manifest.inputs if i.kind == "model"), None)
+        values = {name: float(v) for name, v in one.manifest.metrics.items() if name in MEASURED and isinstance(v, int | float)}
+        if model is not None and values:
+            best[model.key] = (model, {**best.get(model.key, (model, {}))[1], **values})
+    columns = [name for name in MEASURED if any(name in values for _, values in best.values())]
+    if not columns:
+        return Html("")
+    lower = columns[0] in ("loss", "bits_per_byte")
+    worst = float("inf") if lower else float("-inf")
+    ordered = sorted(best.values(), key=lambda pair: pair[1].get(columns[0], worst), reverse=not lower)
+    rows: list[list[Content]] = []
+    for place, (model, values) in enumerate(ordered[:MOST], 1):
+        aliases = [[tag("span", name, class_="tag"), " "] for name in names.get(model.key, [])]
+        shown: list[Content] = [number(values[name]) if name in values else "–" for name in columns]
+        rows.append([place, [aliases, artifact_link(model)], model.manifest.stage, *shown, _made(model)])
+    head: list[Content] = ["", "model", "made by", *(name.replace("_", " ") for name in columns), "UTC"]
+    return table(head, rows, numeric=(0, *range(3, 3 + len(columns))))
+
+
+def _made(artifact: Artifact) -> str:
+    return artifact.manifest.created_at[:16].replace("T", " ")
+
+
+def _next(store: Store, prefect: str | None) -> Content:
+    now, there = wanted(store), new_preferences(store)
+    recipes = [option(name, name, chosen=name == now.recipe) for name in shipped_recipes()]
+    state = f"{there:,} preferences are new{f'; a round is made at {now.preferences:,}' if now.preferences else ''}."
+    form = tag("form",
+        field("Start a round when so many preferences of people are new; 0: never",
+              tag("input", type="number", name="preferences", min=0, value=now.preferences)),
+        field("With the recipe", tag("select", recipes, name="recipe")),
+        tag("p", tag("button", "Keep"), class_="buttons"), action="/puna/rounds/next", method="post")  # fmt: skip
+    started: Content = [tag("a", "Start one now", href="/puna/start/round", class_="button")]
+    if prefect:
+        started = [started, " ", tag("a", "Set a schedule, in Prefect", href="/puna/deployment/round", class_="button")]
+    return tag("div", tag("p", state), form, tag("p", started, class_="buttons"))

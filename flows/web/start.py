@@ -1,0 +1,304 @@
+"""Starting a flow or a stage: its form, beside it what such a run would find and cost, and the click that starts it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from puna.flows.forms import Choices, Offer, defaults, offers, picked, settings_of, values_of
+from puna.flows.launch import Request, stage_config
+from puna.flows.plan import DEFAULT_RECIPE, Total, steps_of
+from puna.flows.planned import STATES, Planned
+from puna.flows.program import Flow, described
+from puna.flows.recipe import shipped_recipes
+from puna.flows.report.markup import Content, Html, details, duration, section, size, table, tag
+from puna.flows.server import Server, Unreachable, read_note
+from puna.flows.web.frame import field, option, page, problem
+from puna.stages.contract import Stage, did_you_mean
+from puna.stages.contract.declaration import InputSpec
+from puna.storage import PunaError, Store
+
+Asked = Mapping[str, Sequence[str]]
+"""The fields of a form as a browser sends them, each with its values."""
+FEW = 2
+"""Fields of a group of settings that stands open."""
+
+
+def start_page(store: Store, name: str, asked: Asked, prefect: str | None) -> Html:
+    """The form of the flow or stage, and its plan. `asked`: what was filled in."""
+    offer = offered(name)
+    what, choices = offer.what, Choices(store)
+    settings: Content = _changes(asked) if isinstance(what, Flow) else _settings(offer, asked)
+    go = tag("button", "Start", class_="main", formmethod="post") if prefect else None
+    other = tag("a", "Prefect's form, with schedules", href=f"/puna/form/{name}", class_="button") if prefect else None
+    return page(
+        what.name,
+        tag("form",
+            tag("div", replanned(store, name, asked), id="outcome", aria_live="polite"),
+            tag("div", _recipe(offer, asked), [_input(spec, choices, asked) for spec in what.inputs], settings),
+            tag("p", go, " ", tag("button", "Plan"), " ", other, class_="buttons"),
+            action=f"/puna/start/{name}", method="get", class_="replayed", data_from=f"/puna/plan/{name}"),
+        here="start", prefect=prefect, lead=_first(what.doc),
+    )  # fmt: skip
+
+
+def list_page(prefect: str | None) -> Html:
+    """Everything that can be started, in the order of the pipeline."""
+    parts = []
+    for group, found in groupby(offers(), key=lambda offer: offer.group):
+        links = [tag("li", tag("a", offer.what.name, href=f"/puna/start/{offer.flow}"), " ", _first(offer.what.doc)) for offer in found]
+        parts.append(section(group, {"flow": "flows", "io": "import and export"}.get(group, group), None, tag("ul", links)))
+    lead = "Each opens with what is reused and what the rest may cost; nothing runs before it is started."
+    return page("Start", parts, here="start", prefect=prefect, lead=lead)
+
+
+def replanned(store: Store, name: str, asked: Asked) -> Html:
+    """What a run with these fields would find: per step reused or not, why, and what it may cost; or what is wrong with them."""
+    request = requested(offered(name), asked)
+    try:
+        _, steps = steps_of(request, store.uri)
+    except PunaError as error:
+        return tag("div", problem(str(error)))
+    counted = ", ".join(f"{count} {words}" for state, words in STATES.items() if (count := sum(step.state == state for step in steps)))
+    free = store.files.free()
+    rows = [_row(step) for step in steps if step.state != "reused"]
+    reused: list[list[Content]] = [[tag("b", step.label), tag("span", step.why, class_="id")] for step in steps if step.state == "reused"]
+    total = str(Total.of(steps))
+    return tag("div",
+        section("plan", total[0].upper() + total[1:], f"{counted}{f'; {size(free)} of disk are free' if free is not None else ''}",
+            table(["step", "time", "disk", "memory", "because"], rows, numeric=(1, 2, 3)) if rows else None,
+            details(f"{len(reused)} reused", table(["step", "artifact"], reused), class_="more") if reused else None),
+        tag("p", "On the command line: ", tag("code", command(request, store)), class_="note"),
+    )  # fmt: skip
+
+
+def started(store: Store, name: str, asked: Asked) -> str:
+    """Start it as its form does; returns the page that follows the run. PunaError where it is refused."""
+    offer = offered(name)
+    request = requested(offer, asked)
+    steps_of(request, store.uri)
+    server = server_beside(store)
+    found = deployment(server, name)
+    given: dict[str, Any] = {}
+    for spec in offer.what.inputs:
+        values = _given(spec, asked)
+        if values:
+            given[spec.name] = values if spec.many else values[0]
+    if isinstance(offer.what, Flow):
+        given |= {"recipe": request.recipe, "changes": list(request.changes)}
+    else:
+        given["config"] = stage_config(offer.what, None, list(request.changes)).model_dump(mode="json")
+    body = {"parameters": {**found["parameters"], **given}, "state": {"type": "SCHEDULED"}}
+    made = server.ask("POST", f"/deployments/{found['id']}/create_flow_run", body)
+    return f"/puna/started/{made['id']}"
+
+
+def started_page(store: Store, flow_run: str, prefect: str | None) -> Html | str:
+    """Where a run is that was started: the address of its page as soon as it has one, till then its state."""
+    for name in store.runs()[:-20:-1]:
+        if any(event.get("flow_run") == flow_run for event in store.events(name)[:1]):
+            return f"/puna/run/{quote(name)}"
+    try:
+        found = server_beside(store).ask("GET", f"/flow_runs/{flow_run}")
+    except Unreachable:
+        found = {"name": "the run", "state": {"name": "unknown: the server is busy"}}
+    state = found["state"]
+    ended = state.get("type") in ("FAILED", "CRASHED", "CANCELLED")
+    said = problem(state.get("message") or state["name"]) if ended else tag("p", f"{state['name']} …", class_="lead")
+    link = tag("p", tag("a", "In Prefect", href=f"/v2/runs/flow-run/{flow_run}", class_="button"), class_="buttons")
+    return page(str(found["name"]), said, link, prefect=prefect)
+
+
+def requested(offer: Offer, asked: Asked) -> Request:
+    """What a form asks for, as a command line would."""
+    texts = []
+    for spec in offer.what.inputs:
+        texts += [text if spec.kind == "external" else f"{spec.name}={text}" for text in _given(spec, asked)]
+    recipe = asked.get("recipe", [""])[0]
+    if isinstance(offer.what, Flow):
+        lines = [line.strip() for text in asked.get("changes", ()) for line in text.splitlines()]
+        return Request(f"flow:{offer.what.name}", recipe or DEFAULT_RECIPE, tuple(line for line in lines if line), tuple(texts))
+    before, own = _values(offer, recipe), leaves(offer.what.config.model_construct().model_dump(mode="json", warnings=False))
+    changes = []
+    for path, value in before.items():
+        now = asked[f"set.{path}"][0] if f"set.{path}" in asked else _shown(value)
+        if now != _shown(own.get(path)) or path not in own:
+            changes.append(f"{path}={now}")
+    return Request(f"stage:{offer.what.name}", None, tuple(changes), tuple(texts))
+
+
+def command(request: Request, store: Store) -> str:
+    """The same on the command line."""
+    words = ["puna", "run", request.what.removeprefix("flow:")]
+    words += ["--recipe", request.recipe] if request.recipe else []
+    for text in request.inputs:
+        words += ["--input", text]
+    for change in request.changes:
+        words += ["--set", change]
+    return shlex.join([*words, "--store", store.uri])
+
+
+def offered(name: str) -> Offer:
+    """The flow or stage of a name as a server has it."""
+    found = {offer.flow: offer for offer in offers()}
+    if name not in found:
+        raise PunaError(f"{name}: no such flow or stage{did_you_mean(name, list(found))}")
+    return found[name]
+
+
+def server_beside(store: Store) -> Server:
+    """The server that starts what these pages ask for."""
+    note = read_note(store.root)
+    if note is None:
+        raise PunaError("runs are started by Prefect: use `puna up` in place of `puna web`")
+    return Server(str(note["api"]), str(note.get("auth") or ""))
+
+
+def deployment(server: Server, name: str) -> dict[str, Any]:
+    """What the server offers as `name`."""
+    asking = {"deployments": {"tags": {"all_": ["puna"]}}, "flows": {"name": {"any_": [name]}}}
+    try:
+        found = server.ask("POST", "/deployments/filter", asking)
+    except Unreachable as error:
+        raise PunaError(f"the server does not answer: {error}") from error
+    if not found:
+        raise PunaError(f"{name}: is not offered yet; in some seconds it is")
+    made: dict[str, Any] = found[0]
+    return made
+
+
+def _row(step: Planned) -> list[Content]:
+    one = step.expected
+    cost: list[Content] = ["?", "?", "?"] if one is None else [duration(one.seconds), size(one.bytes), size(one.memory)]
+    waits = f"after {step.why}" if step.state == "after" else step.why
+    return [tag("b", step.label), *cost, tag("small", waits)]
+
+
+def _first(doc: str) -> str:
+    return doc.partition("\n")[0]
+
+
+def _given(spec: InputSpec, asked: Asked) -> list[str]:
+    """What is filled in for an input."""
+    lines = [line.strip() for text in asked.get(spec.name, ()) for line in text.splitlines()]
+    return [picked(line) for line in lines if line]
+
+
+def _recipe(offer: Offer, asked: Asked) -> Content:
+    now = asked.get("recipe", [DEFAULT_RECIPE if isinstance(offer.what, Flow) else ""])[0]
+    if isinstance(offer.what, Flow):
+        options = [option(name, name, chosen=name == now) for name in shipped_recipes()]
+        return field("Recipe", tag("select", options, name="recipe"))
+    found = settings_of(offer.what)
+    links = [
+        tag("a", recipe + ("" if step == offer.what.name else f": {step}"),
+            href=f"/puna/start/{offer.flow}?{urlencode({'recipe': f'{recipe}:{step}'})}",
+            aria_current="page" if now == f"{recipe}:{step}" else None)
+        for recipe, step in found
+    ]  # fmt: skip
+    kept = tag("input", type="hidden", name="recipe", value=now) if now else None
+    return [tag("nav", "Values of ", links, aria_label="Recipes") if links else None, kept]
+
+
+def _input(spec: InputSpec, choices: Choices, asked: Asked) -> Html:
+    """An input: files as lines of text, an artifact from a list."""
+    now = _given(spec, asked)
+    if spec.kind == "external":
+        words = f"{spec.name}: files or folders, one a line{', none: the sample of real pages' if spec.many or spec.optional else ''}"
+        return field(words, tag("textarea", "\n".join(now), name=spec.name, rows=2, spellcheck="false"))
+    there = choices.of(spec.kind)
+    more = [name for name in now if name not in map(picked, there)]
+    options = [] if spec.many else [option("", "none" if spec.optional else "choose …", chosen=not now)]
+    options += [option(picked(words), words, chosen=picked(words) in now) for words in [*more, *there]]
+    words = f"{spec.name} ({described(spec)}{', may be left out' if spec.optional else ''})"
+    if not there and not more:
+        return field(words, tag("select", option("", "the store holds none yet"), disabled=True))
+    return field(words, tag("select", options, name=spec.name, multiple=spec.many, size=min(4, len(options)) if spec.many else None))
+
+
+def _changes(asked: Asked) -> Html:
+    box = tag("textarea", "\n".join(asked.get("changes", ())), name="changes", rows=3, spellcheck="false",
+              placeholder="select.gopher_quality.min_words=60")  # fmt: skip
+    return field("Changes of the recipe, one a line; line_dedup=null leaves a step out", box)
+
+
+def _settings(offer: Offer, asked: Asked) -> list[Content]:
+    """The fields of a stage's configuration, by group; those that are many are folded."""
+    assert isinstance(offer.what, Stage)
+    values = _values(offer, asked.get("recipe", [""])[0])
+    schema = offer.what.config.model_json_schema()
+    groups: dict[str, list[str]] = {}
+    for path in values:
+        head, dot, _ = path.partition(".")
+        groups.setdefault(head if dot else "", []).append(path)
+    made: list[Content] = []
+    for group, paths in groups.items():
+        fields = [_setting(path, values[path], asked, _about(schema, path)) for path in paths]
+        about = schema["properties"].get(group, {}).get("description", "")
+        inside = tag("div", fields, class_="sliders")
+        made.append(details([tag("b", group), f" {about}"], inside, open_=len(paths) <= FEW, class_="more") if group else inside)
+    return made
+
+
+def _setting(path: str, value: Any, asked: Asked, about: str) -> Html:
+    now = asked.get(f"set.{path}", [_shown(value)])[0]
+    words = f"{path}: {about}" if about else path
+    if isinstance(value, bool):
+        control = tag("select", [option(word, word, chosen=word == now) for word in ("true", "false")], name=f"set.{path}")
+    elif isinstance(value, int | float):
+        control = tag("input", type="number", step="any", name=f"set.{path}", value=now)
+    else:
+        control = tag("input", type="text", name=f"set.{path}", value=now, spellcheck="false")
+    return field(words, control)
+
+
+def _about(schema: Mapping[str, Any], path: str) -> str:
+    """The description of a field of nested settings."""
+    now: Mapping[str, Any] = schema
+    for name in path.split("."):
+        now = now.get("properties", {}).get(name, {})
+        several = [one for one in now.get("anyOf", now.get("allOf", ())) if "$ref" in one]
+        place = now.get("$ref") or (several[0]["$ref"] if several else None)
+        about = now.get("description", "")
+        if place:
+            now = schema["$defs"][place.rpartition("/")[2]]
+    return str(about)
+
+
+def _values(offer: Offer, recipe: str) -> dict[str, Any]:
+    """The settings that a stage's form begins with, by path: of the recipe `demo`, or of `RECIPE:STEP`."""
+    assert isinstance(offer.what, Stage)
+    name, _, step = recipe.partition(":")
+    found = values_of(offer.what, name, step or offer.what.name) if recipe else defaults(offer).get("config")
+    if found is None:  # it has no whole set of values before some are given
+        needed = dict.fromkeys(name for name, one in offer.what.config.model_fields.items() if one.is_required())
+        found = needed | offer.what.config.model_construct().model_dump(mode="json", warnings=False)
+    return leaves(found)
+
+
+def leaves(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Nested settings by dotted path; lists and empty groups are values."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        own = f"{path}.{name}" if path else name
+        found.update(leaves(value, own) if isinstance(value, dict) and value else {own: value})
+    return found
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML has it on one line."""
+    return value if isinstance(value, str) and value and _is_plain(value) else json.dumps(value, ensure_ascii=False)
+
+
+def _is_plain(text: str) -> bool:
+    """Whether YAML reads the text as itself."""
+    import yaml
+
+    try:
+        return bool(yaml.safe_load(text) == text)
+    except yaml.YAMLError:
+        return False
