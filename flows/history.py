@@ -80,7 +80,7 @@ class History:
                 f"{POLICY} is {policy.id}, which does not come from {given.id}: leave the input out to go on from {POLICY}, "
                 f"or import the model `--as policy` to begin anew with it"
             )
-        kinds = lineage.consumed(behind)
+        kinds = lineage.consumed([policy.key, *behind])
         written = [a for a in kinds["instructions"] if any(lineage.kind[up] == "answers" for up in lineage.ancestors([a.key]))]
         return cls(
             policy,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import uuid
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from puna.flows.console import Console
+from puna.flows.echo import heard
 from puna.flows.program import Given
 from puna.flows.reporter import Reporter
 from puna.flows.server import from_environment, server_of
@@ -110,6 +112,9 @@ def session(
         token = _CURRENT.set(made)
         ending: tuple[str, str | None] = ("CANCELLED", "stopped; what is finished is kept")
         page = None
+        listening = contextlib.ExitStack()
+        if flow_run:  # nobody sits before its terminal
+            listening.enter_context(heard(lambda line: reporter.log(line, logging.WARNING)))
         try:
             store.record(run, runs.started(flow) | ({"flow_run": flow_run} if flow_run else {}))
             yield made
@@ -134,6 +139,7 @@ def session(
             _CURRENT.reset(token)
             if engine is not None:
                 engine.shutdown(cancel_futures=True)
+            listening.close()
             reporter.end(*ending, report=page)
 
 

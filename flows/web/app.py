@@ -9,7 +9,7 @@ from base64 import b64decode
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, quote
 
 from fastapi import FastAPI, Query, Request
 from fastapi.concurrency import run_in_threadpool
@@ -172,6 +172,15 @@ def _starting(app: FastAPI, store: Store, prefect: str | None) -> None:
     @app.post("/start/{name}")
     async def go(name: str, request: Request) -> Response:
         return RedirectResponse(await run_in_threadpool(start.started, store, name, await _sent(request)), 303)
+
+    @app.post("/run/{name}/stop")
+    def stop(name: str) -> Response:
+        start.stop(store, name)
+        return RedirectResponse(f"/puna/run/{quote(name)}", 303)
+
+    @app.post("/run/{name}/again")
+    def again(name: str) -> Response:
+        return RedirectResponse(start.again(store, name), 303)
 
     @app.get("/started/{flow_run}")
     def follow(flow_run: str) -> Response:

@@ -55,8 +55,9 @@ def documents_page(store: Store, name: str, words: str, rule: str, prefect: str 
 def document_page(store: Store, identity: str, prefect: str | None) -> Html:
     """One document: its text where it last had one, and what every stage made of it."""
     rows = fate(store, identity)
-    there = [found for row in rows if (found := store.find("documents", row["artifact"])) is not None]
-    shown = _row(there[-1], identity) if there else None
+    kept = [store.find("documents", row["artifact"]) for row in reversed(rows) if row["verb"] == "kept"]
+    there = next((one for one in kept if one is not None), None)
+    shown = _row(there, identity) if there else None
     steps: list[list[Content]] = []
     for row in rows:
         artifact = store.resolve(row["artifact"])
@@ -65,8 +66,7 @@ def document_page(store: Store, identity: str, prefect: str | None) -> Html:
     title = (shown or {}).get("title") or identity
     return page(
         str(title), section("fate", "What became of it", None, table(["stage", "", "", "artifact"], steps)),
-        section("text", "Text", f"as {there[-1].manifest.stage} has it" if there else None, tag("div", shown["text"], class_="said"))
-        if shown else None,
+        section("text", "Text", f"as {there.manifest.stage} has it", tag("div", shown["text"], class_="said")) if there and shown else None,
         here="documents", prefect=prefect, lead=tag("code", (shown or {}).get("url", identity)),
     )  # fmt: skip
 

@@ -31,8 +31,8 @@ def home(store: Store, prefect: str | None, older: int = 0) -> Html:
 
 
 def _nothing(prefect: str | None) -> Html:
-    here = "`curate`, started above," if prefect else "`puna run curate --recipe demo`"
-    return tag("p", f"This store holds no run yet. {here} makes one; it fetches a sample of real pages first.", class_="lead")
+    how: Content = [tag("b", "curate"), ", started above,"] if prefect else tag("code", "puna run curate --recipe demo")
+    return tag("p", "This store holds no run yet. ", how, " makes one; it fetches a sample of real pages first.", class_="lead")
 
 
 def _pages(count: int, older: int) -> Content:

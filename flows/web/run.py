@@ -33,6 +33,11 @@ def run_page(store: Store, name: str, prefect: str | None) -> Html:
         tag("a", "Funnel", href=f"/puna/run/{log.name}/funnel", class_="button") if run.kind("pages", "documents") else None,
         tag("a", "Compare with the run before", href=f"/puna/compare?run={again[0]}&run={log.name}", class_="button") if again else None,
     ]
+    mine = next((event.get("flow_run") for event in store.events(log.name)[:1]), None) if prefect else None
+    if mine:
+        word, done = ("stop", "Stop") if log.state == "at work" else ("again", "Run again" if log.state == "finished" else "Go on")
+        links.append(tag("form", tag("button", done), action=f"/puna/run/{log.name}/{word}", method="post"))
+        links.append(tag("a", "In Prefect", href=f"/v2/runs/flow-run/{mine}", class_="button"))
     return page(
         f"{log.flow or 'run'}",
         tag("dl", tiles, class_="tiles"),

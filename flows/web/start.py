@@ -24,6 +24,7 @@ from puna.storage import PunaError, Store
 
 Asked = Mapping[str, Sequence[str]]
 """The fields of a form as a browser sends them, each with its values."""
+COSTS = ("time", "disk", "memory")
 FEW = 2
 """Fields of a group of settings that stands open."""
 
@@ -65,12 +66,13 @@ def replanned(store: Store, name: str, asked: Asked) -> Html:
         return tag("div", problem(str(error)))
     counted = ", ".join(f"{count} {words}" for state, words in STATES.items() if (count := sum(step.state == state for step in steps)))
     free = store.files.free()
-    rows = [_row(step) for step in steps if step.state != "reused"]
+    known = any(step.expected for step in steps)
+    rows = [_row(step, known) for step in steps if step.state != "reused"]
     reused: list[list[Content]] = [[tag("b", step.label), tag("span", step.why, class_="id")] for step in steps if step.state == "reused"]
     total = str(Total.of(steps))
     return tag("div",
         section("plan", total[0].upper() + total[1:], f"{counted}{f'; {size(free)} of disk are free' if free is not None else ''}",
-            table(["step", "time", "disk", "memory", "because"], rows, numeric=(1, 2, 3)) if rows else None,
+            table(["step", *(COSTS if known else ()), "because"], rows, numeric=(1, 2, 3) if known else ()) if rows else None,
             details(f"{len(reused)} reused", table(["step", "artifact"], reused), class_="more") if reused else None),
         tag("p", "On the command line: ", tag("code", command(request, store)), class_="note"),
     )  # fmt: skip
@@ -111,6 +113,28 @@ def started_page(store: Store, flow_run: str, prefect: str | None) -> Html | str
     said = problem(state.get("message") or state["name"]) if ended else tag("p", f"{state['name']} …", class_="lead")
     link = tag("p", tag("a", "In Prefect", href=f"/v2/runs/flow-run/{flow_run}", class_="button"), class_="buttons")
     return page(str(found["name"]), said, link, prefect=prefect)
+
+
+def stop(store: Store, name: str) -> None:
+    """Have the worker end a run that a form started; what it finished stays, and a training its last checkpoint."""
+    server_beside(store).ask("POST", f"/flow_runs/{flow_run_of(store, name)}/set_state", {"state": {"type": "CANCELLING"}, "force": True})
+
+
+def again(store: Store, name: str) -> str:
+    """Start what a run did once more: it goes on from what is there. Returns the page that follows it."""
+    server = server_beside(store)
+    found = server.ask("GET", f"/flow_runs/{flow_run_of(store, name)}")
+    body = {"parameters": found["parameters"], "state": {"type": "SCHEDULED"}}
+    made = server.ask("POST", f"/deployments/{found['deployment_id']}/create_flow_run", body)
+    return f"/puna/started/{made['id']}"
+
+
+def flow_run_of(store: Store, name: str) -> str:
+    """What a server calls a run that a form started; PunaError for one from elsewhere."""
+    found = next((event["flow_run"] for event in store.events(name)[:1] if event.get("flow_run")), None)
+    if found is None:
+        raise PunaError(f"run {name}: was started elsewhere; give its command again there")
+    return str(found)
 
 
 def requested(offer: Offer, asked: Asked) -> Request:
@@ -171,9 +195,9 @@ def deployment(server: Server, name: str) -> dict[str, Any]:
     return made
 
 
-def _row(step: Planned) -> list[Content]:
+def _row(step: Planned, known: bool) -> list[Content]:
     one = step.expected
-    cost: list[Content] = ["?", "?", "?"] if one is None else [duration(one.seconds), size(one.bytes), size(one.memory)]
+    cost: list[Content] = ["?" for _ in COSTS if known] if one is None else [duration(one.seconds), size(one.bytes), size(one.memory)]
     waits = f"after {step.why}" if step.state == "after" else step.why
     return [tag("b", step.label), *cost, tag("small", waits)]
 
@@ -214,7 +238,9 @@ def _input(spec: InputSpec, choices: Choices, asked: Asked) -> Html:
     more = [name for name in now if name not in map(picked, there)]
     options = [] if spec.many else [option("", "none" if spec.optional else "choose …", chosen=not now)]
     options += [option(picked(words), words, chosen=picked(words) in now) for words in [*more, *there]]
-    words = f"{spec.name} ({described(spec)}{', may be left out' if spec.optional else ''})"
+    kind = "" if spec.name == spec.kind else described(spec)
+    about = ", ".join(word for word in (kind, "may be left out" if spec.optional else "") if word)
+    words = f"{spec.name} ({about})" if about else spec.name
     if not there and not more:
         return field(words, tag("select", option("", "the store holds none yet"), disabled=True))
     return field(words, tag("select", options, name=spec.name, multiple=spec.many, size=min(4, len(options)) if spec.many else None))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from fastapi.testclient import TestClient
 
 from puna.flows import round as module
 from puna.flows import rounds, trace
@@ -22,6 +23,7 @@ from puna.flows.report import write
 from puna.flows.running import checked_inputs
 from puna.flows.session import Session, session
 from puna.flows.trace import load
+from puna.flows.web import application
 from puna.stages.align.approval import ApprovalConfig, approval
 from puna.stages.contract import Answers, Model, Prompts, SeededConfig, StageRun, execute, stage
 from puna.stages.conversations import answering, asking
@@ -231,9 +233,12 @@ def test_a_person_decides(world: World) -> None:
     assert world.fire(model, pool, changes=person).startswith("round 1: waits for an approval")
     assert world.fire(model, pool, changes=person).startswith("round 1: waits for an approval") and "policy@latest" not in world.store.aliases()
     (gate,) = [a for a in world.store.artifacts() if a.manifest.stage == "gate"]
-    execute(approval, ApprovalConfig(by="Ada"), {"gate": gate}, world.store)
-    assert world.fire(model, pool, changes=person) == "round 1: its candidate is the policy; approved by Ada"
-    first = world.policy
+    pages = TestClient(application(world.store, prefect=None, auth=""), follow_redirects=False)
+    assert "Round 1 waits for your word" in pages.get("/rounds").text
+    assert pages.post(f"/rounds/{gate.key[:16]}", content="by=&verdict=approve").status_code == 404
+    assert pages.post(f"/rounds/{gate.key[:16]}", content="by=Ada&verdict=approve").status_code == 303
+    first = world.policy  # at once
+    assert "approved by Ada" in pages.get("/rounds").text
     assert world.fire(model, pool, changes=person).startswith("round 2: waits")
     second = next(a for a in world.store.artifacts() if a.manifest.stage == "gate" and a.key != gate.key)
     execute(approval, ApprovalConfig(by="Bo", approved=False, reason="worse"), {"gate": second}, world.store)

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import pytest
 from puna.flows import launch
 from puna.flows.server import Server, Unreachable, read_note, server_of
 from puna.flows.up import up
-from puna.storage import PunaError, Store
+from puna.storage import Artifact, PunaError, Store
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {"tasks": [{"task": "chain_sum"}], "train": 5, "heldout": 2}
@@ -40,6 +42,7 @@ class Up:
 
     def __init__(self, folder: Path) -> None:
         self.store = Store.open(folder / "store")
+        self.asked: dict[str, str] = {}
         environment = {**os.environ, "PYTHONPATH": str(ROOT / ".pkg")}
         for name in [name for name in environment if name.startswith("PREFECT_")]:
             environment.pop(name)
@@ -84,6 +87,9 @@ class Up:
         found: dict[str, Any] = until(asked)
         return found
 
+    def working(self) -> list[str]:
+        return [name for name in self.store.runs() if self.store.log(name).state == "at work"]
+
     def of(self, what: str, run: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.ask("POST", f"/{what}/filter", {"flow_runs": {"id": {"any_": [run]}}})
         return found
@@ -91,11 +97,28 @@ class Up:
 
 @pytest.fixture(scope="module")
 def at_work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    made = Up(tmp_path_factory.mktemp("up"))
+    """Up, on a store with some prompts, and three runs that forms asked for at once: each is a process that imports all that a run needs."""
+    folder = tmp_path_factory.mktemp("up")
+    (prompts,) = made_before(Store.open(folder / "store"))
+    made = Up(folder)
+    choices = made.deployments()["instructions"]["parameter_openapi_schema"]["properties"]["prompts"]["anyOf"][0]["enum"]
+    picked = next(name for name in choices if name.startswith(prompts.id))
+    made.asked = {
+        "cached": made.start("prompts", config=CONFIG),
+        "made": made.start("instructions", prompts=picked),
+        "wrong": made.start("instructions", prompts="prompts/0123456789ab"),
+    }
     yield made
     if made.process.poll() is None:
         made.process.terminate()
         made.process.wait(120)
+
+
+def made_before(store: Store) -> list[Artifact]:
+    """What is in the store before it is served."""
+    request = launch.Request("stage:prompts", None, tuple(f"{name}={json.dumps(value)}" for name, value in CONFIG.items()), json=True)
+    launch.run(request, store)
+    return store.artifacts()
 
 
 def test_forms_stand_in_the_order_of_the_pipeline_and_offer_what_there_is(at_work: Up) -> None:
@@ -115,40 +138,37 @@ def test_forms_stand_in_the_order_of_the_pipeline_and_offer_what_there_is(at_wor
 
 
 def test_a_run_from_a_form_is_done_and_shows_what_it_made(at_work: Up) -> None:
-    run = at_work.start("prompts", config=CONFIG)
+    run = at_work.asked["made"]
     found = at_work.ended(run)
     assert found["state"]["type"] == "COMPLETED", found["state"]
-    made = at_work.store.artifacts()
-    assert [artifact.rows() for artifact in made] == [7]
+    made = next(artifact for artifact in at_work.store.artifacts() if artifact.kind == "instructions")
     shown = {one["key"]: one for one in at_work.of("artifacts", run)}
-    assert "7 rows" in shown["prompts"]["description"] and made[0].id in shown["prompts"]["data"] and "/puna/run/" in shown["run-prompts"]["data"]
+    assert f"{made.rows()} rows" in shown["instructions"]["description"] and made.id in shown["instructions"]["data"]
+    assert "/puna/run/" in shown["run-instructions"]["data"]
     (step,) = until(lambda: at_work.of("task_runs", run))
-    assert (step["name"], step["state"]["type"]) == ("prompts", "COMPLETED") and made[0].id in step["state"]["message"]
-    assert shown["prompts"]["task_run_id"] == step["id"]
-    again = at_work.start("prompts", config=CONFIG)
-    assert at_work.ended(again)["state"]["type"] == "COMPLETED"
-    (step,) = until(lambda: at_work.of("task_runs", again))
-    assert step["state"]["name"] == "Cached" and len(at_work.store.artifacts()) == 1
+    assert (step["name"], step["state"]["type"]) == ("instructions", "COMPLETED") and made.id in step["state"]["message"]
+    assert shown["instructions"]["task_run_id"] == step["id"]
 
-    # It is on the forms that take prompts soon after, by a name that the command line and the form take.
+    # It is on the forms that take instructions soon after, by a name that the command line and the form take.
     def offered() -> Any:
-        choice = at_work.deployments()["decontaminate"]["parameter_openapi_schema"]["properties"]["prompts"]
+        choice = at_work.deployments()["sft"]["parameter_openapi_schema"]["properties"]["instructions"]
         return [name for form in choice.get("anyOf", []) for name in form.get("items", {}).get("enum", [])]
 
-    assert until(offered)[0].startswith(f"{made[0].id} · prompts · 7 rows · ")
+    assert until(offered)[0].startswith(f"{made.id} · instructions · ")
 
 
-def test_a_run_on_the_command_line_shows_up_beside_with_its_edges(at_work: Up) -> None:
-    request = launch.Request("stage:prompts", None, tuple(f"{name}={json.dumps(value)}" for name, value in CONFIG.items()), json=True)
-    for _ in range(2):  # the second one finds the artifact
-        launch.run(request, at_work.store)
-    prompts = next(artifact for artifact in at_work.store.artifacts() if artifact.kind == "prompts")
-    launch.run(launch.Request("instructions", inputs=(prompts.id,), json=True), at_work.store)
-    runs = at_work.ask("POST", "/flow_runs/filter", {"flow_runs": {"deployment_id": {"is_null_": True}}})
-    assert {run["state"]["type"] for run in runs} == {"COMPLETED"} and len(runs) == 3
-    again = next(run for run in runs if run["name"].startswith("prompts"))
-    assert [step["state"]["name"] for step in at_work.of("task_runs", again["id"])] == ["Cached"]
-    assert again["labels"]["puna.run"] in at_work.store.runs()
+def test_what_is_there_already_is_cached(at_work: Up) -> None:
+    assert at_work.ended(at_work.asked["cached"])["state"]["type"] == "COMPLETED"
+    (step,) = until(lambda: at_work.of("task_runs", at_work.asked["cached"]))
+    assert step["state"]["name"] == "Cached" and sum(artifact.kind == "prompts" for artifact in at_work.store.artifacts()) == 1
+
+
+def test_a_run_on_the_command_line_shows_up_beside(at_work: Up) -> None:
+    made_before(at_work.store)
+    (run,) = at_work.ask("POST", "/flow_runs/filter", {"flow_runs": {"deployment_id": {"is_null_": True}}})
+    assert run["state"]["type"] == "COMPLETED" and run["name"].startswith("prompts")
+    assert [step["state"]["name"] for step in at_work.of("task_runs", run["id"])] == ["Cached"]
+    assert run["labels"]["puna.run"] in at_work.store.runs()
 
 
 def test_what_is_wrong_is_said_first_and_without_a_traceback(at_work: Up) -> None:
@@ -157,7 +177,7 @@ def test_what_is_wrong_is_said_first_and_without_a_traceback(at_work: Up) -> Non
         asked = {"parameters": {**offered["parameters"], "config": config}, "state": {"type": "SCHEDULED"}}
         with pytest.raises(PunaError, match="(?i)409"):
             at_work.ask("POST", f"/deployments/{offered['id']}/create_flow_run", asked)
-    run = at_work.start("instructions", prompts="prompts/0123456789ab")
+    run = at_work.asked["wrong"]
     state = at_work.ended(run)["state"]
     assert state["type"] == "FAILED" and state["message"].startswith("prompts/0123456789ab: no such artifact")
     lines = until(lambda: at_work.ask("POST", "/logs/filter", {"logs": {"flow_run_id": {"any_": [run]}}}))
@@ -191,12 +211,26 @@ def test_a_taken_port_and_an_open_door_are_refused_at_once(at_work: Up, tmp_path
         up(other, "0.0.0.0", 0, 1, "")
 
 
+def test_a_form_of_these_pages_starts_what_its_plan_shows(at_work: Up) -> None:
+    def page(path: str, body: bytes | None = None) -> str:
+        with urllib.request.urlopen(urllib.request.Request(at_work.note["url"] + path, body), timeout=60) as answer:
+            return str(answer.read().decode())
+
+    fields = {"set.tasks": json.dumps(CONFIG["tasks"]), "set.train": "2000000", "set.heldout": "2", "set.draws": "100000000"}
+    assert "1 run" in page("/puna/plan/prompts?" + urllib.parse.urlencode(fields))
+    assert "draws" in page("/puna/plan/prompts?" + urllib.parse.urlencode({**fields, "set.draws": "-1"}))
+    started = page("/puna/start/prompts", urllib.parse.urlencode(fields).encode())
+    assert "prompts" in started  # its page, whether the run has begun by now or not
+    until(at_work.working)
+    (run,) = at_work.ask("POST", "/flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["RUNNING"]}}}})
+    assert run["parameters"]["config"]["train"] == 2_000_000
+
+
 def test_ending_it_ends_its_runs_and_its_children(at_work: Up) -> None:
-    run = at_work.start("prompts", config={**CONFIG, "train": 2_000_000, "draws": 100_000_000})
-    until(lambda: [name for name in at_work.store.runs() if at_work.store.log(name).state == "at work"])
+    assert at_work.working()
     below = psutil.Process(at_work.process.pid).children(recursive=True)
     at_work.process.send_signal(signal.SIGINT)
     assert at_work.process.wait(120) == 0
-    assert not [name for name in at_work.store.runs() if at_work.store.log(name).state == "at work"]
+    assert not at_work.working()
     assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in below)
-    assert server_of(at_work.store) is None and "puna is down" in at_work.said() and run
+    assert server_of(at_work.store) is None and "puna is down" in at_work.said()

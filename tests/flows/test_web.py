@@ -84,6 +84,43 @@ def test_an_artifact_shows_rows_lineage_and_never_markup_of_the_web(client: Test
     assert "21 to 30 of 30" in text(client.get(f"/artifact/documents/{given.key[:12]}?start=20"))
 
 
+def test_two_artifacts_differ_in_what_they_were_made_with_and_in_rows(client: TestClient, store: Store) -> None:
+    chosen = selected(store)
+    whole = chosen.manifest.inputs[0]
+    said = text(client.get(f"/artifacts/compare?artifact=documents/{whole.key}&artifact={chosen.id}"))
+    assert "contents differ" in said and re.search(r"rows of documents\s+30\s+20\s+-10", said)
+    assert client.get(f"/artifacts/compare?artifact={chosen.id}").status_code == 404
+
+
+def test_documents_are_found_by_words_and_by_the_rule_that_dropped_them(client: TestClient, store: Store) -> None:
+    chosen = selected(store)
+    found = client.get(f"/documents?artifact={chosen.id}&q=a.example/12")
+    assert "1 documents found" in text(found) and "<script>alert" not in found.text
+    assert "None found" in text(client.get(f"/documents?artifact={chosen.id}&q=a.example/9"))  # dropped: 9 words
+    gone = text(client.get(f"/documents?artifact={chosen.id}&q=a.example/9&rule=gopher_quality.min_words"))
+    assert re.search(r"gopher_quality.min_words\s+value 9, threshold 11", gone) and "of 30" in gone
+    (identity,) = re.findall(r'/puna/document/([0-9a-f]{32})"', client.get(f"/documents?artifact={chosen.id}&q=a.example/9&rule=any rule").text)
+    said = text(client.get(f"/document/{identity}"))
+    assert "What became of it" in said and re.search(r"select\s+dropped", said) and "word word" in said
+
+
+def test_a_form_stands_beside_its_plan_and_says_what_is_wrong(client: TestClient, store: Store) -> None:
+    fields = {"set.tasks": '[{"task": "chain_sum"}]', "set.train": "5", "set.heldout": "2"}
+    reused = client.get("/start/prompts", params=fields)
+    assert "Nothing is to be done" in text(reused) and "1 reused" in text(reused)
+    assert ">Start</button>" not in reused.text  # without a server nothing can be started
+    changed = text(client.get("/plan/prompts", params={**fields, "set.train": "6"}))
+    assert "About" in changed and "config train: 5 → 6" in changed and "puna run stage:prompts --set" in changed
+    refused = client.get("/plan/prompts", params={**fields, "set.train": "-6"})
+    assert refused.status_code == 200 and 'role="alert"' in refused.text and "train" in text(refused)
+    given = selected(store).manifest.inputs[0]
+    picked = client.get(f"/start/line_dedup?documents=documents/{given.key[:12]}").text
+    assert re.search(rf'<option value="documents/{given.key[:12]}" selected', picked)
+    assert "never ran" in text(client.get(f"/plan/line_dedup?documents=documents/{given.key[:12]}"))
+    assert client.post("/start/prompts", content="set.train=5").status_code == 404 and client.get("/start/nothing").status_code == 404
+    assert "pipeline" in text(client.get("/start")) and "minhash_dedup" in text(client.get("/start"))
+
+
 def test_a_threshold_is_replayed_as_select_decides(client: TestClient, store: Store) -> None:
     chosen = selected(store)
     asked = f"/rules/outcome?artifact={chosen.key[:12]}"

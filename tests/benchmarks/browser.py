@@ -1,0 +1,367 @@
+"""What a person does in a browser, by real clicks, on a store that holds nothing: does every step of it work, and what does it look like?
+
+    pip install playwright
+    PYTHONPATH=.pkg python tests/benchmarks/browser.py --json [--pictures FOLDER] [--sample FOLDER]
+
+Starts `puna up` on a new store and drives Chromium (`--chromium`, the one of the system; nothing is downloaded): `curate` from its form,
+watched and its funnel opened; a stage on a picked artifact with a changed number; wrong values; a training that is stopped and goes on;
+a round that a person approves; a schedule set in Prefect's UI that survives a restart and fires; a threshold moved; a search; a question in SQL; every
+page at 390 px and in the dark. Every step that fails is told with its reason. `--sample`: the pages of `puna demo-pages`, fetched where it is
+not given. `--store` and `--steps` go on in a store that is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+ROOT = Path(__file__).parents[2]
+LONG = 900.0
+"""Seconds that a run may take on a loaded machine."""
+PAGES = {
+    "home": "/puna/", "start": "/puna/start", "curate": "/puna/start/curate", "artifacts": "/puna/artifacts", "documents": "/puna/documents?q=the",
+    "rules": "/puna/rules", "rounds": "/puna/rounds", "sql": "/puna/sql?q=select+kind,+count(*)+from+artifacts+group+by+1", "chat": "/puna/chat",
+}  # fmt: skip
+SMALL_ROUND = (
+    "gate.decision=person\nround_prompts=24\nreward_model=null\ndpo=null\ngrpo=null\nsft.training.steps=10\nsample.answers=4\n"
+    "evaluate.answers.prompts_per_task=40"
+)
+TRAINING = "pretrain.phases.0.steps=300\npretrain.checkpoint_every=20\nevaluate_base=null"
+
+
+class Tour:
+    """A `puna up`, a browser before it, and what was found."""
+
+    def __init__(self, store: Path, browser: Browser, pictures: Path) -> None:
+        self.store, self.browser, self.pictures = store, browser, pictures
+        self.process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+        self.page: Page = self.opened()
+        self.found: dict[str, Any] = {}
+
+    def opened(self, **more: Any) -> Page:
+        """A new window; what it asks of other hosts fails, as it does offline."""
+        page = self.browser.new_context(viewport={"width": 1280, "height": 900}, **more).new_page()
+        page.route("**/*", lambda route: route.continue_() if "127.0.0.1" in route.request.url else route.abort())
+        page.set_default_timeout(30_000)
+        return page
+
+    def start(self) -> float:
+        """Start `puna up`; seconds until its first page is there."""
+        began = time.perf_counter()
+        log = self.store.parent / "up.log"
+        with log.open("w") as file:
+            words = [sys.executable, "-m", "puna.flows.cli", "up", "--port", "0", "--store", str(self.store)]
+            self.process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(ROOT / ".pkg")})
+        self.until(lambda: re.search(r"(http\S+)/puna", log.read_text()), 300)
+        self.url = re.search(r"(http\S+)/puna", log.read_text())[1]  # type: ignore[index]
+        self.page.goto(self.url + "/puna/")
+        taken = time.perf_counter() - began
+        self.until(lambda: "are offered at" in log.read_text(), 300)
+        return taken
+
+    def stop(self) -> None:
+        """End it as Ctrl-C does."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGINT)
+            self.process.wait(120)
+
+    def until(self, what: Callable[[], Any], seconds: float = LONG) -> Any:
+        """The first true value of `what`."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if value := what():
+                return value
+            time.sleep(0.5)
+        raise TimeoutError(f"not within {seconds:.0f} s")
+
+    def shot(self, name: str, **more: Any) -> None:
+        """Keep what the window shows."""
+        self.page.screenshot(path=str(self.pictures / f"{name}.png"), **more)
+
+    def follow(self, seconds: float = LONG) -> str:
+        """Wait on the page of the run that was started until the page itself, which nobody reloads, says how it ended."""
+        self.page.wait_for_url("**/puna/run/**", timeout=120_000)
+        state = self.page.locator(".tile .tag").first
+        self.until(lambda: state.inner_text() != "at work", seconds)
+        return state.inner_text()
+
+    def go(self, *links: str) -> None:
+        """Click through from the first page."""
+        self.page.goto(self.url + "/puna/")
+        for link in links:
+            self.page.get_by_role("link", name=link, exact=True).first.click()
+
+
+def usable(tour: Tour) -> dict[str, Any]:
+    """The first page is there."""
+    seconds = tour.start()
+    tour.shot("empty")
+    return {"seconds": round(seconds, 1)}
+
+
+def curate(tour: Tour) -> dict[str, Any]:
+    """`curate` from its form, followed, its funnel opened."""
+    tour.go("curate")
+    tour.page.get_by_text("no earlier run tells").first.wait_for()
+    tour.shot("form")
+    began = time.perf_counter()
+    tour.page.get_by_role("button", name="Start").click()
+    tour.page.wait_for_url("**/puna/run/**", timeout=120_000)
+    begun = time.perf_counter() - began
+    tour.until(lambda: tour.page.locator("#steps tbody tr").count() >= 3)
+    tour.shot("at-work")
+    state = tour.follow()
+    tour.shot("run")
+    tour.page.get_by_role("link", name="Funnel").click()
+    tour.page.get_by_role("heading", name="Funnel of curate").wait_for()
+    tour.shot("funnel")
+    assert state == "finished", state
+    return {"click_to_start_seconds": round(begun, 1)}
+
+
+def stage(tour: Tour) -> dict[str, Any]:
+    """A stage on an artifact that is picked, with a changed number; the plan follows the form."""
+    tour.go("Artifacts", "documents")
+    tour.page.locator("tr", has_text="line_dedup").locator("a.id").first.click()
+    tour.page.get_by_text("Use in …").click()
+    tour.page.get_by_role("link", name="minhash_dedup").click()
+    tour.page.locator("#outcome h2").wait_for()
+    box = tour.page.locator("[name='set.bands']")
+    box.fill("9")
+    tour.page.locator("#outcome code", has_text="bands=9").wait_for()
+    said = tour.page.locator("#outcome h2").inner_text()
+    tour.shot("stage-form")
+    tour.page.get_by_role("button", name="Start").click()
+    assert tour.follow() == "finished"
+    tour.shot("stage-run")
+    return {"plan_said": said}
+
+
+def wrong(tour: Tour) -> dict[str, Any]:
+    """A wrong value is refused beside the form, at the click, and by Prefect's own form."""
+    tour.page.goto(tour.url + "/puna/start/minhash_dedup")
+    tour.page.locator("[name='set.bands']").fill("-3")
+    refusal = tour.page.locator("#outcome .alarm")
+    refusal.wait_for()
+    said = refusal.inner_text()
+    tour.shot("refused")
+    tour.page.get_by_role("button", name="Start").click()
+    tour.page.locator(".alarm").wait_for()
+    assert "/puna/start/" in tour.page.url
+    return {"said": said}
+
+
+def training(tour: Tour) -> dict[str, Any]:
+    """A training is stopped by a click and goes on by another, from its last checkpoint."""
+    tour.go("pretrain")
+    tour.page.locator("[name=changes]").fill(TRAINING)
+    tour.page.locator("#outcome h2").wait_for()
+    tour.page.get_by_role("button", name="Start").click()
+    tour.page.wait_for_url("**/puna/run/**", timeout=120_000)
+
+    def share() -> int:
+        text = tour.page.locator(".working").inner_text() if tour.page.locator(".working").count() else ""
+        found = re.search(r"^pretrain: (\d+) %", text, re.M)
+        return int(found[1]) if found else 0
+
+    tour.until(lambda: share() >= 30)
+    before = share()
+    tour.shot("training")
+    began = time.perf_counter()
+    tour.page.get_by_role("button", name="Stop").click()
+    state = tour.follow(120)
+    ended = time.perf_counter() - began
+    tour.page.get_by_role("button", name="Go on").click()
+    tour.page.wait_for_url("**/puna/started/**")
+    tour.page.wait_for_url("**/puna/run/**", timeout=120_000)
+    first = tour.until(share)
+    assert tour.follow() == "finished"
+    tour.shot("trained")
+    assert state == "stopped", state
+    return {"stopped_at_percent": before, "seconds_to_stop": round(ended, 1), "went_on_at_percent": first}
+
+
+def approve(tour: Tour) -> dict[str, Any]:
+    """A round comes to its gate and waits for a person without a process; the click on Approve moves the alias."""
+    tour.go("round")
+    tour.page.locator("[name=changes]").fill(SMALL_ROUND)
+    tour.page.locator("[name=policy]").select_option("base@latest")
+    tour.page.locator("#outcome h2").wait_for()
+    tour.page.get_by_role("button", name="Start").click()
+    assert tour.follow() == "finished"
+    tour.go("Rounds")
+    tour.page.get_by_role("heading", name="waits for your word").wait_for()
+    tour.shot("round-waits")
+    tour.page.locator("[name=by]").fill("Ada")
+    tour.page.locator("[name=reason]").fill("its answers are right more often")
+    tour.page.get_by_role("button", name="Approve").click()
+    tour.page.locator("#rounds .tag.right", has_text="passed").wait_for()
+    tour.shot("round-approved")
+    tour.go("Runs")
+    tour.page.locator("#aliases", has_text="policy@latest").wait_for()
+    return {}
+
+
+def judge(tour: Tour) -> dict[str, Any]:
+    """A pair of answers is judged with the keyboard, in these pages."""
+    tour.go("Rounds")
+    tour.page.locator("#judge a").first.click()
+    tour.page.locator("#by").fill("Ada")
+    tour.page.locator("#by").press("Enter")
+    tour.page.locator("#left").wait_for()
+    for key in ("1", "Enter", "0", "Enter"):
+        tour.page.keyboard.press(key)
+    tour.shot("judge")
+    tour.page.keyboard.press("w")
+    tour.page.get_by_text("judged@latest").wait_for()
+    return {}
+
+
+def schedule(tour: Tour) -> dict[str, Any]:
+    """A schedule is set in Prefect's UI; after a restart of `puna up` it is there and fires."""
+    tour.page.goto(tour.url + "/puna/deployment/prompts")
+    tour.page.get_by_role("button", name="Schedule").first.click()
+    dialog = tour.page.get_by_role("dialog")
+    dialog.get_by_role("tab", name="Interval").click()
+    dialog.get_by_label("Value").fill("1")
+    dialog.get_by_role("combobox").first.click()
+    tour.page.get_by_role("option", name="Minutes").click()
+    tour.shot("schedule-dialog")
+    dialog.get_by_role("button", name="Save").click()
+    tour.page.get_by_text("Every minute").first.wait_for()
+    tour.shot("schedule")
+    tour.stop()
+    seconds = tour.start()
+    tour.page.goto(tour.url + "/puna/deployment/prompts")
+    tour.page.get_by_text("Every minute").first.wait_for()
+    before = len(list((tour.store / "runs").glob("*prompts*")))
+    began = time.perf_counter()
+    tour.until(lambda: len(list((tour.store / "runs").glob("*prompts*"))) > before, 180)
+    fired = time.perf_counter() - began
+    tour.shot("schedule-after")
+    return {"restart_seconds": round(seconds, 1), "fired_after_seconds": round(fired)}
+
+
+def threshold(tour: Tour) -> dict[str, Any]:
+    """A slider is moved and tells what would go."""
+    tour.go("Rules")
+    slider = tour.page.locator(".slider", has_text="gopher_quality.min_words").locator("[type=range]").first
+    slider.focus()
+    began = time.perf_counter()
+    for _ in range(20):
+        tour.page.keyboard.press("ArrowRight")
+    more = tour.page.get_by_text("more would go").first
+    more.wait_for()
+    taken = time.perf_counter() - began
+    tour.page.evaluate("scrollTo(0, 0)")
+    tour.shot("rules")
+    return {"said": more.inner_text(), "seconds": round(taken, 1)}
+
+
+def search(tour: Tour) -> dict[str, Any]:
+    """Documents that a rule dropped, and what became of one."""
+    tour.go("Documents")
+    box = tour.page.locator("[name=artifact]")
+    box.select_option(value=next(v for v in box.evaluate("s => [...s.options].map(o => [o.value, o.text])") if "select" in v[1])[0])
+    tour.page.get_by_role("button", name="Search").click()
+    tour.page.locator("[name=rule]").select_option("any rule")
+    tour.page.locator("[name=q]").fill("the")
+    tour.page.locator("[name=q]").press("Enter")
+    tour.page.locator("#found .card .tag.wrong").first.wait_for()
+    tour.shot("documents")
+    said = tour.page.locator("#found h2").inner_text()
+    tour.page.locator("#found .card a").first.click()
+    tour.page.get_by_role("heading", name="What became of it").wait_for()
+    tour.shot("document")
+    return {"said": said}
+
+
+def question(tour: Tour) -> dict[str, Any]:
+    """A question in SQL."""
+    tour.go("SQL")
+    tour.page.get_by_role("link", name="What was dropped, by which rule").click()
+    tour.page.locator("#q").fill("select rule, count(*) as documents from dropped group by rule order by documents desc limit 12")
+    tour.page.locator("#q").press("Control+Enter")
+    tour.page.wait_for_url("**/puna/sql?q=*limit*")
+    answer = tour.page.locator("[role=status]")
+    answer.wait_for()
+    tour.shot("sql")
+    return {"said": answer.inner_text()}
+
+
+def looks(tour: Tour) -> dict[str, Any]:
+    """Every page at a phone's width and in the dark; none may scroll sideways."""
+    wide, errors = {}, []
+    for name, more in (("phone", {"viewport": {"width": 390, "height": 844}}), ("dark", {"color_scheme": "dark"})):
+        page = tour.opened(**more) if name == "dark" else tour.browser.new_context(**more).new_page()
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        for place, path in PAGES.items():
+            page.goto(tour.url + path)
+            over = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            if over > 0:
+                wide[f"{place}-{name}"] = over
+            page.screenshot(path=str(tour.pictures / f"{place}-{name}.png"))
+    assert not wide and not errors, f"{wide} {errors[:3]}"
+    return {"pages": len(PAGES)}
+
+
+STEPS = (usable, curate, stage, wrong, threshold, search, question, training, approve, judge, schedule, looks)
+
+
+def main() -> None:
+    """Walk through and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--chromium", default=shutil.which("chromium") or "/usr/bin/chromium")
+    parser.add_argument("--pictures", type=Path)
+    parser.add_argument("--sample", type=Path)
+    parser.add_argument("--store", type=Path)
+    parser.add_argument("--steps", default=",".join(step.__name__ for step in STEPS))
+    asked = parser.parse_args()
+    from playwright.sync_api import Error, sync_playwright
+
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        store = asked.store or Path(folder) / "store"
+        pictures = asked.pictures or Path(folder) / "pictures"
+        pictures.mkdir(parents=True, exist_ok=True)
+        if asked.sample and not (store / "sample").exists():
+            shutil.copytree(asked.sample, store / "sample")
+        tour = Tour(store, playwright.chromium.launch(executable_path=asked.chromium, args=["--no-sandbox"]), pictures)
+        found: dict[str, Any] = {"load": round(os.getloadavg()[0], 1)}
+        names = asked.steps.split(",")
+        try:
+            for step in STEPS:
+                if step.__name__ not in names and step is not usable:
+                    continue
+                began = time.perf_counter()
+                try:
+                    found[step.__name__] = {**step(tour), "took": round(time.perf_counter() - began, 1)}
+                except (Error, AssertionError, OSError, LookupError, StopIteration) as error:  # the next step may still do
+                    tour.shot(f"failed-{step.__name__}")
+                    found[step.__name__] = {"failed": f"{type(error).__name__}: {str(error)[:400]}", "at": tour.page.url}
+                if not asked.json:
+                    print(step.__name__, found[step.__name__], flush=True)
+        finally:
+            tour.stop()
+    found["failed"] = [name for name, value in found.items() if isinstance(value, dict) and "failed" in value]
+    if asked.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
