@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +76,9 @@ def clean(
         say(sentence)
     recipe = load("clean", [*choices.changes, *named, *changes], "curate")
     preflight.check(curate, recipe, given, store)
-    with session(store, flow="curate", workers=workers, json=quiet) as now:
+    command = shlex.join(["puna", "clean", *paths, "-o", str(output), *(word for text in (*named, *changes) for word in ("--set", text))])
+    asked = {"command": command, "recipe": "clean", "changes": [*choices.changes, *named, *changes], "inputs": list(paths)}
+    with session(store, flow="curate", workers=workers, json=quiet, parameters=asked) as now:
         made = Performer(recipe)
         documents = made.walk(curate, given).documents.items[0]
     came = [*(outcome.artifact for step, outcome in now.outcomes if step == "ingest"), *imported]
@@ -87,6 +90,7 @@ def clean(
     _replace(dropped, lambda file: _write(_dropped(now, came), file, "jsonl"))
     page = target.with_name(f"{target.stem}.report.html")
     _replace(page, lambda file: shutil.copyfile(write(store, now.run, None), file))
+    now.refresh()
     return Cleaned(target, dropped, page, documents.rows(), sum(artifact.rows() for artifact in came), _rules(now))
 
 

@@ -264,12 +264,13 @@ def serve(
 def report(
     run_name: Annotated[str, typer.Argument(metavar="RUN", help="A run; `puna list --runs` shows them, `latest` is the newest")] = "latest",
     output: Annotated[Path | None, typer.Option(help="HTML file to write (default: runs/RUN.html in the store)")] = None,
+    compare: Annotated[str | None, typer.Option(metavar="RUN", help="An earlier run to set beside it, in place of its own page")] = None,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Write one self-contained HTML page about a run."""
+    """Write one self-contained HTML page about a run, or about two of them side by side."""
     from puna.flows.report import write
 
-    typer.echo(str(write(Store.open(store), run_name, output)))
+    typer.echo(str(write(Store.open(store), run_name, output, compare)))
 
 
 def brought(modules: list[str] | None) -> None:

@@ -61,9 +61,11 @@ def run_flow(
     wanted = meant([str(item) for item in inputs if isinstance(item, str | Path)], found.inputs, opened, f"flow {found.name}")
     wanted = replace(wanted, items=_ready(inputs) + wanted.items)
     given = running.fit(found, loaded, wanted, opened, quiet=True)
-    with session(opened, flow=found.name) as now:
+    asked = {"recipe": recipe, "changes": list(changes), "inputs": [getattr(item, "id", None) or str(item) for item in inputs]}
+    with session(opened, flow=found.name, parameters=asked) as now:
         Performer(loaded).walk(found, given)
-        return {label: outcome.artifact for label, outcome in now.outcomes}
+    now.refresh()
+    return {label: outcome.artifact for label, outcome in now.outcomes}
 
 
 def _ready(inputs: Sequence[Input]) -> list[Item]:

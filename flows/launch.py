@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,11 @@ from puna.flows.program import Flow
 from puna.flows.recipe import overridden, read_values
 from puna.flows.running import checked_inputs, given_to, sample_pages
 from puna.flows.server import named_server
-from puna.flows.session import Session, session
+from puna.flows.session import session
 from puna.flows.trace import load, load_flows, load_stages
 from puna.stages.contract import Stage, StageConfig, did_you_mean, parse
 from puna.stages.contract.executors import PROCESSES
-from puna.storage import Artifact, PunaError, Store, database
+from puna.storage import Artifact, PunaError, Store
 
 PREFIXES = ("flow:", "stage:")
 
@@ -46,7 +47,16 @@ class Request:
     @property
     def parameters(self) -> dict[str, Any]:
         """What was asked for, as a server shows it."""
-        return {"recipe": self.recipe, "changes": list(self.changes), "inputs": list(self.inputs), "executor": self.executor}
+        asked = {"recipe": self.recipe, "changes": list(self.changes), "inputs": list(self.inputs), "executor": self.executor}
+        return {"command": self.command, **asked}
+
+    @property
+    def command(self) -> str:
+        """The command line that asks for the same."""
+        options = {"--recipe": [self.recipe] if self.recipe else [], "--input": self.inputs, "--set": self.changes}
+        options["--as"] = [self.alias.partition("@")[0]] if self.alias else []
+        words = (word for name, values in options.items() for value in values for word in (name, value))
+        return shlex.join(["puna", "run", self.what, *words])
 
 
 def chosen(what: str) -> Flow | Stage:
@@ -87,7 +97,7 @@ def run_flow(flow: Flow, request: Request, store: Store) -> str:
     ) as now:  # fmt: skip
         Performer(recipe).walk(flow, given)
         closing_table(now)
-    _refresh(now)
+    now.refresh()
     return now.run
 
 
@@ -111,16 +121,8 @@ def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig 
     if request.alias is not None:
         store.set_alias(request.alias, outcome.artifact)
         now.console.say(f"{outcome.artifact.id} is {request.alias}")
-    _refresh(now)
+    now.refresh()
     return outcome.artifact
-
-
-def _refresh(now: Session) -> None:
-    """Bring the store's `puna.duckdb` up to date; the run is over and does not fail by it."""
-    try:
-        database.write(now.store)
-    except PunaError as error:
-        now.console.say(f"{database.FILE} stays as it was: {error}")
 
 
 def stage_config(stage: Stage, recipe: str | None, changes: list[str]) -> StageConfig:

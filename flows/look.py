@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +16,7 @@ from puna.flows.console import summary
 from puna.flows.settings import DEFAULT_STORE
 from puna.storage import Artifact, PunaError, Store, catalog, database, maintenance
 from puna.storage import explain as explaining
+from puna.storage.runs import RunLog
 from puna.storage.schemas import known_kind
 
 app = typer.Typer()
@@ -82,6 +83,14 @@ def _size(count: int) -> str:
     return f"{count} bytes"
 
 
+def _counts(log: RunLog) -> dict[str, int]:
+    return {"artifacts": len(log.made), "reused": sum(made.reused for made in log.made)}
+
+
+def _took(log: RunLog) -> str:
+    return str(timedelta(seconds=round((log.closed - log.opened).total_seconds()))) if log.opened and log.closed else ""
+
+
 @app.command("list")
 def list_(
     kind: Annotated[str | None, typer.Argument(help="Only artifacts of this kind")] = None,
@@ -93,11 +102,17 @@ def list_(
     opened = existing(store)
     if runs:
         logs = [opened.log(name) for name in opened.runs()]
+        if as_json:
+            return print_rows([log.row() | _counts(log) | {"versions": log.about.get("versions")} for log in logs], True)
         rows = [
-            {"run": log.name, "state": log.state, "artifacts": len(log.made), "reused": sum(m.reused for m in log.made), "error": log.error}
+            {
+                "run": log.name, "state": log.state, **_counts(log), "took": _took(log), "commit": str(log.about.get("commit") or "")[:10],
+                "command": log.about.get("command") or log.flow, "error": log.error,
+            }
             for log in logs
-        ]
-        return print_rows(rows, as_json, ["run", "state", "artifacts", "reused", "error"])
+        ]  # fmt: skip
+        shown = [name for name in rows[0] if name != "error" or any(log.error for log in logs)] if rows else []
+        return print_rows(rows, False, shown)
     if kind is not None:
         known_kind(kind)
     found, names = [one for one in opened.entries() if kind in (None, one["kind"])], opened.names()

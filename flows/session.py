@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from puna.flows.begun import begun
 from puna.flows.console import Console
 from puna.flows.echo import heard
 from puna.flows.program import Given
@@ -21,7 +22,7 @@ from puna.flows.server import from_environment, server_of
 from puna.flows.task import Tasks, in_prefect
 from puna.stages.contract import Outcome, Stage, StageConfig, Value, perform
 from puna.stages.contract.executors import PROCESSES, connected
-from puna.storage import Artifact, Identity, PunaError, Store, runs
+from puna.storage import Artifact, Identity, PunaError, Store, database, runs
 from puna.storage.explain import against
 
 
@@ -71,6 +72,13 @@ class Session:
         self.reporter.finished(outcome)
         return outcome
 
+    def refresh(self) -> None:
+        """Bring the store's `puna.duckdb` up to date; a run that is over does not fail by it."""
+        try:
+            database.write(self.store)
+        except PunaError as error:
+            self.console.say(f"{database.FILE} stays as it was: {error}")
+
     def progress(self, stage: str, done: float, total: float, note: str) -> None:
         """How far the step at work is: for the terminal, and for those who watch from elsewhere."""
         self.console.progress(stage, done, total, note)
@@ -99,7 +107,7 @@ def session(
 ) -> Iterator[Session]:
     """Open a session: workers are started when first needed and stopped at the end. `executor` as in `connected`.
 
-    `title`, `parameters`: what a server shows of the run. `report`: write the run's page when it ended well.
+    `title`, `parameters`: what a server shows of the run, and its log tells. `report`: write the run's page when it ended well.
     """
     run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{flow}-{uuid.uuid4().hex[:6]}"
     # A process that Prefect started for a run: the run is there already, and its end is Prefect's to tell.
@@ -116,7 +124,8 @@ def session(
         if flow_run:  # nobody sits before its terminal
             listening.enter_context(heard(lambda line: reporter.log(line, logging.WARNING)))
         try:
-            store.record(run, runs.started(flow) | ({"flow_run": flow_run} if flow_run else {}))
+            told = begun(parameters or {}) | ({"flow_run": flow_run} if flow_run else {})
+            store.record(run, runs.started(flow, **told))
             yield made
             store.record(run, runs.finished())
             ending = ("COMPLETED", None)

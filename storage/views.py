@@ -20,6 +20,8 @@ from puna.storage.tables import literal, pattern
 
 NEWEST = "newest"
 """The schema of the views over the newest artifact that has a table."""
+ADDRESSES = "addresses"
+"""The view of the addresses of all pages and documents."""
 
 
 def _facts(*columns: pa.Field) -> pa.Schema:
@@ -101,10 +103,12 @@ class Views:
 
     def names(self) -> list[str]:
         """The names of all views, as SQL writes them; the tables' own first."""
-        return [*TABLES, *(f"{NEWEST}.{name}" for name in TABLES), *(f'"{alias}"' for alias in self._aliased())]
+        return [*TABLES, ADDRESSES, *(f"{NEWEST}.{name}" for name in TABLES), *(f'"{alias}"' for alias in self._aliased())]
 
     def query(self, name: str) -> str:
         """The query of a view."""
+        if name == ADDRESSES:
+            return self._addresses()
         if name in TABLES:
             return self._rows(name, [one for one in self.entries if name in one["tables"]])
         table = name.removeprefix(f"{NEWEST}.")
@@ -113,6 +117,12 @@ class Views:
             return self._rows(table, having[-1:])
         one = self._aliased()[name.strip('"')]
         return self._rows(one["kind"], [one])
+
+    def _addresses(self) -> str:
+        """Id and address of every page and document. Of those that are kept by reference the file where they lie is read once."""
+        kept = [(one, name) for one in self.entries for name in ("pages", "documents") if name in one["tables"]]
+        files = [f"{place_of(one['kind'], one['key'])}/{file}" for one, name in kept for file in one["tables"][name]["files"]]
+        return f"select id, url from {self._parquet(files)}" if files else "select null::varchar as id, null::varchar as url where false"
 
     def _aliased(self) -> dict[str, Entry]:
         """The artifacts with a table that aliases name."""
@@ -139,13 +149,18 @@ class Views:
         chosen = [(s.order.name, n, file.name) for s in shards if s.rows and s.order for n, file in enumerate(s.stored) if file is not None]
         queries = [f"select {literal(key)} as artifact, * from {self._parquet(whole)}"] if whole else []
         if chosen:
-            names = ", ".join(f"({literal(order)}, {number}, {literal(file)})" for order, number, file in chosen)
-            orders = self._parquet(list(dict.fromkeys(order for order, _, _ in chosen)), "filename")
-            named = f"(values {names}) n(ordering, source, file) on n.ordering = {_name('o')} and n.source = o.source"
-            rows = self._parquet(list(dict.fromkeys(file for _, _, file in chosen)), "filename", "file_row_number")
+            files = list(dict.fromkeys(file for _, _, file in chosen))
+            orders = list(dict.fromkeys(order for order, _, _ in chosen))
+            # Which file and row of it each row of an order means, files as numbers: names of a hundred letters join slowly.
+            meant = ", ".join(f"({orders.index(order) + 1}, {number}, {files.index(file) + 1})" for order, number, file in chosen)
+            same = f"{_number('o', orders)} = n.ordering and n.source = o.source"
+            ordered = self._parquet(orders, "filename")
+            places = f"select n.file, o.row from {ordered} o join (values {meant}) n(ordering, source, file) on {same}"
+            rows = self._parquet(files, "filename", "file_row_number")
+            # A row lies in one place, so this is a semi join; as a join it may begin at the few rows that a filter leaves.
             queries.append(
                 f"select {literal(key)} as artifact, t.* exclude (filename, file_row_number) from {rows} t "
-                f"semi join (select n.file, o.row from {orders} o join {named}) p on p.file = {_name('t')} and p.row = t.file_row_number"
+                f"join ({places}) p on p.file = {_number('t', files)} and p.row = t.file_row_number"
             )
         return queries
 
@@ -155,9 +170,10 @@ class Views:
         return f"read_parquet({listed}, union_by_name = true, hive_partitioning = false{''.join(f', {one} = true' for one in more)})"
 
 
-def _name(table: str) -> str:
-    """SQL for the name in the store of the file that a row is from."""
-    return rf"regexp_extract({table}.filename, '.*(objects/[a-z]+/[0-9a-f]{{2}}/[0-9a-f]{{64}}/.*)$', 1)"
+def _number(table: str, names: list[str]) -> str:
+    """SQL for the place, from 1, of the file that a row is from among some names in the store."""
+    name = rf"regexp_extract({table}.filename, '.*(objects/[a-z]+/[0-9a-f]{{2}}/[0-9a-f]{{64}}/.*)$', 1)"
+    return f"list_position([{', '.join(map(literal, names))}], {name})"
 
 
 MACROS = {
@@ -201,12 +217,10 @@ MACROS = {
         "the documents that only one of two artifacts has, and those whose text differs",
     ),
     "fate()": (
-        ("artifacts", "pages", "documents", "signals", "dropped", "duplicates", "removed_lines", "mixture"),
+        ("artifacts", "addresses", "pages", "documents", "signals", "dropped", "duplicates", "removed_lines", "mixture"),
         """fate(document) as table
-  with rows_of as (
-    select artifact, id, url from pages union all select artifact, id, url from documents),
-  ids as (
-    select id from rows_of where id >= document and id < document || 'g' union select id from rows_of where url = document),
+  with ids as materialized (
+    select id from addresses where id >= document and id < document || 'g' union select id from addresses where url = document),
   found as (
     select artifact, id, 'page' as what, url as detail from pages where id in (from ids)
     union all select artifact, id, 'kept', length(text) || ' characters' from documents where id in (from ids)

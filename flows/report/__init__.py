@@ -8,29 +8,30 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from puna.flows.report.page import page
+from puna.flows.report.page import comparison, page
 from puna.flows.report.run import Run
 from puna.storage import PunaError, Store
 
 __all__ = ["write"]
 
 
-def write(store: Store, run: str, output: Path | None) -> Path:
-    """Write the page about `run` ("latest": the newest) and return where it is.
+def write(store: Store, run: str, output: Path | None, compare: str | None = None) -> Path:
+    """Write the page about `run` ("latest": the newest), or about it beside the run `compare`, and return where it is.
 
     The page needs nothing but itself: style, script and plots are inside, and no address is fetched.
-    Default of `output`: runs/<run>.html in the store, of which a local path is returned. A run that is at work, failed or was
-    stopped gives a page too.
+    Default of `output`: runs/<run>.html in the store (runs/<compare>-<run>.html), of which a local path is returned. A run that is
+    at work, failed or was stopped gives a page too.
     Raises PunaError when there is no such run, or one of its artifacts cannot be read.
     """
     about = Run.open(store, run)
+    other = None if compare is None else Run.open(store, compare)
     name = about.log.name
-    place = f"runs/{name}.html"
+    place = f"runs/{name}.html" if other is None else f"runs/{other.log.name}-{name}.html"
     target = output if output is not None else Path(store.uri) / place
     if target.is_dir():
         raise PunaError(f"report {target}: is a folder; give the name of an HTML file")
     try:
-        content = page(about).encode("utf-8")
+        content = (page(about) if other is None else comparison(other, about)).encode("utf-8")
     except (pa.ArrowException, FileNotFoundError) as error:
         raise PunaError(f"report of run {name}: an artifact cannot be read ({error}); `puna verify` names the damaged one") from error
     temporary = target.with_name(f".{target.name}.{os.getpid()}")

@@ -56,12 +56,13 @@ def table(head: list[Content], rows: Iterable[list[Content]], *, numeric: Iterab
     """A table in a box that scrolls by itself; the columns `numeric` are set flush right."""
     right = set(numeric)
 
-    def cells(kind: str, row: list[Content]) -> list[Html]:
-        return [tag(kind, cell, class_="n" if i in right else None) for i, cell in enumerate(row)]
+    def cells(kind: str, row: list[Content], scope: str | None = None) -> list[Html]:
+        return [tag(kind, cell, class_="n" if i in right else None, scope=scope) for i, cell in enumerate(row)]
 
     body = [tag("tr", cells("td", row)) for row in rows]
     titled = tag("caption", caption) if caption else None
-    return tag("div", tag("table", titled, tag("thead", tag("tr", cells("th", head))), tag("tbody", body)), class_="scroll", tabindex=0)
+    headed = tag("thead", tag("tr", cells("th", head, "col")))
+    return tag("div", tag("table", titled, headed, tag("tbody", body)), class_="scroll", tabindex=0)
 
 
 def details(summary: Content, *content: Content, open_: bool = False, class_: str | None = None) -> Html:

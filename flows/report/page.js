@@ -3,6 +3,15 @@
   const dark = () => (root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
   document.getElementById("theme").addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; });
 
+  const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
+  const parts = [...links.keys()].map((name) => document.getElementById(name));
+  const mark = () => {
+    const here = parts.filter((part) => part.getBoundingClientRect().top < 100).pop() || parts[0];
+    links.forEach((link, name) => { if (name === here.id) link.setAttribute("aria-current", "true"); else link.removeAttribute("aria-current"); });
+  };
+  addEventListener("scroll", mark, { passive: true });
+  mark();
+
   const graph = document.getElementById("graph");
   if (!graph) return;
   const edges = [...graph.querySelectorAll(".edge")];

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from puna.flows.report import alignment, corpus, curate, lineage, training
+from puna.flows.report import alignment, arms, corpus, curate, lineage, training
+from puna.flows.report.again import again_view
+from puna.flows.report.compare import compare_view
 from puna.flows.report.funnel import Level, characters_per_token, funnel, level
 from puna.flows.report.markup import Content, Html, duration, join, number, part, percent, section, short, tag
-from puna.flows.report.run import Run
+from puna.flows.report.run import Run, for_people
 
 HERE = Path(__file__).parent
 PREFERENCE_KINDS = ("preferences", "instructions")
@@ -20,16 +22,43 @@ def page(run: Run) -> Html:
     sections = [
         _curation(run, levels, per_token), _corpus(run), _experiments(run), _pretraining(run), _alignment(run), _times(run), _lineage(run),
     ]  # fmt: skip
-    links = [tag("a", title, href=f"#{name}") for name, title in NAVIGATION.items() if any(f' id="{name}"' in s for s in sections)]
+    names = {"top": "Run", **{name: said for name, said in NAVIGATION.items() if any(f' id="{name}"' in s for s in sections)}}
+    links = [tag("a", said, href=f"#{name}") for name, said in names.items()]
     again = tag("code", f"puna report {run.log.name}")
     body = tag(
         "body",
-        tag("header", _head(run), tag("nav", links, aria_label="Sections"), _tiles(run, levels), _notices(run)),
+        tag("nav", tag("b", "Puna"), links, aria_label="Sections"),
+        tag("header", _head(run), _tiles(run, levels), _notices(run), again_view(run), id="top"),
         tag("main", sections),
         tag("footer", "Everything here was read from the store's artifacts. ", again, " makes it again."),
-        Html(f"<script>{(HERE / 'page.js').read_text(encoding='utf-8')}</script>"),
+        _script(),
     )
-    title = f"Puna: {run.log.flow or 'run'} {run.log.name}"
+    return _document(f"Puna: {run.log.flow or 'run'} {run.log.name}", body)
+
+
+def comparison(first: Run, second: Run) -> Html:
+    """A page of two runs side by side."""
+    toggle = tag("button", "Light / dark", type="button", id="theme")
+    names = [tag("p", run.log.flow, " ", tag("code", run.log.name), " ", run.log.state) for run in (first, second)]
+    view = compare_view(first, second)
+    parts = {"top": "Runs", "begun": "How they were begun", "figures": "Figures", "steps": "Step by step"}
+    links = [tag("a", said, href=f"#{name}") for name, said in parts.items() if name == "top" or f' id="{name}"' in view]
+    body = tag(
+        "body",
+        tag("nav", tag("b", "Puna"), links, aria_label="Sections"),
+        tag("header", tag("div", tag("div", tag("h1", "Two runs"), names), toggle, class_="masthead"), id="top"),
+        tag("main", view),
+        tag("footer", tag("code", f"puna report {second.log.name} --compare {first.log.name}"), " makes it again."),
+        _script(),
+    )
+    return _document(f"Puna: {first.log.name} and {second.log.name}", body)
+
+
+def _script() -> Html:
+    return Html(f"<script>{(HERE / 'page.js').read_text(encoding='utf-8')}</script>")
+
+
+def _document(title: str, body: Html) -> Html:
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -52,7 +81,10 @@ def _head(run: Run) -> Html:
     when = log.opened.strftime("%-d %B %Y, %H:%M UTC") if log.opened else ""
     kind = f"{log.flow} run" if log.flow else "run"
     toggle = tag("button", "Light / dark", type="button", id="theme")
-    return tag("div", tag("div", tag("h1", "Puna"), tag("p", f"{kind} of {when}", tag("code", log.name))), toggle, class_="masthead")
+    reused, spent = sum(step.reused for step in run.steps), duration(sum(step.seconds for step in run.steps))
+    done = f"{len(run.steps)} artifacts, {reused} of them reused, {spent} in stages"
+    said = [tag("p", when, " ", tag("code", log.name)), tag("p", done) if run.steps else None]
+    return tag("div", tag("div", tag("h1", for_people(kind)), said), toggle, class_="masthead")
 
 
 def _notices(run: Run) -> Content:
@@ -75,11 +107,7 @@ def _tile(name: str, value: Content, note: Content = None, class_: str = "tile")
 
 
 def _tiles(run: Run, levels: list[Level]) -> Html:
-    tiles = [*_corpus_tiles(run, levels), *_model_tiles(run), _accuracy_tile(run)]
-    if run.steps:
-        reused = sum(step.reused for step in run.steps)
-        spent = duration(sum(step.seconds for step in run.steps))
-        tiles.append(_tile("Time in stages", spent, f"{len(run.steps)} artifacts, {reused} of them reused"))
+    tiles = [*_corpus_tiles(run, levels), *_model_tiles(run), _accuracy_tile(run), *_claim_tiles(run)]
     return tag("dl", tiles, class_="tiles")
 
 
@@ -124,6 +152,23 @@ def _accuracy_tile(run: Run) -> Content:
         steps.append(tag("li", tag("b", f"{100 * m.value:.1f} %"), tag("small", span), tag("span", m.label)))
     note = f"with 95 % intervals, over {number(values[-1].n)} held-out questions"
     return _tile("Held-out task accuracy", tag("ol", steps, class_="chain"), note, "tile wide")
+
+
+def _claim_tiles(run: Run) -> list[Html]:
+    """What each round earned over its strongest control arm."""
+    tiles = []
+    for found in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
+        whole = [claim for claim in found.claims() if claim.arm == "round" and claim.name == next(iter(arms.CLAIMS))]
+        lines = [
+            tag("li", tag("b", f"{100 * claim.gain.value:+.1f}"),
+                tag("small", f"{100 * claim.gain.low:+.1f} to {100 * claim.gain.high:+.1f}"),
+                tag("span", f"{arms.METRICS[claim.metric]}: {claim.verdict}"))
+            for claim in whole
+        ]  # fmt: skip
+        if lines:
+            shown = tag("ul", lines, class_="chain plain")
+            tiles.append(_tile(f"Round {found.number} over its strongest control", shown, "points, paired", "tile claim"))
+    return tiles
 
 
 # --- sections -----------------------------------------------------------------------------------------

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from puna.flows.report import training
+from puna.flows.report.compare import compare_view
 from puna.flows.report.curate import funnel_view
 from puna.flows.report.funnel import characters_per_token, funnel
 from puna.flows.report.lineage import lineage_view
-from puna.flows.report.markup import Content, Html, duration, number, section, size, table, tag
+from puna.flows.report.markup import Content, Html, duration, number, section, table, tag
 from puna.flows.report.run import Run, Step
 from puna.flows.report.svg import draw, grid
 from puna.flows.web.frame import artifact_link, badge, bar, page, problem, run_link, spent, when
 from puna.flows.web.home import working_view
 from puna.storage import PunaError, Store
-from puna.storage.explain import changes
 
 MOST_PLOTS = 12
 
@@ -86,44 +86,9 @@ def steps_view(steps: list[Step]) -> Html:
 
 
 def compare_page(store: Store, names: list[str], prefect: str | None) -> Html:
-    """Two runs side by side: for each step what differs in its configuration, code and inputs, and in what it gave."""
+    """Two runs side by side."""
     if len(names) != 2:
         raise PunaError(f"compare: choose two runs, not {len(names)}")
     first, second = (Run.open(store, name) for name in sorted(names))
-    here, there = {step.name: step for step in first.steps}, {step.name: step for step in second.steps}
-    rows = [_compared(name, here.get(name), there.get(name)) for name in dict.fromkeys([*here, *there])]
-    same = sum(1 for name in here if name in there and here[name].artifact.key == there[name].artifact.key)
-    head: list[Content] = ["step", *[[run_link(run.log.name), " ", badge(run.log)] for run in (first, second)], "differs in"]
-    return page(
-        "Two runs", table(head, rows), prefect=prefect,
-        lead=f"{same} of {len(rows)} steps gave the same artifact. What differs stands beside what it led to.",
-    )  # fmt: skip
-
-
-def _compared(name: str, one: Step | None, other: Step | None) -> list[Content]:
-    if one is None or other is None:
-        there = one or other
-        assert there is not None
-        return [tag("b", there.label), _given(one, None), _given(other, None), "only in one"]
-    if one.artifact.key == other.artifact.key:
-        return [tag("span", one.label, class_="dim"), artifact_link(one.artifact), tag("span", "the same", class_="dim"), ""]
-    found = changes(one.artifact.manifest, other.artifact.manifest)
-    why = tag("ul", [tag("li", str(change)) for change in found[:6]], tag("li", f"and {len(found) - 6} more") if len(found) > 6 else None)
-    return [tag("b", one.label), _given(one, other), _given(other, one), why]
-
-
-def _given(step: Step | None, other: Step | None) -> Content:
-    """What a step gave; metrics only where the other's differ."""
-    if step is None:
-        return "–"
-    made = step.artifact
-    rows = f"{made.rows():,} rows" if made.kind in made.tables else size(sum(r.bytes for r in made.manifest.files.values()))
-    theirs = {} if other is None else other.metrics
-    shown = [
-        [name.replace("_", " "), " ", tag("b", value if isinstance(value, str) else number(value)), Html("<br>")]
-        for name, value in step.metrics.items()
-        if name not in theirs or theirs[name] != value
-    ]
-    return [artifact_link(made), tag("small", rows), tag("small", shown[:12])]
-
-
+    titled = [[run_link(run.log.name), " ", badge(run.log), Html("<br>")] for run in (first, second)]
+    return page("Two runs", compare_view(first, second, artifact_link), prefect=prefect, lead=titled)

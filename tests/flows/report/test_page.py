@@ -155,6 +155,40 @@ def test_key_figures(page: Page) -> None:
     assert "48 artifacts, 1 of them reused" in text
 
 
+def test_what_makes_the_run_again_is_told(built: Any, tmp_path: Path) -> None:
+    store, run = cut(built, tmp_path / "store", 8), "20240502T100000-curate-ffffff"
+    begun = {"command": "puna run curate --set 'x=<1>'", "recipe": "mine", "changes": ["x=<1>"], "commit": "c0ffee", "versions": {"puna": "9.9"}}
+    store.record(run, {"event": "started", "flow": "curate", **begun})
+    for made in store.events("partial")[1:4]:
+        store.record(run, made)
+    said = Page(write(store, run, None).read_text(encoding="utf-8")).text
+    for words in ("puna run curate --set 'x=<1>'", "mine with x=<1>", "commit c0ffee , puna 9.9", "web.warc.gz 000000000000 file:///web.warc.gz"):
+        assert words in said, words
+    assert "not told by the log" in Page(write(store, "partial", None).read_text(encoding="utf-8")).text
+
+
+def test_two_runs_are_set_side_by_side(built: Any, tmp_path: Path) -> None:
+    store = cut(built, tmp_path / "store", 6)
+    lines, other = store.events("partial"), "20240502T100000-pipeline-ffffff"
+    changed = next(made for made in lines if made.get("step") == "url_dedup")
+    for made in lines:
+        # The other run's url_dedup gave what url_filter had given: another configuration, other rows.
+        store.record(other, made | {"key": next(m for m in lines if m.get("step") == "url_filter")["key"]} if made is changed else made)
+    file = write(store, other, None, compare="partial")
+    assert file.name == f"partial-{other}.html"
+    page = Page(file.read_text(encoding="utf-8"))
+    assert "4 of 5 steps gave the same artifact" in page.text
+    assert "config step: url_dedup → url_filter" in page.text
+    with pytest.raises(PunaError, match="run nobody: no such run"):
+        write(store, "latest", None, compare="nobody")
+
+
+def test_headers_say_what_they_head(built: Any) -> None:
+    html = write(built.store, "latest", None).read_text(encoding="utf-8")
+    heads = re.findall(r"<th[ >][^>]*", html)
+    assert len(heads) > 20 and all('scope="col"' in head for head in heads)
+
+
 def test_every_part_of_the_run_has_its_place(page: Page, built: Any) -> None:
     text = page.text
     for title in ("Curation", "Corpus", "Experiments", "Pretraining", "Evaluation and alignment", "Time and memory", "Lineage"):
