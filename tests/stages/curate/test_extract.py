@@ -13,6 +13,7 @@ from puna.stages.curate.extract import LINE_END_SPACE, MAX_OPTIONS, ExtractConfi
 from puna.stages.curate.extraction.bounds import burden
 from puna.stages.curate.extraction.decode import decode
 from puna.stages.curate.extraction.library import library_text
+from puna.stages.curate.extraction.repair import repaired
 from puna.storage import Store
 
 CONFIG = ExtractConfig()
@@ -143,6 +144,36 @@ def test_control_characters_and_runs_of_blank_lines_go():
     _, text, _ = page_text(f"<main>{PARAGRAPH}{marked}<br><br><br><br>{PARAGRAPH}</main>".encode(), "text/html", None, CONFIG)
     assert text.count("This is a paragraph with enough words") == 3
     assert "\n\n\n" not in text
+
+
+SOUND = (
+    "Œuvre à prix réduit : « l’été » coûte 5 € — ça alors…", "A MAÇÃ DO JOÃO É ÓTIMA, NÃO É?", "Các bạn có khỏe không? Ồ, tôi khỏe.",
+    "Zażółć gęślą jaźń – „cytat”", "Съешь ещё этих мягких французских булок", "Рішення № 5 — «Січень»", "ΑΘΗΝΑ: Ά, τι ωραία μέρα…",
+    "今日は良い天気ですね。", "AKPEKPEGÃ LE GBEƑÃ ƉEM", "Þetta er ágætt, sagði Ævar", "x² ± ½ × 3 ÷ 2° → ∞", "naïve café №1 ™ © ®", "ครับ ภาษาไทย",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", SOUND)
+def test_sound_text_stays_as_it_is(text):
+    assert repaired(text) == text
+
+
+GERMAN, RUSSIAN = "Das Café schließt – «à bientôt», sagte Zoë.", "Съешь ещё этих булок"
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [(GERMAN, "latin-1"), (GERMAN, "cp1252"), (GERMAN, "cp1250"), (GERMAN, "macroman"), (GERMAN, "cp437"), (RUSSIAN, "latin-1"), (RUSSIAN, "cp1251")],
+)
+def test_text_that_was_decoded_wrongly_is_decoded_right(text, wrong):
+    spoilt = text.encode().decode(wrong)
+    assert repaired(f"{SOUND[0]}\n{spoilt}\n{SOUND[7]}") == f"{SOUND[0]}\n{text}\n{SOUND[7]}"
+    _, found, _ = page_text(f"<main>{PARAGRAPH}<p>{spoilt}</p>{PARAGRAPH}</main>".encode(), "text/html", None, CONFIG)
+    assert text in found
+
+
+def test_c1_controls_are_what_windows_meant_or_go():
+    assert repaired("It\x92s 5\x80 \x81here\x85") == "It’s 5€ here…"
 
 
 @pytest.mark.parametrize("extractor", ["model", "resiliparse", "union"])

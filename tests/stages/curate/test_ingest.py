@@ -91,17 +91,22 @@ def test_records_that_are_no_pages_say_why(tmp_path):
         record(b"x", kind="revisit"),
         record(b"a text", kind="conversion", url="https://a.example.net/wet"),
         record(b"<p>" + b"x" * 5000, url="https://a.example.net/long"),
+        record(packed[:-5], url="https://a.example.net/trailer", Content_Encoding="gzip"),
+        record(b"User-agent: *", url="https://a.example.net/robots.txt?x", Content_Type="text/plain"),
+        record(b"var x = 1", url="https://a.example.net/x", Content_Type="text/x-javascript; charset=utf-8"),
+        record(b"a log", kind="resource", url="metadata://example.net/wget.log"),
     ]
     (tmp_path / "crawl.warc").write_bytes(b"".join(records))
     made = read(tmp_path, tmp_path / "crawl.warc", config=IngestConfig(max_body_bytes=4000))
     got = {r["url"].rsplit("/", 1)[1]: r for r in made.read().to_pylist()}
-    assert set(got) == {"0", "gzip", "lie", "chunked", "lie2", "sniffed", "wet"}
-    assert got["gzip"]["body"] == b"<html>" + b"text " * 99 + b"</html>"
+    assert set(got) == {"0", "gzip", "lie", "chunked", "lie2", "sniffed", "wet", "trailer"}
+    assert got["gzip"]["body"] == got["trailer"]["body"] == b"<html>" + b"text " * 99 + b"</html>"
     assert got["chunked"]["body"] == b"<p>x"
     assert got["wet"]["content_type"] == "text/plain"
     assert got["sniffed"]["content_type"] == "text/html"
     assert rules(made) == sorted(
         ["http_status", "content_type", "empty", "undecodable_body", "malformed_record", "not_a_response", "body_too_large"]
+        + ["not_a_page"] * 3
     )
     status = next(r for r in made.read("dropped").to_pylist() if r["rule"] == "http_status")
     assert status["value"] == 301

@@ -33,6 +33,7 @@ def clean(text, entities=ALL):
         ("jane [at] company [dot] com", "<EMAIL>"),
         ("E-Mail: info(at)verlag.de, Fax", "E-Mail: <EMAIL>, Fax"),
         ("Address(u'jane@yahoo.com')", "Address(u'<EMAIL>')"),
+        ("https://a.net/x?to=jane@company.com&n=1 ftp://a.net/~jane@company.com", "https://a.net/x?to=<EMAIL>&n=1 ftp://a.net/~<EMAIL>"),
         ("Call +1 (415) 867-5309 now", "Call <PHONE> now"),
         ("Tel.: +49 (0) 89-98103987", "Tel.: <PHONE>"),
         ("0031 (0) 614392096", "<PHONE>"),
