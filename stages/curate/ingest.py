@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -241,6 +243,8 @@ def _format(file: ExternalFile) -> str:
         return "files"
     with file.open() as handle:
         head = handle.read(1 << 16)
+    if _begins(head, b"filedesc://"):
+        raise PunaError(f"{file.shown}: an ARC archive; make a WARC of it (warcio recompress OLD.arc.gz NEW.warc.gz)")
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith((GZIP_MAGIC, ZSTD_MAGIC, ZSTD_DICTIONARY_MAGIC)):
@@ -248,6 +252,14 @@ def _format(file: ExternalFile) -> str:
             first = next(iter(read_warc(handle, file.name, 1 << 20)), None)
         return "files" if isinstance(first, Rejected) and first.rule != "not_a_response" else "warc"
     return "warc" if head.startswith(b"WARC/") else "files"
+
+
+def _begins(head: bytes, magic: bytes) -> bool:
+    """Whether a file, packed by gzip or not, begins with `magic`."""
+    if head.startswith(GZIP_MAGIC):
+        with contextlib.suppress(zlib.error):
+            head = zlib.decompressobj(31).decompress(head, len(magic))
+    return head.startswith(magic)
 
 
 # --- reading, in a worker --------------------------------------------------------------------------------

@@ -463,6 +463,14 @@ def test_files_of_unknown_name_are_read_by_their_first_bytes(tmp_path):
     assert made.rows() == 3
 
 
+@pytest.mark.parametrize("name", ["old.arc", "old.arc.gz", "old"])
+def test_an_arc_archive_is_refused_as_such(tmp_path, name):
+    data = b"filedesc://old.arc 0.0.0.0 20080101000000 text/plain 76\n1 0 Alexa Internet\nURL IP-address Archive-date Content-type Archive-length\n"
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    with pytest.raises(PunaError, match=f"{name}: an ARC archive; make a WARC of it"):
+        read(tmp_path, tmp_path / name)
+
+
 def test_random_bytes_never_break_the_reader():
     generator = random.Random(1)
     for size in (0, 1, 5, 100, 5000):
