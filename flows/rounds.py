@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
-from puna.flows.program import Output, publish, setting, step
+from puna.flows.program import Output, current_walk, publish, setting, step
+from puna.flows.recipe import Step
 from puna.stages.align.average import average
 from puna.stages.align.chosen import chosen
 from puna.stages.align.data_quality import data_quality
@@ -18,6 +19,7 @@ from puna.stages.align.prompts import PromptsConfig, prompts
 from puna.stages.align.rejection_sample import Pick, rejection_sample
 from puna.stages.align.reward_model import reward_model
 from puna.stages.align.rewards import Reward
+from puna.stages.align.rollouts import RolloutsConfig
 from puna.stages.align.sample import sample
 from puna.stages.align.sft import sft
 from puna.stages.contract import StageConfig
@@ -71,44 +73,59 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
 
 
 def controls(number: int, before: State, after: State, tasks: Output, heldout: Output) -> None:
-    """What the same labels and steps give without a part of round `number`: each arm a model and its evaluation.
+    """What the same labels and updates give without a part of round `number`: each arm a model and its evaluation.
 
-    Arms of finetuning alone, with the round's own settings: on demonstrations; with the chosen answers; and with one answer more to
-    each prompt, drawn in turn by each way to pick. Arms of the round without one part: DPO, RL, the reward model in RL.
+    Arms of finetuning alone, from where the round starts and with as many updates as its finetuning and RL have together: on
+    demonstrations; with the chosen answers; and with one answer more to each prompt, drawn in turn by each way to pick. DPO in place of
+    RL, where the recipe names `dpo_instead`. And the round without one part: DPO, RL, the reward model in RL.
     """
     made, start = after.made, before.start or before.policy
+    updates = replaced("more_steps", _updates_of_rl())
 
     def arm(name: str, model: Output) -> None:
         step(evaluate, f"control_{name}_{number}", field="evaluate", model=model, prompts=heldout)
 
-    def tuned(name: str, data: list[Output]) -> Output:
-        return step(sft, f"sft_{name}_{number}", field="sft", number=number, through="model", model=start, instructions=data)
+    def tuned(name: str, data: list[Output]) -> None:
+        label = f"sft_{name}_{number}"
+        arm(name, step(sft, label, field="sft", number=number, through="model", adapt=updates, model=start, instructions=data))
 
     gold = list(before.instructions)
-    arm("gold", tuned("gold", gold))
+    tuned("gold", gold)
     base = [*gold, made["chosen"]] if made["chosen"] else gold
     if made["chosen"]:
-        arm("chosen", tuned("chosen", base))
+        tuned("chosen", base)
     for pick in get_args(Pick):
         one = step(
             rejection_sample, f"pick_{pick}_{number}", field="pick", number=number, adapt=replaced("pick", pick),
             answers=made["sample"], reward_model=made["reward_model"] if pick == "reward_model" else None, prompts=tasks,
         )  # fmt: skip
         if one:
-            arm(f"pick_{pick}", tuned(f"pick_{pick}", [*base, one]))
+            tuned(f"pick_{pick}", [*base, one])
+    if instead := step(
+        dpo, f"dpo_instead_{number}", field="dpo_instead", number=number, off=True, model=made["sft"], preferences=list(after.preferences)
+    ):
+        arm("dpo_instead", instead)
     if made["policy"].labels == made["dpo"].labels:
         return
     arm("no_rl", made["dpo"])
 
-    def rewarded(name: str, policy: Output, reward: Reward | None = None) -> Output:
-        return step(
+    def rewarded(name: str, policy: Output, reward: Reward | None = None) -> None:
+        trained = step(
             grpo, f"grpo_{name}_{number}", field="grpo", number=number, off=True, through="policy", policy=policy,
             reward_model=made["reward_model"], prompts=tasks, adapt=replaced("reward", reward) if reward else None,
         )  # fmt: skip
+        arm(name, trained)
 
     if made["dpo"].labels != made["sft"].labels:
-        arm("no_dpo", rewarded("no_dpo", made["sft"]))
-    arm("no_reward_model", rewarded("no_reward_model", made["dpo"], "verifier"))
+        rewarded("no_dpo", made["sft"])
+    rewarded("no_reward_model", made["dpo"], "verifier")
+
+
+def _updates_of_rl() -> int:
+    """How often RL changes the policy in a round."""
+    stages = [Step(stage.name, stage.name, stage, off=True) for stage in (grpo, ppo)]
+    configs = [config for one in stages for config in current_walk().configs(one)]
+    return sum(config.rollouts * config.epochs * config.minibatches for config in configs if isinstance(config, RolloutsConfig))
 
 
 def replaced(name: str, value: object) -> Callable[[StageConfig], StageConfig]:

@@ -171,7 +171,8 @@ def arms_view(run: Run) -> Html:
         beside = table(["what", "its strongest control", "of answers", "gain", "verdict"], claims, numeric=[3])
         shown.append(part(f"Round {found.number} and its controls", table(head, rows, numeric=range(1, len(head))), beside))
     note = (
-        "Control arms are trained on the same answers and labels for as many steps. Gains are differences on the same held-out prompts, "
+        "Control arms are trained on the same answers and labels; those of finetuning with as many updates as finetuning and RL of the "
+        "round have together. Gains are differences on the same held-out prompts, "
         "with 95 % intervals; where that holds 0, a part has earned nothing."
     )
     return join([tag("p", note, class_="note"), *shown]) if shown else Html("")

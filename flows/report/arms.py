@@ -20,19 +20,22 @@ NAMES = {
     "pick_random": "gold + chosen + random pick",
     "pick_majority": "gold + chosen + majority",
     "pick_verifier": "gold + chosen + checked answers",
+    "dpo_instead": "DPO in place of RL",
     "no_rl": "the round without RL",
     "no_dpo": "the round without DPO",
     "no_reward_model": "the round without reward model in RL",
     "round": "the round",
 }
 """Arms in the order of the table."""
-FINETUNED = ("before", "gold", "chosen", "pick_random", "pick_majority", "pick_verifier")
+FINETUNED = ("before", "gold", "chosen", "pick_random", "pick_majority", "pick_verifier", "pick_reward_model")
+WITHOUT_RL = (*FINETUNED, "dpo_instead", "no_rl")
 CLAIMS = {
-    "the round over its strongest control": ("round", (*FINETUNED, "pick_reward_model")),
-    "DPO over its strongest control": ("no_rl", FINETUNED),
-    "DPO before RL": ("round", ("no_dpo",)),
+    "the round over its strongest control": ("round", WITHOUT_RL),
+    "RL on the taste over its strongest control": ("round", (*WITHOUT_RL, "no_reward_model")),
     "RL": ("round", ("no_rl",)),
     "the reward model in RL": ("round", ("no_reward_model",)),
+    "DPO before RL": ("round", ("no_dpo",)),
+    "DPO in place of RL over its strongest control": ("dpo_instead", (*FINETUNED, "no_rl")),
     "the reward model's pick over a random one": ("pick_reward_model", ("pick_random",)),
 }  # fmt: skip
 """What is claimed: an arm, and the controls of which the strongest counts."""

@@ -60,6 +60,16 @@ class SftConfig(AdaptableConfig):
 
     engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's SFTTrainer")
     training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one instruction")
+    more_steps: int = Field(
+        0, ge=0, description="Steps beyond those of `training`: of a control arm, as many as its round has of reinforcement learning"
+    )
+
+    def lengthened(self, examples: int) -> Self:
+        """With `more_steps` among the steps of `training`, for that many examples."""
+        if not self.more_steps:
+            return self
+        steps = self.training.train_config(examples).steps + self.more_steps
+        return self.model_copy(update={"training": self.training.replace(steps=steps), "more_steps": 0})
 
 
 class RewardModelConfig(AdaptableConfig):

@@ -38,6 +38,7 @@ def sft(model: Model, instructions: list[Instructions], config: SftConfig, run: 
     bad.check_left(len(examples), f"{len(rows)} training instructions")
     bad.write(run)
     run.metric("instructions", len(rows) - len(bad.dropped))
+    config = config.lengthened(len(examples))
     if config.engine == "trl":
         from puna.stages.align.trl_engine import hub_tokenizer, train_sft
 

@@ -3,6 +3,8 @@
     puna run pipeline --recipe demo --store STORE --set rounds=0        # a base model, once
     python tests/benchmarks/alignment.py --store STORE --model base@latest --seeds 1 2 3 --json
 
+Each figure is of right answers (`accuracy`) and of those that are right and liked (`liked`), which the recipe is for.
+
 Each seed draws other prompts, other held-out structures and other answers; the base model is one. With --json: the smallest gains
 over the seeds, their means and standard errors over seeds, and every arm's share by seed. Runs are resumed; CPU seconds are those that
 the stages took when they were made.
@@ -23,10 +25,12 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / ".pkg"))
 
 from puna.flows.report import arms  # noqa: E402
+from puna.flows.report.arms import METRICS  # noqa: E402
 from puna.stages.training.intervals import paired  # noqa: E402
 from puna.storage import Artifact, Store  # noqa: E402
 
-ROUND, DPO, PICK = "the round over its strongest control", "DPO over its strongest control", "the reward model's pick over a random one"
+ROUND, TASTE = "the round over its strongest control", "RL on the taste over its strongest control"
+PICK = "the reward model's pick over a random one"
 
 
 def run(seed: int, store: Path, model: str, recipe: str) -> dict[str, Any]:
@@ -55,16 +59,16 @@ def measured(seed: int, made: dict[str, Artifact]) -> dict[str, Any]:
     if len(rounds) > 1:
         first, second = rounds[0].scores["round"], rounds[1].scores["round"]
         found["second_round"] = {metric: paired(second[metric], first[metric]) for metric in rounds[1].metrics}
-    spent = {artifact.key: float(artifact.manifest.timings.get("cpu_seconds", 0.0)) for artifact in made.values()}
-    found["cpu_seconds"] = sum(spent.values())
+    spent = {artifact.key: (step, float(artifact.manifest.timings.get("cpu_seconds", 0.0))) for step, artifact in made.items()}
+    found["cpu_seconds"] = sum(seconds for _, seconds in spent.values())
+    found["cpu_seconds_by_step"] = {step: round(seconds, 1) for step, seconds in spent.values()}
     return found
 
 
-def gains(results: list[dict[str, Any]], what: str, metric: str, number: int) -> dict[str, Any]:
-    """A claim's gain in round `number`: the smallest over seeds, the mean, its standard error over seeds, all of them."""
-    rounds = [one for result in results for one in result["rounds"] if one["number"] == number]
-    values = [claim["gain"][0] for one in rounds for claim in one["claims"] if claim["what"] == what and claim["metric"] == metric]
-    return summary(values)
+def gains(results: list[dict[str, Any]], what: str, number: int) -> dict[str, Any]:
+    """A claim's gain in round `number` by metric: the smallest over seeds, the mean, its standard error over seeds, all of them."""
+    claims = [claim for result in results for one in result["rounds"] if one["number"] == number for claim in one["claims"]]
+    return {metric: summary([c["gain"][0] for c in claims if c["what"] == what and c["metric"] == metric]) for metric in METRICS}
 
 
 def summary(values: list[float]) -> dict[str, Any]:
@@ -87,11 +91,11 @@ def main() -> None:
     results = [run(seed, arguments.store, arguments.model, arguments.recipe) for seed in arguments.seeds]
     second = [result["second_round"] for result in results if "second_round" in result]
     figures = {
-        "round_gain_over_best_control": gains(results, ROUND, "accuracy", 1),
-        "second_round_over_best_control": gains(results, ROUND, "liked", 2),
-        "preference_stage_gain": gains(results, DPO, "liked", 2),
-        "second_round_gain": {metric: summary([one[metric][0] for one in second]) for metric in arms.METRICS if second},
-        "rm_pick_over_random_pick": gains(results, PICK, "accuracy", 1),
+        "round_gain_over_best_control": gains(results, ROUND, 1),
+        "second_round_over_best_control": gains(results, ROUND, 2),
+        "preference_stage_gain": {number: gains(results, TASTE, number) for number in (1, 2)},
+        "second_round_gain": {metric: summary([one[metric].value for one in second]) for metric in METRICS if second},
+        "rm_pick_over_random_pick": {number: gains(results, PICK, number) for number in (1, 2)},
         "cpu_seconds": max(result["cpu_seconds"] for result in results),
         "seeds": results,
     }

@@ -50,7 +50,7 @@ def test_the_order_of_the_pipeline() -> None:
     assert order.index("mix_experiment") < order.index("mix") < order.index("pretrain") < order.index("sft_first")
     assert len(order) == len(set(order))
     assert [name for name in order if name.endswith("_2")] == [
-        f"{name}_2" for name in ("prompts", "sample", "preferences", "reward_model", "chosen", "sft", "dpo", "grpo", "evaluate_round")
+        f"{name}_2" for name in ("prompts", "sample", "preferences", "reward_model", "chosen", "sft", "grpo", "evaluate_round")
     ]
 
 
@@ -80,16 +80,20 @@ def test_control_arms_learn_from_what_their_round_learns_from() -> None:
     order = labels(recipe)
     arms = [name.removeprefix("control_").removesuffix("_1") for name in order if name.startswith("control_")]
     picks = [f"pick_{name}" for name in ("reward_model", "random", "majority", "verifier")]
-    assert arms == ["gold", "chosen", *picks, "no_rl", "no_dpo", "no_reward_model"]
+    assert arms == ["gold", "chosen", *picks, "dpo_instead", "no_rl", "no_reward_model"]
+    rl = config_of(recipe, "grpo_1")
     given = inputs_of(recipe, "sft_1")
     for name in ("gold", "chosen", *picks):
         tuned = inputs_of(recipe, f"sft_{name}_1")
         beside = {"gold": {"instructions"}, "chosen": {"instructions", "chosen_1"}}.get(name, {"instructions", "chosen_1", f"{name}_1"})
         assert set(tuned["instructions"]) == beside and tuned["model"] == given["model"]
-        assert config_of(recipe, f"sft_{name}_1") == config_of(recipe, "sft_1")
+        more = rl.rollouts * rl.epochs * rl.minibatches
+        assert config_of(recipe, f"sft_{name}_1") == config_of(recipe, "sft_1").model_copy(update={"more_steps": more})
         assert inputs_of(recipe, f"control_{name}_1") == {**inputs_of(recipe, "evaluate_round_1"), "model": (f"sft_{name}_1",)}
-    assert inputs_of(recipe, "grpo_no_dpo_1")["policy"] == ("sft_1",) and inputs_of(recipe, "control_no_rl_1")["model"] == ("dpo_1",)
-    assert config_of(recipe, "grpo_no_reward_model_1").reward == "verifier" and config_of(recipe, "grpo_1").reward == "product"
+    assert inputs_of(recipe, "dpo_instead_1")["model"] == inputs_of(recipe, "control_no_rl_1")["model"] == ("sft_1",)
+    assert config_of(recipe, "grpo_no_reward_model_1").reward == "verifier" and rl.reward == "product"
+    with_dpo = load("demo", ["rounds=1", "dpo={}"])
+    assert inputs_of(with_dpo, "grpo_no_dpo_1")["policy"] == ("sft_1",) and inputs_of(with_dpo, "control_no_rl_1")["model"] == ("dpo_1",)
     assert not [name for name in labels(load("demo", ["controls=false"])) if "control" in name or "pick" in name]
     with pytest.raises(PunaError, match=r"controls: takes true or false \(got 1\)"):
         load("demo", ["controls=1"])
@@ -117,7 +121,7 @@ def test_what_passes_documents_may_be_left_out(step: str) -> None:
 def test_the_step_after_one_that_is_left_out_takes_what_it_would_have_taken() -> None:
     recipe = load("demo", ["line_dedup=null", "minhash_dedup=null"], "curate")
     assert inputs_of(recipe, "domains", "curate")["documents"] == ("pii",)
-    recipe = load("demo", ["rounds=1", "controls=false", "sft_first=null", "dpo=null", "grpo=null", "sft_lora={}", "average={}"])
+    recipe = load("demo", ["rounds=1", "controls=false", "sft_first=null", "grpo=null", "sft_lora={}", "average={}"])
     assert inputs_of(recipe, "sample_1")["models"] == ("pretrain", "sft_lora") and inputs_of(recipe, "average_1")["models"] == ("sft_1",)
 
 
