@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextvars import copy_context
 
 from puna.flows.program import Output, Walk, values
 from puna.flows.recipe import Step
@@ -21,6 +24,23 @@ class Performer(Walk):
         assert config is not None  # only a trace of everything asks for steps without one
         made = _session().perform(step.stage, config, values(step.stage, inputs), label).artifact
         return Output(made.kind, (label,), (made,))
+
+    def together(self, parts: Sequence[Callable[[], None]]) -> None:
+        """As many at one time as there are workers below this process, each stage whole in one of them; after an error no part begins."""
+        slots = _session().slots
+        if slots < 2:
+            return super().together(parts)
+        pool = ThreadPoolExecutor(slots)
+        try:
+            with _session().apart():
+                made = [pool.submit(copy_context().run, part) for part in parts]
+            for one in wait(made, return_when=FIRST_EXCEPTION).done:
+                one.result()
+        except Exception:
+            pool.shutdown(cancel_futures=True)
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def publish(self, name: str, output: Output) -> None:
         """Point the alias at the artifact; one that stands for several has no one alias."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
-from puna.flows.program import Output, flow, publish, setting, step, switch
+from puna.flows.program import Output, flow, publish, setting, step, switch, together
 from puna.flows.rounds import State, controls, new_prompts, one_round
 from puna.stages.align.instructions import instructions
 from puna.stages.align.prompts import prompts
@@ -29,10 +30,13 @@ def align(
     other = step(sft, "sft_lora", default=SftConfig(method="lora"), model=policy, instructions=gold)
     step(evaluate, "evaluate_sft", field="evaluate", model=policy, prompts=tasks)
     state = State(policy, other, tuple(gold), tuple(judged or []))
+    arms: list[Callable[[], None]] = []
     for number in range(1, rounds + 1):
         asked, before = new_prompts(number), state
         state = one_round(number, before, asked, tasks)
         publish("policy", state.policy, f"round-{number}")
         if compared:
-            controls(number, before, state, asked, tasks)
-    return publish("policy", state.policy)
+            arms += controls(number, before, state, asked, tasks)
+    aligned = publish("policy", state.policy)
+    together(*arms)
+    return aligned

@@ -25,11 +25,10 @@ class Console:
 
     def __init__(self, *, json: bool = False) -> None:
         self.json = json
-        self.step = ""
         self._terminal = Terminal(stderr=json, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
-        self._said = 0.0
+        self._tasks: dict[str, TaskID] = {}
+        self._step, self._said = "", 0.0
 
     def __enter__(self) -> Console:
         if self._terminal.is_terminal:
@@ -62,31 +61,30 @@ class Console:
             shown = "; ".join(str(c) for c in why[:3]) + (f"; and {len(why) - 3} more" if len(why) > 3 else "")
             self.say(f"[yellow]{step:24s}[/] [dim]runs again: {_plain(shown)}[/]")
         if self._bar is not None:
-            self._task = self._bar.add_task(step, total=None, note="")
-        self._said = time.monotonic()
+            self._tasks[step] = self._bar.add_task(step, total=None, note="")
+        self._step, self._said = step, time.monotonic()
 
     def progress(self, stage: str, done: float, total: float, note: str) -> None:
-        """The stage at work is `done` of `total` far."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, total=total, note=note)
+        """The stage that began last is `done` of `total` far."""
+        if self._bar is not None and self._step in self._tasks:
+            self._bar.update(self._tasks[self._step], completed=done, total=total, note=note)
         elif time.monotonic() - self._said > EVERY_SECONDS:
             self._said = time.monotonic()
-            self.say(f"[dim]{self.step:24s} {100 * done / max(total, 1):3.0f} % {_plain(note)}[/]")
+            self.say(f"[dim]{self._step:24s} {100 * done / max(total, 1):3.0f} % {_plain(note)}[/]")
 
-    def done(self) -> None:
-        """Nothing is at work: take the bar away."""
-        if self._bar is not None and self._task is not None:
-            self._bar.remove_task(self._task)
-            self._task = None
+    def done(self, step: str) -> None:
+        """A stage is no longer at work: take its bar away."""
+        if self._bar is not None and step in self._tasks:
+            self._bar.remove_task(self._tasks.pop(step))
 
     def broken(self, step: str) -> None:
         """A stage was ended by an error or by the person who watches it."""
-        self.done()
+        self.done(step)
         self.say(f"{step:24s} [red]not finished[/]")
 
     def finished(self, step: str, outcome: Outcome) -> None:
         """A stage has its artifact."""
-        self.done()
+        self.done(step)
         artifact = outcome.artifact
         if self.json:
             print(json.dumps(summary(artifact, step=step, reused=outcome.reused, seconds=round(outcome.seconds, 3))), flush=True)

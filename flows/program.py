@@ -190,6 +190,11 @@ def switch(name: str, default: bool, *, description: str) -> bool:
     return bool(current_walk().setting(Setting(name, default, False, True, description)))
 
 
+def together(*parts: Callable[[], None]) -> None:
+    """Parts of the flow in progress, none of which needs what another makes: they may be made at one time."""
+    current_walk().together(parts)
+
+
 def publish(name: str, output: Output, version: str = "latest") -> Output:
     """Point the alias `name@version` at what a step made; returns it."""
     if output:
@@ -241,6 +246,11 @@ class Walk(ABC):
     @abstractmethod
     def publish(self, name: str, output: Output) -> None:
         """Name an output."""
+
+    def together(self, parts: Sequence[Callable[[], None]]) -> None:
+        """Go through parts that do not need each other."""
+        for part in parts:
+            part()
 
     performs: ClassVar[bool] = False
     """Whether the steps are made, and the store may be changed."""

@@ -90,21 +90,23 @@ class Reporter:
 
     # --- what the run says; returns at once -----------------------------------------------------------
 
-    def started(self, label: str, stage: str, inputs: Mapping[str, Sequence[Artifact]], task: str | None = None) -> None:
+    def started(self, label: str, stage: str, inputs: Mapping[str, Sequence[Artifact]], task: str | None = None) -> Told:
         """A step begins; `inputs`: its artifacts by the input's name; `task`: the id of the Prefect task that it is."""
         made_by = {name: [self._made[item.key] for item in items if item.key in self._made] for name, items in inputs.items()}
         edges = {name: steps for name, steps in made_by.items() if steps}
-        self._steps.append(Told(label, stage, edges) if task is None else Told(label, stage, edges, id=task, own=False))
+        step = Told(label, stage, edges) if task is None else Told(label, stage, edges, id=task, own=False)
+        self._steps.append(step)
         self._wake.set()
+        return step
 
     def progress(self, stage: str, done: float, total: float, note: str) -> None:
-        """The step at work is `done` of `total` far."""
+        """The step that began last is `done` of `total` far."""
         if self._steps:
             self._steps[-1].progress = (done, total, note)
 
-    def finished(self, outcome: Outcome) -> None:
+    def finished(self, step: Told, outcome: Outcome) -> None:
         """The step has its artifact."""
-        step, made = self._steps[-1], outcome.artifact
+        made = outcome.artifact
         step.outcome, step.state = outcome, "COMPLETED"
         self._made[made.key] = step.id
         if outcome.reused:
@@ -113,9 +115,8 @@ class Reporter:
             step.message = headline(outcome)
         self.log(f"{step.label}: {made.id}, {headline(outcome)}", step=step)
 
-    def broken(self, error: BaseException) -> None:
+    def broken(self, step: Told, error: BaseException) -> None:
         """The step was ended by an error, or by a person."""
-        step = self._steps[-1]
         stopped = not isinstance(error, Exception)
         step.state, step.message = ("CANCELLED", "stopped") if stopped else ("FAILED", str(error) or type(error).__name__)
         self.log(f"{step.label}: {step.message}", 40, step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import get_args
 
 from puna.flows.program import Output, current_walk, publish, setting, step
@@ -72,8 +73,8 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     return State(policy, other, before.instructions, pairs, measured, before.start, made)
 
 
-def controls(number: int, before: State, after: State, tasks: Output, heldout: Output) -> None:
-    """What the same labels and updates give without a part of round `number`: each arm a model and its evaluation.
+def controls(number: int, before: State, after: State, tasks: Output, heldout: Output) -> list[Callable[[], None]]:
+    """What the same labels and updates give without a part of round `number`: each arm a model and its evaluation, apart from the others.
 
     Arms of finetuning alone, from where the round starts and with as many updates as its finetuning and RL have together: on
     demonstrations; with the chosen answers; and with one answer more to each prompt, drawn in turn by each way to pick. DPO in place of
@@ -81,6 +82,8 @@ def controls(number: int, before: State, after: State, tasks: Output, heldout: O
     """
     made, start = after.made, before.start or before.policy
     updates = replaced("more_steps", _updates_of_rl())
+    gold = list(before.instructions)
+    base = [*gold, made["chosen"]] if made["chosen"] else gold
 
     def arm(name: str, model: Output) -> None:
         step(evaluate, f"control_{name}_{number}", field="evaluate", model=model, prompts=heldout)
@@ -89,25 +92,19 @@ def controls(number: int, before: State, after: State, tasks: Output, heldout: O
         label = f"sft_{name}_{number}"
         arm(name, step(sft, label, field="sft", number=number, through="model", adapt=updates, model=start, instructions=data))
 
-    gold = list(before.instructions)
-    tuned("gold", gold)
-    base = [*gold, made["chosen"]] if made["chosen"] else gold
-    if made["chosen"]:
-        tuned("chosen", base)
-    for pick in get_args(Pick):
+    def picked(pick: Pick) -> None:
         one = step(
             rejection_sample, f"pick_{pick}_{number}", field="pick", number=number, adapt=replaced("pick", pick),
             answers=made["sample"], reward_model=made["reward_model"] if pick == "reward_model" else None, prompts=tasks,
         )  # fmt: skip
         if one:
             tuned(f"pick_{pick}", [*base, one])
-    if instead := step(
-        dpo, f"dpo_instead_{number}", field="dpo_instead", number=number, off=True, model=made["sft"], preferences=list(after.preferences)
-    ):
-        arm("dpo_instead", instead)
-    if made["policy"].labels == made["dpo"].labels:
-        return
-    arm("no_rl", made["dpo"])
+
+    def dpo_instead() -> None:
+        label, pairs = f"dpo_instead_{number}", list(after.preferences)
+        instead = step(dpo, label, field="dpo_instead", number=number, off=True, model=made["sft"], preferences=pairs)
+        if instead:
+            arm("dpo_instead", instead)
 
     def rewarded(name: str, policy: Output, reward: Reward | None = None) -> None:
         trained = step(
@@ -116,9 +113,14 @@ def controls(number: int, before: State, after: State, tasks: Output, heldout: O
         )  # fmt: skip
         arm(name, trained)
 
-    if made["dpo"].labels != made["sft"].labels:
-        rewarded("no_dpo", made["sft"])
-    rewarded("no_reward_model", made["dpo"], "verifier")
+    arms: list[Callable[[], None]] = [partial(tuned, "gold", gold), *([partial(tuned, "chosen", base)] if made["chosen"] else [])]
+    arms += [partial(picked, pick) for pick in get_args(Pick)] + [dpo_instead]
+    if made["policy"].labels != made["dpo"].labels:
+        arms.append(partial(arm, "no_rl", made["dpo"]))
+        if made["dpo"].labels != made["sft"].labels:
+            arms.append(partial(rewarded, "no_dpo", made["sft"]))
+        arms.append(partial(rewarded, "no_reward_model", made["dpo"], "verifier"))
+    return arms
 
 
 def _updates_of_rl() -> int:

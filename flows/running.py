@@ -58,8 +58,7 @@ def sample_pages(store: Store, quiet: bool) -> list[External]:
 def make_sample(folder: Path, *, quiet: bool = False) -> SampleReport:
     """Build the sample of real pages in `folder`, or find it whole."""
     with Console(json=quiet) as console:
-        console.step = "sample"
         console.started("sample", None)
         report = build_sample(folder, lambda done, total, note: console.progress("sample", done, total, note), say=console.say)
-        console.done()
+        console.done("sample")
     return report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
@@ -21,7 +22,7 @@ from puna.flows.reporter import Reporter
 from puna.flows.server import from_environment, server_of
 from puna.flows.task import Tasks, in_prefect
 from puna.stages.contract import Outcome, Stage, StageConfig, Value, perform
-from puna.stages.contract.executors import PROCESSES, connected
+from puna.stages.contract.executors import PROCESSES, PartExecutor, connected
 from puna.storage import Artifact, Identity, PunaError, Store, database, runs
 from puna.storage.explain import against
 
@@ -38,6 +39,21 @@ class Session:
     given: dict[str, Given] | None = None
     outcomes: list[tuple[str, Outcome]] = field(default_factory=list)
     tasks: Tasks = field(default_factory=Tasks)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def slots(self) -> int:
+        """How many stages may run apart at one time: as many as there are workers below this process."""
+        return self.executor.slots if isinstance(self.executor, PartExecutor) and self.executor.below else 1
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Stages that are asked for run whole in workers; what waits for them may be several threads."""
+        token = _APART.set(True)
+        try:
+            yield
+        finally:
+            _APART.reset(token)
 
     def perform(self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str) -> Outcome:
         """Run one stage, in a run that Prefect started as its task; tell the terminal, the run's log and who else watches."""
@@ -52,24 +68,28 @@ class Session:
         self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str, inputs: dict[str, list[Artifact]], task: str | None
     ) -> Outcome:
         def started(identity: Identity) -> None:
-            why = against(self.store, identity, step)
-            self.console.started(step, why)
-            if why:
-                self.reporter.log(f"{step} runs again: {'; '.join(map(str, why[:3]))}")
+            with self._lock:
+                why = against(self.store, identity, step)
+                self.console.started(step, why)
+                if why:
+                    self.reporter.log(f"{step} runs again: {'; '.join(map(str, why[:3]))}")
 
-        self.console.step = step
-        self.reporter.started(step, stage.name, inputs, task)
+        with self._lock:
+            told = self.reporter.started(step, stage.name, inputs, task)
+        how: dict[str, Any] = {"executor": self.executor, "listener": self, "run": self.run, "apart": _APART.get()}
         try:
-            outcome = perform(stage, config, given, self.store, executor=self.executor, listener=self, run=self.run, on_start=started)
+            outcome = perform(stage, config, given, self.store, on_start=started, **how)
         except BaseException as error:
-            self.console.broken(step)
-            self.reporter.broken(error)
+            with self._lock:
+                self.console.broken(step)
+                self.reporter.broken(told, error)
             raise
         made = outcome.artifact
-        self.store.record(self.run, runs.Made(step, stage.name, made.kind, made.key, outcome.reused, outcome.seconds).event())
-        self.outcomes.append((step, outcome))
-        self.console.finished(step, outcome)
-        self.reporter.finished(outcome)
+        with self._lock:
+            self.store.record(self.run, runs.Made(step, stage.name, made.kind, made.key, outcome.reused, outcome.seconds).event())
+            self.outcomes.append((step, outcome))
+            self.console.finished(step, outcome)
+            self.reporter.finished(told, outcome)
         return outcome
 
     def refresh(self) -> None:
@@ -85,6 +105,7 @@ class Session:
         self.reporter.progress(stage, done, total, note)
 
 
+_APART: ContextVar[bool] = ContextVar("apart", default=False)
 _CURRENT: ContextVar[Session | None] = ContextVar("session", default=None)
 
 

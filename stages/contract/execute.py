@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -68,20 +68,23 @@ def perform(
     run: str = "",
     part_rows: int = PART_ROWS,
     on_start: Callable[[Identity], None] | None = None,
+    apart: bool = False,
 ) -> Outcome:
     """Run `stage`, or find what it made before.
 
     A found artifact's checksums are compared first; a damaged one is set aside and made again. A damaged
     input is an error. A stage declared with `device=True` runs as a whole on a worker of `executor` that has an
-    accelerator, where there is one; `listener` hears nothing of it then.
+    accelerator, where there is one; `apart`: any stage runs as a whole on a worker, so that several can run at one time.
+    `listener` hears nothing of it then.
     """
     started = time.perf_counter()
     identity = identify(stage, config, given)
     found = reusable(stage, identity, store)
-    if found is None and stage.device and isinstance(executor, PartExecutor) and executor.has_device():
+    if found is None and isinstance(executor, PartExecutor) and ((on_device := stage.device and executor.has_device()) or apart):
         if on_start:
             on_start(identity)
-        artifact, reused = _on_device(stage, config, given, store, executor, run, part_rows)
+        submit = executor.submit_to_device if on_device else executor.submit
+        artifact, reused = _on_worker(stage, config, given, store, submit, run, part_rows)
         return Outcome(artifact, reused, time.perf_counter() - started)
     if found is None:
         with store.work(identity.key) as work:
@@ -106,16 +109,22 @@ def perform(
     return Outcome(found, True, time.perf_counter() - started)
 
 
-def _on_device(
-    stage: Stage, config: StageConfig, given: dict[str, Value], store: Store, executor: PartExecutor, run: str, part_rows: int
+def _on_worker(
+    stage: Stage,
+    config: StageConfig,
+    given: dict[str, Value],
+    store: Store,
+    submit: Callable[..., Future[tuple[str, str, bool]]],
+    run: str,
+    part_rows: int,
 ) -> tuple[Artifact, bool]:
-    """Have a worker that has an accelerator run the stage; it opens the store at the same address."""
+    """Have a worker run the stage; it opens the store at the same address."""
     module = stage.function.__module__
     if module == "__main__":
         raise PunaError(f"stage {stage.name} runs on another worker, which cannot import it from here: declare it in a module")
     sent = {name: [(i.kind, i.key) if isinstance(i, Artifact) else i for i in items] for name, items in stage.check(given).items()}
     root = store.uri
-    future = executor.submit_to_device(_perform_there, module, stage.name, config, sent, root, run=run, part_rows=part_rows)
+    future = submit(_perform_there, module, stage.name, config, sent, root, run=run, part_rows=part_rows)
     kind, key, reused = future.result()
     made = store.find(kind, key)
     if made is None:
@@ -126,7 +135,7 @@ def _on_device(
 def _perform_there(
     module: str, name: str, config: StageConfig, sent: dict[str, list[Any]], root: str, **how: Any
 ) -> tuple[str, str, bool]:
-    """In the worker that has the accelerator: run a stage; returns kind and key of its artifact, and whether it was there."""
+    """In the worker: run a stage; returns kind and key of its artifact, and whether it was there."""
     importlib.import_module(module)
     stage, store = REGISTRY[name], Store.open(root)
     given: dict[str, Any] = {}

@@ -1,0 +1,86 @@
+"""Parts of a flow that do not need each other: made at one time by workers, with what one after the other makes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from puna.flows import session as sessions
+from puna.flows.adapter import Performer
+from puna.flows.program import Flow, step, together
+from puna.flows.recipe import Recipe
+from puna.flows.session import session
+from puna.stages.align.instructions import instructions
+from puna.stages.align.prompts import prompts
+from puna.stages.contract.executors import PartExecutor, parts
+from puna.stages.contract.executors.worker import compute
+from puna.storage import PunaError, Store
+
+RECIPE = {"prompts": {"tasks": [{"task": "numbers"}], "train": 5, "heldout": 2, "draws": 300}}
+
+
+class Threads(PartExecutor):
+    """Two workers, threads here; with `meet` neither begins before the other has a part, too."""
+
+    slots = 2
+
+    def __init__(self, meet: bool) -> None:
+        super().__init__()
+        self._barrier = threading.Barrier(2) if meet else None
+
+    def _begin(self, part: parts.Part) -> None:
+        def work() -> None:
+            if self._barrier is not None:
+                self._barrier.wait(120)
+            self._answered(part, compute(part.payload))
+
+        threading.Thread(target=work).start()
+
+    def _close(self) -> None:
+        pass
+
+
+def run(store: Store, *jobs: Callable[[], None]) -> list[str]:
+    """The artifacts of a flow of these parts, by step."""
+    with session(store, flow="both") as now:
+        Performer(Recipe("tiny", values=RECIPE)).walk(Flow("both", lambda: together(*jobs), ()), {})
+        assert len(store.events(now.run)) == len(now.outcomes) + 1
+        return sorted(f"{name} {outcome.artifact.key}" for name, outcome in now.outcomes)
+
+
+def arm(number: int) -> Callable[[], None]:
+    """A chain of two steps."""
+
+    def made() -> None:
+        asked = step(prompts, f"prompts_{number}", field="prompts", number=number)
+        step(instructions, f"instructions_{number}", field="instructions", prompts=asked)
+
+    return made
+
+
+def broken() -> None:
+    raise PunaError("this arm fails")
+
+
+def test_parts_are_made_at_one_time_and_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "connected", lambda *_: None)
+    expected = run(Store.open(tmp_path / "one"), arm(1), arm(2))
+    assert len(expected) == 4
+    monkeypatch.setattr(sessions, "connected", lambda *_: Threads(meet=True))
+    assert run(Store.open(tmp_path / "two"), arm(1), arm(2)) == expected
+    # Reused, nothing is sent to a worker: two that wait for each other would wait for ever.
+    assert run(Store.open(tmp_path / "two"), arm(2)) == [name for name in expected if "_2" in name]
+
+
+def test_a_part_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "connected", lambda *_: Threads(meet=False))
+    store = Store.open(tmp_path)
+    with pytest.raises(PunaError, match="this arm fails"):
+        run(store, arm(1), broken)
+    (name,) = store.runs()
+    assert store.log(name).state == "failed" and store.log(name).error == "this arm fails"
+    # What ran beside it is finished and kept.
+    assert {artifact.kind for artifact in store.artifacts()} == {"prompts", "instructions"}
