@@ -163,11 +163,11 @@ class Reporter:
 
     def _note(self) -> None:
         """Progress for those who look at the store, on this machine."""
-        if not self._steps or self._steps[-1].progress is None or self._written is self._steps[-1].progress:
+        if not self._steps or self._written == (now := (self._steps[-1].id, self._steps[-1].progress)):
             return
+        self._written = now
         step = self._steps[-1]
-        assert step.progress is not None
-        done, total, note = self._written = step.progress
+        done, total, note = step.progress or (0.0, 0.0, "")
         data = {"step": step.label, "done": done, "total": total, "note": note, "seconds": time.monotonic() - step.began}
         self._file.parent.mkdir(exist_ok=True)
         temporary = self._file.with_suffix(f".{os.getpid()}")

@@ -73,7 +73,7 @@ def artifact_page(store: Store, artifact: Artifact, prefect: str | None, shown: 
         [problem(f"It is damaged: {'; '.join(damage)}. Run the stage again, or `puna verify --quarantine`")] if damage else None,
         tag("p", aliases) if aliases else None,
         tag("dl", [[tag("dt", name), tag("dd", value)] for name, value in facts], class_="facts-list"),
-        tag("p", _uses(artifact), class_="buttons"),
+        tag("div", _uses(artifact), class_="buttons"),
         section("rows", "Rows", None, _rows(artifact, shown, start)) if m.tables else None,
         section("measured", "Measured", None, table(["", ""], measured, numeric=(1,)) if measured else None,
                 grid(draw(Plot.of(figure)) for _, figure in sorted(m.figures.items()))),

@@ -19,8 +19,8 @@ MOST_HITS = 40
 SECONDS = 15.0
 """Time for a search; what was not looked at by then is told."""
 ANY = "any rule"
-BEFORE = 120
-"""Characters shown before what was found."""
+BEFORE, AFTER = 120, 200
+"""Characters shown around what was found."""
 
 
 def documents_page(store: Store, name: str, words: str, rule: str, prefect: str | None) -> Html:
@@ -153,7 +153,8 @@ def _marked(text: str, words: str) -> Content:
     if at < 0:
         return excerpt(text, 300)
     end = at + len(words)
-    return [" …" if at > BEFORE else "", text[max(0, at - BEFORE) : at], tag("mark", text[at:end]), excerpt(text[end : end + 600], 200)]
+    after = text[end : end + AFTER] + (" …" if len(text) > end + AFTER else "")
+    return [" …" if at > BEFORE else "", text[max(0, at - BEFORE) : at], tag("mark", text[at:end]), after]
 
 
 def _row(artifact: Artifact, identity: str) -> dict[str, Any] | None:

@@ -99,7 +99,7 @@ def problem(words: str) -> Html:
     return tag("p", *[[line, Html("<br>")] for line in words.splitlines()], class_="alarm", role="alert")
 
 
-def field(label: str, control: Html) -> Html:
+def field(label: Content, control: Html) -> Html:
     """A form's control with its name."""
     return tag("label", tag("span", label), control, class_="field")
 

@@ -54,11 +54,13 @@ def progress_of(store: Store, run: str) -> dict[str, Any] | None:
 
 
 def working_view(store: Store, log: RunLog) -> Html:
-    """A run at work: its last step and how far that is."""
+    """A run at work: its last step and how far that is, where the step tells."""
     now = progress_of(store, log.name)
     done = f"{len(log.made)} steps done"
     if now is None:
         inside: Content = tag("p", done, class_="note")
+    elif not now["total"]:
+        inside = [tag("p", tag("b", now["step"])), tag("p", done, class_="note")]
     else:
         share = now["done"] / max(now["total"], 1e-9)
         left = now["seconds"] * (1 - share) / share if share > 0.02 else None

@@ -44,7 +44,7 @@ def run_page(store: Store, name: str, prefect: str | None) -> Html:
         problem(log.error) if log.error else None,
         problem(f"No longer in the store: {', '.join(run.missing)}") if run.missing else None,
         working_view(store, log) if log.state == "at work" else None,
-        tag("p", links, class_="buttons"),
+        tag("div", links, class_="buttons"),
         section("steps", "Steps", None, steps_view(run.steps)),
         section("plots", "Measured", None, grid(plots[:MOST_PLOTS])),
         section("lineage", "Lineage", "What was made of what.", lineage_view(run)),

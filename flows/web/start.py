@@ -94,7 +94,7 @@ def started(store: Store, name: str, asked: Asked) -> str:
         given |= {"recipe": request.recipe, "changes": list(request.changes)}
     else:
         given["config"] = stage_config(offer.what, None, list(request.changes)).model_dump(mode="json")
-    body = {"parameters": {**found["parameters"], **given}, "state": {"type": "SCHEDULED"}}
+    body = {"name": request.title, "parameters": {**found["parameters"], **given}, "state": {"type": "SCHEDULED"}}
     made = server.ask("POST", f"/deployments/{found['id']}/create_flow_run", body)
     return f"/puna/started/{made['id']}"
 
@@ -124,7 +124,7 @@ def again(store: Store, name: str) -> str:
     """Start what a run did once more: it goes on from what is there. Returns the page that follows it."""
     server = server_beside(store)
     found = server.ask("GET", f"/flow_runs/{flow_run_of(store, name)}")
-    body = {"parameters": found["parameters"], "state": {"type": "SCHEDULED"}}
+    body = {"name": found["name"], "parameters": found["parameters"], "state": {"type": "SCHEDULED"}}
     made = server.ask("POST", f"/deployments/{found['deployment_id']}/create_flow_run", body)
     return f"/puna/started/{made['id']}"
 
@@ -263,18 +263,18 @@ def _settings(offer: Offer, asked: Asked) -> list[Content]:
         groups.setdefault(head if dot else "", []).append(path)
     made: list[Content] = []
     for group, paths in groups.items():
-        fields = [_setting(path, values[path], asked, _about(schema, path)) for path in paths]
+        fields = [_setting(path, values[path], asked, *_about(schema, path)) for path in paths]
         about = schema["properties"].get(group, {}).get("description", "")
         inside = tag("div", fields, class_="sliders")
         made.append(details([tag("b", group), f" {about}"], inside, open_=len(paths) <= FEW, class_="more") if group else inside)
     return made
 
 
-def _setting(path: str, value: Any, asked: Asked, about: str) -> Html:
+def _setting(path: str, value: Any, asked: Asked, about: str, choices: Sequence[str]) -> Html:
     now = asked.get(f"set.{path}", [_shown(value)])[0]
-    words = f"{path}: {about}" if about else path
-    if isinstance(value, bool):
-        control = tag("select", [option(word, word, chosen=word == now) for word in ("true", "false")], name=f"set.{path}")
+    words = [tag("b", path), f" {about}"]
+    if choices := ("true", "false") if isinstance(value, bool) else choices:
+        control = tag("select", [option(word, word, chosen=word == now) for word in choices], name=f"set.{path}")
     elif isinstance(value, int | float):
         control = tag("input", type="number", step="any", name=f"set.{path}", value=now)
     else:
@@ -282,8 +282,8 @@ def _setting(path: str, value: Any, asked: Asked, about: str) -> Html:
     return field(words, control)
 
 
-def _about(schema: Mapping[str, Any], path: str) -> str:
-    """The description of a field of nested settings."""
+def _about(schema: Mapping[str, Any], path: str) -> tuple[str, Sequence[str]]:
+    """The description of a field of nested settings, and the words that it may be."""
     now: Mapping[str, Any] = schema
     for name in path.split("."):
         now = now.get("properties", {}).get(name, {})
@@ -292,7 +292,7 @@ def _about(schema: Mapping[str, Any], path: str) -> str:
         about = now.get("description", "")
         if place:
             now = schema["$defs"][place.rpartition("/")[2]]
-    return str(about)
+    return str(about), [str(word) for word in now.get("enum", ())]
 
 
 def _values(offer: Offer, recipe: str) -> dict[str, Any]:

@@ -154,9 +154,9 @@ def stage(tour: Tour) -> dict[str, Any]:
 
 def wrong(tour: Tour) -> dict[str, Any]:
     """A wrong value is refused beside the form, at the click, and by Prefect's own form."""
-    tour.page.goto(tour.url + "/puna/start/minhash_dedup")
+    tour.page.goto(tour.url + "/puna/start/minhash_dedup?documents=documents@latest")
     tour.page.locator("[name='set.bands']").fill("-3")
-    refusal = tour.page.locator("#outcome .alarm")
+    refusal = tour.page.locator("#outcome .alarm", has_text="bands")
     refusal.wait_for()
     said = refusal.inner_text()
     tour.shot("refused")
@@ -235,7 +235,7 @@ def judge(tour: Tour) -> dict[str, Any]:
 def schedule(tour: Tour) -> dict[str, Any]:
     """A schedule is set in Prefect's UI; after a restart of `puna up` it is there and fires."""
     tour.page.goto(tour.url + "/puna/deployment/prompts")
-    tour.page.get_by_role("button", name="Schedule").first.click()
+    tour.page.get_by_role("button", name="Schedule", exact=True).click()
     dialog = tour.page.get_by_role("dialog")
     dialog.get_by_role("tab", name="Interval").click()
     dialog.get_by_label("Value").fill("1")
@@ -295,6 +295,7 @@ def question(tour: Tour) -> dict[str, Any]:
     """A question in SQL."""
     tour.go("SQL")
     tour.page.get_by_role("link", name="What was dropped, by which rule").click()
+    tour.page.locator("[role=status]").wait_for()
     tour.page.locator("#q").fill("select rule, count(*) as documents from dropped group by rule order by documents desc limit 12")
     tour.page.locator("#q").press("Control+Enter")
     tour.page.wait_for_url("**/puna/sql?q=*limit*")

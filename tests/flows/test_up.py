@@ -220,7 +220,7 @@ def test_a_form_of_these_pages_starts_what_its_plan_shows(at_work: Up) -> None:
     assert "1 run" in page("/puna/plan/prompts?" + urllib.parse.urlencode(fields))
     assert "draws" in page("/puna/plan/prompts?" + urllib.parse.urlencode({**fields, "set.draws": "-1"}))
     started = page("/puna/start/prompts", urllib.parse.urlencode(fields).encode())
-    assert "prompts" in started  # its page, whether the run has begun by now or not
+    assert "<title>prompts" in started  # its page, whether the run has begun by now or not
     until(at_work.working)
     (run,) = at_work.ask("POST", "/flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["RUNNING"]}}}})
     assert run["parameters"]["config"]["train"] == 2_000_000
