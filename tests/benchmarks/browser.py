@@ -239,8 +239,6 @@ def schedule(tour: Tour) -> dict[str, Any]:
     dialog = tour.page.get_by_role("dialog")
     dialog.get_by_role("tab", name="Interval").click()
     dialog.get_by_label("Value").fill("1")
-    dialog.get_by_role("combobox").first.click()
-    tour.page.get_by_role("option", name="Minutes").click()
     tour.shot("schedule-dialog")
     dialog.get_by_role("button", name="Save").click()
     tour.page.get_by_text("Every minute").first.wait_for()
