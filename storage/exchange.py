@@ -7,10 +7,12 @@ by fetching its run of every file. Keys are cut by their leading bits, so that p
 from __future__ import annotations
 
 import bisect
+import os
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,8 @@ import pyarrow as pa
 import pyarrow.ipc as ipc
 
 from puna.storage.errors import PunaError
-from puna.storage.files import Files
-from puna.storage.shards import FileRecord, Sink, bounds, shard_of
+from puna.storage.files import DamagedFile, Files
+from puna.storage.shards import bounds, shard_of
 from puna.storage.staging import Damaged, Staging
 
 MAP_BYTES = 96 << 20
@@ -70,7 +72,7 @@ class Partition:
         for name, begin, end in self.runs:
             for _ in range(READS):
                 data = self.files.read(name, begin, end)
-                if zlib.crc32(memoryview(data)[4:]) == int.from_bytes(data[:4], "little"):
+                if _right(data):
                     break
             else:
                 raise PunaError(f"{name}: what was written of partition {self.number} is damaged; run again, it is then made again")
@@ -130,7 +132,7 @@ class Scattered:
     """What a job wrote: its files with the ends of their runs, and what it gave beside its rows."""
 
     schema: str
-    files: list[tuple[str, FileRecord, Offsets]]
+    files: list[tuple[str, Offsets]]
     rows: int
     info: Any
 
@@ -138,7 +140,7 @@ class Scattered:
 def scatter(how: Scatter, made: pa.Table | Iterable[pa.Table], info: Callable[[], Any]) -> Scattered:
     """Write the rows that a job makes, in a worker; `info` is asked at the end."""
     held: list[pa.Table] = []
-    files: list[tuple[str, FileRecord, Offsets]] = []
+    files: list[tuple[str, Offsets]] = []
     size, rows = 0, 0
     schema: pa.Schema | None = None
     for table in [made] if isinstance(made, pa.Table) else made:
@@ -152,13 +154,13 @@ def scatter(how: Scatter, made: pa.Table | Iterable[pa.Table], info: Callable[[]
         files.append(_write(how, held, len(files)))
     text = "" if schema is None else schema.serialize().to_pybytes().hex()
     found = Scattered(text, files, rows, info())
-    noted = [[name, [record.bytes, record.sha256], ends.tolist()] for name, record, ends in files]
+    noted = [[name, ends.tolist()] for name, ends in files]
     how.staging.note(how.job, {"schema": text, "files": noted, "rows": rows, "info": found.info})
     return found
 
 
-def _write(how: Scatter, held: list[pa.Table], number: int) -> tuple[str, FileRecord, Offsets]:
-    """One file of runs; gives the ends of the runs too."""
+def _write(how: Scatter, held: list[pa.Table], number: int) -> tuple[str, Offsets]:
+    """One file of runs; gives their ends too."""
     table = pa.concat_tables(held).combine_chunks()
     place = _places(table[how.by], how.partitions).astype(np.uint16 if how.partitions <= 1 << 16 else np.int64)  # short ones sort faster
     if how.partitions > 1:
@@ -167,20 +169,26 @@ def _write(how: Scatter, held: list[pa.Table], number: int) -> tuple[str, FileRe
     name = f"{how.staging.folder}/{how.job}-{number:03d}-{uuid.uuid4().hex[:8]}.runs"
     found, before = [], 0
     with how.staging.temporary() as folder:
-        sink = Sink(folder / "runs")
-        for end in ends:
-            if end > before:
-                buffer = pa.BufferOutputStream()
-                with ipc.new_stream(buffer, table.schema, options=LZ4) as stream:
-                    stream.write_table(table.slice(before, end - before))
-                data = buffer.getvalue()
-                sink.write(zlib.crc32(data).to_bytes(4, "little"))
-                sink.write(data)
-            found.append(sink.bytes)
-            before = end
-        sink.close()
+        with (folder / "runs").open("wb") as file:
+            for end in ends:
+                if end > before:
+                    buffer = pa.BufferOutputStream()
+                    with ipc.new_stream(buffer, table.schema, options=LZ4) as stream:
+                        stream.write_table(table.slice(before, end - before))
+                    data = buffer.getvalue()
+                    file.write(zlib.crc32(data).to_bytes(4, "little"))
+                    file.write(data)
+                found.append(file.tell())
+                before = end
+            file.flush()
+            os.fsync(file.fileno())
         how.staging.files.put(name, folder / "runs")
-    return name, sink.record, np.array(found, np.int64)
+    return name, np.array(found, np.int64)
+
+
+def _right(run: bytes) -> bool:
+    """Whether a run is as it was written."""
+    return zlib.crc32(memoryview(run)[4:]) == int.from_bytes(run[:4], "little")
 
 
 def _places(column: pa.ChunkedArray, count: int) -> Any:
@@ -198,13 +206,24 @@ def found_before(how: Scatter) -> Scattered | None:
     noted = how.staging.noted(how.job)
     if noted is None:
         return None
-    files = [(name, FileRecord(*record), np.array(ends, np.int64)) for name, record, ends in noted["files"]]
-    if any(len(ends) != how.partitions for _, _, ends in files):
+    files = [(name, np.array(ends, np.int64)) for name, ends in noted["files"]]
+    if any(len(ends) != how.partitions for _, ends in files):
         return None
-    for name, record, _ in files:
-        if not how.staging.whole(name, record):
+    for name, ends in files:
+        if not _whole(how.staging.files, name, ends):
             raise Damaged(name)
     return Scattered(noted["schema"], files, noted["rows"], noted["info"])
+
+
+def _whole(files: Files, name: str, ends: Offsets) -> bool:
+    """Whether a file has the runs that were written, and no more."""
+    stat = files.stat(name)
+    if stat is None or stat.bytes != ends[-1]:
+        return False
+    try:
+        return all(_right(files.read(name, begin, end)) for begin, end in pairwise([0, *ends.tolist()]) if end > begin)
+    except DamagedFile:
+        return False
 
 
 def gathered(files: Files, found: list[Scattered], count: int, by: str) -> Exchange:
@@ -213,7 +232,7 @@ def gathered(files: Files, found: list[Scattered], count: int, by: str) -> Excha
     if len(schemas) > 1:
         raise PunaError("the jobs of an exchange made tables of different columns")
     schema = pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(schemas[0]))) if schemas else pa.schema([])
-    written = [(name, ends) for one in found for name, _, ends in one.files]
+    written = [file for one in found for file in one.files]
     names = tuple(name for name, _ in written)
     edges = np.zeros((count + 1, len(names)), np.int64)
     for number, (_, ends) in enumerate(written):

@@ -57,6 +57,8 @@ class TableSchema:
             values = table.column(field.name)
             if not field.nullable and values.null_count:
                 raise PunaError(f"table {self.name}: column {field.name!r} must not be null")
+        if table.schema.equals(schema, check_metadata=True):
+            return table  # a cast that changes nothing takes a millisecond
         try:
             return table.cast(schema)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:

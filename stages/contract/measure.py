@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from types import TracebackType
 
@@ -32,43 +33,52 @@ class Meter:
     def __enter__(self) -> Meter:
         self._me = psutil.Process()
         workers = {process.pid for process in multiprocessing.active_children()}
-        self._beside = {p.pid for p in self._me.children() if p.pid not in workers}
+        # To list the processes below this one takes milliseconds: those of all users are looked at.
+        started = self._me.children()
+        self._beside = {p.pid for p in started if p.pid not in workers}
         self.peak_bytes = 0
         if self._cluster is not None:
             self._before, self._cluster.resident_bytes = self._cluster.cpu_seconds, 0
-        self._wall, self._cpu, self._others = time.perf_counter(), time.process_time(), self._cpu_of_others()
+        self._wall, self._cpu, self._others = time.perf_counter(), time.process_time(), self._cpu_of(p for p in started if p.pid in workers)
         self._ended = threading.Event()
-        self._watch = threading.Thread(target=self._look, name="memory of the stage", daemon=True)
+        self._watch = threading.Thread(target=self._watched, name="memory of the stage", daemon=True)
         self._watch.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.seconds = time.perf_counter() - self._wall
-        self.cpu_seconds = time.process_time() - self._cpu + max(0.0, self._cpu_of_others() - self._others)
+        cpu = time.process_time() - self._cpu
         self._ended.set()
         self._watch.join()
+        below = self._below()
+        self._look(below)
+        self.cpu_seconds = cpu + max(0.0, self._cpu_of(below) - self._others)
         if self._cluster is not None:
             self.cpu_seconds += self._cluster.cpu_seconds - self._before
             self.peak_bytes = max(self.peak_bytes, self._cluster.resident_bytes)
 
-    def _look(self) -> None:
-        while True:
-            self.peak_bytes = max(self.peak_bytes, sum(_resident(p) for p in (self._me, *self._below())))
-            if self._ended.wait(EVERY_SECONDS):
-                return
+    def _watched(self) -> None:
+        while not self._ended.wait(EVERY_SECONDS):
+            self._look(self._below())
+
+    def _look(self, below: list[psutil.Process]) -> None:
+        self.peak_bytes = max(self.peak_bytes, sum(_resident(p) for p in (self._me, *below)))
 
     def _below(self) -> list[psutil.Process]:
         """The processes below this one that count."""
-        found = [p for p in self._me.children() if p.pid not in self._beside]
-        for process in list(found):
+        left_out, found = set(self._beside), []
+        for process in self._me.children(recursive=True):  # each after the one that started it
             with contextlib.suppress(psutil.Error):
-                found += process.children(recursive=True)
+                if process.pid in left_out or process.ppid() in left_out:
+                    left_out.add(process.pid)
+                else:
+                    found.append(process)
         return found
 
-    def _cpu_of_others(self) -> float:
+    def _cpu_of(self, below: Iterable[psutil.Process]) -> float:
         # A process that ends hands its time to the one that waits for it: nothing is lost between two looks.
         mine = self._me.cpu_times()
-        return float(mine.children_user + mine.children_system) + sum(_cpu(p) for p in self._below())
+        return float(mine.children_user + mine.children_system) + sum(_cpu(p) for p in below)
 
 
 def _resident(process: psutil.Process) -> int:

@@ -124,13 +124,13 @@ def _shown(counts: Counter[int]) -> int:
 
 
 def _pieces(part: Part, config: LineDedupConfig) -> Iterator[pa.Table]:
-    """Hash, document and number of the pieces of a part's documents."""
+    """Hash, document and place in it of the pieces of a part's documents."""
     exempt = pa.array(config.exempt_sources, pa.string())
     for block in part.split(BLOCK_ROWS):
         table = block.read()
         judged = ~np.asarray(pc.is_in(table["source"], exempt))
-        hashes, rows, numbers = piece_hashes(*buffers(table["text"]), judged, config.newlines)
-        yield pa.table({"hash": hashes, "row": rows + block.start, "number": numbers})
+        hashes, rows, places = piece_hashes(*buffers(table["text"]), judged, config.newlines)
+        yield pa.table({"hash": hashes, "row": rows + block.start, "place": places})
 
 
 def _frequent(
@@ -138,7 +138,7 @@ def _frequent(
 ) -> tuple[pa.Table, list[tuple[int, int, int]]]:
     """The pieces that occur too often in their bucket, by shard; and of each bucket how many lines occur how often."""
     table = pieces.read()
-    hashes, row, number = (table[name].to_numpy() for name in ("hash", "row", "number"))
+    hashes, row, place = (table[name].to_numpy() for name in ("hash", "row", "place"))
     edges = np.searchsorted(row, [bucket * config.bucket_documents for bucket in [*sizes, len(sizes)]])
     found, counts = [], []
     for bucket, (low, high) in enumerate(pairwise(edges.tolist())):
@@ -147,7 +147,7 @@ def _frequent(
         counts += [(bucket, often, lines) for often, lines in Counter(occurrences[first].tolist()).items()]
     at, buckets, occurrences, first = (np.concatenate(column) for column in zip(*found, strict=True))
     shard = np.searchsorted(starts, row[at], side="right") - 1
-    columns = {"shard": shard.astype(np.int32), "row": row[at] - starts[shard], "number": number[at], "bucket": buckets}
+    columns = {"shard": shard.astype(np.int32), "row": row[at] - starts[shard], "place": place[at], "bucket": buckets}
     return pa.table(columns | {"hash": hashes[at], "occurrences": occurrences, "first": first}), counts
 
 
@@ -155,12 +155,13 @@ def _remove(
     documents: pa.Table, frequent: pa.Table, config: LineDedupConfig, sizes: dict[int, int], shown: dict[int, int]
 ) -> dict[str, pa.Table]:
     """Documents of a part without the frequent pieces, what was removed, and the documents of which nothing is left."""
-    frequent = frequent.sort_by([("row", "ascending"), ("number", "ascending")])
-    row, number, bucket, hashes, occurrences, first = (
-        frequent[name].to_numpy() for name in ("row", "number", "bucket", "hash", "occurrences", "first")
+    row, place, bucket, hashes, occurrences, first = (
+        frequent[name].to_numpy() for name in ("row", "place", "bucket", "hash", "occurrences", "first")
     )
+    order = np.argsort(row << 32 | place, kind="stable")
+    row, place, bucket, hashes, occurrences, first = (values[order] for values in (row, place, bucket, hashes, occurrences, first))
     data, offsets = buffers(documents["text"])
-    begin, end = bounds_of(data, offsets, row, number, config.newlines)
+    begin, end, number = bounds_of(data, offsets, row, place, config.newlines)
     loses = np.array([size >= config.min_documents for size in sizes.values()])[bucket]
     examples = [
         {

@@ -42,7 +42,7 @@ def _load32(data: Any, at: Any) -> Any:
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _load64(data: Any, at: Any) -> Any:
+def load64(data: Any, at: Any) -> Any:
     return _load32(data, at) | (_load32(data, at + FOUR) << np.uint64(32))
 
 
@@ -58,10 +58,10 @@ def xxh64(data: Any, start: Any, stop: Any) -> Any:
     if stop - start >= np.uint64(32):
         a, b, c, d = P1 + P2, P2, np.uint64(0), np.uint64(0) - P1
         while at + np.uint64(32) <= stop:
-            a = _round(a, _load64(data, at))
-            b = _round(b, _load64(data, at + EIGHT))
-            c = _round(c, _load64(data, at + np.uint64(16)))
-            d = _round(d, _load64(data, at + np.uint64(24)))
+            a = _round(a, load64(data, at))
+            b = _round(b, load64(data, at + EIGHT))
+            c = _round(c, load64(data, at + np.uint64(16)))
+            d = _round(d, load64(data, at + np.uint64(24)))
             at += np.uint64(32)
         h = _rotate(a, 1) + _rotate(b, 7) + _rotate(c, 12) + _rotate(d, 18)
         h = (h ^ _round(np.uint64(0), a)) * P1 + P4
@@ -72,7 +72,7 @@ def xxh64(data: Any, start: Any, stop: Any) -> Any:
         h = P5
     h += stop - start
     while at + EIGHT <= stop:
-        h = _rotate(h ^ _round(np.uint64(0), _load64(data, at)), 27) * P1 + P4
+        h = _rotate(h ^ _round(np.uint64(0), load64(data, at)), 27) * P1 + P4
         at += EIGHT
     if at + FOUR <= stop:
         h = _rotate(h ^ (_load32(data, at) * P1), 23) * P2 + P3

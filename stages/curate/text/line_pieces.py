@@ -7,12 +7,14 @@ from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
 from puna.stages.curate.text.hash_table import size_for
-from puna.stages.curate.text.hashing import xxh64
+from puna.stages.curate.text.hashing import EIGHT, ONE, load64, xxh64
 
 U8 = NDArray[np.uint8]
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
 NEWLINE = 0x0A
+NEWLINES, LOWEST, HIGHEST = (np.uint64(byte * 0x0101010101010101) for byte in (NEWLINE, 0x01, 0x80))
+"""In each of the eight bytes: a newline, the lowest bit, the highest bit."""
 
 
 @njit(cache=True)
@@ -38,29 +40,50 @@ def _white(data: U8, at: int, stop: int) -> int:
 @njit(cache=True)
 def _stripped(data: U8, start: int, stop: int) -> tuple[int, int]:
     """The range start..stop of valid UTF-8 without white space at its ends."""
-    while start < stop:
-        size = _white(data, start, stop)
+    first, last = np.uint64(start), np.uint64(stop)  # unsigned: see `hashing`
+    while first < last:
+        byte = data[first]
+        if 0x20 < byte < 0x80:
+            break
+        size = 1 if byte == 0x20 else _white(data, np.int64(first), np.int64(last))
         if size == 0:
             break
-        start += size
-    while start < stop:
-        first = stop - 1
-        while data[first] & 0xC0 == 0x80:
-            first -= 1
-        if _white(data, first, stop) == 0:
+        first += np.uint64(size)
+    while first < last:
+        byte = data[last - ONE]
+        if 0x20 < byte < 0x80:
             break
-        stop = first
-    return start, stop
+        at = last - ONE
+        while data[at] & 0xC0 == 0x80:
+            at -= ONE
+        if _white(data, np.int64(at), np.int64(last)) == 0:
+            break
+        last = at
+    return int(np.int64(first)), int(np.int64(last))
+
+
+@njit(cache=True)
+def _line_end(data: U8, start: int, stop: int) -> int:
+    """Where the first newline from `start` on is, or `stop`; eight bytes are looked at together."""
+    at, end = np.uint64(start), np.uint64(stop)
+    while at + EIGHT <= end:
+        others = load64(data, at) ^ NEWLINES
+        found = (others - LOWEST) & ~others & HIGHEST  # the highest bit of the first byte that is 0, and perhaps of later ones
+        if found:
+            return int(np.int64(at + ((((found - ONE) & LOWEST) * LOWEST) >> np.uint64(56)) - ONE))
+        at += EIGHT
+    while at < end and data[at] != NEWLINE:
+        at += ONE
+    return int(np.int64(at))
 
 
 @njit(cache=True)
 def _piece_end(data: U8, at: int, stop: int, newlines: int) -> int:
     """End of the piece that begins at `at`: where the next `newlines` newlines in a row begin."""
-    while at < stop:
-        if data[at] == NEWLINE and (newlines == 1 or (at + 1 < stop and data[at + 1] == NEWLINE)):
-            return at
-        at += 1
-    return stop
+    at = _line_end(data, at, stop)
+    while newlines == 2 and at < stop and (at + 1 == stop or data[at + 1] != NEWLINE):
+        at = _line_end(data, at + 1, stop)
+    return at
 
 
 @njit(cache=True)
@@ -75,28 +98,34 @@ def _hash(data: U8, start: int, stop: int) -> np.uint64:
 
 @njit(cache=True)
 def piece_hashes(data: U8, offsets: I64, counted: NDArray[np.bool_], newlines: int) -> tuple[U64, I64, NDArray[np.int32]]:
-    """Hashes of the pieces that are not blank of the documents that are `counted`, with document and number in it, in order.
+    """Hashes of the pieces that are not blank of the documents that are `counted`, with document and place in it, in order.
 
     Document d is data[offsets[d] : offsets[d + 1]]. Pieces are parted by `newlines` newlines in a row (1 or 2).
     """
-    room = len(offsets)
-    for at in range(offsets[0], offsets[-1]):
-        room += data[at] == NEWLINE
-    hashes, documents, numbers = np.empty(room, np.uint64), np.empty(room, np.int64), np.empty(room, np.int32)
+    room = len(offsets) + _newlines(data, offsets[0], offsets[-1])
+    hashes, documents, places = np.empty(room, np.uint64), np.empty(room, np.int64), np.empty(room, np.int32)
     found = 0
     for d in range(len(offsets) - 1):
         if not counted[d]:
             continue
-        at, stop, number = offsets[d], offsets[d + 1], 0
+        at, stop = offsets[d], offsets[d + 1]
         while at <= stop:
             end = _piece_end(data, at, stop, newlines)
             value = _hash(data, at, end)
             if value != 0:
-                hashes[found], documents[found], numbers[found] = value, d, number
+                hashes[found], documents[found], places[found] = value, d, at - offsets[d]
                 found += 1
             at = end + newlines
-            number += 1
-    return hashes[:found], documents[:found], numbers[:found]
+    return hashes[:found], documents[:found], places[:found]
+
+
+@njit(cache=True)
+def _newlines(data: U8, start: int, stop: int) -> int:
+    """How many newlines there are from start to stop."""
+    found = 0
+    for byte in data[start:stop]:
+        found += byte == NEWLINE
+    return found
 
 
 def frequent_of(hashes: U64, most: int) -> tuple[I64, I64, NDArray[np.bool_]]:
@@ -136,33 +165,38 @@ def _places(hashes: U64, known: U64, total: int) -> tuple[I64, I64]:
 
 
 @njit(cache=True)
-def bounds_of(data: U8, offsets: I64, documents: I64, numbers: NDArray[np.int32], newlines: int) -> tuple[I64, I64]:
-    """Where the pieces with these numbers in these documents begin and end; they are in order."""
-    begins, ends = np.empty(len(documents), np.int64), np.empty(len(documents), np.int64)
+def bounds_of(data: U8, offsets: I64, documents: I64, places: NDArray[np.int32], newlines: int) -> tuple[I64, I64, NDArray[np.int32]]:
+    """Where the pieces at these places in these documents begin and end, and their numbers in the document; they are in order."""
+    begins, ends, numbers = np.empty(len(documents), np.int64), np.empty(len(documents), np.int64), np.empty(len(documents), np.int32)
     at, number = np.int64(0), 0
     for i in range(len(documents)):
+        first, stop = offsets[documents[i]], offsets[documents[i] + 1]
         if i == 0 or documents[i] != documents[i - 1]:
-            at, number = offsets[documents[i]], 0
-        stop = offsets[documents[i] + 1]
-        end = _piece_end(data, at, stop, newlines)
-        while number < numbers[i]:
-            at = end + newlines
-            end = _piece_end(data, at, stop, newlines)
-            number += 1
-        begins[i], ends[i] = at, end
-    return begins, ends
+            at, number = first, 0
+        begin = first + places[i]
+        if newlines == 1:
+            number += _newlines(data, at, begin)
+        else:
+            while at < begin:
+                at = _piece_end(data, at, stop, newlines) + newlines
+                number += 1
+        at = begin
+        begins[i], ends[i], numbers[i] = begin, _piece_end(data, begin, stop, newlines), number
+    return begins, ends, numbers
 
 
 @njit(cache=True)
 def _blank_before(data: U8, at: int, first: int) -> bool:
     """Whether the line that ends before the newline at `at - 1` is blank, in a text that begins at `first`; True without one."""
-    if at == first:
-        return True
-    start = at - 1
-    while start > first and data[start - 1] != NEWLINE:
-        start -= 1
-    start, stop = _stripped(data, start, at - 1)
-    return bool(start == stop)
+    last = at - 1
+    while last > first and data[last - 1] != NEWLINE:
+        begin = last - 1
+        while data[begin] & 0xC0 == 0x80:
+            begin -= 1
+        if _white(data, begin, last) == 0:
+            return False
+        last = begin
+    return True
 
 
 @njit(cache=True)
@@ -179,9 +213,13 @@ def with_blank_lines(data: U8, offsets: I64, documents: I64, starts: I64, stops:
         if i == 0 or documents[i] != documents[i - 1] or starts[i] != out[i - 1] + 1:
             blank = _blank_before(data, starts[i], first)
         while blank and out[i] < last:
-            end = _piece_end(data, out[i] + 1, last, 1)
-            inked, ink_end = _stripped(data, out[i] + 1, end)
-            if inked < ink_end:
+            end = out[i] + 1
+            while end < last and data[end] != NEWLINE:
+                size = _white(data, end, last)
+                if size == 0:
+                    break
+                end += size
+            if end < last and data[end] != NEWLINE:
                 break
             out[i] = end
     return out
