@@ -37,10 +37,15 @@ STORED_PER_BYTE = 1.5
 def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, executor: str = PROCESSES) -> None:
     """PunaError with every need of the flow's steps that its recipe and inputs do not meet, each with its remedy.
 
-    A step whose artifact is there needs nothing.
+    A step whose artifact is there needs nothing: where all are there, the inputs are not looked into.
     """
     found = trace(flow, recipe, given)
     complaints = list(found.complaints)
+    planner = Planner(recipe, store)
+    if not complaints:
+        planner.walk(flow, given)
+        if all(step.state == "reused" for step in planner.steps):
+            return
     files = [item for value in given.values() for output in outputs(value) for item in output.items if isinstance(item, External)]
     reading = next((step.config for step in found.steps if isinstance(step.config, IngestConfig)), None)
     sampled: tuple[tuple[str, ...], float] | None = None
@@ -57,12 +62,8 @@ def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, 
             for label, item in zip(output.labels, output.items, strict=True):
                 found_facts = _facts(item, sampled)
                 known[label] = replace(found_facts, sources=(output.source,)) if output.source else found_facts
-    unmet = {step.label: said for step in found.steps if (said := _unmet(step, known, store, executor))}
-    if unmet and not found.complaints:
-        planner = Planner(recipe, store)
-        planner.walk(flow, given)
-        for made in (step.label for step in planner.steps if step.state == "reused"):
-            unmet.pop(made, None)
+    reused = {step.label for step in planner.steps if step.state == "reused"}
+    unmet = {step.label: said for step in found.steps if (said := _unmet(step, known, store, executor)) and step.label not in reused}
     complaints += [said for several in unmet.values() for said in several]
     if complaints:
         raise PunaError("\n".join(dict.fromkeys(complaints)))

@@ -128,7 +128,8 @@ def session(
 ) -> Iterator[Session]:
     """Open a session: workers are started when first needed and stopped at the end. `executor` as in `connected`.
 
-    `title`, `parameters`: what a server shows of the run, and its log tells. `report`: write the run's page when it ended well.
+    `title`, `parameters`: what a server shows of the run, and its log tells. `report`: write the run's page when it ended well; where
+    it made nothing and an earlier run has the same artifacts, that one's page is told.
     """
     run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{flow}-{uuid.uuid4().hex[:6]}"
     # A process that Prefect started for a run: the run is there already, and its end is Prefect's to tell.
@@ -174,6 +175,6 @@ def session(
 
 
 def _report(store: Store, run: str) -> str:
-    from puna.flows.report import write
+    from puna.flows.report import write, written_before
 
-    return str(write(store, run, None))
+    return str(written_before(store, run) or write(store, run, None))

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from puna.flows.report.page import comparison, page
+from puna.flows.report.page import MAKER, comparison, page
 from puna.flows.report.run import Run
 from puna.storage import PunaError, Store
 
-__all__ = ["write"]
+__all__ = ["write", "written_before"]
+
+HEAD_BYTES = 1024
+"""Of a page, in which it says what code made it."""
 
 
 def write(store: Store, run: str, output: Path | None, compare: str | None = None) -> Path:
@@ -47,3 +50,22 @@ def write(store: Store, run: str, output: Path | None, compare: str | None = Non
             temporary.unlink(missing_ok=True)
         raise PunaError(f"report {target}: cannot be written ({error}); name another file with --output") from error
     return target
+
+
+def written_before(store: Store, run: str) -> Path | None:
+    """The page, written by this code, of an earlier run that has the same artifacts as `run`, which made none; None without one."""
+
+    def artifacts(name: str) -> dict[str, str]:  # steps may end in another order
+        return {made.step: made.key for made in store.log(name).made}
+
+    log = store.log(run)
+    if not all(made.reused for made in log.made):
+        return None
+    own, names = artifacts(run), store.runs()
+    for name in reversed([name for name in names[: names.index(run)] if f"-{log.flow}-" in name]):
+        if artifacts(name) != own:
+            return None
+        place = f"runs/{name}.html"
+        if store.files.stat(place) is not None:
+            return store.files.local(place) if MAKER.encode() in store.files.read(place, 0, HEAD_BYTES) else None
+    return None

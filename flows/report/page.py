@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from puna.flows.report import alignment, arms, corpus, curate, lineage, training
@@ -12,6 +13,8 @@ from puna.flows.report.markup import Content, Html, duration, join, number, part
 from puna.flows.report.run import Run, for_people
 
 HERE = Path(__file__).parent
+MAKER = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(HERE.glob("*.*")) if file.is_file())).hexdigest()
+"""Of the code that makes a page; the page says it."""
 PREFERENCE_KINDS = ("preferences", "instructions")
 
 
@@ -62,6 +65,7 @@ def _document(title: str, body: Html) -> Html:
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
+        tag("meta", name="generator", content=f"Puna {MAKER}"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("title", title),

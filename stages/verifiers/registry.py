@@ -27,6 +27,8 @@ def register(verifier: type[V]) -> type[V]:
         raise PunaError(f"two verifiers have the name {name!r}: {known.__module__}.{known.__qualname__} and "
                         f"{verifier.__module__}.{verifier.__qualname__}")  # fmt: skip
     _KNOWN[name] = verifier
+    from_text.cache_clear()
+    code_of.cache_clear()
     return verifier
 
 
@@ -81,6 +83,7 @@ def to_text(name: str, /, **parameters: Any) -> str:
     return text
 
 
+@lru_cache(maxsize=8192)
 def code_of(text: str) -> list[tuple[str, str]]:
     """What the verifier of JSON text reaches; it is made only where its parameters decide that."""
     given = json.loads(text)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from puna.flows.report import write
+from puna.flows.report import write, written_before
 from puna.flows.report.alignment import _answers_plot, measurements, overall_accuracy
 from puna.flows.report.funnel import characters_per_token, funnel
 from puna.flows.report.run import Run
-from puna.storage import PunaError, Store
+from puna.storage import PunaError, Store, runs
 
 VOID = {"meta", "br", "hr", "link", "input", "col", "wbr"}
 
@@ -77,6 +77,26 @@ def test_the_page_is_written_beside_the_run_or_where_asked(built: Any, tmp_path:
     assert target.read_bytes() == default.read_bytes()
     assert [f.name for f in target.parent.iterdir()] == ["report.html"]
     assert built.store.runs() == [built.run]
+
+
+def test_a_run_that_made_nothing_has_the_page_of_the_run_that_did(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+
+    def run(name: str, key: str, *, reused: bool, flow: str = "curate") -> str:
+        for event in (runs.started(flow), runs.Made("prompts", "import", "prompts", key, reused, 1.0).event(), runs.finished()):
+            store.record(name, event)
+        return name
+
+    first = run("1-curate-a", "ab" * 32, reused=False)
+    assert written_before(store, first) is None
+    page = write(store, first, None)
+    assert written_before(store, run("2-curate-b", "ab" * 32, reused=True)) == page
+    assert written_before(store, run("3-curate-c", "ab" * 32, reused=True)) == page  # the second has no page of its own
+    assert written_before(store, run("4-curate-d", "ab" * 32, reused=False)) is None
+    assert written_before(store, run("5-pipeline-e", "ab" * 32, reused=True, flow="pipeline")) is None
+    assert written_before(store, run("6-curate-f", "cd" * 32, reused=True)) is None
+    page.write_text(re.sub("Puna [0-9a-f]{64}", "Puna of old", page.read_text(encoding="utf-8")), encoding="utf-8")
+    assert written_before(store, "3-curate-c") is None
 
 
 def test_text_of_the_web_stays_text(page: Page) -> None:
