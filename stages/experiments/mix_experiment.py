@@ -118,7 +118,7 @@ def mix_experiment(
     natural = np.array([group.bytes for group in groups], dtype=np.float64)
     natural /= natural.sum()
     design = laws.simplex_design(len(groups), config.trials - 1, config.min_share, run.generator("design"))
-    mixtures = [("natural", natural), *((f"design {i + 1}", shares) for i, shares in enumerate(design))]
+    mixtures = [("natural", natural, 0), *((f"design {i + 1}", shares, 0) for i, shares in enumerate(design))]
     trials = _trained(mixtures, 0, pools, config, vocabulary.vocab_size, vocabulary.begin, run)
     shares = np.array([trial.shares for trial in trials])
     losses = np.array([trial.losses for trial in trials])
@@ -126,12 +126,11 @@ def mix_experiment(
     fitted = [laws.fit_mixing_law(shares, losses[:, i]) for i in range(len(groups))]
     low, high = np.full(len(groups), config.min_share), np.full(len(groups), config.max_share)
     best = laws.best_mixture(fitted, target, low, high)
-    optima = _trained([("optimum", best)], len(trials), pools, config, vocabulary.vocab_size, vocabulary.begin, run)
-    naturals, count = trials[:1], len(trials) + 1
+    compared = [("optimum", best, 0)]
     for repeat in range(1, config.repeats):
-        both = [(f"natural, seed {repeat + 1}", natural), (f"optimum, seed {repeat + 1}", best)]
-        again = _trained(both, count, pools, config, vocabulary.vocab_size, vocabulary.begin, run, repeat)
-        naturals, optima, count = [*naturals, again[0]], [*optima, again[1]], count + 2
+        compared += [(f"natural, seed {repeat + 1}", natural, repeat), (f"optimum, seed {repeat + 1}", best, repeat)]
+    again = _trained(compared, len(trials), pools, config, vocabulary.vocab_size, vocabulary.begin, run)
+    naturals, optima = [trials[0], *again[1::2]], again[::2]
     gain = mean([float(np.dot(target, a.losses) - np.dot(target, b.losses)) for a, b in zip(naturals, optima, strict=True)])
     used = optima[0] if gain.low > 0 else trials[0]
     _write(trials + optima + naturals[1:], groups, target, used, run)
@@ -176,20 +175,20 @@ class Trial:
 
 
 def _trained(
-    mixtures: Sequence[tuple[str, laws.Floats]],
+    mixtures: Sequence[tuple[str, laws.Floats, int]],
     first: int,
     pools: PoolRows,
     config: MixExperimentConfig,
     vocab_size: int,
     begin: int,
     run: StageRun,
-    repeat: int = 0,
 ) -> list[Trial]:
-    jobs = [(first + i, name, shares.tolist()) for i, (name, shares) in enumerate(mixtures)]
+    """A trial of each mixture, which comes with its name and the number of its repeat."""
     # All proxies of a repeat start from one set of weights and read each category's rows in one order: what differs
     # between two trials is the mixture alone.
-    seed = run.seed("weights", repeat) if repeat else run.seed("weights")
-    arguments = (pools, config.model_dump_json(), vocab_size, begin, seed, str(run.scratch))
+    seeds = [run.seed("weights", repeat) if repeat else run.seed("weights") for _, _, repeat in mixtures]
+    jobs = [(first + i, name, shares.tolist(), seeds[i]) for i, (name, shares, _) in enumerate(mixtures)]
+    arguments = (pools, config.model_dump_json(), vocab_size, begin, str(run.scratch))
     found = []
     for done, trial in enumerate(run.map(_trial, jobs, *arguments), 1):
         found.append(Trial(**trial))
@@ -198,9 +197,9 @@ def _trained(
 
 
 def _trial(
-    job: tuple[int, str, list[float]], pools: PoolRows, settings: str, vocab_size: int, begin: int, seed: int, scratch: str
+    job: tuple[int, str, list[float], int], pools: PoolRows, settings: str, vocab_size: int, begin: int, scratch: str
 ) -> dict[str, Any]:
-    number, name, shares = job
+    number, name, shares, seed = job
 
     def make() -> dict[str, Any]:
         config = MixExperimentConfig.model_validate_json(settings)
