@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from puna.flows.forms import offers
-from puna.flows.report.markup import Content, Html, number, section, table, tag
+from puna.flows.report.markup import Content, Html, duration, number, section, table, tag
 from puna.flows.web.frame import artifact_link, badge, bar, page, run_link, spent, when
 from puna.storage import PunaError, Store
 from puna.storage.runs import RunLog
@@ -65,7 +65,7 @@ def working_view(store: Store, log: RunLog) -> Html:
         share = now["done"] / max(now["total"], 1e-9)
         left = now["seconds"] * (1 - share) / share if share > 0.02 else None
         words = f"{now['step']}: {100 * share:.0f} %, {number(now['done'])} of {number(now['total'])} {now['note']}"
-        after = f", about {left:.0f} s left" if left is not None and share < 1 else ""
+        after = f", about {duration(left)} left" if left is not None and share < 1 else ""
         inside = [tag("p", tag("b", words), after), bar(share, words), tag("p", done, class_="note")]
     return tag("section", tag("h2", run_link(log.name, f"{log.flow} is at work")), inside, class_="working")
 

@@ -19,7 +19,6 @@ VERDICTS = {"passed": "right", "refused": "wrong", "waits": "busy"}
 MEASURED = ("accuracy", "score", "liked", "win_rate", "loss", "bits_per_byte")
 """Metrics of an evaluation that tell policies apart, in this order."""
 MOST = 40
-NONE = "No round came to a gate yet: start `round`."
 JUDGE = "Judge pairs of answers, several people under their names; what is said becomes preferences."
 
 
@@ -33,7 +32,7 @@ def rounds_page(store: Store, prefect: str | None) -> Html:
     return page(
         "Rounds",
         _waits(waiting) if waiting else None,
-        section("rounds", "Gates", None, _gates(found), grid(gains)) if found else tag("p", NONE, class_="lead"),
+        section("rounds", "Gates", None, _gates(found), grid(gains)) if found else tag("p", "No round came to a gate yet.", class_="lead"),
         section("leaderboard", "Leaderboard", "Every model that was evaluated, the best first.", _leaderboard(store)),
         section("judge", "Which answer is better?", JUDGE, tag("ul", judge)) if judge else None,
         section("next", "The next round", None, _next(store, prefect)),

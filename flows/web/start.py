@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -17,6 +18,7 @@ from puna.flows.program import Flow, described
 from puna.flows.recipe import shipped_recipes
 from puna.flows.report.markup import Content, Html, details, duration, section, size, table, tag
 from puna.flows.server import Server, Unreachable, read_note
+from puna.flows.settings import DEFAULT_STORE
 from puna.flows.web.frame import field, option, page, problem
 from puna.stages.contract import Stage, did_you_mean
 from puna.stages.contract.declaration import InputSpec
@@ -39,8 +41,8 @@ def start_page(store: Store, name: str, asked: Asked, prefect: str | None) -> Ht
     return page(
         what.name,
         tag("form",
-            tag("div", replanned(store, name, asked), id="outcome", aria_live="polite"),
             tag("div", _recipe(offer, asked), [_input(spec, choices, asked) for spec in what.inputs], settings),
+            tag("div", replanned(store, name, asked), id="outcome", aria_live="polite"),
             tag("p", go, " ", tag("button", "Plan"), " ", other, class_="buttons"),
             action=f"/puna/start/{name}", method="get", class_="replayed", data_from=f"/puna/plan/{name}"),
         here="start", prefect=prefect, lead=_first(what.doc),
@@ -163,7 +165,7 @@ def command(request: Request, store: Store) -> str:
         words += ["--input", text]
     for change in request.changes:
         words += ["--set", change]
-    return shlex.join([*words, "--store", store.uri])
+    return shlex.join(words if store.uri == str(Path(DEFAULT_STORE).resolve()) else [*words, "--store", store.uri])
 
 
 def offered(name: str) -> Offer:
@@ -243,7 +245,8 @@ def _input(spec: InputSpec, choices: Choices, asked: Asked) -> Html:
     words = f"{spec.name} ({about})" if about else spec.name
     if not there and not more:
         return field(words, tag("select", option("", "the store holds none yet"), disabled=True))
-    return field(words, tag("select", options, name=spec.name, multiple=spec.many, size=min(4, len(options)) if spec.many else None))
+    shown = min(4, max(2, len(options))) if spec.many else None
+    return field(words, tag("select", options, name=spec.name, multiple=spec.many, size=shown))
 
 
 def _changes(asked: Asked) -> Html:

@@ -40,7 +40,10 @@ SMALL_ROUND = (
     "gate.decision=person\nround_prompts=24\nreward_model=null\ndpo=null\ngrpo=null\nsft.training.steps=10\nsample.answers=4\n"
     "evaluate.answers.prompts_per_task=40"
 )
-TRAINING = "pretrain.phases.0.steps=300\npretrain.checkpoint_every=20\nevaluate_base=null"
+TRAINING = (
+    "pretrain.phases.0.steps=60\npretrain.phases.0.schedule.warmup_steps=5\npretrain.phases.0.schedule.anneal_steps=10\n"
+    "pretrain.checkpoint_every=5\npretrain.validation_tokens=2000\nevaluate_base=null"
+)
 
 
 class Tour:
