@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from puna.flows import annotate, exchange, look, plan, sql, talk
+from puna.flows import annotate, exchange, look, near, plan, sql, talk
 from puna.flows.console import fail
 from puna.flows.look import StoreOption, print_rows
 from puna.flows.settings import DEFAULT_STORE
@@ -26,6 +26,7 @@ app.add_typer(look.app)
 app.add_typer(sql.app)
 app.add_typer(plan.app)
 app.add_typer(exchange.app)
+app.add_typer(near.app)
 app.add_typer(talk.app)
 app.add_typer(annotate.app)
 

@@ -1,0 +1,77 @@
+"""Which documents a text resembles: candidates of an index where the documents have one, else all of them; always compared exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from puna.stages.curate.minhash.config import MinhashDedupConfig
+from puna.stages.curate.minhash.index import INDEX, Index
+from puna.stages.curate.minhash.sketch import Shingles, shingled, signed
+from puna.storage import Artifact, PunaError
+
+BLOCK_ROWS = 1024
+
+
+class Resemblance(NamedTuple):
+    """A document beside a text, by their sets of shingles: `similarity` shared by those of either (Jaccard), `of_text` by those of
+    the text, `of_document` by those of the document."""
+
+    id: str
+    similarity: float
+    of_text: float
+    of_document: float
+
+
+def resembling(text: str, documents: Artifact, least: float = 0.1) -> list[Resemblance]:
+    """The documents of which `similarity` or one of the shares is at least `least`, the most similar first.
+
+    With an index (`minhash_dedup.keep_index`) only documents that share a band are looked at: those of little similarity may be
+    missed, as when deduplicating. PunaError: the text has no words.
+    """
+    indexed = f"{INDEX}/facts.npy" in documents.manifest.files
+    stage = documents.manifest.stage
+    config = MinhashDedupConfig(**documents.manifest.config) if indexed and stage == "minhash_dedup" else MinhashDedupConfig()
+    own = shingled(pa.chunked_array([pa.array([text], pa.large_string())]), config)
+    if not len(own.hashes):
+        raise PunaError("near: the text has no words to compare")
+    wanted = np.unique(own.hashes)
+    found = _by_index(own, documents, config) if indexed else _by_reading(documents, config)
+    rows = [_beside(wanted, identity, hashes) for identity, hashes in found]
+    rows = [row for row in rows if max(row.similarity, row.of_text, row.of_document) >= least]
+    return sorted(rows, key=lambda row: (-row.similarity, -row.of_text, row.id))
+
+
+def _beside(wanted: NDArray[np.uint64], identity: str, hashes: NDArray[np.uint64]) -> Resemblance:
+    theirs = np.unique(hashes)
+    both = len(np.intersect1d(wanted, theirs, assume_unique=True))
+    return Resemblance(identity, both / (len(wanted) + len(theirs) - both), both / len(wanted), both / max(1, len(theirs)))
+
+
+def _by_index(own: Shingles, documents: Artifact, config: MinhashDedupConfig) -> Iterator[tuple[str, NDArray[np.uint64]]]:
+    index = Index.of(documents)
+    rows = index.sharing(signed(own, config)[1])
+    shingles = index.shingles(rows, config)
+    for place, identity in enumerate(index.ids()[rows]):
+        yield identity.decode(), shingles.hashes[shingles.offsets[place] : shingles.offsets[place + 1]]
+
+
+def _by_reading(documents: Artifact, config: MinhashDedupConfig) -> Iterator[tuple[str, NDArray[np.uint64]]]:
+    for batch in documents.batches(columns=["id", "text"], rows=BLOCK_ROWS):
+        table = pa.Table.from_batches([batch])
+        found = shingled(table["text"], config)
+        for place, identity in enumerate(table["id"].to_pylist()):
+            yield identity, found.hashes[found.offsets[place] : found.offsets[place + 1]]
+
+
+def described(rows: list[Resemblance], documents: Artifact) -> list[dict[str, Any]]:
+    """The same with address and title, where the document was kept."""
+    shown = []
+    for row in rows:
+        (kept,) = documents.between(row.id, row.id, columns=["url", "title"]).to_pylist() or [{"url": None, "title": None}]
+        shown.append({**row._asdict(), **kept})
+    return shown
