@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ import typer
 from puna.flows.look import StoreOption, existing
 from puna.flows.settings import DEFAULT_STORE
 from puna.stages.contract import did_you_mean
-from puna.storage import PunaError, Store
+from puna.storage import Artifact, PunaError, Store
 
 app = typer.Typer()
 
@@ -69,7 +70,11 @@ def export(
     identity: Annotated[str, typer.Argument(metavar="ID", help="kind/prefix, a prefix of the key, or NAME@VERSION")],
     folder: Annotated[Path, typer.Argument(help="New folder for the files")],
     format: Annotated[
-        str | None, typer.Option(help="Of a model: hf (default) or gguf. Of data: parquet (default) or jsonl", metavar="FORMAT")
+        str | None,
+        typer.Option(
+            help="Of a model: hf (default) or gguf. Of data: parquet (default) or jsonl; datasketch of an index of near-duplicates",
+            metavar="FORMAT",
+        ),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
@@ -80,11 +85,13 @@ def export(
 
     opened = existing(store)
     artifact = opened.checked(opened.resolve(identity))
-    formats = ("hf", "gguf") if artifact.kind == "model" else ("parquet", "jsonl")
+    formats = ("hf", "gguf") if artifact.kind == "model" else ("parquet", "jsonl", "datasketch")
     if format is not None and format not in formats:
         raise PunaError(f"--format {format}: {artifact.id} goes out as {' or '.join(formats)}")
     if artifact.kind == "model":
         files = export_model(artifact, folder, "gguf" if format == "gguf" else "hf")
+    elif format == "datasketch":
+        files = [_export_index(artifact, folder)]
     else:
         files = [export_data(artifact, folder, "jsonl" if format == "jsonl" else "parquet")]
     if as_json:
@@ -92,3 +99,14 @@ def export(
         return
     for file in files:
         typer.echo(f"{file}  {file.stat().st_size / 1e6:,.1f} MB")
+
+
+def _export_index(documents: Artifact, folder: Path) -> Path:
+    """The index of near-duplicates as a pickled `datasketch.MinHashLSH`."""
+    from puna.stages.curate.minhash.index import lsh
+    from puna.stages.io.folders import new_folder
+
+    index = lsh(documents)
+    with new_folder(folder) as part, (part / "lsh.pickle").open("wb") as file:
+        pickle.dump(index, file)
+    return folder / "lsh.pickle"

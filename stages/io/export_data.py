@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from puna.stages.conversations import message_of, messages_of, others_of, tools_of
+from puna.stages.io.folders import new_folder
 from puna.storage import Artifact, PunaError
 
 Row = dict[str, Any]
@@ -29,26 +29,14 @@ def export_data(artifact: Artifact, folder: Path | str, format: Literal["parquet
     """
     if artifact.kind not in artifact.tables:
         raise PunaError(f"{artifact.id} has no table to export; export_model writes models and tokenizers")
-    target = Path(folder)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise PunaError(f"{target}: is there already; give a folder that is empty or not there yet")
     schema = next(iter(artifact.batches(rows=1)), None)
     if format == "jsonl" and schema is not None:
         wrong = [field.name for field in schema.schema if pa.types.is_binary(field.type)]
         if wrong:
             raise PunaError(f"{artifact.id}: the column {wrong[0]} holds bytes, which JSON cannot; export it as parquet")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = target.parent / f".{target.name}.{os.getpid()}"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    try:
-        (_parquet if format == "parquet" else _jsonl)(artifact, work / f"{artifact.kind}.{format}")
-        if target.exists():
-            target.rmdir()
-        os.replace(work, target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return target / f"{artifact.kind}.{format}"
+    with new_folder(Path(folder)) as part:
+        (_parquet if format == "parquet" else _jsonl)(artifact, part / f"{artifact.kind}.{format}")
+    return Path(folder) / f"{artifact.kind}.{format}"
 
 
 def _parquet(artifact: Artifact, file: Path) -> None:

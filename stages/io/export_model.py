@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import uuid
 from pathlib import Path
 from typing import Literal
 
+from puna.stages.io.folders import new_folder
 from puna.storage import Artifact, PunaError
 
 Format = Literal["hf", "gguf"]
@@ -26,22 +26,12 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf") 
         raise PunaError(f"export: {artifact.id} is of the kind {artifact.kind}; a model is wanted")
     if damage := artifact.damage():
         raise PunaError(f"export: {artifact.id} is damaged: {'; '.join(damage)}; run the stage that made it again")
-    target = Path(folder).absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise PunaError(f"export: {target} is there already and not empty; give a new folder")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.part"
-    part.mkdir()
-    try:
+    target = Path(folder)
+    with new_folder(target) as part:
         if format == "gguf":
-            _write_gguf(artifact, part / f"{target.name}.gguf")
+            _write_gguf(artifact, part / f"{target.absolute().name}.gguf")
         else:
             _copy(artifact, part)
-        if target.exists():
-            target.rmdir()
-        part.rename(target)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return sorted(path for path in target.iterdir() if path.is_file())
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from puna.stages.contract import StageConfig
 from puna.storage import PunaError
@@ -59,6 +59,9 @@ class MinhashDedupConfig(SignatureConfig):
     hash: Literal["xxh64", "sha1"] = Field(
         "xxh64", description="Hash of a shingle before permutation; sha1 is datasketch's default and much slower"
     )
+    engine: Literal["puna", "datasketch"] = Field(
+        "puna", description="Who computes signatures: Puna's loops, or datasketch's MinHash, a document at a time, with equal results"
+    )
     verify: bool = Field(
         True,
         description="Compare candidates exactly. Without it every chain of candidates shrinks to one document, as in other toolkits; "
@@ -86,6 +89,12 @@ class MinhashDedupConfig(SignatureConfig):
         False,
         description="Store signatures and normal texts (about as large as the documents) for `minhash_update`, which adds documents",
     )
+
+    @model_validator(mode="after")
+    def _datasketch_has_the_permutations(self) -> Self:
+        if self.engine == "datasketch" and self.scheme == "mersenne":
+            raise ValueError("engine datasketch has the schemes affine32, affine64 and legacy, not mersenne")
+        return self
 
     @property
     def method(self) -> str:

@@ -11,16 +11,21 @@ texts.bin                      normal texts, each compressed by itself, so that 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.stages.curate.minhash.config import MinhashDedupConfig
+from puna.stages.curate.minhash.objects import minhash
 from puna.stages.curate.minhash.sketch import Shingles, of_words
 from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:
+    from datasketch import MinHash, MinHashLSH
 
 INDEX = "index"
 
@@ -106,3 +111,26 @@ class Index(NamedTuple):
         offsets = np.cumsum([0, *map(len, pieces)]).astype(np.int64)
         # A writable array, as everywhere else: for others the loops would be compiled and loaded once more.
         return of_words(words_of(np.frombuffer(bytearray().join(pieces), np.uint8), offsets), config)
+
+
+def minhashes(documents: Artifact) -> Iterator[tuple[str, MinHash]]:
+    """Id and `MinHash` of each document of an artifact with an index that has words."""
+    config, index = MinhashDedupConfig(**documents.manifest.config), Index.of(documents)
+    for identity, fact, signature in zip(index.ids(), index.facts, index.signatures, strict=True):
+        if fact["shingles"]:
+            yield identity.decode(), minhash(config, signature=signature)
+
+
+def lsh(documents: Artifact) -> MinHashLSH:
+    """The index as datasketch's: the ids of documents by the bands of their signatures."""
+    from datasketch import MinHashLSH
+
+    if documents.manifest.stage != "minhash_dedup":
+        raise PunaError(f"{documents.id} was made by {documents.manifest.stage}; an index is exported from minhash_dedup's documents")
+    config = MinhashDedupConfig(**documents.manifest.config)
+    if config.scheme == "mersenne":
+        raise PunaError(f"{documents.id}: datasketch has no permutations mersenne; deduplicate with scheme affine32, affine64 or legacy")
+    index = MinHashLSH(num_perm=config.bands * config.rows, params=(config.bands, config.rows))
+    for identity, one in minhashes(documents):
+        index.insert(identity, one)
+    return index

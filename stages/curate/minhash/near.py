@@ -69,9 +69,9 @@ def _by_reading(documents: Artifact, config: MinhashDedupConfig) -> Iterator[tup
 
 
 def described(rows: list[Resemblance], documents: Artifact) -> list[dict[str, Any]]:
-    """The same with address and title, where the document was kept."""
+    """The same with `kept`, and address and title where that is so: an index knows removed documents too."""
     shown = []
     for row in rows:
-        (kept,) = documents.between(row.id, row.id, columns=["url", "title"]).to_pylist() or [{"url": None, "title": None}]
-        shown.append({**row._asdict(), **kept})
+        here = documents.between(row.id, row.id, columns=["url", "title"]).to_pylist()
+        shown.append({**row._asdict(), "kept": bool(here), **(here[0] if here else {"url": None, "title": None})})
     return shown

@@ -71,7 +71,12 @@ def signed(found: Shingles, config: MinhashDedupConfig, device: Device = "cpu") 
     from puna.kernels.minhash import signatures
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
-    values = signatures(found.values, found.offsets, config.bands * config.rows, config.seed, config.scheme, device)
+    if config.engine == "datasketch":
+        from puna.stages.curate.minhash import objects
+
+        values = objects.signatures(found.values, found.offsets, config)
+    else:
+        values = signatures(found.values, found.offsets, config.bands * config.rows, config.seed, config.scheme, device)
     return values, band_keys(values, config.bands, config.rows)
 
 

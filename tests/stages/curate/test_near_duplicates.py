@@ -6,6 +6,7 @@ import itertools
 
 import datasketch
 import numpy as np
+import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,6 +118,31 @@ def test_an_index_of_datasketch_and_our_bands_agree():
     keys = near_duplicates.band_keys(mine, 14, 8)
     own = {d for d in range(3) if (keys[d] == keys[0]).any()}
     assert set(index.query(theirs)) == own == {0, 1}
+
+
+@pytest.mark.parametrize("scheme", ["affine32", "affine64", "legacy"])
+def test_the_stage_on_datasketch_decides_and_indexes_alike(tmp_path, scheme):
+    from puna.stages.contract import execute
+    from puna.stages.curate.minhash.index import lsh
+    from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
+    from puna.storage import Store
+
+    from .test_minhash_update import corpus, documents
+
+    store = Store.open(tmp_path)
+    made = documents(store, corpus(5))
+    ours, theirs = (
+        execute(minhash_dedup, MinhashDedupConfig(scheme=scheme, keep_index=True, engine=engine), {"documents": made}, store)
+        for engine in ("puna", "datasketch")
+    )
+    assert ours.manifest.data_digest == theirs.manifest.data_digest and ours.key != theirs.key
+    index, texts = lsh(ours), {row["id"]: row["text"] for row in made.read().to_pylist()}
+    function = xxhash.xxh64_intdigest if scheme == "affine64" else lambda data: xxhash.xxh64_intdigest(data) & 0xFFFFFFFF
+    for removed in ours.read("duplicates").to_pylist():
+        asked = datasketch.MinHash(num_perm=18 * 6, seed=1, hashfunc=function, scheme=scheme)
+        asked.update_batch(word_runs(texts[removed["kept_id"]], 5))
+        assert {removed["id"], removed["kept_id"]} <= set(index.query(asked))
+    assert "5empty" not in index.keys
 
 
 def word_runs(text, n):
