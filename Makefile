@@ -8,7 +8,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint types check clean
+.PHONY: setup demo test lint types docs check clean
 
 setup: $(VENV)/.ready
 
@@ -34,6 +34,10 @@ lint: setup
 
 types: setup
 	$(BIN)/mypy
+
+docs: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(BIN)/python -m mkdocs build --strict --site-dir build/site
 
 clean:
 	rm -rf $(VENV) .loops .mypy_cache .ruff_cache .pytest_cache .hypothesis

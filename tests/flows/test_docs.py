@@ -1,0 +1,175 @@
+"""What README and docs/ tell to type works: every command is read as the command line reads it, its recipe and fields are checked, and
+what only looks at a store is run. The journey's commands are run by test_journey, the questions by test_questions."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from puna.flows.cli import app
+from puna.flows.launch import chosen, stage_config
+from puna.flows.trace import load
+from puna.stages.contract import Stage
+from puna.storage import Store
+from puna.storage.schemas import TABLES
+from tests.flows.report.conftest import everything
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROGRAM = typer.main.get_command(app)
+OWN = {"my.yaml", "only_titled", "tidy"}
+"""A recipe, a stage and a flow that the reader writes."""
+LOOKING = ("list", "lineage", "show", "sql", "explain", "verify", "report", "stages", "fields", "why", "gc")
+
+
+def typed(page: Path) -> list[str]:
+    """The commands in the code blocks of a page, fenced or indented, one line each."""
+    text = page.read_text(encoding="utf-8")
+    fenced = re.findall(r"^```(?:bash|sh)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block in fenced for line in block.splitlines()] + re.findall(r"^    (\S.*)$", outside, re.MULTILINE)
+    return [re.sub(r"^\.venv/bin/", "", line) for line in lines if re.match(r"(\.venv/bin/)?puna ", line)]
+
+
+COMMANDS = [(page.relative_to(ROOT), line) for page in PAGES for line in typed(page)]
+
+
+def words_of(line: str) -> list[str]:
+    return [word for word in shlex.split(line, comments=True)[1:] if word != "…"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    built = everything(tmp_path_factory.mktemp("documented"))
+    for alias, step in (("documents", "decontaminate"), ("policy", "average_2"), ("smollm2", "average_2"), ("tuned", "dpo_2"), ("pairs", "preferences_1")):
+        built.store.set_alias(f"{alias}@latest", built.at[step])
+    return built.store
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(COMMANDS) > 80 and {page.name for page, _ in COMMANDS} >= {"README.md", "tutorial.md", "model.md", "rule.md", "cluster.md", "schedule.md"}
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in COMMANDS}), ids=str)
+def test_every_command_is_one(page: Path) -> None:
+    """Names, options and arguments are those of the command line; a flow, a stage, a recipe and each field that is set are there."""
+    for line in (line for where, line in COMMANDS if where == page):
+        name, *words = words_of(line)
+        assert name in PROGRAM.commands, f"{page}: {line}"
+        try:
+            asked = PROGRAM.commands[name].make_context(name, words, resilient_parsing=False).params
+        except Exception as error:
+            raise AssertionError(f"{page}: {line}: {error}") from error
+        what, recipe, changes = asked.get("what") or asked.get("name"), asked.get("recipe"), list(asked.get("changes") or [])
+        if name not in ("run", "plan") or what is None or what in OWN or recipe in OWN or asked.get("modules"):
+            continue
+        found = chosen(what)
+        if isinstance(found, Stage):
+            stage_config(found, recipe, changes)
+        else:
+            load(recipe or "demo", changes, found.name)
+
+
+def runnable() -> Iterator[str]:
+    for _, line in COMMANDS:
+        name, *words = words_of(line)
+        # What a reader fills in stands in capitals, or is an id or address of theirs.
+        own = any(re.fullmatch(r"[A-Z]{2,}|.*[0-9a-f]{6}|https?://.*|2026.*", word) for word in words) or "--module" in words or "--output" in words
+        if name in LOOKING and not own and words and line not in ("puna sql", "puna report latest"):
+            yield shlex.join([name, *words])
+
+
+@pytest.mark.parametrize("line", sorted(set(runnable())))
+def test_what_looks_at_a_store_runs(store: Store, line: str) -> None:
+    name, *words = shlex.split(line)
+    if "explain" in name or "tidy" in words:
+        words = [word.replace("policy@latest", "documents@latest") for word in words]
+    place = [] if name in ("stages", "fields") else ["--store", str(store.root)]
+    result = CliRunner().invoke(app, [name, *words, *place])
+    assert result.exit_code == 0 and result.exception is None, f"{line}: {result.output}{result.exception}"
+
+
+def test_the_code_blocks_are_code() -> None:
+    """Each is Python. (Stage, rule, verifier, loss and flow of the pages are run by test_new and test_engines.)"""
+    blocks = [block for page in PAGES for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)]
+    assert len(blocks) > 5
+    for block in blocks:
+        ast.parse(block)
+
+
+def anchors(page: Path) -> set[str]:
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)}
+
+
+def reference() -> Any:
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_links_lead_somewhere() -> None:
+    made = {ROOT / "docs" / name for name in reference().PAGES}
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            if re.match(r"https?://", target):
+                continue
+            name, _, anchor = target.partition("#")
+            file = (page.parent / name).resolve() if name else page
+            assert file.exists() or file in made, f"{page.name}: {target}"
+            assert not anchor or file in made or anchor in anchors(file), f"{page.name}: {target}"
+
+
+def test_the_site_has_every_page() -> None:
+    def pages(nav: Any) -> Iterator[str]:
+        for entry in nav:
+            (value,) = entry.values()
+            yield from pages(value) if isinstance(value, list) else [value]
+
+    listed = set(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
+    assert listed == {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]} | set(reference().PAGES)
+
+
+def test_the_reference_is_of_the_code() -> None:
+    written = {name: write() for name, write in reference().PAGES.items()}
+    told = written["reference/commands.md"]
+    for name, command in PROGRAM.commands.items():
+        part = told.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        assert part and all(f"`{max(one.opts, key=len)}`" in part for one in command.params if one.param_type_name == "option" and not one.hidden), name
+    assert "| `bands` | Bands of the index; documents that agree in one are candidates | integer ≥ 1 ≤ 1000 | `18` |" in written["reference/stages.md"]
+    assert "| `gopher_quality.min_words` |" in written["reference/stages.md"]
+    for name, found in TABLES.items():
+        part = written["reference/tables.md"].partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        assert all(f"| `{column}` |" in part for column in found.schema.names), name
+    assert "| `minhash_dedup` | [minhash_dedup](stages.md#minhash_dedup) | documents |" in written["reference/flows.md"]
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = [cell["source"] for cell in json.loads((ROOT / "docs/notebook.ipynb").read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    names: dict[str, Any] = {}
+    answers = []
+    for source in cells:
+        *before, last = ast.parse(source).body
+        exec(compile(ast.Module(before, []), "notebook", "exec"), names)
+        if isinstance(last, ast.Expr):
+            answers.append(eval(compile(ast.Expression(last.value), "notebook", "eval"), names))
+        else:
+            exec(compile(ast.Module([last], []), "notebook", "exec"), names)
+    made, kept, table, fate, same = answers
+    assert made[1] == 3 and kept[0] == 2 and [row["rule"] for row in kept[1]] == ["gopher_quality.min_words"] and same is False
+    assert table["url"].tolist() == ["https://example.org/puna", "https://example.org/grass"] and fate["what"].tolist() == ["kept", "scored", "dropped"]
+
+
