@@ -300,7 +300,7 @@ def _records(job: Job, config: IngestConfig) -> Iterator[Page | Rejected]:
             if job.format == "warc":
                 yield from read_warc(handle, job.name, config.max_body_bytes)
             elif job.format == "parquet":
-                yield from readers.read_parquet(handle, job.source, job.name, config.columns_of(job.source))
+                yield from readers.read_parquet(handle, job.source, job.name, config.columns_of(job.source), config.max_body_bytes)
             elif job.format in ("jsonl", "csv", "tsv"):
                 yield from _rows(job, handle, job.name, config)
             elif job.format == "dataset":

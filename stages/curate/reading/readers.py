@@ -155,17 +155,34 @@ def parquet_columns(handle: BinaryIO, name: str, columns: Columns) -> list[str]:
     return _chosen(names, name, columns)
 
 
-def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
-    """One page per row of a Parquet file, read in batches."""
+def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
+    """One page per row of a Parquet file, read in batches.
+
+    A text that many rows share, which the format says in a bit each, is held once, and not at all above `max_bytes`.
+    """
     import pyarrow as pa
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     chosen = parquet_columns(handle, name, columns)
     number = 0
     try:
-        for batch in pq.ParquetFile(handle).iter_batches(batch_size=BATCH_ROWS, columns=chosen):
-            for row in batch.to_pylist():
-                yield _row(row, source, name, number, columns)
+        file = pq.ParquetFile(handle, read_dictionary=[columns.body])
+        for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=chosen):
+            place = batch.schema.get_field_index(columns.body)
+            if place < 0 or not pa.types.is_dictionary(batch.schema.field(place).type):
+                for row in batch.to_pylist():
+                    yield _row(row, source, name, number, columns)
+                    number += 1
+                continue
+            texts, others = batch.column(place), batch.select([n for n in chosen if n != columns.body])
+            sizes = pc.binary_length(texts.dictionary)
+            held = pc.if_else(pc.greater(sizes, max_bytes), None, texts.dictionary).to_pylist()
+            for which, row in zip(texts.indices.to_pylist(), others.to_pylist() if others.num_columns else [{}] * len(texts), strict=True):
+                if which is not None and held[which] is None and (size := sizes[which].as_py()) is not None:
+                    yield Rejected("body_too_large", f"{name}#{number}", f"{name}, row {number}", float(size), float(max_bytes))
+                else:
+                    yield _row({**row, columns.body: None if which is None else held[which]}, source, name, number, columns)
                 number += 1
     except (pa.ArrowInvalid, OSError) as error:
         raise PunaError(f"{name}, after row {number}: damaged Parquet file ({error})") from error

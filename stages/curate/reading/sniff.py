@@ -92,7 +92,7 @@ def _rows(file: ExternalFile) -> Iterator[dict[str, Any]]:
     with file.open() as handle:
         if suffix(file.name) == ".parquet":
             try:
-                for batch in pq.ParquetFile(handle).iter_batches(batch_size=ROWS):
+                for batch in pq.ParquetFile(handle).iter_batches(batch_size=1):  # rows may share one long text
                     yield from batch.to_pylist()
             except (pa.ArrowInvalid, OSError) as error:
                 raise PunaError(f"{file.shown}: not a readable Parquet file ({error})") from error

@@ -9,6 +9,7 @@ import lzma
 import os
 import random
 import re
+import resource
 import zlib
 from datetime import UTC, datetime
 
@@ -21,6 +22,7 @@ from fastwarc.warc import ArchiveIterator
 from puna.stages.contract import External, execute
 from puna.stages.curate.ingest import IngestConfig, ingest
 from puna.stages.curate.reading.pages import Page, Rejected
+from puna.stages.curate.reading.readers import Columns, read_parquet
 from puna.stages.curate.reading.warc import media_type, read_warc
 from puna.stages.curate.reading.warc_frames import frames
 from puna.stages.reading.dates import moment
@@ -321,6 +323,18 @@ def test_hostile_lines_cost_only_themselves(tmp_path):
     (row,) = made.read().to_pylist()
     assert (row["body"], row["fetched_at"]) == (b"good", datetime.fromtimestamp(1_700_000_000, UTC))
     assert rules(made) == ["malformed_record"] * 2
+
+
+def test_a_text_that_all_rows_of_a_parquet_file_share_is_held_once(tmp_path):
+    """Two kilobytes that say twenty gigabytes."""
+    long = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0, None] * 2500, pa.int32()), pa.array(["x" * (4 << 20), "a short text"]))
+    pq.write_table(pa.table({"text": long}), tmp_path / "bomb.parquet", store_schema=False)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with (tmp_path / "bomb.parquet").open("rb") as file:
+        found = list(read_parquet(file, "s", "bomb", Columns("text", None, None, None), 1 << 20))
+    assert [getattr(record, "rule", "page") for record in found] == ["body_too_large", "page", "body_too_large", "malformed_record"] * 2500
+    assert found[0].value == 4 << 20 and found[1].body == b"a short text"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # in KiB
 
 
 def test_html_columns_and_places_of_rows_without_address(tmp_path):
