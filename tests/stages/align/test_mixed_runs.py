@@ -11,6 +11,7 @@ import torch
 
 from puna.models.checkpoint import load, save
 from puna.models.tokenizer import Tokenizer
+from puna.models.training.settings import TrainingSettings
 from puna.stages.align.average import AverageConfig, average
 from puna.stages.align.instructions import InstructionsConfig, instructions
 from puna.stages.align.ppo import PpoConfig, ppo
@@ -85,6 +86,18 @@ def test_a_reward_model_is_no_language_model(tmp_path: Path, tiny_model: Tiny) -
     gold = execute(instructions, InstructionsConfig(), {"prompts": questions}, store)
     with pytest.raises(PunaError, match=message):
         execute(sft, SftConfig(), {"model": rewards, "instructions": [gold]}, store)
+
+
+def test_steps_beyond_those_of_the_settings_are_steps_of_one_run(tmp_path: Path, tiny_model: Tiny) -> None:
+    """A control arm with 2 steps more than 3 is what 5 steps make, schedule and all; passes are steps first."""
+    store = Store.open(tmp_path)
+    gold = execute(instructions, InstructionsConfig(), {"prompts": asked(store)}, store)
+    given = {"model": tiny_model(store), "instructions": [gold]}
+    short, long = TrainingSettings(steps=3, batch_size=2), TrainingSettings(steps=5, batch_size=2)
+    more = execute(sft, SftConfig(training=short, more_steps=2), given, store)
+    whole = execute(sft, SftConfig(training=long), given, store)
+    assert more.manifest.metrics["steps"] == 5 and more.data_digest == whole.data_digest and more.key != whole.key
+    assert SftConfig(training=TrainingSettings(epochs=2, batch_size=16), more_steps=4).lengthened(40).training.steps == 5 + 4
 
 
 def test_a_reward_model_may_be_trained_further(tmp_path: Path, tiny_model: Tiny) -> None:
