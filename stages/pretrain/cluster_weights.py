@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.storage import Artifact, PunaError
@@ -14,8 +15,8 @@ FINEWEB_2 = {1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0, 100: 8.0, 1000: 1.0}
 """Minimum size of a cluster → its weight: text that many sites copy is better than most, text that thousands copy is boilerplate."""
 
 
-def cluster_sizes(ids: Sequence[str], deduplicated: Sequence[Artifact]) -> NDArray[np.int64]:
-    """For each document itself and the near-duplicates that were removed in its favour, int64[n].
+def cluster_sizes(deduplicated: Sequence[Artifact]) -> pa.Table:
+    """The documents (`id`) in whose favour near-duplicates were removed, and how many they are with these (`size`).
 
     A document removed in favour of one that a later artifact removes counts for the last survivor.
     """
@@ -30,7 +31,7 @@ def cluster_sizes(ids: Sequence[str], deduplicated: Sequence[Artifact]) -> NDArr
         while survivor in kept:
             survivor = kept[survivor]
         counts[survivor] += 1
-    return np.array([1 + counts[identity] for identity in ids], np.int64)
+    return pa.table({"id": pa.array(counts, pa.string()), "size": pa.array([1 + count for count in counts.values()], pa.int64())})
 
 
 def weights_of(sizes: NDArray[np.int64], weights: Mapping[int, float]) -> NDArray[np.float64]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, field_validator
 
 from puna.stages.contract import Documents, Evaluation, Figure, Mixture, SeededConfig, StageRun, stage
 from puna.stages.draws import uniform
 from puna.stages.pretrain.cluster_weights import FINEWEB_2, cluster_sizes, weights_of
-from puna.stages.training.corpus import check_mixture
-from puna.storage import Part, PunaError
+from puna.stages.training.corpus import check_mixture, of_part
+from puna.storage import Artifact, Part, PunaError
+from puna.storage.exchange import Exchange
 
 TOLERANCE = 1e-6
 """How far weights may be from adding up to 1: what rounding to seven digits leaves."""
@@ -99,15 +99,17 @@ def mix(
     check_mixture(run, documents, split)
     if config.cluster_weights and not deduplicated:
         raise PunaError("mix.cluster_weights needs to know what was removed: give the artifacts of minhash_dedup as `deduplicated`")
-    table = split.read(columns=["id", "category", "split"])
-    ids, categories = table["id"].to_pylist(), table["category"].to_pylist()
-    heldout = np.array(table["split"].to_pylist()) == "heldout"
+    cut = max(1, documents.record().cut)
+    copies = None
+    if config.cluster_weights and deduplicated:
+        copies = run.exchange(cluster_sizes, [tuple(deduplicated)], by="id", partitions=cut)
     parts = run.parts(documents, columns=["id", "text"])
-    size_of = {id_: size for found in run.map(_sizes, parts, rows=len(parts)) for id_, size in found}
-    sizes = np.array([size_of[id_] for id_ in ids])
-    training = dict.fromkeys(sorted(set(categories)), 0)
-    for category, size, out in zip(categories, sizes.tolist(), heldout.tolist(), strict=True):
-        training[category] += 0 if out else size
+    measured = run.exchange(_measured, parts, split, copies, config.cluster_weights, by="id", partitions=cut)
+    amounts: dict[str, Amounts] = {}
+    for found in run.map(of_part, measured.filled, _amounts):
+        for category, own in found.items():
+            amounts[category] = Amounts(*map(sum, zip(amounts.get(category, Amounts()), own, strict=True)))
+    training = {category: amounts[category].bytes for category in sorted(amounts)}
     wanted = dict(config.weights)
     if weights is not None and not wanted:
         wanted = _experiment(weights)
@@ -118,20 +120,17 @@ def mix(
     if any(factors.get(category, 1.0) < 1 for category in training):
         wanted = down_sampled(wanted or training, factors)
     shares = plan(training, wanted, config.max_repeats, max_share)
-    chance = uniform(ids, config.seed, "repeats")
-    epochs = np.array([shares[c].epochs for c in categories])
-    if config.cluster_weights and deduplicated:
-        epochs *= _relative(weights_of(cluster_sizes(ids, deduplicated), config.cluster_weights), categories, np.where(heldout, 0, sizes))
-    repeats = np.where(heldout, 0, np.floor(epochs) + (chance < epochs - np.floor(epochs))).astype(np.int32)
-    columns = {"id": ids, "category": categories, "split": table["split"], "repeats": np.where(heldout, 1, repeats).astype(np.int32)}
-    run.write(pa.table({**columns, "weight": [shares[c].weight for c in categories]}))
+    # A document that stands for more near-duplicates is read more often than its category's others, the category as often as before.
+    epochs = {c: share.epochs / (amounts[c].weighted / share.bytes if share.bytes else 1.0) for c, share in shares.items()}
+    weight_of = {c: share.weight for c, share in shares.items()}
+    train_bytes = sum(run.produce_shards(_mixture, measured, cut, epochs, weight_of, config.seed))
     total = sum(training.values())
     bars = {"text": [(c, s.bytes / max(total, 1)) for c, s in shares.items()], "training": [(c, s.weight) for c, s in shares.items()]}
     note = _explained(shares, factors, config.max_repeats, max_share, total)
     run.figure("mixture", Figure("Knowledge types in the text and in training", "knowledge type", "share", bars, "bar", note=note))
-    run.metric("documents", len(ids))
-    run.metric("heldout_documents", int(heldout.sum()))
-    run.metric("train_bytes", int((sizes * repeats).sum()))
+    run.metric("documents", measured.rows)
+    run.metric("heldout_documents", sum(own.heldout for own in amounts.values()))
+    run.metric("train_bytes", train_bytes)
     for category, share in shares.items():
         run.metric(f"epochs_{category}", round(share.epochs, 4))
         run.metric(f"share_{category}", round(share.bytes / max(total, 1), 6))
@@ -192,14 +191,6 @@ def _explained(shares: Mapping[str, Share], factors: Mapping[str, float], max_re
     return "; ".join(said)
 
 
-def _relative(weights: NDArray[np.float64], categories: Sequence[str], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Weights divided by the mean weight of a byte of training text of their category, float64[n]."""
-    _, number = np.unique(np.array(categories, dtype=object).astype("U"), return_inverse=True)
-    text = np.bincount(number, weights=sizes)
-    mean = np.bincount(number, weights=weights * sizes) / np.maximum(text, 1)
-    return np.asarray(weights / np.where(text > 0, mean, 1.0)[number])
-
-
 def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], where: str) -> None:
     """PunaError unless the weights are those of all categories that have training text, and add up to 1."""
     found = {
@@ -215,10 +206,61 @@ def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], whe
         raise PunaError(f"{where}: {'; '.join(problems)}; the categories with training text are {known}")
 
 
-def _sizes(part: Part) -> list[tuple[str, int]]:
-    """(id, bytes) of a part's documents."""
+def _measured(part: Part, split: Artifact, copies: Exchange | None, weights: Mapping[int, float]) -> pa.Table:
+    """Of a part's documents the id, what the split says, the size in bytes, and the weight of their clusters' sizes."""
     table = part.read()
-    return list(zip(table["id"].to_pylist(), pc.binary_length(table["text"]).to_pylist(), strict=True))
+    ids = table["id"]
+    low, high = ids[0].as_py(), ids[-1].as_py()
+    own = split.between(low, high, columns=["id", "category", "split"])
+    own = own.take(pc.index_in(ids, own["id"].combine_chunks()))
+    clusters = np.ones(len(ids), np.int64)
+    if copies is not None:
+        for sizes in copies.within(low, f"{high}\0").pieces(low, f"{high}\0"):
+            place = pc.index_in(sizes["id"], ids.combine_chunks())
+            there = pc.is_valid(place)
+            clusters[place.filter(there).to_numpy()] = sizes["size"].filter(there).to_numpy()
+    return pa.table(
+        {
+            "id": ids, "category": own["category"], "heldout": pc.equal(own["split"], "heldout"),
+            "bytes": pc.binary_length(table["text"]).cast(pa.int64()), "weight": weights_of(clusters, weights),
+        }
+    )  # fmt: skip
+
+
+class Amounts(NamedTuple):
+    """Of a category: bytes of its training documents, the same multiplied by the documents' weights, documents held out."""
+
+    bytes: int = 0
+    weighted: float = 0.0
+    heldout: int = 0
+
+
+def _amounts(rows: pa.Table) -> dict[str, Amounts]:
+    """The amounts of some documents by category."""
+    names, number = np.unique(np.array(rows["category"].to_pylist(), dtype="U"), return_inverse=True)
+    out = rows["heldout"].to_numpy()
+    sizes = np.where(out, 0, rows["bytes"].to_numpy())
+    columns = (
+        np.bincount(number, sizes, len(names)).astype(np.int64), np.bincount(number, sizes * rows["weight"].to_numpy(), len(names)),
+        np.bincount(number, out, len(names)).astype(np.int64),
+    )  # fmt: skip
+    return {name: Amounts(*values) for name, *values in zip(names.tolist(), *(column.tolist() for column in columns), strict=True)}
+
+
+def _mixture(rows: pa.Table, epochs: Mapping[str, float], weights: Mapping[str, float], seed: int) -> tuple[dict[str, pa.Table], int]:
+    """The mixture's rows of a shard; and the bytes that training reads of it."""
+    rows = rows.sort_by("id")
+    categories, out = rows["category"].to_pylist(), rows["heldout"].to_numpy()
+    chance = uniform(rows["id"].to_pylist(), seed, "repeats")
+    wanted = np.array([epochs[c] for c in categories]) * rows["weight"].to_numpy()
+    repeats = (np.floor(wanted) + (chance < wanted - np.floor(wanted))).astype(np.int32)
+    made = pa.table(
+        {
+            "id": rows["id"], "category": rows["category"], "split": np.where(out, "heldout", "train").tolist(),
+            "repeats": np.where(out, 1, repeats).astype(np.int32), "weight": pa.array([weights[c] for c in categories], pa.float64()),
+        }
+    )  # fmt: skip
+    return {"mixture": made}, int((rows["bytes"].to_numpy() * np.where(out, 0, repeats)).sum())
 
 
 def _experiment(weights: Evaluation) -> dict[str, float]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +16,7 @@ from pydantic import Field
 from puna.stages import urls
 from puna.stages.contract import Documents, SeededConfig, Signals, StageRun, stage
 from puna.stages.draws import uniform
+from puna.stages.training.corpus import of_part
 from puna.storage import Artifact, Part, PunaError
 
 UNKNOWN = "unknown"
@@ -35,69 +38,133 @@ def split(documents: Documents, signals: Signals, config: SplitConfig, run: Stag
     when it is fetched again, and two versions of one page are never on different sides. What is written is the
     mixture that reads each training document once; `mix` turns it into the one that training reads.
     """
-    parts = run.parts(documents, columns=["id", "url", "text"])
-    tables = list(run.map(_measured, parts, rows=len(parts)))
-    table = pa.concat_tables(tables) if tables else None
-    if table is None or not table.num_rows:
+    if not documents.rows():
         raise PunaError(f"split: {documents.id} has no documents: there is nothing to hold out or to train on")
-    ids, sizes = table["id"].to_pylist(), table["bytes"].to_numpy()
-    categories = _categories(ids, signals, config.category)
-    heldout = held_out(table["address"].to_pylist(), categories, config)
+    if config.category not in signals.columns():
+        raise PunaError(f"{signals.id} has no signal {config.category!r}; set split.category to one of {', '.join(signals.columns())}")
+    cut = max(1, documents.record().cut)
+    measured = run.exchange(_measured, run.parts(documents, columns=["id", "url", "text"]), signals, config, by="id", partitions=cut)
+    sides = sides_of(lambda function, *args: run.map(of_part, measured.filled, function, *args), config)
+    training, heldout_documents, heldout_bytes = Counter[str](), 0, 0
+    for bytes_of, documents_out, bytes_out in run.map(of_part, measured.filled, _amounts, sides):
+        training.update(bytes_of)
+        heldout_documents, heldout_bytes = heldout_documents + documents_out, heldout_bytes + bytes_out
+    total = max(training.total(), 1)
+    run.produce_shards(_mixture, measured, cut, sides, {category: size / total for category, size in training.items()})
+    run.metric("documents", measured.rows)
+    run.metric("heldout_documents", heldout_documents)
+    run.metric("heldout_bytes", heldout_bytes)
+
+
+def _measured(part: Part, signals: Artifact, config: SplitConfig) -> pa.Table:
+    """Of a part's documents the id, the chance that their comparable address has, the category and the size in bytes."""
+    table = part.read()
+    ids = table["id"]
+    own = signals.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", config.category])
+    place = pc.index_in(ids, own["id"].combine_chunks())
+    if place.null_count:
+        missing = ids.filter(pc.is_null(place))[0].as_py()
+        raise PunaError(
+            f"{signals.id} has no row for {place.null_count} documents of a part, for example {missing}; score these documents first"
+        )
+    chance = uniform([urls.normalized(url) for url in table["url"].to_pylist()], config.seed, "heldout")
+    category = pc.fill_null(own[config.category].take(place).cast(pa.string()), UNKNOWN)
+    category = pc.if_else(pc.equal(category, ""), UNKNOWN, category)
+    return pa.table({"id": ids, "chance": chance, "category": category, "bytes": pc.binary_length(table["text"]).cast(pa.int64())})
+
+
+def _amounts(rows: pa.Table, sides: Sides) -> tuple[dict[str, int], int, int]:
+    """Bytes of the training documents of each category; how many documents are held out, and their bytes."""
+    out, sizes = sides.held_out(rows["chance"].to_numpy()), rows["bytes"].to_numpy()
     training: Counter[str] = Counter()
-    for category, size, out in zip(categories, sizes.tolist(), heldout.tolist(), strict=True):
-        training[category] += 0 if out else size
-    total = sum(training.values())
-    run.write(
-        pa.table(
+    for category, size in zip(rows["category"].to_pylist(), np.where(out, 0, sizes).tolist(), strict=True):
+        training[category] += size
+    return dict(training), int(out.sum()), int(sizes[out].sum())
+
+
+def _mixture(rows: pa.Table, sides: Sides, weights: dict[str, float]) -> dict[str, pa.Table]:
+    """The mixture's rows of a shard."""
+    rows = rows.sort_by("id")
+    out, categories = sides.held_out(rows["chance"].to_numpy()), rows["category"].to_pylist()
+    return {
+        "mixture": pa.table(
             {
-                "id": ids,
-                "category": categories,
-                "split": np.where(heldout, "heldout", "train").tolist(),
-                "repeats": np.ones(len(ids), np.int32),
-                "weight": [training[c] / max(total, 1) for c in categories],
+                "id": rows["id"],
+                "category": rows["category"],
+                "split": np.where(out, "heldout", "train").tolist(),
+                "repeats": np.ones(len(rows), np.int32),
+                "weight": pa.array([weights[c] for c in categories], pa.float64()),
             }
         )
-    )
-    run.metric("documents", len(ids))
-    run.metric("heldout_documents", int(heldout.sum()))
-    run.metric("heldout_bytes", int(sizes[heldout].sum()))
+    }
 
 
-def _measured(part: Part) -> pa.Table:
-    """Id, comparable address and size in bytes of a part's documents."""
-    table = part.read()
-    addresses = [urls.normalized(url) for url in table["url"].to_pylist()]
-    sizes = pc.binary_length(table["text"]).cast(pa.int64())
-    return pa.table({"id": table["id"], "address": pa.array(addresses, pa.string()), "bytes": sizes})
+# --- which side -------------------------------------------------------------------------------------
 
 
-def held_out(addresses: Sequence[str], categories: Sequence[str], config: SplitConfig) -> NDArray[np.bool_]:
-    """Which documents are held out, bool[n]: those whose address has a hash below `heldout_fraction`.
+@dataclass(frozen=True)
+class Sides:
+    """Which chances are held out: those below `fraction` but for the `spared`, and the `chosen`; sorted arrays."""
 
-    A category with fewer than `heldout_least` of them gives those with its smallest hashes, but never all it has.
+    fraction: float
+    chosen: NDArray[np.float64]
+    spared: NDArray[np.float64]
+
+    def held_out(self, chance: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Whether documents with these chances are held out, bool[n]."""
+        return np.isin(chance, self.chosen) | ((chance < self.fraction) & ~np.isin(chance, self.spared))
+
+
+def sides_of(each: Callable[..., Iterable[Any]], config: SplitConfig) -> Sides:
+    """Held out are addresses with a chance below `heldout_fraction`.
+
+    A category with fewer than `heldout_least` such documents gives those with its smallest chances, but never all it has: where it
+    would, it gives none. Versions of a page may be of different categories, whose borders differ: what one of them holds out goes
+    from all. `each(function, *args)` gives `function(rows, *args)` of every part of the rows (chance, category).
     """
-    found = np.zeros(len(addresses), dtype=bool)
+    none = np.zeros(0)
     if config.heldout_fraction == 0:
-        return found
-    chance = uniform(addresses, config.seed, "heldout")
-    names = np.array(categories)
-    for category in sorted(set(categories)):
-        members = np.flatnonzero(names == category)
-        own = chance[members]
-        least = min(config.heldout_least, len(members) // 3)
-        border = np.sort(own)[least - 1] if least else -1.0
-        chosen = members[(own < config.heldout_fraction) | (own <= border)]
-        if len(chosen) < len(members):
-            found[chosen] = True
-    # Versions of a page may be of different categories, and the borders of these differ.
-    return np.isin(chance, chance[found])
+        return Sides(0.0, none, none)
+    count: Counter[str] = Counter()
+    largest: dict[str, float] = {}
+    smallest: dict[str, NDArray[np.float64]] = {}
+    for found in each(_census, config.heldout_least):
+        for category, (own, high, low) in found.items():
+            count[category] += own
+            largest[category] = max(high, largest.get(category, 0.0))
+            smallest[category] = np.sort(np.append(smallest.get(category, none), low))[: config.heldout_least]
+    whole, chosen = set(), [none]
+    for category, low in smallest.items():
+        given = low[: min(config.heldout_least, count[category] // 3)]
+        if largest[category] < config.heldout_fraction or (len(given) and largest[category] <= given[-1]):
+            whole.add(category)
+        else:
+            chosen.append(given)
+    spared: set[float] = set()
+    if whole:
+        spared = set().union(*each(_of_categories, frozenset(whole), config.heldout_fraction))
+        spared -= set().union(*each(_elsewhere, frozenset(whole), frozenset(spared)))
+    return Sides(config.heldout_fraction, np.unique(np.concatenate(chosen)), np.array(sorted(spared)))
 
 
-def _categories(ids: list[str], signals: Artifact, column: str) -> list[str]:
-    table = signals.read()
-    if column not in table.schema.names:
-        raise PunaError(f"{signals.id} has no signal {column!r}; set split.category to one of {', '.join(table.schema.names)}")
-    found = dict(zip(table["id"].to_pylist(), table[column].to_pylist(), strict=True))
-    if missing := [i for i in ids if i not in found]:
-        raise PunaError(f"{signals.id} has no row for {len(missing)} documents, for example {missing[0]}; score these documents first")
-    return [found[i] or UNKNOWN for i in ids]
+def _census(rows: pa.Table, least: int) -> dict[str, tuple[int, float, NDArray[np.float64]]]:
+    """Of each category how many documents there are, the largest chance, and the `least` smallest ones."""
+    chance, names = rows["chance"].to_numpy(), np.array(rows["category"].to_pylist(), dtype=object)
+    found = {}
+    for category in sorted(set(names.tolist())):
+        own = np.sort(chance[names == category])
+        found[category] = (len(own), float(own[-1]), own[:least])
+    return found
+
+
+def _of_categories(rows: pa.Table, categories: frozenset[str], fraction: float) -> set[float]:
+    """The chances below `fraction` of documents of these categories."""
+    inside = np.isin(np.array(rows["category"].to_pylist(), dtype="U"), sorted(categories))
+    chance = rows["chance"].to_numpy()
+    return set(chance[inside & (chance < fraction)].tolist())
+
+
+def _elsewhere(rows: pa.Table, categories: frozenset[str], chances: frozenset[float]) -> set[float]:
+    """Which of these chances documents of other categories have."""
+    inside = np.isin(np.array(rows["category"].to_pylist(), dtype="U"), sorted(categories))
+    return set(chances) & set(rows["chance"].to_numpy()[~inside].tolist())

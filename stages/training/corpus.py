@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from puna.stages.contract import StageRun
 from puna.stages.draws import place
 from puna.storage import Artifact, Part, PunaError
+from puna.storage.exchange import Partition
 from puna.storage.parts import Beside, span
 
 
@@ -68,6 +69,11 @@ def _unlike(job: tuple[tuple[str, str | None], Beside, Beside]) -> list[tuple[in
     around, *tables = job
     one, other = ({id_ for piece in table.pieces(*around) for id_ in piece["id"].to_pylist()} for table in tables)
     return [(len(only), min(only, default="")) for only in (one - other, other - one)]
+
+
+def of_part(part: Partition, function: Callable[..., Any], *args: Any) -> Any:
+    """In a worker: `function(rows, *args)` of the rows of a partition."""
+    return function(part.read(), *args)
 
 
 Ranked = tuple[int, str, int, Any]

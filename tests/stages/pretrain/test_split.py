@@ -8,9 +8,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from puna.stages.contract import execute
-from puna.stages.pretrain.split import SplitConfig, held_out, split
+from puna.stages.draws import uniform
+from puna.stages.pretrain.split import SplitConfig, sides_of, split
 from puna.storage import Artifact, PunaError, Store
 
 
@@ -22,6 +26,38 @@ def corpus(store: Store, rows: list[tuple[str, str, int]]) -> dict[str, Artifact
         "source": ["web"] * len(rows), "title": pa.array([None] * len(rows), pa.string()), "text": ["x" * r[2] for r in rows],
     }))  # fmt: skip
     return {"documents": documents, "signals": store.import_table("signals", pa.table({"id": ids, "domain": pa.array([r[1] for r in rows], pa.string())}))}
+
+
+def held_out(addresses: list[str], categories: list[str], config: SplitConfig, parts: int = 1) -> NDArray[np.bool_]:
+    """Which documents are held out, where their rows lie in so many parts."""
+    chance = uniform(addresses, config.seed, "heldout")
+    rows = pa.table({"chance": chance, "category": categories})
+    each = [rows.take(pa.array(np.arange(n, len(rows), parts))) for n in range(parts)]
+    return sides_of(lambda function, *args: [function(part, *args) for part in each], config).held_out(chance)
+
+
+def plain(addresses: list[str], categories: list[str], config: SplitConfig) -> list[bool]:
+    """The same from all rows at once, by the rule's words."""
+    chance = uniform(addresses, config.seed, "heldout").tolist()
+    gone = set()
+    for category in set(categories):
+        own = sorted(c for c, name in zip(chance, categories, strict=True) if name == category)
+        least = min(config.heldout_least, len(own) // 3)
+        given = {c for c in own if c < config.heldout_fraction or (least and c <= own[least - 1])}
+        if not set(own) <= given:
+            gone |= given
+    return [config.heldout_fraction > 0 and c in gone for c in chance]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.sampled_from("abc")), min_size=1, max_size=40),
+    st.sampled_from([0.0, 0.1, 0.5, 0.9]), st.integers(0, 4), st.integers(1, 4), st.integers(0, 50),
+)  # fmt: skip
+def test_parts_decide_as_all_rows_together(rows: list[tuple[int, str]], fraction: float, least: int, parts: int, seed: int) -> None:
+    config = SplitConfig(heldout_fraction=fraction, heldout_least=least, seed=seed)
+    addresses, categories = [str(page) for page, _ in rows], [category for _, category in rows]
+    assert held_out(addresses, categories, config, parts).tolist() == plain(addresses, categories, config)
 
 
 def pages(count: int, start: int = 0) -> list[str]:
