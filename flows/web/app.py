@@ -142,8 +142,9 @@ def _running(app: FastAPI, store: Store, prefect: str | None) -> None:
 
     @app.get("/events")
     @app.get("/events/{name}")
-    def events(request: Request, name: str | None = None) -> Response:
-        return StreamingResponse(_events(store, request, name), media_type="text/event-stream", headers={"cache-control": "no-store"})
+    def events(request: Request, name: str | None = None, since: str = "") -> Response:
+        told = _events(store, request, name, since)
+        return StreamingResponse(told, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
 
 def _starting(app: FastAPI, store: Store, prefect: str | None) -> None:
@@ -214,22 +215,13 @@ async def _sent(request: Request) -> dict[str, list[str]]:
     return parse_qs((await request.body()).decode(), keep_blank_values=True)
 
 
-async def _events(store: Store, request: Request, name: str | None) -> AsyncIterator[str]:
-    """A line whenever a run, or any run, has something new to show."""
-    before = await run_in_threadpool(_state, store, name)
-    yield ": open\n\n"
+async def _events(store: Store, request: Request, name: str | None, since: str) -> AsyncIterator[str]:
+    """A line whenever a run, or any run, has something new to show. `since`: what the page that listens shows, which may be past by now."""
     while not await request.is_disconnected():
+        now = await run_in_threadpool(home.shown, store, name)
+        yield f"data: {json.dumps('changed')}\n\n" if now != since else ": still\n\n"
+        since = now
         await asyncio.sleep(LOOKED_SECONDS)
-        now = await run_in_threadpool(_state, store, name)
-        yield f"data: {json.dumps('changed')}\n\n" if now != before else ": still\n\n"
-        before = now
-
-
-def _state(store: Store, name: str | None) -> object:
-    names = store.runs()[-3:] if name is None else [name]
-    progress = [home.progress_of(store, one) for one in names]
-    stats = [store.files.stat(f"runs/{one}.jsonl") for one in names]
-    return names, [stat and stat.version for stat in stats], progress, [store.files.held(f"run-{one}") for one in names]
 
 
 def _talking(app: FastAPI, store: Store, prefect: str | None) -> None:

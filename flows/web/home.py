@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -17,7 +18,7 @@ FIRST = "Each opens with what is reused and what the rest may cost; nothing runs
 
 def home(store: Store, prefect: str | None, older: int = 0) -> Html:
     """Runs and aliases; `older`: so many newer runs are left out."""
-    names = store.runs()[::-1]
+    since, names = shown(store, None), store.runs()[::-1]
     logs = [store.log(name) for name in names[older : older + MOST_RUNS]]
     working = [log for log in logs if log.state == "at work"]
     return page(
@@ -26,7 +27,7 @@ def home(store: Store, prefect: str | None, older: int = 0) -> Html:
         section("start", "Start", FIRST, starts()),
         section("runs", "Runs", None, runs_view(logs), _pages(len(names), older)) if names else _nothing(prefect),
         section("aliases", "Aliases", "The newest of each name, as inputs take them.", aliases_view(store)),
-        here="", prefect=prefect, live="/puna/events", lead=tag("code", store.uri),
+        here="", prefect=prefect, live=f"/puna/events?since={since}", lead=tag("code", store.uri),
     )  # fmt: skip
 
 
@@ -51,6 +52,14 @@ def progress_of(store: Store, run: str) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def shown(store: Store, run: str | None) -> str:
+    """A name for what there is to show of a run, or of the newest ones: another one when that changes."""
+    names = store.runs()[-3:] if run is None else [run]
+    stats = [store.files.stat(f"runs/{one}.jsonl") for one in names]
+    state = [names, [stat and stat.version for stat in stats], [(progress_of(store, one), store.files.held(f"run-{one}")) for one in names]]
+    return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
 
 def working_view(store: Store, log: RunLog) -> Html:

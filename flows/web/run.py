@@ -11,7 +11,7 @@ from puna.flows.report.markup import Content, Html, duration, number, section, t
 from puna.flows.report.run import Run, Step
 from puna.flows.report.svg import draw, grid
 from puna.flows.web.frame import artifact_link, badge, bar, page, problem, run_link, spent, when
-from puna.flows.web.home import working_view
+from puna.flows.web.home import shown, working_view
 from puna.storage import PunaError, Store
 
 MOST_PLOTS = 12
@@ -19,7 +19,7 @@ MOST_PLOTS = 12
 
 def run_page(store: Store, name: str, prefect: str | None) -> Html:
     """A run: its steps as they are now, what they measured, the funnel when asked for."""
-    run = Run.open(store, name)
+    since, run = shown(store, name), Run.open(store, name)
     log = run.log
     reused = sum(step.reused for step in run.steps)
     again = [other for other in store.runs() if other < log.name and store.log(other).flow == log.flow][-1:]
@@ -48,7 +48,7 @@ def run_page(store: Store, name: str, prefect: str | None) -> Html:
         section("steps", "Steps", None, steps_view(run.steps)),
         section("plots", "Measured", None, grid(plots[:MOST_PLOTS])),
         section("lineage", "Lineage", "What was made of what.", lineage_view(run)),
-        prefect=prefect, live=f"/puna/events/{log.name}" if log.state == "at work" else None, lead=tag("code", log.name),
+        prefect=prefect, live=f"/puna/events/{log.name}?since={since}" if log.state == "at work" else None, lead=tag("code", log.name),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from datetime import UTC, datetime
 from html import unescape
@@ -11,7 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from puna.flows.session import session
-from puna.flows.web import application
+from puna.flows.web import app, application, home
 from puna.stages.align.prompts import PromptsConfig, prompts
 from puna.stages.contract import execute
 from puna.stages.curate.rules.groups import GopherQualityRules, LineRules, RuleGroup
@@ -66,6 +67,23 @@ def test_a_run_shows_its_steps_and_what_was_reused(client: TestClient, store: St
     said = text(client.get(f"/run/{store.runs()[1]}"))
     made = next(artifact for artifact in store.artifacts() if artifact.kind == "prompts")
     assert made.id in said and "reused" in said and "1, 1 reused" in said
+
+
+def test_a_page_that_is_past_by_the_time_it_listens_is_told_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Listener:
+        left = 2
+
+        async def is_disconnected(self) -> bool:
+            self.left -= 1
+            return self.left < 0
+
+    async def told(since: str) -> list[str]:
+        return [line async for line in app._events(store, Listener(), store.runs()[0], since)]  # type: ignore[arg-type]
+
+    monkeypatch.setattr(app, "LOOKED_SECONDS", 0)
+    now = home.shown(store, store.runs()[0])
+    assert asyncio.run(told(now)) == [": still\n\n"] * 2
+    assert asyncio.run(told("what it was")) == ['data: "changed"\n\n', ": still\n\n"]
 
 
 def test_two_runs_of_the_same_work_are_said_to_be_the_same(client: TestClient, store: Store) -> None:
