@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from uuid import UUID
@@ -12,9 +11,9 @@ from uuid import UUID
 from prefect import Flow as PrefectFlow
 
 from puna.flows.forms import Choices, Offer, defaults, description, schema
-from puna.flows.server import Server, Unreachable
+from puna.flows.server import Server
 from puna.flows.trigger import due, wanted
-from puna.storage import PunaError, Store
+from puna.storage import Store
 from puna.storage.runs import RunLog
 
 TAG = "puna"
@@ -62,7 +61,7 @@ class Offering:
             if found is None:
                 found = self._create(offer, choices, [schedule for one in same for schedule in one["schedules"]])
                 for one in same:
-                    self._ask("DELETE", f"/deployments/{one['id']}")
+                    self._server.insist("DELETE", f"/deployments/{one['id']}")
             self.ids[offer.title] = UUID(found["id"])
             self._versions[offer.title] = str(found["version"])
             self._bring(offer, choices)
@@ -95,12 +94,13 @@ class Offering:
         offer = next(offer for offer, _ in self._offered if offer.flow == "round")
         parameters = {**defaults(offer), "store": self._store.uri, "recipe": asked.recipe}
         body = {"parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": once, "tags": [TAG, "new preferences"]}
-        self._ask("POST", f"/deployments/{self.ids[offer.title]}/create_flow_run", body)
+        self._server.insist("POST", f"/deployments/{self.ids[offer.title]}/create_flow_run", body)
 
     def _there(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         while True:
-            page = self._ask("POST", "/deployments/filter", {"limit": PAGE, "offset": len(found), "deployments": {"tags": {"all_": [TAG]}}})
+            asked = {"limit": PAGE, "offset": len(found), "deployments": {"tags": {"all_": [TAG]}}}
+            page = self._server.insist("POST", "/deployments/filter", asked)
             found += page
             if len(page) < PAGE:
                 return found
@@ -111,27 +111,27 @@ class Offering:
         return {**content, "version": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]}
 
     def _create(self, offer: Offer, choices: Choices, schedules: list[dict[str, Any]]) -> dict[str, Any]:
-        flow = self._ask("POST", "/flows/", {"name": offer.flow})["id"]
+        flow = self._server.insist("POST", "/flows/", {"name": offer.flow})["id"]
         kept = ("schedule", "active", "max_scheduled_runs", "parameters", "slug")
         moved = [{name: one[name] for name in kept if one.get(name) is not None} for one in schedules]
         asked = {"name": offer.title, "flow_id": flow, "schedules": moved}
-        made: dict[str, Any] = self._ask("POST", "/deployments/", {**asked, **self._content(offer, choices)})
+        made: dict[str, Any] = self._server.insist("POST", "/deployments/", {**asked, **self._content(offer, choices)})
         return made
 
     def _bring(self, offer: Offer, choices: Choices) -> None:
         """Send what differs from what was sent before: a deployment that is changed loses its upcoming runs for some seconds."""
         content = self._content(offer, choices)
         if content["version"] != self._versions.get(offer.title):
-            self._ask("PATCH", f"/deployments/{self.ids[offer.title]}", content)
+            self._server.insist("PATCH", f"/deployments/{self.ids[offer.title]}", content)
             self._versions[offer.title] = content["version"]
 
     def _schedule(self, deployment: dict[str, Any], cron: str) -> None:
         """The one schedule that `--cron` sets; others are a person's."""
         for one in deployment["schedules"]:
             if one.get("slug") == SCHEDULE:
-                self._ask("DELETE", f"/deployments/{deployment['id']}/schedules/{one['id']}")
+                self._server.insist("DELETE", f"/deployments/{deployment['id']}/schedules/{one['id']}")
         schedule = {"schedule": {"cron": cron, "timezone": "UTC"}, "active": True, "slug": SCHEDULE}
-        self._ask("POST", f"/deployments/{deployment['id']}/schedules", [schedule])
+        self._server.insist("POST", f"/deployments/{deployment['id']}/schedules", [schedule])
 
     def _settle(self) -> None:
         """End runs on the server whose Puna run is over, and steps of runs that are over: their process was killed before it told.
@@ -140,7 +140,7 @@ class Offering:
         """
         asked = {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}, "limit": PAGE}
         lost: dict[str, int] = {}
-        for run in self._ask("POST", "/flow_runs/filter", asked):
+        for run in self._server.insist("POST", "/flow_runs/filter", asked):
             name = (run.get("labels") or {}).get("puna.run")
             if not isinstance(name, str) or name not in self._store.runs():
                 continue
@@ -154,7 +154,7 @@ class Offering:
             "flow_runs": {"state": {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}, "tags": {"all_": [TAG]}},
             "task_runs": {"state": {"type": {"any_": UNFINISHED}}}, "limit": PAGE,
         }  # fmt: skip
-        for step in self._ask("POST", "/task_runs/filter", open_steps):
+        for step in self._server.insist("POST", "/task_runs/filter", open_steps):
             if self._twice(step["id"], lost):
                 self._end(f"/task_runs/{step['id']}", "CRASHED", "its run is over")
         self._lost = lost
@@ -164,18 +164,7 @@ class Offering:
         return lost[name] > 1
 
     def _end(self, path: str, state: str, message: str) -> None:
-        self._ask("POST", f"{path}/set_state", {"state": {"type": state, "message": message}, "force": True})
-
-    def _ask(self, method: str, path: str, body: Any = None) -> Any:
-        """Ask, again where the server is busy; PunaError where it stays so."""
-        for wait in (0.2, 0.5, 1.0, 2.0, 4.0, None):
-            try:
-                return self._server.ask(method, path, body, timeout=60.0)
-            except Unreachable as error:
-                if wait is None:
-                    raise PunaError(f"{self._server.url} does not answer: {error}") from error
-                time.sleep(wait)
-        return None
+        self._server.insist("POST", f"{path}/set_state", {"state": {"type": state, "message": message}, "force": True})
 
 
 def _entrypoint(offer: Offer) -> str:

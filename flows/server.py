@@ -53,6 +53,17 @@ class Server:
         except (OSError, ValueError) as error:
             raise Unreachable(str(error)) from error
 
+    def insist(self, method: str, path: str, body: Any = None) -> Any:
+        """Ask, again where the server is busy; PunaError where it stays so. What must not be done twice has a key in `body`."""
+        for wait in (0.2, 0.5, 1.0, 2.0, 4.0, None):
+            try:
+                return self.ask(method, path, body, timeout=60.0)
+            except Unreachable as error:
+                if wait is None:
+                    raise PunaError(f"{self.url} does not answer: {error}") from error
+                time.sleep(wait)
+        return None
+
     def trouble(self, timeout: float = 5.0) -> str | None:
         """Why it cannot be used; None when it can."""
         try:

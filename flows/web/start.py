@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import uuid
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -96,8 +97,13 @@ def started(store: Store, name: str, asked: Asked) -> str:
         given |= {"recipe": request.recipe, "changes": list(request.changes)}
     else:
         given["config"] = stage_config(offer.what, None, list(request.changes)).model_dump(mode="json")
-    body = {"name": request.title, "parameters": {**found["parameters"], **given}, "state": {"type": "SCHEDULED"}}
-    made = server.ask("POST", f"/deployments/{found['id']}/create_flow_run", body)
+    return _begun(server, found["id"], request.title, {**found["parameters"], **given})
+
+
+def _begun(server: Server, deployment_id: str, title: str, parameters: Mapping[str, Any]) -> str:
+    """The page that follows a run which begins now."""
+    body = {"name": title, "parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": uuid.uuid4().hex}
+    made = server.insist("POST", f"/deployments/{deployment_id}/create_flow_run", body)
     return f"/puna/started/{made['id']}"
 
 
@@ -119,16 +125,15 @@ def started_page(store: Store, flow_run: str, prefect: str | None) -> Html | str
 
 def stop(store: Store, name: str) -> None:
     """Have the worker end a run that a form started; what it finished stays, and a training its last checkpoint."""
-    server_beside(store).ask("POST", f"/flow_runs/{flow_run_of(store, name)}/set_state", {"state": {"type": "CANCELLING"}, "force": True})
+    asked = {"state": {"type": "CANCELLING"}, "force": True}
+    server_beside(store).insist("POST", f"/flow_runs/{flow_run_of(store, name)}/set_state", asked)
 
 
 def again(store: Store, name: str) -> str:
     """Start what a run did once more: it goes on from what is there. Returns the page that follows it."""
     server = server_beside(store)
-    found = server.ask("GET", f"/flow_runs/{flow_run_of(store, name)}")
-    body = {"name": found["name"], "parameters": found["parameters"], "state": {"type": "SCHEDULED"}}
-    made = server.ask("POST", f"/deployments/{found['deployment_id']}/create_flow_run", body)
-    return f"/puna/started/{made['id']}"
+    found = server.insist("GET", f"/flow_runs/{flow_run_of(store, name)}")
+    return _begun(server, found["deployment_id"], found["name"], found["parameters"])
 
 
 def flow_run_of(store: Store, name: str) -> str:
@@ -187,10 +192,7 @@ def server_beside(store: Store) -> Server:
 def deployment(server: Server, name: str) -> dict[str, Any]:
     """What the server offers as `name`."""
     asking = {"deployments": {"tags": {"all_": ["puna"]}}, "flows": {"name": {"any_": [name]}}}
-    try:
-        found = server.ask("POST", "/deployments/filter", asking)
-    except Unreachable as error:
-        raise PunaError(f"the server does not answer: {error}") from error
+    found = server.insist("POST", "/deployments/filter", asking)
     if not found:
         raise PunaError(f"{name}: is not offered yet; in some seconds it is")
     made: dict[str, Any] = found[0]
