@@ -119,9 +119,10 @@ class Views:
         return self._rows(one["kind"], [one])
 
     def _addresses(self) -> str:
-        """Id and address of every page and document. Of those that are kept by reference the file where they lie is read once."""
-        kept = [(one, name) for one in self.entries for name in ("pages", "documents") if name in one["tables"]]
-        files = [f"{place_of(one['kind'], one['key'])}/{file}" for one, name in kept for file in one["tables"][name]["files"]]
+        """Id and address of every page and document, read where they came in: what was made of them has the same ones."""
+        texts = {one["key"]: one for one in self.entries if one["kind"] in ("pages", "documents")}
+        first = [one for one in texts.values() if not any(given["input"] in texts for given in one["inputs"])]
+        files = [f"{place_of(one['kind'], one['key'])}/{file}" for one in first for file in one["tables"][one["kind"]]["files"]]
         return f"select id, url from {self._parquet(files)}" if files else "select null::varchar as id, null::varchar as url where false"
 
     def _aliased(self) -> dict[str, Entry]:

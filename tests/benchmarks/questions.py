@@ -110,7 +110,10 @@ def change(rows: pa.Table) -> pa.Table:
 def ask(store: Store) -> list[dict[str, Any]]:
     """Each question three times, the middle one counts."""
     file, rows = f"{store.uri}/{database.FILE}", []
-    for words, query in QUESTIONS:
+    with catalog.connect(store) as opened:
+        address = opened.sql("select url from newest.pages limit 1").fetchall()[0][0]
+    for words, asked in QUESTIONS:
+        query = asked.replace("https://example.org/a-page", address)
         taken = []
         for _ in range(3):
             wall, cpu = time.perf_counter(), time.process_time()
@@ -127,13 +130,14 @@ def ask(store: Store) -> list[dict[str, Any]]:
     return rows
 
 
-def read(uri: str, until: float, said: Any) -> None:
-    """Open the file, ask, close, again and again."""
+def read(uri: str, until: float, pause: float, said: Any) -> None:
+    """Open the file, ask, think with the file open, ask again, close, again and again."""
     asked, errors = 0, []
     while time.time() < until:
         try:
             with duckdb.connect(f"{uri}/{database.FILE}", read_only=True) as client:
                 client.sql("select rule, count(*) from dropped group by rule").fetchall()
+                time.sleep(pause)
                 client.sql("select count(*) from newest.signals").fetchall()
             asked += 1
         except Exception as error:  # noqa: BLE001  what goes wrong is what is measured
@@ -141,7 +145,7 @@ def read(uri: str, until: float, said: Any) -> None:
     said.put(("reader", asked, errors))
 
 
-def write(uri: str, number: int, until: float, said: Any) -> None:
+def write(uri: str, number: int, until: float, pause: float, said: Any) -> None:
     """Commit an artifact and bring the file up to date, again and again."""
     store, made, errors = Store.existing(uri), 0, []
     while time.time() < until:
@@ -150,18 +154,19 @@ def write(uri: str, number: int, until: float, said: Any) -> None:
             commit(store, f"writer-{number}-{made}", "signals", [], signals=rows)
             database.write(store)
             made += 1
+            time.sleep(pause)
         except Exception as error:  # noqa: BLE001
             errors.append(str(error)[:200])
     said.put(("writer", made, errors))
 
 
-def crowd(store: Store, readers: int, writers: int, seconds: float) -> dict[str, Any]:
+def crowd(store: Store, readers: int, writers: int, seconds: float, pause: float) -> dict[str, Any]:
     """Readers of the file and writers of the store at once; `late`: artifacts that the file lacks in the end."""
     database.write(store)
     context = multiprocessing.get_context("fork")
     said, until = context.Queue(), time.time() + seconds
-    jobs = [context.Process(target=read, args=(store.uri, until, said)) for _ in range(readers)]
-    jobs += [context.Process(target=write, args=(store.uri, number, until, said)) for number in range(writers)]
+    jobs = [context.Process(target=read, args=(store.uri, until, pause, said)) for _ in range(readers)]
+    jobs += [context.Process(target=write, args=(store.uri, number, until, pause, said)) for number in range(writers)]
     for job in jobs:
         job.start()
     found = [said.get() for _ in jobs]
@@ -172,7 +177,7 @@ def crowd(store: Store, readers: int, writers: int, seconds: float) -> dict[str,
     made = sum(count for kind, count, _ in found if kind == "writer")
     errors = [error for *_, some in found for error in some]
     return {
-        "readers": readers, "writers": writers, "seconds": seconds, "reads": sum(c for k, c, _ in found if k == "reader"), "commits": made,
+        "readers": readers, "writers": writers, "seconds": seconds, "pause": pause, "reads": sum(c for k, c, _ in found if k == "reader"), "commits": made,
         "late": made - there, "errors": len(errors), "lock_errors": sum("lock" in e.lower() for e in errors), "first_errors": errors[:3],
     }  # fmt: skip
 
@@ -185,6 +190,7 @@ def main() -> None:
     arguments.add_argument("--seconds", type=float, default=300.0)
     arguments.add_argument("--readers", type=int, default=100)
     arguments.add_argument("--writers", type=int, default=10)
+    arguments.add_argument("--pause", type=float, default=1.0, help="seconds that a reader and a writer think")
     arguments.add_argument("--folder", type=Path, help="where the store is made, or is already")
     arguments.add_argument("--json", action="store_true")
     asked = arguments.parse_args()
@@ -194,7 +200,7 @@ def main() -> None:
         if asked.part == "crowd":
             from tests.flows.report.conftest import everything
 
-            found: dict[str, Any] = crowd(everything(place / "crowd").store, asked.readers, asked.writers, asked.seconds)
+            found: dict[str, Any] = crowd(everything(place / "crowd").store, asked.readers, asked.writers, asked.seconds, asked.pause)
         else:
             store = Store.existing(place) if (place / "store.json").exists() else filled(place, asked.documents)
             wall = time.process_time()
