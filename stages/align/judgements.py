@@ -56,6 +56,8 @@ def pairs_to_judge(answers: Mapping[str, Sequence[Row]], config: JudgementsConfi
     found = {}
     for prompt_id in sorted(answers):
         texts = {answer["text"].strip(): answer for answer in answers[prompt_id] if answer["finished"]}
+        if len(texts) < 2:
+            continue
         generator = np.random.default_rng(int(fraction("judged", config.seed, prompt_id) * 2**53))
         for one, other in draw_pairs(list(texts.values()), generator, config.pairs_per_prompt):
             first, second = sorted((one, other), key=lambda answer: str(answer["id"]))

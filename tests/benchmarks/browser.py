@@ -37,7 +37,7 @@ PAGES = {
     "rules": "/puna/rules", "rounds": "/puna/rounds", "sql": "/puna/sql?q=select+kind,+count(*)+from+artifacts+group+by+1", "chat": "/puna/chat",
 }  # fmt: skip
 SMALL_ROUND = (
-    "gate.decision=person\nround_prompts=24\nreward_model=null\ndpo=null\ngrpo=null\nsft.training.steps=10\nsample.answers=4\n"
+    "gate.decision=person\nround_prompts=24\nreward_model=null\nchosen=null\nrejection_sample={pick: random}\ndpo=null\ngrpo=null\nsft.training.steps=10\nsample.answers=4\n"
     "evaluate.answers.prompts_per_task=40"
 )
 TRAINING = (

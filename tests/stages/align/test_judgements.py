@@ -12,7 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from puna.flows.annotate import Desk, application
-from puna.stages.align.judgements import LEVELS, JudgementsConfig, agreement, judgements
+from puna.stages.align.judgements import LEVELS, JudgementsConfig, agreement, judgements, pairs_to_judge
 from puna.stages.contract import External, execute
 from puna.stages.conversations import asking, message_of, messages_of
 from puna.storage import Artifact, PunaError, Store
@@ -49,6 +49,12 @@ def test_agreement_is_krippendorffs_alpha_by_its_definition(seed: int) -> None:
     couples = [a == b for sides in several for a, b in itertools.combinations(sides, 2)]
     assert agreement(judged) == pytest.approx((sum(couples) / len(couples), 1 - observed / expected))
     assert agreement([["first"], []]) == (None, None) and agreement([["first", "first"]]) == (1.0, None)
+
+
+@pytest.mark.parametrize("finished", [(), ("good",), ("good", " good ")])
+def test_a_prompt_without_two_answers_that_differ_gives_no_pair(finished: tuple[str, ...]) -> None:
+    answers = [{"id": str(n), "model": "m", "sample": n, "text": text, "finished": text in finished} for n, text in enumerate((*finished, "cut"))]
+    assert pairs_to_judge({"p": answers}, JudgementsConfig()) == {}
 
 
 def test_several_peoples_judgements_become_preferences(tmp_path: Path) -> None:
