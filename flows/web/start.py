@@ -76,7 +76,8 @@ def replanned(store: Store, name: str, asked: Asked) -> Html:
     return tag("div",
         section("plan", total[0].upper() + total[1:], f"{counted}{f'; {size(free)} of disk are free' if free is not None else ''}",
             table(["step", *(COSTS if known else ()), "because"], rows, numeric=(1, 2, 3) if known else ()) if rows else None,
-            details(f"{len(reused)} reused", table(["step", "artifact"], reused), class_="more") if reused else None),
+            details(f"{len(reused)} reused", table(["step", "artifact"], reused), class_="more") if reused else None,
+            None if steps else tag("p", "No step follows from what there is.", class_="note")),
         tag("p", "On the command line: ", tag("code", command(request, store)), class_="note"),
     )  # fmt: skip
 

@@ -37,8 +37,8 @@ PAGES = {
     "rules": "/puna/rules", "rounds": "/puna/rounds", "sql": "/puna/sql?q=select+kind,+count(*)+from+artifacts+group+by+1", "chat": "/puna/chat",
 }  # fmt: skip
 SMALL_ROUND = (
-    "gate.decision=person\nround_prompts=24\nreward_model=null\nchosen=null\nrejection_sample={pick: random}\ndpo=null\ngrpo=null\nsft.training.steps=10\nsample.answers=4\n"
-    "evaluate.answers.prompts_per_task=40"
+    "gate.decision=person\nround_prompts=24\nreward_model=null\nchosen=null\nrejection_sample={pick: random}\ndpo=null\ngrpo=null\n"
+    "sft.training.steps=10\nsample.answers=4\nevaluate.answers.prompts_per_task=40"
 )
 TRAINING = (
     "pretrain.phases.0.steps=60\npretrain.phases.0.schedule.warmup_steps=5\npretrain.phases.0.schedule.anneal_steps=10\n"
@@ -227,8 +227,10 @@ def judge(tour: Tour) -> dict[str, Any]:
     tour.page.locator("#by").fill("Ada")
     tour.page.locator("#by").press("Enter")
     tour.page.locator("#left").wait_for()
-    for key in ("1", "Enter", "0", "Enter"):
+    for number, key in enumerate(("1", "0"), 1):
         tour.page.keyboard.press(key)
+        tour.page.keyboard.press("Enter")
+        tour.page.get_by_text(f"{number} judged").wait_for()
     tour.shot("judge")
     tour.page.keyboard.press("w")
     tour.page.get_by_text("judged@latest").wait_for()
