@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -85,6 +85,8 @@ class SelectConfig(StageConfig):
     def _of_their_classes(cls, given: Any) -> Any:
         """Each group as the class that is declared under its name."""
         plugins.offers("puna.rules")
+        if not isinstance(given or {}, Mapping):
+            raise ValueError("groups are named with their thresholds: {NAME: {threshold: value}}, {NAME: {}} for its own")
         found = {}
         for name, values in (given or {}).items():
             if name not in RULE_GROUPS:
@@ -96,6 +98,8 @@ class SelectConfig(StageConfig):
     @classmethod
     def _expressions(cls, given: Any) -> Any:
         """Each is an expression that DuckDB can read."""
+        if not isinstance(given or {}, Mapping):
+            raise ValueError("rules are named with their conditions: {NAME: 'words < 50'}")
         for name, expression in (given or {}).items():
             try:
                 parsed(name, str(expression))
