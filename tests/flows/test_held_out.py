@@ -16,7 +16,7 @@ from puna.flows.program import Output, Walk
 from puna.flows.recipe import Recipe, Step
 from puna.flows.trace import load
 from puna.stages.contract import execute
-from puna.stages.pretrain.split import SplitConfig, held_out
+from puna.stages.pretrain.split import SplitConfig, split
 from puna.storage import Artifact, Store
 
 WORDS = {
@@ -65,17 +65,21 @@ def curated(store: Store, heldout_words: dict[str, list[str]]) -> tuple[Output, 
     n = 80
     categories = ["high" if i % 2 else "low" for i in range(n)]
     addresses = [f"https://x.org/{i}" for i in range(n)]
-    out = held_out(addresses, categories, SplitConfig())
+    ids = [f"{i:032x}" for i in range(n)]
+
+    def documents_of(texts: list[str]) -> Artifact:
+        return store.import_table("documents", pa.table({
+            "id": ids, "url": addresses, "fetched_at": [datetime(2026, 1, 1, tzinfo=UTC)] * n, "source": ["web"] * n,
+            "title": pa.array([None] * n, pa.string()), "text": texts,
+        }))  # fmt: skip
+
+    domains = store.import_table("signals", pa.table({"id": ids, "domain": categories}))
+    sides = execute(split, SplitConfig(), {"documents": documents_of([""] * n), "signals": domains}, store).read()["split"].to_pylist()
     texts = []
     for i, category in enumerate(categories):
-        words = (heldout_words if out[i] else WORDS)[category]
+        words = (heldout_words if sides[i] == "heldout" else WORDS)[category]
         texts.append(" ".join(random.Random(i).choices(words, k=60)))
-    ids = [f"{i:032x}" for i in range(n)]
-    documents = store.import_table("documents", pa.table({
-        "id": ids, "url": addresses, "fetched_at": [datetime(2026, 1, 1, tzinfo=UTC)] * n, "source": ["web"] * n,
-        "title": pa.array([None] * n, pa.string()), "text": texts,
-    }))  # fmt: skip
-    domains = store.import_table("signals", pa.table({"id": ids, "domain": categories}))
+    documents = documents_of(texts)
     return Output("documents", ("documents",), (documents,)), Output("signals", ("domains",), (domains,))
 
 

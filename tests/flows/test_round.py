@@ -196,7 +196,7 @@ def test_a_round_waits_for_preferences_and_learns_a_grown_set_once(world: World,
     given = []
 
     def noting(number: int, before: rounds.State, *more: Any, **named: Any) -> rounds.State:
-        if current_walk().store() is not None:
+        if current_walk().performs:
             given.append([item.id for output in before.preferences for item in output.items])
         return one_round(number, before, *more, **named)
 
@@ -254,7 +254,7 @@ def test_an_alias_that_was_moved_meanwhile_stays(world: World, monkeypatch: pyte
 
     def moving(*given: Any, **named: Any) -> rounds.State:
         found = one_round(*given, **named)
-        if current_walk().store() is not None:
+        if current_walk().performs:
             world.store.set_alias("policy@latest", other)
         return found
 
@@ -316,7 +316,7 @@ def test_fired_again_while_it_is_at_work_it_is_one_round(world: World, monkeypat
     said = []
 
     def fired_again(number: int, before: rounds.State, *given: Any, **named: Any) -> rounds.State:
-        if current_walk().store() is not None and not said:
+        if current_walk().performs and not said:
             said.append("")  # a round of the second run would come here again
             with ThreadPoolExecutor(1) as another:
                 said.append(another.submit(world.fire, model, pool).result())

@@ -88,11 +88,17 @@ def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
                 position += len(data) - len(left)
                 data = left or handle.read(CHUNK_BYTES)
                 if not data and not engine.eof:
+                    handle.seek(member + 3)
+                    offset, data = _next_member(handle, member + 3, handle.read(CHUNK_BYTES), member)
+                    if data:
+                        yield member, Damage("damaged gzip data (it runs on over the next member)")
+                        break
                     yield member, b"".join(held)
                     yield member, Damage("the file ends inside a gzip member")
                     return
-            yield member, b"".join(held)
-            offset = position
+            else:
+                yield member, b"".join(held)
+                offset = position
         except zlib.error as error:
             if "check" not in str(error):  # the bytes before the damage are right; a wrong checksum says nothing about where
                 yield member, b"".join(held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -16,6 +17,7 @@ from datetime import UTC, datetime
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 import zstandard
 from fastwarc.warc import ArchiveIterator
 
@@ -37,7 +39,7 @@ def record(body, *, kind="response", url="https://a.example.net/p", date="2024-0
         block = (http + "\r\n" + "".join(f"{k}: {v}\r\n" for k, v in headers.items()) + "\r\n").encode() + body
         outer = "application/http; msgtype=response"
     head = (
-        f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Record-ID: <urn:uuid:{abs(hash(url)):032x}>\r\nWARC-Date: {date}\r\n"
+        f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Record-ID: <urn:uuid:{xxhash.xxh128_hexdigest(url.encode())}>\r\nWARC-Date: {date}\r\n"
         f"WARC-Target-URI: {url}\r\nContent-Type: {outer}\r\nContent-Length: {len(block)}\r\n\r\n"
     )
     return head.encode() + block + b"\r\n\r\n"
@@ -150,13 +152,18 @@ def test_wherever_a_compressed_archive_is_cut(pack):
 def test_damage_in_the_middle_loses_one_record_only():
     members = [gzip.compress(page(n), mtime=0) for n in range(5)]
     generator = random.Random(0)
-    for _ in range(50):
+    for _ in range(400):
         which = generator.randrange(5)
         place = generator.randrange(12, len(members[which]))
         damaged = bytearray(members[which])
         damaged[place] ^= 1 << generator.randrange(8)
+        with contextlib.suppress(OSError, EOFError, zlib.error):
+            assert gzip.decompress(bytes(damaged)) == page(which)
+            continue  # a bit that fills up the last byte
         found = list(read_warc(io.BytesIO(b"".join([*members[:which], bytes(damaged), *members[which + 1 :]])), "x", 1 << 20))
         pages = [r.url[-1] for r in found if isinstance(r, Page)]
+        if which == 4 and "ends inside" in found[-1].detail:  # as if the file were cut there: the record may be whole
+            pages = pages[:4]
         assert pages == [str(n) for n in range(5) if n != which]
         assert [r.rule for r in found if isinstance(r, Rejected)] == ["truncated_record"]
 
