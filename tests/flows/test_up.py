@@ -142,7 +142,12 @@ def test_a_run_from_a_form_is_done_and_shows_what_it_made(at_work: Up) -> None:
     found = at_work.ended(run)
     assert found["state"]["type"] == "COMPLETED", found["state"]
     made = next(artifact for artifact in at_work.store.artifacts() if artifact.kind == "instructions")
-    shown = {one["key"]: one for one in at_work.of("artifacts", run)}
+
+    def told() -> dict[str, Any] | None:  # soon after the run's end
+        found = {one["key"]: one for one in at_work.of("artifacts", run)}
+        return found if {"instructions", "run-instructions"} <= found.keys() else None
+
+    shown = until(told)
     assert f"{made.rows()} rows" in shown["instructions"]["description"] and made.id in shown["instructions"]["data"]
     assert "/puna/run/" in shown["run-instructions"]["data"]
     (step,) = until(lambda: at_work.of("task_runs", run))

@@ -10,7 +10,6 @@ import functools
 import re
 
 C1 = re.compile("[\x80-\x9f]")
-NON_ASCII_LINE = re.compile(r"[^\n]*[^\x00-\x7f\n][^\n]*")
 MEANT_A_SPACE = re.compile("Ã(?=[ \u00a0])")  # "à" whose second byte became a space; some languages write "Ã" at a word's end
 
 
@@ -18,20 +17,17 @@ def repaired(text: str) -> str:
     """The text with its doubly encoded lines decoded once more, and what Windows-1252 has in the places of C1 controls."""
     if text.isascii():
         return text
+    from ftfy import fix_encoding
     from ftfy.badness import is_bad
     from ftfy.fixes import fix_c1_controls
 
-    suspicious = _suspicious()
-    lines = [line[0] for line in NON_ASCII_LINE.finditer(text) if suspicious.search(line[0])]
-    if any(is_bad(MEANT_A_SPACE.sub("", line)) for line in lines):
-        text = NON_ASCII_LINE.sub(_once_more, text)
+    lines = text.split("\n")
+    suspicious = [place for place, line in enumerate(lines) if not line.isascii() and _suspicious().search(line)]
+    if any(is_bad(MEANT_A_SPACE.sub("", lines[place])) for place in suspicious):
+        for place in suspicious:
+            lines[place] = fix_encoding(lines[place])
+        text = "\n".join(lines)
     return C1.sub("", fix_c1_controls(text)) if C1.search(text) else text
-
-
-def _once_more(line: re.Match[str]) -> str:
-    from ftfy import fix_encoding
-
-    return fix_encoding(line[0]) if _suspicious().search(line[0]) else line[0]
 
 
 @functools.cache
