@@ -170,7 +170,7 @@ def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max
         file = pq.ParquetFile(handle, read_dictionary=[columns.body])
         for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=chosen):
             place = batch.schema.get_field_index(columns.body)
-            if place < 0 or not pa.types.is_dictionary(batch.schema.field(place).type):
+            if place < 0 or not _are_shared_texts(batch.schema.field(place).type):
                 for row in batch.to_pylist():
                     yield _row(row, source, name, number, columns)
                     number += 1
@@ -186,6 +186,14 @@ def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max
                 number += 1
     except (pa.ArrowInvalid, OSError) as error:
         raise PunaError(f"{name}, after row {number}: damaged Parquet file ({error})") from error
+
+
+def _are_shared_texts(kind: Any) -> bool:
+    """Whether a column has each of its texts once, and numbers of them."""
+    import pyarrow as pa
+
+    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return pa.types.is_dictionary(kind) and any(one(kind.value_type) for one in texts)
 
 
 def read_arrow(handle: BinaryIO, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:

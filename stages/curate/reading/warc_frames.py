@@ -18,6 +18,8 @@ import zstandard
 
 CHUNK_BYTES = 1 << 20
 OUTPUT_BYTES = 1 << 24
+OVERRUNS = 8
+"""Members that may run on over the next ones to the end of the file: for each the rest is read again, so there is an end to it."""
 MAX_HEADER_BYTES = 1 << 16
 GZIP_MAGIC = b"\x1f\x8b\x08"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -71,6 +73,7 @@ def _plain_blocks(handle: BinaryIO) -> Iterator[Block]:
 def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
     """Decompressed gzip members; after a damaged one, reading goes on at the next member's magic number."""
     offset, data = 0, handle.read(CHUNK_BYTES)
+    overruns = 0
     while data:
         if not data.strip(b"\0"):  # padding after the last member
             offset, data = offset + len(data), handle.read(CHUNK_BYTES)
@@ -88,9 +91,11 @@ def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
                 position += len(data) - len(left)
                 data = left or handle.read(CHUNK_BYTES)
                 if not data and not engine.eof:
-                    handle.seek(member + 3)
-                    offset, data = _next_member(handle, member + 3, handle.read(CHUNK_BYTES), member)
+                    if overruns < OVERRUNS:
+                        handle.seek(member + 3)
+                        offset, data = _next_member(handle, member + 3, handle.read(CHUNK_BYTES), member)
                     if data:
+                        overruns += 1
                         yield member, Damage("damaged gzip data (it runs on over the next member)")
                         break
                     yield member, b"".join(held)

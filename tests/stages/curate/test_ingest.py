@@ -168,6 +168,25 @@ def test_damage_in_the_middle_loses_one_record_only():
         assert [r.rule for r in found if isinstance(r, Rejected)] == ["truncated_record"]
 
 
+def test_members_that_run_on_to_the_end_are_looked_behind_a_few_times_only():
+    """Each says that 65,535 bytes follow as they are, more than the file has: for each the rest would be read again."""
+    begun = gzip.compress(b"", mtime=0)[:10] + b"\x00\xff\xff\x00\x00" + page(0)
+    reads = []
+
+    class File(io.BytesIO):
+        def read(self, size=-1):
+            reads.append(size)
+            return super().read(size)
+
+    def of(count):
+        reads.clear()
+        found = list(read_warc(File(begun * count), "x", 1 << 20))
+        assert [one.rule for one in found if isinstance(one, Rejected)][:2] == ["truncated_record"] * 2
+        return len(reads)
+
+    assert of(40) == of(80)
+
+
 @pytest.mark.parametrize("length", [b"9000", b"99999999999", b"9" * 5000])
 @pytest.mark.parametrize("pack", [lambda r: gzip.compress(r, mtime=0), zstandard.compress])
 def test_a_lying_length_loses_its_own_record_only(length, pack):
@@ -342,6 +361,14 @@ def test_a_text_that_all_rows_of_a_parquet_file_share_is_held_once(tmp_path):
     assert [getattr(record, "rule", "page") for record in found] == ["body_too_large", "page", "body_too_large", "malformed_record"] * 2500
     assert found[0].value == 4 << 20 and found[1].body == b"a short text"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # in KiB
+
+
+def test_numbers_that_rows_share_are_no_texts(tmp_path):
+    numbers = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0], pa.int32()), pa.array([7, 9]))
+    pq.write_table(pa.table({"text": numbers}), tmp_path / "numbers.parquet")
+    with (tmp_path / "numbers.parquet").open("rb") as file:
+        found = list(read_parquet(file, "s", "numbers", Columns("text", None, None, None), 1 << 20))
+    assert [record.rule for record in found] == ["malformed_record"] * 3
 
 
 def test_html_columns_and_places_of_rows_without_address(tmp_path):
