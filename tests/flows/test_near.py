@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +12,7 @@ from puna.flows.cli import app
 from puna.stages.contract import execute
 from puna.stages.curate.minhash.near import resembling
 from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
+from puna.stages.curate.minhash_update import MinhashUpdateConfig, minhash_update
 from puna.storage import Store
 from tests.stages.curate.test_minhash_update import corpus, documents
 
@@ -20,10 +22,10 @@ def runs(text, n=5):
     return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
 
 
-def expected(text, rows, least=0.1):
-    mine, found = runs(text), {}
+def expected(text, rows, n=5, least=0.1):
+    mine, found = runs(text, n), {}
     for identity, _, _, other in rows:
-        theirs = runs(other)
+        theirs = runs(other, n)
         both = len(mine & theirs)
         shares = (both / len(mine | theirs), both / len(mine), both / max(1, len(theirs)))
         if max(shares) >= least:
@@ -49,6 +51,17 @@ def test_shares_are_those_of_the_sets(stood, number):
     assert near == {k: v for k, v in expected(whole, rows).items() if max(v) >= 0.9}  # removed documents are found too
 
 
+def test_an_index_of_added_documents_is_read_as_the_first_was_written(tmp_path):
+    """In shingles of three words; with the default's five keys and shares would be others."""
+    store, rows = Store.open(tmp_path / "store"), corpus(4)
+    config = MinhashDedupConfig(words=3, keep_index=True)
+    first = execute(minhash_dedup, config, {"documents": documents(store, rows[:30])}, store)
+    added = execute(minhash_update, MinhashUpdateConfig(), {"documents": documents(store, rows[30:]), "previous": [first]}, store)
+    text = rows[40][3]
+    found = {row.id: tuple(row[1:]) for row in resembling(text, added, 0.9)}
+    assert rows[40][0] in found and found == {k: v for k, v in expected(text, rows[30:], 3).items() if max(v) >= 0.9}
+
+
 def test_the_command_reads_text_and_pages_and_names_what_is_wrong(stood, tmp_path):
     store, rows, made, indexed = stood
 
@@ -59,6 +72,13 @@ def test_the_command_reads_text_and_pages_and_names_what_is_wrong(stood, tmp_pat
     file.write_text(f"<html><body><main><p>{rows[5][3]}</p></main></body></html>")
     best = json.loads(run(str(file), made.id, "--json").stdout)["found"][0]
     assert best["id"] == rows[5][0] and best["similarity"] == 1 and best["url"] == f"https://x.org/{rows[5][0]}"
+    (tmp_path / "out").mkdir()
+    exported = CliRunner().invoke(app, ["export", indexed.id, str(tmp_path / "out"), "--format", "datasketch", "--store", str(store.root)])
+    assert not exported.exit_code, exported.exception
+    index = pickle.loads((tmp_path / "out" / "lsh.pickle").read_bytes())  # noqa: S301  this test wrote it
+    assert set(index.keys) == {row[0] for row in rows} - {"5empty"}
+    refused = CliRunner().invoke(app, ["export", made.id, str(tmp_path / "new"), "--format", "datasketch", "--store", str(store.root)])
+    assert "keep_index=true" in str(refused.exception) and not (tmp_path / "new").exists()
     (tmp_path / "other.txt").write_text("nothing like any of these documents is written here at all")
     assert "nothing like it" in run(str(tmp_path / "other.txt")).stdout and indexed.id in run(str(tmp_path / "other.txt")).stdout
     for words, told in ((("none.txt",), "none.txt cannot be read"), ((str(file), "signals/1"), "signals/1")):

@@ -11,7 +11,6 @@ texts.bin                      normal texts, each compressed by itself, so that 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +24,7 @@ from puna.stages.curate.minhash.sketch import Shingles, of_words
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
-    from datasketch import MinHash, MinHashLSH
+    from datasketch import MinHashLSH
 
 INDEX = "index"
 
@@ -113,24 +112,24 @@ class Index(NamedTuple):
         return of_words(words_of(np.frombuffer(bytearray().join(pieces), np.uint8), offsets), config)
 
 
-def minhashes(documents: Artifact) -> Iterator[tuple[str, MinHash]]:
-    """Id and `MinHash` of each document of an artifact with an index that has words."""
-    config, index = MinhashDedupConfig(**documents.manifest.config), Index.of(documents)
-    for identity, fact, signature in zip(index.ids(), index.facts, index.signatures, strict=True):
-        if fact["shingles"]:
-            yield identity.decode(), minhash(config, signature=signature)
+def configuration(documents: Artifact) -> MinhashDedupConfig:
+    """Of the `minhash_dedup` that made an index, or that the `minhash_update` which did continues."""
+    made = documents
+    if made.manifest.stage == "minhash_update":
+        first = next(record for record in made.manifest.inputs if record.name == "previous")
+        made = Artifact(first.kind, first.key, made.files)
+    return MinhashDedupConfig(**made.manifest.config)
 
 
 def lsh(documents: Artifact) -> MinHashLSH:
-    """The index as datasketch's: the ids of documents by the bands of their signatures."""
+    """The index as datasketch's: the ids of documents with words by the bands of their signatures. PunaError where there is none."""
     from datasketch import MinHashLSH
 
-    if documents.manifest.stage != "minhash_dedup":
-        raise PunaError(f"{documents.id} was made by {documents.manifest.stage}; an index is exported from minhash_dedup's documents")
-    config = MinhashDedupConfig(**documents.manifest.config)
+    known, config = Index.of(documents), configuration(documents)
     if config.scheme == "mersenne":
         raise PunaError(f"{documents.id}: datasketch has no permutations mersenne; deduplicate with scheme affine32, affine64 or legacy")
-    index = MinHashLSH(num_perm=config.bands * config.rows, params=(config.bands, config.rows))
-    for identity, one in minhashes(documents):
-        index.insert(identity, one)
-    return index
+    found = MinHashLSH(num_perm=config.bands * config.rows, params=(config.bands, config.rows))
+    for identity, fact, signature in zip(known.ids(), known.facts, known.signatures, strict=True):
+        if fact["shingles"]:
+            found.insert(identity.decode(), minhash(config, signature=signature))
+    return found

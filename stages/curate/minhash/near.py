@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.stages.curate.minhash.config import MinhashDedupConfig
-from puna.stages.curate.minhash.index import INDEX, Index
+from puna.stages.curate.minhash.index import INDEX, Index, configuration
 from puna.stages.curate.minhash.sketch import Shingles, shingled, signed
 from puna.storage import Artifact, PunaError
 
@@ -34,8 +34,7 @@ def resembling(text: str, documents: Artifact, least: float = 0.1) -> list[Resem
     missed, as when deduplicating. PunaError: the text has no words.
     """
     indexed = f"{INDEX}/facts.npy" in documents.manifest.files
-    stage = documents.manifest.stage
-    config = MinhashDedupConfig(**documents.manifest.config) if indexed and stage == "minhash_dedup" else MinhashDedupConfig()
+    config = configuration(documents) if indexed else MinhashDedupConfig()
     own = shingled(pa.chunked_array([pa.array([text], pa.large_string())]), config)
     if not len(own.hashes):
         raise PunaError("near: the text has no words to compare")
