@@ -32,7 +32,7 @@ from puna.flows.launch import Request, run_flow, run_stage
 from puna.flows.offering import Offering
 from puna.flows.program import Flow
 from puna.flows.server import Server
-from puna.flows.settings import DEFAULT_STORE
+from puna.flows.settings import DEFAULT_RECIPE, DEFAULT_STORE
 from puna.stages.contract import Stage
 from puna.stages.contract.declaration import InputSpec
 from puna.stages.contract.executors import FORMS, PROCESSES
@@ -52,7 +52,7 @@ def _flow_form(flow: Flow) -> PrefectFlow[Any, Any]:
         return _told(lambda: run_flow(flow, request, Store.open(given["store"])))
 
     parameters = [
-        _parameter("recipe", str, "The values of all steps; a YAML file must be where the runs are started", "demo"),
+        _parameter("recipe", str, "The values of all steps; a YAML file must be where the runs are started", DEFAULT_RECIPE),
         *(_input(spec, needed=False) for spec in flow.inputs),
         _parameter("changes", list[str], "Fields to change: select.gopher_quality.min_words=60; line_dedup=null leaves a step out", []),
     ]

@@ -11,14 +11,13 @@ from typing import Any
 from puna.flows.launch import stage_config
 from puna.flows.program import FLOWS, Flow, described
 from puna.flows.recipe import read_values, shipped_recipes
+from puna.flows.settings import DEFAULT_RECIPE
 from puna.flows.trace import everything, fields, load_flows, load_stages
 from puna.stages.contract import Stage, StageConfig
 from puna.stages.contract.declaration import InputSpec
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.explain import flat
 
-RECIPE = "demo"
-"""The recipe whose values a form begins with."""
 FIRST = ("pipeline", "curate", "experiments", "pretrain", "align", "round")
 """The flows in the order in which people meet them; others follow."""
 GROUPS = ("curate", "experiments", "pretrain", "align", "io")
@@ -65,8 +64,8 @@ def _group(stage: Stage) -> str:
 def defaults(offer: Offer) -> dict[str, Any]:
     """The values that a form begins with: those of the recipe `demo`."""
     if isinstance(offer.what, Flow):
-        return {"recipe": RECIPE}
-    values = values_of(offer.what, RECIPE, offer.what.name)
+        return {"recipe": DEFAULT_RECIPE}
+    values = values_of(offer.what, DEFAULT_RECIPE, offer.what.name)
     return {} if values is None else {"config": values}
 
 

@@ -12,7 +12,7 @@ from puna.flows.adapter import Performer
 from puna.flows.inputs import meant
 from puna.flows.program import FLOWS, Flow, Item
 from puna.flows.session import session
-from puna.flows.settings import DEFAULT_STORE
+from puna.flows.settings import DEFAULT_RECIPE, DEFAULT_STORE
 from puna.flows.trace import load
 from puna.stages.contract import External, Stage, parse, perform
 from puna.storage import Artifact, PunaError, Store
@@ -49,7 +49,7 @@ def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_
 
 
 def run_flow(
-    flow: Flow | str, *inputs: Input, recipe: str = "demo", changes: Sequence[str] = (), store: Store | str | Path = DEFAULT_STORE
+    flow: Flow | str, *inputs: Input, recipe: str = DEFAULT_RECIPE, changes: Sequence[str] = (), store: Store | str | Path = DEFAULT_STORE
 ) -> dict[str, Artifact]:
     """The artifacts of a flow by step. `recipe`: a name or a YAML file; `changes`: `step.field=value`, as `--set` takes them."""
     found = launch.chosen(f"flow:{flow.removeprefix('flow:')}") if isinstance(flow, str) else flow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from puna.flows import preflight
@@ -15,6 +16,7 @@ from puna.flows.recipe import overridden, read_values
 from puna.flows.running import checked_inputs, given_to, sample_pages
 from puna.flows.server import named_server
 from puna.flows.session import session
+from puna.flows.settings import DEFAULT_RECIPE, DEFAULT_STORE
 from puna.flows.trace import load, load_flows, load_stages
 from puna.stages.contract import Stage, StageConfig, did_you_mean, parse
 from puna.stages.contract.executors import PROCESSES
@@ -48,15 +50,15 @@ class Request:
     def parameters(self) -> dict[str, Any]:
         """What was asked for, as a server shows it."""
         asked = {"recipe": self.recipe, "changes": list(self.changes), "inputs": list(self.inputs), "executor": self.executor}
-        return {"command": self.command, **asked}
+        return {"command": self.command(), **asked}
 
-    @property
-    def command(self) -> str:
-        """The command line that asks for the same."""
+    def command(self, store: Store | None = None) -> str:
+        """The command line that asks for the same; `store`: it is named where it is not the default one."""
         options = {"--recipe": [self.recipe] if self.recipe else [], "--input": self.inputs, "--set": self.changes}
         options["--as"] = [self.alias.partition("@")[0]] if self.alias else []
+        options["--store"] = [] if store is None or store.uri == str(Path(DEFAULT_STORE).resolve()) else [store.uri]
         words = (word for name, values in options.items() for value in values for word in (name, value))
-        return shlex.join(["puna", "run", self.what, *words])
+        return shlex.join(["puna", "run", self.what.removeprefix("flow:"), *words])
 
 
 def chosen(what: str) -> Flow | Stage:
@@ -88,7 +90,7 @@ def run_flow(flow: Flow, request: Request, store: Store) -> str:
     """Run a flow and write its report; returns the name of the run."""
     if request.alias is not None:
         raise PunaError(f"--as: {flow.name} is a flow, which sets aliases of its own; `--as` is for a stage")
-    recipe = load(request.recipe or "demo", list(request.changes), flow.name)
+    recipe = load(request.recipe or DEFAULT_RECIPE, list(request.changes), flow.name)
     named_server()
     given = checked_inputs(flow, recipe, request.inputs, store, executor=request.executor, quiet=request.json)
     with session(

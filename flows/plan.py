@@ -13,7 +13,7 @@ import typer
 from puna.flows.look import StoreOption
 from puna.flows.program import Flow
 from puna.flows.report.markup import duration, size
-from puna.flows.settings import DEFAULT_STORE
+from puna.flows.settings import DEFAULT_RECIPE, DEFAULT_STORE
 from puna.storage import PunaError, Store
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from puna.stages.pretrain.pretrain import PretrainConfig
 
 app = typer.Typer()
-DEFAULT_RECIPE = "demo"
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The default store, and Prefect's settings, made before it is imported: offline, without telemetry, its state inside the store."""
+"""The default store and recipe, and Prefect's settings, made before it is imported: offline, no telemetry, its state in the store."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 DEFAULT_STORE = ".puna"
+DEFAULT_RECIPE = "demo"
+"""Of a flow that is given none."""
 OFFLINE = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 
 from puna.flows.annotate import ALIAS
 from puna.flows.history import POLICY, History
+from puna.flows.settings import DEFAULT_RECIPE
 from puna.storage import Artifact, PunaError, Store
 
 NOTE = "rounds.json"
@@ -18,13 +18,13 @@ class Wanted:
     """`preferences`: new ones for which a round is made, 0: none is. `recipe`: of that round."""
 
     preferences: int = 0
-    recipe: str = "demo"
+    recipe: str = DEFAULT_RECIPE
 
 
 def wanted(store: Store) -> Wanted:
     """What a person set for the store."""
     try:
-        found = json.loads((store.root / NOTE).read_text(encoding="utf-8"))
+        found = json.loads(store.files.read(NOTE))
         return Wanted(int(found["preferences"]), str(found["recipe"]))
     except (OSError, ValueError, KeyError, TypeError):
         return Wanted()
@@ -32,9 +32,7 @@ def wanted(store: Store) -> Wanted:
 
 def want(store: Store, asked: Wanted) -> None:
     """Set it, for the worker that is at work and for later ones."""
-    temporary = store.root / f".{NOTE}.{os.getpid()}"
-    temporary.write_text(json.dumps(asdict(asked)), encoding="utf-8")
-    os.replace(temporary, store.root / NOTE)
+    store.files.write(NOTE, json.dumps(asdict(asked)).encode())
 
 
 def judged(store: Store) -> Artifact | None:

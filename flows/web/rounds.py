@@ -9,6 +9,7 @@ from puna.flows.recipe import shipped_recipes
 from puna.flows.report.markup import Content, Html, number, section, table, tag
 from puna.flows.report.plot import Plot
 from puna.flows.report.svg import draw, grid
+from puna.flows.settings import DEFAULT_RECIPE
 from puna.flows.trigger import Wanted, new_preferences, want, wanted
 from puna.flows.web.frame import artifact_link, field, option, page
 from puna.stages.align.approval import ApprovalConfig, approval
@@ -62,7 +63,7 @@ def set_trigger(store: Store, said: Mapping[str, Sequence[str]]) -> None:
     text = said.get("preferences", ["0"])[0] or "0"
     if not text.isdecimal():
         raise PunaError(f"preferences: takes a whole number, 0 for none (got {text!r})")
-    recipe = said.get("recipe", ["demo"])[0]
+    recipe = said.get("recipe", [DEFAULT_RECIPE])[0]
     if recipe not in shipped_recipes():
         raise PunaError(f"recipe {recipe}: not found; recipes are {', '.join(shipped_recipes())}")
     want(store, Wanted(int(text), recipe))

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import shlex
 import uuid
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
 from puna.flows.forms import Choices, Offer, defaults, offers, picked, settings_of, values_of
 from puna.flows.launch import Request, stage_config
-from puna.flows.plan import DEFAULT_RECIPE, Total, steps_of
+from puna.flows.plan import Total, steps_of
 from puna.flows.planned import STATES, Planned
 from puna.flows.program import Flow, described
 from puna.flows.recipe import shipped_recipes
 from puna.flows.report.markup import Content, Html, details, duration, section, size, table, tag
 from puna.flows.server import Server, Unreachable, read_note
-from puna.flows.settings import DEFAULT_STORE
+from puna.flows.settings import DEFAULT_RECIPE
 from puna.flows.web.frame import field, option, page, problem
 from puna.stages.contract import Stage, did_you_mean
 from puna.stages.contract.declaration import InputSpec
@@ -78,7 +76,7 @@ def replanned(store: Store, name: str, asked: Asked) -> Html:
             table(["step", *(COSTS if known else ()), "because"], rows, numeric=(1, 2, 3) if known else ()) if rows else None,
             details(f"{len(reused)} reused", table(["step", "artifact"], reused), class_="more") if reused else None,
             None if steps else tag("p", "No step follows from what there is.", class_="note")),
-        tag("p", "On the command line: ", tag("code", command(request, store)), class_="note"),
+        tag("p", "On the command line: ", tag("code", request.command(store)), class_="note"),
     )  # fmt: skip
 
 
@@ -161,17 +159,6 @@ def requested(offer: Offer, asked: Asked) -> Request:
         if now != _shown(own.get(path)) or path not in own:
             changes.append(f"{path}={now}")
     return Request(f"stage:{offer.what.name}", None, tuple(changes), tuple(texts))
-
-
-def command(request: Request, store: Store) -> str:
-    """The same on the command line."""
-    words = ["puna", "run", request.what.removeprefix("flow:")]
-    words += ["--recipe", request.recipe] if request.recipe else []
-    for text in request.inputs:
-        words += ["--input", text]
-    for change in request.changes:
-        words += ["--set", change]
-    return shlex.join(words if store.uri == str(Path(DEFAULT_STORE).resolve()) else [*words, "--store", store.uri])
 
 
 def offered(name: str) -> Offer:
