@@ -22,6 +22,7 @@ from puna.flows.web.frame import field, option, page, problem
 from puna.stages.contract import Stage, did_you_mean
 from puna.stages.contract.declaration import InputSpec
 from puna.storage import PunaError, Store
+from puna.storage.explain import flat
 
 Asked = Mapping[str, Sequence[str]]
 """The fields of a form as a browser sends them, each with its values."""
@@ -152,7 +153,7 @@ def requested(offer: Offer, asked: Asked) -> Request:
     if isinstance(offer.what, Flow):
         lines = [line.strip() for text in asked.get("changes", ()) for line in text.splitlines()]
         return Request(f"flow:{offer.what.name}", recipe or DEFAULT_RECIPE, tuple(line for line in lines if line), tuple(texts))
-    before, own = _values(offer, recipe), leaves(offer.what.config.model_construct().model_dump(mode="json", warnings=False))
+    before, own = _values(offer, recipe), flat(offer.what.config.model_construct().model_dump(mode="json", warnings=False))
     changes = []
     for path, value in before.items():
         now = asked[f"set.{path}"][0] if f"set.{path}" in asked else _shown(value)
@@ -296,16 +297,7 @@ def _values(offer: Offer, recipe: str) -> dict[str, Any]:
     if found is None:  # it has no whole set of values before some are given
         needed = dict.fromkeys(name for name, one in offer.what.config.model_fields.items() if one.is_required())
         found = needed | offer.what.config.model_construct().model_dump(mode="json", warnings=False)
-    return leaves(found)
-
-
-def leaves(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Nested settings by dotted path; lists and empty groups are values."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        own = f"{path}.{name}" if path else name
-        found.update(leaves(value, own) if isinstance(value, dict) and value else {own: value})
-    return found
+    return flat(found) if found else {}
 
 
 def _shown(value: Any) -> str:
