@@ -97,6 +97,10 @@ def _looking(app: FastAPI, store: Store, prefect: str | None) -> None:
     def search(q: str = "", artifact: str = "", rule: str = "") -> str:
         return documents.documents_page(store, artifact, q, rule, prefect)
 
+    @app.post("/near", response_class=HTMLResponse)
+    async def near(request: Request) -> str:
+        return await run_in_threadpool(documents.documents_page, store, "", "", "", prefect, await _sent(request))
+
     @app.get("/document/{identity}", response_class=HTMLResponse)
     def document(identity: str) -> str:
         return documents.document_page(store, identity, prefect)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from puna.flows.look import fate
 from puna.flows.report.markup import Content, Html, excerpt, number, percent, section, table, tag
 from puna.flows.web.frame import artifact_link, field, option, page, plain
+from puna.flows.web.near import near_form, resembled
 from puna.storage import Artifact, PunaError, Store
 
 MOST_HITS = 40
@@ -23,19 +24,25 @@ BEFORE, AFTER = 120, 200
 """Characters shown around what was found."""
 
 
-def documents_page(store: Store, name: str, words: str, rule: str, prefect: str | None) -> Html:
-    """The search and what it finds. `rule`: empty for documents that are kept, else those that this rule, or any, dropped."""
+def documents_page(
+    store: Store, name: str, words: str, rule: str, prefect: str | None, text: Mapping[str, Sequence[str]] | None = None
+) -> Html:
+    """The search and what it finds. `rule`: empty for documents that are kept, else those that this rule, or any, dropped.
+
+    `text`: the form that asks what a text resembles, where that one was sent.
+    """
     made = [one for one in reversed(store.artifacts()) if one.kind == "documents"]
     if not made:
         nothing = tag("p", "The store holds no documents yet: run `curate`.", class_="lead")
         return page("Documents", nothing, here="documents", prefect=prefect)
     names = store.names()
     aliases = {alias: one for one in made for alias in names.get(one.key, ())}
-    chosen = store.resolve(name) if name else aliases.get("documents@latest", made[0])
+    near = resembled(store, text) if text else None
+    chosen = near[0] if near else store.resolve(name) if name else aliases.get("documents@latest", made[0])
     rules = _rules(chosen)
     shown = list({one.key: one for one in (chosen, *made[:MOST_HITS])}.values())
-    titles = [" · ".join([*names.get(one.key, ()), one.id, one.manifest.stage, f"{one.rows():,} rows"]) for one in shown]
-    options = [option(one.id, title, chosen=one.key == chosen.key) for one, title in zip(shown, titles, strict=True)]
+    offered = [(one, " · ".join([*names.get(one.key, ()), one.id, one.manifest.stage, f"{one.rows():,} rows"])) for one in shown]
+    options = [option(one.id, title, chosen=one.key == chosen.key) for one, title in offered]
     which = [option("", f"kept: {chosen.rows():,}", chosen=not rule)]
     if rules:
         which.append(option(ANY, f"dropped by {ANY}: {rules.total():,}", chosen=rule == ANY))
@@ -47,7 +54,8 @@ def documents_page(store: Store, name: str, words: str, rule: str, prefect: str 
         tag("p", tag("button", "Search", class_="main")),
         action="/puna/documents", method="get")  # fmt: skip
     return page(
-        "Documents", tag("div", form, tag("div", _dropped_by(chosen, rules)), class_="two"), _found(store, chosen, words, rule),
+        "Documents", tag("div", form, tag("div", _dropped_by(chosen, rules)), class_="two"),
+        near_form(offered, chosen, near[1] if near else ""), near[2] if near else _found(store, chosen, words, rule),
         here="documents", prefect=prefect,
     )  # fmt: skip
 

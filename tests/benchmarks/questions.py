@@ -53,14 +53,15 @@ def filled(folder: Path, count: int) -> Store:
 
     built = everything(folder)
     store, draw = built.store, np.random.default_rng(0)
-    first = made_up(store, count, lines=2)
-    texts = first.read(columns=["id", "url", "fetched_at", "source", "text"])
+    with tempfile.TemporaryDirectory() as elsewhere:  # of no stage, so it has no place in a store
+        documents = made_up(Store.open(elsewhere), count, lines=2).read()
+    texts = documents.select(["id", "url", "fetched_at", "source", "text"])
     more = {"content_type": ["text/html"] * count, "charset": pa.nulls(count, pa.string()), "body": texts["text"].cast(pa.binary())}
     pages = texts.drop_columns(["text"])
     for name, values in more.items():
         pages = pages.append_column(name, pa.chunked_array([values]) if isinstance(values, pa.Array) else values if isinstance(values, pa.ChunkedArray) else pa.array(values))
     crawl = commit(store, "ingest", "pages", [], pages=pages)
-    extracted = commit(store, "extract", "documents", [crawl], documents=first.read())
+    extracted = commit(store, "extract", "documents", [crawl], documents=documents)
     ids = texts["id"]
     words = pa.array(draw.integers(1, 500, count))
     numbers = {f"signal_{n}": pa.array(draw.random(count)) for n in range(6)}

@@ -173,3 +173,20 @@ def test_pages_of_other_sites_cannot_make_a_model_talk(client: TestClient) -> No
     sent = client.post("/chat/say", json={"model": "x", "messages": []}, headers={"sec-fetch-site": "cross-site"})
     assert sent.status_code == 403
     assert client.get("/").headers["content-security-policy"].startswith("default-src 'self'")
+
+
+def test_a_text_is_told_what_it_resembles(client: TestClient, store: Store) -> None:
+    """The made-up document of 20 words has, as each above the size of a run, the one run "word word …": all resemble all."""
+    documents = next(artifact for artifact in store.artifacts() if artifact.kind == "documents" and artifact.manifest.stage != "select")
+    assert 'action="/puna/near"' in client.get("/documents").text
+    found = client.post("/near", data={"artifact": documents.id, "text": "word " * 20})
+    assert found.status_code == 200
+    assert "documents resemble it" in text(found)
+    assert "1.000 1.000 1.000" in re.sub(r"\s+", " ", text(found))
+    assert "<script>alert" not in found.text
+    assert "Nothing resembles it" in text(
+        client.post("/near", data={"artifact": documents.id, "text": "quite other words than these are, all of them, and many more"})
+    )
+    refused = client.post("/near", data={"artifact": documents.id, "text": " "})
+    assert refused.status_code == 404
+    assert "no words" in text(refused)

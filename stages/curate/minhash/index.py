@@ -112,6 +112,11 @@ class Index(NamedTuple):
         return of_words(words_of(np.frombuffer(bytearray().join(pieces), np.uint8), offsets), config)
 
 
+def indexed(documents: Artifact) -> bool:
+    """Whether documents have an index with them."""
+    return f"{INDEX}/facts.npy" in documents.manifest.files
+
+
 def configuration(documents: Artifact) -> MinhashDedupConfig:
     """Of the `minhash_dedup` that made an index, or that the `minhash_update` which did continues."""
     made = documents

@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.stages.curate.minhash.config import MinhashDedupConfig
-from puna.stages.curate.minhash.index import INDEX, Index, configuration
+from puna.stages.curate.minhash.index import Index, configuration, indexed
 from puna.stages.curate.minhash.sketch import Shingles, shingled, signed
 from puna.storage import Artifact, PunaError
 
@@ -33,13 +33,13 @@ def resembling(text: str, documents: Artifact, least: float = 0.1) -> list[Resem
     With an index (`minhash_dedup.keep_index`) only documents that share a band are looked at: those of little similarity may be
     missed, as when deduplicating. PunaError: the text has no words.
     """
-    indexed = f"{INDEX}/facts.npy" in documents.manifest.files
-    config = configuration(documents) if indexed else MinhashDedupConfig()
+    at_hand = indexed(documents)
+    config = configuration(documents) if at_hand else MinhashDedupConfig()
     own = shingled(pa.chunked_array([pa.array([text], pa.large_string())]), config)
     if not len(own.hashes):
         raise PunaError("near: the text has no words to compare")
     wanted = np.unique(own.hashes)
-    found = _by_index(own, documents, config) if indexed else _by_reading(documents, config)
+    found = _by_index(own, documents, config) if at_hand else _by_reading(documents, config)
     rows = [_beside(wanted, identity, hashes) for identity, hashes in found]
     rows = [row for row in rows if max(row.similarity, row.of_text, row.of_document) >= least]
     return sorted(rows, key=lambda row: (-row.similarity, -row.of_text, row.id))
