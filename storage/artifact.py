@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from puna.storage.files import DamagedFile, Files, Stat
 from puna.storage.manifest import NAME, Manifest, TableRecord
 from puna.storage.parts import Beside, Part, ShardRows, Stored
 from puna.storage.schemas import table_schema
+from puna.storage.shards import Shard
 
 PART_ROWS = 1024
 CHECKED = ".checked"
@@ -105,13 +106,20 @@ class Artifact:
 
     def shards(self, table: str | None = None) -> list[ShardRows]:
         """The table's shards by reference, in the order of its key."""
+        return self._shards(table, lambda artifact, shard: artifact.stored(shard.file, shard.groups) if shard.file else None)
+
+    def facts(self) -> list[ShardRows]:
+        """`digest` and `characters` of each of the documents, in shards like theirs."""
+        return self._shards(None, lambda artifact, shard: artifact.stored(shard.facts, (shard.own,)) if shard.facts else None)
+
+    def _shards(self, table: str | None, stored: Callable[[Artifact, Shard], Stored | None]) -> list[ShardRows]:
+        """`stored`: the file that holds an artifact's own rows of a shard."""
         record = self.record(table)
         files = [self, *self.sources(table)]
         columns = [artifact.record(table if artifact is self else artifact.kind).shards for artifact in files]
         found = []
         for number, shard in enumerate(record.shards):
-            of = [(artifact, c[number]) for artifact, c in zip(files, columns, strict=True)]
-            own = [artifact.stored(s.file, s.groups) if s.file else None for artifact, s in of]
+            own = [stored(artifact, column[number]) for artifact, column in zip(files, columns, strict=True)]
             order = self.stored(shard.order) if shard.order else None
             found.append(ShardRows(shard.rows, tuple(shard.low), tuple(shard.high), tuple(own), order))
         return found

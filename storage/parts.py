@@ -108,6 +108,14 @@ class ShardRows:
             return own.range(start, stop, columns)
         return taken(self.stored, *self.place(start, stop), columns)
 
+    def take(self, rows: Ints, columns: Sequence[str] | None = None) -> pa.Table:
+        """Some rows, given in order."""
+        places = (np.zeros(len(rows), np.int64), rows)
+        if self.order is not None:
+            source, row = self.place(0, self.rows)
+            places = (source[rows], row[rows])
+        return taken(self.stored, *places, columns)
+
     def pieces(self, rows: int) -> Iterator[tuple[int, int]]:
         """(start, stop) of pieces of at most `rows` rows that follow the row groups where they can."""
         own = self.stored[0]

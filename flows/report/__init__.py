@@ -6,6 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
+import duckdb
 import pyarrow as pa
 
 from puna.flows.report.page import MAKER, comparison, page
@@ -35,8 +36,9 @@ def write(store: Store, run: str, output: Path | None, compare: str | None = Non
         raise PunaError(f"report {target}: is a folder; give the name of an HTML file")
     try:
         content = (page(about) if other is None else comparison(other, about)).encode("utf-8")
-    except (pa.ArrowException, FileNotFoundError) as error:
-        raise PunaError(f"report of run {name}: an artifact cannot be read ({error}); `puna verify` names the damaged one") from error
+    except (pa.ArrowException, duckdb.Error, FileNotFoundError) as error:
+        said = str(error).partition("\n")[0]
+        raise PunaError(f"report of run {name}: an artifact cannot be read ({said}); `puna verify` names the damaged one") from error
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         if output is None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from puna.flows.report.curate import card
 from puna.flows.report.markup import Content, Html, join, number, part, percent, table, tag
-from puna.flows.report.run import Run, Step
+from puna.flows.report.run import Run, Step, joined, measured, rows_of
 from puna.storage import Artifact
 
 KEPT_SHOWN = 6
@@ -22,35 +25,23 @@ def final_documents(run: Run) -> Artifact | None:
     return steps[-1].artifact if steps else None
 
 
-def words_of(run: Run, column: str) -> dict[str, str]:
-    """A signal of words (language, domain) by document id, from the last step that wrote it."""
-    for step in reversed(run.kind("signals")):
-        if step.has("signals") and column in step.artifact.manifest.tables["signals"].columns:
-            both = step.artifact.read(columns=["id", column])
-            return {i: v for i, v in zip(both["id"].to_pylist(), both[column].to_pylist(), strict=True) if v is not None}
-    return {}
-
-
-def numbers_of(run: Run, column: str) -> dict[str, float]:
-    """A signal of numbers by document id."""
-    return {i: float(v) for i, v in words_of(run, column).items()}
-
-
 def shares_view(run: Run, column: str, title: str) -> Html:
     """Documents per language or domain: those that were classified, and those of them that were kept."""
-    groups = words_of(run, column)
-    documents = final_documents(run)
-    if not groups or documents is None:
+    signals, documents = run.signals(column), final_documents(run)
+    if signals is None or documents is None:
         return Html("")
-    lengths = run.scan(documents).lengths
-    came: dict[str, int] = defaultdict(int)
-    kept: dict[str, int] = defaultdict(int)
-    characters: dict[str, int] = defaultdict(int)
-    for name, group in groups.items():
-        came[group] += 1
-        if name in lengths:
-            kept[group] += 1
-            characters[group] += lengths[name]
+    came: Counter[Any] = Counter()
+    kept: Counter[Any] = Counter()
+    characters: Counter[Any] = Counter()
+    for batch in signals.batches("signals", [column]):
+        _add(came, pa.Table.from_batches([batch]), column, "count")
+    for own, groups in measured(documents, signals.beside(["id", column])):
+        both = joined(own, groups)
+        _add(kept, both, column, "count")
+        _add(characters, both, column, "sum", "characters")
+    del came[None], kept[None], characters[None]
+    if not came:
+        return Html("")
     ranked = sorted(came, key=lambda g: (-came[g], g))
     if len(ranked) > GROUPS_SHOWN:
         rest = ranked[GROUPS_SHOWN - 1 :]
@@ -68,6 +59,12 @@ def shares_view(run: Run, column: str, title: str) -> Html:
     return part(title.capitalize(), chips, table(head, rows, numeric=(2, 3, 4, 5)))
 
 
+def _add(counts: Counter[Any], rows: pa.Table, group: str, how: str, value: str = "") -> None:
+    """Add the rows of each group to a count of them, or a sum of their values."""
+    found = rows.group_by(group).aggregate([(value or group, how, pc.CountOptions(mode="all") if how == "count" else None)])
+    counts.update(dict(zip(found[group].to_pylist(), found[f"{value or group}_{how}"].to_pylist(), strict=True)))
+
+
 def _double(kept: int, came: int, most: int) -> Html:
     widths = (100 * kept / max(1, most), 100 * (came - kept) / max(1, most))
     bars = [tag("i", class_=name, style=f"width:{width:.2f}%") for name, width in zip(("kept", "gone"), widths, strict=True)]
@@ -83,19 +80,21 @@ def mixture_view(run: Run) -> Html:
     if step is None:
         return Html("")
     documents = next((a for a in run.inputs(step) if a.kind == "documents"), None)
-    lengths = run.scan(documents).lengths if documents is not None else {}
     groups: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for row in step.artifact.read().to_pylist():
-        group = groups[row["category"]]
-        if row["split"] == "heldout":
-            group["heldout"] += 1
-            continue
-        length = lengths.get(row["id"], 0)
-        group["train"] += 1
-        group["characters"] += length
-        group["read"] += length * row["repeats"]
-        group["weight"] = max(group["weight"], row["weight"])
-        group["repeats"] = max(group["repeats"], row["repeats"])
+    beside = step.artifact.beside(["id", "category", "split", "repeats", "weight"])
+    for own, found in measured(documents, beside) if documents is not None else ():
+        found = joined(found, own)
+        found = found.append_column("read", pc.multiply(found["characters"].cast(pa.int64()), found["repeats"]))
+        counted = [("id", "count"), ("characters", "sum"), ("read", "sum"), ("weight", "max"), ("repeats", "max")]
+        for row in found.group_by(["category", "split"]).aggregate(counted).to_pylist():
+            group = groups[row["category"]]
+            if row["split"] == "heldout":
+                group["heldout"] += row["id_count"]
+                continue
+            for name in ("characters", "read"):
+                group[name] += row[f"{name}_sum"]
+            for name in ("weight", "repeats"):
+                group[name] = max(group[name], row[f"{name}_max"])
     natural = sum(g["characters"] for g in groups.values())
     read = sum(g["read"] for g in groups.values())
     ranked = sorted(groups, key=lambda name: (-groups[name]["weight"], name))
@@ -129,20 +128,25 @@ def kept_view(run: Run) -> Html:
     documents = final_documents(run)
     if documents is None or not documents.rows():
         return Html("")
-    ids = documents.read(columns=["id"])["id"].to_pylist()
-    languages, domains, quality = words_of(run, "language"), words_of(run, "domain"), numbers_of(run, "quality")
-    chosen: dict[str, str] = {}
-    for name in ids:
-        chosen.setdefault(f"{languages.get(name)} {domains.get(name)}", name)
-    spread = ids[:: max(1, len(ids) // KEPT_SHOWN)]
+    told = {name: artifact for name in ("language", "domain", "quality") if (artifact := run.signals(name)) is not None}
+    words = [name for name in told if name != "quality"]
+    chosen: dict[tuple[str | None, ...], str] = {}
+    spread, at, step = [], 0, max(1, documents.rows() // KEPT_SHOWN)
+    for rows, *signals in measured(documents, *(told[name].beside(["id", name]) for name in words)):
+        spread += rows["id"].take(pa.array(range(-at % step, len(rows), step), pa.int64())).to_pylist()
+        at += len(rows)
+        for name, of in zip(words, signals, strict=True):
+            rows = rows.append_column(name, of[name].take(pc.index_in(rows["id"], value_set=of["id"].combine_chunks())))
+        for row in rows.group_by(words, use_threads=False).aggregate([("id", "first")]).to_pylist() if words else ():
+            chosen.setdefault(tuple(row[name] for name in words), row["id_first"])
     shown = list(dict.fromkeys([*list(chosen.values())[: KEPT_SHOWN - 1], *spread]))[:KEPT_SHOWN]
-    rows = run.scan(documents, set(shown)).rows
+    found = rows_of(documents, shown)
     cards = []
-    for name in shown:
-        said = [tag("span", word, class_="tag") for word in (languages.get(name), domains.get(name)) if word]
-        if name in quality:
-            said.append(tag("span", f"quality {quality[name]:.2f}", class_="tag"))
-        cards.append(card(rows[name], said, 320))
+    for one in shown:
+        values = {name: of.between(one, one, columns=[name])[name].to_pylist() for name, of in told.items()}
+        said = [tag("span", word, class_="tag") for name in words for word in values[name] if word]
+        said += [tag("span", f"quality {value:.2f}", class_="tag") for value in values.get("quality", ()) if value is not None]
+        cards.append(card(found[one], said, 320))
     return part("What was kept", tag("div", cards, class_="cards"))
 
 

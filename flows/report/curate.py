@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from puna.flows.report.among import Among
 from puna.flows.report.funnel import Example, Level, Rule
 from puna.flows.report.markup import Content, Html, details, excerpt, join, number, part, percent, short, size, table, tag
-from puna.flows.report.run import Run, Step
+from puna.flows.report.run import Run, Step, asked, rows_of
 
-PAIRS = 3
 WORDS_COMPARED = 160
 LINES_SHOWN = 10
 RULES_SHOWN = 10
@@ -137,18 +139,21 @@ def duplicates_view(run: Run) -> Html:
 
 
 def _pairs(run: Run, step: Step) -> Html:
-    rows = step.artifact.read("duplicates").to_pylist()
-    ordered = sorted(rows, key=lambda row: (row["similarity"], row["id"]))
-    near = [row for row in ordered if row["similarity"] < 1] or ordered
-    chosen = [near[i] for i in sorted({0, len(near) // 2, len(near) - 1})][:PAIRS]
+    every, near = Among(), Among()
+    for batch in step.artifact.batches("duplicates"):
+        rows = pa.Table.from_batches([batch])
+        every.add(rows, rows["similarity"].to_numpy())
+        rows = rows.filter(pc.less(rows["similarity"], 1))
+        near.add(rows, rows["similarity"].to_numpy())
+    chosen = [row for _, row in (near if near.rows else every).shown()]
     wanted = {str(i) for row in chosen for i in (row["id"], row["kept_id"])}
-    found = {name: doc for source in run.filtered(step) for name, doc in run.scan(source, wanted).rows.items()}
+    found = {name: doc for source in run.filtered(step) for name, doc in rows_of(source, wanted).items()}
     whole = [row for row in chosen if row["id"] in found and row["kept_id"] in found]
     pairs = [_pair(row, found[row["id"]], found[row["kept_id"]], opened=row is whole[0]) for row in whole]
-    clusters = Counter(row["cluster"] for row in rows)
-    sizes = sorted(clusters.values(), reverse=True)
-    methods = ", ".join(sorted({row["method"] for row in rows}))
-    note = f"{len(rows):,} documents removed in {len(clusters):,} clusters (the largest lost {sizes[0]:,}); found by {methods}."
+    of_clusters = "select count(*), max(rows) from (select count(*) as rows from found group by cluster)"
+    ((clusters, largest),) = asked(step.artifact, "duplicates", of_clusters)
+    methods = ", ".join(method for (method,) in asked(step.artifact, "duplicates", "select distinct method from found order by method"))
+    note = f"{every.rows:,} documents removed in {clusters:,} clusters (the largest lost {largest:,}); found by {methods}."
     return part(f"{step.label}: what was removed, beside what was kept", tag("div", pairs, class_="pairs"), note=note)
 
 
@@ -186,15 +191,11 @@ def lines_view(run: Run) -> Html:
 
 
 def _lines(step: Step) -> Html:
-    counts: Counter[tuple[str, str]] = Counter()
-    documents: set[str] = set()
-    characters = 0
-    for batch in step.artifact.batches("removed_lines", columns=["id", "text", "rule"]):
-        for row in batch.to_pylist():
-            counts[row["text"].strip(), row["rule"]] += 1
-            documents.add(row["id"])
-            characters += len(row["text"])
-    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:LINES_SHOWN]
-    rows: list[list[Content]] = [[count, tag("q", excerpt(line, 160) or "(blank)", dir="auto"), rule] for (line, rule), count in ranked]
-    note = f"{counts.total():,} lines ({short(characters)} characters) cut from {len(documents):,} documents; {len(counts):,} distinct."
+    white = "' ' || chr(9) || chr(10) || chr(13)"
+    texts = f"select trim(text, {white}) as said, rule, count(*) as times, sum(length(text)) as size from found group by said, found.rule"
+    totals = f"select sum(times), sum(size), count(*), (select count(distinct id) from found) from ({texts})"
+    ((times, characters, distinct, documents),) = asked(step.artifact, "removed_lines", totals)
+    ranked = asked(step.artifact, "removed_lines", f"{texts} order by times desc, said, rule limit {LINES_SHOWN}")
+    rows: list[list[Content]] = [[count, tag("q", excerpt(line, 160) or "(blank)", dir="auto"), rule] for line, rule, count, _ in ranked]
+    note = f"{times:,} lines ({short(characters)} characters) cut from {documents:,} documents; {distinct:,} distinct."
     return part(f"{step.label}: the lines removed most often", table(["times", "line", "rule"], rows, numeric=(0,)), note=note)

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from puna.flows.report.run import Run, Step
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from puna.flows.report.among import Among
+from puna.flows.report.run import Run, Step, joined, measured, rows_of
 from puna.storage import Artifact
 
 FUNNEL_KINDS = ("pages", "documents")
-PLACES = ("closest to the threshold", "in the middle", "farthest from it")
 
 
 @dataclass(frozen=True)
@@ -70,80 +73,69 @@ def funnel(run: Run) -> list[Level]:
 def level(run: Run, step: Step) -> Level:
     """One step: rules by the rows they removed, with examples fetched from the step's input."""
     sources = run.filtered(step)
-    grouped = _dropped(step)
-    chosen = {rule: _choose(rows) for rule, rows in grouped.items()}
-    wanted = {str(row["id"]) for rows in chosen.values() for _, row in rows}
-    scans = [run.scan(source, wanted) for source in sources]
-    lengths = {name: length for scan in scans for name, length in scan.lengths.items()}
-    found = {name: row for scan in scans for name, row in scan.rows.items()}
+    dropped = _dropped(step)
+    shown = {rule: among.shown() for rule, among in dropped.items()}
+    wanted = {str(row["id"]) for rows in shown.values() for _, row in rows}
+    found = {name: row for source in sources for name, row in rows_of(source, wanted).items()}
+    # Lengths before and after compare only where both are characters.
+    comparable = bool(sources) and all(source.kind == step.artifact.kind == "documents" for source in sources)
+    removed = _removed(step, sources) if comparable else {}
     rules = []
-    for name, rows in grouped.items():
-        examples = [Example(place, row, found.get(row["id"])) for place, row in chosen[name]]
-        removed = sum(lengths.get(row["id"], 0) for row in rows) if lengths else None
-        rules.append(Rule(name, len(rows), removed, examples))
+    for name, among in dropped.items():
+        examples = [Example(place, row, found.get(row["id"])) for place, row in shown[name]]
+        rules.append(Rule(name, among.rows, removed.get(name, 0) if comparable else None, examples))
     kept = step.artifact.rows() if step.artifact.kind in step.artifact.tables else 0
     came = kept + sum(rule.rows for rule in rules)
     if sources and step.artifact.kind in FUNNEL_KINDS:
         came = sum(source.rows() for source in sources)
-    # Lengths before and after compare only where both are characters: pages are measured in bytes.
-    comparable = lengths and all(source.kind == step.artifact.kind for source in sources)
-    return Level(step, came, kept, rules, sum(lengths.values()) if comparable else None, _characters(run, step.artifact))
+    return Level(step, came, kept, rules, sum(map(_characters, sources)) if comparable else None, _length(step.artifact))
 
 
-def _characters(run: Run, artifact: Artifact) -> int | None:
-    """Length of all texts; the records of documents' shards have it, pages are read."""
-    if artifact.kind not in FUNNEL_KINDS:
-        return None
-    known = [shard.characters for shard in artifact.record().shards]
-    return run.scan(artifact).total if None in known else sum(length for length in known if length is not None)
+def _length(artifact: Artifact) -> int | None:
+    """Characters of documents, bytes of pages where the stage counted them."""
+    counted = _characters(artifact) if artifact.kind == "documents" else artifact.manifest.metrics.get("body_bytes")
+    return counted if isinstance(counted, int) else None
 
 
-def _dropped(step: Step) -> dict[str, list[dict[str, Any]]]:
+def _characters(documents: Artifact) -> int:
+    return sum(shard.characters or 0 for shard in documents.record().shards)
+
+
+def _removed(step: Step, sources: list[Artifact]) -> dict[str, int]:
+    """Characters of the documents that each rule dropped."""
+    removed: dict[str, int] = defaultdict(int)
+    for source in sources if step.has("dropped") else ():
+        for rows, dropped in measured(source, step.artifact.beside(["id", "rule"], "dropped")):
+            sums = joined(dropped, rows).group_by("rule").aggregate([("characters", "sum")])
+            for rule, characters in zip(sums["rule"].to_pylist(), sums["characters_sum"].to_pylist(), strict=True):
+                removed[rule] += characters
+    return removed
+
+
+def _dropped(step: Step) -> dict[str, Among]:
     """Dropped rows by rule, the rule that removed most first."""
-    if not step.has("dropped"):
-        return {}
-    grouped: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for batch in step.artifact.batches("dropped"):
-        for row in batch.to_pylist():
-            grouped[row["rule"]].append(row)
-    return dict(sorted(grouped.items(), key=lambda item: (-len(item[1]), item[0])))
-
-
-def _choose(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Up to three rows: nearest to the threshold, in the middle, farthest; without numbers, the first three ids."""
-    if any(row["value"] is None or row["threshold"] is None for row in rows):
-        return [("", row) for row in rows[:3]]
-    ordered = sorted(rows, key=lambda row: (abs(row["value"] - row["threshold"]), row["id"]))
-    if abs(ordered[0]["value"] - ordered[0]["threshold"]) == abs(ordered[-1]["value"] - ordered[-1]["threshold"]):
-        return [("", row) for row in ordered[:3]]
-    places = {0: PLACES[0], len(ordered) // 2: PLACES[1], len(ordered) - 1: PLACES[2]}
-    return [(places[index], ordered[index]) for index in sorted(places)]
+    found: dict[str, Among] = defaultdict(Among)
+    for batch in step.artifact.batches("dropped") if step.has("dropped") else ():
+        rows = pa.Table.from_batches([batch])
+        for rule in pc.unique(rows["rule"]).to_pylist():
+            own = rows.filter(pc.equal(rows["rule"], rule))
+            distance = pc.abs(pc.subtract(own["value"], own["threshold"]))
+            found[rule].add(own, distance.to_numpy())
+    return dict(sorted(found.items(), key=lambda item: (-item[1].rows, item[0])))
 
 
 def characters_per_token(run: Run) -> float | None:
     """Characters per token of the run's own tokenizer, measured on the documents it packed; None before that."""
     packed = next((s for s in reversed(run.kind("tokens")) if s.has("tokens")), None)
-    if packed is None:
+    documents = next((a for a in run.inputs(packed) if a.kind == "documents"), None) if packed else None
+    tokens = packed.metrics.get("tokens") if packed else None
+    if packed is None or documents is None or not isinstance(tokens, int) or not tokens:
         return None
-    documents = next((a for a in run.inputs(packed) if a.kind == "documents"), None)
-    if documents is None:
-        return None
-    tokens: dict[str, int] = defaultdict(int)
-    for batch in packed.artifact.batches("tokens", columns=["lengths", "documents"], rows=1024):
-        for lengths, names in zip(batch.column(0).to_pylist(), batch.column(1).to_pylist(), strict=True):
-            for count, name in zip(lengths, names, strict=True):
-                tokens[name] += count
-    repeats = _repeats(run, packed)
-    lengths_of = run.scan(documents).lengths
-    characters = sum(lengths_of.get(name, 0) * repeats.get(name, 1) for name in tokens)
-    counted = sum(count for name, count in tokens.items() if name in lengths_of)
-    return characters / counted if characters and counted else None
-
-
-def _repeats(run: Run, packed: Step) -> dict[str, int]:
-    """Times each document is packed: held-out documents once."""
     mixture = next((a for a in run.inputs(packed) if a.kind == "mixture"), None)
     if mixture is None:
-        return {}
-    rows = mixture.read(columns=["id", "split", "repeats"]).to_pylist()
-    return {row["id"]: max(1, row["repeats"]) if row["split"] == "train" else 1 for row in rows}
+        return _characters(documents) / tokens
+    characters = 0
+    for rows, parts in measured(documents, mixture.beside(["id", "split", "repeats"])):
+        read = joined(rows, parts.filter(pc.equal(parts["split"], "train")))
+        characters += pc.sum(pc.multiply(read["characters"].cast(pa.int64()), read["repeats"])).as_py() or 0
+    return characters / tokens if characters else None

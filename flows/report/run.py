@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import duckdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from puna.stages.conversations import content_of, messages_of, shown
 from puna.storage import Artifact, InputRecord, PunaError, Store
+from puna.storage.parts import Beside, Follower
 from puna.storage.runs import RunLog
+from puna.storage.tables import parquet
 
 ROUND = re.compile(r"(?:^|_)(?:round_?)?(\d+)$")
 
@@ -62,19 +68,6 @@ class Step:
         return record is not None and record.rows > 0
 
 
-@dataclass(frozen=True)
-class Scan:
-    """Lengths of all texts of an artifact by id, and the rows that were asked for."""
-
-    lengths: dict[str, int]
-    rows: dict[str, dict[str, Any]]
-
-    @property
-    def total(self) -> int:
-        """Length of all texts together."""
-        return sum(self.lengths.values())
-
-
 @dataclass
 class Run:
     """Everything the report reads, through one place that remembers what was read."""
@@ -83,7 +76,6 @@ class Run:
     log: RunLog
     steps: list[Step]
     missing: list[str]
-    _lengths: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, store: Store, name: str) -> Run:
@@ -140,28 +132,61 @@ class Run:
                 return [a for a in found if a is not None]
         return []
 
-    def scan(self, artifact: Artifact, wanted: set[str] | None = None) -> Scan:
-        """Read an artifact's texts once: lengths (characters; bytes of pages) and the `wanted` rows."""
-        rows: dict[str, dict[str, Any]] = {}
-        known = self._lengths.get(artifact.key)
-        if known is not None and not wanted:
-            return Scan(known, rows)
-        names = artifact.manifest.tables[artifact.kind].columns
-        column = next((n for n in ("text", "body", "messages") if n in names), None)
-        if column is None:
-            return Scan({}, rows)
-        columns = ["id", column, *(n for n in ("title", "url", "source", "task") if n in names)]
-        asked = pa.array(sorted(wanted or ()), pa.string())
-        lengths: dict[str, int] = {}
-        for batch in artifact.batches(columns=columns, rows=1024):
-            values = batch.column(column)
-            sizes = pc.binary_length(values) if column == "body" else pc.utf8_length(values)
-            lengths.update(zip(batch.column("id").to_pylist(), sizes.to_pylist(), strict=True))
-            for row in batch.filter(pc.is_in(batch.column("id"), asked)).to_pylist():
-                row.update(_turns(row) if column == "messages" else {"text": _decoded(row[column])})
-                rows[row["id"]] = row
-        self._lengths[artifact.key] = lengths
-        return Scan(lengths, rows)
+    def signals(self, column: str) -> Artifact | None:
+        """The last signals that have a column."""
+        steps = (s for s in reversed(self.kind("signals")) if s.has("signals"))
+        return next((step.artifact for step in steps if column in step.artifact.columns()), None)
+
+
+def measured(documents: Artifact, *others: Beside) -> Iterator[tuple[pa.Table, ...]]:
+    """`id` and `characters` of documents, shard by shard, with the rows of other tables up to the last of these ids.
+
+    No text is read, and no more than a shard is held.
+    """
+    followers = [Follower(other, "", None) for other in others]
+    for shard, facts in zip(documents.shards(), documents.facts(), strict=True):
+        if shard.rows:
+            ids, sizes = shard.read(0, shard.rows, ["id"]), facts.read(0, shard.rows, ["characters"])
+            last = ids["id"][-1].as_py()
+            yield ids.append_column("characters", sizes["characters"]), *(follower.upto(last) for follower in followers)
+
+
+def joined(rows: pa.Table, other: pa.Table) -> pa.Table:
+    """The rows whose ids `other` has too, with its columns."""
+    place = pc.index_in(rows["id"], value_set=other["id"].combine_chunks())
+    both = rows.filter(pc.is_valid(place))
+    found = other.take(pc.drop_null(place))
+    for name in found.column_names:
+        if name != "id":
+            both = both.append_column(name, found[name])
+    return both
+
+
+def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Rows of an artifact by id, as cards show them: those of `wanted` that it has."""
+    names = artifact.columns()
+    column = next((n for n in ("text", "body", "messages") if n in names), None)
+    if column is None:
+        return {}
+    columns = ["id", column, *(n for n in ("title", "url", "source", "task") if n in names)]
+    asked, found = sorted(wanted), {}
+    for shard in artifact.shards():
+        inside = [i for i in asked if shard.rows and shard.low[0] <= i <= shard.high[0]]
+        if inside:
+            ids = shard.read(0, shard.rows, ["id"])["id"].combine_chunks()
+            places = np.asarray(pc.drop_null(pc.index_in(pa.array(inside, pa.string()), value_set=ids)), np.int64)
+            for row in shard.take(places, columns).to_pylist() if len(places) else ():
+                found[row["id"]] = row | (_turns(row) if column == "messages" else {"text": _decoded(row[column])})
+    return found
+
+
+def asked(artifact: Artifact, table: str, query: str) -> list[tuple[Any, ...]]:
+    """What DuckDB answers, in bounded memory, to a question about the rows of one of an artifact's side tables, called `found`."""
+    with TemporaryDirectory() as folder, duckdb.connect(config={"memory_limit": "256MB", "temp_directory": folder}) as connection:
+        before = artifact.files.sql(connection)
+        files = [f"{before}{artifact.place}/{shard.file}" for shard in artifact.record(table).shards if shard.file]
+        connection.execute(f"create view found as select * from {parquet(files)}")
+        return connection.execute(query).fetchall()
 
 
 def _turns(row: dict[str, Any]) -> dict[str, str]:

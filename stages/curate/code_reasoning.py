@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pyarrow as pa
 from pydantic import Field, model_validator
 
 from puna.stages.contract import Classifier, Documents, Signals, StageConfig, StageRun, declare_signal, stage
-from puna.stages.curate.learned.classifier import ClassifierConfig, auc, out_of_fold, prepare, report_calibration
+from puna.stages.curate.learned.classifier import ClassifierConfig, Examples, Labels, auc, out_of_fold, prepare, report_calibration
 from puna.stages.curate.learned.trained import ABOUT, About, Trained, trained
 from puna.stages.curate.select import signals_of
 from puna.stages.curate.text.technical import Technical, measured
-from puna.storage import Artifact, Part, PunaError
+from puna.storage import Artifact, PunaError
 
 declare_signal("code_line_fraction", float, "fraction of lines", "lines, in the characters read, that read as code", optional=True)
 declare_signal("formulas", int, "marks", "commands of TeX and characters of formulas in the characters read", optional=True)
@@ -24,6 +23,8 @@ declare_signal(
     optional=True,
 )  # fmt: skip
 KINDS = ("code", "reasoning")
+OTHER = "other"
+JUDGEMENT = "{}_judgement"
 DIGITS = 6
 
 
@@ -76,18 +77,12 @@ def train_code_reasoning(documents: Documents, labels: list[Signals] | None, con
     text labels itself: where lines of code, or words of deduction and formulas, are plainly many or plainly missing; pages
     between are not learned from. Then the figures measure consistency, not truth. A kind with too few labels has no classifier.
     """
-    parts = run.parts(documents, columns=["id", "source", "text"])
-    counts: dict[str, Technical] = {}
-    for found in run.map(_count, parts, config, rows=len(parts)):
-        counts.update(found)
-    ids = sorted(counts)
-    graded = _grades(ids, labels, config) if labels else None
-    files = prepare(run, documents, config) if ids else []
+    graded = _graded(labels) if labels else None
+    examples = prepare(run, documents, config, config.exempt_sources, _labels, graded, config)
     about = About("code_reasoning", (), config.folds, config.seed, config.max_characters, config.exempt_sources)
     about.write(run.folder)
     for kind in KINDS:
-        known = graded[kind] if graded is not None else {i: label for i in ids if (label := _label(kind, counts[i], config)) is not None}
-        _train(run, kind, known, files, about, config)
+        _train(run, kind, examples, about, config)
 
 
 class CodeReasoningConfig(StageConfig):
@@ -132,10 +127,17 @@ def _score(documents: pa.Table, classifier: Artifact) -> pa.Table:
     return pa.table({"id": documents["id"], **full})
 
 
-def _count(part: Part, config: TrainCodeReasoningConfig) -> dict[str, Technical]:
-    """What each document of a part counts, without those of exempt sources."""
-    rows = part.read().to_pylist()
-    return {row["id"]: measured(row["text"][: config.max_characters]) for row in rows if row["source"] not in config.exempt_sources}
+def _labels(documents: pa.Table, graded: dict[str, Artifact] | None, config: TrainCodeReasoningConfig) -> Labels:
+    """Of each kind, which documents are of it: by their grades, or by what the text counts."""
+    found: dict[str, list[bool | None]] = {}
+    if graded is None:
+        counts = [measured(text[: config.max_characters]) for text in documents["text"].to_pylist()]
+        found = {kind: [_label(kind, one, config) for one in counts] for kind in KINDS}
+    for kind, artifact in (graded or {}).items():
+        name = JUDGEMENT.format(kind)
+        grades = signals_of(artifact, documents["id"], [name])[name].to_pylist()
+        found[kind] = [None if grade is None else grade >= config.min_judgement for grade in grades]
+    return {kind: [None if one is None else kind if one else OTHER for one in labels] for kind, labels in found.items()}
 
 
 def _label(kind: str, found: Technical, config: TrainCodeReasoningConfig) -> bool | None:
@@ -151,31 +153,28 @@ def _label(kind: str, found: Technical, config: TrainCodeReasoningConfig) -> boo
     return False if words <= config.max_reasoning_words and not found.formulas else None
 
 
-def _grades(ids: list[str], labels: list[Artifact], config: TrainCodeReasoningConfig) -> dict[str, dict[str, bool]]:
-    """Kind → document → whether its grade is good enough; documents that were not judged are left out."""
+def _graded(labels: list[Artifact]) -> dict[str, Artifact]:
+    """Kind → the signals with its grades."""
     found = {}
     for kind in KINDS:
-        name = f"{kind}_judgement"
+        name = JUDGEMENT.format(kind)
         having = [artifact for artifact in labels if name in artifact.columns("signals")]
         if len(having) != 1:
             given = ", ".join(artifact.id for artifact in labels)
             said = f"one of {given} is to have the signal {name!r} of a judge's grades; {len(having)} have it"
             raise PunaError(f"train_code_reasoning.labels: {said}")
-        grades = signals_of(having[0], pa.chunked_array([pa.array(ids, pa.string())]), [name])[name].to_pylist()
-        found[kind] = {i: grade >= config.min_judgement for i, grade in zip(ids, grades, strict=True) if grade is not None}
+        (found[kind],) = having
     return found
 
 
-def _train(run: StageRun, kind: str, known: dict[str, bool], files: list[str], about: About, config: TrainCodeReasoningConfig) -> None:
+def _train(run: StageRun, kind: str, examples: Examples, about: About, config: TrainCodeReasoningConfig) -> None:
     """Train the classifier of a kind and tell how well it does, out of fold; nothing where there are too few labels to learn it."""
-    positives = sum(known.values())
-    run.metric(f"{kind}_positives", positives)
-    run.metric(f"{kind}_negatives", len(known) - positives)
-    if min(positives, len(known) - positives) < config.min_labels:
+    known = examples.of(kind)
+    run.metric(f"{kind}_positives", known[kind])
+    run.metric(f"{kind}_negatives", known[OTHER])
+    if min(known[kind], known[OTHER]) < config.min_labels:
         return
-    names = {identity: kind if positive else "other" for identity, positive in known.items()}
-    found = out_of_fold(run, files, names, config, run.folder / kind)
+    found = out_of_fold(run, examples, kind, sorted(known), config, run.folder / kind, kind)
     replace(about, classes=tuple(found.labels)).write(run.folder / kind)
-    values, positive = found.probabilities[:, found.labels.index(kind)], np.array([known[i] for i in found.ids])
-    run.metric(f"{kind}_auc", auc(values, positive))
-    report_calibration(run, f"{kind}_calibration", f"{kind} pages", values, positive)
+    run.metric(f"{kind}_auc", auc(found.counted))
+    report_calibration(run, f"{kind}_calibration", f"{kind} pages", found.counted)

@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Classifier, Documents, Facts, Figure, InputFacts, StageConfig, StageRun, declare_signal, stage
-from puna.stages.curate.learned.classifier import ClassifierConfig, Scores, out_of_fold, prepare
+from puna.stages.curate.learned.classifier import ClassifierConfig, Labels, Scores, out_of_fold, prepare
 from puna.stages.curate.learned.trained import About, Trained, trained
-from puna.storage import Artifact, Part, PunaError
+from puna.storage import Artifact, PunaError
 
 declare_signal("domain", str, "", "knowledge type")
 declare_signal("domain_score", float, "probability", "probability of that knowledge type, by a model that did not see the document")
 declare_signal("domain_seed", str, "", "knowledge type that the seed lexicon gave, when it was confident", optional=True)
 CODE = "code"
+NAME = "domain"
 SEEDS = Path(__file__).parent / "data" / "domains.txt"
 
 
@@ -135,19 +136,17 @@ def train_domains(documents: Documents, config: TrainDomainsConfig, run: StageRu
     what the lexicon says, and `agreement` (of seed labels and the classifier, out of fold) measures consistency, not truth.
     Without documents that could have a type there is nothing to learn, and the classifier has no classes.
     """
-    parts = run.parts(documents, columns=["id", "source", "text"])
-    seeds: dict[str, str | None] = {}
-    for found in run.map(_seed, parts, config, rows=len(parts)):
-        seeds.update(found)
-    kept, labels = _usable(seeds, config.min_labels)
-    if seeds and len(kept) < 2:
+    examples = prepare(run, documents, config, config.code_sources, _seeds, config)
+    labels = Counter({name: count for name, count in examples.of(NAME).items() if count >= config.min_labels})
+    kept = sorted(labels)
+    if examples.documents and len(kept) < 2:
         raise PunaError(
-            f"train_domains: the seed words label {len(labels)} documents of {', '.join(kept) or 'no type'}; two types with at least "
+            f"train_domains: the seed words label {labels.total()} documents of {', '.join(kept) or 'no type'}; two types with at least "
             f"train_domains.min_labels={config.min_labels} are needed. Give more pages or a lower number, or a classifier that was "
             "trained before; the flow curate can do without knowledge types, --set domains=null"
         )
-    if seeds:
-        _report_labels(run, out_of_fold(run, prepare(run, documents, config), labels, config, run.folder), labels)
+    if examples.documents:
+        _report_labels(run, out_of_fold(run, examples, NAME, kept, config, run.folder))
     rule = {"min_seeds": config.min_seeds, "max_second": config.max_second}
     About("domains", tuple(kept), config.folds, config.seed, config.max_characters, config.code_sources, settings=rule).write(run.folder)
 
@@ -166,36 +165,19 @@ def domains(documents: Documents, classifier: Classifier, config: DomainsConfig,
     these. Documents of code sources are `code`.
     """
     counts: Counter[str] = Counter()
-    parts = run.parts(documents, columns=["id", "source", "text"])
-    for found in run.map(_type, parts, classifier, rows=len(parts)):
-        run.write(found)
-        counts.update(found["domain"].to_pylist())
-    if not parts:
-        run.write_rows([])
+    for found in run.transform(_type, documents, classifier, columns=["id", "source", "text"]):
+        counts.update(found)
     _report(run, counts)
 
 
-def _usable(seeds: dict[str, str | None], least: int) -> tuple[list[str], dict[str, str]]:
-    """Types with enough labels, and the labels of those types."""
-    labelled = {identity: name for identity, name in seeds.items() if name is not None}
-    counts = Counter(labelled.values())
-    kept = sorted(name for name, count in counts.items() if count >= least)
-    return kept, {identity: name for identity, name in labelled.items() if name in kept}
+def _seeds(documents: pa.Table, config: TrainDomainsConfig) -> Labels:
+    """The label of each document."""
+    texts = (text[: config.max_characters] for text in documents["text"].to_pylist())
+    return {NAME: [seed_label(seed_counts(text), config.min_seeds, config.max_second) for text in texts]}
 
 
-def _seed(part: Part, config: TrainDomainsConfig) -> dict[str, str | None]:
-    """The label of each document of a part that is no code."""
-    table = part.read().to_pylist()
-    return {
-        row["id"]: seed_label(seed_counts(row["text"][: config.max_characters]), config.min_seeds, config.max_second)
-        for row in table
-        if row["source"] not in config.code_sources
-    }
-
-
-def _type(part: Part, classifier: Artifact) -> pa.Table:
-    """Signals of a part."""
-    table = part.read()
+def _type(table: pa.Table, classifier: Artifact) -> tuple[pa.Table, dict[str, int]]:
+    """Signals of a part, and its documents by type."""
     model: Trained = trained(classifier, "domains")
     rule = model.about.settings or {}
     ids = table["id"].to_pylist()
@@ -214,26 +196,21 @@ def _type(part: Part, classifier: Artifact) -> pa.Table:
             seeds[row] = seed_label(count, int(rule["min_seeds"]), rule["max_second"])
     elif rows:
         raise PunaError(f"domains: {classifier.id} learned no types, as it was trained without documents; train it with documents")
-    return pa.table(
-        {
-            "id": table["id"],
-            "domain": pa.array(names, pa.string()),
-            "domain_score": pa.array(values, pa.float64()),
-            "domain_seed": pa.array(seeds, pa.string()),
-        }
-    )
+    made = {
+        "domain": pa.array(names, pa.string()),
+        "domain_score": pa.array(values, pa.float64()),
+        "domain_seed": pa.array(seeds, pa.string()),
+    }
+    return pa.table({"id": table["id"], **made}), dict(Counter(names))
 
 
-def _report_labels(run: StageRun, found: Scores, labels: dict[str, str]) -> None:
+def _report_labels(run: StageRun, found: Scores) -> None:
     """How well the classifier alone finds the labels of documents that it did not see."""
-    names = [found.labels[at] for at in found.probabilities.argmax(axis=1)]
-    both = [(name, labels[identity]) for name, identity in zip(names, found.ids, strict=True)]
-    run.metric("labelled", len(both))
-    run.metric("agreement", sum(name == label for name, label in both) / len(both))
-    for name in sorted({label for _, label in both}):
-        told = [predicted for predicted, label in both if label == name]
-        run.metric(f"labelled_{name}", len(told))
-        run.metric(f"recall_{name}", told.count(name) / len(told))
+    run.metric("labelled", int(found.told.sum()))
+    run.metric("agreement", int(found.told.trace()) / int(found.told.sum()))
+    for name, row, right in zip(found.labels, found.told.sum(axis=1).tolist(), found.told.diagonal().tolist(), strict=True):
+        run.metric(f"labelled_{name}", row)
+        run.metric(f"recall_{name}", right / row)
 
 
 def _report(run: StageRun, counts: Counter[str]) -> None:

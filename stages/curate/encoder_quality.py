@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Classifier, Documents, External, Model, SeededConfig, Signals, StageConfig, StageRun, stage
-from puna.stages.curate.learned.classifier import report_quality
+from puna.stages.curate.learned.classifier import counted, report_quality
 from puna.stages.curate.learned.encoder import embedded
 from puna.stages.curate.learned.place import Place, place_of
 from puna.stages.curate.learned.trained import About, read_about
 from puna.stages.curate.quality import GOOD, OTHER, scores_of, write_scores
 from puna.stages.draws import folds
 from puna.storage import Artifact, Part, PunaError
+from puna.storage.exchange import Partition
 
 DIGITS = 6
 STEPS, TOLERANCE = 50, 1e-9
@@ -77,29 +78,33 @@ def train_encoder_quality(
         there = ", ".join(name for name in labels.columns() if name != "id")
         raise PunaError(f"train_encoder_quality.judgement: {labels.id} has no signal {config.judgement!r}; it has {there}")
     parts = run.parts(documents, columns=["id", "source", "text"])
-    found = run.exchange(_examples, parts, labels, place, config, by="all", partitions=1).parts[0].read()
-    positive = np.array(found["positive"].to_pylist(), bool) if found.num_rows else np.zeros(0, bool)
-    of_fold = folds(found["id"].to_pylist(), config.seed, config.folds) if found.num_rows else np.zeros(0, np.int64)
-    for fold in range(config.folds):
-        rest = positive[of_fold != fold]
-        if not rest.any() or rest.all():
-            said = f"positive_sources={list(config.positive_sources)}"
-            if labels is not None:
-                said = f"min_judgement={config.min_judgement:g} on {labels.id}"
-            raise PunaError(f"train_encoder_quality.{said}: good and other documents are needed in every set of folds; there are "
-                            f"{int(positive.sum())} good ones of {len(positive)}")  # fmt: skip
-    column = found["vector"].combine_chunks()
-    vectors = column.flatten().to_numpy().reshape(len(column), -1)
-    heads = [fit(vectors[of_fold != fold], positive[of_fold != fold], config.penalty) for fold in range(config.folds)]
-    values = _probabilities(heads, of_fold, vectors)
+    examples = run.exchange(_examples, parts, labels, place, config, by="all", partitions=1)
+    ((heads, counts),) = run.map(_fitted, list(examples.parts), config, labels.id if labels is not None else "")
     mean, scale, weights, bias = (np.stack([getattr(head, name) for head in heads]) for name in Head._fields)
     np.savez(run.folder / HEADS, mean=mean, scale=scale, weights=weights, bias=bias)
     About(
         PURPOSE, (GOOD, OTHER), config.folds, config.seed, exempt_sources=config.exempt_sources, max_tokens=config.max_tokens,
         encoder=_digest(model, encoder),
     ).write(run.folder)  # fmt: skip
-    run.metric("labelled", len(positive))
-    report_quality(run, values, positive)
+    run.metric("labelled", int(counts.sum()))
+    report_quality(run, counts)
+
+
+def _fitted(examples: Partition, config: TrainEncoderQualityConfig, labels: str) -> tuple[list[Head], NDArray[np.int64]]:
+    """In one worker: the head of each fold, and how all examples are scored out of fold."""
+    found = examples.read()
+    positive = found["positive"].to_numpy() if found.num_rows else np.zeros(0, bool)
+    of_fold = folds(found["id"].to_pylist(), config.seed, config.folds) if found.num_rows else np.zeros(0, np.int64)
+    for fold in range(config.folds):
+        rest = positive[of_fold != fold]
+        if not rest.any() or rest.all():
+            said = f"min_judgement={config.min_judgement:g} on {labels}" if labels else f"positive_sources={list(config.positive_sources)}"
+            raise PunaError(f"train_encoder_quality.{said}: good and other documents are needed in every set of folds; there are "
+                            f"{int(positive.sum())} good ones of {len(positive)}")  # fmt: skip
+    column = found["vector"].combine_chunks()
+    vectors = column.flatten().to_numpy().reshape(len(column), -1)
+    heads = [fit(vectors[of_fold != fold], positive[of_fold != fold], config.penalty) for fold in range(config.folds)]
+    return heads, counted(_probabilities(heads, of_fold, vectors), positive)
 
 
 @stage(kind="signals")

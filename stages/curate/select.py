@@ -198,7 +198,7 @@ def carried_signals(signals: list[Artifact]) -> dict[str, str]:
 def signals_of(artifact: Artifact, ids: pa.ChunkedArray, columns: list[str]) -> pa.Table:
     """Columns of the signals of the documents `ids`, in their order; PunaError where a document has none."""
     if len(ids) == 0:
-        return artifact.read(columns=columns).slice(0, 0)
+        return artifact.schema().empty_table().select(columns)
     return _aligned(artifact.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", *columns]), ids, _named(artifact)).select(columns)
 
 

@@ -6,18 +6,18 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
 from puna.stages.contract import Classifier, Documents, External, Facts, Signals, StageConfig, StageRun, declare_signal, stage
-from puna.stages.curate.learned.classifier import FOLD, ClassifierConfig, out_of_fold, prepare, report_quality
+from puna.stages.curate.learned.classifier import FOLD, ClassifierConfig, Labels, out_of_fold, prepare, report_quality
 from puna.stages.curate.learned.trained import About, trained
 from puna.stages.curate.quality import GOOD, OTHER
 from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, PunaError
 
 Purpose = Literal["quality", "language", "classify"]
+NAME = "class"
 PURPOSE = "The stage that applies it: quality, language, or classify, which writes class and probability"
 declare_signal("classifier_label", str, "", "most probable class of the classifier that was applied", optional=True)
 declare_signal("classifier_score", float, "probability", "probability of that class", optional=True)
@@ -58,40 +58,37 @@ def train_classifier(documents: Documents, labels: Signals | None, config: Train
     One model is trained for each fold of documents, without that fold's (see `puna.stages.curate.learned.trained`); the stage
     `purpose` applies them. Equal inputs give equal bytes. Metrics and figures are of documents that the scoring model did not see.
     """
-    head = documents.read(columns=["id", "source"])
-    usable = head.filter(pa.array(~np.isin(np.array(head["source"].to_pylist(), dtype=object), config.exempt_sources)))
-    known = _of_signal(usable["id"], labels, config) if labels is not None else _of_sources(usable, config)
-    if len(set(known.values())) < 2:
+    if labels is not None and config.label not in labels.columns():
+        there = ", ".join(name for name in labels.columns() if name != "id")
+        raise PunaError(f"train_classifier.label: {labels.id} has no signal {config.label!r}; it has {there}")
+    examples = prepare(run, documents, config, config.exempt_sources, _labels, labels, config)
+    known = examples.of(NAME)
+    classes = sorted(known)
+    if len(classes) < 2:
+        sources = sorted({name for rows in documents.batches(columns=["source"]) for name in rows["source"].unique().to_pylist()})
         raise PunaError(
-            f"train_classifier: {len(known)} documents have a label, of {', '.join(sorted(set(known.values()))) or 'no class'}; two "
-            f"classes are needed. The documents have the sources {', '.join(sorted(set(head['source'].to_pylist()))) or 'none'}"
+            f"train_classifier: {known.total()} documents have a label, of {', '.join(classes) or 'no class'}; two "
+            f"classes are needed. The documents have the sources {', '.join(sources) or 'none'}"
         )
-    found = out_of_fold(run, prepare(run, documents, config), known, config, run.folder)
+    quality = classes == [GOOD, OTHER]
+    found = out_of_fold(run, examples, NAME, classes, config, run.folder, GOOD if quality else "")
     About(
         config.purpose, tuple(found.labels), config.folds, config.seed, config.max_characters, config.exempt_sources
     ).write(run.folder)  # fmt: skip
-    told = [found.labels[at] for at in found.probabilities.argmax(axis=1)]
-    run.metric("labelled", len(known))
-    run.metric("accuracy", sum(known[i] == name for i, name in zip(found.ids, told, strict=True)) / len(known))
-    if found.labels == [GOOD, OTHER]:
-        report_quality(run, found.probabilities[:, 0], np.array([known[i] == GOOD for i in found.ids]))
+    run.metric("labelled", known.total())
+    run.metric("accuracy", int(found.told.trace()) / known.total())
+    if quality:
+        report_quality(run, found.counted)
 
 
-def _of_sources(documents: pa.Table, config: TrainClassifierConfig) -> dict[str, str]:
-    """Document → class, by its source."""
-    rows = zip(documents["id"].to_pylist(), documents["source"].to_pylist(), strict=True)
-    return {identity: GOOD if source in config.positive_sources else OTHER for identity, source in rows}
-
-
-def _of_signal(ids: pa.ChunkedArray, labels: Artifact, config: TrainClassifierConfig) -> dict[str, str]:
-    """Document → class, by the signal that labels it; null: none."""
-    names = labels.columns()
-    if config.label not in names:
-        there = ", ".join(name for name in names if name != "id")
-        raise PunaError(f"train_classifier.label: {labels.id} has no signal {config.label!r}; it has {there}")
-    values = signals_of(labels, ids, [config.label])[config.label].to_pylist()
-    pairs = [(identity, value) for identity, value in zip(ids.to_pylist(), values, strict=True) if value is not None]
-    return {i: value if isinstance(value, str) else (GOOD if value >= config.min_label else OTHER) for i, value in pairs}
+def _labels(documents: pa.Table, labels: Artifact | None, config: TrainClassifierConfig) -> Labels:
+    """The class of each document: by its source, or by the signal that labels it."""
+    if labels is None:
+        return {NAME: [GOOD if source in config.positive_sources else OTHER for source in documents["source"].to_pylist()]}
+    found: list[str | None] = []
+    for value in signals_of(labels, documents["id"], [config.label])[config.label].to_pylist():
+        found.append(value if value is None or isinstance(value, str) else GOOD if value >= config.min_label else OTHER)
+    return {NAME: found}
 
 
 class ImportClassifierConfig(StageConfig):

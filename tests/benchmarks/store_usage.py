@@ -1,23 +1,77 @@
 """Runs `puna` in this process and says on the last line of standard error what it cost.
 
-    python tests/benchmarks/store_usage.py run curate --recipe demo …
+    python tests/benchmarks/store_usage.py [--stages] run curate --recipe demo …
 
 `driver_cpu_s`: CPU seconds of this process, imports included; `workers_cpu_s`: of its children; `peak_mb`: resident memory of
-this process and of the largest child, at most.
+this process and of the largest child, at most. `--stages`: before it, a line for each stage, and for what lies between and behind
+them (the report above all), with the CPU seconds of this process and its resident memory: before, and at most (Linux).
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import resource
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Watch:
+    """What this process costs, piece by piece."""
+
+    def __init__(self) -> None:
+        self.peak = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew from here on
+        self._before, self._cpu = _resident("VmRSS"), time.process_time()
+
+    def lap(self, name: str) -> None:
+        """Tell what there was since the lap before."""
+        peak = _resident("VmHWM")
+        self.peak = max(self.peak, peak)
+        found = {"stage": name, "cpu_s": time.process_time() - self._cpu, "before_mb": self._before, "peak_mb": peak}
+        print(json.dumps({key: round(value, 2) if isinstance(value, float) else value for key, value in found.items()}), file=sys.stderr)
+        self._begin()
+
+    def around(self, function: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
+        """`function` as a lap of its own, which `name` names by its arguments."""
+
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.lap("-")
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.lap(name(*args, **kwargs))
+
+        return watched
+
+
+def _resident(what: str) -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{what}:")[1].split()[0]) / 1024
 
 
 def main() -> None:
     """Run and tell."""
+    watch = None
+    if "--stages" in sys.argv:
+        sys.argv.remove("--stages")
+        watch = Watch()
     from puna.flows.cli import main as puna
 
+    if watch is not None:
+        from puna.flows import session
+
+        session.Session.perform = watch.around(session.Session.perform, lambda *args: str(args[-1]))  # type: ignore[method-assign]
+        session._report = watch.around(session._report, lambda *args: "report")
+        session.Session.refresh = watch.around(session.Session.refresh, lambda *args: "puna.duckdb")  # type: ignore[method-assign]
     started = time.perf_counter()
     status = 0
     try:
@@ -25,9 +79,14 @@ def main() -> None:
     except SystemExit as ended:
         status = int(ended.code or 0) if isinstance(ended.code, int) or ended.code is None else 1
     own, others = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    peak = own.ru_maxrss / 1024
+    if watch is not None:
+        watch.lap("-")
+        peak = watch.peak
     print(json.dumps({
         "seconds": time.perf_counter() - started, "driver_cpu_s": own.ru_utime + own.ru_stime,
-        "workers_cpu_s": others.ru_utime + others.ru_stime, "driver_peak_mb": own.ru_maxrss / 1024, "worker_peak_mb": others.ru_maxrss / 1024,
+        "workers_cpu_s": others.ru_utime + others.ru_stime, "driver_peak_mb": peak, "worker_peak_mb": others.ru_maxrss / 1024,
+        "load": os.getloadavg()[0],
     }), file=sys.stderr)  # fmt: skip
     sys.exit(status)
 

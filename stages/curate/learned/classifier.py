@@ -8,8 +8,11 @@ folds. fastText with one thread and its lines in a fixed order gives the same mo
 from __future__ import annotations
 
 import ctypes
+import functools
+import heapq
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import Field
@@ -30,6 +34,11 @@ BATCH = 1024
 MAX_REPEATS = 10
 GOLDEN = 0.6180339887498949
 PERTURB = -6  # M_PERTURB of mallopt(3)
+FINEST = 1_000_000
+"""Scores have six digits: documents are counted by them, so that no number is kept for each document."""
+BARS = 20
+Labels = dict[str, list[str | None]]
+"""Classifier → the class of each document, or None."""
 
 
 class ClassifierConfig(SeededConfig):
@@ -52,170 +61,247 @@ class ClassifierConfig(SeededConfig):
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Out-of-fold probabilities: `ids` str[n], `labels` the classes, `probabilities` float64[n, classes]."""
+class Examples:
+    """Labelled documents as lines of words, in files with their `id`, `fold`, `draw` (their place in a random order) and `line`, and
+    a column of classes for each classifier, null where a document has none.
 
-    ids: list[str]
+    `documents`: how many could have a label. `counts`: classifier → class → documents in each fold, int64[folds].
+    """
+
+    files: list[str]
+    documents: int
+    counts: dict[str, dict[str, NDArray[np.int64]]]
+
+    def of(self, name: str) -> Counter[str]:
+        """How many documents of each class a classifier has."""
+        return Counter({label: int(found.sum()) for label, found in self.counts.get(name, {}).items()})
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How the labelled documents are scored out of fold.
+
+    `labels`: the classes. `told` int64[classes, classes]: documents of a class (row) by their most probable one (column).
+    `counted`: documents of the class `positive` and others by their probability of it, as `counted` gives it.
+    """
+
     labels: list[str]
-    probabilities: NDArray[np.float64]
+    told: NDArray[np.int64]
+    counted: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One model to train: on the lines with a label outside `fold`, to score the fold."""
+    """One model to train: on the documents outside `fold` that have a class in the column `name`, to score those of the fold.
+
+    `quota`: class → how many documents are trained on, and how often each.
+    """
 
     fold: int
-    labels: str
+    name: str
+    classes: tuple[str, ...]
+    quota: dict[str, tuple[int, int]]
+    text: str
     model: str
+    positive: str
 
 
-def prepare(run: StageRun, documents: Artifact, config: ClassifierConfig) -> list[str]:
-    """Write every document as one line of words (`id`, `line`) below the scratch folder; returns the files."""
-    parts = run.parts(documents, columns=["id", "text"])
-    return list(run.map(_prepare, parts, str(run.scratch), config.max_characters))
+def prepare(
+    run: StageRun, documents: Artifact, config: ClassifierConfig, exempt: tuple[str, ...], label: Callable[..., Labels], *args: Any
+) -> Examples:
+    """Write the labelled documents below the scratch folder.
+
+    `label(rows, *args)` gives, for the classifiers by name, the class of each of some documents (`id`, `source`, `text`), or None.
+    Documents of the sources `exempt` have none.
+    """
+    parts = run.parts(documents, columns=["id", "source", "text"])
+    files, rows = [], 0
+    counts: dict[str, dict[str, NDArray[np.int64]]] = {}
+    for file, count, found in run.map(_prepare, parts, str(run.scratch), config, exempt, label, *args, rows=len(parts)):
+        files.append(file)
+        rows += count
+        for (name, label_, fold), number in found.items():
+            of_class = counts.setdefault(name, {}).setdefault(label_, np.zeros(config.folds, np.int64))
+            of_class[fold] += number
+    return Examples(files, rows, counts)
 
 
-def out_of_fold(run: StageRun, files: list[str], labels: dict[str, str], config: ClassifierConfig, folder: Path) -> Scores:
-    """Train on the documents that `labels` names, keep the model of each fold in `folder`, and score these documents.
-
-    `labels`: id → class, of at least two classes in every set of folds.
+def out_of_fold(
+    run: StageRun, examples: Examples, name: str, classes: list[str], config: ClassifierConfig, folder: Path, positive: str = ""
+) -> Scores:
+    """Train the classifier `name` on the documents that have one of the `classes`, keep the model of each fold in `folder`, and
+    score these documents.
     """
     folder.mkdir(exist_ok=True)
-    classes = sorted(set(labels.values()))
-    ids = sorted(labels)
-    names = np.array([labels[i] for i in ids], dtype="U")
-    of_fold = folds(ids, config.seed, config.folds)
+    counts = {label: examples.counts[name][label] for label in classes}
     jobs = []
     for fold in range(config.folds):
-        chosen = _balanced(ids, names, of_fold != fold, config)
-        if set(names[chosen].tolist()) != set(classes) or len(classes) < 2:
+        usable = {label: int(found.sum() - found[fold]) for label, found in counts.items()}
+        if len(classes) < 2 or not min(usable.values()):
+            census = ", ".join(f"{label}: {found.sum()}" for label, found in counts.items()) or "none"
             raise PunaError(
                 f"stage {run.stage}: a classifier needs two classes with labelled documents in every fold; it has "
-                f"{_census(names)} over {config.folds} folds. Give more documents, fewer folds, or other labels"
+                f"{census} over {config.folds} folds. Give more documents, fewer folds, or other labels"
             )
-        file = run.scratch / f"{folder.name}-{fold}.parquet"
-        pq.write_table(pa.table({"id": [ids[i] for i in chosen], "label": names[chosen].tolist()}), file)
-        jobs.append(_Job(fold, str(file), str(folder / FOLD.format(fold))))
-    all_folds = dict(zip(ids, of_fold.tolist(), strict=True))
-    rows: dict[str, NDArray[np.float64]] = {}
-    for result in run.map(_train, jobs, files, all_folds, classes, config, rows=len(jobs)):
-        for identity, values in zip(*result, strict=True):
-            rows[identity] = values
-    missing = [identity for identity in ids if identity not in rows]
-    if missing:
-        raise PunaError(f"stage {run.stage}: document {missing[0]} has a label and no text")
-    return Scores(ids, classes, np.array([rows[identity] for identity in ids]))
+        text = str(run.scratch / f"{folder.name}-{fold}.txt")
+        jobs.append(_Job(fold, name, tuple(classes), _quota(usable, config), text, str(folder / FOLD.format(fold)), positive))
+    told, counted_ = np.zeros((len(classes), len(classes)), np.int64), np.zeros((2, FINEST + 1), np.int64)
+    for confused, (side, place, number) in run.map(_train, jobs, examples.files, config, rows=len(jobs)):
+        told += confused
+        counted_[side, place] += number
+    return Scores(classes, told, counted_)
 
 
-def auc(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
-    """Area under the ROC curve: the chance that a positive scores above a negative, ties counted half (Mann-Whitney)."""
-    positives, negatives = int(positive.sum()), int((~positive).sum())
-    if not positives or not negatives:
+# --- measuring -------------------------------------------------------------------------------------------
+
+
+def counted(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Positives (row 0) and negatives by their scores in [0, 1], in steps of a millionth: int64[2, FINEST + 1]."""
+    places = np.rint(scores * FINEST).astype(np.int64)
+    return np.stack([np.bincount(places[side], minlength=FINEST + 1) for side in (positive, ~positive)])
+
+
+def auc(counts: NDArray[np.int64]) -> float:
+    """Area under the ROC curve of `counted` scores: the chance that a positive scores above a negative.
+
+    Ties are counted half (Mann-Whitney).
+    """
+    positive, negative = counts
+    if not positive.any() or not negative.any():
         raise ValueError("an ROC curve needs positives and negatives")
-    order = np.argsort(scores, kind="stable")
-    _, where, counts = np.unique(scores[order], return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    ranks = (last - (counts - 1) / 2)[where]
-    return float((ranks[positive[order]].sum() - positives * (positives + 1) / 2) / (positives * negatives))
+    twice = 2 * np.cumsum(negative) - negative  # negatives below, doubled, and equal ones
+    return int((positive * twice).sum()) / (2 * int(positive.sum()) * int(negative.sum()))
 
 
-def calibration(scores: NDArray[np.float64], positive: NDArray[np.bool_], bins: int = 10) -> list[tuple[float, float]]:
-    """Points of a calibration curve: mean score and share of positives of each non-empty bin of scores."""
-    at = np.minimum((scores * bins).astype(np.int64), bins - 1)
-    return [(float(scores[at == b].mean()), float(positive[at == b].mean())) for b in range(bins) if (at == b).any()]
+def calibration(counts: NDArray[np.int64], bins: int = 10) -> list[tuple[float, float]]:
+    """Points of a calibration curve of `counted` scores: mean score and share of positives of each non-empty bin of scores."""
+    positive, both, places = counts[0], counts.sum(axis=0), np.arange(FINEST + 1)
+    at = np.minimum(places * bins // FINEST, bins - 1)
+    rows, good, total = (np.bincount(at, values, bins) for values in (both, positive, both * places))
+    return [(total[b] / FINEST / rows[b], good[b] / rows[b]) for b in np.flatnonzero(rows).tolist()]
 
 
-def report_calibration(run: StageRun, name: str, what: str, scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> None:
+def report_calibration(run: StageRun, name: str, what: str, counts: NDArray[np.int64]) -> None:
     """Calibration of a classifier on its labels, out of fold, as the figure `name`."""
-    series = {"documents": calibration(scores, positive), "perfect": [(0.0, 0.0), (1.0, 1.0)]}
+    series = {"documents": calibration(counts), "perfect": [(0.0, 0.0), (1.0, 1.0)]}
     run.figure(name, Figure(f"Calibration of the classifier of {what}, out of fold", "predicted probability", f"share of {what}", series))
 
 
-def report_quality(run: StageRun, scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> None:
+def report_quality(run: StageRun, counts: NDArray[np.int64]) -> None:
     """How well a classifier tells good documents from others, out of fold: area under the ROC curve, calibration, histogram."""
-    run.metric("auc", auc(scores, positive))
-    run.metric("positives", int(positive.sum()))
-    run.metric("negatives", int((~positive).sum()))
-    report_calibration(run, "calibration", "good documents", scores, positive)
-    edges = np.linspace(0, 1, 21)
+    run.metric("auc", auc(counts))
+    positives, negatives = counts.sum(axis=1).tolist()
+    run.metric("positives", positives)
+    run.metric("negatives", negatives)
+    report_calibration(run, "calibration", "good documents", counts)
+    at = np.minimum(np.arange(FINEST + 1) * BARS // FINEST, BARS - 1)
     histogram = {}
-    for name, chosen in (("good documents", positive), ("others", ~positive)):
-        counts, _ = np.histogram(scores[chosen], edges)
-        histogram[name] = [(float(e), float(c / chosen.sum())) for e, c in zip(edges[:-1], counts, strict=True)]
+    for name, side in zip(("good documents", "others"), counts, strict=True):
+        bars = np.bincount(at, side, BARS) / side.sum()
+        histogram[name] = [(bar / BARS, share) for bar, share in enumerate(bars.tolist())]
     run.figure("scores", Figure("Quality scores, out of fold", "probability", "share of documents", histogram, kind="bar"))
 
 
-def _census(names: NDArray[np.str_]) -> str:
-    classes, counts = np.unique(names, return_counts=True)
-    return ", ".join(f"{c}: {n}" for c, n in zip(classes.tolist(), counts.tolist(), strict=True)) or "none"
+# --- in a worker -----------------------------------------------------------------------------------------
 
 
-def _balanced(ids: list[str], names: NDArray[np.str_], usable: NDArray[np.bool_], config: ClassifierConfig) -> NDArray[np.int64]:
-    """Indices of the training documents in a random order that ids alone decide; classes cut or repeated.
+def _quota(counts: dict[str, int], config: ClassifierConfig) -> dict[str, tuple[int, int]]:
+    """Of each class of so many documents how many are trained on, and how often each: large classes are cut, small ones repeated.
 
-    Without this a type with few documents is never predicted, and the order of the classes' sizes decides instead.
+    Without this a type with few documents is never predicted.
     """
-    draw = uniform(ids, config.seed, "training")
-    classes, counts = np.unique(names[usable], return_counts=True)
-    if not len(classes):
-        return np.zeros(0, np.int64)
     # The lower median: of two classes the smaller one.
-    median = int(np.sort(counts)[(len(counts) - 1) // 2])
+    median = sorted(counts.values())[(len(counts) - 1) // 2]
     most = min(config.max_class_documents, int(config.class_ratio * median))
     least = min(most, int(median / config.class_ratio))
-    chosen = []
-    for name in classes:
-        members = np.flatnonzero(usable & (names == name))
-        members = members[np.argsort(draw[members], kind="stable")][:most]
-        chosen.append(np.tile(members, min(MAX_REPEATS, max(1, -(-least // len(members))))))
-    joined = np.concatenate(chosen)
-    copy = np.concatenate([np.zeros(0, np.int64), *[np.arange(len(c)) // max(len(np.unique(c)), 1) for c in chosen]])
-    # Each copy of a document has its own place in the order.
-    places = np.modf(draw[joined] + copy * GOLDEN)[0]
-    return joined[np.lexsort((joined, places))]
+    taken = {name: min(count, most) for name, count in counts.items()}
+    return {name: (count, min(MAX_REPEATS, max(1, -(-least // count)))) for name, count in taken.items()}
 
 
-def _prepare(part: Part, scratch: str, limit: int) -> str:
+def _prepare(
+    part: Part, scratch: str, config: ClassifierConfig, exempt: tuple[str, ...], label: Callable[..., Labels], *args: Any
+) -> tuple[str, int, Counter[tuple[str, str, int]]]:
+    """The file of a part; how many of its documents could have a label; and documents by classifier, class and fold."""
     from puna.stages.curate.text.words import split
 
-    file = Path(scratch) / f"lines-{part.start}-{part.stop}.parquet"
+    file = Path(scratch) / f"examples-{part.start}-{part.stop}.parquet"
+    table = part.read()
+    table = table.filter(pc.invert(pc.is_in(table["source"], pa.array(exempt, pa.string()))))
     if not file.exists():
-        table = part.read()
-        lines = [" ".join(split(text[:limit].lower())) for text in table["text"].to_pylist()]
+        labels = {name: pa.array(found, pa.string()) for name, found in label(table, *args).items()}
+        having = functools.reduce(pc.or_, (pc.is_valid(found) for found in labels.values()))
+        ids, texts = (table[name].filter(having).to_pylist() for name in ("id", "text"))
+        lines = [" ".join(split(text[: config.max_characters].lower())) for text in texts]
+        columns = {name: found.filter(having) for name, found in labels.items()}
+        made = {
+            "id": pa.array(ids, pa.string()),
+            "fold": folds(ids, config.seed, config.folds),
+            "draw": uniform(ids, config.seed, "training"),
+        }
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        pq.write_table(pa.table({"id": table["id"], "line": pa.array(lines, pa.string())}), temporary, compression="lz4")
+        pq.write_table(pa.table(made | {"line": pa.array(lines, pa.string())} | columns), temporary, compression="lz4")
         os.replace(temporary, file)
-    return str(file)
+    found = pq.read_table(file)
+    names = [name for name in found.column_names if name not in ("id", "fold", "draw", "line")]
+    counts: Counter[tuple[str, str, int]] = Counter()
+    for name in names:
+        rows = zip(found[name].to_pylist(), found["fold"].to_pylist(), strict=True)
+        counts.update((name, label_, fold) for label_, fold in rows if label_ is not None)
+    return str(file), len(table), counts
 
 
 def _train(
-    job: _Job, files: list[str], of_fold: dict[str, int], classes: list[str], config: ClassifierConfig
-) -> tuple[list[str], list[NDArray[np.float64]]]:
-    """Train one model, keep it; score the labelled documents of its fold."""
-    labels = pq.read_table(job.labels).to_pydict()
-    wanted = dict(zip(labels["id"], labels["label"], strict=True))
-    lines = {identity: line for identity, line in _lines(files) if identity in wanted}
-    text = Path(job.labels).with_suffix(".txt")
-    with text.open("w", encoding="utf-8") as out:
-        for identity in labels["id"]:
-            out.write(f"__label__{wanted[identity]} {lines[identity]}\n")
-    model = _fit(text, config)
-    text.unlink()
+    job: _Job, files: list[str], config: ClassifierConfig
+) -> tuple[NDArray[np.int64], tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+    """Train one model, keep it; how it scores the labelled documents of its fold: `told`, and what is not 0 in `counted`."""
+    _write_text(job, files)
+    model = _fit(Path(job.text), config)
+    Path(job.text).unlink()
     model.save_model(job.model)
-    ids: list[str] = []
-    rows: list[NDArray[np.float64]] = []
-    batch: list[tuple[str, str]] = []
-    for identity, line in _lines(files):
-        if of_fold.get(identity) == job.fold:
-            batch.append((identity, line))
-        if len(batch) == BATCH:
-            rows += predict(model, [line for _, line in batch], classes)
-            ids += [identity for identity, _ in batch]
-            batch = []
-    if batch:
-        rows += predict(model, [line for _, line in batch], classes)
-        ids += [identity for identity, _ in batch]
-    return ids, rows
+    classes, index = list(job.classes), {name: at for at, name in enumerate(job.classes)}
+    told, counts = np.zeros((len(classes), len(classes)), np.int64), np.zeros((2, FINEST + 1), np.int64)
+    for rows in _rows(job, files, ["line"], inside=True):
+        for at in range(0, len(rows), BATCH):
+            batch = rows.slice(at, BATCH)
+            values = np.array(predict(model, batch["line"].to_pylist(), classes))
+            own = np.array([index[name] for name in batch[job.name].to_pylist()])
+            np.add.at(told, (own, values.argmax(axis=1)), 1)
+            if job.positive:
+                counts += counted(values[:, index[job.positive]], own == index[job.positive])
+    side, place = np.nonzero(counts)
+    return told, (side, place, counts[side, place])
+
+
+def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool) -> Iterator[pa.Table]:
+    """The labelled documents of the job's fold (`inside`), or of the others, file by file."""
+    for file in files:
+        table = pq.read_table(file, columns=["fold", job.name, *columns])
+        here = pc.equal(table["fold"], job.fold)
+        yield table.filter(pc.and_(here if inside else pc.invert(here), pc.is_in(table[job.name], pa.array(job.classes))))
+
+
+def _write_text(job: _Job, files: list[str]) -> None:
+    """The training file: documents in a random order that ids alone decide, so that not the order of the classes' sizes does."""
+    kept: dict[str, list[tuple[float, str]]] = {name: [] for name in job.classes}
+    for rows in _rows(job, files, ["id", "draw"], inside=False):
+        for name, draw, identity in zip(*(rows[column].to_pylist() for column in (job.name, "draw", "id")), strict=True):
+            kept[name].append((draw, identity))
+        for name, found in kept.items():
+            if len(found) > 2 * job.quota[name][0]:
+                kept[name] = heapq.nsmallest(job.quota[name][0], found)
+    order = []
+    for name, found in kept.items():
+        count, copies = job.quota[name]
+        for draw, identity in heapq.nsmallest(count, found):
+            # Each copy of a document has its own place in the order.
+            order += [((draw + copy * GOLDEN) % 1.0, identity, name) for copy in range(copies)]
+    chosen = {identity for _, identity, _ in order}
+    lines: dict[str, str] = {}
+    for rows in _rows(job, files, ["id", "line"], inside=False):
+        lines.update((i, line) for i, line in zip(rows["id"].to_pylist(), rows["line"].to_pylist(), strict=True) if i in chosen)
+    with Path(job.text).open("w", encoding="utf-8") as out:
+        for _, identity, name in sorted(order):
+            out.write(f"__label__{name} {lines[identity]}\n")
 
 
 def _fit(text: Path, config: ClassifierConfig) -> Any:
@@ -254,12 +340,6 @@ def _zeroed_memory() -> Iterator[None]:
     finally:
         if set_option is not None:
             set_option(PERTURB, 0)
-
-
-def _lines(files: list[str]) -> Iterator[tuple[str, str]]:
-    for file in files:
-        table = pq.read_table(file)
-        yield from zip(table["id"].to_pylist(), table["line"].to_pylist(), strict=True)
 
 
 def predict(model: Any, lines: list[str], classes: list[str]) -> list[NDArray[np.float64]]:

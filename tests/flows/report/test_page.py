@@ -11,10 +11,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
 from puna.flows.report import write, written_before
 from puna.flows.report.alignment import _answers_plot, measurements, overall_accuracy
+from puna.flows.report.among import PLACES, Among
 from puna.flows.report.funnel import characters_per_token, funnel
 from puna.flows.report.run import Run
 from puna.storage import PunaError, Store, runs
@@ -294,9 +297,13 @@ def test_what_cannot_be_done_is_said(built: Any, tmp_path: Path) -> None:
     (empty.root / "runs" / "blank.jsonl").write_text("")
     with pytest.raises(PunaError, match="its log is empty"):
         write(empty, "blank", None)
+
+
+@pytest.mark.parametrize(("step", "table"), [("url_dedup", "documents"), ("line_dedup", "removed_lines")])
+def test_a_damaged_table_is_no_page(built: Any, tmp_path: Path, step: str, table: str) -> None:
     shutil.copytree(built.store.root, tmp_path / "copy")
     damaged = Store.open(tmp_path / "copy")
-    file = damaged.folder("documents", built.at["select"].key) / "documents.parquet"
+    file = damaged.folder("documents", built.at[step].key) / f"{table}.parquet"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(PunaError, match="an artifact cannot be read.*puna verify"):
         write(damaged, "latest", tmp_path / "page.html")
@@ -340,3 +347,20 @@ def test_rows_that_are_lost_are_shown(built: Any, tmp_path: Path) -> None:
     b.documents("select", [{"id": "1"} | row], dropped=[{"id": "2", "rule": "r", "value": None, "threshold": None, "detail": None}])
     text = Page(write(b.store, "latest", None).read_text(encoding="utf-8")).text
     assert "Rows do not add up: 5 in, 1 kept, 1 dropped." in text
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_three_rows_stand_for_many(seed: int) -> None:
+    numbers = np.round(np.random.default_rng(seed).random(400), 2)
+    rows = pa.table({"id": [f"{n:03}" for n in range(400)], "number": numbers})
+    among = Among()
+    for at in range(0, 400, 150):
+        among.add(rows.slice(at, 150), numbers[at : at + 150])
+    shown = [row["number"] for _, row in among.shown()]
+    assert shown == [numbers.min(), np.sort(numbers)[200], numbers.max()]
+    assert [row["id"] for _, row in among.shown()][::2] == [f"{np.flatnonzero(numbers == shown[0])[0]:03}", f"{np.flatnonzero(numbers == shown[2])[-1]:03}"]
+    assert [place for place, _ in among.shown()] == list(PLACES)
+    for alike in (np.full(400, 0.5), np.full(400, np.nan)):
+        among = Among()
+        among.add(rows, alike)
+        assert [(place, row["id"]) for place, row in among.shown()] == [("", f"{n:03}") for n in range(3)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from puna.stages.contract import execute
-from puna.stages.curate.learned.classifier import _balanced, auc, calibration
+from puna.stages.curate.learned.classifier import GOLDEN, _Job, _quota, _write_text, auc, calibration, counted
 from puna.stages.curate.learned.trained import trained
 from puna.stages.curate.quality import QualityConfig, quality, ranks_within
 from puna.stages.curate.train_classifier import TrainClassifierConfig, train_classifier
@@ -30,7 +31,7 @@ def trained_and_applied(store, documents, language=None, **how):
 def test_auc_is_the_share_of_pairs_in_order(pairs):
     scores, positive = np.array([s / 5 for s, _ in pairs]), np.array([p for _, p in pairs])
     wins = [(a > b) + 0.5 * (a == b) for a in scores[positive] for b in scores[~positive]]
-    assert auc(scores, positive) == pytest.approx(np.mean(wins))
+    assert auc(counted(scores, positive)) == pytest.approx(np.mean(wins))
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from("ab")), max_size=20))
@@ -42,7 +43,7 @@ def test_ranks_by_definition(rows):
 
 
 def test_calibration_by_hand():
-    points = calibration(np.array([0.05, 0.07, 0.95, 1.0]), np.array([False, True, True, True]))
+    points = calibration(counted(np.array([0.05, 0.07, 0.95, 1.0]), np.array([False, True, True, True])))
     assert points == [(pytest.approx(0.06), 0.5), (pytest.approx(0.975), 1.0)]
 
 
@@ -57,11 +58,29 @@ def test_draws_belong_to_ids():
 
 
 def test_large_classes_are_cut_and_small_ones_repeated():
-    names = np.array(["a"] * 90 + ["b"] * 30 + ["c"] * 2)
-    chosen = _balanced([str(n) for n in range(122)], names, np.ones(122, bool), TrainClassifierConfig(class_ratio=2))
     # The median class has 30: at most 60 of a class, at least 15, and nothing more than ten times.
-    assert {c: int((names[chosen] == c).sum()) for c in "abc"} == {"a": 60, "b": 30, "c": 16}
-    assert len({str(n) for n in chosen if names[n] == "a"}) == 60
+    config = TrainClassifierConfig(class_ratio=2)
+    assert _quota({"a": 90, "b": 30, "c": 2}, config) == {"a": (60, 1), "b": (30, 1), "c": (2, 8)}
+    assert _quota({"a": 90, "b": 30, "c": 1}, config)["c"] == (1, 10)
+    assert _quota({"a": 90, "b": 30}, config.model_copy(update={"max_class_documents": 20})) == {"a": (20, 1), "b": (20, 1)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_trained_on_is_drawn_by_ids_from_all_files(tmp_path, seed):
+    generator = np.random.default_rng(seed)
+    rows = [(f"{n:03}", int(generator.integers(2)), float(generator.random()), f"line {n}", "ab"[n % 2]) for n in range(60)]
+    files = []
+    for at in range(0, 60, 7):
+        columns = zip(("id", "fold", "draw", "line", "class"), zip(*rows[at : at + 7], strict=True), strict=True)
+        pq.write_table(pa.table({name: list(values) for name, values in columns}), tmp_path / f"{at}.parquet")
+        files.append(str(tmp_path / f"{at}.parquet"))
+    job = _Job(1, "class", ("a", "b"), {"a": (5, 1), "b": (3, 2)}, str(tmp_path / "text"), "", "")
+    _write_text(job, files)
+    expected = []
+    for name, (count, copies) in job.quota.items():
+        for draw, line in sorted((row[2], row[3]) for row in rows if row[4] == name and row[1] != 1)[:count]:
+            expected += [((draw + copy * GOLDEN) % 1, f"__label__{name} {line}") for copy in range(copies)]
+    assert (tmp_path / "text").read_text().splitlines() == [line for _, line in sorted(expected)]
 
 
 def test_scores_tell_the_sources_apart(tmp_path, make_documents, themed):
@@ -91,7 +110,7 @@ def test_scores_are_out_of_fold(tmp_path, make_documents):
     classifier, made = trained_and_applied(store, make_documents(store, rows))
     assert 0.3 < classifier.manifest.metrics["auc"] < 0.7
     scores, positive = np.array(made.read()["quality"].to_pylist()), np.array([source == "wikipedia" for _, source, _ in rows])
-    assert auc(scores, positive) == classifier.manifest.metrics["auc"]
+    assert auc(counted(scores, positive)) == classifier.manifest.metrics["auc"]
 
 
 def test_one_input_one_result(tmp_path, make_documents, themed):
