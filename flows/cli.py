@@ -205,10 +205,9 @@ def up(
     limit: Annotated[int, typer.Option(min=1, help="Runs at work at once; each uses every core")] = 2,
 ) -> None:
     """Start Prefect with its UI, everything served, and Puna's own pages: one process, one address."""
-    opened = Store.open(store)
     from puna.flows import up as serving
 
-    serving.up(opened, host, port, limit, auth)
+    serving.up(store, host, port, limit, auth)
 
 
 @app.command()

@@ -34,9 +34,18 @@ STEADY_SECONDS = 60.0
 """A worker that lived so long did not fail at its start: its next start waits no longer than the first."""
 
 
-def up(store: Store, host: str, port: int, limit: int, auth: str) -> None:
-    """Serve until stopped. PunaError where the port is taken, or where others could reach it and `auth` is empty."""
+def up(uri: str, host: str, port: int, limit: int, auth: str) -> None:
+    """Serve a store until stopped, a new one where there is none.
+
+    PunaError, with nothing made, where the port is taken, or where others could reach it and `auth` is empty.
+    """
     began = time.perf_counter()
+    _guarded(host, auth)
+    try:
+        store = Store.existing(uri)
+    except PunaError:
+        _listening(host, port).close()
+        store = Store.open(uri)
     # What is imported now stays: looking for garbage among it takes a fifth of the start.
     gc.disable()
     with _alone(store.root) as alone:
@@ -45,7 +54,6 @@ def up(store: Store, host: str, port: int, limit: int, auth: str) -> None:
             where = f"at {note['url']}" if note else "and has no address yet"
             print(f"puna is up already for {store.uri}, {where}")
             return
-        _guarded(host, auth)
         with _listening(host, port) as listening:
             url = _address(host, listening)
             server = Server(f"{url}/api", auth)

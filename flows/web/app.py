@@ -50,7 +50,11 @@ def application(store: Store, *, prefect: str | None, auth: str) -> FastAPI:
 
     @app.exception_handler(PunaError)
     def told(request: Request, error: PunaError) -> Response:
-        return HTMLResponse(page("Not so", problem(str(error)), prefect=prefect), status_code=404)
+        return HTMLResponse(page("This did not work", problem(str(error)), prefect=prefect), status_code=404)
+
+    @app.exception_handler(404)
+    def missing(request: Request, error: Exception) -> Response:
+        return told(request, PunaError(f"{request.url.path}: there is no such page"))
 
     return app
 
@@ -176,7 +180,12 @@ def _starting(app: FastAPI, store: Store, prefect: str | None) -> None:
 
     @app.post("/start/{name}")
     async def go(name: str, request: Request) -> Response:
-        return RedirectResponse(await run_in_threadpool(start.started, store, name, await _sent(request)), 303)
+        asked = await _sent(request)
+        try:
+            return RedirectResponse(await run_in_threadpool(start.started, store, name, asked), 303)
+        except PunaError as error:
+            refused = await run_in_threadpool(start.start_page, store, name, asked, prefect, str(error))
+            return HTMLResponse(refused, status_code=422)
 
     @app.post("/run/{name}/stop")
     def stop(name: str) -> Response:

@@ -31,8 +31,8 @@ FEW = 2
 """Fields of a group of settings that stands open."""
 
 
-def start_page(store: Store, name: str, asked: Asked, prefect: str | None) -> Html:
-    """The form of the flow or stage, and its plan. `asked`: what was filled in."""
+def start_page(store: Store, name: str, asked: Asked, prefect: str | None, refused: str = "") -> Html:
+    """The form of the flow or stage, and its plan. `asked`: what was filled in; `refused`: why it was not started."""
     offer = offered(name)
     what, choices = offer.what, Choices(store)
     settings: Content = _changes(asked) if isinstance(what, Flow) else _settings(offer, asked)
@@ -40,6 +40,7 @@ def start_page(store: Store, name: str, asked: Asked, prefect: str | None) -> Ht
     other = tag("a", "Prefect's form, with schedules", href=f"/puna/form/{name}", class_="button") if prefect else None
     return page(
         what.name,
+        problem(refused) if refused else None,
         tag("form",
             tag("div", _recipe(offer, asked), [_input(spec, choices, asked) for spec in what.inputs], settings),
             tag("div", replanned(store, name, asked), id="outcome", aria_live="polite"),
@@ -116,6 +117,8 @@ def started_page(store: Store, flow_run: str, prefect: str | None) -> Html | str
         found = server_beside(store).ask("GET", f"/flow_runs/{flow_run}")
     except Unreachable:
         found = {"name": "the run", "state": {"name": "unknown: the server is busy"}}
+    except PunaError as error:
+        raise PunaError("the server knows no such run: it was deleted there, or the link is of another store") from error
     state = found["state"]
     ended = state.get("type") in ("FAILED", "CRASHED", "CANCELLED")
     said = problem(state.get("message") or state["name"]) if ended else tag("p", f"{state['name']} …", class_="lead")

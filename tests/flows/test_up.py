@@ -204,16 +204,17 @@ def test_a_worker_that_is_killed_comes_back_and_schedules_stay(at_work: Up) -> N
 
 
 def test_a_second_start_on_the_store_says_where_the_first_is(at_work: Up, capsys: pytest.CaptureFixture[str]) -> None:
-    up(at_work.store, "127.0.0.1", 0, 1, "")
+    up(at_work.store.uri, "127.0.0.1", 0, 1, "")
     assert f"at {at_work.note['url']}" in capsys.readouterr().out
 
 
 def test_a_taken_port_and_an_open_door_are_refused_at_once(at_work: Up, tmp_path: Path) -> None:
-    other = Store.open(tmp_path)
+    other = str(tmp_path / "store")
     with pytest.raises(PunaError, match="cannot be had .*choose another"):
         up(other, "127.0.0.1", int(at_work.note["url"].rpartition(":")[2]), 1, "")
     with pytest.raises(PunaError, match="set --auth USER:PASSWORD"):
         up(other, "0.0.0.0", 0, 1, "")
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_form_of_these_pages_starts_what_its_plan_shows(at_work: Up) -> None:

@@ -135,7 +135,10 @@ def test_a_form_stands_beside_its_plan_and_says_what_is_wrong(client: TestClient
     picked = client.get(f"/start/line_dedup?documents=documents/{given.key[:12]}").text
     assert re.search(rf'<option value="documents/{given.key[:12]}" selected', picked)
     assert "never ran" in text(client.get(f"/plan/line_dedup?documents=documents/{given.key[:12]}"))
-    assert client.post("/start/prompts", content="set.train=5").status_code == 404 and client.get("/start/nothing").status_code == 404
+    refused = client.post("/start/prompts", content="set.train=-5&set.heldout=3")
+    assert refused.status_code == 422 and "train: Input should be greater" in text(refused)
+    assert re.search(r'name="set.heldout"[^>]*value="3"', refused.text)  # nothing that was filled in is lost
+    assert client.get("/start/nothing").status_code == 404 and "there is no such page" in text(client.get("/nothing"))
     assert "pipeline" in text(client.get("/start")) and "minhash_dedup" in text(client.get("/start"))
 
 
