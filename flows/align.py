@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Annotated
 
 from puna.flows.program import Output, flow, publish, setting, step, switch, together
-from puna.flows.rounds import State, controls, new_prompts, one_round
+from puna.flows.rounds import State, controls, development_prompts, new_prompts, one_round
 from puna.stages.align.instructions import instructions
 from puna.stages.align.prompts import prompts
 from puna.stages.align.settings import SftConfig
@@ -30,13 +30,14 @@ def align(
     other = step(sft, "sft_lora", default=SftConfig(method="lora"), model=policy, instructions=gold)
     step(evaluate, "evaluate_sft", field="evaluate", model=policy, prompts=tasks)
     state = State(policy, other, tuple(gold), tuple(judged or []))
+    development = development_prompts(rounds) if rounds else None
     arms: list[Callable[[], None]] = []
     for number in range(1, rounds + 1):
         asked, before = new_prompts(number), state
-        state = one_round(number, before, asked, tasks)
+        state = one_round(number, before, asked, tasks, development=development)
         publish("policy", state.policy, f"round-{number}")
         if compared:
-            arms += controls(number, before, state, asked, tasks)
+            arms += controls(number, before, state, asked, tasks, development=development)
     aligned = publish("policy", state.policy)
     together(*arms)
     return aligned

@@ -10,7 +10,7 @@ from typing import Annotated
 from puna.flows.history import History, Round, rounds_of, settle, unsettled
 from puna.flows.program import Output, current_walk, flow, setting, step, tell
 from puna.flows.recipe import Step
-from puna.flows.rounds import State, new_prompts_per_round, one_round
+from puna.flows.rounds import DEVELOPMENT, State, new_prompts_per_round, one_round
 from puna.stages.align.gate import gate
 from puna.stages.align.new_prompts import NewPromptsConfig, new_prompts
 from puna.stages.align.prompts import PromptsConfig, prompts
@@ -19,7 +19,6 @@ from puna.stages.pretrain.evaluate import evaluate
 from puna.storage import Artifact, PunaError, Store
 
 PromptsOutput = Annotated[Output, Kind("prompts")]
-DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
 
 
 @flow

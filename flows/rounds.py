@@ -14,6 +14,8 @@ from puna.stages.align.chosen import chosen
 from puna.stages.align.data_quality import data_quality
 from puna.stages.align.dpo import dpo
 from puna.stages.align.grpo import grpo
+from puna.stages.align.new_prompts import NewPromptsConfig
+from puna.stages.align.new_prompts import new_prompts as unused_prompts
 from puna.stages.align.ppo import ppo
 from puna.stages.align.preferences import preferences
 from puna.stages.align.prompts import PromptsConfig, prompts
@@ -25,6 +27,9 @@ from puna.stages.align.sample import sample
 from puna.stages.align.sft import sft
 from puna.stages.contract import StageConfig
 from puna.stages.pretrain.evaluate import evaluate
+
+DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
+"""The prompts on which the weights of the average are searched."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,8 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     """Answers to `tasks`, preferences, reward model, SFT on demonstrations, chosen and picked answers, DPO, RL, averaging, evaluation.
 
     Steps are labelled with `number`, which also draws the random numbers of the round. No alias is set but the reward model's.
-    `development`: held-out prompts on which the weights of the average are searched.
+    `development`: prompts that are neither learned from nor evaluated on, on which the weights of the average are searched. It is of
+    the policy that the round begins with and of what it has trained, so that what was trained too far is taken back.
     """
     start = before.start or before.policy
     answers = step(sample, number=number, models=[before.policy, before.other], prompts=tasks)
@@ -65,27 +71,38 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     preferred = step(dpo, number=number, through="model", model=tuned, preferences=last_pairs)
     trained = step(grpo, number=number, off=True, through="policy", policy=preferred, reward_model=reward, prompts=tasks)
     trained = step(ppo, number=number, off=True, through="policy", policy=trained, reward_model=reward, prompts=tasks)
-    last = [preferred, trained] if trained.labels != preferred.labels else [tuned, preferred]
-    policy = step(average, number=number, through="models", models=last, prompts=development)
+    policy = _averaged("average", number, before, trained, reward, development)
     measured = step(evaluate, f"evaluate_round_{number}", field="evaluate", model=policy, prompts=heldout)
     made = {"sample": answers, "reward_model": reward, "chosen": better, "sft": tuned, "dpo": preferred, "policy": trained}
     other = tuned if before.other else before.other
     return State(policy, other, before.instructions, pairs, measured, before.start, made)
 
 
-def controls(number: int, before: State, after: State, tasks: Output, heldout: Output) -> list[Callable[[], None]]:
+def _averaged(label: str, number: int, before: State, trained: Output, reward: Output, development: Output | None) -> Output:
+    """The average of the policy that the round begins with and of what was trained."""
+    return step(
+        average, f"{label}_{number}", field="average", number=number, through="models", models=[before.policy, trained],
+        prompts=development, reward_model=reward,
+    )  # fmt: skip
+
+
+def controls(
+    number: int, before: State, after: State, tasks: Output, heldout: Output, *, development: Output | None = None
+) -> list[Callable[[], None]]:
     """What the same labels and updates give without a part of round `number`: each arm a model and its evaluation, apart from the others.
 
     Arms of finetuning alone, from where the round starts and with as many updates as its finetuning and RL have together: on
     demonstrations; with the chosen answers; and with one answer more to each prompt, drawn in turn by each way to pick. DPO in place of
-    RL, where the recipe names `dpo_instead`. And the round without one part: DPO, RL, the reward model in RL.
+    RL, where the recipe names `dpo_instead`. And the round without one part: DPO, RL, the reward model in RL. Each is averaged with the
+    policy that the round begins with as the round itself is.
     """
     made, start = after.made, before.start or before.policy
     updates = replaced("more_steps", _updates_of_rl())
     gold = list(before.instructions)
     base = [*gold, made["chosen"]] if made["chosen"] else gold
 
-    def arm(name: str, model: Output) -> None:
+    def arm(name: str, trained: Output) -> None:
+        model = _averaged(f"average_{name}", number, before, trained, made["reward_model"], development)
         step(evaluate, f"control_{name}_{number}", field="evaluate", model=model, prompts=heldout)
 
     def tuned(name: str, data: list[Output]) -> None:
@@ -148,6 +165,13 @@ def new_prompts(number: int) -> Output:
         return config.model_copy(update={"train": train, "heldout": 0, "skip": skip, "references": False})
 
     return step(prompts, f"prompts_{number}", field="prompts", adapt=slice_of)
+
+
+def development_prompts(rounds: int) -> Output | None:
+    """Prompts for the average's search, of the slice after those of all rounds; none where the recipe leaves the average out."""
+    if not current_walk().configs(Step("average", "average", average)):
+        return None
+    return step(unused_prompts, "development", default=DEVELOPMENT, pool=new_prompts(rounds + 1))
 
 
 def new_prompts_per_round() -> int:

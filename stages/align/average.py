@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from puna.models.training.settings import AverageMethod
+from puna.stages.align.rewards import REWARDS, Reward, rewards_of
 from puna.stages.contract import Facts, Figure, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
-from puna.stages.conversations import answer_text, prompt_ids
+from puna.stages.conversations import prompt_ids
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import one_tokenizer
 from puna.stages.training.train import check_one_tokenizer, load_model
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 MOST_TRIALS = 500
 """Averages that one search tries."""
+SCORED_TOKENS = 8192
+"""Tokens of a packed row that a reward model reads."""
 
 
 class SearchConfig(StageConfig):
@@ -33,6 +36,10 @@ class SearchConfig(StageConfig):
     steps: int = Field(4, ge=1, le=20, description="Parts that 1 is cut into: every way to share them out among the models is tried")
     temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
     max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
+    reward: Reward = Field("verifier", description=REWARDS)
+    floor: float = Field(
+        0.0, ge=0, le=100, description="With reward product: added to the sigmoid, so that a right answer counts whatever its number"
+    )
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
 
@@ -50,20 +57,28 @@ class AverageConfig(BadRowsConfig, SeededConfig):
 
 
 def needs(config: AverageConfig, facts: Facts) -> list[str]:
-    """One tokenizer."""
-    return one_tokenizer(facts, "models")
+    """One tokenizer, and a reward model where it chooses the weights."""
+    chooses = config.search.reward != "verifier" and "prompts" in facts.inputs and not config.weights
+    missing = [f"search.reward={config.search.reward} needs a reward_model; give one, or set search.reward=verifier"]
+    return [*(missing if chooses and "reward_model" not in facts.inputs else []), *one_tokenizer(facts, "models")]
 
 
 @stage(kind="model", needs=needs, named=verifiers_named)
 def average(
-    models: list[Model], prompts: Prompts | None, base: Model | None, judges: list[Model] | None, config: AverageConfig, run: StageRun
+    models: list[Model],
+    prompts: Prompts | None,
+    base: Model | None,
+    reward_model: Model | None,
+    judges: list[Model] | None,
+    config: AverageConfig,
+    run: StageRun,
 ) -> None:
     """Average of models of one shape, trained on different data or settings (Llama 3, section 4.1.5).
 
-    `prompts`: a development set, by whose mean score of answers the weights are chosen; one that is empty chooses nothing,
-    and the evaluation's prompts must not be among it. Of equal scores the more even weights win. `base`: the model that the
-    differences of `ties` are from. Metrics: `weight_N` of each model and, of a search, `development_score` beside that of equal
-    weights.
+    `prompts`: a development set, by whose mean reward of answers the weights are chosen (`search.reward`: of the verifiers,
+    `reward_model`, or both); one that is empty chooses nothing, and the evaluation's prompts must not be among it. Of equal rewards
+    the more even weights win. `base`: the model that the differences of `ties` are from. Metrics: `weight_N` of each model and, of a
+    search, `development_score`, the mean reward, beside that of equal weights.
     """
     from puna.models.training.average import average_checkpoints
 
@@ -72,7 +87,7 @@ def average(
     check_one_tokenizer([*models, *([base] if base else [])], "average: the rows of their embeddings stand for different tokens")
     weights = config.weights or tuple(1 / len(models) for _ in models)
     if prompts is not None and prompts.rows() and not config.weights and len(models) > 1:
-        weights = _searched(models, base, prompts, judges or (), config, run)
+        weights = _searched(models, base, prompts, reward_model, judges or (), config, run)
     try:
         average_checkpoints(
             [m.path() for m in models], run.folder, weights, config.method, base=base.path() if base else None, density=config.density
@@ -96,7 +111,13 @@ def grid(models: int, steps: int) -> Iterator[tuple[float, ...]]:
 
 
 def _searched(
-    models: Sequence[Artifact], base: Artifact | None, prompts: Artifact, judges: Sequence[Artifact], config: AverageConfig, run: StageRun
+    models: Sequence[Artifact],
+    base: Artifact | None,
+    prompts: Artifact,
+    reward_model: Artifact | None,
+    judges: Sequence[Artifact],
+    config: AverageConfig,
+    run: StageRun,
 ) -> tuple[float, ...]:
     """The weights whose average answers the development set best."""
     from puna.models.training import average as averaging
@@ -108,7 +129,7 @@ def _searched(
     network, tokenizer = load_model(models[0], "lm")
     states = [load_model(model, "lm")[0].state_dict() for model in models]
     origin = load_model(base, "lm")[0].state_dict() if base else None
-    answering = _Development(prompts, judges, tokenizer, config, run)
+    answering = _Development(models, prompts, reward_model, judges, tokenizer, config, run)
     scores = []
     for number, weights in enumerate(trials):
         try:
@@ -131,7 +152,14 @@ class _Development:
     """Prompts that are answered again and again, with the same draws."""
 
     def __init__(
-        self, prompts: Artifact, judges: Sequence[Artifact], tokenizer: Tokenizer, config: AverageConfig, run: StageRun
+        self,
+        models: Sequence[Artifact],
+        prompts: Artifact,
+        reward_model: Artifact | None,
+        judges: Sequence[Artifact],
+        tokenizer: Tokenizer,
+        config: AverageConfig,
+        run: StageRun,
     ) -> None:
         from puna.models.generation import SamplingParams
 
@@ -144,7 +172,15 @@ class _Development:
         self.rows = [row for row, _ in asked]
         self._ids = [ids for _, ids in asked]
         self._tokenizer = tokenizer
-        self._scorer = Scorer(self.rows, config.search.scoring, run, judges, needed="average")
+        search = config.search
+        scorer = None if search.reward == "reward_model" else Scorer(self.rows, search.scoring, run, judges, needed="average")
+        numbers = None
+        if search.reward != "verifier":
+            if reward_model is None:
+                raise PunaError(f"average: search.reward={search.reward} needs a reward_model")
+            check_one_tokenizer([models[0], reward_model], "average: the reward model reads the models' tokens")
+            numbers = load_model(reward_model, "scalar")[0]
+        self._rewards = rewards_of(scorer, numbers, self.rows, self._ids, tokenizer, SCORED_TOKENS, search.floor)
         self._params = SamplingParams(
             temperature=config.search.temperature,
             max_tokens=config.search.max_tokens,
@@ -153,10 +189,9 @@ class _Development:
         )
 
     def score(self, network: Transformer) -> float:
-        """Mean score, 0 to 1; an answer whose verifier fails counts as 0."""
+        """Mean reward; an answer whose verifier fails counts as 0."""
         from puna.models.generation import Engine
 
         made = Engine(network, self._tokenizer).generate(self._ids, self._params)
-        texts = [answer_text(completion.tokens, self._tokenizer) for (completion,) in made]
-        scores = self._scorer.scores(list(zip(self.rows, texts, strict=True)))
-        return sum(score.value or 0.0 for score in scores) / len(scores)
+        found = [reward for (reward,) in self._rewards(self._ids, made)]
+        return sum(found) / len(found)
