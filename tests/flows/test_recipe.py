@@ -50,7 +50,7 @@ def test_the_order_of_the_pipeline() -> None:
     assert order.index("mix_experiment") < order.index("mix") < order.index("pretrain") < order.index("sft_first")
     assert len(order) == len(set(order))
     assert [name for name in order if name.endswith("_2")] == [
-        f"{name}_2" for name in ("prompts", "sample", "preferences", "reward_model", "chosen", "sft", "grpo", "evaluate_round")
+        f"{name}_2" for name in ("prompts", "sample", "preferences", "reward_model", "chosen", "sft", "grpo", "average", "evaluate_round")
     ]
 
 
@@ -72,7 +72,7 @@ def test_every_field_is_a_step_and_every_step_has_its_field() -> None:
 def test_the_aliases_of_the_pipeline() -> None:
     found = trace(flow_named("pipeline"), load("demo")).aliases
     assert {"documents@latest", "base@latest", "reward@latest", "policy@round-1", "policy@latest", "tokenizer@latest"} <= set(found)
-    assert found["policy@latest"] == found["policy@round-2"] == ("grpo_2",)
+    assert found["policy@latest"] == found["policy@round-2"] == ("average_2",)
 
 
 def test_control_arms_learn_from_what_their_round_learns_from() -> None:
@@ -89,11 +89,14 @@ def test_control_arms_learn_from_what_their_round_learns_from() -> None:
         assert set(tuned["instructions"]) == beside and tuned["model"] == given["model"]
         more = rl.rollouts * rl.epochs * rl.minibatches
         assert config_of(recipe, f"sft_{name}_1") == config_of(recipe, "sft_1").model_copy(update={"more_steps": more})
-        assert inputs_of(recipe, f"control_{name}_1") == {**inputs_of(recipe, "evaluate_round_1"), "model": (f"sft_{name}_1",)}
-    assert inputs_of(recipe, "dpo_instead_1")["model"] == inputs_of(recipe, "control_no_rl_1")["model"] == ("sft_1",)
+        # What the choice of a round's weights is given, that of its arms' is given.
+        assert inputs_of(recipe, f"control_{name}_1") == {**inputs_of(recipe, "evaluate_round_1"), "model": (f"average_{name}_1",)}
+        assert inputs_of(recipe, f"average_{name}_1") == {**inputs_of(recipe, "average_1"), "models": ("sft_first", f"sft_{name}_1")}
+    assert inputs_of(recipe, "average_1")["models"] == ("sft_first", "grpo_1")
+    assert inputs_of(recipe, "dpo_instead_1")["model"] == ("sft_1",) and inputs_of(recipe, "average_no_rl_1")["models"] == ("sft_first", "sft_1")
     assert config_of(recipe, "grpo_no_reward_model_1").reward == "verifier" and rl.reward == "product"
     with_dpo = load("demo", ["rounds=1", "dpo={}"])
-    assert inputs_of(with_dpo, "grpo_no_dpo_1")["policy"] == ("sft_1",) and inputs_of(with_dpo, "control_no_rl_1")["model"] == ("dpo_1",)
+    assert inputs_of(with_dpo, "grpo_no_dpo_1")["policy"] == ("sft_1",) and inputs_of(with_dpo, "average_no_rl_1")["models"][1] == "dpo_1"
     assert not [name for name in labels(load("demo", ["controls=false"])) if "control" in name or "pick" in name]
     with pytest.raises(PunaError, match=r"controls: takes true or false \(got 1\)"):
         load("demo", ["controls=1"])
@@ -122,7 +125,13 @@ def test_the_step_after_one_that_is_left_out_takes_what_it_would_have_taken() ->
     recipe = load("demo", ["line_dedup=null", "minhash_dedup=null"], "curate")
     assert inputs_of(recipe, "domains", "curate")["documents"] == ("pii",)
     recipe = load("demo", ["rounds=1", "controls=false", "sft_first=null", "grpo=null", "sft_lora={}", "average={}"])
-    assert inputs_of(recipe, "sample_1")["models"] == ("pretrain", "sft_lora") and inputs_of(recipe, "average_1")["models"] == ("sft_1",)
+    assert inputs_of(recipe, "sample_1")["models"] == ("pretrain", "sft_lora") and inputs_of(recipe, "average_1")["models"] == ("pretrain", "sft_1")
+
+
+def test_no_prompts_are_set_aside_for_an_average_that_is_left_out() -> None:
+    recipe = load("demo", ["average=null"])
+    assert "development" not in labels(recipe) and inputs_of(recipe, "control_gold_2")["model"] == ("sft_gold_2",)
+    assert inputs_of(load("demo"), "average_2")["prompts"] == ("development",)
 
 
 def test_signals_that_are_left_out_are_not_read() -> None:

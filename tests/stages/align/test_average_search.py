@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,12 +14,25 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from puna.models.checkpoint import load, save
+from puna.models.tokenizer import Tokenizer
 from puna.models.training.average import average as averaged
+from puna.models.transformer import Transformer
 from puna.stages.align.average import AverageConfig, average, grid
-from puna.stages.contract import execute, parse
+from puna.stages.contract import StageRun, execute, parse, stage
 from puna.stages.conversations import asking, prompt_ids
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
+
+from .conftest import TinyConfig, tiny
+
+
+@stage(kind="model", version="1")
+def opinions(config: TinyConfig, run: StageRun) -> None:
+    """A reward model of random weights, on the tokenizer of `tiny`."""
+    tiny.function(config, run)
+    tokenizer, sizes = Tokenizer.load(run.folder), load(run.folder).config
+    save(Transformer(sizes, "scalar", torch.Generator().manual_seed(config.seed)), run.folder, tokenizer)
 
 
 @pytest.mark.parametrize(("models", "steps"), [(1, 3), (2, 4), (3, 4), (4, 2)])
@@ -39,8 +54,6 @@ def development(store: Store, pattern: str) -> Artifact:
 
 
 def test_the_weights_that_answer_the_development_set_best_are_taken(tmp_path: Path, tiny_model: Callable[..., Artifact]) -> None:
-    import re
-
     from puna.models.generation import Engine, SamplingParams
     from puna.stages.training.train import load_model
 
@@ -73,10 +86,38 @@ def test_the_weights_that_answer_the_development_set_best_are_taken(tmp_path: Pa
 
 def _seed(config: AverageConfig, store: Store) -> int:
     """The seed that the stage draws answers from."""
-    from puna.stages.contract.run import StageRun
-
     with store.work("0" * 64) as work:
         return StageRun("average", "model", config, work).seed("development")
+
+
+def test_the_weights_may_be_chosen_by_the_reward_of_reinforcement_learning(tmp_path: Path, tiny_model: Callable[..., Artifact]) -> None:
+    """The verifier's score times floor plus sigmoid of the reward model's number, of every average made and asked one by one."""
+    from puna.models.generation import Engine, SamplingParams
+    from puna.models.training.ppo import reward_model_scorer
+    from puna.stages.training.train import load_model
+
+    store = Store.open(tmp_path)
+    models, judge = [tiny_model(store, seed) for seed in (0, 1)], execute(opinions, TinyConfig(seed=3), {}, store)
+    settings = {"steps": 2, "max_tokens": 5, "temperature": 1.0, "reward": "product", "floor": 0.25}
+    config, questions = parse(AverageConfig, {"search": settings}, ""), development(store, "[a-m]")
+    made = execute(average, config, {"models": models, "prompts": questions, "reward_model": judge}, store)
+    network, tokenizer = load_model(models[0], "lm")
+    numbers = reward_model_scorer(load_model(judge, "scalar")[0])
+    states = [load_model(model, "lm")[0].state_dict() for model in models]
+    asked = [prompt_ids(tokenizer, row) for row in sorted(questions.read().to_pylist(), key=lambda row: row["id"])]
+    params = SamplingParams(temperature=1.0, max_tokens=5, stop=tokenizer.stop_ids, seed=_seed(config, store))
+    rewards = []
+    for weights in grid(2, 2):
+        network.load_state_dict(averaged(states, weights))
+        answers = Engine(network, tokenizer).generate(asked, params)
+        right = [bool(re.search("[a-m]", tokenizer.decode(one.tokens, skip_special_tokens=True))) for (one,) in answers]
+        found = [number for (number,) in numbers(asked, answers)]
+        rewards.append(sum(r * (0.25 + 1 / (1 + math.exp(-x))) for r, x in zip(right, found, strict=True)) / len(asked))
+    assert len(set(rewards)) == 3 and made.manifest.metrics["development_score"] == pytest.approx(max(rewards), abs=1e-5)
+    best = list(grid(2, 2))[rewards.index(max(rewards))]
+    assert (made.manifest.metrics["weight_1"], made.manifest.metrics["weight_2"]) == pytest.approx(best)
+    with pytest.raises(PunaError, match="search.reward=product needs a reward_model"):
+        execute(average, config, {"models": models, "prompts": questions}, store)
 
 
 def test_without_a_choice_all_weigh_the_same(tmp_path: Path, tiny_model: Callable[..., Artifact]) -> None:
