@@ -30,7 +30,7 @@ def align(
     other = step(sft, "sft_lora", default=SftConfig(method="lora"), model=policy, instructions=gold)
     step(evaluate, "evaluate_sft", field="evaluate", model=policy, prompts=tasks)
     state = State(policy, other, tuple(gold), tuple(judged or []))
-    development = development_prompts(rounds) if rounds else None
+    development = development_prompts() if rounds else None
     arms: list[Callable[[], None]] = []
     for number in range(1, rounds + 1):
         asked, before = new_prompts(number), state

@@ -10,7 +10,7 @@ from typing import Annotated
 from puna.flows.history import History, Round, rounds_of, settle, unsettled
 from puna.flows.program import Output, current_walk, flow, setting, step, tell
 from puna.flows.recipe import Step
-from puna.flows.rounds import DEVELOPMENT, State, new_prompts_per_round, one_round
+from puna.flows.rounds import DEVELOPMENT, State, counted, new_prompts_per_round, one_round
 from puna.stages.align.gate import gate
 from puna.stages.align.new_prompts import NewPromptsConfig, new_prompts
 from puna.stages.align.prompts import PromptsConfig, prompts
@@ -65,7 +65,7 @@ def _round(
     start = pretrained or (_known(history.roots[0]) if history.roots else policy)
     heldout = imported or step(prompts)
     wanted = NewPromptsConfig(count=new_prompts_per_round())
-    enough = partial(_pool, used=history.used(), more=_counts("new_prompts", wanted) + _counts("development", DEVELOPMENT))
+    enough = partial(_pool, used=history.used(), more=_more(wanted))
     pool = imported or step(prompts, f"pool_{number}", field="prompts", adapt=enough)
     used = [_known(item) for item in history.prompts]
     fresh = step(new_prompts, default=wanted, number=number, pool=pool, used=used)
@@ -126,10 +126,10 @@ def _preferences(known: Sequence[Artifact], given: Sequence[Output]) -> tuple[tu
     return _all(left, given), len(new)
 
 
-def _counts(field: str, default: NewPromptsConfig) -> int:
-    """How many prompts of each task the step of that field takes."""
-    found = current_walk().configs(Step(field, field, new_prompts, default))
-    return sum(config.count for config in found if isinstance(config, NewPromptsConfig))
+def _more(wanted: NewPromptsConfig) -> int:
+    """How many unused prompts of each task a round takes."""
+    steps = (Step(field, field, new_prompts, default) for field, default in (("new_prompts", wanted), ("development", DEVELOPMENT)))
+    return sum(counted(current_walk().configs(one)) for one in steps)
 
 
 def _pool(config: PromptsConfig, used: Counter[str], more: int) -> PromptsConfig:

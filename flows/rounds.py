@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import get_args
@@ -153,25 +153,48 @@ def replaced(name: str, value: object) -> Callable[[StageConfig], StageConfig]:
 
 
 def new_prompts(number: int) -> Output:
-    """New training prompts for round `number`: the slice after those of the first finetuning and earlier rounds.
+    """New training prompts for round `number`: the slice after those of the first finetuning, of development and of earlier rounds.
 
     The seed and the held-out share stay, so that no held-out question becomes a training question. They have no gold answers: a round
     learns from demonstrations and preferences, not from references that its controls are not given.
     """
     train = new_prompts_per_round()
-
-    def slice_of(config: PromptsConfig) -> PromptsConfig:
-        skip = config.skip + config.train + (number - 1) * train
-        return config.model_copy(update={"train": train, "heldout": 0, "skip": skip, "references": False})
-
-    return step(prompts, f"prompts_{number}", field="prompts", adapt=slice_of)
+    return _slice(f"prompts_{number}", _set_aside() + (number - 1) * train, train)
 
 
-def development_prompts(rounds: int) -> Output | None:
-    """Prompts for the average's search, of the slice after those of all rounds; none where the recipe leaves the average out."""
-    if not current_walk().configs(Step("average", "average", average)):
+def development_prompts() -> Output | None:
+    """Prompts for the average's search, between those of the first finetuning and those of the rounds; none where the recipe leaves
+    them or the average out.
+    """
+    if not _development():
         return None
-    return step(unused_prompts, "development", default=DEVELOPMENT, pool=new_prompts(rounds + 1))
+    pool = _slice("development_pool", 0, _set_aside())
+    return step(unused_prompts, "development", default=DEVELOPMENT, pool=pool)
+
+
+def _slice(label: str, first: int, count: int) -> Output:
+    """So many training prompts of each task, from the `first` after those of the first finetuning on."""
+
+    def of(config: PromptsConfig) -> PromptsConfig:
+        skip = config.skip + config.train + first
+        return config.model_copy(update={"train": count, "heldout": 0, "skip": skip, "references": False})
+
+    return step(prompts, label, field="prompts", adapt=of)
+
+
+def _set_aside() -> int:
+    """How many prompts of each task no round learns from."""
+    return counted(_development())
+
+
+def _development() -> list[StageConfig | None]:
+    wanted = Step("development", "development", unused_prompts, DEVELOPMENT)
+    return current_walk().configs(wanted) if current_walk().configs(Step("average", "average", average)) else []
+
+
+def counted(configs: Sequence[StageConfig | None]) -> int:
+    """How many prompts of each task steps so configured take."""
+    return sum(config.count for config in configs if isinstance(config, NewPromptsConfig))
 
 
 def new_prompts_per_round() -> int:

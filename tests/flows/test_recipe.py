@@ -268,7 +268,8 @@ def test_rounds_differ_in_their_seed_and_their_prompts_alone() -> None:
     one, two = config_of(recipe, "sample_1"), config_of(recipe, "sample_2")
     assert one.seed != two.seed and one.model_copy(update={"seed": 0}) == two.model_copy(update={"seed": 0})
     first: PromptsConfig = config_of(recipe, "prompts")
-    taken = [(first.skip, first.train)] + [(c.skip, c.train) for c in (config_of(recipe, f"prompts_{n}") for n in (1, 2, 3))]
+    slices = ("development_pool", "prompts_1", "prompts_2", "prompts_3")
+    taken = [(first.skip, first.train)] + [(c.skip, c.train) for c in (config_of(recipe, name) for name in slices)]
     assert all(skip == before[0] + before[1] for before, (skip, _) in pairwise(taken))
     assert all(config_of(recipe, f"prompts_{n}").heldout == 0 for n in (1, 2, 3))
 
