@@ -15,6 +15,8 @@ import psutil
 from puna.stages.contract.executors import PartExecutor
 
 EVERY_SECONDS = 0.2
+LOOKS = 10
+"""Looks between two listings of processes: to list them costs milliseconds, which a long stage would pay five times a second."""
 
 
 class Meter:
@@ -22,8 +24,9 @@ class Meter:
 
     Counted are this process, its `multiprocessing` workers (a pool outlives a stage: its workers count for the time of the
     stage alone) and every process started meanwhile; not what was running beside, such as a server. `cpu_seconds` is user
-    and system time of all of them. `peak_bytes` is the largest sum of their resident memory, looked at every 0.2 seconds:
-    a shorter peak is missed, and pages that processes share count for each. Workers of a cluster are no processes below this
+    and system time of all of them. `peak_bytes` is the largest sum of their resident memory, looked at every 0.2 seconds,
+    of a process at the latest two seconds after its start: a shorter peak is missed, and pages that processes share count for each.
+    Workers of a cluster are no processes below this
     one: of `executor`'s, what they say themselves counts, all their CPU time and the memory of the largest.
     """
 
@@ -58,8 +61,12 @@ class Meter:
             self.peak_bytes = max(self.peak_bytes, self._cluster.resident_bytes)
 
     def _watched(self) -> None:
+        looks, below = 0, list[psutil.Process]()
         while not self._ended.wait(EVERY_SECONDS):
-            self._look(self._below())
+            if looks % LOOKS == 0:
+                below = self._below()
+            self._look(below)
+            looks += 1
 
     def _look(self, below: list[psutil.Process]) -> None:
         self.peak_bytes = max(self.peak_bytes, sum(_resident(p) for p in (self._me, *below)))

@@ -118,12 +118,13 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
         run.progress(done, 2 * len(parts), "words")
     folder = run.scratch / "corpora"
     folder.mkdir(exist_ok=True)
-    expected = {}
+    files = {}
     for number, name in enumerate(sorted(tallies)):
-        counts = tallies[name].dense()
-        if counts.sum() >= config.min_language_words or not name:
-            np.save(folder / f"{number}.npy", counts)
-            expected[name] = (str(folder / f"{number}.npy"), Corpus.of(counts).expected(run.generator("expected", name)))
+        if tallies[name].words >= config.min_language_words or not name:
+            files[name] = folder / f"{number}.npy"
+            np.save(files[name], tallies[name].dense())
+    draws = [(str(file), run.generator("expected", name)) for name, file in files.items()]
+    expected = {name: (str(file), levels) for (name, file), levels in zip(files.items(), run.map(_expected, draws), strict=True)}
     run.transform(_diverge, documents, str(run.scratch), expected, columns=["id"])
     if not parts:
         empty = {"id": pa.array([], pa.string())}
@@ -133,6 +134,12 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
     failures.report(run)
     quantiles = dict(zip(CALIBRATED, run.map(_quantiles, CALIBRATED, str(run.scratch)), strict=True))
     _report(run, quantiles, {name: tallies[name].words for name in tallies}, expected)
+
+
+def _expected(job: tuple[str, np.random.Generator]) -> NDArray[np.float64]:
+    """What texts drawn from a corpus show; its counts lie in a file."""
+    file, generator = job
+    return Corpus.of(np.load(file)).expected(generator)
 
 
 def _report(run: StageRun, quantiles: dict[str, dict[float, float]], words: dict[str, int], expected: dict[str, Any]) -> None:

@@ -9,9 +9,9 @@ from puna.stages.curate.signals.divergence import BINS
 
 
 class Tally:
-    """Word counts of many parts, added up as they come; at most a few million entries wait to be merged."""
+    """Word counts of many parts, added up as they come; at most about a million entries wait to be merged."""
 
-    LIMIT = 1 << 22
+    LIMIT = 1 << 20
 
     def __init__(self) -> None:
         self.pieces: list[tuple[NDArray[np.uint32], NDArray[np.int64]]] = []
