@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from puna.flows.planned import Planner
 from puna.flows.program import Flow, Given, Item, name_of, outputs
 from puna.flows.recipe import Recipe
 from puna.flows.trace import TracedStep, trace
-from puna.stages.contract import External, Facts, InputFacts, Stage, StageConfig, Value, identify, reusable
+from puna.stages.contract import External, Facts, InputFacts, Looked, Stage, StageConfig, Value, identify, reusable
 from puna.stages.contract.executors import PROCESSES
 from puna.stages.curate.ingest import IngestConfig, check_inputs, peek
 from puna.storage import Artifact, PunaError, Store
@@ -48,19 +49,19 @@ def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, 
             return
     files = [item for value in given.values() for output in outputs(value) for item in output.items if isinstance(item, External)]
     reading = next((step.config for step in found.steps if isinstance(step.config, IngestConfig)), None)
-    sampled: tuple[tuple[str, ...], float] | None = None
+    look: Callable[[], Looked] | None = None
     if reading is not None and files:
         wrong = _told(lambda: check_inputs(files, reading))
         complaints += wrong
         if not wrong:
-            pages, share = peek(files, reading, PEEK_SECONDS)
-            sampled = page_texts(pages, share, PEEK_SECONDS)
+            config = reading
+            look = cache(lambda: page_texts(*peek(files, config, PEEK_SECONDS), PEEK_SECONDS))
     complaints += _room(files, store)
     known: dict[str, InputFacts] = {}
     for value in given.values():
         for output in outputs(value):
             for label, item in zip(output.labels, output.items, strict=True):
-                found_facts = _facts(item, sampled)
+                found_facts = _facts(item, look)
                 known[label] = replace(found_facts, sources=(output.source,)) if output.source else found_facts
     reused = {step.label for step in planner.steps if step.state == "reused"}
     unmet = {step.label: said for step in found.steps if (said := _unmet(step, known, store, executor)) and step.label not in reused}
@@ -84,26 +85,32 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executo
     before = [item for items in inputs.values() for item in items]
     unknown = any(item.sources is None and item.kind in ("external", "pages", "documents") for item in before)
     sources = () if unknown else tuple(dict.fromkeys(source for item in before for source in item.sources or ()))
-    texts, share = next((found for items in inputs.values() if (found := _together(items))), (None, 0.0))
+    look = next((found for items in inputs.values() if (found := _together(items))), None)
     tables = stage.tables(step.config) if step.config is not None else None
     model = next((item.model for item in before if item.model), None) if stage.kind == "model" else None
-    known[step.label] = InputFacts(stage.kind, tables, sources or None, None, texts, share, model)
+    known[step.label] = InputFacts(stage.kind, tables, sources or None, None, look, model)
     if stage.needs is None or step.config is None:
         return []
     return [f"{step.label}: {said}" for said in stage.needs(step.config, Facts(inputs, *_machine(store, executor)))]
 
 
-def _together(items: Sequence[InputFacts]) -> tuple[tuple[str, ...], float] | None:
-    """The texts of what is given for one input, and the share of all that they are; None where not all are known."""
-    whole = sum(len(item.texts) / item.share for item in items if item.texts and item.share)
-    if any(item.texts is None for item in items):
+def _together(items: Sequence[InputFacts]) -> Callable[[], Looked] | None:
+    """A look at what is given for one input; None where not all of it can be looked at."""
+    looks = [item.look for item in items if item.look is not None]
+    if not items or len(looks) < len(items):
         return None
-    texts = tuple(text for item in items for text in item.texts or ())
-    return texts, len(texts) / whole if whole else 0.0
+
+    def look() -> Looked:
+        found = [one() for one in looks]
+        whole = sum(len(texts) / share for texts, share in found if texts and share)
+        together = tuple(text for texts, _ in found for text in texts)
+        return together, len(together) / whole if whole else 0.0
+
+    return look
 
 
-def _facts(item: Item, sampled: tuple[tuple[str, ...], float] | None) -> InputFacts:
-    """What is known of an input of the run."""
+def _facts(item: Item, look: Callable[[], Looked] | None) -> InputFacts:
+    """What is known of an input of the run; `look`: at its files."""
     if isinstance(item, Artifact):
         tables = {name: tuple(record.columns) for name, record in item.manifest.tables.items()}
         named = tuple(i.name.partition(":")[2] for i in item.manifest.inputs if i.kind == "external")
@@ -112,9 +119,8 @@ def _facts(item: Item, sampled: tuple[tuple[str, ...], float] | None) -> InputFa
         if item.kind != "documents":
             return facts
         sources, texts, share = document_texts(item, PEEK_SECONDS)
-        return InputFacts(item.kind, tables, sources or named or None, size, texts, share)
-    seen = sampled or (None, 0.0)
-    return InputFacts("external", None, (item.name,), sum(file.bytes for file in item.files), *seen)
+        return InputFacts(item.kind, tables, sources or named or None, size, lambda: (texts, share))
+    return InputFacts("external", None, (item.name,), sum(file.bytes for file in item.files), look)
 
 
 def _machine(store: Store, executor: str) -> tuple[int, int | None]:

@@ -8,6 +8,9 @@ from typing import Any
 
 from puna.storage import Artifact
 
+Looked = tuple[tuple[str, ...], float]
+"""Texts of the first pages of some inputs, and the share of all their bytes that was looked at for them."""
+
 
 @dataclass(frozen=True)
 class InputFacts:
@@ -15,8 +18,8 @@ class InputFacts:
 
     `kind`: of the artifact, or `external`. `tables`: name → columns; None where what makes it has not run and nobody
     can say. `sources`: names of the external inputs that it descends from; None where unknown. `bytes`: of its stored
-    files, None where unknown. `texts`: of the first pages of those inputs, roughly as a stage will read them, and
-    `share` of all their bytes that was looked at for them; None and 0 where nobody looked. `model`: of a model, the one that is
+    files, None where unknown. `look`: reads the first pages of those inputs, once, roughly as a stage will read them, and gives their
+    texts and the share of all bytes that they are; None where nobody can. `model`: of a model, the one that is
     there already and has its shape, tokenizer and chat template; None where unknown.
     """
 
@@ -24,8 +27,7 @@ class InputFacts:
     tables: dict[str, tuple[str, ...]] | None = None
     sources: tuple[str, ...] | None = None
     bytes: int | None = None
-    texts: tuple[str, ...] | None = None
-    share: float = 0.0
+    look: Callable[[], Looked] | None = None
     model: Artifact | None = None
 
 

@@ -105,24 +105,21 @@ def seed_label(counts: NDArray[np.int64], min_seeds: int, max_second: float) -> 
 def needs(config: TrainDomainsConfig, facts: Facts) -> list[str]:
     """Two types with enough labelled documents, as far as the pages that were looked at tell."""
     (documents,) = facts.inputs.get("documents") or (InputFacts("documents"),)
-    if documents.texts is None or not documents.share:
+    texts, share = documents.look() if documents.look is not None else ((), 0.0)
+    if not share:
         return []
     found: Counter[str | None] = Counter()
-    for text in documents.texts:
+    for text in texts:
         found[seed_label(looked_at(text[: config.max_characters]), config.min_seeds, config.max_second)] += 1
         if sum(n >= config.min_labels for name, n in found.items() if name) >= 2:
             return []
     # At most as many as four standard deviations more than those seen let expect.
-    enough = [
-        name
-        for name, n in found.items()
-        if name and (n + (4 * (n**0.5 + 1) if documents.share < 1 else 0)) / documents.share >= config.min_labels
-    ]
+    enough = [name for name, n in found.items() if name and (n + (4 * (n**0.5 + 1) if share < 1 else 0)) / share >= config.min_labels]
     if len(enough) >= 2:
         return []
     shown = ", ".join(f"{n} of {name}" for name, n in found.most_common() if name) or "none"
     return [
-        f"two knowledge types with at least min_labels={config.min_labels} labelled documents are needed; of {len(documents.texts)} pages "
+        f"two knowledge types with at least min_labels={config.min_labels} labelled documents are needed; of {len(texts)} pages "
         f"the seed words label {shown}. Give more pages or a lower number; the flow curate can do without them, --set domains=null"
     ]
 
