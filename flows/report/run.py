@@ -175,14 +175,18 @@ def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, An
         if inside:
             ids = shard.read(0, shard.rows, ["id"])["id"].combine_chunks()
             places = np.asarray(pc.drop_null(pc.index_in(pa.array(inside, pa.string()), value_set=ids)), np.int64)
-            for row in shard.take(places, columns).to_pylist() if len(places) else ():
+            for at in range(len(places)):  # one by one: each lies in another row group, which is read whole
+                (row,) = shard.take(places[at : at + 1], columns).to_pylist()
                 found[row["id"]] = row | (_turns(row) if column == "messages" else {"text": _decoded(row[column])})
     return found
 
 
 def asked(artifact: Artifact, table: str, query: str) -> list[tuple[Any, ...]]:
     """What DuckDB answers, in bounded memory, to a question about the rows of one of an artifact's side tables, called `found`."""
-    with TemporaryDirectory() as folder, duckdb.connect(config={"memory_limit": "256MB", "temp_directory": folder}) as connection:
+    with (
+        TemporaryDirectory() as folder,
+        duckdb.connect(config={"memory_limit": "128MB", "threads": 1, "temp_directory": folder}) as connection,
+    ):
         before = artifact.files.sql(connection)
         files = [f"{before}{artifact.place}/{shard.file}" for shard in artifact.record(table).shards if shard.file]
         connection.execute(f"create view found as select * from {parquet(files)}")

@@ -166,7 +166,7 @@ def auc(counts: NDArray[np.int64]) -> float:
 
     Ties are counted half (Mann-Whitney).
     """
-    positive, negative = counts
+    positive, negative = counts[:, counts.any(axis=0)]
     if not positive.any() or not negative.any():
         raise ValueError("an ROC curve needs positives and negatives")
     twice = 2 * np.cumsum(negative) - negative  # negatives below, doubled, and equal ones
@@ -175,7 +175,8 @@ def auc(counts: NDArray[np.int64]) -> float:
 
 def calibration(counts: NDArray[np.int64], bins: int = 10) -> list[tuple[float, float]]:
     """Points of a calibration curve of `counted` scores: mean score and share of positives of each non-empty bin of scores."""
-    positive, both, places = counts[0], counts.sum(axis=0), np.arange(FINEST + 1)
+    places = np.flatnonzero(counts.any(axis=0))
+    positive, both = counts[0, places], counts[:, places].sum(axis=0)
     at = np.minimum(places * bins // FINEST, bins - 1)
     rows, good, total = (np.bincount(at, values, bins) for values in (both, positive, both * places))
     return [(total[b] / FINEST / rows[b], good[b] / rows[b]) for b in np.flatnonzero(rows).tolist()]
@@ -194,9 +195,10 @@ def report_quality(run: StageRun, counts: NDArray[np.int64]) -> None:
     run.metric("positives", positives)
     run.metric("negatives", negatives)
     report_calibration(run, "calibration", "good documents", counts)
-    at = np.minimum(np.arange(FINEST + 1) * BARS // FINEST, BARS - 1)
+    places = np.flatnonzero(counts.any(axis=0))
+    at = np.minimum(places * BARS // FINEST, BARS - 1)
     histogram = {}
-    for name, side in zip(("good documents", "others"), counts, strict=True):
+    for name, side in zip(("good documents", "others"), counts[:, places], strict=True):
         bars = np.bincount(at, side, BARS) / side.sum()
         histogram[name] = [(bar / BARS, share) for bar, share in enumerate(bars.tolist())]
     run.figure("scores", Figure("Quality scores, out of fold", "probability", "share of documents", histogram, kind="bar"))
