@@ -93,13 +93,13 @@ class StageRun:
         """
         return self._shards(function, artifact, args, table, columns, filtering=False)
 
-    def filter(self, function: Callable[..., Any], artifact: Artifact, *args: Any, columns: list[str] | None = None) -> None:
+    def filter(self, function: Callable[..., Any], artifact: Artifact, *args: Any, columns: list[str] | None = None) -> list[Any]:
         """Keep the rows of the main table of `artifact` for which `function(rows, *args)` says so, as `transform` does.
 
-        The function gets these columns only and returns booleans, or a dictionary with these as `keep` and side tables by name.
-        Text is neither read nor written.
+        The function gets these columns only and returns booleans, or a dictionary with these as `keep` and side tables by name;
+        or one of these and a value of JSON: gives the values. Only these columns are read, and no text is written.
         """
-        self._shards(function, artifact, args, None, columns, filtering=True)
+        return self._shards(function, artifact, args, None, columns, filtering=True)
 
     def _shards(
         self,
@@ -123,8 +123,19 @@ class StageRun:
                 around = span(cut, number) if cut else None
                 shift = self._work.shift
                 job = Job(
-                    function, self.kind, name, self._work.staging, rows, number, cut, around,
-                    self._part_rows, columns, known, shift, filtering,
+                    function,
+                    self.kind,
+                    name,
+                    self._work.staging,
+                    rows,
+                    number,
+                    cut,
+                    around,
+                    self._part_rows,
+                    columns,
+                    known,
+                    shift,
+                    filtering,
                 )
                 given = [_of_shard(a, number, around) for a in args]
                 jobs.append((job, given))

@@ -16,7 +16,7 @@ from pydantic import Field
 from puna.stages.contract import Documents, Figure, Prompts, StageConfig, StageRun, stage
 from puna.stages.conversations import asking, messages_of, shown, text_of
 from puna.stages.curate.text.fuzzy_match import FuzzyIndex, build_fuzzy, fuzzy_match
-from puna.storage import Artifact, Part, PunaError
+from puna.storage import Artifact, PunaError
 from puna.storage.schemas import table_schema
 
 RULE = "decontaminate.ngram"
@@ -79,42 +79,38 @@ def decontaminate(
     rows_of_prompts += [row for artifact in texts or () for row in _as_prompts(artifact)]
     index, unmatchable = build_index(rows_of_prompts, config)
     fuzzy = _fuzzy(rows_of_prompts, config)
-    parts = run.parts(documents, columns=["id", "text"])
     found: dict[str, set[str]] = {task: set() for task, _ in index.names}
-    dropped: list[dict[str, Any]] = []
-    for rows, seen in run.map(_find, parts, index, fuzzy, config, rows=len(parts)):
-        dropped += rows
+    held: dict[str, tuple[int, dict[str, Any]]] = {}
+    for seen, first in run.filter(_find, documents, index, fuzzy, config, columns=["id", "text"]):
         for at in seen:
             task, prompt = index.names[at]
             found[task].add(prompt)
-    run.write(pa.Table.from_pylist(dropped, schema=DROPPED), "dropped")
-    run.write_rows(_report(dropped, rows_of_prompts), "examples")
-    run.transform(_keep, documents, {row["id"] for row in dropped})
+        for name, (count, row) in first.items():
+            before, earlier = held.get(name, (0, row))
+            held[name] = (before + count, earlier)
+    run.write_rows(_report(held, rows_of_prompts), "examples")
     prompts_of = Counter(task for task, _ in index.names)
     for task in sorted(prompts_of):
         run.metric(f"prompts_{task}", prompts_of[task])
         run.metric(f"contaminated_{task}", len(found[task]))
         run.metric(f"unmatchable_{task}", unmatchable[task])
-    run.metric("contaminated_documents", len(dropped))
+    run.metric("contaminated_documents", sum(count for count, _ in held.values()))
     series = {"prompts found in documents": [(task, float(len(found[task]))) for task in sorted(prompts_of)]}
     run.figure("contamination", Figure("Evaluation prompts found in documents", "task", "prompts", series, kind="bar"))
 
 
-def _report(dropped: list[dict[str, Any]], prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _report(held: dict[str, tuple[int, dict[str, Any]]], prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row per prompt that is the best match of a document: the prompt, what the first such document holds, and how many do."""
     questions = {f"{row['task']} prompt {row['id']}": shown(messages_of(row)) for row in prompts}
-    held: dict[str, list[dict[str, Any]]] = {}
-    for row in sorted(dropped, key=lambda row: str(row["id"])):
-        held.setdefault(row["detail"].partition(": ")[0], []).append(row)
     return [
         {
             "id": name,
             "kind": "contaminated prompt",
             "prompt": questions[name],
-            "text": rows[0]["detail"].partition(": ")[2],
-            "detail": f"{len(rows)} documents, the first is {rows[0]['id']} ({rows[0]['rule']}, {rows[0]['value']:.2f})",
+            "text": row["detail"].partition(": ")[2],
+            "detail": f"{count} documents, the first is {row['id']} ({row['rule']}, {row['value']:.2f})",
         }
-        for name, rows in held.items()
+        for name, (count, row) in held.items()
     ]
 
 
@@ -208,12 +204,15 @@ def match(text: str, index: Index) -> Match | None:
     return Match(best, share[best], lowered[ranges[place][0] : ranges[place + length - 1][1]], set(hits))
 
 
-def _find(part: Part, index: Index, fuzzy: FuzzyIndex, config: DecontaminateConfig) -> tuple[list[dict[str, Any]], set[int]]:
-    """Rows of `dropped` of a part, and the prompts that its documents hold."""
-    table = part.read()
+def _find(
+    documents: pa.Table, index: Index, fuzzy: FuzzyIndex, config: DecontaminateConfig
+) -> tuple[dict[str, Any], tuple[list[int], dict[str, tuple[int, dict[str, Any]]]]]:
+    """Which documents of a part stay, and the rows of `dropped`; the prompts that they hold, and by the name of the best matched one
+    how many documents hold it and the first one's row.
+    """
     rows: list[dict[str, Any]] = []
     seen: set[int] = set()
-    for identity, text in zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True):
+    for identity, text in zip(documents["id"].to_pylist(), documents["text"].to_pylist(), strict=True):
         found = match(text, index)
         if found is not None and found.overlap > config.max_overlap:
             rows.append(_dropped(identity, RULE, found.overlap, config.max_overlap, index.names[found.prompt], found.text))
@@ -223,13 +222,16 @@ def _find(part: Part, index: Index, fuzzy: FuzzyIndex, config: DecontaminateConf
         if near is not None and near.share >= config.fuzzy_overlap:
             rows.append(_dropped(identity, FUZZY_RULE, near.share, config.fuzzy_overlap, index.names[near.prompt], near.text))
             seen.add(near.prompt)
-    return rows, seen
+    first: dict[str, tuple[int, dict[str, Any]]] = {}
+    for row in rows:
+        name = row["detail"].partition(": ")[0]
+        count, earlier = first.get(name, (0, row))
+        first[name] = (count + 1, earlier)
+    dropped = pa.Table.from_pylist(rows, schema=DROPPED)
+    keep = pc.invert(pc.is_in(documents["id"], dropped["id"].combine_chunks()))
+    return {"keep": keep, "dropped": dropped}, (sorted(seen), first)
 
 
 def _dropped(identity: str, rule: str, value: float, threshold: float, name: tuple[str, str], text: str) -> dict[str, Any]:
     detail = f"{name[0]} prompt {name[1]}: {' '.join(text.split())}"
     return {"id": identity, "rule": rule, "value": value, "threshold": threshold, "detail": detail}
-
-
-def _keep(documents: pa.Table, dropped: set[str]) -> pa.Table:
-    return documents.filter(pc.invert(pc.is_in(documents["id"], pa.array(sorted(dropped), pa.string()))))
