@@ -21,7 +21,9 @@ from typing import Annotated, Any
 import psutil
 from prefect import Flow as PrefectFlow
 from prefect import get_run_logger
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.schedules import CronSchedule
+from prefect.context import FlowRunContext
 from prefect.runner import Runner
 from prefect.settings import get_current_settings
 from prefect.states import Failed
@@ -31,6 +33,7 @@ from puna.flows.forms import Offer, changed, offers, picked
 from puna.flows.launch import Request, run_flow, run_stage
 from puna.flows.offering import Offering
 from puna.flows.program import Flow
+from puna.flows.reporter import MADE_UP
 from puna.flows.server import Server
 from puna.flows.settings import DEFAULT_RECIPE, DEFAULT_STORE
 from puna.stages.contract import Stage
@@ -49,7 +52,7 @@ def _flow_form(flow: Flow) -> PrefectFlow[Any, Any]:
     def run(**given: Any) -> Any:
         texts = [text for spec in flow.inputs for text in _texts(spec, given[spec.name])]
         request = Request(f"flow:{flow.name}", picked(given["recipe"]), tuple(given["changes"]), tuple(texts), executor=given["executor"])
-        return _told(lambda: run_flow(flow, request, Store.open(given["store"])))
+        return _told(request, lambda: run_flow(flow, request, Store.open(given["store"])))
 
     parameters = [
         _parameter("recipe", str, "The values of all steps; a YAML file must be where the runs are started", DEFAULT_RECIPE),
@@ -66,7 +69,7 @@ def _stage_form(stage: Stage, offer: Offer) -> PrefectFlow[Any, Any]:
         texts = [text for spec in stage.inputs for text in _texts(spec, given[spec.name])]
         changes = changed(offer, given["config"])
         request = Request(f"stage:{stage.name}", None, changes, tuple(texts), executor=given["executor"])
-        return _told(lambda: run_stage(stage, request, Store.open(given["store"]), given["config"]).id)
+        return _told(request, lambda: run_stage(stage, request, Store.open(given["store"]), given["config"]).id)
 
     whole = not any(field.is_required() for field in stage.config.model_fields.values())
     config = inspect.Parameter(
@@ -84,11 +87,15 @@ def _texts(spec: InputSpec, value: str | list[str] | None) -> list[str]:
     return [f"{spec.name}={picked(text)}" for text in found]
 
 
-def _told(work: Callable[[], str]) -> Any:
+def _told(request: Request, work: Callable[[], str]) -> Any:
     """What `work` gives; a `PunaError` is the run's reason to fail, in its log and its state, without a traceback."""
     try:
         return work()
     except PunaError as error:
+        run = FlowRunContext.get()
+        if run is not None and run.flow_run is not None and MADE_UP.fullmatch(run.flow_run.name):  # refused before it could name itself
+            with get_client(sync_client=True) as client:
+                client.update_flow_run(run.flow_run.id, name=request.title)
         get_run_logger().error(str(error))
         return Failed(message=str(error))
 

@@ -104,6 +104,11 @@ def settings_of(stage: Stage) -> list[tuple[str, str]]:
     return found
 
 
+def set_by_recipes(stage: Stage) -> set[str]:
+    """The fields of a stage's configuration that a shipped recipe sets."""
+    return {field for recipe, step in settings_of(stage) for field in _recipe(recipe)[step]}
+
+
 def changed(offer: Offer, config: StageConfig) -> tuple[str, ...]:
     """The fields of a stage's configuration that are not as its form had them, as `--set` writes them."""
     before, now = flat(defaults(offer).get("config", {})), flat(config.model_dump(mode="json"))

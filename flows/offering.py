@@ -19,8 +19,13 @@ from puna.storage.runs import RunLog
 TAG = "puna"
 PAGE = 200
 UNFINISHED = ["RUNNING", "PENDING", "CANCELLING"]
-OUTCOMES = {"finished": ("COMPLETED", None), "failed": ("FAILED", None), "stopped": ("CRASHED", "its process is gone")}
+OUTCOMES = {
+    "finished": ("COMPLETED", None), "failed": ("FAILED", None), "crashed": ("CRASHED", None),
+    "stopped": ("CANCELLED", "stopped; what is finished is kept"),
+}  # fmt: skip
 """What a server should say of a run that the store knows to be over."""
+SETTLED_AFTER = 8
+"""Forms that a busy server may take many seconds for, before runs of which nobody tells are looked at a second time."""
 SCHEDULE = "puna-serve"
 """The slug of the schedule that `--cron` sets."""
 
@@ -52,10 +57,13 @@ class Offering:
 
         `served` is called with title and id of each deployment as soon as it is there.
         """
+        self._settle()
         there = self._there()
         choices = Choices(self._store)
         self._seen = self._state()
-        for offer, _ in self._offered:
+        for number, (offer, _) in enumerate(self._offered):
+            if number == SETTLED_AFTER:
+                self._settle()
             same = [one for one in there if one["entrypoint"] == _entrypoint(offer)]
             found = next((one for one in same if one["name"] == offer.title), None)
             if found is None:
@@ -146,9 +154,7 @@ class Offering:
                 continue
             log = self._store.log(name)
             if log.state != "at work" and self._twice(run["id"], lost):
-                state, said = OUTCOMES[log.state]
-                if run["state_type"] == "CANCELLING":
-                    state, said = "CANCELLED", "stopped; what is finished is kept"
+                state, said = OUTCOMES["stopped" if run["state_type"] == "CANCELLING" else log.state]
                 self._end(f"/flow_runs/{run['id']}", state, said or _how(log))
         open_steps = {
             "flow_runs": {"state": {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}, "tags": {"all_": [TAG]}},

@@ -146,7 +146,7 @@ def session(
         if flow_run:  # nobody sits before its terminal
             listening.enter_context(heard(lambda line: reporter.log(line, logging.WARNING)))
         try:
-            told = begun(parameters or {}) | ({"flow_run": flow_run} if flow_run else {})
+            told = begun({**(parameters or {}), "title": title or flow}) | ({"flow_run": flow_run} if flow_run else {})
             store.record(run, runs.started(flow, **told))
             yield made
             store.record(run, runs.finished())
@@ -156,11 +156,13 @@ def session(
                 console.say(f"report: {page}")
         except Exception as error:
             ending = ("FAILED", str(error) or type(error).__name__)
-            # A disk that is full may not hold this line either: the run then counts as stopped.
+            # A disk that is full may not hold this line either: the run then counts as crashed.
             with contextlib.suppress(OSError, PunaError):
                 store.record(run, runs.failed(str(error) or type(error).__name__))
             raise
         except KeyboardInterrupt:
+            with contextlib.suppress(OSError, PunaError):
+                store.record(run, runs.stopped())
             console.say("stopped; what is finished is kept, and the same command goes on from there")
             # Ctrl-C ended the workers too; parts that were begun again since must not be waited for.
             if engine is not None:

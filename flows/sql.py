@@ -63,6 +63,7 @@ def written(store: Store, text: str, output: Path) -> int:
         raise PunaError(f"--output {output}: lies in the store, where only stages write; name a file elsewhere")
     if not target.parent.is_dir():
         raise PunaError(f"--output {output}: there is no folder {target.parent}")
+    catalog.format_of(output)
     temporary = target.with_name(f".{os.getpid()}-{target.name}")
     try:
         with catalog.connect(store, temporary) as connection:

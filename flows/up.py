@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import gc
 import ipaddress
+import logging
 import os
 import signal
 import socket
@@ -30,6 +31,8 @@ from puna.storage import PunaError, Store
 
 STOP_SECONDS = 30.0
 """Time for runs in progress to say that they end."""
+LINE = 200
+"""Characters of a line that a service of the server says."""
 STEADY_SECONDS = 60.0
 """A worker that lived so long did not fail at its start: its next start waits no longer than the first."""
 
@@ -174,6 +177,15 @@ def _application(store: Store, url: str, auth: str) -> FastAPI:
     return app
 
 
+def _brief(record: logging.LogRecord) -> bool:
+    """A line for what Prefect's services say: they try again by themselves, and their tracebacks are of no use here."""
+    if record.name.startswith("prefect.server"):
+        why = f": {record.exc_info[1]}" if record.exc_info and record.exc_info[1] else ""
+        record.msg, record.args = f"{record.getMessage()}{why}".partition("\n")[0][:LINE], ()
+        record.exc_info = record.exc_text = None
+    return True
+
+
 class _Served(uvicorn.Server):
     """Ends the worker, whose runs still tell this server how they ended, before itself."""
 
@@ -186,6 +198,8 @@ class _Served(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Say that it answers."""
         await super().startup(sockets)
+        for handler in logging.getLogger().handlers:  # Prefect has set up its own by now
+            handler.addFilter(_brief)
         if self.started and not self._ending:
             self.ready()
 

@@ -119,10 +119,8 @@ class Catalog:
 
     def write(self, text: str, file: Path) -> int:
         """Write the result of a statement to a file (.parquet, .csv, .json, .jsonl), which is whole or not there; returns its rows."""
-        how = FORMATS.get(file.suffix)
-        if how is None:
-            raise PunaError(f"{file}: the ending says the format: {', '.join(FORMATS)}")
         self.sql(text)
+        how = format_of(file)
         try:
             (rows,) = self.connection.execute(f"copy ({text.strip().rstrip(';')}) to {literal(str(file))} ({how})").fetchone() or (0,)
         except (duckdb.Error, RuntimeError) as error:
@@ -131,6 +129,13 @@ class Catalog:
 
 
 FORMATS = {".parquet": "format parquet", ".csv": "format csv", ".json": "format json, array true", ".jsonl": "format json"}
+
+
+def format_of(file: Path) -> str:
+    """How DuckDB writes a file of this name; PunaError where its ending says none."""
+    if file.suffix not in FORMATS:
+        raise PunaError(f"{file}: the ending says the format: {', '.join(FORMATS)}")
+    return FORMATS[file.suffix]
 
 
 def told(connection: duckdb.DuckDBPyConnection, name: str, rows: list[dict[str, Any]]) -> None:

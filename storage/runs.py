@@ -40,6 +40,15 @@ def failed(error: str) -> dict[str, Any]:
     return {"event": "failed", "error": error}
 
 
+def stopped() -> dict[str, Any]:
+    """The event that closes the log of a run that a person ended."""
+    return {"event": "stopped"}
+
+
+CRASHED = "its process ended without a word, as one that is killed or out of memory; the same command goes on from what is finished"
+"""The error of a run whose log nothing closes."""
+
+
 def said(text: str) -> dict[str, Any]:
     """The event of a sentence for people on what became of a flow."""
     return {"event": "said", "text": text}
@@ -47,10 +56,11 @@ def said(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunLog:
-    """What is known of a run. `state`: `finished`, `failed`, `at work`, or `stopped` where it was killed or interrupted.
+    """What is known of a run. `state`: `finished`, `failed`, `at work`, `stopped` where a person
+    ended it, or `crashed` where its process ended and said nothing.
 
-    `opened` and `closed`: times of the first and the last event. `about`: how it was begun, as far as the log says: command,
-    recipe, changes, inputs, libraries, commit.
+    `opened` and `closed`: times of the first and the last event. `about`: how it was begun, as far as the log says: title,
+    command, recipe, changes, inputs, libraries, commit.
     """
 
     name: str
@@ -61,6 +71,11 @@ class RunLog:
     opened: datetime | None
     closed: datetime | None
     about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """What a list of runs calls it: the flow, its recipe, inputs and changes."""
+        return str(self.about.get("title") or self.flow or self.name)
 
     def row(self) -> dict[str, Any]:
         """It as a row of the table `runs`."""
@@ -81,8 +96,9 @@ class RunLog:
                 made.append(Made(**{name: event[name] for name in known}))
             if "time" in event:
                 times.append(datetime.fromisoformat(str(event["time"])))
-        ends = [state for state in ("finished", "failed") if state in found]
-        state = ends[0] if ends else "at work" if at_work else "stopped"
+        ends = [state for state in ("finished", "failed", "stopped") if state in found]
+        state = ends[0] if ends else "at work" if at_work else "crashed"
         flow, error = (str(found.get(event, {}).get(name, "")) for event, name in (("started", "flow"), ("failed", "error")))
+        error = CRASHED if state == "crashed" else error
         about = {name: value for name, value in found.get("started", {}).items() if name not in ("event", "flow", "time")}
         return cls(name, flow, state, error, tuple(made), times[0] if times else None, times[-1] if times else None, about)

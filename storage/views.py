@@ -53,7 +53,7 @@ FACTS: dict[str, pa.Schema] = {
     "aliases": _facts(column("alias", pa.string(), "NAME@VERSION"), _KEY, _KIND),
     "runs": _facts(
         _RUN, column("flow", pa.string(), "flow or stage that was run"),
-        column("state", pa.string(), "finished, failed, stopped or at work"),
+        column("state", pa.string(), "finished, failed, stopped, crashed or at work"),
         column("error", pa.string(), "why it failed"), column("opened", pa.string(), "when it began", "ISO 8601"),
         column("closed", pa.string(), "when its last event was", "ISO 8601"), column("recipe", pa.string(), "recipe that was named"),
         column("changes", pa.string(), "what was changed in it", "JSON list"), column("command", pa.string(), "the command line"),

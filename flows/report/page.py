@@ -94,7 +94,7 @@ def _head(run: Run) -> Html:
 def _notices(run: Run) -> Content:
     said = []
     if run.log.state != "finished":
-        how = {"at work": "is still at work", "failed": f"failed: {run.log.error}"}.get(run.log.state, "was stopped")
+        how = {"at work": "is still at work", "stopped": "was stopped"}.get(run.log.state, f"{run.log.state}: {run.log.error}")
         said.append(f"This run {how.rstrip('.')}. The page shows what there is.")
     if run.missing:
         said.append(f"No longer in the store, and left out here: {', '.join(run.missing)}.")

@@ -193,8 +193,8 @@ def _starting(app: FastAPI, store: Store, prefect: str | None) -> None:
         return RedirectResponse(f"/puna/run/{quote(name)}", 303)
 
     @app.post("/run/{name}/again")
-    def again(name: str) -> Response:
-        return RedirectResponse(start.again(store, name), 303)
+    async def again(name: str, request: Request) -> Response:
+        return RedirectResponse(await run_in_threadpool(start.again, store, name, await _sent(request)), 303)
 
     @app.get("/started/{flow_run}")
     def follow(flow_run: str) -> Response:

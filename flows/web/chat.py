@@ -30,7 +30,9 @@ def chat_page(store: Store, model: str, prefect: str | None) -> Html:
     """Models to choose from, and the talk; the script sends and shows it."""
     models = [artifact for artifact in reversed(store.artifacts()) if artifact.kind == "model"]
     if not models:
-        return page("Chat", tag("p", "The store holds no model yet.", class_="lead"), here="chat", prefect=prefect)
+        imported, trained = (tag("a", name, href=f"/puna/start/{name}") for name in ("import_model", "pretrain"))
+        ways = [imported, " brings one, ", trained, " makes one."]
+        return page("Chat", tag("p", "The store holds no model yet: ", ways, class_="lead"), here="chat", prefect=prefect)
     names = store.names()
     aliases = {name: artifact for artifact in models for name in names.get(artifact.key, [])}
     chosen = model or next((name for name in ("policy@latest", *aliases) if name in aliases), models[0].id)

@@ -16,7 +16,7 @@ PLACES = {
     "": "Runs", "start": "Start", "artifacts": "Artifacts", "documents": "Documents", "rules": "Rules", "rounds": "Rounds", "sql": "SQL",
     "chat": "Chat",
 }  # fmt: skip
-STATES = {"finished": "right", "failed": "wrong", "stopped": "wrong", "at work": "busy"}
+STATES = {"finished": "right", "failed": "wrong", "stopped": "", "crashed": "wrong", "at work": "busy"}
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from datetime import datetime
 from typing import Any
 
 from puna.flows.forms import offers
@@ -76,7 +77,7 @@ def working_view(store: Store, log: RunLog) -> Html:
         words = f"{now['step']}: {100 * share:.0f} %, {number(now['done'])} of {number(now['total'])} {now['note']}"
         after = f", about {duration(left)} left" if left is not None and share < 1 else ""
         inside = [tag("p", tag("b", words), after), bar(share, words), tag("p", done, class_="note")]
-    return tag("section", tag("h2", run_link(log.name, f"{log.flow} is at work")), inside, class_="working")
+    return tag("section", tag("h2", run_link(log.name, f"{log.title} is at work")), inside, class_="working")
 
 
 def starts() -> Html:
@@ -97,11 +98,13 @@ def aliases_view(store: Store) -> Html:
     rows: list[list[Content]] = []
     for created, name, artifact in sorted(found, reverse=True, key=lambda item: item[:2]):
         size = number(artifact.rows()) if artifact.kind in artifact.tables else "–"
-        talk = tag("a", "chat", href=f"/puna/chat?model={name}") if artifact.kind == "model" else None
-        rows.append([tag("b", name), artifact_link(artifact), artifact.manifest.stage, size, created[:16].replace("T", " "), talk])
+        use = {"model": ("chat", f"/puna/chat?model={name}"), "documents": ("search", f"/puna/documents?artifact={artifact.id}")}
+        words, address = use.get(artifact.kind, ("look", f"/puna/artifact/{artifact.kind}/{artifact.key[:12]}"))
+        made = when(datetime.fromisoformat(created))
+        rows.append([tag("b", name), artifact_link(artifact), artifact.manifest.stage, size, made, tag("a", words, href=address)])
     if not rows:
         return tag("p", "No alias is set yet.", class_="note")
-    return table(["alias", "artifact", "made by", "rows", "made, UTC", "use"], rows, numeric=(3,))
+    return table(["alias", "artifact", "made by", "rows", "made", "use"], rows, numeric=(3,))
 
 
 def runs_view(logs: list[RunLog]) -> Html:
@@ -111,7 +114,7 @@ def runs_view(logs: list[RunLog]) -> Html:
         box = tag("input", type="checkbox", name="run", value=log.name, aria_label=f"compare {log.name}")
         reused = sum(made.reused for made in log.made)
         why = tag("small", log.error.partition("\n")[0]) if log.error else None
-        cells: list[Content] = [[run_link(log.name, log.flow or log.name), why], badge(log), when(log.opened), spent(log)]
+        cells: list[Content] = [[run_link(log.name, log.title), why], badge(log), when(log.opened), spent(log)]
         rows.append([box, *cells, number(len(log.made)), number(reused)])
     shown = table([tag("small", "pick"), "run", "state", "began", "took", "artifacts", "reused"], rows, numeric=(4, 5, 6))
     return tag("form", shown, tag("p", tag("button", "Compare two")), action="/puna/compare", method="get")

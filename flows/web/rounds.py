@@ -33,12 +33,17 @@ def rounds_page(store: Store, prefect: str | None) -> Html:
     return page(
         "Rounds",
         _waits(waiting) if waiting else None,
-        section("rounds", "Gates", None, _gates(found), grid(gains)) if found else tag("p", "No round came to a gate yet.", class_="lead"),
+        section("rounds", "Gates", None, _gates(found), grid(gains)) if found else _none(),
         section("leaderboard", "Leaderboard", "Every model that was evaluated, the best first.", _leaderboard(store)),
         section("judge", "Which answer is better?", JUDGE, tag("ul", judge)) if judge else None,
         section("next", "The next round", None, _next(store, prefect)),
         here="rounds", prefect=prefect,
     )  # fmt: skip
+
+
+def _none() -> Html:
+    first = tag("a", "round", href="/puna/start/round")
+    return tag("p", "No round came to a gate yet: ", first, " trains a policy once more and asks whether it is better.", class_="lead")
 
 
 def decided(store: Store, gate: str, said: Mapping[str, Sequence[str]]) -> None:

@@ -12,6 +12,7 @@ from puna.flows.report.run import Run, Step
 from puna.flows.report.svg import draw, grid
 from puna.flows.web.frame import artifact_link, badge, bar, page, problem, run_link, spent, when
 from puna.flows.web.home import shown, working_view
+from puna.flows.web.start import once
 from puna.storage import PunaError, Store
 
 MOST_PLOTS = 12
@@ -36,10 +37,10 @@ def run_page(store: Store, name: str, prefect: str | None) -> Html:
     mine = next((event.get("flow_run") for event in store.events(log.name)[:1]), None) if prefect else None
     if mine:
         word, done = ("stop", "Stop") if log.state == "at work" else ("again", "Run again" if log.state == "finished" else "Go on")
-        links.append(tag("form", tag("button", done), action=f"/puna/run/{log.name}/{word}", method="post"))
+        links.append(tag("form", once(), tag("button", done), action=f"/puna/run/{log.name}/{word}", method="post"))
         links.append(tag("a", "In Prefect", href=f"/v2/runs/flow-run/{mine}", class_="button"))
     return page(
-        f"{log.flow or 'run'}",
+        log.title,
         tag("dl", tiles, class_="tiles"),
         problem(log.error) if log.error else None,
         problem(f"No longer in the store: {', '.join(run.missing)}") if run.missing else None,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from puna.flows.forms import Choices, Offer, defaults, offers, picked, settings_of, values_of
+from puna.flows.forms import Choices, Offer, defaults, offers, picked, set_by_recipes, settings_of, values_of
 from puna.flows.launch import Request, stage_config
 from puna.flows.plan import Total, steps_of
 from puna.flows.planned import STATES, Planned
@@ -21,7 +22,7 @@ from puna.flows.settings import DEFAULT_RECIPE
 from puna.flows.web.frame import field, option, page, problem
 from puna.stages.contract import Stage, did_you_mean
 from puna.stages.contract.declaration import InputSpec
-from puna.storage import PunaError, Store
+from puna.storage import PunaError, Store, digest
 from puna.storage.explain import flat
 
 Asked = Mapping[str, Sequence[str]]
@@ -29,6 +30,8 @@ Asked = Mapping[str, Sequence[str]]
 COSTS = ("time", "disk", "memory")
 FEW = 2
 """Fields of a group of settings that stands open."""
+MANY = 8
+"""Fields that a stage may have of its own before those that are rarely changed are folded."""
 
 
 def start_page(store: Store, name: str, asked: Asked, prefect: str | None, refused: str = "") -> Html:
@@ -36,18 +39,26 @@ def start_page(store: Store, name: str, asked: Asked, prefect: str | None, refus
     offer = offered(name)
     what, choices = offer.what, Choices(store)
     settings: Content = _changes(asked) if isinstance(what, Flow) else _settings(offer, asked)
-    go = tag("button", "Start", class_="main", formmethod="post") if prefect else None
+    go = [once(), tag("button", "Start", class_="main", formmethod="post")] if prefect else None
     other = tag("a", "Prefect's form, with schedules", href=f"/puna/form/{name}", class_="button") if prefect else None
     return page(
         what.name,
         problem(refused) if refused else None,
         tag("form",
             tag("div", _recipe(offer, asked), [_input(spec, choices, asked) for spec in what.inputs], settings),
-            tag("div", replanned(store, name, asked), id="outcome", aria_live="polite"),
+            tag("div", _outcome(store, offer, asked), id="outcome", aria_live="polite"),
             tag("p", go, " ", tag("button", "Plan"), " ", other, class_="buttons"),
             action=f"/puna/start/{name}", method="get", class_="replayed", data_from=f"/puna/plan/{name}"),
         here="start", prefect=prefect, lead=_first(what.doc),
     )  # fmt: skip
+
+
+def _outcome(store: Store, offer: Offer, asked: Asked) -> Html:
+    """The plan, or what it waits for where the form was only opened."""
+    missing = [spec.name for spec in offer.what.inputs if spec.kind != "external" and not spec.optional and not _given(spec, asked)]
+    if isinstance(offer.what, Stage) and missing and set(asked) <= {"recipe"}:
+        return tag("p", f"Choose {' and '.join(missing)}: the plan follows.", class_="note")
+    return replanned(store, offer.flow, asked)
 
 
 def list_page(prefect: str | None) -> Html:
@@ -98,12 +109,19 @@ def started(store: Store, name: str, asked: Asked) -> str:
         given |= {"recipe": request.recipe, "changes": list(request.changes)}
     else:
         given["config"] = stage_config(offer.what, None, list(request.changes)).model_dump(mode="json")
-    return _begun(server, found["id"], request.title, {**found["parameters"], **given})
+    return _begun(server, found["id"], request.title, {**found["parameters"], **given}, asked)
 
 
-def _begun(server: Server, deployment_id: str, title: str, parameters: Mapping[str, Any]) -> str:
-    """The page that follows a run which begins now."""
-    body = {"name": title, "parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": uuid.uuid4().hex}
+def once() -> Html:
+    """What a form sends along, so that two clicks on one page start one run."""
+    return tag("input", type="hidden", name="once", value=uuid.uuid4().hex)
+
+
+def _begun(server: Server, deployment_id: str, title: str, parameters: Mapping[str, Any], asked: Asked) -> str:
+    """The page that follows a run which begins now, or began when the same page asked for the same before."""
+    (token,) = asked.get("once", [uuid.uuid4().hex])
+    key = digest.of_value({"once": token, "deployment": deployment_id, "parameters": parameters})
+    body = {"name": title, "parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": key}
     made = server.insist("POST", f"/deployments/{deployment_id}/create_flow_run", body)
     return f"/puna/started/{made['id']}"
 
@@ -132,11 +150,11 @@ def stop(store: Store, name: str) -> None:
     server_beside(store).insist("POST", f"/flow_runs/{flow_run_of(store, name)}/set_state", asked)
 
 
-def again(store: Store, name: str) -> str:
+def again(store: Store, name: str, asked: Asked) -> str:
     """Start what a run did once more: it goes on from what is there. Returns the page that follows it."""
     server = server_beside(store)
     found = server.insist("GET", f"/flow_runs/{flow_run_of(store, name)}")
-    return _begun(server, found["deployment_id"], found["name"], found["parameters"])
+    return _begun(server, found["deployment_id"], found["name"], found["parameters"], asked)
 
 
 def flow_run_of(store: Store, name: str) -> str:
@@ -198,8 +216,10 @@ def _row(step: Planned, known: bool) -> list[Content]:
     return [tag("b", step.label), *cost, tag("small", waits)]
 
 
-def _first(doc: str) -> str:
-    return doc.partition("\n")[0]
+def _first(doc: str) -> list[Content]:
+    """The first sentence of a docstring, what stands in backticks as code."""
+    sentence = re.split(r"(?<=[.:])\s", " ".join(doc.partition("\n\n")[0].split()), maxsplit=1)[0]
+    return [tag("code", words) if number % 2 else words for number, words in enumerate(sentence.split("`"))]
 
 
 def _given(spec: InputSpec, asked: Asked) -> list[str]:
@@ -258,13 +278,32 @@ def _settings(offer: Offer, asked: Asked) -> list[Content]:
     for path in values:
         head, dot, _ = path.partition(".")
         groups.setdefault(head if dot else "", []).append(path)
+
+    def fields_of(paths: Sequence[str]) -> list[Html]:
+        return [_setting(path, values[path], asked, *_about(schema, path)) for path in paths]
+
     made: list[Content] = []
+    if own := groups.pop("", []):
+        rare = _rare(offer.what, own, values) if len(own) > MANY else []
+        made.append(tag("div", fields_of([path for path in own if path not in rare]), class_="sliders"))
+        if rare:
+            named = [tag("b", "more"), f" {', '.join(rare)}"]
+            changed = any(asked.get(f"set.{path}", [_shown(values[path])])[0] != _shown(values[path]) for path in rare)
+            made.append(details(named, tag("div", fields_of(rare), class_="sliders"), open_=changed, class_="more"))
     for group, paths in groups.items():
-        fields = [_setting(path, values[path], asked, *_about(schema, path)) for path in paths]
+        fields = fields_of(paths)
         about = schema["properties"].get(group, {}).get("description", "")
         inside = tag("div", fields, class_="sliders")
-        made.append(details([tag("b", group), f" {about}"], inside, open_=len(paths) <= FEW, class_="more") if group else inside)
+        made.append(details([tag("b", group), f" {about}"], inside, open_=len(paths) <= FEW, class_="more"))
     return made
+
+
+def _rare(stage: Stage, paths: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+    """Of a stage's many fields those that people rarely change: neither a number nor asked for nor set by a shipped recipe, and seeds."""
+    needed = {name for name, one in stage.config.model_fields.items() if one.is_required()} | set_by_recipes(stage)
+    numbers = {path for path in paths if isinstance(values[path], int | float) and not isinstance(values[path], bool) and path != "seed"}
+    often = [path for path in paths if path in needed | numbers]
+    return [path for path in paths if path not in (often or paths[:MANY])]
 
 
 def _setting(path: str, value: Any, asked: Asked, about: str, choices: Sequence[str]) -> Html:

@@ -136,7 +136,7 @@ def test_what_is_committed_is_found_read_and_queried(place: str, tmp_path: Path)
     store.record("run", {"event": "started", "flow": "f"})
     with store.at_work("run"):
         assert store.log("run").state == "at work"
-    assert store.log("run").state == "stopped" and store.runs() == ["run"]
+    assert store.log("run").state == "crashed" and store.runs() == ["run"]
 
 
 def test_of_racing_writers_of_a_key_one_wins(place: str) -> None:

@@ -196,12 +196,12 @@ def test_what_a_run_at_work_has_is_no_garbage(tmp_path: Path) -> None:
         store.record("run", made("one", artifact))
         assert store.log("run").state == "at work"
         assert maintenance.collect(store, keep_runs=0, work_days=0, remove=True) == [] and store.artifacts() == [artifact]
-    assert store.log("run").state == "stopped"
+    assert store.log("run").state == "crashed"
     assert [g.place for g in maintenance.collect(store, keep_runs=0, work_days=0, remove=True)] == [artifact.place]
 
 
 @pytest.mark.parametrize(("events", "state", "error"), [
-    ([], "stopped", ""), ([runs.finished()], "finished", ""), ([runs.failed("field: wrong")], "failed", "field: wrong"),
+    ([], "crashed", runs.CRASHED), ([runs.stopped()], "stopped", ""), ([runs.finished()], "finished", ""), ([runs.failed("field: wrong")], "failed", "field: wrong"),
 ])  # fmt: skip
 def test_a_log_tells_how_a_run_ended(tmp_path: Path, events: list[dict], state: str, error: str) -> None:
     store = Store.open(tmp_path)
