@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -208,6 +209,9 @@ def up(
     from puna.flows import up as serving
 
     serving.up(store, host, port, limit, auth)
+    # All is closed and said. DuckDB's binding would have the interpreter's end report what it never gave back.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 @app.command()

@@ -35,7 +35,7 @@ class Offering:
 
     def __init__(self, store: Store, server: Server, offered: Sequence[tuple[Offer, PrefectFlow[Any, Any]]], *, linked: bool) -> None:
         self.ids: dict[str, UUID] = {}
-        self._store, self._server = store, server
+        self._store, self._server, self._linked = store, server, linked
         self._offered = offered
         self._plain = {offer.title: flow.parameters.model_dump(exclude_unset=True) for offer, flow in offered}
         self._lasting = {
@@ -57,13 +57,13 @@ class Offering:
 
         `served` is called with title and id of each deployment as soon as it is there.
         """
-        self._settle()
+        self._settle(starting=True)
         there = self._there()
         choices = Choices(self._store)
         self._seen = self._state()
         for number, (offer, _) in enumerate(self._offered):
             if number == SETTLED_AFTER:
-                self._settle()
+                self._settle(starting=True)
             same = [one for one in there if one["entrypoint"] == _entrypoint(offer)]
             found = next((one for one in same if one["name"] == offer.title), None)
             if found is None:
@@ -141,16 +141,19 @@ class Offering:
         schedule = {"schedule": {"cron": cron, "timezone": "UTC"}, "active": True, "slug": SCHEDULE}
         self._server.insist("POST", f"/deployments/{deployment['id']}/schedules", [schedule])
 
-    def _settle(self) -> None:
+    def _settle(self, *, starting: bool = False) -> None:
         """End runs on the server whose Puna run is over, and steps of runs that are over: their process was killed before it told.
 
-        Looked at twice, so that a process which is about to tell may do so itself.
+        Looked at twice, so that a process which is about to tell may do so itself. `starting`: nothing that is offered has a process
+        yet, so runs whose process was about to start are to be started once more.
         """
         asked = {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}, "limit": PAGE}
         lost: dict[str, int] = {}
         for run in self._server.insist("POST", "/flow_runs/filter", asked):
             name = (run.get("labels") or {}).get("puna.run")
             if not isinstance(name, str) or name not in self._store.runs():
+                if starting and self._linked and run["state_type"] == "PENDING" and TAG in run["tags"] and self._twice(run["id"], lost):
+                    self._end(f"/flow_runs/{run['id']}", "SCHEDULED", "its process ended before it began; it is started once more")
                 continue
             log = self._store.log(name)
             if log.state != "at work" and self._twice(run["id"], lost):

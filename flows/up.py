@@ -25,9 +25,11 @@ from starlette.responses import RedirectResponse
 from starlette.routing import Mount, Route
 
 from puna.flows.database import prepared
+from puna.flows.guard import OwnSite
 from puna.flows.server import Server, read_note, remove_note, write_note
 from puna.flows.settings import prepare
 from puna.storage import PunaError, Store
+from puna.storage.store import written
 
 STOP_SECONDS = 30.0
 """Time for runs in progress to say that they end."""
@@ -51,7 +53,7 @@ def up(uri: str, host: str, port: int, limit: int, auth: str) -> None:
         store = Store.open(uri)
     # What is imported now stays: looking for garbage among it takes a fifth of the start.
     gc.disable()
-    with _alone(store.root) as alone:
+    with written(store.uri), _alone(store.root) as alone:
         if not alone:
             note = read_note(store.root)
             where = f"at {note['url']}" if note else "and has no address yet"
@@ -66,7 +68,7 @@ def up(uri: str, host: str, port: int, limit: int, auth: str) -> None:
             worker.start()
             try:
                 app = _application(store, url, auth)
-                served = _Served(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3), worker)
+                served = _Served(_config(app, auth), worker)
                 served.ready = lambda: _ready(store, url, server, began)
                 # The signal that ended it is raised once more.
                 with contextlib.suppress(KeyboardInterrupt):
@@ -96,7 +98,11 @@ def pages(store: Store, host: str, port: int, auth: str) -> None:
         app.mount("/puna", application(store, prefect=None, auth=auth))
         app.router.routes.insert(0, Route("/", lambda _: RedirectResponse("/puna/")))
         print(f"{url}/puna   runs, artifacts and questions of {store.uri}; Ctrl-C ends", flush=True)
-        asyncio.run(uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3)).serve(sockets=[listening]))
+        asyncio.run(uvicorn.Server(_config(app, auth)).serve(sockets=[listening]))
+
+
+def _config(app: FastAPI, auth: str) -> uvicorn.Config:
+    return uvicorn.Config(OwnSite(app, protected=bool(auth)), log_level="warning", timeout_graceful_shutdown=3)
 
 
 def _guarded(host: str, auth: str) -> None:

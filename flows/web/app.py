@@ -60,14 +60,12 @@ def application(store: Store, *, prefect: str | None, auth: str) -> FastAPI:
 
 
 def _guard(app: FastAPI, auth: str) -> None:
-    """Ask for the password where there is one, refuse what other sites' pages send, and say what a page may load."""
+    """Ask for the password where there is one, and say what a page may load."""
 
     @app.middleware("http")
     async def guarded(request: Request, further: Next) -> Response:
         if auth and not _allowed(request.headers.get("authorization", ""), auth):
             return PlainTextResponse("a user and a password are needed", 401, {"www-authenticate": 'Basic realm="Puna", charset="UTF-8"'})
-        if request.method != "GET" and request.headers.get("sec-fetch-site", "same-origin") != "same-origin":
-            return PlainTextResponse("sent by the page of another site", 403)
         answer = await further(request)
         answer.headers.setdefault("content-security-policy", POLICY)
         answer.headers.setdefault("x-content-type-options", "nosniff")

@@ -1,0 +1,56 @@
+"""What a start of `puna up` makes of runs that the server still shows as unfinished."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from puna.flows.offering import Offering
+from puna.storage import Store, runs
+
+
+class Server:
+    """A server with some unfinished runs; it notes which states it is given."""
+
+    def __init__(self, unfinished: list[dict[str, Any]]) -> None:
+        self.unfinished, self.states = unfinished, {}  # type: ignore[var-annotated]
+
+    def insist(self, method: str, path: str, body: Any = None) -> Any:
+        if path == "/flow_runs/filter":
+            return [run for run in self.unfinished if run["id"] not in self.states]
+        if path.endswith("/set_state"):
+            self.states[path.split("/")[2]] = (body["state"]["type"], body["state"]["message"])
+        return []
+
+
+def run(identity: str, state: str, name: str | None, *tags: str) -> dict[str, Any]:
+    return {"id": identity, "state_type": state, "labels": {"puna.run": name} if name else {}, "tags": list(tags)}
+
+
+def test_a_start_ends_runs_without_a_process_and_begins_those_that_were_about_to_start(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    for name, events in (("killed", []), ("done", [runs.finished()]), ("ended", [runs.stopped()])):
+        for event in (runs.started("curate"), *events):
+            store.record(name, event)
+    unfinished = [
+        run("1", "RUNNING", "killed", "puna"), run("2", "RUNNING", "done", "puna"), run("3", "RUNNING", "ended", "puna"),
+        run("4", "CANCELLING", "killed", "puna"), run("5", "PENDING", None, "puna"), run("6", "PENDING", None, "of somebody else"),
+        run("7", "RUNNING", None, "puna"),
+    ]  # fmt: skip
+    server = Server(unfinished)
+    offering = Offering(store, server, [], linked=True)  # type: ignore[arg-type]
+    offering.publish({}, lambda title, deployment: None)
+    assert not server.states  # a process that is about to tell may still do so
+    offering.publish({}, lambda title, deployment: None)
+    assert {identity: state for identity, (state, _) in server.states.items()} == {
+        "1": "CRASHED", "2": "COMPLETED", "3": "CANCELLED", "4": "CANCELLED", "5": "SCHEDULED",
+    }  # fmt: skip
+    assert "killed or out of memory" in server.states["1"][1]
+
+
+def test_runs_that_another_process_serves_are_left_alone(tmp_path: Path) -> None:
+    server = Server([run("5", "PENDING", None, "puna")])
+    offering = Offering(Store.open(tmp_path), server, [], linked=False)  # type: ignore[arg-type]
+    for _ in range(3):
+        offering.publish({}, lambda title, deployment: None)
+    assert not server.states
