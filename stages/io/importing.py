@@ -1,7 +1,7 @@
 """What the import stages share: finding files, recognising their layout, reading them in workers, counting what is dropped.
 
-Each file is read by one worker into chunks below the run's scratch folder; the driver sees only ids, keeps the first row of
-each, and the workers write what is kept. A row that cannot be taken is a row of `dropped` with file, row, field and reason.
+Each file is read by one worker, and its rows are regrouped by id: the first row of each id is kept. A row that cannot be taken is a
+row of `dropped` with file, row, field and reason.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 from pydantic import Field
 
 from puna.stages.contract import External, ExternalFile, SeededConfig, StageRun
@@ -29,10 +28,15 @@ from puna.stages.reading.files import address_of
 from puna.stages.reading.hub import Job, jobs_of
 from puna.stages.reading.rows import COLUMNAR, Fault, Row, read_rows, stream_rows
 from puna.storage import PunaError
+from puna.storage.exchange import partitions
 from puna.storage.schemas import table_schema
+from puna.storage.shards import count, row_bytes
 
 SNIFFED_ROWS = 200
 CHUNK_BYTES = 32 << 20
+PACKED = 4
+"""How much larger rows are than the files that hold them, about."""
+HUB_BYTES = 1 << 30
 HELDOUT = "Share of prompts held out, by a hash of prompt and seed, where rows have no split of their own"
 
 
@@ -72,43 +76,25 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
             shown.append(example)
     if not plans:
         raise PunaError(f"{run.stage}: {', '.join(e.uri for e in inputs)}: there are no rows in {len(jobs)} files")
-    rules: Counter[str] = Counter()
-    seen: set[bytes] = set()
-    files, kept, heldout, first = [], 0, 0, ""
-    read_columns = ["id", "place", *(["split"] if "split" in table_schema(kind).schema.names else [])]
-    settings = config.model_dump_json()
     read = list(enumerate(job for job in jobs if job.source in plans))
-    for folder in run.map(_read, read, plans, kind, settings, type(config), str(run.scratch), rows=len(read)):
-        for file in sorted(Path(folder).glob("*.parquet")):
-            table = file.name.split("-")[0]
-            found = pq.read_table(file, columns=read_columns if table == kind else ["id", "rule", "detail"])
-            run.count_input(len(found))
-            if table == kind:
-                places, again = _repeated(found, seen)
-                if again and config.bad_rows == "refuse":
-                    raise PunaError(f"{run.stage}: {again[0]['detail']}")
-                run.write_rows(again, "dropped")
-                rules.update({"duplicate": len(again)} if again else {})
-                kept += len(found) - len(again)
-                if "split" in read_columns:
-                    sides, gone = found["split"].to_pylist(), set(places)
-                    heldout += sum(side == "heldout" for at, side in enumerate(sides) if at not in gone)
-                files.append((str(file), table, places))
-            else:
-                rules.update(found.column("rule").to_pylist())
-                first = first or found.column("detail")[0].as_py()
-                files.append((str(file), table, []))
-    if not kept:
-        why = ", ".join(f"{count} {rule}" for rule, count in rules.most_common())
+    given = sum(job.file.bytes * PACKED if job.file else HUB_BYTES for _, job in read)
+    arguments = (plans, kind, config.model_dump_json(), type(config))
+    rows = run.exchange(_read, read, *arguments, by="id", partitions=partitions(given), rows=len(read))
+    run.count_input(sum(info["rows"] for info in rows.infos))
+    cut = count(table_schema(kind), sum(info["bytes"] for info in rows.infos))
+    told = run.produce_shards(_kept, rows, cut, kind, config.bad_rows)
+    rules = sum((Counter(found["rules"]) for found in told), Counter[str]())
+    if not sum(found["kept"] for found in told):
+        why = ", ".join(f"{number} {rule}" for rule, number in rules.most_common())
+        _, first = min((found["first"] for found in told if found["first"]), default=[0, ""])
         raise PunaError(f"{run.stage}: no row of {', '.join(plans)} can be taken: {why or 'there are none'}. The first: {first}")
-    run.produce(_kept, files)
     run.write_rows(shown, "examples")
     run.metric("files", len(jobs))
     run.metric("rows", (run.input_rows or 0))
-    if "split" in read_columns:
-        run.metric("heldout", heldout)
-    for rule, count in sorted(rules.items()):
-        run.metric(f"dropped_{rule}", count)
+    if "split" in table_schema(kind).schema.names:
+        run.metric("heldout", sum(found["heldout"] for found in told))
+    for rule, number in sorted(rules.items()):
+        run.metric(f"dropped_{rule}", number)
 
 
 # --- finding the work -------------------------------------------------------------------------------------
@@ -190,36 +176,40 @@ def _short(text: str) -> str:
 # --- reading, in a worker ---------------------------------------------------------------------------------
 
 
-def _read(
-    numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings: str, config_type: type[ImportConfig], scratch: str
-) -> str:
-    """Read one file into chunks below `scratch`; returns their folder. Done once, also after a crash."""
+def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings: str, config_type: type[ImportConfig]) -> Iterator[Any]:
+    """The rows of one file as tables, and last how many there are and the bytes of those that can be taken."""
     number, job = numbered
-    folder = Path(scratch) / f"job-{number:06d}"
-    marker = folder / "done"
-    if marker.exists():
-        return str(folder)
-    folder.mkdir(exist_ok=True)
-    for file in folder.glob("*.parquet"):
-        file.unlink()
     config = config_type.model_validate_json(settings)
-    chunk = _Chunk(folder, kind)
+    columns = table_schema(kind).schema.names
+    held: list[dict[str, Any]] = []
+    size = rows = total = 0
     for row in _rows(job, config):
         found = _taken(row, job, plans[job.source], kind, config) if isinstance(row, Row) else row
         if isinstance(found, Fault):
             said = f"{job.shown}, row {found.number}{f', field {found.field}' if found.field else ''}: {found.reason}"
             if config.bad_rows == "refuse":
                 raise PunaError(f"{said}. With bad_rows=drop such rows are set aside")
-            identity = identifier("dropped", job.source, job.name, found.number)
-            chunk.add("dropped", {"id": identity, "rule": found.rule, "detail": said}, 300)
+            found = {"id": identifier("dropped", job.source, job.name, found.number), "rule": found.rule, "detail": said}
         else:
             if kind == "documents":
                 found["url"] = address_of(found["url"] or "", job.source, job.name, row.number)
-            size = 300 + sum(len(value) for value in found.values() if isinstance(value, str))
-            chunk.add(kind, found | {"place": f"{job.shown}, row {row.number}"}, size)
-    chunk.flush()
-    marker.touch()
-    return str(folder)
+            found["place"] = f"{job.shown}, row {row.number}"
+        held.append(found | {"order": (number << 40) + rows})
+        rows += 1
+        size += 300 + sum(len(value) for value in found.values() if isinstance(value, str))
+        if size >= CHUNK_BYTES:
+            yield (made := _records(kind, held))
+            total += int(row_bytes(made.filter(pc.is_valid(made["place"])).select(columns)).sum())
+            held, size = [], 0
+    yield (made := _records(kind, held))
+    total += int(row_bytes(made.filter(pc.is_valid(made["place"])).select(columns)).sum())
+    yield {"rows": rows, "bytes": total}
+
+
+def _records(kind: str, rows: list[dict[str, Any]]) -> pa.Table:
+    """Rows of the table, which have a `place`, and of `dropped`; `order` is that in which they came."""
+    fields = {field.name: field.with_nullable(True) for name in (kind, "dropped") for field in table_schema(name).schema}
+    return pa.Table.from_pylist(rows, schema=pa.schema([*fields.values(), pa.field("place", pa.string()), pa.field("order", pa.int64())]))
 
 
 def _taken(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -> dict[str, Any] | Fault:
@@ -294,55 +284,23 @@ def _document(values: dict[str, Any], named: str | None, plan: Plan, row: dict[s
 NAMED = {"prompts": _prompt, "preferences": _preference, "instructions": _instruction, "documents": _document}
 
 
-class _Chunk:
-    """Rows held until there are enough for a file."""
-
-    def __init__(self, folder: Path, kind: str) -> None:
-        self._folder, self._kind = folder, kind
-        self._rows: dict[str, list[dict[str, Any]]] = {}
-        self._number = self._bytes = 0
-
-    def add(self, table: str, row: dict[str, Any], size: int) -> None:
-        """Hold one row; write a chunk when it is full."""
-        self._rows.setdefault(table, []).append(row)
-        self._bytes += size
-        if self._bytes >= CHUNK_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what is held."""
-        for table, rows in self._rows.items():
-            loose = [field.with_nullable(True) for field in table_schema(table).schema]
-            schema = pa.schema([*loose, pa.field("place", pa.string())] if table == self._kind else loose)
-            file = self._folder / f"{table}-{self._number:06d}.parquet"
-            pq.write_table(pa.Table.from_pylist(rows, schema=schema), file, compression="zstd", compression_level=1)
-        self._rows, self._bytes = {}, 0
-        self._number += 1
-
-
-# --- what is kept -----------------------------------------------------------------------------------------
-
-
-def _repeated(table: pa.Table, seen: set[bytes]) -> tuple[list[int], list[dict[str, Any]]]:
-    """Places of the rows whose ids were seen before, and a row of `dropped` for each."""
-    places, again = [], []
-    for place, identity in enumerate(table.column("id").to_pylist()):
-        key = bytes.fromhex(identity)
-        if key in seen:
-            where = table.column("place")[place].as_py()
-            detail = f"{where}, field id: the row is there already, as {identity}"
-            again.append({"id": identifier("duplicate", where), "rule": "duplicate", "value": None, "threshold": None, "detail": detail})
-            places.append(place)
-        seen.add(key)
-    return places, again
-
-
-def _kept(file: tuple[str, str, list[int]]) -> dict[str, pa.Table]:
-    """In a worker: the rows of one chunk, but for those at the given places."""
-    path, table, places = file
-    rows = pq.read_table(path, columns=table_schema(table).schema.names)
-    if places:
-        keep = np.ones(len(rows), dtype=bool)
-        keep[places] = False
-        rows = rows.filter(pa.array(keep))
-    return {table: rows}
+def _kept(rows: pa.Table, kind: str, bad_rows: str) -> tuple[dict[str, pa.Table], dict[str, Any]]:
+    """In a worker: of the rows of a range of ids the first of each id, and those that are dropped; and counts of them."""
+    rows = rows.sort_by([("id", "ascending"), ("order", "ascending")])
+    ids, valid = rows["id"].to_pylist(), pc.is_valid(rows["place"])
+    first = np.array([at == 0 or ids[at] != ids[at - 1] for at in range(len(ids))], bool)
+    again = []
+    for at in np.flatnonzero(~first).tolist():
+        where = rows["place"][at].as_py()
+        detail = f"{where}, field id: the row is there already, as {ids[at]}"
+        if bad_rows == "refuse":
+            raise PunaError(detail)
+        again.append({"id": identifier("duplicate", where), "rule": "duplicate", "detail": detail})
+    kept = rows.filter(pc.and_(valid, pa.array(first))).select(table_schema(kind).schema.names)
+    schema = table_schema("dropped").schema
+    other = rows.filter(pc.invert(valid))
+    dropped = pa.concat_tables([other.select(schema.names).cast(schema), pa.Table.from_pylist(again, schema=schema)])
+    shown = list(min(zip(other["order"].to_pylist(), other["detail"].to_pylist(), strict=True), default=()))
+    rules = dict(Counter(dropped["rule"].to_pylist()))
+    heldout = kept["split"].to_pylist().count("heldout") if "split" in kept.column_names else 0
+    return {kind: kept, "dropped": dropped}, {"kept": len(kept), "heldout": heldout, "rules": rules, "first": shown}
