@@ -19,6 +19,8 @@ from puna.storage.parts import Beside, Follower
 from puna.storage.runs import RunLog
 from puna.storage.tables import parquet
 
+PIECE = 1 << 15
+"""Rows that are looked at together, at most."""
 ROUND = re.compile(r"(?:^|_)(?:round_?)?(\d+)$")
 
 
@@ -139,14 +141,11 @@ class Run:
 
 
 def measured(documents: Artifact, *others: Beside) -> Iterator[tuple[pa.Table, ...]]:
-    """`id` and `characters` of documents, shard by shard, with the rows of other tables up to the last of these ids.
-
-    No text is read, and no more than a shard is held.
-    """
+    """`id` and `characters` of documents, piece by piece, with the rows of other tables up to the last of these ids; no text is read."""
     followers = [Follower(other, "", None) for other in others]
     for shard, facts in zip(documents.shards(), documents.facts(), strict=True):
-        if shard.rows:
-            ids, sizes = shard.read(0, shard.rows, ["id"]), facts.read(0, shard.rows, ["characters"])
+        for start, stop in shard.pieces(PIECE):
+            ids, sizes = shard.read(start, stop, ["id"]), facts.read(start, stop, ["characters"])
             last = ids["id"][-1].as_py()
             yield ids.append_column("characters", sizes["characters"]), *(follower.upto(last) for follower in followers)
 
