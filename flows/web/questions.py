@@ -64,13 +64,14 @@ def _answer(store: Store, asked: str) -> Html:
             finally:
                 stop.cancel()
     except (PunaError, duckdb.Error) as error:
-        return problem(str(error))
+        late = time.perf_counter() - began >= SECONDS
+        return problem(f"stopped after {SECONDS:.0f} s; `puna sql` waits as long as it takes" if late else str(error))
     shown = found.slice(0, MOST_ROWS)
     numeric = [n for n, field in enumerate(found.schema) if str(field.type).startswith(("int", "uint", "float", "double", "decimal"))]
     rows: list[list[Content]] = [[plain(value) for value in row.values()] for row in shown.to_pylist()]
     took = duration(time.perf_counter() - began)
     more = f", the first {MOST_ROWS:,} shown" if found.num_rows > MOST_ROWS else ""
     return tag(
-        "div", tag("p", f"{found.num_rows:,} rows in {took}{more}", class_="note", role="status"),
+        "div", tag("p", f"{found.num_rows:,} row{'' if found.num_rows == 1 else 's'} in {took}{more}", class_="note", role="status"),
         table(list(found.schema.names), rows, numeric=numeric) if rows else None, class_="rows",
     )  # fmt: skip

@@ -113,7 +113,7 @@ def test_two_artifacts_differ_in_what_they_were_made_with_and_in_rows(client: Te
 def test_documents_are_found_by_words_and_by_the_rule_that_dropped_them(client: TestClient, store: Store) -> None:
     chosen = selected(store)
     found = client.get(f"/documents?artifact={chosen.id}&q=a.example/12")
-    assert "1 documents found" in text(found) and "<script>alert" not in found.text
+    assert "1 document found" in text(found) and "<script>alert" not in found.text
     assert "None found" in text(client.get(f"/documents?artifact={chosen.id}&q=a.example/9"))  # dropped: 9 words
     gone = text(client.get(f"/documents?artifact={chosen.id}&q=a.example/9&rule=gopher_quality.min_words"))
     assert re.search(r"gopher_quality.min_words\s+value 9, threshold 11", gone) and "of 30" in gone
