@@ -110,7 +110,8 @@ def _found(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
         if len(cards) >= MOST_HITS or time.monotonic() - began > SECONDS:
             break
     more = f" of the first {seen:,} of {whole:,} that were looked at" if seen < whole else f" of {whole:,}"
-    said = f"{len(cards)}{' or more' if len(cards) == MOST_HITS else ''} document{'' if len(cards) == 1 else 's'} found, {more.strip()}" if cards else f"None found,{more}"
+    found = f"{len(cards)}{' or more' if len(cards) == MOST_HITS else ''} document{'' if len(cards) == 1 else 's'} found"
+    said = f"{found}, {more.strip()}" if cards else f"None found,{more}"
     return section("found", said, None, tag("div", cards, class_="cards"), tag("p", "") if not cards else None)
 
 
