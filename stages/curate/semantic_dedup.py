@@ -72,11 +72,11 @@ def semantic_dedup(
 
 def _words(texts: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     """Hashes of the normal words of all texts, and the documents' offsets in them."""
-    from puna.stages.curate.text.normal_words import normal_words, shingle_hashes
-    from puna.stages.curate.text.shingles import table
+    from puna.stages.curate.text.normal_words import shingle_hashes
+    from puna.stages.curate.text.shingles import normal
     from puna.stages.curate.text.strings import buffers
 
-    return shingle_hashes(normal_words(*buffers(texts), table()), 1)
+    return shingle_hashes(normal(*buffers(texts)), 1)
 
 
 def _frequency(part: Part, config: SemanticDedupConfig) -> pa.Table:

@@ -25,8 +25,10 @@ PASSAGE, WORDS_ASKED, COVERED = 50, 2, 0.985
 FEWEST, MOST, LONGEST = 8, 40, 12
 GROUPS = (
     "hr bs sr sh cnr", "id ms jv su min", "no nn da", "af nl", "gl pt es", "tr az uz tk", "tt ba kk ky", "hi mr ne mai bh",
-    "zu xh nd ss nr", "nso st tn", "zh yue hsn cjy wuu gan hak nan cdo lzh", "rw rn", "mi ty",
+    "zu xh nd ss nr", "nso st tn", "zh yue hsn cjy wuu gan hak nan cdo lzh", "rw rn", "mi ty", "ar shi",
 )  # fmt: skip
+GROUP_OF = {name: group.split()[0] for group in GROUPS for name in group.split()}
+Key = tuple[str, str]
 # What several languages' codes mean together, or the same in another edition of ISO 639.
 ALSO = {
     "ar": "arb ara", "az": "azj", "et": "ekk", "lv": "lvs", "mg": "plt", "mn": "khk", "ms": "zlm zsm", "ne": "npi", "om": "gaz", "ps": "pbu",
@@ -128,6 +130,19 @@ def share_factor(texts: list[str], words: list[str]) -> float:
     return 0.5 * float(np.quantile(shares, 0.02)) / STOP_WORD_SHARE
 
 
+def as_groups(lists: dict[Key, list[str]], texts: dict[Key, list[str]]) -> tuple[dict[Key, list[str]], dict[Key, float]]:
+    """The lists and shares of stop words that each language is asked for: languages that are easily taken for each other in a script
+    are asked for the words of all of them."""
+    asked: dict[Key, list[str]] = {}
+    shares: dict[Key, float] = {}
+    for key, own in lists.items():
+        group = GROUP_OF.get(key[0])
+        together = [key, *(other for other in lists if group and other != key and other[1] == key[1] and GROUP_OF.get(other[0]) == group)]
+        asked[key] = list(dict.fromkeys([*own, *(word for other in together for word in lists[other])]))
+        shares[key] = min(share_factor(texts[other], asked[key]) for other in together)
+    return asked, shares
+
+
 def usable(words: list[str]) -> list[str]:
     """The published words that are one word of the splitter each, and of letters."""
     from puna.stages.curate.text.words import split
@@ -178,7 +193,7 @@ def main() -> None:
     counted: dict[tuple[str, str], tuple[dict[str, float], int]] = {}
     lists: dict[tuple[str, str], list[str]] = {}
     evidence: dict[tuple[str, str], str] = {}
-    shares: dict[tuple[str, str], float] = {}
+    texts_of: dict[tuple[str, str], list[str]] = {}
     reference_news, reference_law = measured(english_news), measured(english_law)
     for key in sorted({*news, *law}):
         pieces, weight = [], 0
@@ -198,8 +213,9 @@ def main() -> None:
         counted[key] = wider, weight
         listed = usable(published[key]["stopwords"]) if key in published else []
         lists[key] = stop_words([passages(own_news), passages([t for _, t in law.get(key, [])])], listed)
-        shares[key] = share_factor([*own_news, *(t for _, t in law.get(key, []))], lists[key])
+        texts_of[key] = [*own_news, *(t for _, t in law.get(key, []))]
         evidence[key] = f"NTREX {len(own_news)}, UDHR {len(law.get(key, []))} documents"
+    lists, shares = as_groups(lists, texts_of)
     by_script, by_family = defaultdict(list), defaultdict(list)
     for key, (found, _) in counted.items():
         by_script[key[1]].append(found)
@@ -233,7 +249,6 @@ def main() -> None:
     for found in of_script.values():
         found["stop_word_fraction"] = float("nan")
     out += [(("", name), found, [], "mean of the script's languages") for name, found in sorted(of_script.items())]
-    groups = {name: group.split()[0] for group in GROUPS for name in group.split()}
     also = defaultdict(set)
     for other, name in canonical.items():
         if other != name and other not in ("yue",):
@@ -244,7 +259,7 @@ def main() -> None:
         for key, found, words, said in out:
             english = key == ("en", "Latn")
             cells = ["1" if english else ABSTAINS if np.isnan(found[name]) else f"{found[name]:.3g}" for name in SCALED]
-            group = groups.get(key[0], "")
+            group = GROUP_OF.get(key[0], "")
             print(
                 *key,
                 " ".join(sorted(also[key[0]])) if key[0] else "",

@@ -30,6 +30,7 @@ ZAWGYI = "Qaag"
 """CLDR's code for Burmese in the Zawgyi encoding, which has the letters of Unicode's Burmese at places of its own."""
 
 # The bytes of the Burmese block that tell the two encodings apart.
+SHAN_FIRST, SHAN_LAST = 0x1075, 0x1081
 SIGN_E, ASAT, VIRAMA, FIRST_CONSONANT, LAST_CONSONANT = 0x1031, 0x103A, 0x1039, 0x1000, 0x102A
 
 
@@ -76,7 +77,9 @@ def zawgyi_signs(codes: NDArray[np.uint32]) -> tuple[int, int]:
         before = codes[at - 1] if at else np.uint32(0)
         after = codes[at + 1] if at + 1 < len(codes) else np.uint32(0)
         of_consonant = FIRST_CONSONANT <= before <= LAST_CONSONANT
-        if code == SIGN_E:
+        if code == SIGN_E and SHAN_FIRST <= before <= SHAN_LAST:
+            plain += 1
+        elif code == SIGN_E:
             # After a medial consonant (U+103B to U+103E) or a consonant that another is stacked under it is Unicode's.
             if of_consonant and not FIRST_CONSONANT <= after <= LAST_CONSONANT:
                 plain += 1
@@ -87,7 +90,8 @@ def zawgyi_signs(codes: NDArray[np.uint32]) -> tuple[int, int]:
                 plain += 1
             else:
                 zawgyi += 1
-        elif 0x1060 <= code <= 0x1097:
+        elif 0x1060 <= code <= 0x1081 and of_consonant:
+            # Zawgyi's stacked consonants; in Unicode letters of Shan, Mon and Karen, which begin syllables.
             zawgyi += 1
         elif code == ASAT and of_consonant:
             plain += 1

@@ -40,10 +40,9 @@ def shingled(texts: pa.ChunkedArray, config: MinhashDedupConfig) -> Shingles:
         from puna.stages.curate.text.datatrove_words import datatrove_words
 
         return of_words(datatrove_words(data, offsets), config)
-    from puna.stages.curate.text.normal_words import normal_words
-    from puna.stages.curate.text.shingles import table
+    from puna.stages.curate.text.shingles import normal
 
-    return of_words(normal_words(data, offsets, table()), config)
+    return of_words(normal(data, offsets), config)
 
 
 def of_words(words: Words, config: MinhashDedupConfig) -> Shingles:

@@ -54,7 +54,7 @@ def word_numbers(
 
     With the universal splitter the share is of the non-symbol words (datatrove: of all, so that the brackets and quotes of
     code count as words without a letter), and the mean length is NaN where most words are of a script written without
-    spaces: a word is one character there.
+    spaces, of which English's bounds say nothing.
     """
     count, characters, letters, single = 0, 0, 0, 0
     for word in range(len(start)):

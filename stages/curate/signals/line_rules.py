@@ -24,6 +24,7 @@ MAX_WORD_CHARACTERS = 1000
 MIN_LINE_WORDS = 3
 SHORT_LINE_CHARACTERS = 30
 LOREM_IPSUM, JAVASCRIPT, POLICY = 1, 2, 4
+NO_BREAKS = np.zeros(0, np.int8)
 PHRASES = {
     "lorem ipsum": LOREM_IPSUM, "javascript": JAVASCRIPT, "terms of use": POLICY, "privacy policy": POLICY, "cookie policy": POLICY,
     "uses cookies": POLICY, "use of cookies": POLICY, "use cookies": POLICY,
@@ -242,7 +243,8 @@ def _sentences_anew(text: NDArray[np.uint32], flags: NDArray[np.uint16], english
     if english.longest_sequence:
         count = split_english(text, flags, english, prefix_hashes(text), powers(len(text)), start, stop)
     else:
-        count = split_ranges(text, flags, start, stop)
+        # Where words begin in a script without spaces does not change how many sentences there are.
+        count = split_ranges(text, flags, NO_BREAKS, start, stop)
     return int(sentences(text, flags, start, stop, 0, count, 0, len(text)))
 
 

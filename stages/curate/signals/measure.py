@@ -31,6 +31,7 @@ from puna.stages.curate.text.english_tables import EnglishTables, bare_tables, d
 from puna.stages.curate.text.english_words import english_tables, split_english
 from puna.stages.curate.text.hash_table import cleared, contains, mix, place, size_for, table_of
 from puna.stages.curate.text.strings import buffers
+from puna.stages.curate.text.unspaced import weights
 from puna.stages.curate.text.words import IS_SYMBOL, describe, exact_hashes, folded_hashes, powers, prefix_hashes, split_ranges
 from puna.storage import PunaError
 
@@ -51,12 +52,14 @@ def names(splitter: Splitter) -> tuple[str, ...]:
 class Vocabulary(NamedTuple):
     """What texts are measured with, besides the words' splitter.
 
-    `flags`, `lower`: see `characters.Tables`. `stop_keys`: a table of stop words' hashes; `stop_languages` uint64 at the
-    same places: bit i is set when the word is language i's (0: English). `dirty`: a table of folded hashes.
+    `flags`, `lower`: see `characters.Tables`; `breaks`: see `unspaced.weights`. `stop_keys`: a table of stop words' hashes;
+    `stop_languages` uint64 at the same places: bit i is set when the word is language i's (0: English). `dirty`: a table of folded
+    hashes.
     """
 
     flags: NDArray[np.uint16]
     lower: NDArray[np.uint32]
+    breaks: NDArray[np.int8]
     english: EnglishTables
     stop_keys: NDArray[np.uint64]
     stop_languages: NDArray[np.uint64]
@@ -78,8 +81,8 @@ def vocabulary(splitter: Splitter) -> Vocabulary:
     dirty = table_of(folded_hashes([word for line in _lines("dirty_words.txt") for word in line.split()]).tolist())
     flags, lower = tables()
     if splitter == "datatrove":
-        return Vocabulary(datatrove_flags(), lower, english_tables(), stop_keys, stop_languages, dirty)
-    return Vocabulary(flags, lower, bare_tables(), stop_keys, stop_languages, dirty)
+        return Vocabulary(datatrove_flags(), lower, weights(), english_tables(), stop_keys, stop_languages, dirty)
+    return Vocabulary(flags, lower, weights(), bare_tables(), stop_keys, stop_languages, dirty)
 
 
 def _lines(name: str) -> list[str]:
@@ -204,7 +207,7 @@ def _measure(
         if about.english.longest_sequence:
             words = split_english(codes, about.flags, about.english, hashes, room.powers, room.start, room.stop)
         else:
-            words = split_ranges(codes, about.flags, room.start, room.stop)
+            words = split_ranges(codes, about.flags, about.breaks, room.start, room.stop)
         one = values[d]
         signs, ellipses, newlines, alphanumeric, longest = character_numbers(codes, about.flags)
         start, stop = room.start[:words], room.stop[:words]

@@ -19,13 +19,15 @@ WORD = 8  # letters, marks and numbers: what a word is made of
 SYMBOL = 16  # categories P, S and Cc: what a word is not counted for
 TERMINAL = 32  # ends a sentence (Unicode property Sentence_Terminal)
 BREAK = 64  # ends a line for str.splitlines
-SINGLE = 128  # a word by itself: scripts written without spaces
+SINGLE = 128  # of a script written without spaces
 UPPER = 256  # str.isupper
 PUNCTUATION = 512  # category P
 ALPHANUMERIC = 1024  # str.isalnum
 SENTENCE_END = 2048  # ends a sentence inside a line; TERMINAL, where nothing else is said
 DIGIT = 4096  # str.isdigit
 CASED = 8192  # `Tables.lower` is another character
+JOINER = 16384  # inside a word a part of it, else nothing: joiners, soft hyphens, directions
+SEPARATOR = 32768  # parts words without being one: the zero width space, the Tibetan mark between syllables
 
 POINTS = 0x110000
 ASSIGNED = ((0, 0x40000), (0xE0000, 0xE1000))
@@ -36,6 +38,9 @@ SINGLE_RANGES = (
     (0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3005, 0x3007), (0x3040, 0x30FF),
     (0x31F0, 0x31FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0xFF66, 0xFF9D), (0x20000, 0x3FFFF),
 )  # fmt: skip
+
+
+JOINERS, SEPARATORS = "\u00ad\u200c\u200d\u200e\u200f\u2060\ufeff", "\u200b\u0f0b\u0f0c"
 
 
 class Tables(NamedTuple):
@@ -79,6 +84,8 @@ def tables() -> Tables:
     mark(PUNCTUATION, first == b"P")
     for c in LINE_BREAKS:
         flags[ord(c)] |= np.uint16(BREAK)
+    for bit, found in ((JOINER, JOINERS), (SEPARATOR, SEPARATORS)):
+        flags[[ord(c) for c in found]] |= np.uint16(bit)
     for low, high in SINGLE_RANGES:
         flags[low : high + 1] |= np.where(flags[low : high + 1] & ALPHABETIC, np.uint16(SINGLE), np.uint16(0))
     # Surrogates are left out: they are no characters and the regular expression engine refuses them.

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from puna.stages.curate.text.normal_words import SPACE, Table, Words
+from puna.kernels.compiled import njit
+from puna.stages.curate.text.characters import JOINERS, SINGLE, decode, tables
+from puna.stages.curate.text.normal_words import SPACE, Table, Words, normal_words
+from puna.stages.curate.text.unspaced import weights
+from puna.stages.curate.text.words import split, split_ranges
 
 LIMIT = 0x40000  # no letters beyond
-# Scripts written without spaces: each character is a word of its own.
-UNSPACED = re.compile(
-    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
-)
+FIRST_OF_THREE = np.uint8(0xE0)
 _OPEN = {"Cn", "Co", "Cs"}  # unassigned, private, surrogate
 
 
@@ -25,20 +26,75 @@ def character(c: str) -> str:
 
 
 def _part(c: str) -> str:
-    if "\u0300" <= c < "\u0370":  # Latin accents
+    if "\u0300" <= c < "\u0370" or c in JOINERS:  # Latin accents
         return ""
-    if not (c.isalnum() or unicodedata.category(c).startswith("M")):
-        return " "
-    return f" {c} " if UNSPACED.match(c) else c
+    return c if c.isalnum() or unicodedata.category(c).startswith("M") else " "
 
 
 def normalized(text: str) -> str:
     """Lower-case words without punctuation and Latin accents, parted by single spaces; numbers stay as they are.
 
-    Each character is mapped alone. Numbers tell apart what templates make alike (statistics, product pages), so they are
-    not mapped to one digit.
+    Each character is mapped alone; then scripts without spaces are parted into words. Numbers tell apart what templates make alike
+    (statistics, product pages), so they are not mapped to one digit.
     """
-    return " ".join("".join(map(character, text)).split())
+    return " ".join(split("".join(map(character, text))))
+
+
+def normal(data: NDArray[np.uint8], offsets_D1: NDArray[Any]) -> Words:
+    """`normalized` of documents given as UTF-8 bytes one after another."""
+    words = normal_words(data, offsets_D1, table())
+    # No letter of a script without spaces has fewer than three bytes.
+    if not (words.data >= FIRST_OF_THREE).any():
+        return words
+    return Words(*_parted(words.data, words.offsets_D1, words.begins, words.words_D1, tables().flags, weights()))
+
+
+@njit(cache=True, nogil=True)
+def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, flags: Any, breaks: Any) -> Any:
+    """`Words` again with words in scripts without spaces."""
+    documents = len(offsets_D1) - 1
+    most, room = np.int64(0), np.int64(0)
+    for d in range(documents):
+        most = max(most, offsets_D1[d + 1] - offsets_D1[d])
+    for byte in data:
+        room += byte >= FIRST_OF_THREE
+    out = np.empty(len(data) + 2 * room, np.uint8)
+    out_begins = np.empty(len(begins) + 2 * room, np.int32)
+    out_D1, out_words_D1 = np.zeros(documents + 1, np.int64), np.zeros(documents + 1, np.int64)
+    codes, start, stop = np.empty(most, np.uint32), np.empty(most, np.int32), np.empty(most, np.int32)
+    size, count = 0, 0
+    for d in range(documents):
+        first, last = offsets_D1[d], offsets_D1[d + 1]
+        characters = decode(data, first, last, codes)
+        single = False
+        for at in range(characters):
+            single = single or flags[codes[at]] & SINGLE != 0
+        if not single:
+            out[size : size + last - first] = data[first:last]
+            size += last - first
+            for word in range(words_D1[d], words_D1[d + 1]):
+                out_begins[count] = begins[word]
+                count += 1
+        else:
+            words = split_ranges(codes[:characters], flags, breaks, start, stop)
+            at, place, began = first, 0, size
+            for word in range(words):
+                while place < start[word]:  # the blanks before it
+                    at, place = at + 1, place + 1
+                if word:
+                    out[size] = SPACE
+                    size += 1
+                out_begins[count] = size - began
+                count += 1
+                while place < stop[word]:
+                    out[size] = data[at]
+                    size, at = size + 1, at + 1
+                    while at < last and data[at] & 0xC0 == 0x80:
+                        out[size] = data[at]
+                        size, at = size + 1, at + 1
+                    place += 1
+        out_D1[d + 1], out_words_D1[d + 1] = size, count
+    return out[:size], out_D1, out_begins[:count], out_words_D1
 
 
 @lru_cache(maxsize=1)

@@ -4,8 +4,12 @@ A word is a run of letters, marks and digits. Inside a run without white space, 
 digits together ("U.S.", "3.14", "example.org", "foo_bar(x"), except where spaCy splits too: a full stop before a
 capital ("end.Next"), a comma or a hyphen between letters, `: < > = /` before a letter, signs between digits.
 An apostrophe between letters starts a new word ("don't" is "don" and "'t"). Every other character that is not
-white space is a word of its own, except that runs of full stops or hyphens are one. A character of a script
-without spaces (Han, kana, Thai, …) is one word.
+white space is a word of its own, except that runs of full stops or hyphens are one. In scripts without spaces (Han, kana,
+Thai, …) words begin where `unspaced` says. Joiners belong to the word around them; zero width spaces and the mark between Tibetan
+syllables part words and are none.
+
+What a word is, is decided here: the signals, the shingles of near-duplicates, repeated passages, contamination and seed words
+all ask this module or `unspaced`.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from puna.stages.curate.text.characters import (
     ALPHABETIC,
     CASED,
     DECIMAL,
+    JOINER,
+    SEPARATOR,
     SINGLE,
     SPACE,
     SYMBOL,
@@ -29,6 +35,7 @@ from puna.stages.curate.text.characters import (
     tables,
 )
 from puna.stages.curate.text.hash_table import ONE, mix
+from puna.stages.curate.text.unspaced import ROOM, begins_word, weights
 
 BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying by it loses nothing
 DOT, HYPHEN, COMMA, APOSTROPHE, QUOTE, DOUBLE_QUOTE, ZERO = 0x2E, 0x2D, 0x2C, 0x27, 0x2019, 0x22, 0x30
@@ -113,7 +120,7 @@ def _word_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: int, 
     at = start + 1
     while at < stop:
         here = flags[codes[at]]
-        if here & WORD:
+        if here & (WORD | JOINER):
             if here & SINGLE:
                 break
             at += 1
@@ -132,20 +139,26 @@ def _word_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: int, 
 
 
 @njit(cache=True)
-def split_ranges(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start_of: NDArray[np.int32], stop_of: NDArray[np.int32]) -> int:
-    """Fill the ranges of all words; returns how many."""
+def split_ranges(
+    codes: NDArray[np.uint32], flags: NDArray[np.uint16], breaks: NDArray[np.int8], start_of: NDArray[np.int32], stop_of: NDArray[np.int32]
+) -> int:
+    """Fill the ranges of all words; returns how many. `breaks`: `unspaced.weights`."""
     count, at, stop = 0, 0, len(codes)
+    room = np.empty(ROOM, np.int64)
     while at < stop:
         code = codes[at]
         here = flags[code]
-        if here & SPACE:
+        if here & (SPACE | SEPARATOR | JOINER):
             at += 1
             continue
         start = at
         if here & SINGLE:
             at += 1
-            while at < stop and flags[codes[at]] & WORD and not flags[codes[at]] & (SINGLE | ALPHABETIC | DECIMAL):
-                at += 1  # combining marks stay with their letter
+            # Combining marks stay with their letter.
+            while at < stop and flags[codes[at]] & (WORD | JOINER) and not (
+                begins_word(codes, flags, breaks, at, room) if flags[codes[at]] & SINGLE else flags[codes[at]] & (ALPHABETIC | DECIMAL)
+            ):
+                at += 1
         elif here & WORD:
             at = _word_end(codes, flags, at, stop)
         elif (
@@ -216,7 +229,7 @@ def split_codes(codes: NDArray[np.uint32]) -> Words:
     """The words of a text given as code points."""
     flags, lower = tables()
     start, stop = np.empty(len(codes), np.int32), np.empty(len(codes), np.int32)
-    count = split_ranges(codes, flags, start, stop)
+    count = split_ranges(codes, flags, weights(), start, stop)
     # Copies, so that the long buffers can go.
     words = Words(
         start[:count].copy(),

@@ -113,6 +113,16 @@ def test_zawgyi_is_told_from_unicode():
     assert identify("\u103b\u1019\u1014\u1039\u1019\u102c\u103b\u1015\u100a\u1039 \u101c\u1030\u1010\u102d\u102f\u1004\u1039\u1038")[2] == "Qaag"
 
 
+def test_shan_is_no_zawgyi():
+    # Its own letters begin syllables, and the vowel E follows them, as Unicode has it.
+    assert identify("ၵူၼ်းတင်းလၢႆ ၵိူတ်ႇမႃး လႆႈသုၼ်ႇလႅင်း ၽဵင်ႇပဵင်း ၵၼ် ၶဝ်ႈၸႂ် တေႃႇၵေႃႉ")[2] == "Mymr"
+
+
+def test_cantonese_is_told_from_mandarin_by_everyday_words():
+    assert identify("佢哋話聽日唔會嚟開會，因為係喺屋企有啲嘢要做，所以我哋等佢返嚟先至決定點樣整返好條橋。")[0] == "yue"
+    assert identify("他们说明天不会来开会，因为家里有些事情要做，所以我们等他回来再决定怎样修好那座桥。")[0] == "zh"
+
+
 def test_rows_of_ones_own_lie_over_the_table(tmp_path):
     file = tmp_path / "mine.tsv"
     file.write_text("# mine\nlanguage\tscript\tstop_words\twords\tmean_word_length\nde\tLatn\tdas ist\t-\t1.5\nqaa\tLatn\t\t\t\n", encoding="utf-8")

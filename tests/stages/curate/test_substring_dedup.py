@@ -74,3 +74,13 @@ def test_nothing_repeated_leaves_documents_as_they_are(tmp_path, make_documents)
     made = execute(substring_dedup, SubstringDedupConfig(words=2), {"documents": make_documents(store, rows)}, store)
     assert [r["text"] for r in made.read().to_pylist()] == [t for _, _, t in rows]
     assert made.rows("removed_spans") == made.rows("dropped") == 0
+
+
+def test_a_passage_without_spaces_is_found_word_by_word(tmp_path, make_documents):
+    passage = "สิทธิมนุษยชนและเสรีภาพขั้นพื้นฐานของคนทุกคนในประเทศนี้"
+    texts = [f"เมื่อวานนี้{passage}", passage, "川にかかる古い橋を修理する予定です。"]
+    rows = [(str(number), "web", text) for number, text in enumerate(texts)]
+    config = SubstringDedupConfig(words=5, min_words=0)
+    made = execute(substring_dedup, config, {"documents": make_documents(Store.open(tmp_path), rows)}, Store.open(tmp_path))
+    assert [row["text"] for row in made.read("removed_spans").to_pylist()] == [passage]
+    assert [row["text"] for row in made.read().to_pylist()] == [texts[0], texts[2]]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.stages.curate.text.characters import TERMINAL, code_points, tables
+from puna.stages.curate.text.characters import JOINER, SEPARATOR, TERMINAL, code_points, tables
 from puna.stages.curate.text.words import BASE, HAS_LETTER, IS_SYMBOL, split, split_codes
 
 CASES = {
@@ -19,7 +19,16 @@ CASES = {
     "so... and ---- so": ["so", "...", "and", "----", "so"],
     "see example.org/a?b": ["see", "example.org", "/", "a?b"],
     "foo_bar(x) __init__": ["foo_bar(x", ")", "_", "_", "init", "_", "_"],
-    "日本 ก็": ["日", "本", "ก็"],
+    # Scripts without spaces: as ICU's dictionaries part these.
+    "市議会は来週、川にかかる古い橋を修理する。": ["市議会", "は", "来週", "、", "川", "に", "かかる", "古い", "橋", "を", "修理", "する", "。"],
+    "人人生而自由": ["人", "人生", "而", "自由"],
+    "ที่ดินของเขา": ["ที่", "ดิน", "ของ", "เขา"],
+    "iPhone手机2台": ["iPhone", "手机", "2", "台"],
+    # Joiners are in words, zero width spaces and Tibetan's marks between syllables part them.
+    "می\u200cخواهم": ["می\u200cخواهم"],
+    "wood\u00adland \u200eabc\u200f": ["wood\u00adland", "abc\u200f"],
+    "ភាសា\u200bខ្មែរ": ["ភាសា", "ខ្មែរ"],
+    "བོད་ཡིག": ["བོད", "ཡིག"],
     " \t\n": [],
 }
 
@@ -35,7 +44,9 @@ TEXTS = st.text(st.one_of(st.sampled_from("ab AB.,'-…!1 \n\t(日"), st.charact
 @settings(deadline=None)  # the first call compiles
 @given(TEXTS)
 def test_words_are_the_text_without_white_space(text):
-    assert "".join(split(text)) == "".join(c for c in text if not c.isspace())
+    flags, _ = tables()
+    joined = "".join(c for c in text if not (c.isspace() or flags[ord(c)] & (JOINER | SEPARATOR)))
+    assert "".join(c for word in split(text) for c in word if not flags[ord(c)] & JOINER) == joined
     assert all(word and not any(c.isspace() for c in word) for word in split(text))
 
 

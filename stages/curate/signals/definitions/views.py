@@ -30,7 +30,7 @@ def plain_words(text: str) -> tuple[str, ...]:
 
 
 def unspaced(text: str) -> bool:
-    """Whether most words are of a script that is written without spaces: a word is one character there."""
+    """Whether most words are of a script that is written without spaces."""
     words = plain_words(text)
     return 2 * sum(has(word[0], SINGLE) for word in words) > len(words)
 
