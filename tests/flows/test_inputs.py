@@ -75,3 +75,16 @@ def test_an_input_that_changes_while_it_is_read_is_refused(tmp_path: Path, chang
     assert store.artifacts() == [] and list((store.root / "work").iterdir()) == []
     jsonl(file, '{"text": "a longer page"}')
     assert perform(ingest, IngestConfig(), {"inputs": External.resolve(str(file))}, store).artifact.rows() == 1
+
+
+def test_pages_are_read_only_where_a_step_asks_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    monkeypatch.setattr(preflight, "peek", lambda *given: read.append(given) or ([], 1.0))
+    rows = jsonl(tmp_path / "rows.jsonl", '{"text": "a page"}')
+    checked(rows)
+    assert not read
+    flow = flow_named("curate")
+    recipe = load("demo", ["quality=null", "select_model.quality=null"], "curate")
+    store = Store.open(tmp_path / "other")
+    preflight.check(flow, recipe, flow.by_kind(External.resolve(str(rows))), store)
+    assert len(read) == 1
