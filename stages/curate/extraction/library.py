@@ -31,7 +31,8 @@ def library_text(html: str, fallback_fraction: float) -> str:
 
 def _keep_maths(tree: Any) -> None:
     """Put formulas that stand in an image's alternative text or in a script into the text itself."""
-    for element in tree.document.query_selector_all(MATHS):
+    # A slice is a list; the collection makes all elements anew for each.
+    for element in tree.document.query_selector_all(MATHS)[:]:
         formula = element.getattr("alt") if element.tag == "img" else element.text
         if formula and formula.strip() and element.parent is not None:
             element.parent.replace_child(tree.create_text_node(f" {formula.strip()} "), element)

@@ -93,7 +93,8 @@ def tex(node: Any, depth: int = 0) -> str:
     """A MathML element as TeX; what is nested deeper than any formula is written as plain text."""
     if node.tag == "#text" or depth > MAX_NESTING:
         return " ".join((node.text or "").split())
-    children = [child for child in node.child_nodes if child.tag != "#comment" and (child.tag != "#text" or child.text.strip())]
+    # A slice is a list, see above.
+    children = [child for child in node.child_nodes[:] if child.tag != "#comment" and (child.tag != "#text" or child.text.strip())]
     parts = [tex(child, depth + 1) for child in children]
     if node.tag == "msqrt":
         parts = ["".join(parts)]  # the root of all its children, which are a row

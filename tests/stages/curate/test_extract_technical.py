@@ -59,6 +59,12 @@ def test_a_table_of_code_takes_steps_in_proportion_to_its_rows():
     assert text(f"<table>{rows * 200}</table>").count("f(1);") == 200
 
 
+@pytest.mark.parametrize("piece", ["<math>{}</math>", "{}"], ids=["the parts of a formula", "images of formulas"])
+def test_formulas_take_steps_in_proportion_to_their_number(piece):
+    one, two = (calls(lambda n=n: text(piece.format("<mi>x</mi><img class=math alt='y'>" * n), extractor="union")) for n in (150, 300))
+    assert two < 2.2 * one
+
+
 @pytest.mark.parametrize("name", CODE)
 @pytest.mark.parametrize("extractor", ["model", "union"])
 def test_code_keeps_its_lines_and_loses_their_numbers(name, extractor):
