@@ -24,6 +24,7 @@ MAX_HEADER_BYTES = 1 << 16
 GZIP_MAGIC = b"\x1f\x8b\x08"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 ZSTD_DICTIONARY_MAGIC = b"\x5d\x2a\x4d\x18"
+ANY_LENGTH = re.compile(rb"^[ \t]*content-length[ \t]*:[^\d\n]*(\d{1,4000})", re.IGNORECASE | re.MULTILINE)
 LENGTH = re.compile(rb"^content-length[ \t]*:[ \t]*0*(\d{1,18})[ \t]*\r?$", re.IGNORECASE | re.MULTILINE)
 HEADER_END = re.compile(rb"\r\n\r\n|\n\n")
 RECORD_START = re.compile(rb"\nWARC/\d\.\d\r?\n")
@@ -201,6 +202,11 @@ def _frames(buffer: _Buffer, max_record_bytes: int) -> Iterator[Frame]:
             buffer.resynchronize()
             continue
         length = int(match[1])
+        if any(int(other) != length for other in ANY_LENGTH.findall(header)):
+            # Another reader may believe the other one, and ask for as much memory.
+            yield Frame(offset, "the record's header announces several lengths", "malformed_record")
+            buffer.resynchronize()
+            continue
         size = len(header) + length
         if length > max_record_bytes and buffer.discard(size):
             yield Frame(offset, f"the record has {length} bytes", "record_too_large", float(length), float(max_record_bytes))

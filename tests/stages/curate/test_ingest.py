@@ -257,6 +257,12 @@ def test_large_records_garbage_and_missing_lengths_are_passed_over():
     assert [r.rule for r in found if isinstance(r, Rejected)] == ["record_too_large", "malformed_record", "malformed_record"]
 
 
+def test_a_record_that_announces_two_lengths_is_refused_before_anyone_believes_the_larger():
+    twice = page(1).replace(b"\r\n\r\n", b"\r\nContent-Length: 99999999999\r\n\r\n", 1)
+    first, wrong, last = read_warc(io.BytesIO(page(0) + twice + page(2)), "x", 1 << 20)
+    assert (first.url[-1], wrong.rule, last.url[-1]) == ("0", "malformed_record", "2")
+
+
 def test_zstd_archives_with_a_dictionary():
     samples = [page(n) for n in range(300)]
     dictionary = zstandard.train_dictionary(4000, samples)
