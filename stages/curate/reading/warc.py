@@ -124,7 +124,11 @@ def _inflate(body: bytes, bits: int, encoding: str, limit: int) -> bytes:
         raise ValueError(f"damaged {encoding} body ({error})") from error
     if len(out) > limit:
         raise ValueError(f"the {encoding} body unpacks to more than {limit} bytes")
-    if not engine.eof and not (bits == GZIP and _whole_without_trailer(body, limit)):
+    try:
+        whole = engine.eof or (bits == GZIP and _whole_without_trailer(body, limit))
+    except zlib.error:  # its header does not end where it says
+        whole = False
+    if not whole:
         raise ValueError(f"truncated {encoding} body")
     return out
 
