@@ -160,7 +160,7 @@ def session(
             with contextlib.suppress(OSError, PunaError):
                 store.record(run, runs.failed(str(error) or type(error).__name__))
             raise
-        except KeyboardInterrupt:
+        except BaseException:  # Ctrl-C, or the signal by which a server's worker ends a run
             with contextlib.suppress(OSError, PunaError):
                 store.record(run, runs.stopped())
             console.say("stopped; what is finished is kept, and the same command goes on from there")

@@ -46,7 +46,7 @@ def start_page(store: Store, name: str, asked: Asked, prefect: str | None, refus
         problem(refused) if refused else None,
         tag("form",
             tag("div", _recipe(offer, asked), [_input(spec, choices, asked) for spec in what.inputs], settings),
-            tag("div", _outcome(store, offer, asked), id="outcome", aria_live="polite"),
+            tag("div", None if refused else _outcome(store, offer, asked), id="outcome", aria_live="polite"),
             tag("p", go, " ", tag("button", "Plan"), " ", other, class_="buttons"),
             action=f"/puna/start/{name}", method="get", class_="replayed", data_from=f"/puna/plan/{name}"),
         here="start", prefect=prefect, lead=_first(what.doc),
