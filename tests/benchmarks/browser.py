@@ -233,7 +233,10 @@ def approve(tour: Tour) -> dict[str, Any]:
 def judge(tour: Tour) -> dict[str, Any]:
     """The approved policy answers prompts, and a pair of its answers is judged with the keyboard, in these pages."""
     tour.go("Start", "sample")
-    tour.page.locator("[name=model]").select_option("policy@latest")
+    tour.page.locator("[name=models]").select_option("policy@latest")
+    box = tour.page.locator("[name=prompts]")
+    named = box.evaluate("s => [...s.options].map(o => [o.value, o.text])")
+    box.select_option(next(value for value, words in named if "new_prompts · 72 rows" in words))  # not those of development
     tour.page.locator("[name='set.answers']").fill("4")
     tour.page.locator("#outcome code", has_text="answers=4").wait_for()
     tour.page.get_by_role("button", name="Start").click()
