@@ -21,7 +21,7 @@ def near_form(offered: Sequence[tuple[Artifact, str]], chosen: Artifact, text: s
         field("Among", tag("select", options, name="artifact")),
         tag("p", tag("button", "Compare", class_="main")),
         action="/puna/near", method="post")  # fmt: skip
-    return details("What does a text resemble?", form, open_=bool(text))
+    return details("What does a text resemble?", form, open_=bool(text), class_="more")
 
 
 def resembled(store: Store, asked: Mapping[str, Sequence[str]]) -> tuple[Artifact, str, Html]:
