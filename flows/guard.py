@@ -25,7 +25,8 @@ class OwnSite:
         """Answer, or refuse with 403."""
         if scope["type"] in ("http", "websocket"):
             said = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-            trouble = self._trouble(said, scope.get("method", "GET"))
+            # A socket's answers are not kept from pages of other sites as those of a GET are.
+            trouble = self._trouble(said, scope.get("method", "SOCKET"))
             if trouble and scope["type"] == "http":
                 await PlainTextResponse(trouble, 403)(scope, receive, send)
                 return

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, WebSocket
 from fastapi.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
 
 from puna.flows.guard import OwnSite
 
@@ -32,6 +33,22 @@ def answer(method: str, headers: dict[str, str], *, protected: bool = False) -> 
 ])  # fmt: skip
 def test_only_programs_and_own_pages_may_ask(method: str, headers: dict[str, str], status: int) -> None:
     assert answer(method, headers) == status
+
+
+def test_a_socket_is_refused_to_pages_of_other_sites() -> None:
+    app = FastAPI()
+
+    @app.websocket("/events")
+    async def events(socket: WebSocket) -> None:
+        await socket.accept()
+        await socket.send_text("event")
+
+    client = TestClient(OwnSite(app, protected=False), base_url=HERE)
+    for headers in ({}, {"origin": HERE}):
+        with client.websocket_connect("/events", headers={"host": "127.0.0.1:4200", **headers}) as socket:
+            assert socket.receive_text() == "event"
+    with pytest.raises(WebSocketDisconnect), client.websocket_connect("/events", headers={"host": "127.0.0.1:4200", "origin": "http://evil.example"}):
+        pass
 
 
 def test_with_a_password_any_name_is_served() -> None:
