@@ -119,8 +119,7 @@ def once() -> Html:
 
 def _begun(server: Server, deployment_id: str, title: str, parameters: Mapping[str, Any], asked: Asked) -> str:
     """The page that follows a run which begins now, or began when the same page asked for the same before."""
-    (token,) = asked.get("once", [uuid.uuid4().hex])
-    key = digest.of_value({"once": token, "deployment": deployment_id, "parameters": parameters})
+    key = digest.of_value({"once": asked.get("once", [uuid.uuid4().hex]), "deployment": deployment_id, "parameters": parameters})
     body = {"name": title, "parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": key}
     made = server.insist("POST", f"/deployments/{deployment_id}/create_flow_run", body)
     return f"/puna/started/{made['id']}"

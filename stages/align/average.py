@@ -85,6 +85,8 @@ def average(
     if config.weights and len(config.weights) != len(models):
         raise PunaError(f"average: {len(config.weights)} weights are given for {len(models)} models")
     check_one_tokenizer([*models, *([base] if base else [])], "average: the rows of their embeddings stand for different tokens")
+    if reward_model is not None:
+        check_one_tokenizer([models[0], reward_model], "average: the reward model reads the models' tokens")
     weights = config.weights or tuple(1 / len(models) for _ in models)
     if prompts is not None and prompts.rows() and not config.weights and len(models) > 1:
         weights = _searched(models, base, prompts, reward_model, judges or (), config, run)
@@ -129,7 +131,7 @@ def _searched(
     network, tokenizer = load_model(models[0], "lm")
     states = [load_model(model, "lm")[0].state_dict() for model in models]
     origin = load_model(base, "lm")[0].state_dict() if base else None
-    answering = _Development(models, prompts, reward_model, judges, tokenizer, config, run)
+    answering = _Development(prompts, reward_model, judges, tokenizer, config, run)
     scores = []
     for number, weights in enumerate(trials):
         try:
@@ -153,7 +155,6 @@ class _Development:
 
     def __init__(
         self,
-        models: Sequence[Artifact],
         prompts: Artifact,
         reward_model: Artifact | None,
         judges: Sequence[Artifact],
@@ -178,7 +179,6 @@ class _Development:
         if search.reward != "verifier":
             if reward_model is None:
                 raise PunaError(f"average: search.reward={search.reward} needs a reward_model")
-            check_one_tokenizer([models[0], reward_model], "average: the reward model reads the models' tokens")
             numbers = load_model(reward_model, "scalar")[0]
         self._rewards = rewards_of(scorer, numbers, self.rows, self._ids, tokenizer, SCORED_TOKENS, search.floor)
         self._params = SamplingParams(

@@ -123,20 +123,9 @@ class StageRun:
                 around = span(cut, number) if cut else None
                 shift = self._work.shift
                 job = Job(
-                    function,
-                    self.kind,
-                    name,
-                    self._work.staging,
-                    rows,
-                    number,
-                    cut,
-                    around,
-                    self._part_rows,
-                    columns,
-                    known,
-                    shift,
-                    filtering,
-                )
+                    function, self.kind, name, self._work.staging, rows, number, cut, around,
+                    self._part_rows, columns, known, shift, filtering,
+                )  # fmt: skip
                 given = [_of_shard(a, number, around) for a in args]
                 jobs.append((job, given))
                 sizes.append(rows.rows)
