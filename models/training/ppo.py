@@ -35,6 +35,10 @@ from puna.models.training.state import load_state, save_state
 from puna.models.transformer import Transformer
 
 Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], Sequence[Sequence[float]]]
+Watch = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], dict[str, float]]
+"""Further numbers about a rollout's prompts and answers, which become columns of its row."""
+WATCHED = 8
+"""Rollouts of a run whose KL divergence is measured where it costs the reward nothing, beside the last one."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,6 @@ class Group:
     prompt: list[int]
     answers: list[list[int]]
     logprobs: Tensor
-    reference: Tensor
     values: Tensor
     scores: Tensor
     finished: Tensor
@@ -90,6 +93,7 @@ def train_ppo(
     checkpoint_dir: Path | None = None,
     on_step: Callable[[Row], None] | None = None,
     rate_scales: Mapping[str, float] | None = None,
+    watch: Watch | None = None,
 ) -> TrainLog:
     """Optimise policy (lm head) and critic (scalar head) in place; one row per rollout.
 
@@ -97,7 +101,8 @@ def train_ppo(
     gives each answer's reward: `reward_model_scorer(model)`, or a verifier. Rows hold the training log's
     columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates) and
     score (raw mean), unequal_prompts (share whose answers score differently), kl (nats per answer to the
-    reference), kl_coefficient, clip_fraction,
+    reference; without a penalty on it in about `WATCHED` rollouts, first and last among them, where alone the reference is
+    computed), what `watch` gives in these rollouts, kl_coefficient, clip_fraction,
     approximate_kl, entropy, value_loss, value_error, explained_variance, answer_tokens, finished.
 
     With `checkpoint_dir` the state is kept after each rollout and a run that finds one goes on from it. `rate_scales`
@@ -124,7 +129,7 @@ def train_ppo(
         )
         return values, whiten(raw, torch.ones_like(raw, dtype=torch.bool)), returns
 
-    return _train(trainers, (critic,), policy, reference, scorer, estimate, prompts, stop, config, seed, checkpoint_dir, on_step)
+    return _train(trainers, (critic,), policy, reference, scorer, estimate, prompts, stop, config, seed, checkpoint_dir, on_step, watch)
 
 
 def train_grpo(
@@ -138,6 +143,7 @@ def train_grpo(
     checkpoint_dir: Path | None = None,
     on_step: Callable[[Row], None] | None = None,
     rate_scales: Mapping[str, float] | None = None,
+    watch: Watch | None = None,
 ) -> TrainLog:
     """Optimise the policy in place, each answer against the others to its prompt, without a critic; otherwise as `train_ppo`.
 
@@ -154,11 +160,14 @@ def train_grpo(
         none = torch.zeros_like(found.logprobs)
         return none, by_answer.repeat_interleave(found.lengths), none
 
-    return _train(trainers, (), policy, reference, scorer, estimate, prompts, stop, config, seed, checkpoint_dir, on_step)
+    return _train(trainers, (), policy, reference, scorer, estimate, prompts, stop, config, seed, checkpoint_dir, on_step, watch)
 
 
 class Sampled(NamedTuple):
-    """A rollout's prompts and answers with what they scored; [A] by answer, [N] by answer token."""
+    """A rollout's prompts and answers with what they scored; [A] by answer, [N] by answer token.
+
+    `kl`: nats per answer to the reference, whose log-probs are the policy's own, and count for nothing, where it is None.
+    """
 
     asked: list[list[int]]
     answers: list[list[list[int]]]
@@ -167,6 +176,8 @@ class Sampled(NamedTuple):
     finished: Tensor
     logprobs: Tensor
     reference: Tensor
+    kl: float | None
+    watched: dict[str, float]
 
 
 Estimate = tuple[Tensor, Tensor, Tensor]
@@ -186,6 +197,7 @@ def _train(
     seed: int,
     checkpoint_dir: Path | None,
     on_step: Callable[[Row], None] | None,
+    watch: Watch | None,
 ) -> TrainLog:
     identity = {
         "config": config.model_dump(mode="json"),
@@ -195,9 +207,9 @@ def _train(
     first, numbers, log = _resume(checkpoint_dir, trainers, identity, config)
     for rollout in range(first, config.rollouts + 1):
         started = time.perf_counter()
-        sampled = _roll_out(policy, reference, scorer, prompts, stop, config, seed, rollout)
+        sampled = _roll_out(policy, reference, scorer, prompts, stop, config, seed, rollout, watch)
         groups = _groups(sampled, estimate(sampled, numbers))
-        row = _summary(groups, numbers, bool(critics)) | _update(trainers, groups, config, seed, rollout)
+        row = _summary(sampled, groups, numbers, bool(critics)) | _update(trainers, groups, config, seed, rollout)
         log.append({"step": rollout, **row, "seconds": time.perf_counter() - started})
         check_skips(log, 2)
         if config.kl_target is not None:
@@ -224,8 +236,10 @@ def _roll_out(
     config: RolloutSettings,
     seed: int,
     rollout: int,
+    watch: Watch | None,
 ) -> Sampled:
     """Sample answers and score them."""
+    watched = rollout in watched_rollouts(config.rollouts)
     asked = [list(prompts[i]) for i in step_indices(rollout, len(prompts), config.prompts, seed)]
     params = SamplingParams(
         n=config.answers,
@@ -242,12 +256,21 @@ def _roll_out(
     def logprobs_of(model: Transformer, t: Targets) -> Tensor:
         return model.token_logprobs(t.forest, t.positions, t.tokens, temperature=config.temperature)[0]
 
-    with torch.no_grad():
-        base = torch.cat(_by_group(reference, logprobs_of, asked, answers, config.compute.micro_batch_tokens))
     # The engine's log-probs are the trainer's: one forest mask serves both.
-    logprobs = torch.tensor([p for row in completions for c in row for p in c.logprobs])
+    logprobs = base = torch.tensor([p for row in completions for c in row for p in c.logprobs])
     lengths = torch.tensor([len(answer) for row in answers for answer in row])
-    return Sampled(asked, answers, lengths, scores, finished, logprobs, base)
+    kl = None
+    if watched or config.kl_coefficient:
+        with torch.no_grad():
+            base = torch.cat(_by_group(reference, logprobs_of, asked, answers, config.compute.micro_batch_tokens))
+        kl = float((logprobs - base).sum()) / len(lengths)
+    seen = watch(asked, completions) if watch is not None and watched else {}
+    return Sampled(asked, answers, lengths, scores, finished, logprobs, base, kl, seen)
+
+
+def watched_rollouts(rollouts: int) -> frozenset[int]:
+    """The rollouts, counted from 1, whose KL divergence is measured whether it is penalised or not: even steps, first and last."""
+    return frozenset({*range(1, rollouts + 1, max(1, round(rollouts / WATCHED))), rollouts})
 
 
 def _groups(found: Sampled, estimate: Estimate) -> list[Group]:
@@ -255,19 +278,18 @@ def _groups(found: Sampled, estimate: Estimate) -> list[Group]:
     values, weights, returns = estimate
     sizes = [sum(len(answer) for answer in row) for row in found.answers]
     counts = [len(row) for row in found.answers]
-    by_token = [t.split(sizes) for t in (found.logprobs, found.reference, values, weights, returns)]
+    by_token = [t.split(sizes) for t in (found.logprobs, values, weights, returns)]
     by_answer = [t.split(counts) for t in (found.scores, found.finished)]
     return [
         Group(
             prompt=found.asked[g],
             answers=found.answers[g],
             logprobs=by_token[0][g],
-            reference=by_token[1][g],
-            values=by_token[2][g],
+            values=by_token[1][g],
             scores=by_answer[0][g],
             finished=by_answer[1][g],
-            advantages=by_token[3][g],
-            returns=by_token[4][g],
+            advantages=by_token[2][g],
+            returns=by_token[3][g],
         )
         for g in range(len(found.asked))
     ]
@@ -303,22 +325,20 @@ def _update(
     }
 
 
-def _summary(groups: Sequence[Group], numbers: dict[str, float], critic: bool) -> Row:
-    scores = torch.cat([group.scores for group in groups])
-    finished = torch.cat([group.finished for group in groups])
-    difference = torch.cat([group.logprobs - group.reference for group in groups])
+def _summary(found: Sampled, groups: Sequence[Group], numbers: dict[str, float], critic: bool) -> Row:
     values = torch.cat([group.values for group in groups])
     returns = torch.cat([group.returns for group in groups])
     spread = float(returns.var(correction=0))
     unexplained = float((returns - values).var(correction=0))
     return {
-        "score": float(scores.mean()),
-        "kl": float(difference.sum()) / len(scores),
+        "score": float(found.scores.mean()),
+        **({} if found.kl is None else {"kl": found.kl}),
+        **found.watched,
         "kl_coefficient": numbers["kl_coefficient"],
         **({"explained_variance": 1.0 - unexplained / spread if spread else 0.0} if critic else {}),
         "unequal_prompts": sum(bool((group.scores != group.scores[0]).any()) for group in groups) / len(groups),
-        "answer_tokens": len(difference) / len(scores),
-        "finished": float(finished.mean()),
+        "answer_tokens": len(found.logprobs) / len(found.scores),
+        "finished": float(found.finished.mean()),
     }
 
 

@@ -235,6 +235,8 @@ class RolloutSettings(Settings):
     def _consistent(self) -> Self:
         if self.minibatches > self.prompts:
             raise ValueError(f"minibatches {self.minibatches} must not exceed prompts {self.prompts}: each needs one at least")
+        if self.kl_target is not None and not self.kl_coefficient:
+            raise ValueError("kl_target steers the penalty from kl_coefficient on, which must be above 0")
         if self.answers * self.max_tokens >= self.compute.micro_batch_tokens:
             raise ValueError(
                 f"compute.micro_batch_tokens {self.compute.micro_batch_tokens} cannot hold {self.answers} answers of "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from puna.stages.align.kto import measure_kto, train_kto
 from puna.stages.align.lora import adapted
 from puna.stages.align.rankings import labelled, pairs_of, ranked, read_preferences, render_ranked
-from puna.stages.align.reference import reference, targets_of
+from puna.stages.align.reference import Reference, kept, targets_of
 from puna.stages.align.settings import DpoConfig
 from puna.stages.contract import Facts, Model, Preferences, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
@@ -31,7 +31,8 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
     """DPO, or another preference loss, with format tokens masked and an NLL term on the better answer (Llama 3, section 4.1.4).
 
     The reference is the policy that training starts from; where the loss needs its log-probabilities, those of the preferences
-    that training comes to are computed once, before the first step.
+    that training comes to are computed once, before the first step, but for those that `reference_logprobs` has kept beside them
+    (the metric `reference_answers` counts what was computed).
     With loss kto the best answers of a preference (edited, chosen and their equals) are good ones, the worst are bad ones.
     The metrics `heldout_accuracy` and `heldout_margin` are of the held-out pairs, after training; with kto the latter is between the
     means of good and bad answers.
@@ -50,17 +51,19 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
     held = [row for row in rows if row["split"] == "heldout"]
     heldout = [one.example for one in render_ranked(tokenizer, held, limit, bad, tiers_of)]
     bad.write(run)
-    known = reference(policy, heldout, config, run)
+    reference = Reference(config, run, kept(preferences, model, config.mask_format))
+    known = reference.of(policy, heldout)
     if config.engine == "trl":
         from puna.stages.align.trl_engine import hub_tokenizer, train_dpo
 
         policy = train_dpo(policy, examples, hub_tokenizer(model, tokenizer), config, run)
     else:
-        log = train_kto(policy, examples, config, run) if config.loss == "kto" else _train(policy, examples, config, run)
+        log = (train_kto if config.loss == "kto" else _train)(policy, examples, reference, config, run)
         for name in ("accuracy", "margin", "chosen_logprob", "rejected_logprob"):
             if name in log[0]:
                 run.metric(f"first_{name}", log[0][name])
                 run.metric(f"final_{name}", log[-1][name])
+    run.metric("reference_answers", reference.computed)
     measure = measure_kto if config.loss == "kto" else _measure
     measure(policy, heldout, known, config, run)
     save_model(policy, tokenizer, run.folder)
@@ -79,7 +82,7 @@ def collate(examples: Sequence[tuple[Example, list[float]]], config: DpoConfig) 
             rejected.append(start + worse)
         start += len(example.answers)
     return DpoBatch(
-        targets=targets_of([example for example, _ in examples], config),
+        targets=targets_of([example for example, _ in examples], config.mask_format),
         chosen=torch.tensor(chosen),
         rejected=torch.tensor(rejected),
         reference=torch.tensor([value for _, values in examples for value in values], dtype=torch.float32),
@@ -113,7 +116,9 @@ def _measure(model: Transformer, examples: list[Example], known: list[list[float
             run.metric(f"heldout_{name}", total / pairs)
 
 
-def _train(model: Transformer, examples: list[Example], config: DpoConfig, run: StageRun) -> list[dict[str, float]]:
+def _train(
+    model: Transformer, examples: Sequence[Example], reference: Reference, config: DpoConfig, run: StageRun
+) -> list[dict[str, float]]:
     from puna.models.training.packing import Sampler
 
     training = config.training
@@ -128,6 +133,6 @@ def _train(model: Transformer, examples: list[Example], config: DpoConfig, run: 
     )
     settings = training.train_config(len(examples))
     visited = sampler.visited(settings.steps)
-    known |= zip(visited, reference(model, [examples[i] for i in visited], config, run), strict=True)
+    known |= zip(visited, reference.of(model, [examples[i] for i in visited]), strict=True)
     with adapted(model, config, run) as scales:
         return fit(model, objective(config), sampler, settings, run, scales)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from puna.stages.align.lora import adapted
-from puna.stages.align.reference import reference, targets_of
+from puna.stages.align.reference import Reference, targets_of
 from puna.stages.contract import StageRun
 from puna.stages.training.train import Example, fit
 from puna.storage import PunaError
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from puna.stages.align.settings import DpoConfig
 
 
-def train_kto(model: Transformer, examples: Sequence[Example], config: DpoConfig, run: StageRun) -> list[dict[str, float]]:
+def train_kto(
+    model: Transformer, examples: Sequence[Example], reference: Reference, config: DpoConfig, run: StageRun
+) -> list[dict[str, float]]:
     """Train in place on examples whose groups are two tiers, the good and the bad answers; returns the log.
 
     The distance to the reference, which the loss measures from, is estimated on answers to other prompts (`mismatched`).
@@ -44,7 +46,7 @@ def train_kto(model: Transformer, examples: Sequence[Example], config: DpoConfig
     )
     settings = training.train_config(len(examples))
     visited = sampler.visited(settings.steps)
-    found = reference(model, [some[i] for some in (examples, others) for i in visited], config, run)
+    found = reference.of(model, [some[i] for some in (examples, others) for i in visited])
     known |= zip(visited, zip(found[: len(visited)], found[len(visited) :], strict=True), strict=True)
     objective = Kto(config.beta, config.nll_weight, config.nll_normalization, *config.kto_weights)
     with adapted(model, config, run) as scales:
@@ -53,7 +55,7 @@ def train_kto(model: Transformer, examples: Sequence[Example], config: DpoConfig
 
 def measure_kto(model: Transformer, examples: Sequence[Example], known: list[list[float]], config: DpoConfig, run: StageRun) -> None:
     """By how much the implicit reward of held-out good answers is above that of bad ones, in the mean."""
-    found = zip(examples, known, reference(model, examples, config, run, "heldout"), strict=True)
+    found = zip(examples, known, Reference(config, run).of(model, examples, "heldout"), strict=True)
     rewards: list[list[float]] = [[], []]
     for example, before, after in found:
         for group in example.groups:
@@ -97,9 +99,9 @@ def _collate(chosen: Sequence[tuple[Example, Example, list[float], list[float]]]
 
     good = [index in group[0] for example, *_ in chosen for group in example.groups for index in sorted(group[0] + group[1])]
     return KtoBatch(
-        targets=targets_of([example for example, *_ in chosen], config),
+        targets=targets_of([example for example, *_ in chosen], config.mask_format),
         desirable=torch.tensor(good),
         reference=torch.tensor([value for *_, values, _ in chosen for value in values], dtype=torch.float32),
-        mismatched=targets_of([other for _, other, *_ in chosen], config),
+        mismatched=targets_of([other for _, other, *_ in chosen], config.mask_format),
         mismatched_reference=torch.tensor([value for *_, values in chosen for value in values], dtype=torch.float32),
     )

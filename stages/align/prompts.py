@@ -25,7 +25,9 @@ ALONE = "question: "
 class Task(StageConfig):
     """One generator."""
 
-    task: str = Field(description="Name of the generator: Puna's own numbers and letters, or one of reasoning-gym's", min_length=1)
+    task: str = Field(
+        description="Name of the generator: Puna's own numbers, letters, sentence and record, or one of reasoning-gym's", min_length=1
+    )
     name: str = Field("", description="What the task is called in tables and reports; empty: as its generator")
     parameters: dict[str, JsonValue] = Field(
         default_factory=dict, description="The generator's own parameters; those left out keep its defaults"

@@ -17,9 +17,10 @@ Tiers = list[list[Message]]
 """Answers to a prompt, the best first; those of a tier are equals."""
 
 
-def read_preferences(artifacts: Sequence[Artifact], levels: Sequence[str]) -> list[dict[str, Any]]:
-    """The preferences of the given levels, or of none; in an order that does not depend on that of the artifacts."""
-    rows = [row for artifact in artifacts for row in artifact.read().to_pylist() if row["level"] is None or row["level"] in levels]
+def read_preferences(artifacts: Sequence[Artifact], levels: Sequence[str] | None) -> list[dict[str, Any]]:
+    """The preferences of the given levels, or of none; in an order that does not depend on that of the artifacts. None: all levels."""
+    rows = [row for artifact in artifacts for row in artifact.read().to_pylist()]
+    rows = [row for row in rows if levels is None or row["level"] is None or row["level"] in levels]
     return sorted(rows, key=lambda row: str(row["id"]))
 
 

@@ -10,9 +10,9 @@ from pydantic import Field
 
 from puna.models.training.settings import RolloutSettings
 from puna.stages.align.lora import adapted
-from puna.stages.align.rewards import REWARDS, Reward, rewards_of
+from puna.stages.align.rewards import REWARDS, Completions, Ids, Reward, Scores, gold_of, rewards_of
 from puna.stages.align.settings import AdapterConfig
-from puna.stages.contract import Facts, StageRun
+from puna.stages.contract import Facts, Figure, StageRun
 from puna.stages.conversations import prompt_ids
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.stages.training.needs import chat_template, one_tokenizer, trained
@@ -32,7 +32,17 @@ class RolloutsConfig(RolloutSettings, AdapterConfig):
     floor: float = Field(
         0.0, ge=0, le=100, description="With reward product: added to the sigmoid, so that a right answer counts whatever its number"
     )
+    gold: bool = Field(
+        False,
+        description="With reward reward_model: score the answers of about eight rollouts by the prompts' verifiers, too, and show both "
+        "against the KL divergence",
+    )
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
+
+    @property
+    def scored(self) -> bool:
+        """Whether verifiers score the answers."""
+        return self.gold or self.reward != "reward_model"
 
 
 def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
@@ -79,9 +89,10 @@ def optimize(
     scalar = None if reward_model is None else load_model(reward_model, "scalar")[0]
     within = context_limit(model, config.max_tokens)
     rows, asked = _asked(prompts, lambda row: prompt_ids(tokenizer, row), within, config, run)
-    scorer = None if config.reward == "reward_model" else Scorer(rows, config.scoring, run, judges, needed=run.stage)
+    scorer = Scorer(rows, config.scoring, run, judges, needed=run.stage) if config.scored else None
     frozen = None if config.reward == "verifier" or scalar is None else copy.deepcopy(scalar).requires_grad_(False)
-    rewards = rewards_of(scorer, frozen, rows, asked, tokenizer, config.compute.micro_batch_tokens, config.floor)
+    judging = None if config.reward == "reward_model" else scorer
+    rewards = rewards_of(judging, frozen, rows, asked, tokenizer, config.compute.micro_batch_tokens, config.floor)
     if critic and scalar is None:
         scalar = load_model(policy, "scalar", new=True)[0]
     reference = copy.deepcopy(model).requires_grad_(False)
@@ -90,16 +101,46 @@ def optimize(
             "checkpoint_dir": run.scratch / "training",
             "on_step": lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"),
             "rate_scales": scales,
+            "watch": None if scorer is None or config.reward == "verifier" else _gold(gold_of(scorer, rows, asked, tokenizer)),
         }
         log = drive(Job(model, reference, rewards, scalar if critic else None, asked, tokenizer.stop_ids, options))
     if scorer is not None:
         scorer.report()
     write_log(log, run)
-    for name in ("score", "kl", "entropy", "explained_variance"):
+    _against_kl(log, run)
+    for name in ("score", "gold", "kl", "entropy", "explained_variance"):
         if name in log[0]:
             run.metric(f"first_{name}", log[0][name])
             run.metric(f"final_{name}", log[-1][name])
     save_model(model, tokenizer, run.folder)
+
+
+def _gold(scores: Scores) -> Callable[[Ids, Completions], dict[str, float]]:
+    """The mean of the verifiers' scores."""
+
+    def watch(prompts: Ids, completions: Completions) -> dict[str, float]:
+        found = [score for some in scores(prompts, completions) for score in some]
+        return {"gold": sum(found) / len(found)}
+
+    return watch
+
+
+def _against_kl(log: Sequence[dict[str, float]], run: StageRun) -> None:
+    """A figure of what rewards and what verifiers say of the answers as the policy moves away from its reference (Gao et al. 2023)."""
+    points = [row for row in log if "kl" in row]
+    series: dict[str, list[tuple[Any, float]]] = {"reward": [(row["kl"], row["score"]) for row in points]}
+    if gold := [(row["kl"], row["gold"]) for row in points if "gold" in row]:
+        series["verifiers"] = [*gold]
+    figure = Figure(
+        title="Reward against KL divergence",
+        x="KL divergence to the reference, nats per answer",
+        y="mean score of the rollout's answers",
+        series=series,
+        kind="scatter",
+        note="Where the reward rises and the verifiers' score falls, the reward is over-optimized.",
+    )
+    if len(points) > 1:
+        run.figure("against_kl", figure)
 
 
 def _asked(

@@ -5,6 +5,7 @@ Each question names its structure, by which held-out questions are chosen: a mod
 
 from __future__ import annotations
 
+import json
 import string
 from random import Random
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -12,9 +13,34 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 from pydantic import Field, JsonValue, model_validator
 
 from puna.stages.contract import StageConfig, parse
+from puna.stages.verifiers.base import Verifier, to_json
+from puna.stages.verifiers.combinations import Product
+from puna.stages.verifiers.json_schema import JsonSchema
 from puna.stages.verifiers.lists import Items, Numbers
+from puna.stages.verifiers.regex import RegularExpression
 
 G = TypeVar("G", bound="Generator")
+_NOUNS = (
+    "apple bridge candle desert engine feather garden hammer island jacket kettle ladder mirror needle ocean painter queen river saddle "
+    "teacher umbrella valley window anchor basket camera doctor eagle farmer guitar helmet iron jungle kitchen lemon market nurse orchard "
+    "pencil rabbit soldier tower uncle village wagon artist bottle castle dragon elephant forest glove harbor insect judge king lantern "
+    "mountain neighbor owl planet ribbon shadow tunnel violin whale baker cloud dancer envelope fountain ghost horse bicycle"
+)
+_JOBS = (
+    "baker carpenter dentist electrician farmer gardener historian inventor journalist knitter librarian mechanic nurse optician painter "
+    "quilter receptionist sailor tailor umpire violinist waiter actor biologist chemist dancer engineer fisherman geologist hairdresser "
+    "illustrator judge lawyer musician novelist pilot reporter singer teacher translator vet weaver astronomer butcher clockmaker driver"
+)
+NOUNS, JOBS = _NOUNS.split(), _JOBS.split()
+GROUPS = 5
+"""Parts of the nouns and of the jobs; held-out questions are of parts that no training question is of."""
+FIELDS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    "name": ({"type": "string", "pattern": "^[A-Z][a-z]+"}, ("Anna Weber", "Omar Haddad", "Lucia Rossi", "John Miller", "Mei Tanaka")),
+    "age": ({"type": "integer", "minimum": 18, "maximum": 99}, (24, 31, 38, 45, 57, 63)),
+    "city": ({"type": "string", "pattern": "^[A-Z][a-z]+"}, ("Lima", "Oslo", "Cairo", "Boston", "Kyoto", "Madrid")),
+    "hobby": ({"type": "string", "minLength": 4}, ("hiking", "chess", "cooking", "pottery", "sailing")),
+    "years_of_work": ({"type": "integer", "minimum": 0, "maximum": 80}, (2, 5, 9, 14, 21)),
+}
 
 
 class Drawn(NamedTuple):
@@ -112,6 +138,52 @@ class LettersTask(Generator):
         verifier = {"name": Items.name, "of": letters, "count": self.count, "ordered": True}
         first = string.ascii_lowercase.index(letters[0])
         return Drawn(question, " ".join(letters[i] for i in places), verifier, f"first letter {first % 5} by 5")
+
+
+@generator
+class SentenceTask(Generator):
+    """One sentence that contains two nouns. Structure: the part of the nouns that both are of."""
+
+    name: ClassVar[str] = "sentence"
+
+    min_characters: int = Field(24, ge=1, le=200, description="Fewest characters of the sentence")
+
+    def draw(self, random: Random) -> Drawn:
+        """One question. A sentence that quotes its words, or that speaks of words and sentences, is not what is asked for."""
+        group = random.randrange(GROUPS)
+        one, other = random.sample(NOUNS[group::GROUPS], 2)
+        present = [RegularExpression(pattern=rf"(?i)\b{noun}s?\b") for noun in (one, other)]
+        spoken_of = RegularExpression(pattern=r"(?i)\b(words?|sentences?)\b", absent=True)
+        form = RegularExpression(pattern=rf"[A-Z][^.!?\"“”:\n]{{{self.min_characters - 2},}}[.!]", match="whole")
+        places = ("by the old road", "in the morning light", "near the quiet station", "on a cold evening")
+        answer = f"The {one} stood beside the {other} {random.choice(places)}."
+        question = f'Write one sentence that contains the words "{one}" and "{other}".'
+        return Drawn(question, answer, _named(Product(of=(*present, spoken_of, form))), f"nouns {group} of {GROUPS}")
+
+
+@generator
+class RecordTask(Generator):
+    """A person of a given profession as a JSON object with given fields. Structure: the part of the professions that it is of."""
+
+    name: ClassVar[str] = "record"
+
+    fields: int = Field(3, ge=1, le=len(FIELDS), description="Fields of the object")
+
+    def draw(self, random: Random) -> Drawn:
+        """One question."""
+        group = random.randrange(GROUPS)
+        job, chosen = random.choice(JOBS[group::GROUPS]), random.sample(sorted(FIELDS), self.fields)
+        properties = {key: FIELDS[key][0] for key in chosen}
+        schema = {"type": "object", "required": chosen, "additionalProperties": False, "properties": properties}
+        answer = json.dumps({key: random.choice(FIELDS[key][1]) for key in chosen})
+        question = f"Describe a made-up {job} as a JSON object with the keys {', '.join(chosen)}."
+        return Drawn(question, answer, _named(JsonSchema(json_schema=schema)), f"professions {group} of {GROUPS}")
+
+
+def _named(verifier: Verifier) -> dict[str, Any]:
+    """A verifier as a prompt names it."""
+    own = to_json(verifier)
+    return {**own, "of": [_named(part) for part in verifier.parts()]} if verifier.parts() else own
 
 
 def of(name: str, parameters: dict[str, JsonValue]) -> Generator | None:

@@ -139,6 +139,26 @@ def test_a_large_kl_coefficient_holds_the_policy():
     assert abs(held) < 0.3 * free
 
 
+def test_without_a_penalty_the_reference_is_computed_in_few_rollouts_only():
+    config = group_settings(rollouts=20, prompts=1, minibatches=1, answers=4, unfinished_penalty=0.0)
+    reference, seen, logs = model(seed=3), [], []
+    compute = reference.token_logprobs
+    reference.token_logprobs = lambda *given, **more: seen.append(1) or compute(*given, **more)
+
+    def watch(asked, found):
+        return {"watched": float(len(asked) * len(found[0]))}
+
+    for coefficient in (0.0, 1e-30):
+        changed = config.replace(kl_coefficient=coefficient)
+        logs.append(train_grpo(model(), reference, share_of_nines, PROMPTS, [STOP], changed, seed=0, watch=watch))
+    measured = [row["step"] for row in logs[0] if "kl" in row]
+    assert measured == [*range(1, 20, 2), 20] and len(seen) == len(measured) + 20
+    assert [row["step"] for row in logs[1] if row.get("watched") == 4.0] == measured
+    # A penalty that rounds to nothing gives the same policy, and the same divergence where both measure it.
+    for free, held in zip(*logs, strict=True):
+        assert free["loss"] == pytest.approx(held["loss"], abs=1e-9) and free.get("kl", held["kl"]) == held["kl"]
+
+
 def test_the_adaptive_coefficient_follows_the_kl():
     log = run(settings(rollouts=6, kl_target=0.1, kl_horizon=100.0), model())
     assert log[0]["kl_coefficient"] == 0.01
@@ -192,7 +212,7 @@ def test_the_reward_models_scores_do_not_depend_on_the_rows():
             assert score == pytest.approx(o.answer_rewards(made, alone).item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("wrong", [{"rollouts": 0}, {"minibatches": 9}, {"lam": 1.5}, {"kl_target": 0.0}])
+@pytest.mark.parametrize("wrong", [{"rollouts": 0}, {"minibatches": 9}, {"lam": 1.5}, {"kl_target": 0.0}, {"kl_target": 1.0, "kl_coefficient": 0.0}])
 def test_a_wrong_configuration_is_refused(wrong: dict):
     with pytest.raises(ValueError, match=next(iter(wrong)).replace("minibatches", "minibatch")):
         settings(**wrong)

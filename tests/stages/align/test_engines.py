@@ -21,6 +21,7 @@ from puna.models.training import losses
 from puna.stages.align.average import AverageConfig, average
 from puna.stages.align.dpo import DpoConfig, dpo
 from puna.stages.align.rankings import Ranked, pairs_of
+from puna.stages.align.reference_logprobs import ReferenceLogprobsConfig, reference_logprobs
 from puna.stages.align.reward_accuracy import pairs, report
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sft import SftConfig, sft
@@ -285,6 +286,31 @@ def test_dpo_prefers_the_chosen_and_keeps_its_likelihood(tmp_path: Path, tiny_mo
         margins.append(0.1 * (ratios[0] - ratios[1]))
     assert metrics["heldout_pairs"] == 6 and metrics["heldout_margin"] == pytest.approx(sum(margins) / 6, rel=1e-3)
     assert metrics["heldout_accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / 6)
+
+
+def test_kept_reference_logprobs_are_read_and_not_computed_again(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model, pairs = tiny_model(store), preferences(store, 24, edited=True)
+    kept = execute(reference_logprobs, ReferenceLogprobsConfig(micro_batch_tokens=128), {"model": model, "preferences": pairs}, store)
+    assert kept.read().equals(pairs.read())
+    rows = pairs.read().to_pylist()
+    # 12 prompts: of each a chosen answer, its edit and two rejected ones, told by their tokens.
+    expected = {answer_logprob(model, row, side) for row in rows for side in ("chosen", "rejected", "edited")}
+    assert kept.rows("scores") == 12 * 4 == len(expected)
+    assert sorted(kept.read("scores")["value"].to_pylist()) == pytest.approx(sorted(expected), abs=1e-3)
+    losses_of, computed = {}, {}
+    for name, given, config in (
+        ("none", pairs, DpoConfig(training=STEPS)),
+        ("kept", kept, DpoConfig(training=STEPS)),
+        ("ipo", kept, DpoConfig(training=STEPS, loss="ipo", beta=0.3)),
+        ("other tokens", kept, DpoConfig(training=STEPS, mask_format=False)),
+        ("other model", kept, DpoConfig(training=STEPS)),
+    ):
+        made = execute(dpo, config, {"model": tiny_model(store, 1) if name == "other model" else model, "preferences": [given]}, store)
+        losses_of[name], computed[name] = [row["loss"] for row in log(made)], made.manifest.metrics["reference_answers"]
+    # Each preference stands by itself among the answers of its prompt: 2 x 3 of them.
+    assert computed == {"none": 72, "kept": 0, "ipo": 0, "other tokens": 72, "other model": 72}
+    assert losses_of["kept"] == pytest.approx(losses_of["none"], rel=1e-5)
 
 
 def test_no_more_is_computed_than_training_visits_and_all_of_it_is_told(tmp_path: Path, tiny_model: Tiny) -> None:

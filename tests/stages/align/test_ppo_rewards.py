@@ -101,6 +101,11 @@ def test_the_product_rises_too(tmp_path: Path, tiny_model: Tiny) -> None:
     made = execute(ppo, PpoConfig(reward="product", **SETTINGS), given, store)
     metrics = made.manifest.metrics
     assert metrics["final_score"] > metrics["first_score"] > 0
+    # What the verifiers say stands beside the reward and the KL divergence.
+    log = made.read("training_log").to_pylist()
+    assert all(0 < row["score"] < row["gold"] <= 1 for row in log) and metrics["final_gold"] == log[-1]["gold"]
+    shown = made.manifest.figures["against_kl"]["series"]
+    assert shown["verifiers"] == [[row["kl"], row["gold"]] for row in log] and len(shown["reward"]) == len(log)
 
 
 class RewardsConfig(SeededConfig):

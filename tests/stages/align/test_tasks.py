@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from random import Random
@@ -32,7 +33,9 @@ NOTHING = Question("", "", "", None)
 
 
 def score(verifier: dict[str, Any], answer: str) -> float | None:
-    return from_json(verifier).score(NOTHING, answer).value
+    made = from_json(verifier)
+    parts = [part.score(NOTHING, answer) for part in made.parts()]
+    return (made.combine(parts) if parts else made.score(NOTHING, answer)).value
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: str(task.get("name", task["task"])))
@@ -46,6 +49,38 @@ def test_a_drawn_answer_is_right_and_answers_a_step_beside_it_are_not(task: dict
         assert score(drawn.verifier, drawn.answer) == score(drawn.verifier, f" {', '.join(items)}\n") == 1
         for wrong in (items[::-1], items[1:], [*items, items[-1]], [items[0], *items[:-1]], [*items[:-1], "1234"], [*items[:-1], "?"], []):
             assert score(drawn.verifier, " ".join(wrong)) == 0
+
+
+def test_a_sentence_has_both_words_and_speaks_of_neither() -> None:
+    generator = tasks.of("sentence", {})
+    assert generator is not None
+    random = Random(3)
+    for _ in range(50):
+        drawn = generator.draw(random)
+        one, other = re.findall(r'"(\w+)"', drawn.question)
+        assert {tasks.NOUNS.index(noun) % tasks.GROUPS for noun in (one, other)} == {int(drawn.structure.split()[1])}
+        assert score(drawn.verifier, drawn.answer) == score(drawn.verifier, f" Two {one}s and a {other} lay on the floor!\n") == 1
+        for wrong in (
+            "", f"The {one} is red.", f"The {one} is an x{other}, as everybody there knows.", f"A {one}. A {other} beside it there.",
+            f"the {one} stood beside the {other} there.", f"The {one} stood beside the {other} there", f'The "{one}" stood beside the {other} there.',
+            f"The words {one} and {other} are in this.", f"This is a sentence with {one} and {other}.", f"A {one}, a {other}.",
+        ):  # fmt: skip
+            assert score(drawn.verifier, wrong) == 0, wrong
+
+
+def test_a_record_has_the_fields_asked_for_and_no_other() -> None:
+    generator = tasks.of("record", {"fields": 2})
+    assert generator is not None
+    random = Random(3)
+    for _ in range(50):
+        drawn = generator.draw(random)
+        job, keys = re.findall(r"made-up (\w+) as a JSON object with the keys (.+)\.", drawn.question)[0]
+        right = json.loads(drawn.answer)
+        assert list(right) == keys.split(", ") and drawn.structure == f"professions {tasks.JOBS.index(job) % tasks.GROUPS} of {tasks.GROUPS}"
+        assert score(drawn.verifier, drawn.answer) == score(drawn.verifier, f"Here it is:\n```json\n{drawn.answer}\n```") == 1
+        for wrong in ({**right, "more": 1}, {key: right[key] for key in list(right)[1:]}, {**right, keys.split(", ")[0]: None}, [right]):
+            assert score(drawn.verifier, json.dumps(wrong)) == 0
+        assert score(drawn.verifier, "") == score(drawn.verifier, str(right)[:-1]) == 0
 
 
 def test_numbers_by_their_definition() -> None:

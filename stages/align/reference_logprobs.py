@@ -1,0 +1,46 @@
+"""The reference's log-probabilities of preferences' answers, kept beside the preferences."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from puna.stages.align.rankings import labelled, read_preferences, render_ranked
+from puna.stages.align.reference import name_of, summed, written
+from puna.stages.contract import Facts, Model, Preferences, StageRun, stage
+from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
+from puna.stages.training.needs import chat_template
+from puna.stages.training.train import load_model
+
+
+class ReferenceLogprobsConfig(BadRowsConfig):
+    """What is counted of an answer."""
+
+    mask_format: bool = Field(True, description="Leave out header and termination tokens, as `dpo` does with its mask_format")
+    micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row has no log-probabilities")
+
+
+def needs(config: ReferenceLogprobsConfig, facts: Facts) -> list[str]:
+    """A chat template."""
+    return chat_template(facts, "model")
+
+
+@stage(kind="preferences", device=True, needs=needs)
+def reference_logprobs(model: Model, preferences: Preferences, config: ReferenceLogprobsConfig, run: StageRun) -> None:
+    """The preferences as they are, with the summed log-probability of each answer under `model` in the side table `scores`.
+
+    `dpo` of that model on these preferences reads them, however often and with whatever loss, and computes none of its own; a row
+    of `scores` is named after the tokens of a prompt and an answer and after the model's data digest. Preferences that the chat
+    template refuses and those that are too long are kept, without log-probabilities, and are in `dropped`; see `bad_rows`.
+    """
+    network, tokenizer = load_model(model, "lm")
+    bad = BadRows(config, "reference_logprobs")
+    rows = read_preferences([preferences], None)
+    limit = Limit(config.micro_batch_tokens, "micro_batch_tokens")
+    examples = [one.example for one in render_ranked(tokenizer, rows, limit, bad, labelled)]
+    values = summed(network, examples, config.mask_format, config.micro_batch_tokens, lambda done, total: run.progress(done, total))
+    name = name_of(model, config.mask_format)
+    scores = {key: value for one, some in zip(examples, values, strict=True) for key, value in zip(written(one), some, strict=True)}
+    run.write(preferences.read())
+    run.write_rows([{"id": key, "name": name, "value": value} for key, value in sorted(scores.items())], "scores")
+    bad.write(run)
+    run.metric("answers", len(scores))
