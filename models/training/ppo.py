@@ -108,7 +108,7 @@ def train_ppo(
     With `checkpoint_dir` the state is kept after each rollout and a run that finds one goes on from it. `rate_scales`
     multiplies the learning rate of the policy's parameters that it names.
     """
-    objective = Ppo(config.clip, config.entropy_weight, config.temperature)
+    objective = Ppo(config.clip, config.entropy_weight, config.temperature, dual_clip=config.dual_clip)
     trainers = {
         "policy": Trainer(policy, objective, config.training(config.schedule.learning_rate), rate_scales),
         "critic": Trainer(critic, Value(config.value_clip), config.training(config.critic_learning_rate)),
@@ -150,7 +150,7 @@ def train_grpo(
     The reward is the score, less `unfinished_penalty` where the answer was cut off, less the KL penalty of the whole answer
     (as RLOO has it); all tokens of an answer have its advantage (`group_advantages`).
     """
-    objective = Ppo(config.clip, config.entropy_weight, config.temperature, config.clip_high)
+    objective = Ppo(config.clip, config.entropy_weight, config.temperature, config.clip_high, config.dual_clip)
     trainers = {"policy": Trainer(policy, objective, config.training(config.schedule.learning_rate), rate_scales)}
 
     def estimate(found: Sampled, numbers: dict[str, float]) -> Estimate:

@@ -219,6 +219,9 @@ class RolloutSettings(Settings):
     optimizer: OptimizerSettings = Field(OptimizerSettings(weight_decay=0.0, beta2=0.999), description="The optimizer")
     compute: ComputeSettings = Field(ComputeSettings(micro_batch_tokens=4096), description="Precision and memory")
     clip: float = Field(0.2, gt=0, lt=1, description="Clip range of the probability ratio")
+    dual_clip: float | None = Field(
+        None, gt=1, description="Times that a bad answer's token counts at most, however much likelier it has become; null: no such bound"
+    )
     entropy_weight: float = Field(0.0, ge=0, description="Weight of the entropy bonus")
     kl_coefficient: float = Field(
         0.05, ge=0, description="Penalty on the KL divergence to the reference, per nat and token; its start where kl_target is set"

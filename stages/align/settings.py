@@ -60,9 +60,22 @@ class SftConfig(AdaptableConfig):
 
     engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's SFTTrainer")
     training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one instruction")
+    neftune_alpha: float = Field(
+        0.0,
+        ge=0,
+        le=100,
+        description="Noise on the embeddings while training: uniform up to this, over the root of an example's mean tokens times the "
+        "model's width (NEFTune, Jain et al. 2023, takes 5 to 15); needs engine puna; 0: none",
+    )
     more_steps: int = Field(
         0, ge=0, description="Steps beyond those of `training`: of a control arm, as many as its round has of reinforcement learning"
     )
+
+    @model_validator(mode="after")
+    def _noise_has_an_engine(self) -> Self:
+        if self.engine == "trl" and self.neftune_alpha:
+            raise ValueError("neftune_alpha needs engine puna: TRL's trainer is not given it")
+        return self
 
     def lengthened(self, examples: int) -> Self:
         """With `more_steps` among the steps of `training`, for that many examples."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from puna.stages.align.lora import adapted
@@ -79,5 +81,21 @@ def _train(model: Transformer, examples: list[Example], config: SftConfig, run: 
 
     training, size = config.training, config.training.compute.micro_batch_tokens
     sampler = Sampler(examples, training.batch_size, collate, length=len, micro_batch_tokens=size, seed=run.seed("order"))
-    with adapted(model, config, run) as scales:
+    with adapted(model, config, run) as scales, noised(model, config.neftune_alpha, sum(map(len, examples)) / len(examples)):
         fit(model, Sft(), sampler, training.train_config(len(examples)), run, scales)
+
+
+@contextmanager
+def noised(model: Transformer, alpha: float, tokens: float) -> Iterator[None]:
+    """Inside, passes that keep a gradient see embeddings plus noise, uniform in ``+-alpha / sqrt(tokens x width)`` (NEFTune)."""
+    import torch
+
+    bound = alpha / math.sqrt(tokens * model.config.hidden_size)
+
+    def add(_module: object, _given: object, embedded: torch.Tensor) -> torch.Tensor:
+        return embedded + torch.empty_like(embedded).uniform_(-bound, bound) if torch.is_grad_enabled() else embedded
+
+    hook = model.model.embed_tokens.register_forward_hook(add) if alpha else None
+    yield
+    if hook is not None:
+        hook.remove()

@@ -106,6 +106,17 @@ def test_a_wider_range_above_one_lets_the_ratio_rise():
     assert o.ppo_policy_loss(new, old, a, mask, 0.2, 1.0, 0.4).item() == pytest.approx(-(1.25 + 1.4 - 0.8 - 0.8))
 
 
+def test_a_bad_answer_that_became_likelier_counts_a_bounded_number_of_times():
+    old, mask = torch.zeros(4), torch.ones(4, dtype=torch.bool)
+    new = torch.tensor([8.0, 2.0, 0.5, 8.0]).log().requires_grad_()
+    a = torch.tensor([-1.0, -1.0, -1.0, 1.0])
+    assert o.ppo_policy_loss(new, old, a, mask, 0.2, 1.0).item() == pytest.approx(8 + 2 + 0.8 - 1.2, rel=1e-6)
+    loss = o.ppo_policy_loss(new, old, a, mask, 0.2, 1.0, dual_clip=3.0)
+    assert loss.item() == pytest.approx(3 + 2 + 0.8 - 1.2, rel=1e-6)
+    loss.backward()
+    assert new.grad.tolist() == pytest.approx([0, 2, 0, 0])  # beyond the bound, and where the range is left, nothing is learned
+
+
 @pytest.mark.parametrize("baseline", ["grpo", "rloo"])
 def test_the_score_rises_without_a_critic(tmp_path: Path, baseline: str):
     config = group_settings(rollouts=8, learning_rate=3e-2, baseline=baseline, epochs=2, unfinished_penalty=0.0, kl_coefficient=0.0)

@@ -40,17 +40,27 @@ def group_advantages(rewards: Tensor, baseline: Literal["grpo", "rloo"], epsilon
 
 
 def ppo_policy_loss(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, clip: float, total: float, clip_high: float | None = None
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: float,
+    total: float,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
 ) -> Tensor:
     """Clipped surrogate, a mean over the step's answer tokens.
 
     logprobs, old, advantages [N] float, mask [N] bool, total: counted tokens of the whole step ->
     scalar ``-sum(min(ratio * a, clamp(ratio, 1 - clip, 1 + clip) * a)[mask]) / total`` with
-    ``ratio = exp(logprobs - old)``. With `clip_high` that is the range above 1 (DAPO, Yu et al. 2025).
+    ``ratio = exp(logprobs - old)``. With `clip_high` that is the range above 1 (DAPO, Yu et al. 2025); with `dual_clip` a negative
+    advantage counts at most so many times, however large the ratio (Ye et al. 2020).
     """
     # Masked targets get ratio 1 before exp: where() alone would still pass inf * 0 = NaN backwards.
     ratio = torch.where(mask, logprobs - old, logprobs.new_zeros(())).exp()
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + (clip_high or clip)) * advantages)
+    if dual_clip is not None:
+        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate)
     return divide(-torch.where(mask, surrogate, surrogate.new_zeros(())).sum(), total)
 
 
@@ -106,13 +116,18 @@ class Ppo(Objective[PpoBatch]):
     """
 
     def __init__(
-        self, clip: float = 0.2, entropy_weight: float = 0.0, temperature: float = 1.0, clip_high: float | None = None
+        self,
+        clip: float = 0.2,
+        entropy_weight: float = 0.0,
+        temperature: float = 1.0,
+        clip_high: float | None = None,
+        dual_clip: float | None = None,
     ) -> None:
         if not 0 < clip < 1 or entropy_weight < 0 or temperature <= 0:
             raise ValueError(
                 f"0 < clip < 1, entropy_weight >= 0, temperature > 0: {clip}, {entropy_weight}, {temperature}"
             )
-        self.clip, self.clip_high = clip, clip_high or clip
+        self.clip, self.clip_high, self.dual_clip = clip, clip_high or clip, dual_clip
         self.entropy_weight = entropy_weight
         self.temperature = temperature
 
@@ -124,7 +139,8 @@ class Ppo(Objective[PpoBatch]):
         logprobs, entropy = model.token_logprobs(
             targets.forest, targets.positions, targets.tokens, temperature=self.temperature
         )
-        loss = ppo_policy_loss(logprobs, batch.logprobs, batch.advantages, targets.mask, self.clip, tokens, self.clip_high)
+        clips = (self.clip_high, self.dual_clip)
+        loss = ppo_policy_loss(logprobs, batch.logprobs, batch.advantages, targets.mask, self.clip, tokens, *clips)
         mean_entropy = divide(torch.where(targets.mask, entropy, entropy.new_zeros(())).sum(), tokens)
         if self.entropy_weight:
             loss = loss - self.entropy_weight * mean_entropy

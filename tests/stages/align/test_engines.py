@@ -24,7 +24,7 @@ from puna.stages.align.rankings import Ranked, pairs_of
 from puna.stages.align.reference_logprobs import ReferenceLogprobsConfig, reference_logprobs
 from puna.stages.align.reward_accuracy import pairs, report
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
-from puna.stages.align.sft import SftConfig, sft
+from puna.stages.align.sft import SftConfig, noised, sft
 from puna.stages.contract import execute, identify, plugins
 from puna.stages.conversations import answering, asking, content_of, dump, message_of, messages_of
 from puna.stages.training import train as training
@@ -105,6 +105,29 @@ def test_sft_engines_agree_with_the_definition(tmp_path: Path, tiny_model: Tiny)
     assert logs["trl"][0]["gradient_norm"] == pytest.approx(logs["puna"][0]["gradient_norm"], rel=1e-3)
     for artifact in found.values():
         assert json.loads(artifact.path("config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_noise_on_embeddings_is_bounded_and_only_in_training(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model = load(tiny_model(store).path())
+    forest = Forest.pack([[1, 2, 3], [4, 5, 6, 7]])
+    clean = model.model.embed_tokens(forest.tokens).detach()
+    with noised(model, 8.0, 4.0):
+        noise = [model.model.embed_tokens(forest.tokens).detach() - clean for _ in range(40)]
+        with torch.no_grad():
+            assert torch.equal(model.model.embed_tokens(forest.tokens), clean)
+    drawn, bound = torch.stack(noise), 8 / math.sqrt(4 * 32)
+    assert torch.equal(model.model.embed_tokens(forest.tokens), clean) and drawn.abs().max() <= bound * 1.001
+    assert drawn.mean().abs() < 0.03 * bound and drawn.var().item() == pytest.approx(bound**2 / 3, rel=0.05)
+    found = {}
+    for alpha in (0.0, 5.0):
+        config = SftConfig(neftune_alpha=alpha, training={**STEPS, "batch_size": 24, "epochs": 2.0})
+        found[alpha] = [log(execute(sft, config, {"model": tiny_model(store), "instructions": [instructions(store)]}, Store.open(tmp_path / str(k))))
+                        for k in range(2)]  # fmt: skip
+        assert [row["loss"] for row in found[alpha][0]] == [row["loss"] for row in found[alpha][1]]
+    assert found[5.0][0][0]["loss"] != found[0.0][0][0]["loss"]
+    with pytest.raises(ValueError, match="neftune_alpha needs engine puna"):
+        SftConfig(neftune_alpha=5.0, engine="trl")
 
 
 def test_reward_engines_agree_on_pairs(tmp_path: Path, tiny_model: Tiny) -> None:
@@ -264,10 +287,13 @@ def test_accuracy_is_told_by_level_and_by_length() -> None:
     figures: dict[str, Any] = {}
     run = SimpleNamespace(metric=metrics.__setitem__, figure=figures.__setitem__)
     report(ordered, edits, "heldout", run)
+    # Sure by 6, of one pair rightly and of one wrongly; of the tie it claims and has one half.
+    sure = 1 / (1 + math.exp(-6))
+    assert metrics.pop("heldout_calibration_error") == pytest.approx((2 * sure - 1) / 3)
     assert metrics == {"heldout_accuracy": 0.5, "heldout_longer_accuracy": 0.5, "heldout_accuracy_better": 0.5, "heldout_accuracy_significantly_better": 0.5}
     assert figures["length"].series["accuracy"] == [("half or less (1)", 0.0), ("about as long (1)", 0.5), ("twice or more (1)", 1.0)]
     edited = [Ranked(Example([0], [[1], [2], [3]], [[True]] * 3, [[[0], [1], [2]]]), [{"edited": "x", "level": None}])]
-    assert pairs(edited, [[3.0, 1.0, 2.0]]) == ([(None, 0.0, 0.5, 0.0)], [1.0])
+    assert pairs(edited, [[3.0, 1.0, 2.0]]) == ([(None, 0.0, 0.5, 0.0, -1.0)], [1.0])
 
 
 def test_dpo_prefers_the_chosen_and_keeps_its_likelihood(tmp_path: Path, tiny_model: Tiny) -> None:
