@@ -33,6 +33,7 @@ from puna.flows.forms import Offer, changed, offers, picked
 from puna.flows.launch import Request, run_flow, run_stage
 from puna.flows.offering import Offering
 from puna.flows.program import Flow
+from puna.flows.ready import Ready
 from puna.flows.reporter import MADE_UP
 from puna.flows.server import Server
 from puna.flows.settings import DEFAULT_RECIPE, DEFAULT_STORE
@@ -178,17 +179,27 @@ def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: in
     offering = Offering(store, server, [(offer, flow_of(offer)) for offer in OFFERS.values()], linked=supervised)
     # What a person paused or scheduled stays so when this ends.
     runner = _Runner(limit=limit, pause_on_shutdown=False)
+    ready = Ready(runner._heartbeat_seconds)
     for name, text in schedules.items():
         print(f"{name}: every run of `{text}`, UTC")
-    threading.Thread(target=_offer, args=(offering, runner, crons, supervised), daemon=True).start()
     # A script's background jobs, and all that they start, ignore this signal; here it is how a run is ended.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+
+        def prepare() -> None:
+            asyncio.run_coroutine_threadsafe(ready.prepare(), loop)
+
+        threading.Thread(target=_offer, args=(offering, runner, crons, supervised, prepare), daemon=True).start()
+        await runner.start()
+
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(runner.start())
+        asyncio.run(serve())
 
 
-def _offer(offering: Offering, runner: Runner, crons: dict[str, str], supervised: bool) -> None:
-    """Offer everything, each from the moment the server has it; then keep the forms up to date."""
+def _offer(offering: Offering, runner: Runner, crons: dict[str, str], supervised: bool, offered: Callable[[], object]) -> None:
+    """Offer everything, each from the moment the server has it, and say so to `offered`; then keep the forms up to date."""
     try:
         offering.publish(crons, lambda title, deployment: runner._deployment_registry.register_deployment(deployment, title))
     except PunaError as error:
@@ -199,6 +210,7 @@ def _offer(offering: Offering, runner: Runner, crons: dict[str, str], supervised
     gc.enable()
     ends = "" if supervised else "; Ctrl-C ends"
     print(f"{len(OFFERS)} flows and stages are offered at {get_current_settings().ui_url}/deployments{ends}", flush=True)
+    offered()
     while True:
         time.sleep(FRESH_SECONDS)
         try:
