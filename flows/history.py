@@ -81,7 +81,8 @@ class History:
                 f"or import the model `--as policy` to begin anew with it"
             )
         kinds = lineage.consumed([policy.key, *behind])
-        written = [a for a in kinds["instructions"] if any(lineage.kind[up] == "answers" for up in lineage.ancestors([a.key]))]
+        # What a model wrote was made in a round; demonstrations come from people or code.
+        written = [a for a in kinds["instructions"] if any(lineage.kind[up] in ("answers", "model") for up in lineage.ancestors([a.key]))]
         return cls(
             policy,
             tuple(found),

@@ -25,6 +25,7 @@ from puna.stages.align.rewards import Reward
 from puna.stages.align.rollouts import RolloutsConfig
 from puna.stages.align.sample import sample
 from puna.stages.align.sft import sft
+from puna.stages.align.synthesize import synthesize
 from puna.stages.contract import StageConfig
 from puna.stages.pretrain.evaluate import evaluate
 
@@ -50,7 +51,8 @@ class State:
 
 
 def one_round(number: int, before: State, tasks: Output, heldout: Output, *, development: Output | None = None) -> State:
-    """Answers to `tasks`, preferences, reward model, SFT on demonstrations, chosen and picked answers, DPO, RL, averaging, evaluation.
+    """Answers to `tasks`, preferences, reward model, SFT on demonstrations, chosen, picked and synthetic answers, DPO, RL, averaging,
+    evaluation.
 
     Steps are labelled with `number`, which also draws the random numbers of the round. No alias is set but the reward model's.
     `development`: prompts that are neither learned from nor evaluated on, on which the weights of the average are searched. It is of
@@ -66,14 +68,18 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     better = step(chosen, number=number, off=True, preferences=last_pairs)
     best = step(rejection_sample, number=number, answers=answers, reward_model=reward, prompts=tasks)
     good = step(data_quality, number=number, through="instructions", instructions=best, model=before.policy)
-    data = [*before.instructions, *(one for one in (better, good) if one)]
+    synthetic = step(synthesize, number=number, off=True, model=before.policy, prompts=tasks)
+    data = [*before.instructions, *(one for one in (better, good, synthetic) if one)]
     tuned = step(sft, number=number, through="model", model=start, instructions=data)
     preferred = step(dpo, number=number, through="model", model=tuned, preferences=last_pairs)
     trained = step(grpo, number=number, off=True, through="policy", policy=preferred, reward_model=reward, prompts=tasks)
     trained = step(ppo, number=number, off=True, through="policy", policy=trained, reward_model=reward, prompts=tasks)
     policy = _averaged("average", number, before, trained, reward, development)
     measured = step(evaluate, f"evaluate_round_{number}", field="evaluate", model=policy, prompts=heldout)
-    made = {"sample": answers, "reward_model": reward, "chosen": better, "sft": tuned, "dpo": preferred, "policy": trained}
+    made = {
+        "sample": answers, "reward_model": reward, "chosen": better, "synthesize": synthetic, "sft": tuned, "dpo": preferred,
+        "policy": trained,
+    }  # fmt: skip
     other = tuned if before.other else before.other
     return State(policy, other, before.instructions, pairs, measured, before.start, made)
 
@@ -92,9 +98,9 @@ def controls(
     """What the same labels and updates give without a part of round `number`: each arm a model and its evaluation, apart from the others.
 
     Arms of finetuning alone, from where the round starts and with as many updates as its finetuning and RL have together: on
-    demonstrations; with the chosen answers; and with one answer more to each prompt, drawn in turn by each way to pick. DPO in place of
-    RL, where the recipe names `dpo_instead`. And the round without one part: DPO, RL, the reward model in RL. Each is averaged with the
-    policy that the round begins with as the round itself is.
+    demonstrations; with the chosen answers; with synthetic ones, where there are any; and with one answer more to each prompt, drawn in
+    turn by each way to pick. DPO in place of RL, where the recipe names `dpo_instead`. And the round without one part: DPO, RL, the
+    reward model in RL. Each is averaged with the policy that the round begins with as the round itself is.
     """
     made, start = after.made, before.start or before.policy
     updates = replaced("more_steps", _updates_of_rl())
@@ -131,6 +137,7 @@ def controls(
         arm(name, trained)
 
     arms: list[Callable[[], None]] = [partial(tuned, "gold", gold), *([partial(tuned, "chosen", base)] if made["chosen"] else [])]
+    arms += [partial(tuned, "synthetic", [*base, made["synthesize"]])] if made["synthesize"] else []
     arms += [partial(picked, pick) for pick in get_args(Pick)] + [dpo_instead]
     if made["policy"].labels != made["dpo"].labels:
         arms.append(partial(arm, "no_rl", made["dpo"]))

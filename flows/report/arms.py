@@ -16,6 +16,7 @@ NAMES = {
     "before": "before the round",
     "gold": "gold answers only",
     "chosen": "gold + chosen answers",
+    "synthetic": "gold + chosen + synthetic data",
     "pick_reward_model": "gold + chosen + reward model's pick",
     "pick_random": "gold + chosen + random pick",
     "pick_majority": "gold + chosen + majority",
@@ -27,7 +28,7 @@ NAMES = {
     "round": "the round",
 }
 """Arms in the order of the table."""
-FINETUNED = ("before", "gold", "chosen", "pick_random", "pick_majority", "pick_verifier", "pick_reward_model")
+FINETUNED = ("before", "gold", "chosen", "synthetic", "pick_random", "pick_majority", "pick_verifier", "pick_reward_model")
 WITHOUT_RL = (*FINETUNED, "dpo_instead", "no_rl")
 CLAIMS = {
     "the round over its strongest control": ("round", WITHOUT_RL),
@@ -36,6 +37,7 @@ CLAIMS = {
     "the reward model in RL": ("round", ("no_reward_model",)),
     "DPO before RL": ("round", ("no_dpo",)),
     "DPO in place of RL over its strongest control": ("dpo_instead", (*FINETUNED, "no_rl")),
+    "synthetic data": ("synthetic", ("chosen", "gold", "pick_random")),
     "the reward model's pick over a random one": ("pick_reward_model", ("pick_random",)),
 }  # fmt: skip
 """What is claimed: an arm, and the controls of which the strongest counts."""

@@ -1,0 +1,272 @@
+"""Synthetic training data: problems and answers by a model, of which only those stay that a check confirms.
+
+Llama 3 section 4.3: problems are written after examples, answered several times, checked (programs by running their tests, maths by
+the answers' agreement, prompts with a verifier by that), and what fails is tried again with the check's words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from puna.stages.contract import Facts, Model, Prompts, SeededConfig, StageRun, stage
+from puna.stages.conversations import answer_text, asking, dump, messages_of, prompt_ids, shown
+from puna.stages.draws import hashed, identifier
+from puna.stages.training.bad_rows import BadRows, BadRowsConfig
+from puna.stages.training.needs import chat_template
+from puna.stages.training.train import context_limit, load_model
+from puna.stages.verifiers.base import Score, is_correct
+from puna.stages.verifiers.extraction import final_answer
+from puna.stages.verifiers.python_code import program
+from puna.stages.verifiers.registry import to_text
+from puna.stages.verifiers.scoring import Scorer, verifiers_named
+from puna.stages.verifiers.settings import ScoringConfig
+from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:
+    from puna.models.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
+
+Row = dict[str, Any]
+NEW = "Here are some problems:\n\n{examples}\n\nWrite one more problem of this kind, about something else. Write the problem only."
+TESTS = (
+    "{problem}\n\nDo not solve this. Write three tests of a solution, each one line that begins with `assert` and calls the function, "
+    "in a Python code block."
+)
+AGAIN = "That is not right: {detail}\nFind the mistake and answer again."
+NO_ANSWER = "The answer must end with a line `The answer is …`."
+
+
+class SynthesizeConfig(BadRowsConfig, SeededConfig):
+    """Which problems, how they are answered, and what an answer must pass."""
+
+    problems: Literal["given", "maths", "code"] = Field(
+        "given",
+        description="The training prompts themselves, which need verifiers; or problems that the model writes after them: of maths, right "
+        "where its answers agree, or of programs, right where the tests pass that it writes, too",
+    )
+    count: int = Field(100, ge=1, le=1_000_000, description="Problems that the model writes; not with `given`")
+    shots: int = Field(4, ge=1, le=50, description="Training prompts that a problem is written after")
+    answers: int = Field(8, ge=1, le=1024, description="Answers to each problem")
+    retries: int = Field(1, ge=0, le=10, description="Times that a problem without a right answer is tried again, with the check's words")
+    temperature: float = Field(0.7, ge=0, le=10, description="Sampling temperature of problems, tests and answers")
+    max_tokens: int = Field(256, ge=1, description="Longest problem or answer, its end token included, tokens")
+    min_agreement: float = Field(0.5, gt=0, le=1, description="With maths: share of the answers that must agree on the result, fraction")
+    min_tests: int = Field(2, ge=1, le=100, description="With code: tests that fail without a solution, at least")
+    max_similarity: float = Field(
+        0.6, gt=0, le=1, description="A written problem shares at most this part of its runs of three words with any prompt or other one"
+    )
+    source: str = Field("synthetic", min_length=1, description="Name of the source in the instructions table")
+    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which answers are checked")
+
+
+class Text(NamedTuple):
+    """What the model wrote, and whether it came to its end."""
+
+    text: str
+    finished: bool
+
+
+def needs(config: SynthesizeConfig, facts: Facts) -> list[str]:
+    """A chat template."""
+    return chat_template(facts, "model")
+
+
+@stage(kind="instructions", device=True, needs=needs, named=verifiers_named)
+def synthesize(model: Model, prompts: Prompts, judges: list[Model] | None, config: SynthesizeConfig, run: StageRun) -> None:
+    """One checked answer of the model for each problem that has one; see `problems`.
+
+    A problem and its answer are kept without the failed tries before it; the side table `scores` holds the share of right answers
+    (`right`) and how often it was tried (`tries`). `dropped` holds written problems that were cut off (`unfinished`), say nothing
+    (`empty`), resemble a prompt, held-out ones among them, or another one (`copied`), or have too few tests that tell a solution from
+    none (`tests`); problems to which no answer is right (`none_right`), and those that cannot be asked, see `bad_rows`. The metrics
+    `right_after_1`, `right_after_2`, … count the problems with an answer after so many tries. `judges` are models that verifiers name.
+    """
+    rows = prompts.read().to_pylist()
+    train = sorted((row for row in rows if row["split"] == "train"), key=lambda row: str(row["id"]))
+    if not train:
+        raise PunaError(f"synthesize: {prompts.id} has no training prompts")
+    dropped: list[Row] = []
+    writer = Writer(*load_model(model, "lm"), config, run, dropped)
+    problems = train if config.problems == "given" else _written(train, rows, writer, config, run, dropped)
+    run.metric("problems", len(problems))
+    kept = _answered(problems, writer, Check(problems, judges or (), config, run), config, run) if problems else {}
+    _save(problems, kept, dropped, config, run)
+
+
+class Kept(NamedTuple):
+    """A right answer, the share of right ones in its try, and the number of that try."""
+
+    text: str
+    right: float
+    tries: int
+
+
+def _answered(problems: Sequence[Row], writer: Writer, check: Check, config: SynthesizeConfig, run: StageRun) -> dict[str, Kept]:
+    """A right answer to each problem that got one, by its id."""
+    kept: dict[str, Kept] = {}
+    left = list(problems)
+    for number in range(config.retries + 1):
+        found = writer.write(left, config.answers, f"answers {number}")
+        again = []
+        for row, texts, scores in zip(left, found, check.scores(left, found), strict=True):
+            right = [text.text.strip() for text, score in zip(texts, scores, strict=True) if text.finished and is_correct(score.value)]
+            if right:
+                chosen = min(right, key=lambda text: hashed(config.seed, "synthetic", row["id"], text))
+                kept[row["id"]] = Kept(chosen, len(right) / len(texts), number + 1)
+            elif texts:
+                detail = next((score.detail for score in scores if score.detail), "")
+                said = [{"role": "assistant", "content": texts[0].text}, {"role": "user", "content": AGAIN.format(detail=detail)}]
+                again.append({**row, "messages": dump([*messages_of(row), *said])})
+        run.metric(f"right_after_{number + 1}", len(kept))
+        left = again
+    check.report()
+    return kept
+
+
+class Writer:
+    """The model, which answers rows of prompts."""
+
+    def __init__(
+        self, network: Transformer, tokenizer: Tokenizer, config: SynthesizeConfig, run: StageRun, dropped: list[Row]
+    ) -> None:
+        """`dropped`: takes the rows that cannot be asked."""
+        self._network, self._tokenizer, self._config, self._run, self._dropped = network, tokenizer, config, run, dropped
+        self._within = context_limit(network, config.max_tokens)
+
+    def write(self, rows: Sequence[Row], count: int, purpose: str) -> list[list[Text]]:
+        """So many texts for each row, none for one that the template refuses or that is too long; `purpose` draws its own numbers."""
+        from puna.models.generation import Engine, SamplingParams
+
+        config, bad = self._config, BadRows(self._config, "synthesize")
+        asked = bad.examples(rows, lambda row: prompt_ids(self._tokenizer, row), lambda ids: len(ids) + config.max_tokens, self._within)
+        self._dropped += [row for row in bad.dropped if all(row["id"] != other["id"] for other in self._dropped)]
+        stop, seed = self._tokenizer.stop_ids, self._run.seed(purpose)
+        params = SamplingParams(n=count, temperature=config.temperature, max_tokens=config.max_tokens, stop=stop, seed=seed)
+
+        def tell(done: int, total: int) -> None:
+            self._run.progress(done, total, purpose)
+
+        made = Engine(self._network, self._tokenizer).generate([ids for _, ids in asked], params, tell)
+        texts = {
+            row["id"]: [Text(answer_text(one.tokens, self._tokenizer), one.finished) for one in some]
+            for (row, _), some in zip(asked, made, strict=True)
+        }
+        return [texts.get(row["id"], []) for row in rows]
+
+
+class Check:
+    """Which answers are right: by the verifiers of the problems, or where these have none by agreement."""
+
+    def __init__(self, problems: Sequence[Row], judges: Sequence[Artifact], config: SynthesizeConfig, run: StageRun) -> None:
+        self._config = config
+        by_verifier = config.problems != "maths"
+        self._scorer = Scorer(problems, config.scoring, run, judges, needed="synthesize") if by_verifier else None
+
+    def scores(self, rows: Sequence[Row], found: Sequence[Sequence[Text]]) -> list[list[Score]]:
+        """A score for each text."""
+        if self._scorer is None:
+            return [agreed([text.text for text in some], self._config.min_agreement) for some in found]
+        each = iter(self._scorer.scores([(row, text.text) for row, some in zip(rows, found, strict=True) for text in some]))
+        return [[next(each) for _ in some] for some in found]
+
+    def report(self) -> None:
+        """Metrics of answers that could not be checked."""
+        if self._scorer is not None:
+            self._scorer.report()
+
+
+def agreed(texts: Sequence[str], share: float) -> list[Score]:
+    """1 for each text whose final answer is that of at least `share` of all texts, and of more than any other; else 0."""
+    finals = [None if (found := final_answer(text)) is None else " ".join(found.casefold().split()) for text in texts]
+    counts = Counter(final for final in finals if final).most_common(2)
+    alone = bool(counts) and (len(counts) == 1 or counts[0][1] > counts[1][1])
+    if not alone or counts[0][1] < share * len(texts):
+        return [Score(0.0, NO_ANSWER if final is None else "other tries come to other results") for final in finals]
+    return [Score(float(final == counts[0][0]), "" if final else NO_ANSWER) for final in finals]
+
+
+def _written(
+    train: Sequence[Row], known: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun, dropped: list[Row]
+) -> list[Row]:
+    """New problems after examples, unlike any that there is; those of programs with tests."""
+    asked = []
+    for number in range(config.count):
+        generator = run.generator("problem", number)
+        drawn = generator.permutation(len(train))[: config.shots]
+        examples = "\n\n".join(f"{place}. {shown(messages_of(train[i]))}" for place, i in enumerate(drawn, 1))
+        name = identifier(config.source, config.seed, number)
+        asked.append({"id": name, "messages": asking(NEW.format(examples=examples)), "tools": None})
+    seen = [trigrams(shown(messages_of(row))) for row in known]
+    found: list[Row] = []
+    for row, texts in zip(asked, writer.write(asked, 1, "problems"), strict=True):
+        if not texts:
+            continue
+        text, limit = texts[0].text.strip(), config.max_similarity
+        runs = trigrams(text)
+        likest = max((len(runs & other) / len(runs) for other in seen), default=0.0) if runs else 0.0
+        if not texts[0].finished or not runs:
+            dropped.append(_drop(row, "empty" if not runs else "unfinished", None, None, text))
+        elif likest > limit:
+            dropped.append(_drop(row, "copied", likest, limit, text))
+        else:
+            seen.append(runs)
+            task = f"{config.source}_{config.problems}"
+            found.append({"id": row["id"], "task": task, "messages": asking(text), "tools": None, "reference": None, "verifier": None})
+    return _tested(found, writer, config, run, dropped) if config.problems == "code" else found
+
+
+def _tested(problems: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun, dropped: list[Row]) -> list[Row]:
+    """The problems of programs with tests by the model. A test that passes without any solution tells nothing and is left out."""
+    asked = [{**row, "messages": asking(TESTS.format(problem=shown(messages_of(row))))} for row in problems]
+    lines = [assertions(texts[0].text) if texts else [] for texts in writer.write(asked, 1, "tests")]
+    alone = [{**row, "verifier": to_text("code", tests=[line])} for row, some in zip(problems, lines, strict=True) for line in some]
+    passed = iter(Scorer(alone, config.scoring, run).scores([(row, "pass") for row in alone]) if alone else ())
+    found = []
+    for row, some in zip(problems, lines, strict=True):
+        telling = [line for line in some if next(passed).value == 0]
+        if len(telling) >= config.min_tests:
+            found.append({**row, "verifier": to_text("code", tests=telling)})
+        else:
+            dropped.append(_drop(row, "tests", float(len(telling)), float(config.min_tests), shown(messages_of(row))))
+    return found
+
+
+def assertions(text: str) -> list[str]:
+    """The different lines of a text's program that begin with `assert`."""
+    return list(dict.fromkeys(line.strip() for line in program(text).splitlines() if re.match(r"\s*assert\b", line)))
+
+
+def trigrams(text: str) -> set[tuple[str, ...]]:
+    """Runs of three words; of a shorter text all its words as one."""
+    words = re.findall(r"\w+", text.casefold())
+    return {tuple(words[i : i + 3]) for i in range(max(1, len(words) - 2))} if words else set()
+
+
+def _drop(row: Row, rule: str, value: float | None, threshold: float | None, text: str) -> Row:
+    return {"id": row["id"], "rule": rule, "value": value, "threshold": threshold, "detail": text[:200]}
+
+
+def _save(problems: Sequence[Row], kept: dict[str, Kept], dropped: list[Row], config: SynthesizeConfig, run: StageRun) -> None:
+    rows, scores, gone = [], [], {row["id"] for row in dropped}
+    for row in problems:
+        if row["id"] in kept:
+            text, right, tries = kept[row["id"]]
+            name = identifier(config.source, row["id"], text)
+            messages = dump([*messages_of(row), {"role": "assistant", "content": text}])
+            made = {"id": name, "prompt_id": row["id"], "task": row["task"], "split": "train", "messages": messages, "tools": row["tools"]}
+            rows.append({**made, "source": config.source, "score": None})
+            scores += [{"id": name, "name": "right", "value": right}, {"id": name, "name": "tries", "value": float(tries)}]
+        elif row["id"] not in gone:
+            dropped.append(_drop(row, "none_right", None, None, shown(messages_of(row))))
+    run.count_input(len(rows) + len(dropped))
+    run.write_rows(rows)
+    run.write_rows(scores, "scores")
+    run.write_rows(dropped, "dropped")
+    run.metric("kept", len(rows))
+    for rule, count in sorted(Counter(row["rule"] for row in dropped).items()):
+        run.metric(f"dropped_{rule}", count)
