@@ -20,7 +20,6 @@ from puna.storage.parts import Beside, Part, ShardRows, Stored
 from puna.storage.schemas import table_schema
 from puna.storage.shards import Shard
 
-PART_ROWS = 1024
 CHECKED = ".checked"
 """Beside a manifest: the versions of the files whose checksums were found right."""
 
@@ -143,8 +142,8 @@ class Artifact:
         """A table in batches, in order, within bounded memory."""
         yield from parts.batches_of(self.shards(table), columns, rows)
 
-    def parts(self, table: str | None = None, columns: list[str] | None = None, rows: int = PART_ROWS) -> list[Part]:
-        """The table cut into parts of at most `rows` rows, to be read where the work is done."""
+    def parts(self, table: str | None = None, columns: list[str] | None = None, rows: int | None = None) -> list[Part]:
+        """The table cut into parts of one row group each, or of at most `rows` rows, to be read where the work is done."""
         return parts.parts_of(self.shards(table), columns, rows)
 
     def between(self, low: str, high: str, table: str | None = None, columns: list[str] | None = None) -> pa.Table:

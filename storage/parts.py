@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -116,10 +116,20 @@ class ShardRows:
             places = (source[rows], row[rows])
         return taken(self.stored, *places, columns)
 
-    def pieces(self, rows: int) -> Iterator[tuple[int, int]]:
-        """(start, stop) of pieces of at most `rows` rows that follow the row groups where they can."""
+    def pieces(self, rows: int | None = None) -> Iterator[tuple[int, int]]:
+        """(start, stop) of pieces of at most `rows` rows that follow the row groups where they can; None: of one row group each.
+
+        Where rows are kept by reference, as many as the largest row group has are taken for one.
+        """
         own = self.stored[0]
-        edges = [0, *accumulate(own.groups)] if self.order is None and own is not None else [0, self.rows]
+        if self.order is None and own is not None:
+            edges = [0, *accumulate(own.groups)]
+            if rows is None:
+                yield from pairwise(edges)
+                return
+        else:
+            edges = [0, self.rows]
+            rows = rows or max(max(file.groups) for file in self.stored if file is not None)
         at = 0
         while at < self.rows:
             # As many whole groups as fit, or a piece of one that does not.
@@ -162,9 +172,9 @@ class Part:
         """The rows as a table; reads only the row groups that hold them."""
         return self.shard.read(self.first, self.first + self.rows, self.columns)
 
-    def split(self, rows: int) -> Iterator[Part]:
-        """The part in smaller ones, of at most `rows` rows, which follow the row groups where they can."""
-        for first, last in self.shard.pieces(rows):
+    def split(self) -> Iterator[Part]:
+        """The part in smaller ones, of the rows of one row group each."""
+        for first, last in self.shard.pieces():
             low, high = max(first, self.first), min(last, self.first + self.rows)
             if low < high:
                 yield replace(self, first=low, rows=high - low, start=self.start + low - self.first)
@@ -174,8 +184,8 @@ class Part:
         return replace(self, columns=tuple(columns))
 
 
-def parts_of(shards: Sequence[ShardRows], columns: Sequence[str] | None, rows: int) -> list[Part]:
-    """A table cut into parts of at most `rows` rows; none holds rows of two shards."""
+def parts_of(shards: Sequence[ShardRows], columns: Sequence[str] | None, rows: int | None) -> list[Part]:
+    """A table cut into parts of at most `rows` rows, or of one row group each; none holds rows of two shards."""
     chosen = tuple(columns) if columns is not None else None
     found, before = [], 0
     for shard in shards:
@@ -187,12 +197,12 @@ def parts_of(shards: Sequence[ShardRows], columns: Sequence[str] | None, rows: i
 def batches_of(shards: Sequence[ShardRows], columns: Sequence[str] | None = None, rows: int = 8192) -> Iterator[pa.RecordBatch]:
     """The rows of some shards in batches of at most `rows`, in order, within bounded memory."""
     for shard in shards:
-        for start, stop in shard.pieces(rows):
+        for start, stop in shard.pieces():
             yield from shard.read(start, stop, columns).combine_chunks().to_batches(max_chunksize=rows)
 
 
 def between(
-    shards: Sequence[ShardRows], low: str, high: str | None, columns: Sequence[str] | None, key: str = "id", rows: int = 65_536
+    shards: Sequence[ShardRows], low: str, high: str | None, columns: Sequence[str] | None, key: str = "id"
 ) -> Iterator[pa.Table]:
     """The rows whose key is at least `low` and below `high` (None: any), in order, piece by piece."""
     wanted = list(columns) if columns is not None else None
@@ -201,7 +211,7 @@ def between(
         if not shard.rows or shard.high[0] < low or (high is not None and shard.low[0] >= high):
             continue
         inside = shard.low[0] >= low and (high is None or shard.high[0] < high)
-        for start, stop in shard.pieces(rows):
+        for start, stop in shard.pieces():
             table = shard.read(start, stop, read)
             if not inside:
                 own = pc.greater_equal(table[key], low)

@@ -108,13 +108,13 @@ TABLES: dict[str, TableSchema] = {
             column("content_type", pa.string(), "media type as the server gave it, without parameters"),
             column("charset", pa.string(), "character set as the server gave it", nullable=True),
             column("body", pa.binary(), "the page as fetched"),
-            group_rows=1024, shard_bytes=16 << 20,
+            group_rows=16_384, shard_bytes=16 << 20,
         ),
         _table(
             "documents", ID, URL, FETCHED, SOURCE,
             column("title", pa.string(), "title of the page", nullable=True),
             column("text", pa.string(), "the document"),
-            group_rows=1024, selectable=True,
+            group_rows=16_384, selectable=True,
         ),
         _table("signals", ID, open=True),
         _table(

@@ -34,6 +34,8 @@ Mapper = Callable[[Callable[..., Any], Sequence[Any]], Iterable[Any]]
 
 LEAST_KEPT = 0.25
 """Share of the stored rows below which kept ones are written anew: reading through the selection would cost more."""
+MERGED_ROWS = 4096
+"""Rows that sorting hands on at a time."""
 MOST_SOURCES = 4
 """Artifacts that a table keeps rows of at most; of more, all rows are written anew."""
 
@@ -134,7 +136,7 @@ def _written_anew(job: tuple[str, Staged, tuple[Stored | None, ...], Staging]) -
     table, one, sources, staging = job
     rows = one.rows(staging.files, sources)
     with Outputs(staging, f"anew-{one.number:05d}", table) as outputs:
-        for start, stop in rows.pieces(table_schema(table).group_rows):
+        for start, stop in rows.pieces():
             outputs.add(table, rows.read(start, stop))
         (made,) = outputs.finish(number=one.number, cut=one.cut)
     return made
@@ -197,14 +199,14 @@ def _sorted(stack: contextlib.ExitStack, found: list[Staged], schema: TableSchem
     """The rows of all pieces in order of the key: one after another where they do not overlap, else sorted by DuckDB."""
     ordered = _in_order(found)
     if ordered is not None:
-        pieces = (rows for one in ordered for shard in [one.rows(files)] for a, b in shard.pieces(65_536) for rows in [shard.read(a, b)])
+        pieces = (rows for one in ordered for shard in [one.rows(files)] for a, b in shard.pieces() for rows in [shard.read(a, b)])
         return _Stream(pieces, schema.key[0])
     paths = [str(files.local(one.files["table"][0])) for one in found]
     connection = stack.enter_context(duckdb.connect(config={"memory_limit": "2GB", "temp_directory": str(temporary / ".sort")}))
     connection.execute("set TimeZone='UTC'")
     connection.execute("set preserve_insertion_order=false")
     query = f"select * from {parquet(paths)} order by {', '.join(_quote(k) for k in schema.key)}"
-    reader = connection.sql(query).to_arrow_reader(schema.group_rows)
+    reader = connection.sql(query).to_arrow_reader(MERGED_ROWS)
     return _Stream((pa.Table.from_batches([batch]) for batch in reader), schema.key[0])
 
 

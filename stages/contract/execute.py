@@ -20,7 +20,6 @@ from puna.stages.contract.measure import Meter
 from puna.stages.contract.run import Listener, StageRun
 from puna.stages.contract.signals import check_measured
 from puna.storage import Artifact, Identity, InputRecord, PunaError, Store, Work
-from puna.storage.artifact import PART_ROWS
 from puna.storage.tables import Balance, imbalance
 
 LIBRARIES = ("pyarrow", "duckdb", "torch", "numpy", "transformers", "trl", "peft", "fasttext", "resiliparse", "tokenizers")
@@ -66,7 +65,7 @@ def perform(
     executor: Executor | None = None,
     listener: Listener | None = None,
     run: str = "",
-    part_rows: int = PART_ROWS,
+    part_rows: int | None = None,
     on_start: Callable[[Identity], None] | None = None,
     apart: bool = False,
 ) -> Outcome:
@@ -116,7 +115,7 @@ def _on_worker(
     store: Store,
     submit: Callable[..., Future[tuple[str, str, bool]]],
     run: str,
-    part_rows: int,
+    part_rows: int | None,
 ) -> tuple[Artifact, bool]:
     """Have a worker run the stage; it opens the store at the same address."""
     module = stage.function.__module__

@@ -16,7 +16,6 @@ from puna.stages.contract.figure import Figure
 from puna.stages.contract.shardwork import Job, Produce, Scattering, produced, scattered, transformed
 from puna.stages.contract.signals import described
 from puna.storage import Artifact, Part, PunaError, Work
-from puna.storage.artifact import PART_ROWS
 from puna.storage.exchange import Exchange, Scatter, gathered
 from puna.storage.parts import Beside, span
 from puna.storage.schemas import table_schema
@@ -43,7 +42,7 @@ class StageRun:
         work: Work,
         executor: Executor | None = None,
         listener: Listener | None = None,
-        part_rows: int = PART_ROWS,
+        part_rows: int | None = None,
     ) -> None:
         self.stage = stage
         self.kind = kind

@@ -30,7 +30,7 @@ class Job:
     number: int
     cut: int
     span: tuple[str, str | None] | None
-    part_rows: int
+    part_rows: int | None
     columns: list[str] | None
     facts: tuple[Stored | None, ...] | None
     shift: int

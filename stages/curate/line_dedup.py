@@ -29,7 +29,6 @@ from puna.storage.exchange import Partition, partitions
 from puna.storage.schemas import table_schema
 
 JOB_ROWS = 1 << 17
-BLOCK_ROWS = 4096
 CHARACTERS_PER_BYTE = 2
 """A line has about forty characters, and its hash and place take twenty bytes."""
 MOST_SHOWN = 60
@@ -126,7 +125,7 @@ def _shown(counts: Counter[int]) -> int:
 def _pieces(part: Part, config: LineDedupConfig) -> Iterator[pa.Table]:
     """Hash, document and place in it of the pieces of a part's documents."""
     exempt = pa.array(config.exempt_sources, pa.string())
-    for block in part.split(BLOCK_ROWS):
+    for block in part.split():
         table = block.read()
         judged = ~np.asarray(pc.is_in(table["source"], exempt))
         hashes, rows, places = piece_hashes(*buffers(table["text"]), judged, config.newlines)

@@ -22,7 +22,6 @@ __all__ = ["MinhashDedupConfig", "minhash_dedup"]
 
 SHARD_ROWS = 1 << 17
 """Documents of one job at most: it writes one file of every exchange."""
-BLOCK_ROWS = 1024
 KEY_BYTES = 16
 SHINGLE_BYTES = 2
 """Shingles of a character of text take about so much room."""
@@ -70,7 +69,7 @@ def check_score(signals: Artifact | None, config: MinhashDedupConfig) -> None:
 
 def _keys(part: Part, config: MinhashDedupConfig, device: Any) -> Iterator[pa.Table]:
     """The keys of all bands of a part's documents, each with the document's row."""
-    for block in part.split(BLOCK_ROWS):
+    for block in part.split():
         found = shingled(block.read()["text"], config)
         _, keys = signed(found, config, device)
         filled = np.flatnonzero(np.diff(found.offsets))  # without a shingle a document is nobody's duplicate
@@ -124,7 +123,7 @@ def _candidates(item: tuple[Part, Partition], signals: Artifact | None, config: 
     part, members = item
     chosen = members.read()
     rows, component = (chosen[name].combine_chunks().to_numpy() for name in ("row", "component"))
-    for block in part.split(BLOCK_ROWS):
+    for block in part.split():
         low, high = np.searchsorted(rows, [block.start, block.stop])
         if high > low:
             found = Candidates.of(block.read().take(pa.array(rows[low:high] - block.start)), rows[low:high], signals, config, device)

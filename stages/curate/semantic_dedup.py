@@ -17,7 +17,7 @@ from puna.stages.curate.rows.removal import DECIDED, remove
 from puna.storage import Part
 from puna.storage.exchange import Exchange, Partition, partitions
 
-JOB_ROWS, BLOCK_ROWS = 1 << 17, 1024
+JOB_ROWS = 1 << 17
 """Documents whose words, and whose vectors, one job counts or makes: sums of vectors must not depend on settings of the run."""
 
 
@@ -48,7 +48,7 @@ def semantic_dedup(
     """
     if not documents.rows():
         return
-    parts = list(enumerate(documents.parts(columns=["id", "fetched_at", "text"], rows=BLOCK_ROWS)))
+    parts = list(enumerate(documents.parts(columns=["id", "fetched_at", "text"])))
     common: NDArray[np.float64] | None = None
     if model is None and encoder is None:
         method = f"cosine of TF-IDF vectors projected to {config.dimensions} dimensions"
@@ -84,7 +84,7 @@ def _frequency(part: Part, config: SemanticDedupConfig) -> pa.Table:
     from puna.stages.curate.text.projection import document_frequency
 
     frequency = np.zeros(config.buckets, np.int64)
-    for block in part.split(BLOCK_ROWS):
+    for block in part.split():
         frequency += document_frequency(*_words(block.read()["text"]), config.buckets)
     bucket = np.flatnonzero(frequency)
     return pa.table({"all": np.zeros(len(bucket), np.int32), "bucket": bucket, "documents": frequency[bucket]})

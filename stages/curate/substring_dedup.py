@@ -19,7 +19,6 @@ from puna.storage.parts import ShardRows
 from puna.storage.schemas import table_schema
 
 JOB_ROWS = 1 << 17
-BLOCK_ROWS = 1024
 WINDOW_BYTES = 4
 """What a character of text takes, about: the hash and the place of a window for each word."""
 
@@ -66,7 +65,7 @@ def _found(texts: pa.ChunkedArray, config: SubstringDedupConfig) -> tuple[Any, .
 
 def _windows(part: Part, config: SubstringDedupConfig) -> Iterator[pa.Table]:
     """Hash, document and number of the windows of a part's documents."""
-    for block in part.split(BLOCK_ROWS):
+    for block in part.split():
         table = block.read()
         rows = np.flatnonzero(~np.asarray(pc.is_in(table["source"], pa.array(config.exempt_sources, pa.string()))))
         hashes, offsets, *_ = _found(table["text"].take(pa.array(rows)), config)

@@ -164,8 +164,11 @@ def test_rows_kept_by_reference_are_those_rows(tmp_path: Path, monkeypatch: pyte
         again = selected(other, plain, [True] * plain.rows(), [], f"whole{seed}{step}")
         if plain.record().cut == current.record().cut:
             assert current.record().digest == plain.record().digest == again.record().digest
-        for size in (3, 1000):
-            assert pa.concat_tables([p.read() for p in current.parts(columns=["id", "text"], rows=size)]).equals(plain.read(columns=["id", "text"]))
+        for size in (3, 1000, None):
+            parts = current.parts(columns=["id", "text"], rows=size)
+            assert pa.concat_tables([p.read() for p in parts]).equals(plain.read(columns=["id", "text"]))
+            assert pa.concat_tables([p.read() for part in parts for p in part.split()]).equals(plain.read(columns=["id", "text"]))
+            assert max(p.rows for p in parts) <= (size or 7)
         low, high = sorted(generator.choice(ids, 2, replace=False))
         assert current.between(low, high, columns=["id"])["id"].to_pylist() == [i for i in plain.read()["id"].to_pylist() if low <= i <= high]
     with catalog.connect(store) as opened:
