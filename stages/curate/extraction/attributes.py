@@ -21,7 +21,7 @@ A_TYPE, A_ITEMPROP, A_HREF, A_CONTENT, A_PROPERTY, A_NAME, A_REL = (
 T_A, T_IMG, T_SCRIPT, T_MATH, T_META, T_LINK = (NUMBER[name] for name in ["a", "img", "script", "math", "meta", "link"])
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def attributes(page: Scan, element: int, tag: int, at: int) -> int:
     """Read the attributes from `at` on; returns where the tag ends."""
     html, s = page.html, page.state
@@ -56,7 +56,7 @@ def attributes(page: Scan, element: int, tag: int, at: int) -> int:
     return at
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _attribute(page: Scan, element: int, tag: int, name: np.uint64, start: int, stop: int) -> None:
     """What one attribute means; html[start:stop] is its value."""
     html, s, flags = page.html, page.state, page.elements[element, L.FLAGS]
@@ -89,7 +89,7 @@ def _attribute(page: Scan, element: int, tag: int, name: np.uint64, start: int, 
         s[L.VALUE], s[L.VALUE_STOP] = start, stop
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _said(page: Scan) -> None:
     """What a `meta` or `link` says about the page: its type, what made it, its address."""
     html, s = page.html, page.state
@@ -101,7 +101,7 @@ def _said(page: Scan) -> None:
         _address(page, s[L.VALUE], s[L.VALUE_STOP])
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _unseen(html: NDArray[np.uint8], start: int, stop: int, tag: int) -> bool:
     """Whether a class names what is no text: marks of permanent links, edit links, the drawn twin of a formula."""
     if tag == T_A and (has(html, start, stop, b"headerlink") or (stop - start == 6 and has(html, start, stop, b"anchor"))):
@@ -110,7 +110,7 @@ def _unseen(html: NDArray[np.uint8], start: int, stop: int, tag: int) -> bool:
     return bool(twin or has(html, start, stop, b"mw-editsection"))
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _words(page: Scan, element: int, start: int, stop: int, kind: int, sign: bool) -> None:
     """Hashes of the words of a class or an id: letters only, cut where a capital begins."""
     s, html = page.state, page.html
@@ -134,7 +134,7 @@ def _words(page: Scan, element: int, start: int, stop: int, kind: int, sign: boo
         page.signs[element, 0] = (page.signs[element, 0] ^ total) * L.PRIME
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _about(page: Scan, start: int, stop: int, kind: int) -> None:
     """A word about the page: the hash of html[start:stop]."""
     s = page.state
@@ -146,7 +146,7 @@ def _about(page: Scan, start: int, stop: int, kind: int) -> None:
         s[L.PAGE_TOKEN] += 1
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _address(page: Scan, start: int, stop: int) -> None:
     """The words of an address, after its host."""
     html = page.html
@@ -161,7 +161,7 @@ def _address(page: Scan, start: int, stop: int) -> None:
             _about(page, first, at, 5)
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def types(page: Scan, start: int, stop: int) -> None:
     """The `@type`s of linked data."""
     html = page.html

@@ -98,7 +98,7 @@ def names() -> list[str]:
     return found
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def element_scores(page: Scan, weights: NDArray[np.float32], own: NDArray[np.float32], path: NDArray[np.float32]) -> None:
     """Per element: the sum of its class words' weights, and of those of its ancestors and itself."""
     elements, tokens = page.elements, page.tokens
@@ -113,7 +113,7 @@ def element_scores(page: Scan, weights: NDArray[np.float32], own: NDArray[np.flo
         path[e] = total + (path[elements[e, L.PARENT]] if e else np.float32(0))
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def text_scores(page: Scan, weights: NDArray[np.float32], total: NDArray[np.float32]) -> None:
     """Per block: the sum of its words' weights."""
     start = 0
@@ -157,7 +157,7 @@ def _title_words(page: Scan) -> NDArray[np.uint64]:
     return np.sort(found[:count])
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _focus(page: Scan, mass: NDArray[np.float64]) -> int:
     """The deepest element that holds more than half of the text with sentences."""
     elements = page.elements
@@ -249,7 +249,7 @@ def _totals(page: Scan, text: NDArray[np.float32]) -> tuple[Totals, int]:
     return Totals(sums, group, sign, paths, groups(paths)[1], copies, before, _title_words(page), inside, about), focus
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _own(page: Scan, b: int, row: NDArray[np.float32]) -> int:
     """The features of the block's own text; returns their number."""
     block = page.blocks[b]
@@ -264,7 +264,7 @@ def _own(page: Scan, b: int, row: NDArray[np.float32]) -> int:
     return 18
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _element(
     page: Scan, b: int, own: NDArray[np.float32], path: NDArray[np.float32], text: NDArray[np.float32], row: NDArray[np.float32], k: int
 ) -> int:
@@ -287,7 +287,7 @@ def _element(
     return k + 8
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _position(page: Scan, b: int, h1: int, head: int, totals: Totals, text: NDArray[np.float32], row: NDArray[np.float32], k: int) -> int:
     """Where the block stands on the page: from its ends, from the headings before it; and whether it repeats the title."""
     blocks, sums = page.blocks, totals.sums
@@ -307,7 +307,7 @@ def _position(page: Scan, b: int, h1: int, head: int, totals: Totals, text: NDAr
     return k + 12
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _neighbours(
     page: Scan, b: int, totals: Totals, path: NDArray[np.float32], text: NDArray[np.float32], row: NDArray[np.float32], k: int
 ) -> int:
@@ -332,7 +332,7 @@ def _neighbours(
     return k
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def above(page: Scan, element: int) -> int:
     """The block element that holds an element; the root holds itself."""
     if element > 0:
@@ -342,7 +342,7 @@ def above(page: Scan, element: int) -> int:
     return element
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _containers(page: Scan, b: int, totals: Totals, row: NDArray[np.float32], k: int) -> int:
     """The elements around the block, from the inside, up to the page's body."""
     elements, sums = page.elements, totals.sums
@@ -359,7 +359,7 @@ def _containers(page: Scan, b: int, totals: Totals, row: NDArray[np.float32], k:
     return k
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _place(page: Scan, b: int, focus: int, totals: Totals, row: NDArray[np.float32], k: int) -> int:
     """The blocks of the same kind, the way to the element that the page is about, and copies."""
     elements, sums, group = page.elements, totals.sums, totals.group[b]

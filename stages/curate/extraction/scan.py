@@ -82,7 +82,7 @@ def _scan(page: Scan) -> None:
         _close(page)
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _declaration(page: Scan) -> None:
     """Skip a comment, a doctype or a stray `<`."""
     s, html = page.state, page.html
@@ -98,7 +98,7 @@ def _declaration(page: Scan) -> None:
         s[L.AT] += 1
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _end_tag(page: Scan) -> None:
     s, html = page.state, page.html
     tag, _, at = tag_name(html, s[L.AT] + 2)
@@ -113,7 +113,7 @@ def _end_tag(page: Scan) -> None:
     _close(page)
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _close(page: Scan) -> None:
     """Close the current element."""
     s = page.state
@@ -133,7 +133,7 @@ def _close(page: Scan) -> None:
     s[L.CURRENT] = page.elements[element, L.PARENT]
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _start_tag(page: Scan) -> None:
     s, html, elements = page.state, page.html, page.elements
     tag, name, at = tag_name(html, s[L.AT] + 1)
@@ -164,7 +164,7 @@ def _start_tag(page: Scan) -> None:
                 s[L.SKIP] = -1
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _opened(page: Scan, tag: int, element: int) -> None:
     """What the start of an element means for the text."""
     s = page.state
@@ -201,7 +201,7 @@ def _opened(page: Scan, tag: int, element: int) -> None:
         page.blocks[s[L.BLOCKS], L.INLINE] += 1
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _raw(page: Scan, tag: int, element: int) -> None:
     """Skip the content of a script and its like; a formula in one is text, types of a linked-data description are about the page."""
     s, html = page.state, page.html
@@ -223,7 +223,7 @@ def _raw(page: Scan, tag: int, element: int) -> None:
     s[L.AT] = at
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _title(page: Scan) -> None:
     """Keep the title's text."""
     s, html = page.state, page.html
@@ -236,7 +236,7 @@ def _title(page: Scan) -> None:
     s[L.AT] = stop
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _text(page: Scan) -> None:
     """The text up to the next tag."""
     s, html = page.state, page.html

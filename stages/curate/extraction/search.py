@@ -10,7 +10,7 @@ from puna.stages.curate.extraction.layout import OFFSET, PRIME
 from puna.stages.curate.extraction.tags import TAG_KEYS, TAG_VALUES
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def find(html: NDArray[np.uint8], at: int, byte: int) -> int:
     """Index of the first `byte` from `at` on, or the end."""
     while at < len(html) and html[at] != byte:
@@ -18,7 +18,7 @@ def find(html: NDArray[np.uint8], at: int, byte: int) -> int:
     return at
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def has(html: NDArray[np.uint8], start: int, stop: int, words: bytes) -> bool:
     """Whether bytes occur in html[start:stop], letters in either case."""
     for at in range(start, stop - len(words) + 1):
@@ -32,13 +32,13 @@ def has(html: NDArray[np.uint8], start: int, stop: int, words: bytes) -> bool:
     return False
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def is_space(byte: int) -> bool:
     """Whether a byte is white space between the parts of a tag; other control characters belong to names."""
     return byte == 32 or byte == 10 or byte == 9 or byte == 13 or byte == 12
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def tag_name(html: NDArray[np.uint8], at: int) -> tuple[int, np.uint64, int]:
     """Number and hash of the element's name at `at`, letters in either case, and where it ends."""
     state = OFFSET

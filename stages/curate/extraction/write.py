@@ -14,7 +14,7 @@ from puna.stages.curate.extraction.tags import IS_BLOCK
 MAX_INDENT = 200  # spaces before the first character of a line of code
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def boundary(page: Scan, gap: int) -> None:
     """End the open block, if there is one; what stands before the next is at least `gap`."""
     s = page.state
@@ -30,7 +30,7 @@ def boundary(page: Scan, gap: int) -> None:
         s[L.NEXT_GAP] = gap
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _open(page: Scan) -> None:
     """Begin a block at the current element."""
     s = page.state
@@ -50,7 +50,7 @@ def _open(page: Scan) -> None:
     s[L.OPEN], s[L.SPACE], s[L.NEXT_GAP], s[L.NEXT_MARKER] = 1, 0, L.LINE, 0
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _put(page: Scan, c: int) -> None:
     """Write one byte of text."""
     s = page.state
@@ -58,7 +58,7 @@ def _put(page: Scan, c: int) -> None:
     s[L.OUT] += 1
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _entity(html: NDArray[np.uint8], at: int, stop: int) -> tuple[int, int]:
     """The character of an entity at an ampersand, and its length; the serialisation has only four. 160: a space that does not break."""
     if at + 3 < stop and html[at + 2] == 116 and html[at + 3] == 59:
@@ -75,13 +75,17 @@ def _entity(html: NDArray[np.uint8], at: int, stop: int) -> tuple[int, int]:
     return 38, 1
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def write(page: Scan, start: int, stop: int) -> None:
-    """html[start:stop] as text of the open block, which begins with its first visible character."""
-    s, html = page.state, page.html
+    """html[start:stop] as text of the open block, which begins with its first visible character.
+
+    What is counted lies in local variables until the end: handing the page on for each byte would take forty times as long.
+    """
+    s, html, text, hashes = page.state, page.html, page.text, page.hashes
+    out, place, opened, space, verbatim = s[L.OUT], s[L.HASH], s[L.OPEN], s[L.SPACE], s[L.VERBATIM]
+    chars = words = wide = upper = digits = commas = stops = last = 0
+    word, in_word = L.OFFSET, False
     at = start
-    word = L.OFFSET
-    in_word = False
     while at < stop:
         c, length = np.int64(html[at]), 1
         if c == 38:
@@ -89,84 +93,79 @@ def write(page: Scan, start: int, stop: int) -> None:
         at += length
         if (c < 32 and not 9 <= c <= 13) or c == 127:
             continue  # control characters are not written
+        kind = _in_word(c)
+        if in_word and not kind:
+            words, place = words + 1, _kept(hashes, place, word)
+            word, in_word = L.OFFSET, False
         if c <= 32:
-            if in_word:
-                _word(page, word)
-                word, in_word = L.OFFSET, False
-            if s[L.IN_PRE] and (s[L.OPEN] or c == 32 or c == 9):
-                if not s[L.OPEN]:
-                    s[L.VERBATIM] += 1  # indentation before the first visible character
+            if s[L.IN_PRE] and (opened or c == 32 or c == 9):
+                if not opened:
+                    verbatim += 1  # indentation before the first visible character
                 elif c != 13:
-                    _put(page, c)
+                    text[out] = c
+                    out += 1
             else:
-                s[L.SPACE] = 1
-                s[L.VERBATIM] = 0
+                space, verbatim = 1, 0
             continue
-        _lead(page)
-        _put(page, c)
-        kind = _count(page, c, at)
+        if not opened:
+            s[L.OUT], opened = out, 1
+            _open(page)
+            for _ in range(min(verbatim, MAX_INDENT) if s[L.IN_PRE] else 0):
+                text[out] = 32
+                out += 1
+            verbatim = 0
+        elif space:
+            text[out] = 32
+            out += 1
+        text[out] = c
+        out, space, last = out + 1, 0, int(c)
+        chars += int(c < 128 or c >= 192)
         if kind:
             word, in_word = (word ^ np.uint64(kind)) * L.PRIME, True
-        elif in_word:
-            _word(page, word)
-            word, in_word = L.OFFSET, False
+            upper += int(65 <= c <= 90)
+            digits += kind == 48
+            if 0xE3 <= c <= 0xED:  # most letters of Chinese, Japanese and Korean: two make a word, about
+                wide += at & 1
+        else:
+            commas += c == 44
+            stops += c == 33 or c == 46 or c == 58 or c == 59 or c == 63
     if in_word:
-        _word(page, word)
+        words, place = words + 1, _kept(hashes, place, word)
+    s[L.OUT], s[L.HASH], s[L.SPACE], s[L.VERBATIM] = out, place, space, verbatim
+    if chars or last:
+        block = page.blocks[s[L.BLOCKS]]
+        block[L.LAST] = last
+        block[L.CHARS] += chars
+        block[L.WORDS] += words + wide
+        block[L.UPPER] += upper
+        block[L.DIGITS] += digits
+        block[L.COMMAS] += commas
+        block[L.STOPS] += stops
+        if s[L.IN_LINK]:
+            block[L.LINKED_CHARS] += chars
+            block[L.LINKED_WORDS] += words
 
 
-@njit(cache=True)
-def _lead(page: Scan) -> None:
-    """What stands before a visible character: a new block, with its indentation in `pre`, or a space."""
-    s = page.state
-    if not s[L.OPEN]:
-        _open(page)
-        if s[L.IN_PRE]:
-            for _ in range(min(s[L.VERBATIM], MAX_INDENT)):
-                _put(page, 32)
-        s[L.VERBATIM] = 0
-    elif s[L.SPACE]:
-        _put(page, 32)
-    s[L.SPACE] = 0
-
-
-@njit(cache=True)
-def _count(page: Scan, c: int, at: int) -> int:
-    """Count a byte of the open block. Returns what it adds to a word: itself, letters in lower case, 48 for any digit; 0 ends the word."""
-    s = page.state
-    block = page.blocks[s[L.BLOCKS]]
-    block[L.LAST] = c
-    if c < 128 or c >= 192:
-        block[L.CHARS] += 1
-        block[L.LINKED_CHARS] += s[L.IN_LINK] > 0
+@njit(cache=True, borrows=True)
+def _in_word(c: int) -> int:
+    """What a byte adds to a word's hash: itself, a letter in lower case, 48 for any digit; 0 is in no word."""
     if 97 <= c <= 122 or c >= 128:
-        if 0xE3 <= c <= 0xED:  # most letters of Chinese, Japanese and Korean: two make a word, about
-            block[L.WORDS] += at & 1
         return c
     if 65 <= c <= 90:
-        block[L.UPPER] += 1
         return c | 32
-    if 48 <= c <= 57:
-        block[L.DIGITS] += 1
-        return 48
-    if c == 44:
-        block[L.COMMAS] += 1
-    elif c in (33, 46, 58, 59, 63):
-        block[L.STOPS] += 1
-    return 0
+    return 48 if 48 <= c <= 57 else 0
 
 
-@njit(cache=True)
-def _word(page: Scan, word: np.uint64) -> None:
-    s = page.state
-    block = page.blocks[s[L.BLOCKS]]
-    block[L.WORDS] += 1
-    block[L.LINKED_WORDS] += s[L.IN_LINK] > 0
-    if s[L.HASH] < len(page.hashes):
-        page.hashes[s[L.HASH]] = word
-        s[L.HASH] += 1
+@njit(cache=True, borrows=True)
+def _kept(hashes: NDArray[np.uint64], place: int, word: np.uint64) -> int:
+    """Keep the hash of a word, where there is room; returns where the next one goes."""
+    if place == len(hashes):
+        return place
+    hashes[place] = word
+    return place + 1
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def formula(page: Scan, start: int, stop: int) -> None:
     """Write a formula, unless it is the twin of the one just written."""
     s = page.state
@@ -178,7 +177,7 @@ def formula(page: Scan, start: int, stop: int) -> None:
     s[L.FORMULA_AT] = s[L.OUT]
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def annotation(page: Scan, element: int, at: int) -> None:
     """Take a formula's TeX annotation, where it has one, for its text."""
     html = page.html
