@@ -112,11 +112,12 @@ def _score(documents: pa.Table, classifier: Artifact) -> pa.Table:
         "formulas": (pa.int64(), [found.formulas for found in counts]),
         "reasoning_words": (pa.int64(), [found.reasoning_words for found in counts]),
     }
+    lines = about.lines(texts)
     for kind in KINDS:
         values: list[float | None] = [None] * len(rows)
         if (about.folder / kind / ABOUT).is_file():
             model = Trained(about.folder / kind)
-            values = model.probabilities(ids, texts)[:, model.classes.index(kind)].tolist()
+            values = model.of_lines(ids, lines)[:, model.classes.index(kind)].tolist()
         columns[f"{kind}_score"] = (pa.float64(), values)
     full: dict[str, pa.Array] = {}
     for name, (of, found) in columns.items():

@@ -16,6 +16,8 @@ from pydantic import Field
 from puna.stages.contract import Documents, Figure, Prompts, StageConfig, StageRun, stage
 from puna.stages.conversations import asking, messages_of, shown, text_of
 from puna.stages.curate.text.fuzzy_match import FuzzyIndex, build_fuzzy, fuzzy_match
+from puna.stages.curate.text.grams import Hashed, gram_hashes, places_held, word_hashes
+from puna.stages.curate.text.hash_table import table_of
 from puna.storage import Artifact, PunaError
 from puna.storage.schemas import table_schema
 
@@ -50,11 +52,12 @@ class DecontaminateConfig(StageConfig):
 @dataclass(frozen=True)
 class Index:
     """N-grams of the prompts: `lengths` in words; per length sorted `hashes` uint64[m] and `owners` int64[m], the prompt each
-    belongs to; `totals` int64[prompts], n-grams of each prompt."""
+    belongs to, and the same hashes for `places_held`; `totals` int64[prompts], n-grams of each prompt."""
 
     lengths: tuple[int, ...]
     hashes: tuple[NDArray[np.uint64], ...]
     owners: tuple[NDArray[np.int64], ...]
+    tables: tuple[NDArray[np.uint64], ...]
     totals: NDArray[np.int64]
     names: list[tuple[str, str]]
 
@@ -132,18 +135,15 @@ def _as_prompts(texts: Artifact) -> list[dict[str, Any]]:
 
 def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tuple[Index, Counter[str]]:
     """The index of held-out prompts, and per task how many are too short to be matched at all."""
-    from puna.stages.curate.text.grams import gram_hashes, word_hashes
-
     rows = sorted(rows, key=lambda row: (row["task"], row["id"]))
     unmatchable: Counter[str] = Counter()
     entries: dict[int, list[tuple[int, int]]] = {}
     totals = np.zeros(len(rows), np.int64)
     for at, row in enumerate(rows):
         asked = text_of(messages_of(row))
-        question, _, text = word_hashes(asked)
-        whole, _, _ = word_hashes(f"{asked}\n{row['reference'] or ''}")
+        question, whole = word_hashes(asked).words, word_hashes(f"{asked}\n{row['reference'] or ''}").words
         grams = {(config.n, value) for value in gram_hashes(whole, config.n).tolist()}
-        if 0 < len(question) < config.n and len(text.strip()) >= config.min_characters:
+        if 0 < len(question) < config.n and len(asked.strip()) >= config.min_characters:
             grams |= {(len(question), value) for value in gram_hashes(question, len(question)).tolist()}
         for length, value in grams:
             entries.setdefault(length, []).append((value, at))
@@ -156,6 +156,7 @@ def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tupl
             lengths,
             tuple(np.array([value for value, _ in pairs], np.uint64) for pairs in ordered),
             tuple(np.array([at for _, at in pairs], np.int64) for pairs in ordered),
+            tuple(table_of({value for value, _ in pairs}) for pairs in ordered),
             totals,
             [(row["task"], row["id"]) for row in rows],
         ),
@@ -180,19 +181,15 @@ class Match:
     seen: set[int]
 
 
-def match(text: str, index: Index) -> Match | None:
+def match(text: Hashed, index: Index) -> Match | None:
     """What a document holds of the indexed prompts, or None."""
-    from puna.stages.curate.text.grams import gram_hashes, word_hashes
-
-    words, ranges, lowered = word_hashes(text)
     hits: dict[int, set[tuple[int, int]]] = {}
     first: dict[int, tuple[int, int]] = {}
-    for length, hashes, owners in zip(index.lengths, index.hashes, index.owners, strict=True):
-        grams = gram_hashes(words, length)
-        low = np.searchsorted(hashes, grams, side="left")
-        high = np.searchsorted(hashes, grams, side="right")
-        for place in np.flatnonzero(high > low).tolist():
-            for prompt in owners[low[place] : high[place]].tolist():
+    for length, hashes, owners, table in zip(index.lengths, index.hashes, index.owners, index.tables, strict=True):
+        grams = gram_hashes(text.words, length)
+        for place in places_held(grams, table).tolist():
+            low, high = (int(np.searchsorted(hashes, grams[place], side=side)) for side in ("left", "right"))
+            for prompt in owners[low:high].tolist():
                 hits.setdefault(prompt, set()).add((length, int(grams[place])))
                 first.setdefault(prompt, (place, length))
     if not hits:
@@ -201,7 +198,7 @@ def match(text: str, index: Index) -> Match | None:
     # Prompts are numbered by task and id: ties go to the first, whatever the order of the inputs.
     best = min(share, key=lambda prompt: (-share[prompt], prompt))
     place, length = first[best]
-    return Match(best, share[best], lowered[ranges[place][0] : ranges[place + length - 1][1]], set(hits))
+    return Match(best, share[best], text.lowered[text.start[place] : text.stop[place + length - 1]], set(hits))
 
 
 def _find(
@@ -213,12 +210,13 @@ def _find(
     rows: list[dict[str, Any]] = []
     seen: set[int] = set()
     for identity, text in zip(documents["id"].to_pylist(), documents["text"].to_pylist(), strict=True):
-        found = match(text, index)
+        hashed = word_hashes(text)
+        found = match(hashed, index)
         if found is not None and found.overlap > config.max_overlap:
             rows.append(_dropped(identity, RULE, found.overlap, config.max_overlap, index.names[found.prompt], found.text))
             seen |= found.seen
             continue
-        near = fuzzy_match(text, fuzzy)
+        near = fuzzy_match(hashed, fuzzy)
         if near is not None and near.share >= config.fuzzy_overlap:
             rows.append(_dropped(identity, FUZZY_RULE, near.share, config.fuzzy_overlap, index.names[near.prompt], near.text))
             seen.add(near.prompt)

@@ -86,12 +86,10 @@ def looked_at(text: str) -> NDArray[np.int64]:
 def seed_counts(text: str) -> NDArray[np.int64]:
     """Different seed words of each type in `text`, int64[types]."""
     from puna.stages.curate.text.characters import code_points
-    from puna.stages.curate.text.words import split_codes
+    from puna.stages.curate.text.words import found_among, split_codes
 
     words = lexicon()
-    folded = split_codes(code_points(text)).folded
-    places = np.minimum(np.searchsorted(words.hashes, folded), len(words.hashes) - 1)
-    found = np.unique(places[words.hashes[places] == folded])
+    found = found_among(split_codes(code_points(text)).folded, words.hashes)
     return np.bincount(words.type_of[found], minlength=len(words.types))
 
 

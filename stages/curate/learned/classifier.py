@@ -224,7 +224,7 @@ def _prepare(
     part: Part, scratch: str, config: ClassifierConfig, exempt: tuple[str, ...], label: Callable[..., Labels], *args: Any
 ) -> tuple[str, int, Counter[tuple[str, str, int]]]:
     """The file of a part; how many of its documents could have a label; and documents by classifier, class and fold."""
-    from puna.stages.curate.text.words import split
+    from puna.stages.curate.text.words import spaced
 
     file = Path(scratch) / f"examples-{part.start}-{part.stop}.parquet"
     table = part.read()
@@ -233,7 +233,7 @@ def _prepare(
         labels = {name: pa.array(found, pa.string()) for name, found in label(table, *args).items()}
         having = functools.reduce(pc.or_, (pc.is_valid(found) for found in labels.values()))
         ids, texts = (table[name].filter(having).to_pylist() for name in ("id", "text"))
-        lines = [" ".join(split(text[: config.max_characters].lower())) for text in texts]
+        lines = [spaced(text[: config.max_characters]) for text in texts]
         columns = {name: found.filter(having) for name, found in labels.items()}
         made = {
             "id": pa.array(ids, pa.string()),

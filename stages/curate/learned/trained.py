@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from puna.stages.curate.learned.classifier import BATCH, FOLD, predict
-from puna.stages.curate.text.words import split
+from puna.stages.curate.text.words import spaced
 from puna.stages.draws import folds
 from puna.storage import Artifact, PunaError
 
@@ -68,19 +68,24 @@ class Trained:
 
     def probabilities(self, ids: list[str], texts: list[str]) -> NDArray[np.float64]:
         """Probability of each class for each document, float64[n, classes]."""
+        return self.of_lines(ids, self.lines(texts))
+
+    def lines(self, texts: list[str]) -> list[str]:
+        """Documents as the models read them."""
+        read = (text[: self.about.max_characters] for text in texts)
+        return [spaced(text) if self.about.split else " ".join(text.split()) for text in read]
+
+    def of_lines(self, ids: list[str], lines: list[str]) -> NDArray[np.float64]:
+        """`probabilities` of documents that `lines` gave: several classifiers may read the same."""
         found = np.zeros((len(ids), len(self.classes)))
         of_fold = folds(ids, self.about.seed, self.about.folds)
         for fold in np.unique(of_fold).tolist():
             rows = np.flatnonzero(of_fold == fold)
             for at in range(0, len(rows), BATCH):
                 chosen = rows[at : at + BATCH]
-                lines = [self._line(texts[row]) for row in chosen.tolist()]
-                found[chosen] = predict(_model(str(self.folder / FOLD.format(fold))), lines, self.classes)
+                model = _model(str(self.folder / FOLD.format(fold)))
+                found[chosen] = predict(model, [lines[row] for row in chosen.tolist()], self.classes)
         return found
-
-    def _line(self, text: str) -> str:
-        text = text[: self.about.max_characters]
-        return " ".join(split(text.lower())) if self.about.split else " ".join(text.split())
 
 
 def read_about(folder: Path) -> About:

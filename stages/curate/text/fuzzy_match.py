@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from puna.stages.curate.text.grams import Hashed, gram_hashes, places_held, word_hashes
+from puna.stages.curate.text.hash_table import table_of
+
 
 @dataclass(frozen=True)
 class FuzzyIndex:
@@ -26,15 +29,15 @@ class FuzzyIndex:
     totals: list[float]
     hashes: NDArray[np.uint64]
     owners: NDArray[np.int64]
+    table: NDArray[np.uint64]
+    """The same hashes for `places_held`."""
 
 
 def build_fuzzy(texts: list[str], n: int, step: int, misses: int, min_words: int) -> FuzzyIndex:
     """The index of some prompts; those of fewer than `min_words` words have no n-grams in it."""
-    from puna.stages.curate.text.grams import gram_hashes, word_hashes
-
     found = []
     for text in texts:
-        words, _, _ = word_hashes(text)
+        words = word_hashes(text).words
         found.append(set(gram_hashes(words, n).tolist()) if len(words) >= max(n, min_words) else set())
     prompts = Counter(gram for grams in found for gram in grams)
     weights = [{gram: math.log1p(len(texts) / prompts[gram]) for gram in sorted(grams)} for grams in found]
@@ -47,6 +50,7 @@ def build_fuzzy(texts: list[str], n: int, step: int, misses: int, min_words: int
         [sum(w.values()) for w in weights],
         np.array([gram for gram, _ in pairs], np.uint64),
         np.array([owner for _, owner in pairs], np.int64),
+        table_of(prompts),
     )
 
 
@@ -59,19 +63,15 @@ class FuzzyMatch:
     text: str
 
 
-def fuzzy_match(text: str, index: FuzzyIndex) -> FuzzyMatch | None:
+def fuzzy_match(text: Hashed, index: FuzzyIndex) -> FuzzyMatch | None:
     """The prompt that one passage of the document covers best, or None; of equals the first."""
-    from puna.stages.curate.text.grams import gram_hashes, word_hashes
-
-    words, ranges, lowered = word_hashes(text)
-    grams = gram_hashes(words, index.n)
-    sampled = grams[:: index.step]
-    low = np.searchsorted(index.hashes, sampled, side="left")
-    high = np.searchsorted(index.hashes, sampled, side="right")
+    grams = gram_hashes(text.words, index.n)
+    sampled = places_held(np.ascontiguousarray(grams[:: index.step]), index.table)
+    low = np.searchsorted(index.hashes, grams[sampled * index.step], side="left")
+    high = np.searchsorted(index.hashes, grams[sampled * index.step], side="right")
     best: FuzzyMatch | None = None
     covered: dict[int, int] = {}  # per prompt the end of the last passage, so that it is measured once
-    for place in np.flatnonzero(high > low).tolist():
-        at = place * index.step
+    for place, at in enumerate((sampled * index.step).tolist()):
         for prompt in index.owners[low[place] : high[place]].tolist():
             if covered.get(prompt, -1) >= at:
                 continue
@@ -80,7 +80,7 @@ def fuzzy_match(text: str, index: FuzzyIndex) -> FuzzyMatch | None:
             held = sum(index.weights[prompt].get(gram, 0.0) for gram in sorted(set(grams[start : stop + 1].tolist())))
             share = held / index.totals[prompt]
             if best is None or (share, -prompt) > (best.share, -best.prompt):
-                passage = lowered[ranges[start][0] : ranges[stop + index.n - 1][1]]
+                passage = text.lowered[text.start[start] : text.stop[stop + index.n - 1]]
                 best = FuzzyMatch(prompt, share, passage)
     return best
 

@@ -2,30 +2,56 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
 from puna.stages.curate.text.characters import code_points
-from puna.stages.curate.text.hash_table import mix
+from puna.stages.curate.text.hash_table import contains, mix
 from puna.stages.curate.text.words import IS_SYMBOL, split_codes
 
 
-def word_hashes(text: str) -> tuple[NDArray[np.uint64], list[tuple[int, int]], str]:
-    """Hashes of the words of a text without case and punctuation, uint64[n]; their character ranges; the text they are of."""
+class Hashed(NamedTuple):
+    """The words of a text without case and punctuation: `words` uint64[n], their hashes; `start`, `stop` int32[n], their ranges in
+    `lowered`, the text in lower case."""
+
+    words: NDArray[np.uint64]
+    start: NDArray[np.int32]
+    stop: NDArray[np.int32]
+    lowered: str
+
+
+def word_hashes(text: str) -> Hashed:
+    """The words of a text without case and punctuation."""
     lowered = text.lower()
     words = split_codes(code_points(lowered))
     kept = words.flags & IS_SYMBOL == 0
-    return words.hash[kept], list(zip(words.start[kept].tolist(), words.stop[kept].tolist(), strict=True)), lowered
+    return Hashed(words.hash[kept], words.start[kept], words.stop[kept], lowered)
 
 
 @njit(cache=True)
 def gram_hashes(words: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
     """Hash of each n-gram of words, uint64[max(len(words) - n + 1, 0)]."""
     out = np.empty(max(len(words) - n + 1, 0), np.uint64)
+    mixed = np.empty(len(words), np.uint64)
+    for k in range(len(words)):
+        mixed[k] = mix(words[k])
     for i in range(len(out)):
         value = np.uint64(n)
         for k in range(i, i + n):
-            value = mix(value + mix(words[k]))
+            value = mix(value + mixed[k])
         out[i] = value
     return out
+
+
+@njit(cache=True)
+def places_held(grams: NDArray[np.uint64], table: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Places of the n-grams that a table (`hash_table.table_of`) holds; a place too many is as likely as two equal hashes."""
+    out, size = np.empty(len(grams), np.int64), 0
+    for at in range(len(grams)):
+        if contains(table, grams[at]):
+            out[size] = at
+            size += 1
+    return out[:size]

@@ -1,17 +1,22 @@
 """How much of a text is code and how much of it reasons, measured on the text alone.
 
-Its lines of code are the certain ones, counted in array operations over a whole page; `puna.stages.curate.text.code_lines` says
-why there is another notion, which in doubt takes a line for code.
+Its lines of code are the certain ones; `puna.stages.curate.text.code_lines` says why there is another notion, which in doubt takes
+a line for code.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
+from string import ascii_letters, digits, whitespace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from puna.kernels.compiled import njit
+from puna.stages.curate.text.characters import code_points
+from puna.stages.curate.text.words import folded_hashes, found_among, split_codes
 
 SEEDS = Path(__file__).parents[1] / "data" / "reasoning.txt"
 NEWLINE, BACKSLASH = 10, 92
@@ -32,67 +37,70 @@ class Technical(NamedTuple):
     reasoning_words: int
 
 
-def _ascii(characters: str) -> NDArray[np.bool_]:
-    """Table of which ASCII characters are among `characters`, bool[129]; the last entry is for all others."""
-    table = np.zeros(SMALL + 1, np.bool_)
-    table[[ord(c) for c in characters]] = True
-    return table
-
-
-IS_MARK, IS_END = _ascii(MARKS), _ascii(ENDS)
-IS_LETTER = _ascii("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-IS_SPACE, IS_DIGIT = _ascii(" \t\n\r\v\f"), _ascii("0123456789")
+IS_MARK, IS_END, IS_LETTER, IS_SPACE, IS_DIGIT = 1, 2, 4, 8, 16
+SETS = ((IS_MARK, MARKS), (IS_END, ENDS), (IS_LETTER, ascii_letters), (IS_SPACE, whitespace), (IS_DIGIT, digits))
+IS = np.array([sum(bit for bit, characters in SETS if chr(code) in characters) for code in range(SMALL)] + [0], np.uint8)
+"""The bits above of each ASCII character, and of all others."""
+FORMULA_CODES = np.array(sorted(map(ord, FORMULA)), np.uint32)
+FORMULA_BOUNDS = np.array(FORMULA_RANGES, np.uint32)
 
 
 @lru_cache(maxsize=1)
 def reasoning_hashes() -> NDArray[np.uint64]:
     """Hashes of the words of deduction of all languages, uint64[n], sorted."""
-    from puna.stages.curate.text.words import folded_hashes
-
     lines = [line for line in SEEDS.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     return np.unique(np.concatenate([folded_hashes(line.partition(":")[2].split()) for line in lines]))
 
 
 def measured(text: str) -> Technical:
     """Code and reasoning in `text`."""
-    from puna.stages.curate.text.characters import code_points
-    from puna.stages.curate.text.words import split_codes
-
     codes = code_points(text)
     if not len(codes):
         return Technical(0, 0, 0, 0)
     lines, code = code_lines(codes)
-    words = np.intersect1d(split_codes(codes).folded, reasoning_hashes())
-    return Technical(lines, code, formula_marks(codes), len(words))
+    words = found_among(split_codes(codes).folded, reasoning_hashes())
+    return Technical(lines, code, formula_marks(codes), int(words.sum()))
 
 
+@njit(cache=True)
 def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
     """Lines that are not blank, and those of them that read as code.
 
     Such a line ends in a brace, or has at least two brackets, operators and the like, and these are an eighth of what it
     shows; at most a third of it is digits, and it has a letter or nothing but marks: tables of numbers are no code.
     """
-    small = np.minimum(codes, SMALL)
-    starts = np.flatnonzero(np.append(True, codes[:-1] == NEWLINE))
+    lines = code = shown = marks = digits = letters = last = 0
+    for at in range(len(codes) + 1):
+        if at == len(codes) or codes[at] == NEWLINE:
+            if shown:
+                lines += 1
+                dense = marks >= 2 and 8 * marks >= shown
+                if (dense or last & IS_END) and 3 * digits <= shown and (letters > 0 or marks == shown):
+                    code += 1
+            shown = marks = digits = letters = last = 0
+            continue
+        kind = IS[min(codes[at], np.uint32(SMALL))]
+        if not kind & IS_SPACE:
+            shown += 1
+            marks += 1 if kind & IS_MARK else 0
+            digits += 1 if kind & IS_DIGIT else 0
+            letters += 1 if kind & IS_LETTER else 0
+            last = kind
+    return lines, code
 
-    def count(table: NDArray[np.bool_]) -> NDArray[np.int64]:
-        return np.add.reduceat(table[small].astype(np.int64), starts)
 
-    shown = np.diff(np.append(starts, len(codes))) - count(IS_SPACE)
-    marks, digits, letters = count(IS_MARK), count(IS_DIGIT), count(IS_LETTER)
-    # The last character shown of each line: the running maximum of places that are not white space.
-    last = np.maximum.reduceat(np.where(IS_SPACE[small], -1, np.arange(len(codes))), starts)
-    ends = (last >= 0) & IS_END[small[np.maximum(last, 0)]]
-    dense = (marks >= 2) & (8 * marks >= shown)
-    is_code = (shown > 0) & (dense | ends) & (3 * digits <= shown) & ((letters > 0) | (marks == shown))
-    return int((shown > 0).sum()), int(is_code.sum())
-
-
+@njit(cache=True)
 def formula_marks(codes: NDArray[np.uint32]) -> int:
     """Commands of TeX (a backslash and a letter) and characters that only formulas have."""
-    slashes = np.flatnonzero(codes[:-1] == BACKSLASH)
-    found = int(IS_LETTER[np.minimum(codes[slashes + 1], SMALL)].sum())
-    if len(high := codes[codes >= SMALL]):
-        found += int(np.isin(high, [ord(c) for c in FORMULA]).sum())
-        found += sum(int(((high >= low) & (high <= top)).sum()) for low, top in FORMULA_RANGES)
+    found = 0
+    for at in range(len(codes)):
+        code = codes[at]
+        if code < SMALL:
+            if code == BACKSLASH and at + 1 < len(codes) and codes[at + 1] < SMALL and IS[codes[at + 1]] & IS_LETTER:
+                found += 1
+            continue
+        for one in FORMULA_CODES:
+            found += code == one
+        for bounds in FORMULA_BOUNDS:
+            found += bounds[0] <= code <= bounds[1]
     return found

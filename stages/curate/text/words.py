@@ -244,6 +244,47 @@ def split_codes(codes: NDArray[np.uint32]) -> Words:
     return words
 
 
+@njit(cache=True)
+def _spaced(codes: NDArray[np.uint32], flags: NDArray[np.uint16], breaks: NDArray[np.int8]) -> NDArray[np.uint32]:
+    """The words one after another, a space between them."""
+    start, stop = np.empty(len(codes), np.int32), np.empty(len(codes), np.int32)
+    count = split_ranges(codes, flags, breaks, start, stop)
+    out = np.empty(len(codes) + count, np.uint32)
+    size = 0
+    for word in range(count):
+        if word:
+            out[size] = 0x20
+            size += 1
+        for at in range(start[word], stop[word]):
+            out[size] = codes[at]
+            size += 1
+    return out[:size]
+
+
+def spaced(text: str) -> str:
+    """The words of `text` in lower case, a space between them: `" ".join(split(text.lower()))`."""
+    flags, _ = tables()
+    codes: bytes = _spaced(code_points(text.lower()), flags, weights()).tobytes()
+    return codes.decode("utf-32-le", "surrogatepass")
+
+
+@njit(cache=True)
+def found_among(words: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Which of the `known` hashes (sorted) are among those of some words."""
+    found = np.zeros(len(known), np.bool_)
+    for word in words:
+        low, high = 0, len(known)
+        while low < high:
+            middle = (low + high) >> 1
+            if known[middle] < word:
+                low = middle + 1
+            else:
+                high = middle
+        if low < len(known) and known[low] == word:
+            found[low] = True
+    return found
+
+
 def split(text: str) -> list[str]:
     """The words of `text` as strings, for people and tests."""
     words = split_codes(code_points(text))

@@ -11,6 +11,7 @@ from puna.stages.contract import execute
 from puna.stages.conversations import asking
 from puna.stages.curate.decontaminate import DecontaminateConfig, build_index, decontaminate, match
 from puna.stages.curate.text.fuzzy_match import build_fuzzy, fuzzy_match
+from puna.stages.curate.text.grams import word_hashes
 from puna.storage import PunaError, Store
 
 QUESTION = "A train leaves the old station at nine and meets another one at noon, where do they meet?"
@@ -62,17 +63,17 @@ def test_a_tolerated_overlap_keeps_the_document(tmp_path, make_documents):
 def test_short_questions_count_as_a_whole():
     index, unmatchable = build_index([row("p", "Which llama is the fastest of all?", "Pepe")], DecontaminateConfig())
     assert not unmatchable["trains"]
-    assert match("they ask: which LLAMA is the fastest, of all!", index).overlap == 1
-    assert match("which llama is the slowest of all", index) is None
+    assert match(word_hashes("they ask: which LLAMA is the fastest, of all!"), index).overlap == 1
+    assert match(word_hashes("which llama is the slowest of all"), index) is None
     index, unmatchable = build_index([row("p", "What is 3 + 4?", "7")], DecontaminateConfig())
     assert unmatchable["trains"] == 1
-    assert match("what is 3 + 4", index) is None
+    assert match(word_hashes("what is 3 + 4"), index) is None
 
 
 def test_numbers_count():
     index, _ = build_index([row("p", "What is the sum of 17 and 25, please?", "42")], DecontaminateConfig())
-    assert match("what is the sum of 17 and 25 please", index) is not None
-    assert match("what is the sum of 18 and 25 please", index) is None
+    assert match(word_hashes("what is the sum of 17 and 25 please"), index) is not None
+    assert match(word_hashes("what is the sum of 18 and 25 please"), index) is None
 
 
 LONG = (
@@ -107,11 +108,11 @@ def test_what_many_prompts_share_weighs_little():
     common = "which of the following is the best answer to the question about the town of"
     texts = [f"{common} {' '.join(f'name{n}x{k}' for k in range(12))}" for n in range(50)]
     index = build_fuzzy(texts, 5, 1, 3, 10)
-    found = fuzzy_match(f"{common} something else that nobody asked for in any of these", index)
+    found = fuzzy_match(word_hashes(f"{common} something else that nobody asked for in any of these"), index)
     # 15 of 27 words are common: unweighted that would be 11 of 23 n-grams
     assert found is not None and found.share < 0.2
-    assert fuzzy_match(texts[7], index).share == pytest.approx(1)
-    assert fuzzy_match(texts[7], index).prompt == 7
+    assert fuzzy_match(word_hashes(texts[7]), index).share == pytest.approx(1)
+    assert fuzzy_match(word_hashes(texts[7]), index).prompt == 7
 
 
 WORDS = st.lists(st.sampled_from(["ab", "cd", "ef", "gh"]), max_size=30)
@@ -122,7 +123,7 @@ WORDS = st.lists(st.sampled_from(["ab", "cd", "ef", "gh"]), max_size=30)
 def test_against_plain_python(prompts, text):
     n = 4
     index, _ = build_index([row(str(i), " ".join(p), "") for i, p in enumerate(prompts)], DecontaminateConfig(n=n))
-    found = match(" ".join(text), index)
+    found = match(word_hashes(" ".join(text)), index)
     inside = {tuple(text[i : i + n]) for i in range(len(text) - n + 1)}
     shares = []
     for prompt in prompts:
