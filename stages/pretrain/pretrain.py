@@ -18,7 +18,7 @@ from puna.stages.contract import Facts, Figure, SeededConfig, StageRun, Tokenize
 from puna.stages.training.needs import TRAINED_BYTES, memory
 from puna.stages.training.packed import Packed, Reader, mean_loss
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
-from puna.stages.training.train import device, divergence_named, save_model
+from puna.stages.training.train import device, divergence_named, on_threads, save_model
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
 from puna.storage import PunaError
 from puna.storage.work import write_text
@@ -86,7 +86,7 @@ def _initial(config: PretrainConfig, vocab_size: int, positions: int, seed: int)
         except ValueError as error:
             raise PunaError(f"compute.linear_precision: {error}") from error
     shape = config.model.complete(vocab_size, positions)
-    return Transformer(shape, generator=torch.Generator().manual_seed(seed)).to(device())
+    return on_threads(Transformer(shape, generator=torch.Generator().manual_seed(seed))).to(device())
 
 
 def _prepared(model: Transformer, phase: Phase, row_length: int) -> Transformer:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +115,31 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+SMALL = 8_000_000
+"""Parameters of a model that one thread of a CPU is best for: others would wait longer than they work, for ages beside other programs."""
+
+
+_large: weakref.WeakSet[Transformer] = weakref.WeakSet()
+
+
+@functools.cache
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def on_threads(model: Transformer) -> Transformer:
+    """The model; torch has one thread from now on where no model in use is large, else what the environment says, or all."""
+    import torch
+
+    everything = _threads()
+    if sum(p.numel() for p in model.parameters()) >= SMALL:
+        _large.add(model)
+    torch.set_num_threads(everything if _large else 1)
+    return model
+
+
 HEADS = {"lm": "a language model", "scalar": "a reward model"}
 
 
@@ -132,7 +159,7 @@ def load_model(artifact: Artifact, head: Literal["lm", "scalar"], *, new: bool =
         raise PunaError(f"{artifact.id} cannot be read: {error}") from error
     if model.head != head:
         raise PunaError(f"{artifact.id} is {HEADS[model.head]}, made by {artifact.manifest.stage}; give {HEADS[head]}")
-    return model, Tokenizer.load(artifact.path())
+    return on_threads(model), Tokenizer.load(artifact.path())
 
 
 def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:

@@ -1,9 +1,13 @@
 """How soon `puna up` can be used, and what its watching costs a run.
 
     PYTHONPATH=.pkg python tests/benchmarks/product.py --json [--steps 20]
+    OMP_NUM_THREADS=1 PYTHONPATH=.pkg python tests/benchmarks/product.py --json --part away
 
 Starts `puna up` on a new store, then again on the same one, and times the address, the forms, and a run of reused steps with the
 server beside it and without. Processor seconds stand beside the seconds of the clock, which a loaded machine stretches.
+
+`away`: the steps of a training whose progress is told after each, in turns with nobody to tell, with a server that takes the
+connection and never answers, and with one that is gone; the time of the middle step and of all steps of each.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -22,7 +27,8 @@ from typing import Any
 
 import psutil
 
-from puna.flows.server import read_note
+from puna.flows.reporter import Reporter
+from puna.flows.server import Server, read_note
 from puna.flows.session import session
 from puna.stages.align.prompts import PromptsConfig, prompts
 from puna.storage import Store
@@ -58,12 +64,61 @@ def reused(store: Store, steps: int) -> float:
     return time.perf_counter() - began
 
 
+def away(store: Store, rounds: int, seconds: float) -> dict[str, Any]:
+    """Seconds of a training's steps by what becomes of the server that is told of them: of the clock, and of this process's threads."""
+    import torch
+
+    from puna.models.config import ModelConfig
+    from puna.models.training.loop import TrainConfig, Trainer
+    from puna.models.training.objectives import LanguageModeling
+    from puna.models.training.objectives.base import Targets
+    from puna.models.transformer import Transformer
+
+    shape = ModelConfig(vocab_size=2048, hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=256)
+    settings = TrainConfig(steps=1_000_000, schedule={"learning_rate": 1e-4})
+    trainer = Trainer(Transformer(shape, generator=torch.Generator().manual_seed(0)), LanguageModeling(), settings)
+    batch = Targets.from_documents(list(torch.randint(0, 2048, (4, 256), generator=torch.Generator().manual_seed(0))))
+    silent, gone = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+    urls = {"nobody": None, "silent": silent.getsockname()[1], "gone": gone.getsockname()[1]}
+    gone.close()
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in urls}
+    number = 0
+    for turn in range(rounds * len(urls)):
+        name = list(urls)[(turn + turn // len(urls)) % len(urls)]
+        server = None if urls[name] is None else Server(f"http://127.0.0.1:{urls[name]}/api")
+        reporter = Reporter(store, f"run-{turn}", "training", server)
+        reporter.started("training", "pretrain", {})
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            number += 1
+            clock, processor = time.perf_counter(), time.process_time()
+            trainer.step(number, batch, seed=0)
+            reporter.progress("pretrain", number, 1e6, "loss 1.0")
+            reporter.log(f"step {number}")
+            taken[name].append((time.perf_counter() - clock, time.process_time() - processor))
+        reporter.end("COMPLETED")
+    silent.close()
+    return {
+        name: {"steps": len(some), "middle": round(statistics.median(s for s, _ in some), 5), "mean": round(statistics.fmean(s for s, _ in some), 5),
+               "slowest": round(max(s for s, _ in some), 4), "processor_middle": round(statistics.median(p for _, p in some), 5)}
+        for name, some in taken.items()
+    }  # fmt: skip
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--part", choices=("start", "away"), default="start")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each kind of server in `away`")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of one turn")
     asked = parser.parse_args()
+    if asked.part == "away":
+        with tempfile.TemporaryDirectory() as folder:
+            found = {"load": os.getloadavg()[0], **away(Store.open(folder), asked.rounds, asked.seconds)}
+        print(json.dumps(found) if asked.json else "\n".join(f"{name}: {value}" for name, value in found.items()))
+        return
     with tempfile.TemporaryDirectory() as folder:
         store = Store.open(Path(folder) / "store")
         found: dict[str, Any] = {"load": os.getloadavg()[0], "steps": asked.steps}

@@ -1,0 +1,31 @@
+"""On how many threads of a CPU a model is worked on."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from puna.stages.training import train
+
+
+def model(parameters: int) -> torch.nn.Module:
+    return torch.nn.Linear(parameters, 1, bias=False, device="meta")
+
+
+def test_a_small_model_has_one_thread_and_a_large_one_all_for_as_long_as_it_is_in_use(monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(train, "_threads", lambda: 3)
+    try:
+        small = train.on_threads(model(train.SMALL - 1))
+        assert torch.get_num_threads() == 1
+        large = train.on_threads(model(train.SMALL))
+        assert torch.get_num_threads() == 3
+        train.on_threads(small)  # the reward model of a large policy
+        assert torch.get_num_threads() == 3
+        del large
+        gc.collect()
+        train.on_threads(small)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
