@@ -75,6 +75,7 @@ def average(
 ) -> None:
     """Average of models of one shape, trained on different data or settings (Llama 3, section 4.1.5).
 
+    Reward models, with the weights given or equal, become one that costs what one costs (WARM, Ramé et al. 2024).
     `prompts`: a development set, by whose mean reward of answers the weights are chosen (`search.reward`: of the verifiers,
     `reward_model`, or both); one that is empty chooses nothing, and the evaluation's prompts must not be among it. Of equal rewards
     the more even weights win. `base`: the model that the differences of `ties` are from. Metrics: `weight_N` of each model and, of a

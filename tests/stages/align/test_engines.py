@@ -145,6 +145,10 @@ def test_reward_engines_agree_on_pairs(tmp_path: Path, tiny_model: Tiny) -> None
         assert artifact.manifest.metrics["heldout_pairs"] == 24
         assert artifact.manifest.metrics["heldout_accuracy"] == artifact.manifest.metrics["train_accuracy"]
         assert load(artifact.path()).head == "scalar"
+    # Reward models average as policies do.
+    both = execute(average, AverageConfig(weights=(1.0, 3.0)), {"models": list(artifacts.values())}, store)
+    weights = [load(artifact.path()).score.weight for artifact in (*artifacts.values(), both)]
+    assert torch.allclose(weights[2], (weights[0] + 3 * weights[1]) / 4, atol=1e-7)
 
 
 def test_dpo_engines_agree_without_what_trl_cannot_do(tmp_path: Path, tiny_model: Tiny) -> None:
