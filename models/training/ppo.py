@@ -148,7 +148,8 @@ def train_grpo(
     """Optimise the policy in place, each answer against the others to its prompt, without a critic; otherwise as `train_ppo`.
 
     The reward is the score, less `unfinished_penalty` where the answer was cut off, less the KL penalty of the whole answer
-    (as RLOO has it); all tokens of an answer have its advantage (`group_advantages`).
+    (as RLOO has it); all tokens of an answer have its advantage (`group_advantages`). Groups whose advantages are all 0 count in the
+    mean and are not computed, unless there is an entropy bonus.
     """
     objective = Ppo(config.clip, config.entropy_weight, config.temperature, config.clip_high, config.dual_clip)
     trainers = {"policy": Trainer(policy, objective, config.training(config.schedule.learning_rate), rate_scales)}
@@ -303,11 +304,13 @@ def _update(
     first = (rollout - 1) * config.epochs * config.minibatches
     for epoch in range(config.epochs):
         order = np.random.default_rng([seed, rollout, epoch]).permutation(len(groups))
-        for number, part in enumerate(np.array_split(order, config.minibatches)):
+        for index, part in enumerate(np.array_split(order, config.minibatches)):
             chosen = [groups[i] for i in sorted(part.tolist())]
-            packed = pack([len(group) for group in chosen], config.compute.micro_batch_tokens)
-            batches = [_collate([chosen[i] for i in row]) for row in packed]
-            step = first + epoch * config.minibatches + number + 1
+            teaching = chosen if len(trainers) > 1 or config.entropy_weight else _teaching(chosen)
+            left_out = sum(len(group.logprobs) for group in chosen) - sum(len(group.logprobs) for group in teaching)
+            packed = pack([len(group) for group in teaching], config.compute.micro_batch_tokens)
+            batches = [_collate([teaching[i] for i in row], 0 if number else left_out) for number, row in enumerate(packed)]
+            step = first + epoch * config.minibatches + index + 1
             for who, trainer in trainers.items():
                 rows[who].append(trainer.step(step, batches, seed))
     mean = {
@@ -323,6 +326,11 @@ def _update(
         "skipped_updates": sum(row["skipped"] for some in rows.values() for row in some),
         **({"value_loss": critic["loss"], "value_error": critic["value_error"]} if critic else {}),
     }
+
+
+def _teaching(groups: Sequence[Group]) -> Sequence[Group]:
+    """The groups whose advantages are not all 0, which alone have a gradient where there is no entropy bonus; one where there is none."""
+    return [group for group in groups if bool(group.advantages.any())] or groups[:1]
 
 
 def _summary(found: Sampled, groups: Sequence[Group], numbers: dict[str, float], critic: bool) -> Row:
@@ -342,13 +350,14 @@ def _summary(found: Sampled, groups: Sequence[Group], numbers: dict[str, float],
     }
 
 
-def _collate(groups: Sequence[Group]) -> PpoBatch:
+def _collate(groups: Sequence[Group], left_out: int) -> PpoBatch:
     return PpoBatch(
         targets=Targets.from_answers([g.prompt for g in groups], [g.answers for g in groups]),
         logprobs=torch.cat([g.logprobs for g in groups]),
         advantages=torch.cat([g.advantages for g in groups]),
         values=torch.cat([g.values for g in groups]),
         returns=torch.cat([g.returns for g in groups]),
+        left_out=left_out,
     )
 
 

@@ -145,6 +145,21 @@ def test_equal_answers_teach_nothing():
     assert weights_digest(policy) == before and row["unequal_prompts"] == 0.0 == row["gradient_norm"]
 
 
+def test_groups_that_teach_nothing_are_left_out_and_change_nothing():
+    def scorer(prompts, completions):  # to a prompt of one token every answer is worth the same
+        return [[0.5 if len(prompt) == 1 else c.tokens[0] / 11 for c in row] for prompt, row in zip(prompts, completions, strict=True)]
+
+    config = group_settings(rollouts=3, kl_coefficient=0.0, unfinished_penalty=0.0, minibatches=1, micro_batch_tokens=512)
+    found = {}
+    for weight in (0.0, 1e-12):  # with an entropy bonus, be it ever so small, every group is read
+        policy = model()
+        log = train_grpo(policy, model(), scorer, PROMPTS, [STOP], config.replace(entropy_weight=weight), seed=0)
+        found[weight] = [p.detach() for p in policy.parameters()], log
+    assert all(row["tokens"] < other["tokens"] and row["unequal_prompts"] == 0.75 for row, other in zip(found[0.0][1], found[1e-12][1], strict=True))
+    assert [row["loss"] for row in found[0.0][1]] == pytest.approx([row["loss"] for row in found[1e-12][1]], abs=1e-5)
+    assert all(torch.allclose(a, b, atol=2e-4) for a, b in zip(found[0.0][0], found[1e-12][0], strict=True))
+
+
 def test_a_large_kl_coefficient_holds_the_policy():
     free, held = (run(settings(rollouts=10, kl_coefficient=k), model())[-1]["kl"] for k in (0.0, 5.0))
     assert abs(held) < 0.3 * free

@@ -79,13 +79,17 @@ def ppo_value_loss(
 
 @dataclass(frozen=True)
 class PpoBatch:
-    """Sampled answers with what the rollout fixed; all [N] float32, in the order of the targets."""
+    """Sampled answers with what the rollout fixed; all [N] float32, in the order of the targets.
+
+    `left_out`: answer tokens of the update that are in no batch since they teach nothing; the mean is over them, too.
+    """
 
     targets: Targets
     logprobs: Tensor
     advantages: Tensor
     values: Tensor
     returns: Tensor
+    left_out: int = 0
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "advantages", "values", "returns"):
@@ -104,6 +108,7 @@ class PpoBatch:
             self.advantages.to(device),
             self.values.to(device),
             self.returns.to(device),
+            self.left_out,
         )
 
 
@@ -111,7 +116,7 @@ class Ppo(Objective[PpoBatch]):
     """The policy's objective: clipped surrogate, less `entropy_weight` times the mean entropy.
 
     `temperature` is the one the answers were sampled at: old and new log-probs are of the same
-    distribution. Metrics: ``clip_fraction`` (tokens whose ratio left the clip range),
+    distribution. Metrics, means over the tokens of the batches: ``clip_fraction`` (tokens whose ratio left the clip range),
     ``approximate_kl`` (mean of ``ratio - 1 - log ratio``, to the policy that sampled), ``entropy``.
     """
 
@@ -132,16 +137,17 @@ class Ppo(Objective[PpoBatch]):
         self.temperature = temperature
 
     def totals(self, batch: PpoBatch) -> dict[str, float]:
-        return {"tokens": float(batch.targets.mask.sum())}
+        tokens = float(batch.targets.mask.sum())
+        return {"tokens": tokens + batch.left_out, "read": tokens}
 
     def loss(self, model: Model, batch: PpoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
-        targets, tokens = batch.targets, totals["tokens"]
+        targets, tokens, read = batch.targets, totals["tokens"], totals["read"]
         logprobs, entropy = model.token_logprobs(
             targets.forest, targets.positions, targets.tokens, temperature=self.temperature
         )
         clips = (self.clip_high, self.dual_clip)
         loss = ppo_policy_loss(logprobs, batch.logprobs, batch.advantages, targets.mask, self.clip, tokens, *clips)
-        mean_entropy = divide(torch.where(targets.mask, entropy, entropy.new_zeros(())).sum(), tokens)
+        mean_entropy = divide(torch.where(targets.mask, entropy, entropy.new_zeros(())).sum(), read)
         if self.entropy_weight:
             loss = loss - self.entropy_weight * mean_entropy
         with torch.no_grad():
@@ -150,8 +156,8 @@ class Ppo(Objective[PpoBatch]):
             clipped = ((ratio < 1.0 - self.clip) | (ratio > 1.0 + self.clip_high)).float()
             kl = ratio - 1.0 - log_ratio
         metrics = {
-            "clip_fraction": divide(clipped.sum(), tokens),
-            "approximate_kl": divide(kl.sum(), tokens),
+            "clip_fraction": divide(clipped.sum(), read),
+            "approximate_kl": divide(kl.sum(), read),
             "entropy": mean_entropy.detach(),
         }
         return loss, metrics
