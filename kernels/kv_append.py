@@ -13,12 +13,12 @@ from torch import Tensor
 from puna.kernels.lazy import has_numba, numba_jit, triton_jit
 from puna.kernels.loops import run_rows
 from puna.kernels.operators import uses_triton
-from puna.kernels.paged_attention import lanes_of
+from puna.kernels.paged_attention import PAGE, paged_for_loops
 
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from puna.kernels.vectors import carray, pointer
+    from puna.kernels.vectors import carray, load_first, pointer, store_first
 
 BLOCK = 1024  # numbers of a token that a program copies
 
@@ -35,29 +35,32 @@ def kv_append_reference(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Te
 
 
 @numba_jit
+def append_head(g: Any, place: Any, G: Any, K: Any, V: Any, k_pages: Any, v_pages: Any, k: Any, v: Any) -> None:
+    """One head's key and value of one token, by address, into pages of `new_pages`."""
+    at, row, lanes = place // PAGE * G + g, place % PAGE, (V + PAGE - 1) // PAGE * PAGE
+    to, new = carray(pointer(k_pages + 4 * at * K * PAGE), (K, PAGE)), carray(pointer(k), (K,))
+    for c in range(K):
+        to[c, row] = new[c]
+    for c in range(0, V, PAGE):
+        store_first(v_pages + 4 * ((at * PAGE + row) * lanes + c), load_first(v + 4 * c, V - c), V - c)
+
+
+@numba_jit
 def _append_loop(
-    part: Any, start: Any, stop: Any, pages: Any, S: Any, G: Any, K: Any, V: Any, lanes: Any,
-    k_pages: Any, v_pages: Any, k: Any, v: Any, places: Any,
+    part: Any, start: Any, stop: Any, G: Any, K: Any, V: Any, k_pages: Any, v_pages: Any, k: Any, v: Any, places: Any
 ) -> None:
-    """By address; rows of the values' pages are `lanes` wide."""
-    to_k, to_v = carray(pointer(k_pages), (pages, G, K, S)), carray(pointer(v_pages), (pages, G, S, lanes))
     for n in range(start, stop):
-        page, row = places[n] // S, places[n] % S
-        new_k, new_v = carray(pointer(k + 4 * n * G * K), (G, K)), carray(pointer(v + 4 * n * G * V), (G, V))
         for g in range(G):
-            for c in range(K):
-                to_k[page, g, c, row] = new_k[g, c]
-            for c in range(V):
-                to_v[page, g, row, c] = new_v[g, c]
+            append_head(g, places[n], G, K, V, k_pages, v_pages, k + 4 * (n * G + g) * K, v + 4 * (n * G + g) * V)
 
 
 def _append(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, places_N: Tensor) -> None:
     (P, S, G, K), V, places = k_PSGK.shape, v_PSGV.shape[3], places_N.numpy()
     if places.min() < 0 or places.max() >= P * S:
         raise IndexError(f"places lie in 0 to {P * S - 1}, not {places.min()} to {places.max()}")
-    if lanes := lanes_of(k_PSGK, v_PSGV):
+    if paged_for_loops(k_PSGK, v_PSGV):
         k, v = (x.to(torch.float32).contiguous() for x in (k_NGK, v_NGV))
-        given = (P, S, G, K, V, lanes, k_PSGK.data_ptr(), v_PSGV.data_ptr(), k.data_ptr(), v.data_ptr(), places)
+        given = (G, K, V, k_PSGK.data_ptr(), v_PSGV.data_ptr(), k.data_ptr(), v.data_ptr(), places)
         run_rows(_append_loop, len(places), G * K, *given)
         return
     for pages, added in ((k_PSGK, k_NGK), (v_PSGV, v_NGV)):

@@ -1,18 +1,16 @@
-"""Matrix product with a weight in the layout of `nn.Linear`: y = x w^T.
+"""Linear: x w^T.
 
-In fp32 on CPU, oneDNN's product is 5-15 % faster than the BLAS behind `torch.matmul` for the forward
-and the gradient of x when the product is large; when it is small (decoding), its fixed cost of about
-12 us shows. For the gradient of w, whose inner dimension is the row count, BLAS is as fast.
+In fp32 on CPU a product of few rows (decoding), and every product of exact passes, goes through a loop of our own: up to
+16 rows it takes half the time of the libraries, at 64 as long as they do, and a row has the same bits whatever the number
+of rows. For more rows, oneDNN is 5-15 % faster than the BLAS behind `torch.matmul` for the forward and the gradient of x.
+For the gradient of w, whose inner dimension is the row count, BLAS is as fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -20,12 +18,17 @@ from torch.autograd.function import once_differentiable
 from puna.kernels.exact import exact
 from puna.kernels.lazy import has_numba, numba_jit
 from puna.kernels.loops import run_rows
+from puna.kernels.operators import alone
 
 if has_numba():
-    from puna.kernels.vectors import carray, fill, fma, load, pointer, spread, store
+    from puna.kernels.vectors import TILE, dots_column, dots_one, dots_row, dots_tile, prefetch
 
-LANES = 16
-ONEDNN_OUTPUTS = 1 << 15  # elements of the product from which oneDNN is faster
+    ROWS, COLUMNS = TILE
+
+FEW_ROWS = 64  # of x; up to there the loop is as fast as any library
+LINE, AHEAD = 64, 16 << 10  # bytes of a cache line, and how far ahead weights are asked for: twice as fast where they come from memory
+PANEL, BLOCK = 64, 128  # columns and rows of a product that stay in the caches while they are multiplied
+ONEDNN_OUTPUTS = 1 << 15  # elements of the product from which oneDNN is faster than BLAS
 
 
 def linear_reference(x: Tensor, w_ND: Tensor) -> Tensor:
@@ -48,114 +51,62 @@ def _by_blas(x_TD: Tensor, w_ND: Tensor) -> Tensor:
 
 
 @numba_jit
-def row_products(M: Any, C: Any, a: Any, a_row: Any, b: Any, b_row: Any, out: Any, out_row: Any, more: Any) -> None:
-    """out[m, 0:16] = sum over c of a[m, c] b[c, 0:16], or with `more` added to what is there: by address and stride in bytes.
+def ask(address: Any, size: Any) -> None:
+    """Have the bytes that lie there on their way."""
+    for i in range(0, size, LINE):
+        prefetch(address + i)
 
-    One chain of fused products for each row, in the order of c; four rows take turns.
-    """
-    for m in range(0, M - 3, 4):
-        a0, to = a + m * a_row, out + m * out_row
-        a1, a2, a3 = a0 + a_row, a0 + 2 * a_row, a0 + 3 * a_row
-        if more:
-            s0, s1, s2, s3 = load(to), load(to + out_row), load(to + 2 * out_row), load(to + 3 * out_row)
-        else:
-            s0 = fill(np.float32(0))
-            s1, s2, s3 = s0, s0, s0
-        for c in range(C):
-            x = load(b + c * b_row)
-            s0 = fma(spread(a0 + 4 * c), x, s0)
-            s1 = fma(spread(a1 + 4 * c), x, s1)
-            s2 = fma(spread(a2 + 4 * c), x, s2)
-            s3 = fma(spread(a3 + 4 * c), x, s3)
-        store(to, s0)
-        store(to + out_row, s1)
-        store(to + 2 * out_row, s2)
-        store(to + 3 * out_row, s3)
-    for m in range(M // 4 * 4, M - 1, 2):
-        a0, to = a + m * a_row, out + m * out_row
-        a1 = a0 + a_row
-        if more:
-            s0, s1 = load(to), load(to + out_row)
-        else:
-            s0 = fill(np.float32(0))
-            s1 = s0
-        for c in range(C):
-            x = load(b + c * b_row)
-            s0 = fma(spread(a0 + 4 * c), x, s0)
-            s1 = fma(spread(a1 + 4 * c), x, s1)
-        store(to, s0)
-        store(to + out_row, s1)
-    for m in range(M // 2 * 2, M):
-        a0, to = a + m * a_row, out + m * out_row
-        s0 = load(to) if more else fill(np.float32(0))
-        for c in range(C):
-            s0 = fma(spread(a0 + 4 * c), load(b + c * b_row), s0)
-        store(to, s0)
+
+@numba_jit
+def products(T: Any, N: Any, D: Any, x: Any, x_row: Any, w: Any, y: Any, y_row: Any) -> None:
+    """y [T, N] = x [T, D] times w [N, D] transposed, by address; rows of x and y lie so many bytes apart, those of w are dense."""
+    w_row = 4 * D
+    for top in range(0, T, BLOCK):
+        end = min(top + BLOCK, T)
+        whole = top + (end - top) // ROWS * ROWS
+        for left in range(0, N, PANEL):
+            right = min(left + PANEL, N)
+            even = left + (right - left) // COLUMNS * COLUMNS
+            for t in range(top, whole, ROWS):
+                for n in range(left, even, COLUMNS):
+                    if t == top:
+                        ask(w + n * w_row + AHEAD, COLUMNS * w_row)
+                    dots_tile(x + t * x_row, x_row, w + n * w_row, w_row, D, y + t * y_row + 4 * n, y_row)
+                for n in range(even, right):
+                    dots_column(x + t * x_row, x_row, w + n * w_row, w_row, D, y + t * y_row + 4 * n, y_row)
+            for t in range(whole, end):
+                for n in range(left, even, COLUMNS):
+                    if t == top:
+                        ask(w + n * w_row + AHEAD, COLUMNS * w_row)
+                    dots_row(x + t * x_row, x_row, w + n * w_row, w_row, D, y + t * y_row + 4 * n, y_row)
+                for n in range(even, right):
+                    dots_one(x + t * x_row, x_row, w + n * w_row, w_row, D, y + t * y_row + 4 * n, y_row)
 
 
 @numba_jit
 def _linear_loop(part: Any, start: Any, stop: Any, T: Any, N: Any, D: Any, x: Any, w: Any, y: Any) -> None:
-    """Columns 16 start .. 16 stop - 1 of x w^T; y's rows have a multiple of 16 numbers. By address."""
-    w_ND, turned = carray(pointer(w), (N, D)), np.zeros((D, LANES), np.float32)
-    for block in range(start, stop):
-        first = block * LANES
-        for i in range(LANES):
-            for d in range(D):
-                turned[d, i] = w_ND[first + i, d] if first + i < N else np.float32(0)
-        row = 4 * LANES * ((N + LANES - 1) // LANES)
-        row_products(T, D, x, 4 * D, turned.ctypes.data, 4 * LANES, y + 4 * first, row, False)
+    """Panels start .. stop - 1 of x w^T, by address."""
+    first = start * PANEL
+    products(T, min(stop * PANEL, N) - first, D, x, 4 * D, w + 4 * first * D, y + 4 * first, 4 * N)
 
 
 def _by_loop(x_TD: Tensor, w_ND: Tensor) -> Tensor:
     (T, D), N, x = x_TD.shape, len(w_ND), x_TD.contiguous()
-    blocks = -(-N // LANES)
-    y = torch.empty(T, blocks * LANES)
-    run_rows(_linear_loop, blocks, T * D * LANES, T, N, D, x.data_ptr(), w_ND.data_ptr(), y.data_ptr())
-    return y[:, :N].contiguous()
+    y = torch.empty(T, N)
+    run_rows(_linear_loop, -(-N // PANEL), T * D * PANEL // 16, T, N, D, x.data_ptr(), w_ND.data_ptr(), y.data_ptr())
+    return y
 
 
-Routine = Callable[[Tensor, Tensor], Tensor]
-TRIED_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 31, 33, 64, 100, 257)  # from each of them on a routine may be exact
-FILLED_ROWS = 64  # rows that a small product may be filled up to
-
-
-@cache
-def exact_routine(N: int, D: int, threads: int) -> tuple[str, int]:
-    """The routine whose every row has the same bits for any number of rows, and the number from which on that is so.
-
-    Found by trial on this machine, for a weight of this shape and that many threads: a library picks its kernel by
-    shape. Where neither library has one that is exact from FILLED_ROWS rows on, it is the loop, exact as it is written and
-    several times slower.
-    """
-    generator = torch.Generator().manual_seed(0)
-    x, w = torch.randn(600, D, generator=generator), torch.randn(N, D, generator=generator)
-    best = (FILLED_ROWS + 1, "loop")
-    for name, routine in ROUTINES.items():
-        if name == "loop" or (name == "oneDNN" and not _onednn()):
-            continue
-        whole, least = routine(x, w), TRIED_ROWS[0]
-        for rows, following in pairwise((*TRIED_ROWS, len(x))):
-            for start in (0, 37):
-                if not torch.equal(routine(x[start : start + rows].clone(), w), whole[start : start + rows]):
-                    least = following
-        best = min(best, (least, name))
-    return best[1], best[0] if best[1] != "loop" else 1
-
-
-def _exact_product(x_TD: Tensor, w_ND: Tensor) -> Tensor:
-    name, rows = exact_routine(*w_ND.shape, torch.get_num_threads())
-    if (T := len(x_TD)) < rows:
-        x_TD = torch.nn.functional.pad(x_TD, (0, 0, 0, rows - T))
-    return ROUTINES[name](x_TD, w_ND)[:T]
-
-
-ROUTINES: dict[str, Routine] = {"oneDNN": _by_onednn, "BLAS": _by_blas, "loop": _by_loop}
+def looped(x_TD: Tensor, w_ND: Tensor) -> bool:
+    """Whether the loop serves this product: fp32 on CPU, dense weights, few rows or an exact pass."""
+    wanted = exact() or (len(x_TD) <= FEW_ROWS and alone(x_TD))
+    return wanted and x_TD.dtype == w_ND.dtype == torch.float32 and w_ND.is_cpu and w_ND.is_contiguous() and has_numba()
 
 
 def product(x_TD: Tensor, w_ND: Tensor) -> Tensor:
-    """[T, D] times [N, D] transposed, without autograd, by the fastest routine of this machine; in exact passes by an exact one."""
-    if exact() and w_ND.is_contiguous():
-        return _exact_product(x_TD, w_ND)
+    """[T, D] times [N, D] transposed, without autograd, by the fastest routine; in exact passes by the loop."""
+    if looped(x_TD, w_ND):
+        return _by_loop(x_TD, w_ND)
     large = x_TD.shape[0] * w_ND.shape[0] >= ONEDNN_OUTPUTS
     if large and x_TD.dtype == torch.float32 and x_TD.device.type == "cpu" and _onednn():
         return _by_onednn(x_TD, w_ND)

@@ -37,13 +37,13 @@ def operator(schema: str, portable: Function, triton: Function, fake: Function) 
     dispatched = getattr(torch.ops.puna, name).default
 
     def call(*args: Any) -> Any:
-        return plain(*args) if _alone(args[0]) else dispatched(*args)
+        return plain(*args) if alone(args[0]) else dispatched(*args)
 
     call.dispatched = dispatched  # type: ignore[attr-defined]
     return call
 
 
-def _alone(first: Any) -> bool:
+def alone(first: Any) -> bool:
     """Whether nobody listens: no autograd, tracing or mode. The dispatcher then costs 20 us a call and adds nothing."""
     return (
         not torch.compiler.is_compiling()

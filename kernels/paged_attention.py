@@ -23,14 +23,39 @@ import torch
 from torch import Tensor
 
 from puna.kernels.lazy import has_numba, numba_jit, triton_jit
-from puna.kernels.linear import row_products
+from puna.kernels.linear import ask
 from puna.kernels.loops import run_rows
 from puna.kernels.operators import uses_triton, wide
 
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from puna.kernels.vectors import add, between, carray, exp, fill, fma, higher, lane, load, pointer, store, times
+    from puna.kernels.vectors import (
+        LANES,
+        add,
+        between,
+        exp,
+        fill,
+        fma,
+        higher,
+        load,
+        load_first,
+        minus,
+        over,
+        peak,
+        store,
+        store_first,
+        times,
+        total,
+        weighted_1,
+        weighted_2,
+        weighted_4,
+        weighted_8,
+    )
+    from puna.kernels.vectors import TILE as PRODUCT_TILE
+
+    TALL = 8 if PRODUCT_TILE[0] > 2 else 4  # rows whose sums registers hold at once
+    weighted_tall = weighted_8 if TALL > 4 else weighted_4
 
 PAGE = 16  # tokens of a page: one wide vector of scores
 TILE = 16  # neighbouring queries that are computed together
@@ -65,12 +90,12 @@ class PagedPlan:
         """The tables, sequences and positions as arrays."""
         return self.tables.numpy(), self.sequence.numpy(), self.position.numpy()
 
-    def scratch(self, R: int, K: int) -> tuple[Any, Any]:
+    def scratch(self, R: int, width: int) -> tuple[Any, Any]:
         """Room for a tile's queries and scores on each thread; the layers of a step share it."""
-        if (R, K) not in self._scratch:
-            threads, width = torch.get_num_threads(), PAGE * self.tables.shape[1]
-            self._scratch[R, K] = (np.empty((threads, TILE, R * K), np.float32), np.empty((threads, TILE * R, width), np.float32))
-        return self._scratch[R, K]
+        if (R, width) not in self._scratch:
+            threads, tokens = torch.get_num_threads(), PAGE * self.tables.shape[1]
+            self._scratch[R, width] = tuple(np.empty((threads, TILE * R, size), np.float32) for size in (width, tokens))
+        return self._scratch[R, width]
 
     @cached_property
     def _scratch(self) -> dict[tuple[int, int], tuple[Any, Any]]:
@@ -134,6 +159,23 @@ def paged_attention_reference(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, pla
 
 
 @numba_jit
+def _weigh(M: Any, C: Any, a: Any, a_row: Any, b: Any, b_row: Any, out: Any, out_row: Any, more: Any) -> None:
+    """out[m, 0:16] = sum over c of a[m, c] b[c, 0:16], or with `more` added to what is there: by address and stride in bytes."""
+    m = 0
+    while m <= M - TALL:
+        weighted_tall(C, a + m * a_row, a_row, b, b_row, out + m * out_row, out_row, more)
+        m += TALL
+    if m <= M - 4:
+        weighted_4(C, a + m * a_row, a_row, b, b_row, out + m * out_row, out_row, more)
+        m += 4
+    if m <= M - 2:
+        weighted_2(C, a + m * a_row, a_row, b, b_row, out + m * out_row, out_row, more)
+        m += 2
+    if m < M:
+        weighted_1(C, a + m * a_row, a_row, b, b_row, out + m * out_row, out_row, more)
+
+
+@numba_jit
 def _softmax(row: Any, low: Any, begin: Any, length: Any, scale: Any) -> None:
     """Softmax of the scores begin .. length - 1 at address `row`; zeros in the rest of their pages, from `low` on."""
     none = np.float32(-np.inf)
@@ -141,94 +183,105 @@ def _softmax(row: Any, low: Any, begin: Any, length: Any, scale: Any) -> None:
     tops = fill(none)
     for t in range(low, high, PAGE):
         tops = higher(between(load(row + 4 * t), begin - t, length - t, none), tops)
-    peak = lane(tops, 0)
-    for s in range(1, PAGE):
-        peak = max(peak, lane(tops, s))
-    steep, base = fill(scale), fill(-peak * scale)
-    sums = fill(np.float32(0))
+    steep = fill(np.float32(scale))
+    base, sums = minus(fill(np.float32(0)), times(fill(peak(tops)), steep)), fill(np.float32(0))
     for t in range(low, high, PAGE):
         e = between(exp(fma(load(row + 4 * t), steep, base)), begin - t, length - t, np.float32(0))
         store(row + 4 * t, e)
         sums = add(sums, e)
-    total = lane(sums, 0)
-    for s in range(1, PAGE):
-        total += lane(sums, s)
-    share = fill(np.float32(1) / total)
+    share = over(fill(np.float32(1)), fill(total(sums)))
     for t in range(low, high, PAGE):
         store(row + 4 * t, times(load(row + 4 * t), share))
 
 
 @numba_jit
-def _attend_loop(
-    part: Any, start: Any, stop: Any, queries: Any, G: Any, R: Any, K: Any, V: Any, q: Any, k: Any, v: Any,
-    tables: Any, sequence: Any, position: Any, window: Any, packed: Any, scores: Any, out: Any,
+def attend_head(
+    g: Any, first: Any, last: Any, G: Any, R: Any, K: Any, V: Any, q: Any, k: Any, v: Any,
+    tables: Any, sequence: Any, position: Any, window: Any, scale: Any, packed: Any, scores: Any, wide: Any, out: Any,
 ) -> None:  # fmt: skip
-    """Tiles start .. stop - 1: scores by page, softmax by row, sums of values by page. q, k, v and out are addresses.
+    """Key-value head g, queries first .. last - 1 (at most TILE): scores by page, softmax by row, sums of values by page. By address;
+    rows of `scores` are `wide` bytes, `packed` has room for a tile's queries and for its sums of values.
 
     Every page is multiplied whole and in one way; what a query does not see then counts as an exact zero. So the order of
     operations for a query depends on its position and its path alone.
     """
-    scale = np.float32(1) / np.sqrt(np.float32(K))
-    wide, heads = 4 * scores.shape[2], R * K
-    rows, table = scores[part].ctypes.data, packed[part].ctypes.data
-    q_NF = carray(pointer(q), (queries, G * heads))
-    for tile in range(start, stop):
-        first, last = tile * TILE, min((tile + 1) * TILE, queries)
-        most = 0
-        for n in range(first, last):
-            most = max(most, position[n] // PAGE + 1)
-        for g in range(G):
-            for n in range(first, last):
-                for c in range(heads):
-                    packed[part, n - first, c] = q_NF[n, g * heads + c]
-            for turn in range(2):
-                for j in range(most):
-                    n = first
-                    while n < last:
-                        if j * PAGE > position[n] or (j + 1) * PAGE <= position[n] + 1 - window:
-                            n += 1
-                            continue
-                        page, end = np.int64(tables[sequence[n], j]), n + 1
-                        while (
-                            end < last and tables[sequence[end], j] == page
-                            and j * PAGE <= position[end] and (j + 1) * PAGE > position[end] + 1 - window
-                        ):  # fmt: skip
-                            end += 1
-                        row = rows + (n - first) * R * wide + 4 * PAGE * j
-                        if turn == 0:
-                            keys = k + 4 * (page * G + g) * K * PAGE
-                            row_products((end - n) * R, K, table + 4 * (n - first) * heads, 4 * K, keys, 4 * PAGE, row, wide, False)
-                        else:
-                            values, to = v + 4 * (page * G + g) * PAGE * V, out + 4 * (n * G + g) * R * V
-                            for d in range(0, V, PAGE):
-                                for i in range(end - n):
-                                    at = to + 4 * i * G * R * V + 4 * d
-                                    row_products(R, PAGE, row + i * R * wide, wide, values + 4 * d, 4 * V, at, 4 * V, True)
-                        n = end
+    heads, lanes, most = R * K, (V + LANES - 1) // LANES * LANES, 0
+    for n in range(first, last):
+        most = max(most, position[n] // PAGE + 1)
+        for c in range(0, heads, LANES):
+            store_first(packed + 4 * ((n - first) * heads + c), load_first(q + 4 * ((n * G + g) * heads + c), heads - c), heads - c)
+    for turn in range(2):
+        for j in range(most):
+            n = first
+            while n < last:
+                if j * PAGE > position[n] or (j + 1) * PAGE <= position[n] + 1 - window:
+                    n += 1
+                    continue
+                page, end = np.int64(tables[sequence[n], j]), n + 1
+                while (
+                    end < last and tables[sequence[end], j] == page
+                    and j * PAGE <= position[end] and (j + 1) * PAGE > position[end] + 1 - window
+                ):  # fmt: skip
+                    end += 1
+                row = scores + (n - first) * R * wide + 4 * PAGE * j
+                ahead, at = (n + 2, j) if n + 2 < last else (first + n + 2 - last, j + 1)  # what comes next, unless it is shared
+                if ahead < last and at * PAGE <= position[ahead]:
+                    size = 4 * PAGE * (K if turn == 0 else lanes)
+                    ask((k if turn == 0 else v) + (np.int64(tables[sequence[ahead], at]) * G + g) * size, size)
                 if turn == 0:
-                    for n in range(first, last):
-                        begin = max(0, position[n] + 1 - window)
-                        for r in range(R):
-                            _softmax(rows + ((n - first) * R + r) * wide, begin // PAGE * PAGE, begin, position[n] + 1, scale)
+                    keys = k + 4 * (page * G + g) * K * PAGE
+                    _weigh((end - n) * R, K, packed + 4 * (n - first) * heads, 4 * K, keys, 4 * PAGE, row, wide, False)
+                else:
+                    values = v + 4 * (page * G + g) * PAGE * lanes
+                    for d in range(0, V, LANES):
+                        to = packed + 4 * ((n - first) * R * lanes + d)
+                        _weigh((end - n) * R, PAGE, row, wide, values + 4 * d, 4 * lanes, to, 4 * lanes, True)
+                n = end
+        for m in range((last - first) * R):
+            if turn == 0:
+                n = first + m // R
+                begin = max(0, position[n] + 1 - window)
+                _softmax(scores + m * wide, begin // PAGE * PAGE, begin, position[n] + 1, scale)
+                for d in range(0, V, LANES):  # the queries have served: their place is for the sums
+                    store(packed + 4 * (m * lanes + d), fill(np.float32(0)))
+            else:
+                to = out + 4 * (((first + m // R) * G + g) * R + m % R) * V
+                for d in range(0, V, LANES):
+                    store_first(to + 4 * d, load(packed + 4 * (m * lanes + d)), V - d)
 
 
-def lanes_of(k_PSGK: Tensor, v_PSGV: Tensor) -> int:
-    """Width of the values' rows, a multiple of 16, where the loops can read these pages: fp32 of `new_pages`; else 0."""
-    (_, S, G, K), V = k_PSGK.shape, v_PSGV.stride(1)
-    ours = k_PSGK.stride() == (G * K * S, 1, K * S, S) and v_PSGV.stride() == (G * S * V, V, S * V, 1) and V % PAGE == 0
-    return V if ours and k_PSGK.dtype == v_PSGV.dtype == torch.float32 and k_PSGK.is_cpu and has_numba() else 0
+@numba_jit
+def _attend_loop(
+    part: Any, start: Any, stop: Any, queries: Any, G: Any, R: Any, K: Any, V: Any, q: Any, k: Any, v: Any,
+    tables: Any, sequence: Any, position: Any, window: Any, scale: Any, packed: Any, scores: Any, out: Any,
+) -> None:  # fmt: skip
+    """Items start .. stop - 1: of each tile of queries each key-value head."""
+    wide = 4 * scores.shape[2]
+    rows, table = scores[part].ctypes.data, packed[part].ctypes.data
+    for item in range(start, stop):
+        first = item // G * TILE
+        last = min(first + TILE, queries)
+        attend_head(item % G, first, last, G, R, K, V, q, k, v, tables, sequence, position, window, scale, table, rows, wide, out)
+
+
+def paged_for_loops(k_PSGK: Tensor, v_PSGV: Tensor) -> bool:
+    """Whether the loops can read these pages: fp32 of `new_pages`, in which rows of values have a multiple of 16 places."""
+    (_, S, G, K), lanes = k_PSGK.shape, v_PSGV.stride(1)
+    ours = k_PSGK.stride() == (G * K * S, 1, K * S, S) and v_PSGV.stride() == (G * S * lanes, lanes, S * lanes, 1)
+    ours &= lanes == -(-v_PSGV.shape[3] // PAGE) * PAGE
+    return ours and k_PSGK.dtype == v_PSGV.dtype == torch.float32 and k_PSGK.is_cpu and has_numba()
 
 
 def _attend(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int) -> Tensor:
     N, H, K = q_NHK.shape
     G, V = v_PSGV.shape[2:]
-    if not (lanes := lanes_of(k_PSGK, v_PSGV)):
+    if not paged_for_loops(k_PSGK, v_PSGV):
         return _attend_portable(q_NHK, k_PSGK, v_PSGV, plan, window)
-    q, out = q_NHK.to(torch.float32).contiguous(), torch.zeros(N, H, lanes)
-    given = (N, G, H // G, K, lanes, q.data_ptr(), k_PSGK.data_ptr(), v_PSGV.data_ptr(), *plan.arrays, window or 1 << 30)
-    scratch = plan.scratch(H // G, K)
-    run_rows(_attend_loop, -(-N // TILE), TILE * H * K * PAGE * plan.tables.shape[1], *given, *scratch, out.data_ptr())
-    return out if lanes == V and q_NHK.dtype == torch.float32 else out[..., :V].to(q_NHK.dtype)
+    q, out = q_NHK.to(torch.float32).contiguous(), torch.empty(N, H, V)
+    given = (N, G, H // G, K, V, q.data_ptr(), k_PSGK.data_ptr(), v_PSGV.data_ptr(), *plan.arrays, window or 1 << 30, K**-0.5)
+    scratch = plan.scratch(H // G, max(K, v_PSGV.stride(1)))
+    run_rows(_attend_loop, -(-N // TILE) * G, TILE * H // G * K * PAGE * plan.tables.shape[1], *given, *scratch, out.data_ptr())
+    return out.to(q_NHK.dtype)
 
 
 def _attend_portable(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int) -> Tensor:

@@ -22,7 +22,8 @@ from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from puna.kernels.vectors import carray, pointer
+    from puna.kernels.vectors import LANES, add, carray, fill, fma, lane, load_first, over, pointer, root, store_first, times
+    from puna.kernels.vectors import total as total_of
 
 PROGRAMS = 264  # programs of the backward, each with its own part of dweight: two for each multiprocessor of a large GPU
 
@@ -42,30 +43,33 @@ def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, 
 
 
 @numba_jit
+def norm_row(width: Any, x: Any, residual: Any, weight: Any, eps: Any, total: Any, y: Any) -> Any:
+    """One row, by address; returns r. Where there is a residual (address 0: none), `total` gets its sum with x."""
+    squares = fill(np.float32(0))
+    for i in range(0, width, LANES):
+        z = load_first(x + 4 * i, width - i)
+        if residual:
+            z = add(z, load_first(residual + 4 * i, width - i))
+            store_first(total + 4 * i, z, width - i)
+        squares = fma(z, z, squares)
+    row = total if residual else x
+    mean = over(fill(total_of(squares)), fill(np.float32(width)))
+    r = over(fill(np.float32(1)), root(add(mean, fill(np.float32(eps)))))
+    for i in range(0, width, LANES):
+        z = times(times(load_first(row + 4 * i, width - i), r), load_first(weight + 4 * i, width - i))
+        store_first(y + 4 * i, z, width - i)
+    return lane(r, 0)
+
+
+@numba_jit
 def _forward_loop(
-    part: Any, start: Any, stop: Any, rows: Any, width: Any, x_at: Any, residual_at: Any, weight_at: Any, eps: Any,
-    y_at: Any, total_at: Any, r_at: Any,
-) -> None:  # fmt: skip
-    """By address: a step of generation has more calls than numbers. `residual_at` 0: none, and `total_at` is x's."""
-    x, residual = carray(pointer(x_at), (rows, width)), carray(pointer(residual_at), (rows, width))
-    total, y = carray(pointer(total_at), (rows, width)), carray(pointer(y_at), (rows, width))
-    weight, r = carray(pointer(weight_at), (width,)), carray(pointer(r_at), (rows,))
+    part: Any, start: Any, stop: Any, width: Any, x: Any, residual: Any, weight: Any, eps: Any, y: Any, total: Any, r: Any
+) -> None:
+    """By address: a step of generation has more calls than numbers."""
+    r_T = carray(pointer(r), (stop,))
     for t in range(start, stop):
-        squares = np.float32(0)
-        if residual_at:
-            for d in range(width):
-                z = x[t, d] + residual[t, d]
-                total[t, d] = z
-                squares += z * z
-            row = total[t]
-        else:
-            row = x[t]
-            for d in range(width):
-                squares += row[d] * row[d]
-        scale = np.float32(1) / np.sqrt(squares / np.float32(width) + eps)
-        r[t] = scale
-        for d in range(width):
-            y[t, d] = row[d] * scale * weight[d]
+        at = 4 * t * width
+        r_T[t] = norm_row(width, x + at, residual + at if residual else 0, weight, eps, total + at, y + at)
 
 
 @numba_jit
@@ -98,7 +102,7 @@ def _forward(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: fl
         rows, width = x_TD.shape
         residual = 0 if residual_TD is None else residual_TD.data_ptr()
         where = (y_TD.data_ptr(), total_TD.data_ptr(), r_T.data_ptr())
-        run_rows(_forward_loop, rows, width, rows, width, x_TD.data_ptr(), residual, weight_D.data_ptr(), np.float32(eps), *where)
+        run_rows(_forward_loop, rows, width, width, x_TD.data_ptr(), residual, weight_D.data_ptr(), eps, *where)
         return y_TD, total_TD, r_T
     total_TD = x_TD if residual_TD is None else x_TD + residual_TD
     wide_TD = total_TD.to(wide(x_TD.dtype))

@@ -19,7 +19,7 @@ from puna.kernels.operators import differentiable, fused_on_cpu, operator
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from puna.kernels.vectors import carray, pointer
+    from puna.kernels.vectors import LANES, add, fill, load_first, minus, store_first, times
 
 HEADS = 8  # heads turned at once by a Triton program
 
@@ -42,28 +42,30 @@ def rope_reference(x_TNK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @numba_jit
-def _rotate_loop(
-    part: Any, start: Any, stop: Any, rows: Any, width: Any, half: Any, x_at: Any, cos_at: Any, sin_at: Any, sign: Any, out_at: Any
-) -> None:
+def rotate_head(half: Any, x: Any, cos: Any, sin: Any, sign: Any, out: Any) -> None:
+    """One head of one token, by address; `out` may be x."""
+    way = fill(np.float32(sign))
+    for i in range(0, half, LANES):
+        first, second = load_first(x + 4 * i, half - i), load_first(x + 4 * (half + i), half - i)
+        c, s = load_first(cos + 4 * i, half - i), times(load_first(sin + 4 * i, half - i), way)
+        store_first(out + 4 * i, minus(times(first, c), times(second, s)), half - i)
+        store_first(out + 4 * (half + i), add(times(second, c), times(first, s)), half - i)
+
+
+@numba_jit
+def _rotate_loop(part: Any, start: Any, stop: Any, heads: Any, half: Any, x: Any, cos: Any, sin: Any, sign: Any, out: Any) -> None:
     """By address, like RMSNorm's."""
-    x, out = carray(pointer(x_at), (rows, width)), carray(pointer(out_at), (rows, width))
-    cos, sin = carray(pointer(cos_at), (rows, half)), carray(pointer(sin_at), (rows, half))
     for t in range(start, stop):
-        c, s = cos[t], sin[t]
-        for n in range(width // (2 * half)):
-            first, second = x[t, 2 * half * n : 2 * half * n + half], x[t, 2 * half * n + half : 2 * half * (n + 1)]
-            to_first, to_second = out[t, 2 * half * n : 2 * half * n + half], out[t, 2 * half * n + half : 2 * half * (n + 1)]
-            for i in range(half):
-                turn = sign * s[i]
-                to_first[i] = first[i] * c[i] - second[i] * turn
-                to_second[i] = second[i] * c[i] + first[i] * turn
+        for n in range(t * heads, (t + 1) * heads):
+            rotate_head(half, x + 8 * n * half, cos + 4 * t * half, sin + 4 * t * half, sign, out + 8 * n * half)
 
 
 def _rotate(x_TNK: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     if fused_on_cpu(x_TNK, cos, sin):
         out = torch.empty_like(x_TNK)
-        (T, N, K), turn = x_TNK.shape, np.float32(-1.0 if back else 1.0)
-        run_rows(_rotate_loop, T, N * K, T, N * K, K // 2, x_TNK.data_ptr(), cos.data_ptr(), sin.data_ptr(), turn, out.data_ptr())
+        T, N, K = x_TNK.shape
+        given = (x_TNK.data_ptr(), cos.data_ptr(), sin.data_ptr(), -1.0 if back else 1.0, out.data_ptr())
+        run_rows(_rotate_loop, T, N * K, N, K // 2, *given)
         return out
     half, sign = x_TNK.shape[-1] // 2, -1.0 if back else 1.0
     c, s = cos[:, None], sin[:, None]

@@ -20,7 +20,7 @@ from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
 if TYPE_CHECKING:
     import triton.language as tl
 if has_numba():
-    from puna.kernels.vectors import carray, pointer
+    from puna.kernels.vectors import LANES, add, exp, fill, load_first, minus, over, store_first, times
 
 BLOCK = 2048  # elements of one Triton program
 
@@ -38,13 +38,20 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @numba_jit
-def _forward_loop(part: Any, start: Any, stop: Any, width: Any, gate_at: Any, gate_row: Any, up_at: Any, up_row: Any, y_at: Any) -> None:
+def swiglu_row(width: Any, gate: Any, up: Any, y: Any) -> None:
+    """One row, by address."""
+    zero, one = fill(np.float32(0)), fill(np.float32(1))
+    for i in range(0, width, LANES):
+        g = load_first(gate + 4 * i, width - i)
+        silu = over(g, add(one, exp(minus(zero, g))))
+        store_first(y + 4 * i, times(silu, load_first(up + 4 * i, width - i)), width - i)
+
+
+@numba_jit
+def _forward_loop(part: Any, start: Any, stop: Any, width: Any, gate: Any, gate_row: Any, up: Any, up_row: Any, y: Any) -> None:
     """By address; rows of gate and up lie so many bytes apart."""
     for t in range(start, stop):
-        g, u = carray(pointer(gate_at + t * gate_row), (width,)), carray(pointer(up_at + t * up_row), (width,))
-        row = carray(pointer(y_at + 4 * t * width), (width,))
-        for i in range(width):
-            row[i] = g[i] / (np.float32(1) + exp32(-g[i])) * u[i]
+        swiglu_row(width, gate + t * gate_row, up + t * up_row, y + 4 * t * width)
 
 
 @numba_jit

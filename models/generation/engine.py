@@ -25,7 +25,7 @@ from puna.kernels.exact import exact_passes
 from puna.models.generation.pages import PagePool
 from puna.models.generation.sampling import Draw, SamplingParams, draw
 from puna.models.generation.schedule import Answer, Request, Scheduler
-from puna.models.generation.step import Cache, page_bytes, run
+from puna.models.generation.step import Cache, loops, page_bytes, run
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
@@ -160,7 +160,7 @@ class Engine:
             if work:
                 self.cache.copy(self.scheduler.copies)
                 self.scheduler.copies = []
-                hidden_ND = run(self.model, self.cache, work)
+                hidden_ND = run(self.model, self.cache, work, self._loops)
                 for item, rows in zip(work, hidden_ND.split([item.count + len(item.guess) for item in work]), strict=True):
                     self.scheduler.computed(item, rows[item.count - 1 :])
             ready = [item.answer for item in work if item.answer.hidden is not None] + list(self.scheduler.fork())
@@ -174,8 +174,8 @@ class Engine:
             assert answer.hidden is not None
             hidden.append(answer.hidden)
             params, own = answer.request.params, answer.own if answer.request.params.shifts else []
-            uniforms = self._uniforms(answer)[len(answer.logprobs) :]
-            for i, uniform in enumerate(uniforms[: len(answer.hidden)].tolist()):
+            begin = len(answer.logprobs)
+            for i, uniform in enumerate(self._uniforms(answer)[begin : begin + len(answer.guess) + 1]):
                 rows.append(Draw(params, uniform, answer.request.prompt, [*own, *answer.guess[:i]]))
         try:
             drawn = zip(*draw(self.model.logits(torch.cat(hidden)), rows), strict=True)
@@ -216,11 +216,11 @@ class Engine:
         shown = self.tokenizer.decode(last, skip_special_tokens=True)
         return any(text in shown for text in texts)
 
-    def _uniforms(self, answer: Answer) -> np.ndarray:
+    def _uniforms(self, answer: Answer) -> list[float]:
         if answer.uniforms is None:
             request = answer.request
             generator = np.random.default_rng([request.params.seed, answer.number, *request.words])
-            answer.uniforms = generator.random(request.params.max_tokens)
+            answer.uniforms = generator.random(request.params.max_tokens).tolist()
         return answer.uniforms
 
     def _ids(self, prompt: Prompt, index: int) -> list[int]:
@@ -257,4 +257,5 @@ class Engine:
             self.cache = Cache(self.model, pages)
             self.scheduler = Scheduler(PagePool(pages), self.sequences, self.step_tokens)
         self.scheduler.restart()
+        self._loops = loops(self.model)
         self._weights = weights

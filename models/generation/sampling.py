@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -71,12 +72,12 @@ class SamplingParams:
         if self.speculate and self.mask is not None:
             raise ValueError("speculate guesses what a mask may forbid: give one of them")
 
-    @property
+    @cached_property
     def cuts(self) -> bool:
         """Whether a draw is from a part of the tokens."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
-    @property
+    @cached_property
     def shifts(self) -> bool:
         """Whether logits are changed before a draw."""
         return bool(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
 from torch import Tensor
 
 from puna.kernels.paged_attention import PAGE
@@ -32,7 +31,7 @@ class Answer:
     guess: list[int] = field(default_factory=list)  # what may follow the last token
     lookup: Lookup | None = None
     logprobs: list[float] = field(default_factory=list)
-    uniforms: np.ndarray | None = None  # its private random numbers
+    uniforms: list[float] | None = None  # its private random numbers
 
     @property
     def own(self) -> list[int]:
@@ -105,14 +104,14 @@ class Scheduler:
         budget = self.step_tokens
         work = []
         for answer in list(self.running):
-            if answer not in self.running or answer.hidden is not None:  # preempted by one before it; drawn from, not computed
+            if not answer.pages or answer.hidden is not None:  # preempted by one before it; drawn from, not computed
                 continue
             count = min(len(answer.tokens) - answer.computed, max(budget, 1))
             guess = self._guess(answer, budget - count)
             if self._make_room(answer, count + len(guess)):
                 work.append(Work(answer, count, guess))
                 budget -= count + len(guess)
-        work = [item for item in work if item.answer in self.running]
+        work = [item for item in work if item.answer.pages]
         while budget > 0 and len(self.running) < self.sequences and (admitted := self._admit()) is not None:
             count = min(len(admitted.tokens) - admitted.computed, budget)
             if not self._make_room(admitted, count):
@@ -218,7 +217,7 @@ class Scheduler:
 
     def _make_room(self, answer: Answer, count: int) -> bool:
         """Pages of its own for the next `count` tokens of an answer, where need be by pausing the youngest, at last itself."""
-        while answer in self.running:
+        while answer not in self.paused:
             try:
                 index = answer.computed // PAGE
                 if index < len(answer.pages) and answer.computed % PAGE and (copy := self.pool.writable(answer.pages, index)):

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from puna.kernels.exact import exact_passes
-from puna.kernels.linear import exact_routine
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
 from puna.models.training.objectives.base import Targets
@@ -128,7 +127,6 @@ def exactness(rounds: int) -> dict[str, Any]:
             plain=lambda rows=rows: ours(network, rows, 1, False),
         )
         figures[f"exact_cost_batch_{count}"] = took["exact"] / took["plain"]
-    figures["exact_routine"] = ", ".join(sorted({exact_routine(n, d, 1)[0] for n, d in ((256, 256), (704, 256), (256, 704), (8192, 256))}))
     return figures
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from puna.kernels import linear
 from puna.kernels.adamw import adamw_
 from puna.kernels.exact import exact_passes
 from puna.kernels.paged_attention import PAGE
@@ -83,12 +82,11 @@ WAYS = {
 }
 
 
-def test_exact_logprobs_are_the_trainers_bit_by_bit(monkeypatch, temperature=0.7):
+def test_exact_logprobs_are_the_trainers_bit_by_bit(temperature=0.7):
     """Whatever the batch, the chunks, the pauses, and prefixes found; and the gradient pass has the same forward.
 
     By the loop, whose products are exact as they are written; what this machine's libraries do is found by trial.
     """
-    monkeypatch.setattr(linear, "exact_routine", lambda *_: ("loop", 1))
     wide = ModelConfig(vocab_size=131, hidden_size=64, intermediate_size=90, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=20, initializer_range=0.2)
     model = Transformer(wide, generator=torch.Generator().manual_seed(0))
     generator = np.random.default_rng(0)
@@ -186,9 +184,8 @@ def test_a_longer_prompt_begins_where_the_cache_ends(model, computed):
 
 
 @pytest.mark.parametrize(("way", "temperature", "tokens"), [("all at once", 0.0, 1), ("all at once", 1.0, 4), ("little of everything", 1.0, 3)])
-def test_guesses_change_no_answer_and_save_steps(model, computed, monkeypatch, way, temperature, tokens):
+def test_guesses_change_no_answer_and_save_steps(model, computed, way, temperature, tokens):
     """Exact passes, in which rounding flips no draw, and few tokens, so that what stood before comes again."""
-    monkeypatch.setattr(linear, "exact_routine", lambda *_: ("loop", 1))
     asked = prompts(4)
     params = SamplingParams(n=2, temperature=temperature, max_tokens=40, stop=NEVER, seed=5, logit_bias=dict.fromkeys(range(tokens), 30.0))
     limits = {key: value for key, value in WAYS[way].items() if key != "pages"}
@@ -426,3 +423,25 @@ def test_weights_that_change_midway_are_seen_by_what_runs():
         tokens += [event.token for event in engine.step() if event.request is request]
     (rest,) = Engine(changing).generate([[*range(30), *tokens[:5]]], SamplingParams(temperature=0, max_tokens=7, stop=NEVER))
     assert tokens[5:] == rest[0].tokens and nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("also", [{"qkv_bias": True, "o_bias": True, "qk_norm": True, "head_dim": 12}, {"sliding_window": 5, "sliding_layers": (1,)}])
+def test_layers_by_loops_have_the_bits_of_the_models(also):
+    """Exact answers with each layer in a few loops are those by the model's own operators, as training computes them."""
+    config = ModelConfig(**{**CONFIG.to_dict(), "head_dim": 0, **also, "model_type": ""})
+    model = Transformer(config, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(len(name)))
+    params = SamplingParams(n=2, max_tokens=20, stop=(0, 1), seed=1)
+    by_loops, plain = Engine(model, exact=True), Engine(model, exact=True)
+    assert by_loops._loops is not None
+    plain._loops = None
+    assert by_loops.generate(prompts(4, 40), params) == plain.generate(prompts(4, 40), params)
+
+
+def test_layers_by_loops_serve_dense_models_in_fp32(model):
+    assert step.loops(Transformer(CONFIG).double()) is None
+    experts = ModelConfig(**{**CONFIG.to_dict(), "moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}, "model_type": ""})
+    assert step.loops(Transformer(experts)) is None and step.loops(model) is not None

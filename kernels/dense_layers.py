@@ -1,0 +1,190 @@
+"""The layers of a dense decoder over pages, four loops a layer: what a step of generation computes in fp32 on a CPU.
+
+A step of few tokens has little to multiply, and a dozen operators a layer cost more in calls than in arithmetic. Here a layer is
+norm, projections, rotation, append and attention by key-value head; the output projection with the residual; norm and SwiGLU by
+panels of columns; the down projection with the residual. Each is made of the routines by row that the layer's operators are made
+of, so a token has the bits that it has in an exact pass of those (`exact.py`), and there is no second copy of the weights.
+
+Shapes: N tokens, D model width, F feed-forward width, H query heads, G key-value heads, R = H / G, K head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from puna.kernels.kv_append import append_head
+from puna.kernels.lazy import has_numba, numba_jit
+from puna.kernels.linear import PANEL, products
+from puna.kernels.loops import run_rows
+from puna.kernels.paged_attention import PAGE, TILE, PagedPlan, attend_head
+from puna.kernels.rms_norm import norm_row
+from puna.kernels.rope import rotate_head
+from puna.kernels.swiglu import swiglu_row
+
+if has_numba():
+    from puna.kernels.vectors import LANES, add, load_first, store_first
+
+
+@dataclass(frozen=True, eq=False)
+class DenseLayer:
+    """A layer's weights, all fp32, dense and on CPU; norms [D] and [K], projections [outputs, inputs]."""
+
+    input_norm: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    post_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+ATTENTION = ("input_norm", "q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
+REST = ("o", "o_bias", "post_norm", "gate", "up", "down")
+
+
+@numba_jit
+def _add_row(width: Any, to: Any, other: Any) -> None:
+    for i in range(0, width, LANES):
+        store_first(to + 4 * i, add(load_first(to + 4 * i, width - i), load_first(other + 4 * i, width - i)), width - i)
+
+
+@numba_jit
+def _finish_head(K: Any, x: Any, bias: Any, norm: Any, eps: Any, cos: Any, sin: Any) -> None:
+    """Bias, norm and rotation of one query or key, in place; address 0: none."""
+    if bias:
+        _add_row(K, x, bias)
+    if norm:
+        norm_row(K, x, 0, norm, eps, 0, x)
+    rotate_head(K // 2, x, cos, sin, 1.0, x)
+
+
+@numba_jit
+def _attention_loop(
+    part: Any, start: Any, stop: Any, N: Any, D: Any, G: Any, R: Any, K: Any, eps: Any, x: Any, weights: Any, cos: Any, sin: Any,
+    k_pages: Any, v_pages: Any, tables: Any, sequence: Any, position: Any, window: Any, scale: Any,
+    normed: Any, q: Any, kv: Any, packed: Any, scores: Any, out: Any,
+) -> None:  # fmt: skip
+    """Key-value heads start .. stop - 1 with their queries. `cos`, `sin` are tables by position."""
+    input_norm, q_w, k_w, v_w, q_bias, k_bias, v_bias, q_norm, k_norm = weights
+    h, kv = normed + 4 * part * N * D, kv + 8 * part * N * K
+    for n in range(N):
+        norm_row(D, x + 4 * n * D, 0, input_norm, eps, 0, h + 4 * n * D)
+    wide, row = 4 * scores.shape[2], 4 * G * R * K
+    for g in range(start, stop):
+        products(N, R * K, D, h, 4 * D, q_w + 4 * g * R * K * D, q + 4 * g * R * K, row)
+        products(N, K, D, h, 4 * D, k_w + 4 * g * K * D, kv, 8 * K)
+        products(N, K, D, h, 4 * D, v_w + 4 * g * K * D, kv + 4 * K, 8 * K)
+        for n in range(N):
+            c, s = cos + 2 * position[n] * K, sin + 2 * position[n] * K
+            for r in range(g * R, (g + 1) * R):
+                _finish_head(K, q + n * row + 4 * r * K, q_bias + 4 * r * K if q_bias else 0, q_norm, eps, c, s)
+            key = kv + 8 * n * K
+            _finish_head(K, key, k_bias + 4 * g * K if k_bias else 0, k_norm, eps, c, s)
+            if v_bias:
+                _add_row(K, key + 4 * K, v_bias + 4 * g * K)
+            place = tables[sequence[n], position[n] // PAGE] * PAGE + position[n] % PAGE
+            append_head(g, place, G, K, K, k_pages, v_pages, key, key + 4 * K)
+        for first in range(0, N, TILE):
+            attend_head(
+                g, first, min(first + TILE, N), G, R, K, K, q, k_pages, v_pages, tables, sequence, position, window, scale,
+                packed[part].ctypes.data, scores[part].ctypes.data, wide, out,
+            )  # fmt: skip
+
+
+@numba_jit
+def _add_product_loop(
+    part: Any, start: Any, stop: Any, N: Any, outputs: Any, inputs: Any, a: Any, w: Any, bias: Any, scratch: Any, x: Any
+) -> None:
+    """Panels start .. stop - 1 of x += a w^T + bias."""
+    y = scratch + 4 * part * N * PANEL
+    for first in range(start * PANEL, min(stop * PANEL, outputs), PANEL):
+        width = min(PANEL, outputs - first)
+        products(N, width, inputs, a, 4 * inputs, w + 4 * first * inputs, y, 4 * PANEL)
+        for n in range(N):
+            if bias:
+                _add_row(width, y + 4 * n * PANEL, bias + 4 * first)
+            _add_row(width, x + 4 * (n * outputs + first), y + 4 * n * PANEL)
+
+
+@numba_jit
+def _swiglu_loop(
+    part: Any, start: Any, stop: Any, N: Any, D: Any, F: Any, eps: Any, x: Any, norm: Any, gate: Any, up: Any, normed: Any,
+    scratch: Any, out: Any,
+) -> None:  # fmt: skip
+    """Panels start .. stop - 1 of out = SwiGLU of the normed x."""
+    h, y = normed + 4 * part * N * D, scratch + 8 * part * N * PANEL
+    for n in range(N):
+        norm_row(D, x + 4 * n * D, 0, norm, eps, 0, h + 4 * n * D)
+    for first in range(start * PANEL, min(stop * PANEL, F), PANEL):
+        width = min(PANEL, F - first)
+        products(N, width, D, h, 4 * D, gate + 4 * first * D, y, 8 * PANEL)
+        products(N, width, D, h, 4 * D, up + 4 * first * D, y + 4 * PANEL, 8 * PANEL)
+        for n in range(N):
+            swiglu_row(width, y + 8 * n * PANEL, y + (8 * n + 4) * PANEL, out + 4 * (n * F + first))
+
+
+class DenseLayers:
+    """The layers with room for what stands between their loops, which is kept from step to step.
+
+    Weights may change in place, not their places. ValueError where one is not fp32, dense and on CPU.
+    """
+
+    def __init__(self, layers: Sequence[DenseLayer], heads: int, groups: int, head_dim: int, eps: float) -> None:
+        for layer in layers:
+            for field in fields(layer):
+                weight = getattr(layer, field.name)
+                if weight is not None and not (weight.dtype == torch.float32 and weight.is_cpu and weight.is_contiguous()):
+                    raise ValueError(f"{field.name} is {weight.dtype} on {weight.device}: the loops need dense fp32 on CPU")
+        self.layers, self.F, self.G, self.R, self.K, self.eps = list(layers), len(layers[0].gate), groups, heads // groups, head_dim, eps
+        names = [field.name for field in fields(DenseLayer)]
+        found = [{name: _address(getattr(layer, name)) for name in names} for layer in layers]
+        self._addresses = [(tuple(each[name] for name in ATTENTION), tuple(each[name] for name in REST)) for each in found]
+        self._room: dict[str, Tensor] = {}
+
+    def _space(self, **sizes: int) -> list[int]:
+        """Addresses of room for so many numbers."""
+        for name, size in sizes.items():
+            if name not in self._room or self._room[name].numel() < size:
+                self._room[name] = torch.empty(size)
+        return [self._room[name].data_ptr() for name in sizes]
+
+    def __call__(
+        self, x_ND: Tensor, cos: Tensor, sin: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan, windows: Sequence[int | None]
+    ) -> None:
+        """Send embedded tokens x through all layers, in place; their keys and values go into the pages of each layer.
+
+        `cos`, `sin` [positions, K / 2] are tables by position id. `pages` are of `new_pages`, fp32.
+        """
+        (N, D), F, G, R, K = x_ND.shape, self.F, self.G, self.R, self.K
+        threads, x = torch.get_num_threads(), x_ND.data_ptr()
+        normed, kv, q, seen, inner, panel = self._space(
+            normed=threads * N * D, kv=threads * 2 * N * K, q=N * G * R * K, seen=N * G * R * K, inner=N * F, panel=threads * 2 * N * PANEL
+        )
+        shape, views = (N, D, G, R, K, self.eps, x), (cos.data_ptr(), sin.data_ptr())
+        scratch = (K**-0.5, normed, q, kv, *plan.scratch(R, -(-K // PAGE) * PAGE), seen)
+        # Vectors of a panel or head, against which waking a thread is weighed.
+        work, heads = N * D * PANEL // LANES, N * K * (R + 2) * (D + PAGE * plan.tables.shape[1]) // LANES
+        for (attention, rest), layer_pages, window in zip(self._addresses, pages, windows, strict=True):
+            o, o_bias, norm, gate, up, down = rest
+            at = (layer_pages[0].data_ptr(), layer_pages[1].data_ptr())
+            run_rows(_attention_loop, G, heads, *shape, attention, *views, *at, *plan.arrays, window or 1 << 30, *scratch)
+            run_rows(_add_product_loop, -(-D // PANEL), work, N, D, G * R * K, seen, o, o_bias, panel, x)
+            run_rows(_swiglu_loop, -(-F // PANEL), 2 * work, N, D, F, self.eps, x, norm, gate, up, normed, panel, inner)
+            run_rows(_add_product_loop, -(-D // PANEL), work, N, D, F, inner, down, 0, panel, x)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
