@@ -13,10 +13,17 @@ import typer
 from puna.flows.look import StoreOption
 from puna.flows.server import end_with
 from puna.flows.settings import DEFAULT_STORE
+from puna.stages.contract import parse
+from puna.stages.conversations import shown
+from puna.stages.retrieve import passages as retrieved
+from puna.stages.search import SearchConfig, Values
+from puna.stages.search import search as searched
+from puna.stages.verifiers.base import BoundedVerifier, Item, Question, attempt
+from puna.stages.verifiers.registry import from_json, from_text
 from puna.storage import Artifact, PunaError, Store
 
 if TYPE_CHECKING:
-    from puna.models.generation import Engine, SamplingParams
+    from puna.models.generation import Completion, Engine, SamplingParams
     from puna.models.grammar import Mask
 
 app = typer.Typer()
@@ -142,33 +149,106 @@ def generate(
     schema: Annotated[
         Path | None, typer.Option(metavar="FILE", help="JSON schema that each answer is held to", exists=True, dir_okay=False)
     ] = None,
+    search: Annotated[
+        str | None,
+        typer.Option(metavar="METHOD", help="One of --n tries: best (by --verifier, else the likeliest), majority; or tree, over lines"),
+    ] = None,
+    verifier: Annotated[
+        str | None, typer.Option(metavar="JSON", help='What best and tree score answers by: {"name": "json_schema", …}')
+    ] = None,
+    expansions: Annotated[int, typer.Option(min=1, help="With --search tree: leaves grown, each by --n steps")] = 16,
+    documents: Annotated[
+        str | None, typer.Option(metavar="ID", help="Documents of the store; passages of them that fit a prompt are put before it")
+    ] = None,
+    passages: Annotated[int, typer.Option(min=1, help="With --documents: passages for each prompt, of 150 words at most")] = 3,
     speculate: SpeculateOption = 0,
     memory: MemoryOption = 1.0,
     store: StoreOption = DEFAULT_STORE,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer: prompt, text, tokens, logprobs, finished")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per answer: prompt, text, tokens, logprobs, finished, and what it cost")
+    ] = False,
 ) -> None:
     """Answer prompts, many at once. A line of standard input is a JSON text, a list of messages, or an object with `prompt`
     or `messages`."""
     asked: list[Any] = list(prompts or ()) or [_parsed(number, line) for number, line in enumerate(sys.stdin, 1) if line.strip()]
+    searching = _searching(search, n, verifier, expansions, temperature)
+    given = asked if documents is None else _with_passages(asked, documents, passages, store)
     engine = opened(model, store, memory)
     mask = None if schema is None else _mask(engine, schema)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed, "n": n}
     params = parameters(engine, {"temperature": 0.7}, **asked_of, mask=mask, speculate=speculate)
     tokenizer = engine.tokenizer
     assert tokenizer is not None
+    answers: list[list[tuple[Completion, dict[str, float]]]]
     try:
         if raw:
-            ids = [[*tokenizer.lead, *tokenizer.encode(_plain(one))] for one in asked]
+            ids = [[*tokenizer.lead, *tokenizer.encode(_plain(one))] for one in given]
         else:
-            ids = [tokenizer.chat([{"role": "user", "content": one}] if isinstance(one, str) else one) for one in asked]
-        answers = engine.generate(ids, params)
+            ids = [tokenizer.chat(_messages(one)) for one in given]
+        if searching is None:
+            answers = [[(found, {"drawn": len(found.tokens)}) for found in row] for row in engine.generate(ids, params)]
+        else:
+            chosen = searched(engine, ids, params, searching, _values(searching, asked))
+            answers = [[(one.completion, {"drawn": one.tokens, "value": one.value, "tried": one.tried})] for one in chosen]
     except ValueError as error:
         raise PunaError(str(error)) from error
-    for one, row in zip(asked, answers, strict=True):
-        for found in row:
+    for one, read, row in zip(asked, ids, answers, strict=True):
+        for found, cost in row:
             text = tokenizer.decode(found.tokens, skip_special_tokens=True)
             whole = {"prompt": one, "text": text, "tokens": found.tokens, "logprobs": found.logprobs, "finished": found.finished}
-            typer.echo(json.dumps(whole, ensure_ascii=False) if as_json else text)
+            typer.echo(json.dumps({**whole, "read": len(read), **cost}, ensure_ascii=False) if as_json else text)
+    if searching is not None and not as_json:
+        drawn = sum(int(cost["drawn"]) for row in answers for _, cost in row)
+        kept = sum(len(found.tokens) for row in answers for found, _ in row)
+        typer.echo(f"{drawn:,} tokens drawn for {kept:,} of answers", err=True)
+
+
+def _messages(prompt: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _searching(method: str | None, n: int, verifier: str | None, expansions: int, temperature: float | None) -> SearchConfig | None:
+    """The search that was asked for; PunaError where options do not fit."""
+    if method is None:
+        if verifier is not None:
+            raise PunaError("--verifier chooses among answers: give --search best or tree, too")
+        return None
+    if temperature == 0:
+        raise PunaError("--search chooses among answers, which at --temperature 0 are all alike")
+    try:
+        spec = None if verifier is None else json.loads(verifier)
+    except ValueError as error:
+        raise PunaError(f"--verifier is not JSON: {error}") from error
+    if spec is not None and not isinstance(from_json(spec), BoundedVerifier):
+        raise PunaError(f"--verifier {spec['name']} needs a model or a process of its own: evaluate takes it (answers.search)")
+    return parse(SearchConfig, {"method": method, "n": n, "verifier": spec, "expansions": expansions}, "--search")
+
+
+def _values(config: SearchConfig, asked: list[Any]) -> Values | None:
+    """Scores by the verifier; an answer that cannot be scored ends the command, since the next could not be either."""
+    if config.verifier is None:
+        return None
+    verifier = from_text(json.dumps(config.verifier))
+    questions = [Question(f"prompt {i}", "", shown(_messages(one)), None, tuple(_messages(one))) for i, one in enumerate(asked)]
+    for question in questions:
+        verifier.check(question)
+    return lambda answers: [attempt(Item(verifier, questions[number], text)).value for number, text in answers]
+
+
+def _with_passages(asked: list[Any], name: str, most: int, store: str) -> list[Any]:
+    """The prompts behind passages of documents that fit their last message."""
+    opened_store = Store.existing(store)
+    artifact = opened_store.checked(opened_store.resolve(name))
+    if artifact.kind != "documents":
+        raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` shows those there are")
+    conversations = [_messages(one) for one in asked]
+    found = retrieved([str(messages[-1].get("content") or "") for messages in conversations], artifact, most)
+    behind = []
+    for messages, row in zip(conversations, found, strict=True):
+        texts = "\n\n".join(f"[{i}] {passage.text}" for i, passage in enumerate(row, 1))
+        last = {**messages[-1], "content": f"{texts}\n\n{messages[-1].get('content')}"} if row else messages[-1]
+        behind.append([*messages[:-1], last])
+    return behind
 
 
 def _mask(engine: Engine, file: Path) -> Mask:

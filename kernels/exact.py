@@ -3,11 +3,11 @@
 Generation computes a token beside others than training does: one at a time, in chunks, after a cached prefix. In exact
 passes each routine has one order of operations for a row, whatever the rows around it:
 
-- products: the routine of this machine that gives a row the same bits for any number of rows from `rows` on, found by
-  trial for each shape of weight; fewer rows are filled up (`linear.exact_routine`);
+- products: one loop in which each number is one chain of sums, whatever tile it is computed in (`linear.products`);
 - attention: one loop over the keys of a query's path in pages that begin at multiples of the page's size, wherever the
   pages lie and whoever shares them (`paged_attention`);
-- norms, rotations, SwiGLU, log-softmax: loops over rows.
+- norms, rotations, SwiGLU, log-softmax: loops over rows, in words of one IEEE operation each (`vectors`), so that they have the
+  same bits inside a loop that computes a whole layer (`dense_layers`).
 
 In fp32 on a CPU with numba's loops; elsewhere `exact_passes` raises ValueError.
 """

@@ -94,7 +94,8 @@ class PagedPlan:
         """Room for a tile's queries and scores on each thread; the layers of a step share it."""
         if (R, width) not in self._scratch:
             threads, tokens = torch.get_num_threads(), PAGE * self.tables.shape[1]
-            self._scratch[R, width] = tuple(np.empty((threads, TILE * R, size), np.float32) for size in (width, tokens))
+            queries, scores = (np.empty((threads, TILE * R, size), np.float32) for size in (width, tokens))
+            self._scratch[R, width] = queries, scores
         return self._scratch[R, width]
 
     @cached_property

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -45,8 +46,7 @@ class Completion:
     finished: bool
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """A token that was drawn; the last of an answer brings its completion."""
 
     request: Request
@@ -79,7 +79,8 @@ class Engine:
         self.model, self.tokenizer, self.exact = model, tokenizer, exact
         self.sequences, self.step_tokens, self.memory = sequences, step_tokens, memory
         self._parameters = list(model.parameters())
-        self._weights: list[tuple[int, int]] = []
+        self._counted = [p for p in self._parameters if not p.is_inference()]  # those that count their changes
+        self._weights: list[int] = []
         self._place: tuple[torch.device, torch.dtype] | None = None
         self._renew()
 
@@ -234,6 +235,7 @@ class Engine:
 
     def _request(self, ids: list[int], params: SamplingParams, first: int) -> Request:
         self._parameters = list(self.model.parameters())
+        self._counted = [p for p in self._parameters if not p.is_inference()]
         self._renew()
         if params.stop is None and self.tokenizer is None:
             raise ValueError("SamplingParams.stop is None and the engine has no tokenizer to name the end of turn")
@@ -247,7 +249,7 @@ class Engine:
 
     def _renew(self) -> None:
         """Compute again what was computed with other weights; a cache for a model that has moved or changed its type."""
-        weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._parameters]
+        weights = [p.data_ptr() for p in self._parameters] + [p._version for p in self._counted]
         if weights == self._weights:
             return
         weight = self.model.model.embed_tokens.weight

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -85,8 +86,7 @@ class SamplingParams:
         )
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """One row's draw: its parameters, a number in [0, 1), and the tokens of the prompt and of the answer so far."""
 
     params: SamplingParams

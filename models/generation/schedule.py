@@ -7,7 +7,7 @@ the tree of prefixes still holds of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -28,7 +28,7 @@ class Answer:
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     hidden: Tensor | None = None  # [R, D] after the last token and after each guess, once computed
-    guess: list[int] = field(default_factory=list)  # what may follow the last token
+    guess: Sequence[int] = ()  # what may follow the last token
     lookup: Lookup | None = None
     logprobs: list[float] = field(default_factory=list)
     uniforms: list[float] | None = None  # its private random numbers
@@ -56,19 +56,19 @@ class Request:
     cancelled: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Work:
     """The next `count` tokens of an answer to compute, and the guess after them."""
 
     answer: Answer
     count: int
-    guess: list[int] = field(default_factory=list)
+    guess: Sequence[int] = ()
 
     @property
     def tokens(self) -> list[int]:
         """What is computed."""
         start = self.answer.computed
-        return self.answer.tokens[start : start + self.count] + self.guess
+        return [*self.answer.tokens[start : start + self.count], *self.guess]
 
 
 class Scheduler:

@@ -91,8 +91,9 @@ def loops(model: Transformer) -> Loops | None:
 def _dense_layers(model: Transformer) -> DenseLayers:
     config, layers = model.config, []
     for block in model.model.layers:
-        found: dict[str, Any] = dict(block.named_parameters())
-        layers.append(DenseLayer(**{name: found.get(place) for name, place in WEIGHTS.items()}))
+        found = dict(block.named_parameters())
+        given: dict[str, Any] = {name: found.get(place) for name, place in WEIGHTS.items()}
+        layers.append(DenseLayer(**given))
     return DenseLayers(layers, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps)
 
 

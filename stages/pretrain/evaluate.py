@@ -12,6 +12,7 @@ from pydantic import Field, JsonValue, model_validator
 from puna.stages.contract import Documents, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import answer_text, messages_of, prompt_ids, shown
 from puna.stages.pretrain import multiple_choice
+from puna.stages.search import SearchConfig, Values, search
 from puna.stages.training import bits_per_byte, intervals
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, rank, smallest
@@ -56,8 +57,16 @@ class AnswersConfig(StageConfig):
     taste: dict[str, JsonValue] | None = Field(
         None, description="A verifier, {name: …, …}, of what annotators like beside right answers; metric `liked`: right and to their taste"
     )
+    search: SearchConfig | None = Field(None, description="Search for each answer among several; null: one answer")
     examples: int = Field(4, ge=0, description="Answers of each task kept as examples for a reader")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
+
+
+    @model_validator(mode="after")
+    def _tries_differ(self) -> AnswersConfig:
+        if self.search is not None and not self.temperature:
+            raise ValueError("search chooses among answers, which at temperature 0 are all alike: give a temperature above 0")
+        return self
 
 
 class EvaluateConfig(BadRowsConfig, SeededConfig):
@@ -75,8 +84,9 @@ class EvaluateConfig(BadRowsConfig, SeededConfig):
         return self
 
     def reaches(self) -> list[tuple[str, str]]:
-        """The code of the taste."""
-        return from_json(self.answers.taste).reaches() if self.answers.taste is not None else []
+        """The code of the taste, and of what chooses among answers."""
+        own = (self.answers.taste, None if self.answers.search is None else self.answers.search.verifier)
+        return [symbol for given in own if given is not None for symbol in from_json(given).reaches()]
 
 
 @stage(kind="evaluation", named=verifiers_named)
@@ -98,7 +108,8 @@ def evaluate(
     verifier, for which `judges` are models that it may name; a prompt counts as solved at a score of 1. Where a
     verifier fails on an answer, the answer is left out of the task's numbers and counted in `unscored_answers`. Prompts that the chat
     template refuses are not asked, and are in `dropped`; see `bad_rows`. The side table `scores` has the `score` of each prompt and,
-    where there is a taste, whether its answer is `liked`, 1 or 0, so that two models can be compared prompt by prompt.
+    where there is a taste, whether its answer is `liked`, 1 or 0, so that two models can be compared prompt by prompt. `answer_tokens`
+    is what the answers cost, those drawn and not taken in a search (`answers.search`) included.
     """
     if documents is None and prompts is None:
         raise PunaError("evaluate needs documents or prompts: give at least one of them")
@@ -281,10 +292,15 @@ def _answers(
     params = SamplingParams(
         temperature=config.answers.temperature, max_tokens=config.answers.max_tokens, stop=tokenizer.stop_ids, seed=run.seed("answers")
     )
-    completions = Engine(model, tokenizer).generate(
-        asked, params, progress=lambda done, total: run.progress(done, total, "answers")
-    )
-    texts = [answer_text(completion.tokens, tokenizer) for (completion,) in completions]
+    engine = Engine(model, tokenizer)
+    if config.answers.search is None:
+        completions = [row[0] for row in engine.generate(asked, params, progress=lambda done, total: run.progress(done, total, "answers"))]
+        spent = sum(len(completion.tokens) for completion in completions)
+    else:
+        chosen = search(engine, asked, params, config.answers.search, _chooser(config, rows, judges, run))
+        completions, spent = [one.completion for one in chosen], sum(one.tokens for one in chosen)
+    run.metric("answer_tokens", spent)
+    texts = [answer_text(completion.tokens, tokenizer) for completion in completions]
     scores = scorer.scores(list(zip(rows, texts, strict=True)))
     scorer.report()
     liked: Sequence[Score] = [Score(None)] * len(rows)
@@ -293,9 +309,19 @@ def _answers(
         liked = Scorer(tasted, config.answers.scoring, run, judges).scores(list(zip(tasted, texts, strict=True)))
     found = [
         {**row, "text": text, "gold": score.value, "liked": like.value, "detail": score.detail, "finished": completion.finished}
-        for row, text, score, like, (completion,) in zip(rows, texts, scores, liked, completions, strict=True)
+        for row, text, score, like, completion in zip(rows, texts, scores, liked, completions, strict=True)
     ]
     _judge(found, config.answers.examples, run)
+
+
+def _chooser(config: EvaluateConfig, rows: Sequence[dict[str, Any]], judges: Sequence[Artifact], run: StageRun) -> Values | None:
+    """Scores by the search's verifier, by which an answer is chosen."""
+    assert config.answers.search is not None
+    if (spec := config.answers.search.verifier) is None:
+        return None
+    asked = [{**row, "verifier": json.dumps(spec)} for row in rows]
+    scorer = Scorer(asked, config.answers.scoring, run, judges)
+    return lambda answers: [score.value for score in scorer.scores([(asked[number], text) for number, text in answers])]
 
 
 def _asked(prompts: Artifact, per_task: int, seed: int) -> list[dict[str, Any]]:

@@ -1,7 +1,9 @@
 """`puna chat` and `puna generate`, with a model from a folder."""
 
 import json
+from datetime import UTC, datetime
 
+import pyarrow as pa
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -12,7 +14,7 @@ from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
-from puna.storage import PunaError
+from puna.storage import PunaError, Store
 
 TOKENIZER = Tokenizer.train(["to be or not to be, that is the question"], 280)
 SHAPE = ModelConfig(vocab_size=TOKENIZER.vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.3)
@@ -98,3 +100,42 @@ def test_generate_holds_answers_to_a_schema_and_guesses_change_nothing(folder, t
     with pytest.raises(PunaError, match="give one of them"):
         file.write_text("{}")
         puna("generate", folder, "to be", "--schema", str(file), "--speculate", "4")
+
+
+def test_generate_searches_for_an_answer_and_tells_its_cost(folder):
+    tries = ["--max-tokens", "8", "--seed", "5"]
+    rows = [json.loads(line) for line in puna("generate", folder, "to be", *tries, "--n", "6", "--json").splitlines()]
+    (best,) = [json.loads(line) for line in puna("generate", folder, "to be", *tries, "--n", "6", "--search", "best", "--json").splitlines()]
+    mean = [sum(row["logprobs"]) / len(row["logprobs"]) for row in rows]
+    assert best["text"] == rows[mean.index(max(mean))]["text"] and best["value"] == pytest.approx(max(mean))
+    assert best["drawn"] == sum(len(row["tokens"]) for row in rows) and best["tried"] == 6
+    (tree,) = [json.loads(line) for line in puna("generate", folder, "to be", *tries, "--n", "2", "--search", "tree", "--expansions", "3", "--json").splitlines()]
+    assert tree["tried"] in (2, 4, 6) and tree["drawn"] >= len(tree["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--verifier", "{}"], "give --search best or tree"),
+        (["--search", "best", "--temperature", "0"], "at --temperature 0 are all alike"),
+        (["--search", "best", "--n", "4", "--verifier", "{"], "--verifier is not JSON"),
+        (["--search", "best", "--n", "4", "--verifier", '{"name": "judge", "rubric": "?"}'], "evaluate takes it"),
+        (["--search", "best"], "n"),
+        (["--search", "guess", "--n", "4"], "method"),
+    ],
+)
+def test_searches_that_cannot_be_are_refused(folder, options, message):
+    with pytest.raises(PunaError, match=message):
+        CliRunner().invoke(app, ["generate", folder, "to be", *options], catch_exceptions=False)
+
+
+def test_generate_puts_passages_of_the_stores_documents_before_a_prompt(folder, tmp_path):
+    texts = ["a question of whales", "to be is to do", "nothing of it"]
+    where = str(tmp_path / "store")
+    rows = [{"id": f"{i}", "url": f"https://x.org/{i}", "fetched_at": datetime(2024, 1, 1, tzinfo=UTC), "source": "web", "title": None, "text": text} for i, text in enumerate(texts)]
+    made = Store.open(where).import_table("documents", pa.Table.from_pylist(rows))
+    options = ["--max-tokens", "6", "--temperature", "0", "--json"]
+    (row,) = [json.loads(line) for line in puna("generate", folder, "to be", *options, "--documents", made.id, "--passages", "1", "--store", where).splitlines()]
+    (expected,) = answers([{"role": "user", "content": "[1] to be is to do\n\nto be"}], temperature=0, max_tokens=6)
+    (bare,) = [json.loads(line) for line in puna("generate", folder, "to be", *options).splitlines()]
+    assert row["text"] == expected and row["prompt"] == "to be" and row["read"] > bare["read"]

@@ -83,10 +83,7 @@ WAYS = {
 
 
 def test_exact_logprobs_are_the_trainers_bit_by_bit(temperature=0.7):
-    """Whatever the batch, the chunks, the pauses, and prefixes found; and the gradient pass has the same forward.
-
-    By the loop, whose products are exact as they are written; what this machine's libraries do is found by trial.
-    """
+    """Whatever the batch, the chunks, the pauses, and prefixes found; and the gradient pass has the same forward."""
     wide = ModelConfig(vocab_size=131, hidden_size=64, intermediate_size=90, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=20, initializer_range=0.2)
     model = Transformer(wide, generator=torch.Generator().manual_seed(0))
     generator = np.random.default_rng(0)

@@ -16,6 +16,7 @@ from puna.stages.contract import SeededConfig, StageRun, execute, stage
 from puna.stages.conversations import messages_of, text_of
 from puna.stages.pretrain import evaluate as module
 from puna.stages.pretrain.evaluate import AnswersConfig, EvaluateConfig, PagesConfig, evaluate
+from puna.stages.search import SearchConfig
 from puna.stages.training import bits_per_byte, intervals
 from puna.stages.training.ngrams import NGrams
 from puna.storage import PunaError
@@ -175,3 +176,17 @@ def test_held_out_prompts_are_asked_by_hash() -> None:
     assert first != module._asked(Rows(rows), 4, seed=2)
     with pytest.raises(PunaError, match="no held-out prompts"):
         module._asked(Rows(rows[::3]), 4, seed=1)
+
+
+def test_answers_by_search_are_told_in_tokens(store, model) -> None:
+    """All tries are counted, those that were not chosen too."""
+    asked = execute(prompts, PromptsConfig(tasks=(Task(task="gcd"),), train=0, heldout=6), {}, store)
+    wanted = {"name": "regex", "pattern": "[aeiou]{2}"}
+    found = {}
+    for name, search in (("one", None), ("best", SearchConfig(n=6, verifier=wanted)), ("majority", SearchConfig(method="majority", n=6))):
+        answers = AnswersConfig(temperature=1.0, max_tokens=12, taste=wanted, search=search)
+        made = execute(evaluate, EvaluateConfig(answers=answers), {"model": model, "prompts": asked}, store)
+        found[name] = made.manifest.metrics["answer_tokens"]
+    assert found["one"] < found["best"] == found["majority"] <= 6 * 12 * 6
+    with pytest.raises(ValueError, match="give a temperature above 0"):
+        AnswersConfig(search=SearchConfig())

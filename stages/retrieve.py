@@ -1,0 +1,79 @@
+"""Passages of documents for a question, by BM25 (Robertson and Zaragoza 2009) over one reading of the documents.
+
+With N documents, n of them with a word, f times in a document of length l words (mean L), a document's score is the sum over the
+question's words of log(1 + (N - n + 1/2) / (n + 1/2)) f (k + 1) / (f + k (1 - b + b l / L)), k = 1.2, b = 0.75.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from puna.storage import Artifact
+
+WORD = re.compile(r"\w+")
+SATURATION, LENGTH = 1.2, 0.75
+BLOCK_ROWS = 1024
+
+
+class Passage(NamedTuple):
+    """A part of a document that answers to a question."""
+
+    id: str
+    score: float
+    text: str
+
+
+def passages(questions: Sequence[str], documents: Artifact, most: int, words: int = 150) -> list[list[Passage]]:
+    """For each question the `most` documents of the highest score above 0, the best first, each cut to the `words` words around which
+    the question's words weigh most."""
+    asked = [set(_words(question)) for question in questions]
+    terms = set().union(*asked)
+    seen, hits, lengths, total = Counter[str](), [], [], 0
+    for batch in documents.batches(columns=["id", "text"], rows=BLOCK_ROWS):
+        for identity, text in zip(batch["id"].to_pylist(), batch["text"].to_pylist(), strict=True):
+            found = _words(text)
+            total += len(found)
+            lengths.append(len(found))
+            times = Counter(word for word in found if word in terms)
+            seen.update(times.keys())
+            if times:
+                hits.append((identity, len(found), times))
+    weight = {term: math.log(1 + (len(lengths) - n + 0.5) / (n + 0.5)) for term, n in seen.items()}
+    mean = total / max(1, len(lengths))
+
+    def score(own: set[str], length: int, times: Counter[str]) -> float:
+        room = SATURATION * (1 - LENGTH + LENGTH * length / mean)
+        return sum(weight[term] * times[term] * (SATURATION + 1) / (times[term] + room) for term in own & times.keys())
+
+    best = [
+        heapq.nsmallest(most, ((-value, identity) for identity, length, times in hits if (value := score(own, length, times)) > 0))
+        for own in asked
+    ]
+    texts = {identity: documents.between(identity, identity, columns=["text"])["text"][0].as_py() for row in best for _, identity in row}
+    return [
+        [Passage(identity, -value, _around(texts[identity], {t: weight[t] for t in own & weight.keys()}, words)) for value, identity in row]
+        for own, row in zip(asked, best, strict=True)
+    ]
+
+
+def _words(text: str) -> list[str]:
+    return WORD.findall(text.lower())
+
+
+def _around(text: str, weight: dict[str, float], words: int) -> str:
+    """The `words` neighbouring words of most weight, the first of equals, as they stand in the text."""
+    places = [(found.start(), found.end(), weight.get(found.group().lower(), 0.0)) for found in WORD.finditer(text)]
+    if len(places) <= words:
+        return text.strip()
+    inside = best = sum(value for _, _, value in places[:words])
+    first = 0
+    for start in range(1, len(places) - words + 1):
+        inside += places[start + words - 1][2] - places[start - 1][2]
+        if inside > best + 1e-9:
+            first, best = start, inside
+    return text[places[first][0] : places[first + words - 1][1]]

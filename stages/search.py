@@ -1,0 +1,65 @@
+"""Answers by search in a command or a stage: settings, and scores by any verifier; the search itself is `models/search.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, JsonValue
+
+from puna.stages.contract import StageConfig
+from puna.stages.conversations import answer_text
+from puna.stages.verifiers.extraction import final_answer
+
+if TYPE_CHECKING:
+    from puna.models.generation import Completion, Engine, SamplingParams
+    from puna.models.search import Found
+
+Method = Literal["best", "majority", "tree"]
+Values = Callable[[Sequence[tuple[int, str]]], Sequence[float | None]]
+
+
+class SearchConfig(StageConfig):
+    """How an answer is searched for."""
+
+    method: Method = Field(
+        "best",
+        description="best: the answer of n with the highest score; majority: the most frequent final answer of n; tree: the best answer "
+        "in a tree of steps, of which always the most likely leaf is grown by n steps",
+    )
+    n: int = Field(8, ge=2, description="Answers to each prompt, or steps from each leaf")
+    verifier: dict[str, JsonValue] | None = Field(
+        None, description="A verifier, {name: …, …}, that scores whole answers for best and tree; null: the mean log-probability of a token"
+    )
+    expansions: int = Field(16, ge=1, description="tree: leaves that are grown, of each prompt")
+    step: str = Field("\n", description="tree: the text that ends a step; empty: only its length does")
+    step_tokens: int = Field(64, ge=1, description="tree: longest step, tokens")
+
+
+def search(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, config: SearchConfig, values: Values | None = None
+) -> list[Found]:
+    """An answer to each prompt. `values` scores texts, each with the number of its prompt; one of None is worse than all others."""
+    from dataclasses import replace
+
+    from puna.models.search import best_of, likelihood, majority, tree
+
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+
+    def score(answers: Sequence[tuple[int, Completion]]) -> list[float]:
+        assert values is not None
+        found = values([(number, answer_text(answer.tokens, tokenizer)) for number, answer in answers])
+        return [-math.inf if value is None else value for value in found]
+
+    def said(answer: Completion) -> str:
+        text = answer_text(answer.tokens, tokenizer).strip()
+        return final_answer(text) or text
+
+    params, by = replace(params, n=config.n), likelihood if values is None else score
+    if config.method == "majority":
+        return majority(engine, prompts, params, said)
+    if config.method == "best":
+        return best_of(engine, prompts, params, by)
+    return tree(engine, prompts, params, by, expansions=config.expansions, step=config.step, step_tokens=config.step_tokens)
