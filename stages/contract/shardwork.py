@@ -124,10 +124,13 @@ def _keep(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, kee
 
 def _compare(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, made: pa.Table) -> None:
     """Keep by reference the documents that came back as they were; others are written."""
-    place = pc.index_in(made["id"], value_set=rows["id"].combine_chunks())
-    if place.null_count:
-        raise PunaError("documents were made whose ids are not those of the rows that they were made of")
-    at = np.asarray(place.combine_chunks() if isinstance(place, pa.ChunkedArray) else place)
+    if _shared(made["id"], rows["id"]):
+        at = np.arange(rows.num_rows)
+    else:
+        place = pc.index_in(made["id"], value_set=rows["id"].combine_chunks())
+        if place.null_count:
+            raise PunaError("documents were made whose ids are not those of the rows that they were made of")
+        at = np.asarray(place.combine_chunks() if isinstance(place, pa.ChunkedArray) else place)
     if len(at) > 1 and not (np.diff(at) > 0).all():
         order = np.argsort(at)
         made, at = made.take(pa.array(order)), at[order]
@@ -135,12 +138,25 @@ def _compare(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, 
     same = np.ones(len(at), bool)
     for name in made.schema.names:
         new, old = made[name], before[name].cast(made[name].type)
+        if _shared(new, old):
+            continue
         equal = pc.fill_null(pc.equal(new, old), False)
         if new.null_count or old.null_count:
             equal = pc.or_(equal, pc.and_(pc.is_null(new), pc.is_null(old)))
         same &= np.asarray(equal.combine_chunks() if isinstance(equal, pa.ChunkedArray) else equal, dtype=bool)
     source, row = _places(job, start, stop)
     outputs.add_mixed(made, pa.array(~same), source[at], row[at])
+
+
+def _shared(one: pa.ChunkedArray, other: pa.ChunkedArray) -> bool:
+    """Whether two columns are the same memory: then they need not be compared."""
+    if one.num_chunks != other.num_chunks:
+        return False
+    places = (
+        [(len(c), c.offset, *(None if buffer is None else buffer.address for buffer in c.buffers())) for c in column.chunks]
+        for column in (one, other)
+    )
+    return next(places) == next(places)
 
 
 @dataclass(frozen=True)

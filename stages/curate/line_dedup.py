@@ -181,7 +181,8 @@ def _remove(
         end = with_blank_lines(data, offsets, row, begin, end)
     made, bounds, empty = without_pieces(data, offsets, config.newlines, row, begin, end)
     ids, place = documents["id"].combine_chunks(), documents.schema.get_field_index("text")
-    kept = documents.set_column(place, documents.schema.field(place), strings(made, bounds)).filter(pa.array(~empty))
+    kept = documents.set_column(place, documents.schema.field(place), strings(made, bounds))
+    kept = kept.filter(pa.array(~empty)) if empty.any() else kept
     removed = {
         "id": ids.take(pa.array(row)),
         "line": number,

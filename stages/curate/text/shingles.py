@@ -44,20 +44,21 @@ def normal(data: NDArray[np.uint8], offsets_D1: NDArray[Any]) -> Words:
     """`normalized` of documents given as UTF-8 bytes one after another."""
     words = normal_words(data, offsets_D1, table())
     # No letter of a script without spaces has fewer than three bytes.
-    if not (words.data >= FIRST_OF_THREE).any():
+    places = np.flatnonzero(words.data >= FIRST_OF_THREE)
+    if not len(places):
         return words
-    return Words(*_parted(words.data, words.offsets_D1, words.begins, words.words_D1, tables().flags, weights()))
+    long = np.zeros(len(words.offsets_D1) - 1, np.bool_)
+    long[np.searchsorted(words.offsets_D1, places, side="right") - 1] = True
+    return Words(*_parted(words.data, words.offsets_D1, words.begins, words.words_D1, long, len(places), tables().flags, weights()))
 
 
 @njit(cache=True, nogil=True)
-def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, flags: Any, breaks: Any) -> Any:
-    """`Words` again with words in scripts without spaces."""
+def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, long: Any, room: int, flags: Any, breaks: Any) -> Any:
+    """`Words` again with words in scripts without spaces. `long`: documents that have characters of three bytes; `room`: how many."""
     documents = len(offsets_D1) - 1
-    most, room = np.int64(0), np.int64(0)
+    most = np.int64(0)
     for d in range(documents):
         most = max(most, offsets_D1[d + 1] - offsets_D1[d])
-    for byte in data:
-        room += byte >= FIRST_OF_THREE
     out = np.empty(len(data) + 2 * room, np.uint8)
     out_begins = np.empty(len(begins) + 2 * room, np.int32)
     out_D1, out_words_D1 = np.zeros(documents + 1, np.int64), np.zeros(documents + 1, np.int64)
@@ -65,7 +66,7 @@ def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, flags: Any, 
     size, count = 0, 0
     for d in range(documents):
         first, last = offsets_D1[d], offsets_D1[d + 1]
-        characters = decode(data, first, last, codes)
+        characters = decode(data, first, last, codes) if long[d] else 0
         single = False
         for at in range(characters):
             single = single or flags[codes[at]] & SINGLE != 0
