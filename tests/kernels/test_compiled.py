@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
+import numpy as np
 import pytest
 
 from puna.kernels import compiled
@@ -99,3 +101,18 @@ def test_every_loop_is_compiled_by_it():
     rooms = [compiled.ROOT / room for room in ("kernels", "stages", "models")]
     direct = [file for room in rooms for file in room.rglob("*.py") if "from numba import" in file.read_text()]
     assert direct == []
+
+
+def test_a_loop_that_borrows_its_arrays_makes_none():
+    def last(arrays, place):
+        return arrays[1][place] + arrays[0][0]
+
+    def made(arrays, place):
+        return np.zeros(place)
+
+    arrays = (np.array([1.0]), np.array([2.0, 3.0]))
+    before = [sys.getrefcount(one) for one in arrays]
+    assert compiled.njit(cache=False, borrows=True)(last)(arrays, 1) == 4.0
+    assert [sys.getrefcount(one) for one in arrays] == before
+    with pytest.raises(numba.core.errors.NumbaError, match="returning of array"):
+        compiled.njit(cache=False, borrows=True)(made)(arrays, 1)

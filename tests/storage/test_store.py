@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -482,3 +483,15 @@ def test_an_index_that_is_gone_old_or_damaged_costs_only_time(tmp_path: Path, da
     shutil.rmtree(made[1].folder)
     after = {one["key"]: (one["run"], one["sound"]) for one in store.entries()}
     assert after == {made[0].key: ("other", False), made[2].key: ("", True)}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="pandas is not installed")
+def test_pyarrow_knows_pandas_only_where_it_is_imported() -> None:
+    script = """
+import sys, pyarrow as pa, puna.storage
+assert pa.array([1, 2]).to_pylist() == [1, 2] and "pandas" not in sys.modules
+import pandas
+assert pa.array(pandas.Series([1.0, float("nan")])).null_count == 1
+assert pa.table({"a": [1, 2]}).to_pandas()["a"].sum() == 3
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
