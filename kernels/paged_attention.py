@@ -225,7 +225,7 @@ def attend_head(
                 ):  # fmt: skip
                     end += 1
                 row = scores + (n - first) * R * wide + 4 * PAGE * j
-                ahead, at = (n + 2, j) if n + 2 < last else (first + n + 2 - last, j + 1)  # what comes next, unless it is shared
+                ahead, at = (n + 8, j) if n + 8 < last else (first + n + 8 - last, j + 1)  # what comes next, unless it is shared
                 if ahead < last and at * PAGE <= position[ahead]:
                     size = 4 * PAGE * (K if turn == 0 else lanes)
                     ask((k if turn == 0 else v) + (np.int64(tables[sequence[ahead], at]) * G + g) * size, size)

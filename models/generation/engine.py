@@ -23,10 +23,11 @@ import numpy as np
 import torch
 
 from puna.kernels.exact import exact_passes
+from puna.models.dense import loops
 from puna.models.generation.pages import PagePool
 from puna.models.generation.sampling import Draw, SamplingParams, draw
 from puna.models.generation.schedule import Answer, Request, Scheduler
-from puna.models.generation.step import Cache, loops, page_bytes, run
+from puna.models.generation.step import Cache, page_bytes, run
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 

@@ -7,29 +7,16 @@ are the model's own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.dense_layers import DenseLayer, DenseLayers
 from puna.kernels.kv_append import kv_append_
-from puna.kernels.lazy import has_numba
-from puna.kernels.operators import INTERPRETED
 from puna.kernels.paged_attention import PAGE, PagedPlan, new_pages, paged_attention
+from puna.models.dense import Loops
 from puna.models.generation.schedule import Work
-from puna.models.transformer import Transformer, rotary_table
-
-# Where a layer's weights stand in a block of the model.
-WEIGHTS = {
-    "input_norm": "input_layernorm.weight",
-    "post_norm": "post_attention_layernorm.weight",
-    **{name: f"self_attn.{name}_proj.weight" for name in "qkvo"},
-    **{f"{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkvo"},
-    **{f"{name}_norm": f"self_attn.{name}_norm.weight" for name in "qk"},
-    **{name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
-}
+from puna.models.transformer import Transformer
 
 
 class Cache:
@@ -63,40 +50,6 @@ def page_bytes(model: Transformer) -> int:
     return config.num_hidden_layers * config.num_key_value_heads * PAGE * (config.head_dim + lanes) * size
 
 
-class Loops:
-    """A dense model in fp32 on a CPU, by loops that compute a layer each (`kernels/dense_layers.py`)."""
-
-    def __init__(self, model: Transformer) -> None:
-        config = model.config
-        self.config, self.norm, self.layers = config, model.model.norm, _dense_layers(model)
-        self._turns = rotary_table(config, torch.arange(0), torch.float32)
-
-    def __call__(self, x_ND: Tensor, cache: Cache, plan: PagedPlan) -> Tensor:
-        """Hidden states of embedded tokens; x is overwritten."""
-        longest = PAGE * plan.tables.shape[1]
-        if len(self._turns[0]) < longest:
-            self._turns = rotary_table(self.config, torch.arange(2 * longest), torch.float32)
-        self.layers(x_ND, *self._turns, cache.layers, plan, self.config.windows)
-        return self.norm(x_ND)
-
-
-def loops(model: Transformer) -> Loops | None:
-    """The model by loops, where they can compute it."""
-    config = model.config
-    plain = config.moe is None and config.mla is None and not config.parallel_block
-    alike = all(p.dtype == torch.float32 and p.is_cpu and p.is_contiguous() for p in model.parameters())
-    return Loops(model) if plain and alike and has_numba() and not INTERPRETED else None
-
-
-def _dense_layers(model: Transformer) -> DenseLayers:
-    config, layers = model.config, []
-    for block in model.model.layers:
-        found = dict(block.named_parameters())
-        given: dict[str, Any] = {name: found.get(place) for name, place in WEIGHTS.items()}
-        layers.append(DenseLayer(**given))
-    return DenseLayers(layers, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps)
-
-
 def run(model: Transformer, cache: Cache, work: Sequence[Work], by_loops: Loops | None = None) -> Tensor:
     """Compute the work; the hidden states [N, D] of its tokens, in order."""
     counts = np.array([item.count + len(item.guess) for item in work])
@@ -111,7 +64,7 @@ def run(model: Transformer, cache: Cache, work: Sequence[Work], by_loops: Loops 
     plan = PagedPlan(torch.from_numpy(tables), torch.from_numpy(sequence), torch.from_numpy(position), device)
     x_ND = model.model.embed_tokens(ids.to(device))
     if by_loops is not None and not torch.is_autocast_enabled("cpu"):
-        return by_loops(x_ND, cache, plan)
+        return by_loops(x_ND, cache.layers, plan)
     where = torch.from_numpy(tables[sequence, position // PAGE].astype(np.int64) * PAGE + position % PAGE).to(device)
 
     def attend(layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from puna.kernels.adamw import adamw_
 from puna.kernels.exact import exact_passes
 from puna.kernels.paged_attention import PAGE
 from puna.models.config import ModelConfig
+from puna.models.dense import loops
 from puna.models.forest import Forest
 from puna.models.generation import Engine, SamplingParams, sampling, step
 from puna.models.generation.sampling import Draw, draw
@@ -439,6 +440,6 @@ def test_layers_by_loops_have_the_bits_of_the_models(also):
 
 
 def test_layers_by_loops_serve_dense_models_in_fp32(model):
-    assert step.loops(Transformer(CONFIG).double()) is None
+    assert loops(Transformer(CONFIG).double()) is None
     experts = ModelConfig(**{**CONFIG.to_dict(), "moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}, "model_type": ""})
-    assert step.loops(Transformer(experts)) is None and step.loops(model) is not None
+    assert loops(Transformer(experts)) is None and loops(model) is not None

@@ -1,0 +1,62 @@
+"""A dense model in fp32 on a CPU by loops that compute a layer each: generation's way through the model, with the model's own weights.
+
+Where the loops do not reach (experts, latent attention, parallel blocks, other types and devices) the model's own operators serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from puna.kernels.dense_layers import DenseLayer, DenseLayers
+from puna.kernels.lazy import has_numba
+from puna.kernels.operators import INTERPRETED
+from puna.kernels.paged_attention import PAGE, PagedPlan
+from puna.models.transformer import Transformer, rotary_table
+
+# Where a layer's weights stand in a block of the model.
+WEIGHTS = {
+    "input_norm": "input_layernorm.weight",
+    "post_norm": "post_attention_layernorm.weight",
+    **{name: f"self_attn.{name}_proj.weight" for name in "qkvo"},
+    **{f"{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkvo"},
+    **{f"{name}_norm": f"self_attn.{name}_norm.weight" for name in "qk"},
+    **{name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
+}
+
+
+class Loops:
+    """The layers with their rotation and the final norm."""
+
+    def __init__(self, model: Transformer) -> None:
+        config = model.config
+        self.config, self.norm, self.layers = config, model.model.norm, _dense_layers(model)
+        self._turns = rotary_table(config, torch.arange(0), torch.float32)
+
+    def __call__(self, x_ND: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan) -> Tensor:
+        """Hidden states of embedded tokens, whose keys and values go into each layer's pages; x is overwritten."""
+        longest = PAGE * plan.tables.shape[1]
+        if len(self._turns[0]) < longest:
+            self._turns = rotary_table(self.config, torch.arange(2 * longest), torch.float32)
+        self.layers(x_ND, *self._turns, pages, plan, self.config.windows)
+        return self.norm(x_ND)
+
+
+def loops(model: Transformer) -> Loops | None:
+    """The model by loops, where they can compute it."""
+    config = model.config
+    plain = config.moe is None and config.mla is None and not config.parallel_block
+    alike = all(p.dtype == torch.float32 and p.is_cpu and p.is_contiguous() for p in model.parameters())
+    return Loops(model) if plain and alike and has_numba() and not INTERPRETED else None
+
+
+def _dense_layers(model: Transformer) -> DenseLayers:
+    config, layers = model.config, []
+    for block in model.model.layers:
+        found = dict(block.named_parameters())
+        given: dict[str, Any] = {name: found.get(place) for name, place in WEIGHTS.items()}
+        layers.append(DenseLayer(**given))
+    return DenseLayers(layers, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps)
