@@ -14,13 +14,15 @@ from puna.stages.curate.identification.scripts import script
 from puna.stages.curate.identification.vote import NO_LANGUAGE, NO_SCRIPT, Found, vote
 from puna.stages.curate.learned.trained import trained
 from puna.stages.curate.rules.languages import LanguageRow, as_table, canonical, groups, read_rows, row_of, with_rows
+from puna.stages.curate.signals.own import Failures
 from puna.stages.curate.text.code_lines import looks_like_code
-from puna.storage import Artifact
+from puna.storage import Artifact, PunaError
 
 declare_signal("language", str, "ISO 639 code", "most probable language")
 declare_signal("language_score", float, "probability", "probability of that language or one that is confused with it")
 declare_signal("script", str, "ISO 15924 code", "script of most letters; Qaag: Burmese in the Zawgyi encoding")
 NONE = Found(NO_LANGUAGE, 1.0, NO_SCRIPT)
+UNDETERMINED = Found("und", 0.0, NO_SCRIPT)
 WINDOWS = 4
 PROSE = 0.75
 ENOUGH = 40
@@ -60,13 +62,17 @@ def language(documents: Documents, classifier: Classifier | None, config: Langua
     easily confused count together in the score. The classes of a `classifier` of one's own (of `import_classifier` with the
     purpose `language`) are codes of ISO 639, with a script or without: `en`, `eng`, `eng_Latn`. The side table `languages` has what
     is known of each language that was found: with it `heuristics` looks for that language's stop words, and `select` applies
-    thresholds that are the language's own.
+    thresholds that are the language's own. A document that an identifier fails on has the language und (ISO 639-2: undetermined) with
+    score 0, and the metric failed_language counts it.
     """
     if classifier is not None:
         trained(classifier, "language")
     counts: Counter[tuple[str, str]] = Counter()
-    for found in run.transform(_identify, documents, classifier, config, columns=["id", "source", "text"]):
+    failures = Failures()
+    for found, failed in run.transform(_identify, documents, classifier, config, columns=["id", "source", "text"]):
         counts.update({(code, written): number for code, written, number in found})
+        failures.add(failed)
+    failures.report(run)
     if not documents.rows():
         run.write(_signals(pa.chunked_array([], pa.string()), []))
     known = with_rows(config.rows)
@@ -76,14 +82,22 @@ def language(documents: Documents, classifier: Classifier | None, config: Langua
 
 def _identify(
     documents: pa.Table, classifier: Artifact | None, config: LanguageConfig
-) -> tuple[pa.Table, list[tuple[str, str, int]]]:
-    """Signals of a part; and its languages and scripts, with the number of documents."""
-    found = []
+) -> tuple[pa.Table, tuple[list[tuple[str, str, int]], list[tuple[str, str, str]]]]:
+    """Signals of a part; and its languages and scripts, with the number of documents, and what failed."""
+    if classifier is not None:
+        trained(classifier, "language")
+    found, failed = [], []
     for identity, source, text in zip(*(documents[name].to_pylist() for name in ("id", "source", "text")), strict=True):
-        seen = None if source in config.code_sources else shown(text, config.max_characters)
-        found.append(NONE if seen is None else vote(seen) if classifier is None else _classified(classifier, identity, seen))
+        try:
+            seen = None if source in config.code_sources else shown(text, config.max_characters)
+            found.append(NONE if seen is None else vote(seen) if classifier is None else _classified(classifier, identity, seen))
+        except (PunaError, ImportError):  # of the machine or the classifier, not of the document
+            raise
+        except Exception as error:  # noqa: BLE001 - one document may fail in any way, and the others go on
+            found.append(UNDETERMINED)
+            failed.append(("language", identity, f"{type(error).__name__}: {error}"))
     counts = Counter((one[0], one[2]) for one in found)
-    return _signals(documents["id"], found), [(*name, number) for name, number in counts.items()]
+    return _signals(documents["id"], found), ([(*name, number) for name, number in counts.items()], failed)
 
 
 def _signals(ids: pa.ChunkedArray, found: list[Found]) -> pa.Table:

@@ -33,7 +33,8 @@ def pii(documents: Documents, config: PiiConfig, run: StageRun) -> None:
     """Mask e-mail and postal addresses, phone, card, bank account and social security numbers and public IP addresses.
 
     A masked piece becomes `<EMAIL>`, `<ADDRESS>`, `<PHONE>`, `<CARD>`, `<IBAN>`, `<SSN>` or `<IP_ADDRESS>`; `scores` counts them
-    per document. Documents with as many pieces of a kind as `drop` says go, by the rule `pii_KIND`.
+    per document. Documents with as many pieces of a kind as `drop` says go, by the rule `pii_KIND`, and those that cannot be
+    searched, which nobody can call clean, by `pii_failed`.
     """
     run.transform(_mask, documents, config)
 
@@ -47,7 +48,13 @@ def _mask(documents: pa.Table, config: PiiConfig) -> dict[str, pa.Table]:
     columns = (documents.column(name).to_pylist() for name in ("id", "source", "text"))
     for identity, source, text in zip(*columns, strict=True):
         wanted = config.code_entities if source in config.code_sources else config.entities
-        spans = find(text, tuple({*wanted, *config.drop}))
+        try:
+            spans = find(text, tuple({*wanted, *config.drop}))
+        except Exception as error:  # noqa: BLE001 - one document may fail in any way, and the others go on
+            keep.append(False)
+            texts.append(text)
+            dropped.append({"id": identity, "rule": "pii_failed", "detail": f"{type(error).__name__}: {error}"})
+            continue
         counts = Counter(span.entity for span in spans)
         over = next((kind for kind, limit in sorted(config.drop.items()) if counts[kind] >= limit), None)
         keep.append(over is None)

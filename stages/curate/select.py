@@ -60,7 +60,7 @@ class SelectConfig(StageConfig):
     curated: CuratedRules | None = Field(CuratedRules(), description="Rules on curated sources")
     code: CodeRules | None = Field(CodeRules(), description="Rules on source code")
     code_reasoning: CodeReasoningRules | None = Field(
-        None,
+        CodeReasoningRules(),
         description="Settings for pages with code or reasoning: how they are recognised, which prose rules skip them, and their own rules",
     )
     quality: QualityRules | None = Field(None, description="Rules on the quality classifier's score")

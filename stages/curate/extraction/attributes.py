@@ -150,8 +150,8 @@ def _about(page: Scan, start: int, stop: int, kind: int) -> None:
 def _address(page: Scan, start: int, stop: int) -> None:
     """The words of an address, after its host."""
     html = page.html
-    at = find(html, start, 58) + 3
-    at = find(html, at, 47)
+    at = find(html, start, 58, stop) + 3
+    at = find(html, at, 47, stop)
     while at < stop:
         first = at + 1
         at = first
@@ -167,7 +167,7 @@ def types(page: Scan, start: int, stop: int) -> None:
     html = page.html
     at = start
     while at + 8 < stop:
-        at = find(html, at, 64)
+        at = find(html, at, 64, stop)
         if (
             at + 8 < stop
             and html[at + 1] == 116
@@ -176,8 +176,8 @@ def types(page: Scan, start: int, stop: int) -> None:
             and html[at + 4] == 101
             and html[at + 5] == 34
         ):
-            first = find(html, at + 6, 34) + 1
-            last = find(html, first, 34)
+            first = find(html, at + 6, 34, stop) + 1
+            last = find(html, first, 34, stop)
             if last < stop and last - first < 40 and first - at < 16:
                 _about(page, first, last, 4)
         at += 1

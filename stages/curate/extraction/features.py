@@ -11,7 +11,7 @@ from puna.kernels.compiled import njit
 from puna.stages.curate.extraction import layout as L
 from puna.stages.curate.extraction.groups import group_sums, groups, ratio
 from puna.stages.curate.extraction.layout import BIT, OFFSET, PRIME, Scan
-from puna.stages.curate.extraction.tags import IS_BLOCK, IS_HEADING, NUMBER
+from puna.stages.curate.extraction.tags import IS_HEADING, NUMBER
 
 SEEN_FLAGS = (
     "nav", "header", "footer", "aside", "form", "main", "article", "section", "table", "ul", "ol", "li", "dl", "figure", "button",
@@ -335,11 +335,7 @@ def _neighbours(
 @njit(cache=True, borrows=True)
 def above(page: Scan, element: int) -> int:
     """The block element that holds an element; the root holds itself."""
-    if element > 0:
-        element = page.elements[element, L.PARENT]
-        while element > 0 and not IS_BLOCK[page.elements[element, L.TAG]]:
-            element = page.elements[element, L.PARENT]
-    return element
+    return int(page.elements[page.elements[element, L.PARENT], L.HOLDER]) if element > 0 else element
 
 
 @njit(cache=True, borrows=True)

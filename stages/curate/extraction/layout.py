@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from puna.stages.curate.extraction.tags import NAMES
 
 # Columns of `elements`
-TAG, PARENT, DEPTH, FIRST, END, FLAGS, TOKENS, CHILDREN = range(8)
+TAG, PARENT, DEPTH, FIRST, END, FLAGS, TOKENS, CHILDREN, HOLDER, COLUMNS = range(10)  # HOLDER: the innermost block element
 # Columns of `blocks`. LAST: the last byte, HASHES: where the block's words end in `hashes`.
 ELEMENT, START, STOP, GAP, MARKER, WORDS, CHARS, LINKED_CHARS, LINKED_WORDS, LINKS = range(10)
 STOPS, COMMAS, DIGITS, UPPER, INLINE, IMAGES, PRE, FORMS, LAST, HASHES = range(10, 20)
@@ -19,7 +19,8 @@ LINE, BLANK, TAB = 0, 1, 2
 # Entries of `state`: how far the page is read and what is open. Elements are numbers, -1 is none.
 AT, OUT, BLOCKS, ELEMENTS, TOKEN, HASH, CURRENT, OPEN, SPACE, NEXT_GAP, NEXT_MARKER = range(11)
 IN_PRE, IN_LINK, SKIP, ROW_CELLS, FORMULA_AT, TITLE_STOP, PAGE_TOKEN, BREAKS, VERBATIM, MATHS = range(11, 21)
-ABOUT, ABOUT_STOP, VALUE, VALUE_STOP, STATES = range(21, 26)  # attributes of the tag that is read; how many entries
+ABOUT, ABOUT_STOP, VALUE, VALUE_STOP = range(21, 25)  # attributes of the tag that is read
+PLAIN_STOP, STATES = range(25, 27)  # before it no formula has an annotation; how many entries
 # Bits of an element's flags; an element has those of its ancestors as well.
 FLAG_NAMES = [
     "nav",

@@ -40,7 +40,7 @@ def scan(html: bytes) -> Scan:
         np.zeros(L.STATES, np.int64),
         np.empty(len(data) + 8 * tags + 64, np.uint8),
         np.empty(1024, np.uint8),
-        np.zeros((tags, 8), np.int64),
+        np.zeros((tags, L.COLUMNS), np.int64),
         np.zeros((tags, 2), np.uint64),
         np.empty(min(len(data) // 2, L.MAX_TOKENS * tags) + 64, np.uint64),
         np.zeros((tags + 1, L.HASHES + 1), np.int64),
@@ -147,6 +147,7 @@ def _start_tag(page: Scan) -> None:
     elements[element, L.FIRST], elements[element, L.TOKENS] = s[L.BLOCKS], s[L.TOKEN]
     elements[element, L.FLAGS] = elements[parent, L.FLAGS] | TAG_BIT[tag]
     elements[parent, L.CHILDREN] += 1
+    elements[element, L.HOLDER] = element if IS_BLOCK[tag] else elements[parent, L.HOLDER]
     page.signs[element, 0] = name
     s[L.CURRENT] = element
     s[L.AT] = attributes(page, element, tag, at)

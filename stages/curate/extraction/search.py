@@ -11,9 +11,10 @@ from puna.stages.curate.extraction.tags import TAG_KEYS, TAG_VALUES
 
 
 @njit(cache=True, borrows=True)
-def find(html: NDArray[np.uint8], at: int, byte: int) -> int:
-    """Index of the first `byte` from `at` on, or the end."""
-    while at < len(html) and html[at] != byte:
+def find(html: NDArray[np.uint8], at: int, byte: int, stop: int = -1) -> int:
+    """Index of the first `byte` from `at` on, or `stop`, or the end."""
+    stop = len(html) if stop < 0 else stop
+    while at < stop and html[at] != byte:
         at += 1
     return at
 

@@ -40,34 +40,23 @@ def prepared(tree: Any, html: str) -> str:
     for element in document.query_selector_all(NUMBERS)[:]:  # a slice is a list; the collection makes all elements anew for each
         element.parent.remove_child(element)  # not destroyed: what is in it may be among them as well
         changed = True
+    nested = set(document.query_selector_all("math math")[:])
     for math in document.query_selector_all("math")[:MAX_FORMULAS]:
-        if not _inside(math, "math") and math.query_selector("annotation") is None and (text := tex(math)):
+        if math not in nested and math.query_selector("annotation") is None and (text := tex(math)):
             _replaced(tree, math, "pre" if math.getattr("display") == "block" else "span", text)
             changed = True
     for script in document.query_selector_all(DISPLAY)[:]:
         _replaced(tree, script, "pre", script.text)
         changed = True
-    for table, lines in _tables(document):
-        _replaced(tree, table, "pre", "\n".join(lines))
-        changed = True
-    for editor in document.query_selector_all(EDITOR)[:]:
-        lines = [line.text.replace("\u200b", "") for line in editor.query_selector_all("pre")[:]]
-        if lines:
-            _replaced(tree, editor, "pre", "\n".join(lines))
+    for listings in (_tables, _editors):
+        for node, lines in listings(document, len(html)):
+            _replaced(tree, node, "pre", "\n".join(lines))
             changed = True
     return str(document.html) if changed else html
 
 
-def _inside(node: Any, tag: str) -> bool:
-    """Whether an ancestor of the node is such an element."""
-    above = node.parent
-    while above is not None and above.tag != tag:
-        above = above.parent
-    return above is not None
-
-
-def _tables(document: Any) -> list[tuple[Any, list[str]]]:
-    """Tables in which each row is a line of code, with the lines."""
+def _tables(document: Any, most: int) -> list[tuple[Any, list[str]]]:
+    """Tables in which each row is a line of code, with the lines; none where these are longer than the page, being nested in each other."""
     found: list[tuple[Any, list[str]]] = []
     for cell in document.query_selector_all(LINES)[:]:
         table = cell
@@ -77,7 +66,24 @@ def _tables(document: Any) -> list[tuple[Any, list[str]]]:
             continue
         if not found or found[-1][0] != table:
             found.append((table, []))
-        found[-1][1].append(cell.text.strip("\n"))
+        text = cell.text
+        most -= len(text)
+        if most < 0:
+            return []
+        found[-1][1].append(text.strip("\n"))
+    return found
+
+
+def _editors(document: Any, most: int) -> list[tuple[Any, list[str]]]:
+    """Editors with their lines of code; none where these are longer than the page, being nested in each other."""
+    found = []
+    for editor in document.query_selector_all(EDITOR)[:]:
+        lines = [line.text for line in editor.query_selector_all("pre")[:]]
+        most -= sum(map(len, lines)) + len("<pre>") * len(lines)
+        if most < 0:
+            return []
+        if lines:
+            found.append((editor, [line.replace("\u200b", "") for line in lines]))
     return found
 
 

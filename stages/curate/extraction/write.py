@@ -9,7 +9,6 @@ from puna.kernels.compiled import njit
 from puna.stages.curate.extraction import layout as L
 from puna.stages.curate.extraction.layout import Scan
 from puna.stages.curate.extraction.search import find, has
-from puna.stages.curate.extraction.tags import IS_BLOCK
 
 MAX_INDENT = 200  # spaces before the first character of a line of code
 
@@ -35,11 +34,8 @@ def _open(page: Scan) -> None:
     """Begin a block at the current element."""
     s = page.state
     block = page.blocks[s[L.BLOCKS]]
-    element = s[L.CURRENT]
-    while element > 0 and not IS_BLOCK[page.elements[element, L.TAG]]:
-        element = page.elements[element, L.PARENT]
     block[L.ELEMENT], block[L.START], block[L.GAP], block[L.MARKER], block[L.PRE] = (
-        element,
+        page.elements[s[L.CURRENT], L.HOLDER],
         s[L.OUT],
         s[L.NEXT_GAP],
         s[L.NEXT_MARKER],
@@ -126,6 +122,8 @@ def write(page: Scan, start: int, stop: int) -> None:
             digits += kind == 48
             if 0xE3 <= c <= 0xED:  # most letters of Chinese, Japanese and Korean: two make a word, about
                 wide += at & 1
+            elif (c == 0xE0 or c == 0xE1) and at < len(html) and _is_unspaced(c, html[at]):
+                wide += at & 3 == 0  # four, marks among them; a letter is three bytes
         else:
             commas += c == 44
             stops += c == 33 or c == 46 or c == 58 or c == 59 or c == 63
@@ -144,6 +142,12 @@ def write(page: Scan, start: int, stop: int) -> None:
         if s[L.IN_LINK]:
             block[L.LINKED_CHARS] += chars
             block[L.LINKED_WORDS] += words
+
+
+@njit(cache=True, borrows=True)
+def _is_unspaced(first: int, second: int) -> bool:
+    """Whether a letter that begins with these bytes is Thai or Lao, or Burmese or Khmer."""
+    return 0xB8 <= second <= 0xBB if first == 0xE0 else 0x80 <= second <= 0x82 or 0x9E <= second <= 0x9F
 
 
 @njit(cache=True, borrows=True)
@@ -180,7 +184,9 @@ def formula(page: Scan, start: int, stop: int) -> None:
 @njit(cache=True, borrows=True)
 def annotation(page: Scan, element: int, at: int) -> None:
     """Take a formula's TeX annotation, where it has one, for its text."""
-    html = page.html
+    html, s = page.html, page.state
+    if at < s[L.PLAIN_STOP]:
+        return  # a formula in the formula that was looked through
     stop = at
     while stop < len(html):
         stop = find(html, stop, 60)
@@ -190,6 +196,7 @@ def annotation(page: Scan, element: int, at: int) -> None:
             end = find(html, stop, 62)
             if has(html, stop, end, b"x-tex"):
                 formula(page, end + 1, find(html, end + 1, 60))
-                page.state[L.SKIP] = element
+                s[L.SKIP] = element
                 return
         stop += 1
+    s[L.PLAIN_STOP] = stop

@@ -105,12 +105,19 @@ def script_of(codes: NDArray[np.uint32]) -> str:
 
 def script_number(codes: NDArray[np.uint32]) -> int:
     """Number in `CODES` of the script of most letters. Han with some kana is Japanese."""
+    return script_share(codes)[0]
+
+
+def script_share(codes: NDArray[np.uint32]) -> tuple[int, float]:
+    """`script_number`, and the share of the letters and marks that are of this script."""
     counts = script_counts(codes, tables().flags, script_numbers())
+    total = int(counts.sum())
     counts[0] = 0
     together = counts[HANI] + counts[JPAN]
     if together and counts[JPAN] >= MIN_KANA * together:
         counts[JPAN], counts[HANI] = together, 0
-    return int(counts.argmax())
+    number = int(counts.argmax())
+    return number, float(counts[number]) / max(total, 1)
 
 
 def is_zawgyi(codes: NDArray[np.uint32]) -> bool:

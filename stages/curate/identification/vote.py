@@ -1,14 +1,15 @@
 """Which language a text is in: CLD2, Naive Bayes on the Declaration of Human Rights and lid.176 together.
 
 Each knows languages that the others do not, and errs where they do not: a language's score is the sum of what the three say of
-it, in logarithms, with a fixed word of each on languages that it cannot know. Where CLD2 is sure of a language that it takes no other
-for, it decides alone; where the first two agree, lid.176, the slowest, is not asked. The weights were chosen on news text in 122
-languages (NTREX-128's first half).
+it, in logarithms, with a fixed word of each on languages that it cannot know. A script in which one language alone is written
+decides by itself, and so does CLD2 where it is sure of a language that it takes no other for; where the first two agree, lid.176,
+the slowest, is not asked. The weights were chosen on news text in 122 languages (NTREX-128's first half).
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -18,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.stages.curate.identification.grams import advantages, grams
-from puna.stages.curate.identification.scripts import ARAB, CODES, HANI, MYMR, ZAWGYI, is_zawgyi, script_number
-from puna.stages.curate.rules.languages import canonical, groups
+from puna.stages.curate.identification.scripts import ARAB, CODES, HANI, MYMR, ZAWGYI, is_zawgyi, script_share
+from puna.stages.curate.rules.languages import canonical, groups, shipped
 from puna.stages.curate.text.characters import code_points
 from puna.storage import PunaError
 
@@ -40,8 +41,9 @@ ABSORBING = frozenset(  # ISO 639
     re.findall("[a-z]+", "ak ar az bh bi bs en fi gn hi hr ht id ku ln mi ms my ne nn no pt qu so sr st syr tr ur xh zh zu")
 )
 """Languages that CLD2 is sure of for texts in others: it was for some of the Declaration in 448 languages, or of NTREX-128's first half."""
-SHOWN = 600
-"""Characters that lid.176 is asked about: more tell no more."""
+SCRIPT_FROM = 0.8
+SHOWN, PIECES = 700, 2
+"""Characters of a text that are looked at, and of how many places."""
 CANTONESE, MANDARIN = "嘅喺佢唔係咗嚟啲咁冇哋嗰", "的在他不是了来來没沒们們那"
 """Characters of everyday words that one of the two writes and the other hardly does."""
 
@@ -72,15 +74,17 @@ class Found(NamedTuple):
 
 class Voters(NamedTuple):
     """`languages`: all codes; `places` of them; `columns` int64: where each label of the n-grams' classifier stands among them;
-    `cld2`, `lid`: which each knows, bool[n]; `rarer`: languages that neither knows; `group` int64[n]: confusable ones are equal."""
+    `cld2`, `lid` float64[n]: what each says of a language by not naming it; `rare` float64[n]: what it costs that neither knows it;
+    `group` int64[n]: confusable ones are equal; `alone`: number of a script → the only language that is written in it."""
 
     languages: tuple[str, ...]
     places: dict[str, int]
     columns: NDArray[np.int64]
-    cld2: NDArray[np.bool_]
-    lid: NDArray[np.bool_]
+    cld2: NDArray[np.float64]
+    lid: NDArray[np.float64]
     rare: NDArray[np.float64]
     group: NDArray[np.int64]
+    alone: dict[int, str]
 
 
 @lru_cache(maxsize=1)
@@ -97,22 +101,38 @@ def voters() -> Voters:
     names = [known.get(code, code) for code in languages]
     numbers = {name: number for number, name in enumerate(sorted(set(names)))}
     cld2, lid176 = (np.array([code in own for code in languages]) for own in (of_cld2, of_lid))
+    by_cld2, by_lid = (of.weight * np.log(np.where(own, of.least, of.unknown)) for own, of in ((cld2, CLD2), (lid176, LID)))
     columns = np.array([places[label] for label in labels], np.int64)
-    return Voters(languages, places, columns, cld2, lid176, ALONE * ~(cld2 | lid176), np.array([numbers[name] for name in names]))
+    group = np.array([numbers[name] for name in names])
+    return Voters(languages, places, columns, by_cld2, by_lid, ALONE * ~(cld2 | lid176), group, _alone(of_cld2 | of_lid))
 
 
+def _alone(known: set[str]) -> dict[int, str]:
+    """The scripts in which one language alone is written, of those that an identifier knows."""
+    model = grams()
+    writing: dict[int, set[str]] = {number: set(model.labels[first:last]) for number, (first, last) in enumerate(model.ranges.tolist())}
+    for row in shipped().values():
+        if row.language in known and row.script in CODES:
+            writing[CODES.index(row.script)].add(row.language)
+    return {number: next(iter(found)) for number, found in writing.items() if number and len(found) == 1}
+
+
+@lru_cache(maxsize=1024)
 def _code(code: str) -> str:
     code = code.split("-")[0]
     return OWN_CODES.get(code) or canonical(code)
 
 
 def vote(text: str) -> Found:
-    """The language of a text of letters, of one line or many."""
+    """The language of a text of letters, of one line or many; of a long one, of pieces of it."""
+    text = _sample(text)
     codes = code_points(text)
-    number = script_number(codes)
+    number, share = script_share(codes)
     if not number:
         return Found(NO_LANGUAGE, 1.0, NO_SCRIPT)
     known = voters()
+    if share >= SCRIPT_FROM and number in known.alone:
+        return Found(known.alone[number], 1.0, CODES[number])
     script = ZAWGYI if number == MYMR and is_zawgyi(codes) else CODES[number]
     reliable, said = _cld2(text)
     said = [(SORANI if code == "ku" and number == ARAB else _code(code), share) for code, share in said]
@@ -130,7 +150,7 @@ def vote(text: str) -> Found:
         best = int(at[found.argmax()])
     by_cld2 = _shares(said, known)
     total += _words_of(by_cld2, known.cld2, CLD2) - known.rare
-    if not (best >= 0 and by_cld2[best] >= SURE):
+    if not (best >= 0 and by_cld2.get(best, 0.0) >= SURE):
         total += _words_of(_shares(_lid(text), known), known.lid, LID)
     chance = np.exp(total - total.max())
     chosen = int(total.argmax())
@@ -141,18 +161,28 @@ def vote(text: str) -> Found:
     return Found(known.languages[chosen], min(together, 1.0), script)
 
 
-def _words_of(probabilities: NDArray[np.float64], known: NDArray[np.bool_], weights: Weights) -> NDArray[np.float64]:
-    """What an identifier says of every language."""
-    found: NDArray[np.float64] = weights.weight * np.log(np.where(known, np.maximum(probabilities, weights.least), weights.unknown))
+def _sample(text: str) -> str:
+    """The text, or pieces of it, the first at its beginning and the last at its end: more tell no more."""
+    if len(text) <= SHOWN:
+        return text
+    size = SHOWN // PIECES
+    return " ".join(text[piece * (len(text) - size) // (PIECES - 1) :][:size] for piece in range(PIECES))
+
+
+def _words_of(shares: dict[int, float], silent: NDArray[np.float64], weights: Weights) -> NDArray[np.float64]:
+    """What an identifier says of every language; `silent`: where it says nothing of it."""
+    found = silent.copy()
+    for at, share in shares.items():
+        found[at] = weights.weight * math.log(max(share, weights.least))
     return found
 
 
-def _shares(said: list[tuple[str, float]], known: Voters) -> NDArray[np.float64]:
-    found = np.zeros(len(known.languages))
+def _shares(said: list[tuple[str, float]], known: Voters) -> dict[int, float]:
+    """The shares of the languages, by their places."""
+    found: dict[int, float] = {}
     for code, share in said:
-        at = known.places.get(code)
-        if at is not None:
-            found[at] += share
+        if code in known.places:
+            found[known.places[code]] = found.get(known.places[code], 0.0) + share
     return found
 
 
@@ -168,7 +198,7 @@ def _cld2(text: str) -> tuple[bool, list[tuple[str, float]]]:
 def _lid(text: str) -> list[tuple[str, float]]:
     """The most probable languages by lid.176 (Joulin et al. 2016)."""
     # The wrapper's `predict` fails under numpy 2; the binding below it does not use numpy.
-    found = lid().f.predict(text[:SHOWN].replace("\n", " ") + "\n", ASKED, 0.0, "strict")
+    found = lid().f.predict(text.replace("\n", " ") + "\n", ASKED, LID.least, "strict")
     return [(_code(label.removeprefix("__label__")), min(float(probability), 1.0)) for probability, label in found]
 
 

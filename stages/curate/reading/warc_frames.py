@@ -28,6 +28,8 @@ ANY_LENGTH = re.compile(rb"^[ \t]*content-length[ \t]*:[^\d\n]*(\d{1,4000})", re
 LENGTH = re.compile(rb"^content-length[ \t]*:[ \t]*0*(\d{1,18})[ \t]*\r?$", re.IGNORECASE | re.MULTILINE)
 HEADER_END = re.compile(rb"\r\n\r\n|\n\n")
 RECORD_START = re.compile(rb"\nWARC/\d\.\d\r?\n")
+HEADER_END_OR_START = re.compile(HEADER_END.pattern + b"|" + RECORD_START.pattern)
+START_BYTES = len(b"\nWARC/1.0\r\n")
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,10 @@ def _frames(buffer: _Buffer, max_record_bytes: int) -> Iterator[Frame]:
             yield Frame(offset, problem, "malformed_record")
             buffer.resynchronize()
             continue
+        if HEADER_END.search(header) is None:
+            yield Frame(offset, "the next record begins inside the record's header", "malformed_record")
+            buffer.resynchronize()
+            continue
         length = int(match[1])
         if any(int(other) != length for other in ANY_LENGTH.findall(header)):
             # Another reader may believe the other one, and ask for as much memory.
@@ -279,12 +285,16 @@ class _Buffer:
                 return False
 
     def header(self) -> bytes | None:
-        """The header with its blank line, or None when it does not end within bounds."""
+        """The header with its blank line, or without one up to where another record begins; None when it does not end within bounds.
+
+        What comes after that is not looked at, so that many beginnings of records are no work for each other.
+        """
         searched = 0
         while True:
-            if match := HEADER_END.search(self._data, searched):
-                return bytes(self._data[: match.end()]) if match.end() <= MAX_HEADER_BYTES else None
-            searched = max(0, len(self._data) - 3)
+            if match := HEADER_END_OR_START.search(self._data, searched):
+                end = match.start() + 1 if RECORD_START.match(self._data, match.start()) else match.end()
+                return bytes(self._data[:end]) if end <= MAX_HEADER_BYTES else None
+            searched = max(0, len(self._data) - START_BYTES)
             if len(self._data) > MAX_HEADER_BYTES or not self._more():
                 return None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_args
 
 from pydantic import Field
 
@@ -313,29 +313,34 @@ class CodeRules(RuleGroup):
     min_words: Annotated[int | None, Drop("words", "<")] = Field(10, ge=0, description="Minimum number of words")
 
 
+Prose = Literal["gopher_repetition", "gopher_quality", "c4", "fineweb", "divergence", "quality"]
+"""Groups of rules made for prose: programs say the same again and again, in short lines without a full stop."""
+
+
 class CodeReasoningRules(WebRules):
-    """Pages with code and pages that reason (Llama 3, section 3.1.3), told by the classifiers of `code_reasoning`.
+    """Pages with code and pages that reason (Llama 3, section 3.1.3), told by their lines and by the classifiers of `code_reasoning`.
 
     Their words and lines are not those of prose: the groups `spared_by` leave them out, and the rules here are theirs alone.
     """
 
-    min_code: Fraction | None = Field(0.5, description="Minimum probability of a page with code; null: none is one")
-    min_reasoning: Fraction | None = Field(0.5, description="Minimum probability of a page that reasons; null: none is one")
-    spared_by: tuple[Literal["gopher_quality", "c4", "fineweb", "divergence", "quality"], ...] = Field(
-        ("gopher_quality", "c4", "fineweb", "divergence", "quality"), description="Groups of rules that do not judge these pages"
+    min_code_lines: int | None = Field(
+        8, ge=1, description="Minimum number of lines of code that make a page one with code, whatever its probability"
     )
+    min_code: Fraction | None = Field(None, description="Minimum probability that makes a page one with code; null: none does")
+    min_reasoning: Fraction | None = Field(None, description="Minimum probability that makes a page one that reasons; null: none does")
+    spared_by: tuple[Prose, ...] = Field(get_args(Prose), description="Groups of rules that do not judge these pages")
     min_words: Annotated[int | None, Drop("words", "<")] = Field(50, ge=0, description="Minimum number of words of such a page")
     min_alphabetic_words: Annotated[Fraction | None, Drop("alphabetic_word_fraction", "<")] = Field(
         0.5, description="Minimum fraction of words with an alphabetic character; operators and brackets are words too"
     )
     max_repeated_line_characters: Annotated[Fraction | None, Drop("repeated_line_character_fraction", ">")] = Field(
-        0.1, description="Maximum fraction of characters in lines seen earlier: programs repeat some, generated listings many"
+        0.3, description="Maximum fraction of characters in lines seen earlier: programs repeat some, generated listings most"
     )
 
     @property
     def kinds(self) -> tuple[DocumentKind, ...]:
         """What makes a document such a page."""
-        bounds = (("code_score", self.min_code), ("reasoning_score", self.min_reasoning))
+        bounds = (("code_lines", self.min_code_lines), ("code_score", self.min_code), ("reasoning_score", self.min_reasoning))
         return tuple(DocumentKind(signal, minimum) for signal, minimum in bounds if minimum is not None)
 
 

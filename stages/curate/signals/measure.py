@@ -31,6 +31,7 @@ from puna.stages.curate.text.english_tables import EnglishTables, bare_tables, d
 from puna.stages.curate.text.english_words import english_tables, split_english
 from puna.stages.curate.text.hash_table import cleared, contains, mix, place, size_for, table_of
 from puna.stages.curate.text.strings import buffers
+from puna.stages.curate.text.technical import code_lines
 from puna.stages.curate.text.unspaced import weights
 from puna.stages.curate.text.words import IS_SYMBOL, describe, exact_hashes, folded_hashes, powers, prefix_hashes, split_ranges
 from puna.storage import PunaError
@@ -234,6 +235,7 @@ def _measure(
             # 30 characters are a short line of letters, but a sentence of such a script.
             one.c4_sentences = one.c4_open_sentences = one.short_line_fraction = np.nan
         one.newline_ratio = newlines / max(words, 1)
+        one.code_lines = code_lines(codes)[1]
         one.misread_fraction = misread_characters(codes) / max(characters, 1)
         keys = cleared(room.keys, newlines + 1)
         repeated = duplicate_pieces(codes, about.flags, hashes, power, 0, characters, 1, True, keys)[2]

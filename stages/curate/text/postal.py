@@ -109,10 +109,10 @@ def _germanic(text: str) -> Iterator[tuple[int, int]]:
 
 def _in_contact_block(text: str, start: int, stop: int, contacts: Callable[[str], bool]) -> bool:
     """Whether the street has a line to itself, or nearly, between blank lines with other contact data."""
-    line_stop = text.find("\n", stop)
-    line = (text.rfind("\n", 0, start) + 1, line_stop if line_stop >= 0 else len(text))
-    if line[1] - line[0] > stop - start + OWN_LINE:
+    # No further than what counts: a text may be one line, or have no blank one.
+    low, high = max(0, start - OWN_LINE - 1), stop + OWN_LINE + 1
+    before, after = text[low:start].rpartition("\n")[2], text[stop:high].partition("\n")[0]
+    if len(before) + len(after) > OWN_LINE:
         return False
-    low = max(text.rfind("\n\n", 0, start) + 2 if "\n\n" in text[:start] else 0, start - AROUND)
-    high = text.find("\n\n", stop)
-    return contacts(text[low : min(high if high >= 0 else len(text), stop + AROUND)])
+    before, after = text[max(0, start - AROUND) : start].rpartition("\n\n")[2], text[stop : stop + AROUND].partition("\n\n")[0]
+    return contacts(f"{before}{text[start:stop]}{after}")

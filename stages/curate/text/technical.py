@@ -20,8 +20,9 @@ from puna.stages.curate.text.words import folded_hashes, found_among, split_code
 
 SEEDS = Path(__file__).parents[1] / "data" / "reasoning.txt"
 NEWLINE, BACKSLASH = 10, 92
-MARKS = "{}[]()=<>;_\\*&|#+@$^~`"  # what code has many of and prose has few
+MARKS = "{}[]()=<>;_\\*&|#+@^~`"  # what code has many of and prose has few
 ENDS = "{}"
+OPEN, CLOSE, BULLET = 0x28, 0x29, 0x2022
 # Operators and relations, letters of formulas, raised and lowered digits.
 FORMULA_RANGES = ((0x2070, 0x209C), (0x2200, 0x22FF), (0x27C0, 0x27EF), (0x2980, 0x2AFF), (0x1D400, 0x1D7FF))
 FORMULA = "\u00b1\u00b2\u00b3\u00b9\u00d7\u00f7\u2102\u210d\u2115\u2119\u211a\u211d\u2124\u2202\u2207"
@@ -66,21 +67,25 @@ def measured(text: str) -> Technical:
 def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
     """Lines that are not blank, and those of them that read as code.
 
-    Such a line ends in a brace, or has at least two brackets, operators and the like, and these are an eighth of what it
-    shows; at most a third of it is digits, and it has a letter or nothing but marks: tables of numbers are no code.
+    Such a line ends in a brace, or has at least two brackets, operators and the like besides one in parentheses, and these are an
+    eighth of what it shows; at most a third of it is digits, and it has a letter or nothing but marks: tables of numbers are no code,
+    nor are the items of a list.
     """
-    lines = code = shown = marks = digits = letters = last = 0
+    lines = code = shown = marks = digits = letters = last = opened = closed = item = 0
     for at in range(len(codes) + 1):
         if at == len(codes) or codes[at] == NEWLINE:
             if shown:
                 lines += 1
-                dense = marks >= 2 and 8 * marks >= shown
-                if (dense or last & IS_END) and 3 * digits <= shown and (letters > 0 or marks == shown):
+                dense = marks - min(opened, closed, 1) >= 2 and 8 * marks >= shown
+                if not item and (dense or last & IS_END) and 3 * digits <= shown and (letters > 0 or marks == shown):
                     code += 1
-            shown = marks = digits = letters = last = 0
+            shown = marks = digits = letters = last = opened = closed = item = 0
             continue
         kind = IS[min(codes[at], np.uint32(SMALL))]
         if not kind & IS_SPACE:
+            item |= 1 if shown == 0 and codes[at] == BULLET else 0
+            opened += 1 if codes[at] == OPEN else 0
+            closed += 1 if codes[at] == CLOSE else 0
             shown += 1
             marks += 1 if kind & IS_MARK else 0
             digits += 1 if kind & IS_DIGIT else 0

@@ -21,6 +21,9 @@ PROSE = [
     "Les principales causes sont les suivantes : la pluie, le vent, la neige ;",
     "Population: 12,304 (2011) [3]",
     "1234 (45) | 5678 (90) = 12",
+    "Judith C (157)",
+    "Price range: $$-$$$",
+    "• C++ (C plus plus) = {a list's item}",
 ]
 CODE = [
     "def area(self, width=3, height=4):",

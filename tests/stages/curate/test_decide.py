@@ -118,7 +118,7 @@ def test_a_language_has_thresholds_of_its_own(data):
             **{f"{name}_factor": pa.array([data.draw(factors) for _ in keys], pa.float64()) for name in ("words", "terminated_line_fraction")},
         }
     )  # fmt: skip
-    rules = [rule for rule in active_rules(SelectConfig()) if rule.drop.signal in ("words", "terminated_line_fraction") and rule.name[:7] != "curated"]
+    rules = [rule for rule in active_rules(SelectConfig(code_reasoning=None)) if rule.drop.signal in ("words", "terminated_line_fraction") and rule.name[:7] != "curated"]
     count = data.draw(st.integers(1, 8))
     chosen = [data.draw(st.sampled_from([*keys, ("xx", "Latn")])) for _ in range(count)]
     words = [data.draw(st.sampled_from([None, 24, 25, 49, 50, 99, 100, 150_000, 250_000])) for _ in range(count)]

@@ -65,6 +65,16 @@ def test_formulas_take_steps_in_proportion_to_their_number(piece):
     assert two < 2.2 * one
 
 
+@pytest.mark.parametrize(
+    "piece", ["<div><math><mi>x</mi>", "<table><tr><td class=blob-code>f(1);", "<div class=CodeMirror-code><pre>f(1);</pre>"],
+    ids=["formulas", "tables of code", "editors"],
+)  # fmt: skip
+def test_what_is_nested_takes_steps_in_proportion_to_its_number(piece):
+    one, two = (calls(lambda n=n: text(f"{piece * n}<p>The end of all of it, as it was written.")) for n in (60, 120))
+    assert two < 2.2 * one
+    assert "The end of all of it" in text(f"{piece * 60}<p>The end of all of it, as it was written.")
+
+
 @pytest.mark.parametrize("name", CODE)
 @pytest.mark.parametrize("extractor", ["model", "union"])
 def test_code_keeps_its_lines_and_loses_their_numbers(name, extractor):

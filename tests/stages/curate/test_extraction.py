@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from resiliparse.parse.html import HTMLTree
 
+from puna.stages.curate.extraction import attributes
 from puna.stages.curate.extraction import layout as L
+from puna.stages.curate.extraction import write as written
 from puna.stages.curate.extraction.alike import agreed, once
 from puna.stages.curate.extraction.bounds import burden
 from puna.stages.curate.extraction.cut import LEVELS, TOGETHER, best_cut
@@ -18,6 +20,7 @@ from puna.stages.curate.extraction.groups import group_sums, groups
 from puna.stages.curate.extraction.labels import label
 from puna.stages.curate.extraction.model import content, judge, load
 from puna.stages.curate.extraction.scan import read_page, scan
+from puna.stages.curate.extraction.search import find
 from puna.stages.curate.extraction.tags import NUMBER
 from puna.stages.curate.extraction.text import text_of
 from puna.stages.curate.extraction.training import as_arrays
@@ -141,6 +144,47 @@ def test_any_bytes_are_read(data):
     assert (starts <= stops).all() and (stops[:-1] <= starts[1:]).all()
     assert (page.elements[1:, L.PARENT] < np.arange(1, len(page.elements))).all()
     assert (page.elements[:, L.FIRST] <= page.elements[:, L.END]).all()
+
+
+@pytest.mark.parametrize("language", ["ไทย", "ລາວ", "ខ្មែរ", "မြန်မာ"])
+def test_four_letters_of_a_script_without_spaces_are_about_a_word(language):
+    text = "".join(chr(ord(language[0]) + n % 20) for n in range(400))
+    page = read_page(HTMLTree.parse(f"<p>{text}"))
+    assert abs(int(page.blocks[0, L.WORDS]) - 100) <= 1  # one is counted at the end of the run, as after any letters
+
+
+def searched(monkeypatch, module):
+    """A list of how far each search of `module` looked."""
+    steps = []
+
+    def counted(html, at, byte, stop=-1):
+        found = find(html, at, byte, stop)
+        steps.append(found - at)
+        return found
+
+    monkeypatch.setattr(module, "find", counted)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("read", "tag"), [(attributes.types, b'<script type="ld+json">{"type": 1}'), (attributes._address, b"<link href=/a/page/here>")]
+)
+def test_what_a_page_says_of_itself_is_looked_for_in_its_own_tag(monkeypatch, read, tag):
+    steps = searched(monkeypatch, attributes)
+    page = scan(tag * 50)
+    for start in range(0, 50 * len(tag), len(tag)):
+        read.py_func(page, start, start + len(tag))
+    assert 0 < sum(steps) <= 2 * 50 * len(tag)
+
+
+def test_formulas_in_formulas_are_looked_through_once(monkeypatch):
+    steps = searched(monkeypatch, written)
+    tag = b"<math>"
+    page = scan(tag * 50)
+    page.state[L.PLAIN_STOP] = 0
+    for at in range(len(tag), 50 * len(tag), len(tag)):
+        written.annotation.py_func(page, 1, at)
+    assert 0 < sum(steps) <= 50 * len(tag)
 
 
 # --- bounds ----------------------------------------------------------------------------------------------

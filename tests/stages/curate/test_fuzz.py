@@ -40,6 +40,14 @@ def test_damage_in_a_body_leaves_the_other_records_alone():
         assert [row.body for row in found[1:]] == [row.body for row in whole[1:]]
 
 
+def test_beginnings_of_records_cost_themselves_alone():
+    archive = fuzzing.warc()
+    whole = [row.body for row in read_warc(io.BytesIO(archive), "a.warc", 1 << 20) if isinstance(row, Page)]
+    found = list(read_warc(io.BytesIO(b"WARC/1.0\r\n" * 40 + archive), "a.warc", 1 << 20))
+    assert [row.body for row in found if isinstance(row, Page)] == whole
+    assert len(found) - len(list(read_warc(io.BytesIO(archive), "a.warc", 1 << 20))) == 40
+
+
 @pytest.mark.parametrize(
     "bomb",
     [

@@ -8,6 +8,8 @@ import pyarrow as pa
 import pytest
 
 from puna.stages.contract import execute
+from puna.stages.curate import language as module
+from puna.stages.curate.identification.vote import vote
 from puna.stages.curate.language import LanguageConfig, identify, language
 from puna.stages.curate.rules.languages import SCALED, canonical, read_rows, shipped, with_rows
 from puna.storage import PunaError, Store
@@ -31,6 +33,35 @@ def test_a_sentence_of_each_language(code):
     assert found == code
     assert 0.5 < score <= 1
     assert script == SCRIPTS.get(code, "Latn")
+
+
+def test_a_script_of_one_language_decides_with_some_words_of_another():
+    assert identify("สภาจะตัดสินใจในสัปดาห์หน้าว่าจะซ่อมสะพานเก่าข้ามแม่น้ำหรือไม่ (old bridge)") == ("th", 1.0, "Thai")
+    assert identify(f"{SENTENCES['en']} สะพาน")[0] == "en"
+
+
+def test_the_beginning_and_the_end_of_a_long_text_decide():
+    english, german = (" ".join([SENTENCES[code]] * 30) for code in ("en", "de"))
+    assert identify(english)[0] == "en"
+    assert identify(f"{english}\n{german}")[0] in ("en", "de")
+    assert identify(f"{english}\n{german}")[1] < identify(english)[1]
+
+
+def test_a_document_that_breaks_an_identifier_is_undetermined_and_the_others_go_on(tmp_path, make_documents, monkeypatch):
+    def broken(text):
+        if "Brücke" in text:
+            raise ValueError("no such text")
+        return vote(text)
+
+    monkeypatch.setattr(module, "vote", broken)
+    store = Store.open(tmp_path)
+    documents = make_documents(store, [(code, "web", SENTENCES[code]) for code in ("de", "en", "fr")])
+    made = execute(language, LanguageConfig(), {"documents": documents}, store)
+    assert {row["id"]: (row["language"], row["language_score"] > 0) for row in made.read().to_pylist()} == {
+        "de": ("und", False), "en": ("en", True), "fr": ("fr", True),
+    }  # fmt: skip
+    assert made.manifest.metrics["failed_language"] == 1
+    assert made.manifest.metrics["first_failure_language"] == "document de: ValueError: no such text"
 
 
 def test_line_ends_and_capitals_do_not_matter():

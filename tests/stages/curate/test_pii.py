@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puna.stages.contract import execute
+from puna.stages.curate import pii as module
 from puna.stages.curate.pii import PiiConfig, pii
 from puna.stages.curate.text.personal import FINDERS, find, luhn, masked
 from puna.storage import Store
@@ -167,6 +168,19 @@ def test_span_f1_on_labelled_sentences():
     f1 = {entity: 2 * right[entity] / (found[entity] + wanted[entity]) for entity in ALL}
     assert min(wanted.values()) >= 5
     assert min(f1.values()) >= 0.98, f1
+
+
+def test_a_document_that_cannot_be_searched_is_dropped_by_name(tmp_path, make_documents, monkeypatch):
+    def broken(text, entities):
+        if text == "b":
+            raise RecursionError("too deep")
+        return find(text, entities)
+
+    monkeypatch.setattr(module, "find", broken)
+    store = Store.open(tmp_path)
+    made = execute(pii, PiiConfig(), {"documents": make_documents(store, [("a", "web", "a"), ("b", "web", "b")])}, store)
+    assert made.read()["id"].to_pylist() == ["a"]
+    assert [(r["id"], r["rule"], r["detail"]) for r in made.read("dropped").to_pylist()] == [("b", "pii_failed", "RecursionError: too deep")]
 
 
 def test_a_document_with_too_much_of_a_kind_is_dropped(tmp_path):

@@ -64,30 +64,32 @@ def test_every_default_rule_fires_beyond_its_threshold_and_not_on_it(rule):
 
 def test_code_and_reasoning_pages_have_rules_of_their_own(tmp_path, make_documents):
     store = Store.open(tmp_path)
-    ids = list("abcdefg")
+    ids = list("abcdefgh")
     given_ = {
         "documents": make_documents(store, [(i, "code" if i == "g" else "web", i) for i in ids]),
         "signals": [
             signals(
-                store, id=ids, words=[60, 60, 60, 30, 30, 60, 30], alphabetic_word_fraction=[0.6, 0.6, 0.6, 0.9, 0.9, 0.4, 0.1],
-                code_score=[0.5, 0.49, 0.0, 0.9, None, None, None], reasoning_score=[0.0, 0.49, 0.7, 0.0, 0.0, 0.8, None],
+                store, id=ids, words=[60, 60, 60, 30, 30, 60, 30, 60], alphabetic_word_fraction=[0.6, 0.6, 0.6, 0.9, 0.9, 0.4, 0.1, 0.6],
+                code_score=[0.5, 0.49, 0.0, 0.9, None, None, None, 0.1], reasoning_score=[0.0, 0.49, 0.7, 0.0, 0.0, 0.8, None, 0.1],
+                code_lines=[0, 7, 0, 0, 0, 0, 0, 8],
             )
         ],
     }  # fmt: skip
     quality = {**dict.fromkeys(["max_words", "min_mean_word_length", "max_mean_word_length", "max_hash_ratio", "max_ellipsis_ratio",
                                 "max_bullet_lines", "max_ellipsis_lines", "min_stop_words", "min_stop_word_fraction", "max_misread"]), "min_words": 20}  # fmt: skip
-    own = {"max_repeated_line_characters": None}
+    own = {"max_repeated_line_characters": None, "min_code": 0.5, "min_reasoning": 0.5}
     made = execute(select, config(gopher_quality=quality, code_reasoning=own), given_, store)
-    # a, c: pages of these kinds whose words pass their own bound; b: of neither, by a hair; e: not measured is of neither kind.
-    assert made.read()["id"].to_pylist() == ["a", "c", "e", "g"]
+    # a, c, h: pages of these kinds whose words pass their own bound; b: of neither, by a hair; e: not measured is of neither kind.
+    assert made.read()["id"].to_pylist() == ["a", "c", "e", "g", "h"]
     assert {r["id"]: r["rule"] for r in made.read("dropped").to_pylist()} == {
         "b": "gopher_quality.min_alphabetic_words", "d": "code_reasoning.min_words", "f": "code_reasoning.min_alphabetic_words",
     }  # fmt: skip
     judged = execute(select, config(gopher_quality=quality, code_reasoning={**own, "spared_by": []}), given_, store)
-    assert {r["id"] for r in judged.read("dropped").to_pylist() if r["rule"].startswith("gopher")} == {"a", "b", "c", "f"}
-    without = execute(select, config(gopher_quality=quality, code_reasoning={**own, "min_code": None, "min_reasoning": None}), given_, store)
+    assert {r["id"] for r in judged.read("dropped").to_pylist() if r["rule"].startswith("gopher")} == {"a", "b", "c", "f", "h"}
+    off = dict.fromkeys(("min_code_lines", "min_code", "min_reasoning"))
+    without = execute(select, config(gopher_quality=quality, code_reasoning={**own, **off}), given_, store)
     assert {r["rule"] for r in without.read("dropped").to_pylist()} == {"gopher_quality.min_alphabetic_words"}
-    bare = {**given_, "signals": [signals(store, id=ids, words=[60] * 7, alphabetic_word_fraction=[0.9] * 7)]}
+    bare = {**given_, "signals": [signals(store, id=ids, words=[60] * 8, alphabetic_word_fraction=[0.9] * 8, code_lines=[0] * 8)]}
     with pytest.raises(PunaError, match=r"'code_score', which no input carries.*set code_reasoning=null"):
         execute(select, config(gopher_quality=quality, code_reasoning=own), bare, store)
 

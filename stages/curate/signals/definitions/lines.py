@@ -8,6 +8,7 @@ from functools import lru_cache
 from puna.stages.contract import signal
 from puna.stages.curate.signals.definitions.views import has, seen_before, unspaced, words_of
 from puna.stages.curate.text.characters import PUNCTUATION, SENTENCE_END, TERMINAL, code_points
+from puna.stages.curate.text.technical import ENDS, MARKS
 from puna.stages.curate.text.words import split_codes
 
 CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
@@ -158,3 +159,19 @@ def max_line_length(text: str) -> int:
 def alphanumeric_fraction(text: str) -> float:
     """Letters and digits among the characters."""
     return sum(c.isalnum() for c in text) / max(len(text), 1)
+
+
+@signal(unit="lines", compiled="heuristics")
+def code_lines(text: str) -> int:
+    """Lines of code: ending in a brace, or with two brackets, operators and the like beside a pair (), an eighth of what they show."""
+    return sum(map(is_code, text.split("\n")))
+
+
+def is_code(line: str) -> bool:
+    """Whether a line reads as code: no item of a list, and no table, of which a third is digits, or none letters."""
+    shown = [c for c in line if c not in " \t\r\v\f"]
+    marks, digits = sum(c in MARKS for c in shown), sum(c in "0123456789" for c in shown)
+    letters = any(c.isascii() and c.isalpha() for c in shown)
+    if not shown or shown[0] == "•" or 3 * digits > len(shown) or not (letters or marks == len(shown)):
+        return False
+    return shown[-1] in ENDS or (marks - ("(" in shown and ")" in shown) >= 2 and 8 * marks >= len(shown))
