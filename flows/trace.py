@@ -157,6 +157,11 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline") ->
     for other in load_flows().values():
         known = {**fields(other), **known}
         settings = {**everything(other).settings, **settings}
+    changed = {change.partition("=")[0].partition(".")[0] for change in changes or []}
+    for label, step in known.items():
+        # The recipe's settings of a training go with the step that it is for, where a change leaves that out.
+        if step.serves in changed and values.get(step.serves, {}) is None and label not in changed:
+            values.pop(label, None)
     complaints: list[str] = []
     extra = _added(values.pop("add", None) or {}, complaints)
     for label, added in extra.items():

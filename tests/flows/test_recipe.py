@@ -177,6 +177,7 @@ def test_a_classifier_is_trained_where_the_step_that_applies_it_is_there() -> No
     assert [name for name in found if name.startswith("train_")] == trained[:1]
     found = labels(load("demo", ["quality=null", "train_quality={}"], "curate"), "curate")
     assert "train_quality" in found and "quality" not in found
+    assert "train_code_reasoning" not in labels(load("demo", ["code_reasoning=null"], "curate"), "curate")
     complaints = trace(flow_named("curate"), load("demo", ["train_quality=null"], "curate")).complaints
     assert complaints[0].startswith("quality needs classifier (classifier), which comes from train_quality, and the recipe leaves that out")
 
