@@ -37,10 +37,14 @@ SORANI = "ckb"
 """Kurdish in Arabic letters, for which CLD2 has the code of all Kurdish."""
 SURE = 0.9
 ALONE_FROM, ENOUGH = 0.97, 300
-ABSORBING = frozenset(  # ISO 639
-    re.findall("[a-z]+", "ak ar az bh bi bs en fi gn hi hr ht id ku ln mi ms my ne nn no pt qu so sr st syr tr ur xh zh zu")
+ABSORBING = frozenset(  # ISO 639; xx: CLD2's for scripts of which it knows no language
+    re.findall(
+        "[a-z]+",
+        "aa ak ar az bh bi bs ceb da en es et fi gl gn hi hr ht id it kk ko ku ky ln mi mn ms my ne nn no pl pt qu ro rw sd so sr st sw "
+        "syr tl to tr tt ur wo xh xx yo zh zu",
+    )
 )
-"""Languages that CLD2 is sure of for texts in others: it was for some of the Declaration in 448 languages, or of NTREX-128's first half."""
+"""Languages that CLD2 is sure of for texts in others: for pieces of the Declaration in 448 languages, or of NTREX-128's first half."""
 SCRIPT_FROM = 0.8
 SHOWN, PIECES = 700, 2
 """Characters of a text that are looked at, and of how many places."""
