@@ -182,10 +182,10 @@ WORDS = (
 )
 SAYS_PHONE = re.compile(rf"(?:\b(?:{WORDS})\b|☎|☏|📞)(?:[^\n\d+]{{0,20}}|[:.]?\s{{0,3}})$", re.IGNORECASE)
 SAID_PHONE = re.compile(r"[ \-,]{1,3}\(?(?:phone|fax|mobile|cell|office|tel)\b", re.IGNORECASE)
+# Groups of digits are taken whole (`+`): a long row of them can be cut into groups of two to five in thousands of ways.
 INTERNATIONAL = re.compile(
-    r"(?<![\w./=+-])(?:\+[1-9]\d{0,2}[ .\-/]?|00[1-9]\d{0,2}[ \-/])(?:\(\d{1,4}\)[ .\-/]?)?\d{1,5}(?:[ .\-/]?\d{2,5}){1,5}"
-    + EXTENSION
-    + END
+    r"(?<![\w./=+-])(?:\+[1-9]\d{0,2}[ .\-/]?|00[1-9]\d{0,2}[ \-/])(?:\(\d{1,4}\)[ .\-/]?)?(?=\d(?:[ .\-/]?\d){2})"
+    r"\d{1,25}+(?:[ .\-/]\d{2,25}+){0,5}" + EXTENSION + END
 )
 NORTH_AMERICAN = re.compile(
     EDGE + r"(?:1[-. ])?(?:\([2-9]\d\d\) ?[2-9]\d\d[-. ]|[2-9]\d\d(?P<s>[-.])[2-9]\d\d(?P=s))\d{4}" + EXTENSION + END

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from puna.stages.contract import execute
 from puna.stages.curate import pii as module
 from puna.stages.curate.pii import PiiConfig, pii
+from puna.stages.curate.text import personal
 from puna.stages.curate.text.personal import FINDERS, find, luhn, masked
 from puna.storage import Store
 
@@ -196,3 +197,24 @@ def test_a_document_with_too_much_of_a_kind_is_dropped(tmp_path):
     dropped = [(row["id"], row["rule"], row["value"], row["threshold"]) for row in made.read("dropped").to_pylist()]
     assert dropped == [("0", "pii_ssn", 1.0, 1.0), ("2", "pii_email", 3.0, 3.0)]
     assert {row["id"] for row in made.read("scores").to_pylist()} == {"1"}
+
+
+PHONE_PIECES = ("+", "00", "1", "2", "34", "567", "8901", "+49", "+1 ", "(12)", " ", "-", ".", "/", "x", "a", " ext. 5", "\n")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(PHONE_PIECES), min_size=3, max_size=14).map("".join))
+def test_international_numbers_are_those_of_groups_of_two_to_five_digits(text):
+    # The same numbers as pieces of two to five digits, with or without signs between them: simple, and slow on long rows of digits.
+    body = r"(?:\+[1-9]\d{0,2}[ .\-/]?|00[1-9]\d{0,2}[ \-/])(?:\(\d{1,4}\)[ .\-/]?)?\d{1,5}(?:[ .\-/]?\d{2,5}){1,5}"
+    pieces = re.compile(rf"(?<![\w./=+-]){body}{personal.EXTENSION}{personal.END}")
+
+    def spans(pattern):
+        return [m.span() for m in pattern.finditer(text) if 8 <= sum(map(str.isdecimal, m[0])) <= 20]
+
+    assert spans(personal.INTERNATIONAL) == spans(pieces)
+
+
+def test_rows_of_digits_that_are_no_number_take_no_time():
+    # A tenth of a second; each of them in all its groupings took a minute and a half.
+    assert not list(FINDERS["phone"](("+" + "1" * 41 + "x ") * 23_000))
