@@ -1,4 +1,4 @@
-"""Compile the loops of curation once, into the caches beside their modules, so that the first run need not."""
+"""Compile the loops of curation, training and generation once, into their cache, so that the first run need not."""
 
 from __future__ import annotations
 
@@ -6,14 +6,24 @@ import tempfile
 from datetime import UTC, datetime
 
 import pyarrow as pa
+import torch
 
+from puna.models.config import ModelConfig
+from puna.models.generation import Engine, SamplingParams
+from puna.models.training.loop import TrainConfig, Trainer
+from puna.models.training.objectives import LanguageModeling
+from puna.models.training.objectives.base import Targets
+from puna.models.transformer import Transformer
+from puna.stages.align.prompts import PromptsConfig, Task, prompts
 from puna.stages.contract.execute import execute
+from puna.stages.curate.decontaminate import DecontaminateConfig, decontaminate
 from puna.stages.curate.extract import ExtractConfig, extract
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.curate.language import LanguageConfig, language
 from puna.stages.curate.line_dedup import LineDedupConfig, line_dedup
 from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
 from puna.stages.curate.pii import PiiConfig, pii
+from puna.stages.curate.text.technical import measured
 from puna.storage import Store
 
 TEXT = "The quick brown fox jumps over the lazy dog while {0} others of its kind look on from the edge of the old wood."
@@ -40,7 +50,21 @@ def pages(count: int = 12) -> pa.Table:
     )
 
 
+def model() -> None:
+    """A step of training, and two answers."""
+    shape = ModelConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    tiny = Transformer(shape, generator=torch.Generator().manual_seed(0))
+    trainer = Trainer(tiny, LanguageModeling(), TrainConfig(steps=2, schedule={"learning_rate": 1e-3}))
+    trainer.step(1, Targets.from_documents([torch.arange(32), torch.arange(16)]), seed=0)
+    for temperature in (0.0, 1.0):
+        Engine(tiny).generate([list(range(20))], SamplingParams(n=2, temperature=temperature, max_tokens=2, stop=()))
+
+
 def main() -> None:
+    model()
     with tempfile.TemporaryDirectory() as folder:
         store = Store.open(folder)
         made = execute(extract, ExtractConfig(), {"pages": store.import_table("pages", pages())}, store)
@@ -48,7 +72,10 @@ def main() -> None:
         execute(heuristics, HeuristicsConfig(), {"documents": made, "language": found}, store)
         clean = execute(pii, PiiConfig(), {"documents": made}, store)
         unique = execute(minhash_dedup, MinhashDedupConfig(), {"documents": clean}, store)
-        execute(line_dedup, LineDedupConfig(), {"documents": unique}, store)
+        lines = execute(line_dedup, LineDedupConfig(), {"documents": unique}, store)
+        asked = execute(prompts, PromptsConfig(tasks=[Task(task="numbers")], train=2, heldout=2), {}, store)
+        execute(decontaminate, DecontaminateConfig(), {"documents": lines, "prompts": [asked]}, store)
+        measured(TEXT)
 
 
 if __name__ == "__main__":

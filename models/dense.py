@@ -27,6 +27,8 @@ WEIGHTS = {
     **{name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
 }
 
+NEEDED = {place for name, place in WEIGHTS.items() if not name.endswith("_bias") and name not in ("q_norm", "k_norm")}
+
 
 class Loops:
     """The layers with their rotation and the final norm."""
@@ -46,9 +48,10 @@ class Loops:
 
 
 def loops(model: Transformer) -> Loops | None:
-    """The model by loops, where they can compute it."""
+    """The model by loops, where they can compute it: not with adapters, of which the loops know nothing."""
     config = model.config
-    plain = config.moe is None and config.mla is None and not config.parallel_block
+    names = {name for block in model.model.layers for name, _ in block.named_parameters()}
+    plain = not config.parallel_block and NEEDED <= names <= {*WEIGHTS.values()}
     alike = all(p.dtype == torch.float32 and p.is_cpu and p.is_contiguous() for p in model.parameters())
     return Loops(model) if plain and alike and has_numba() and not INTERPRETED else None
 

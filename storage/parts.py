@@ -129,7 +129,7 @@ class ShardRows:
                 return
         else:
             edges = [0, self.rows]
-            rows = rows or max(max(file.groups) for file in self.stored if file is not None)
+            rows = rows or max((size for file in self.stored if file is not None for size in file.groups), default=1)
         at = 0
         while at < self.rows:
             # As many whole groups as fit, or a piece of one that does not.

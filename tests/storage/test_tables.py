@@ -176,6 +176,14 @@ def test_rows_kept_by_reference_are_those_rows(tmp_path: Path, monkeypatch: pyte
     assert found["text"].to_pylist() == expected["text"].to_pylist() and found["id"].to_pylist() == expected["id"].to_pylist()
 
 
+def test_a_shard_without_rows_has_no_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_shards(monkeypatch, "documents", size=800)
+    base = Store.open(tmp_path).import_table("documents", documents([f"{n:032x}" for n in range(60)], ["x" * 40] * 60))
+    assert not all(shard.rows for shard in base.shards())
+    for size in (None, 5):
+        assert pa.concat_tables([part.read() for part in base.parts(rows=size)]).equals(base.read())
+
+
 def test_few_rows_are_written_anew(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     base = store.import_table("documents", documents(ids_of(40), ["text"] * 40))

@@ -479,7 +479,7 @@ def test_the_loss_of_the_page_trains_and_its_code_counts_in_the_key(tmp_path: Pa
     first = config("loss_of_the_page", code)
     here = identify(dpo, first, given).code
     row = log(execute(dpo, first, given, store))[0]
-    assert row["loss"] == pytest.approx(1.0)  # margins are 0 before the first step
+    assert row["loss"] == pytest.approx(1.0, abs=1e-5)  # margins are 0 before the first step, but for rounding
     hashes = {}
     for module, text in (("loss_with_a_comment", code + "\n# a comment\n"), ("loss_doubled", code.replace(".square()", ".square() * 2"))):
         found = identify(dpo, config(module, text), given).code
