@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import gc
 import inspect
@@ -207,6 +208,7 @@ def _offer(offering: Offering, runner: Runner, crons: dict[str, str], supervised
         os.kill(os.getpid(), signal.SIGTERM)
         return
     gc.freeze()
+    atexit.register(gc.unfreeze)  # at the end DuckDB would take what is frozen for leaks, and say so
     gc.enable()
     ends = "" if supervised else "; Ctrl-C ends"
     print(f"{len(OFFERS)} flows and stages are offered at {get_current_settings().ui_url}/deployments{ends}", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -50,7 +51,7 @@ class Server:
                 raise Unreachable(str(error)) from error
             said = error.read(2000).decode("utf-8", "replace")
             raise PunaError(f"{self.url}: {method} {path} was refused ({error.code}): {said}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:  # no answer, half of one, or none of HTTP
             raise Unreachable(str(error)) from error
 
     def insist(self, method: str, path: str, body: Any = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import fcntl
 import gc
@@ -81,6 +82,7 @@ def up(uri: str, host: str, port: int, limit: int, auth: str) -> None:
 
 def _ready(store: Store, url: str, server: Server, began: float) -> None:
     gc.freeze()
+    atexit.register(gc.unfreeze)  # at the end DuckDB would take what is frozen for leaks, and say so
     gc.enable()
     write_note(store.root, {"url": url, "api": server.url, "auth": server.auth, "pid": os.getpid()})
     print(f"puna is up after {time.perf_counter() - began:.1f} s, for {store.uri}; Ctrl-C ends it")

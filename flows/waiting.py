@@ -10,9 +10,11 @@ import gc
 import importlib
 import json
 import os
+import re
 import runpy
 import sys
 import time
+import warnings
 
 
 def main(module: str, *imported: str) -> None:
@@ -21,10 +23,11 @@ def main(module: str, *imported: str) -> None:
     Where a file of the imported modules was written since, all of them are read again.
     """
     began = time.time_ns()
+    gc.disable()  # what is imported stays
     try:
         for name in imported:
             importlib.import_module(name)
-        gc.freeze()
+        gc.enable()
         read = _written()
         line = sys.stdin.readline()
     except KeyboardInterrupt:
@@ -39,6 +42,8 @@ def main(module: str, *imported: str) -> None:
     if any(when > began or now.get(file) != when for file, when in read.items()):
         os.execv(sys.executable, [sys.executable, "-m", module])
     sys.argv = [module]
+    # What was imported may have imported it; `python -m` would warn in the same way.
+    warnings.filterwarnings("ignore", message=f".*{re.escape(repr(module))} found in sys.modules", category=RuntimeWarning)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -385,6 +385,7 @@ def main() -> None:
                     found[step.__name__] = {**step(tour), "took": round(time.perf_counter() - began, 1)}
                 except (Error, AssertionError, OSError, LookupError, StopIteration) as error:  # the next step may still do
                     tour.shot(f"failed-{step.__name__}")
+                    shutil.copy(tour.store.parent / "up.log", tour.pictures / f"failed-{step.__name__}.log")
                     found[step.__name__] = {"failed": f"{type(error).__name__}: {str(error)[:400]}", "at": tour.page.url}
                 if not asked.json:
                     print(step.__name__, found[step.__name__], flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import pytest
 
 from puna.flows import launch
 from puna.flows.reporter import said, slug
-from puna.flows.server import read_note, server_of, write_note
+from puna.flows.server import Server, Unreachable, read_note, server_of, write_note
 from puna.storage import PunaError, Store
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / ".pkg"), "PREFECT_API_URL": ""}
@@ -171,3 +172,16 @@ def test_prefect_stays_out_of_the_other_rooms() -> None:
         "print([m for m in ('prefect', 'torch', 'transformers', 'trl', 'fasttext', 'reasoning_gym', 'datasets') if m in sys.modules])"  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
     assert done.stdout.strip() == "[]"
+
+
+def test_half_an_answer_is_none() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            with listening.accept()[0] as one:
+                one.recv(4096)
+                one.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{")
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(Unreachable):
+            Server(f"http://127.0.0.1:{listening.getsockname()[1]}").ask("GET", "/health")

@@ -191,3 +191,12 @@ def test_a_text_is_told_what_it_resembles(client: TestClient, store: Store) -> N
     refused = client.post("/near", data={"artifact": documents.id, "text": " "})
     assert refused.status_code == 404
     assert "no words" in text(refused)
+
+
+def test_what_breaks_in_puna_is_a_page_that_says_so(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> str:
+        raise RuntimeError("no room on the shelf")
+
+    monkeypatch.setattr(app.start, "started", broken)
+    made = TestClient(application(store, prefect=None, auth=""), raise_server_exceptions=False).post("/start/curate", data={"recipe": "demo"})
+    assert made.status_code == 500 and "RuntimeError: no room on the shelf" in text(made) and "Runs" in text(made)
