@@ -13,6 +13,7 @@ import ast
 import hashlib
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -261,11 +262,17 @@ def _is_followed(origin: str) -> bool:
     return top == "puna" or (top not in sys.stdlib_module_names and source_file(top) is not None)
 
 
+# Python 3.11 counts the depth of the trees of all threads in one place, and calls a mismatch what two of them built at once.
+_PARSING = threading.Lock()
+
+
 @lru_cache(maxsize=1024)
 def _parse(name: str, file: Path, content: str) -> Module:
     module = Module(name, file)
     loose: list[Binding] = []
-    for binding in statements(ast.parse(content).body):
+    with _PARSING:
+        tree = ast.parse(content)
+    for binding in statements(tree.body):
         node = binding.node
         if isinstance(node, ast.Import | ast.ImportFrom):
             for local, target in _imports(node, name).items():

@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -481,3 +483,24 @@ def test_a_file_that_appears_where_code_looks_for_it_counts(tree: Path) -> None:
     (tree / "stages/later.txt").write_text("x")
     new_process()
     assert "puna.stages.helpers:later.txt" in code.reached(WORK)
+
+
+def test_sources_are_parsed_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python 3.11 needs it; the pages of a server plan and start in several threads."""
+    parse, inside, most = ast.parse, [], []
+
+    def watched(content: str) -> ast.Module:
+        inside.append(content)
+        most.append(len(inside))
+        time.sleep(0.01)
+        inside.remove(content)
+        return parse(content)
+
+    threads = [threading.Thread(target=code._parse, args=("puna.x", Path(f"{n}.py"), f"x = {n}")) for n in range(4)]
+    with monkeypatch.context() as patched:
+        patched.setattr(ast, "parse", watched)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert most == [1, 1, 1, 1]
