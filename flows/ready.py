@@ -74,12 +74,14 @@ class Ready:
         if process is None or command[1:] != ["-m", ENGINE] or _lasting(env) != self._environment:
             return None
         self._waiting = None
+        if process.returncode is not None:
+            return None
         own = {name: value for name, value in env.items() if name.startswith(PER_RUN)}
         assert process.stdin is not None
         try:
             await process.stdin.send(json.dumps({"env": own, "cwd": None if cwd is None else str(cwd)}).encode() + b"\n")
             await process.stdin.aclose()
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):  # it is gone
+        except (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):  # it is going
             await _over(process)
             return None
         return process
