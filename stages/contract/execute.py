@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from itertools import chain
@@ -157,6 +159,17 @@ def reusable(stage: Stage, identity: Identity, store: Store) -> Artifact | None:
     return None
 
 
+@contextlib.contextmanager
+def _threads_kept() -> Iterator[None]:
+    """A caller who works with torch has as many threads after the stage as before, whatever the stage's models are worked on by."""
+    before = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            sys.modules["torch"].set_num_threads(before)
+
+
 def _cut(stage: Stage, taken: dict[str, list[Artifact] | list[External]]) -> int:
     """The number of shards of the corpus that the stage works on: of what it filters, or else of its first pages or documents."""
     names = [stage.filters, *taken] if stage.filters else [*taken]
@@ -172,7 +185,7 @@ def _make(
     for spec in stage.inputs:
         items = stage.check(given)[spec.name]
         arguments.append(items if spec.many else (items[0] if items else None))
-    with Meter(executor) as meter:
+    with Meter(executor) as meter, _threads_kept():
         stage.function(*arguments, config, run)
     try:
         code.check_unedited(stage, stage.reaches(config, given))
