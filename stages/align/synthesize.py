@@ -144,7 +144,8 @@ class Writer:
 
         config, bad = self._config, BadRows(self._config, "synthesize")
         asked = bad.examples(rows, lambda row: prompt_ids(self._tokenizer, row), lambda ids: len(ids) + config.max_tokens, self._within)
-        self._dropped += [row for row in bad.dropped if all(row["id"] != other["id"] for other in self._dropped)]
+        before = {row["id"] for row in self._dropped}
+        self._dropped += [row for row in bad.dropped if row["id"] not in before]
         stop, seed = self._tokenizer.stop_ids, self._run.seed(purpose)
         params = SamplingParams(n=count, temperature=config.temperature, max_tokens=config.max_tokens, stop=stop, seed=seed)
 
@@ -201,23 +202,31 @@ def _written(
         examples = "\n\n".join(f"{place}. {shown(messages_of(train[i]))}" for place, i in enumerate(drawn, 1))
         name = identifier(config.source, config.seed, number)
         asked.append({"id": name, "messages": asking(NEW.format(examples=examples)), "tools": None})
-    seen = [trigrams(shown(messages_of(row))) for row in known]
+    having: dict[tuple[str, ...], list[int]] = {}
+    for number, row in enumerate(known):
+        _note(number, trigrams(shown(messages_of(row))), having)
     found: list[Row] = []
     for row, texts in zip(asked, writer.write(asked, 1, "problems"), strict=True):
         if not texts:
             continue
         text, limit = texts[0].text.strip(), config.max_similarity
         runs = trigrams(text)
-        likest = max((len(runs & other) / len(runs) for other in seen), default=0.0) if runs else 0.0
+        shared = Counter(number for one in runs for number in having.get(one, ()))
+        likest = max(shared.values(), default=0) / max(len(runs), 1)
         if not texts[0].finished or not runs:
             dropped.append(_drop(row, "empty" if not runs else "unfinished", None, None, text))
         elif likest > limit:
             dropped.append(_drop(row, "copied", likest, limit, text))
         else:
-            seen.append(runs)
+            _note(len(known) + len(found), runs, having)
             task = f"{config.source}_{config.problems}"
             found.append({"id": row["id"], "task": task, "messages": asking(text), "tools": None, "reference": None, "verifier": None})
     return _tested(found, writer, config, run, dropped) if config.problems == "code" else found
+
+
+def _note(number: int, runs: set[tuple[str, ...]], having: dict[tuple[str, ...], list[int]]) -> None:
+    for one in runs:
+        having.setdefault(one, []).append(number)
 
 
 def _tested(problems: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun, dropped: list[Row]) -> list[Row]:
