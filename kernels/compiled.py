@@ -21,7 +21,7 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile, _CacheLocator
 from numba.core.dispatcher import Dispatcher
 from numba.core.extending import _Intrinsic
 
@@ -55,11 +55,23 @@ class LoopCache(FunctionCache):  # type: ignore[misc]
     def __init__(self, function: Callable[..., Any]) -> None:
         self._impl_class = _LoopCacheImpl
         super().__init__(function)
+        self._cache_file.__class__ = _Index
 
     def _index_key(self, signature: Any, codegen: Any) -> Any:
         # Not before the loop's first use: then all names of its file are bound.
         self._cache_file._source_stamp = state(self._py_func)
         return super()._index_key(signature, codegen)
+
+
+class _Index(IndexDataCacheFile):  # type: ignore[misc]
+    """What a loop was compiled for: signatures, which name the classes of tuples that it was handed."""
+
+    def _load_index(self) -> dict[Any, str]:
+        try:
+            found: dict[Any, str] = super()._load_index()
+            return found
+        except (ImportError, AttributeError):
+            return {}  # another version of the program had such a class, this one has none
 
 
 class _Locator(_CacheLocator):  # type: ignore[misc]

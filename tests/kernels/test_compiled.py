@@ -116,3 +116,16 @@ def test_a_loop_that_borrows_its_arrays_makes_none():
     assert [sys.getrefcount(one) for one in arrays] == before
     with pytest.raises(numba.core.errors.NumbaError, match="returning of array"):
         compiled.njit(cache=False, borrows=True)(made)(arrays, 1)
+
+
+def test_a_loop_compiled_for_a_class_that_is_gone_is_compiled_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(compiled.ROOT / ".pkg"))
+    (tmp_path / "loop.py").write_text("from puna.kernels.compiled import njit\n\n@njit()\ndef first(pair):\n    return pair.x\n")
+    ask = "import loop, shapes; print(loop.first(shapes.{0}(3, 4)), sum(loop.first.stats.cache_hits.values()))"
+    said = []
+    for name in ("Pair", "Pair", "Couple", "Couple"):
+        (tmp_path / "shapes.py").write_text(f"from typing import NamedTuple\n\nclass {name}(NamedTuple):\n    x: int\n    y: int\n")
+        done = subprocess.run([sys.executable, "-B", "-c", ask.format(name)], cwd=tmp_path, capture_output=True, text=True)
+        said.append(done.stdout.split() or done.stderr[-300:])
+    assert said == [["3", "0"], ["3", "1"], ["3", "0"], ["3", "1"]]
