@@ -50,13 +50,13 @@ def opened(model: str, store: str, memory: float, **limits: Any) -> Engine:
     """An engine of a model named as the commands take it."""
     from puna.models.checkpoint import CheckpointError, load_with_tokenizer
     from puna.models.generation import Engine
-    from puna.stages.training.train import device, load_model
+    from puna.stages.training.train import device, frozen_dtype, load_model
 
     try:
         if Path(model).exists():
-            network, tokenizer = load_with_tokenizer(model, "lm", device=device())
+            network, tokenizer = load_with_tokenizer(model, "lm", frozen_dtype(), device())
         else:
-            network, tokenizer = load_model(_artifact(model, store), "lm")
+            network, tokenizer = load_model(_artifact(model, store), "lm", frozen=True)
         return Engine(network, tokenizer, memory=int(memory * 1e9), **limits)
     except (CheckpointError, ValueError) as error:
         raise PunaError(f"{model}: {error}") from error

@@ -63,6 +63,10 @@ class ForestMask:
             path.append(last)
         return ForestMask(end, segments)
 
+    def to(self, device: torch.device | str) -> ForestMask:
+        """The same mask for a device, which need not be asked for its segments."""
+        return ForestMask(self.end.to(device), self.segments, self.window)
+
     def within(self, window: int | None) -> ForestMask:
         """The same forest under a sliding window of that many tokens of a path (None: the whole path)."""
         if window == self.window:
@@ -87,7 +91,8 @@ class ForestMask:
         Those are the tokens before it in the row, less the ones whose subtree has ended.
         """
         T = len(self.end)
-        ended = torch.bincount(self.end, minlength=T + 1)[:T].cumsum(0)
+        none, one = (self.end.new_full((size,), value, dtype=torch.int64) for size, value in ((T + 1, 0), (T, 1)))
+        ended = none.scatter_add(0, self.end.long(), one)[:T].cumsum(0)
         return (torch.arange(T, device=self.end.device) - ended).to(torch.int32)
 
     def dense(self) -> Tensor:

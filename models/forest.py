@@ -102,10 +102,13 @@ class Forest:
         return parents.to(self.tokens.device)
 
     def to(self, device: torch.device | str) -> Forest:
-        """The same forest on another device."""
+        """The same forest on another device, with the mask that is made where it comes from: no step waits to read its segments."""
         if torch.device(device) == self.tokens.device:
             return self
-        return Forest(self.tokens.to(device), self.end.to(device), self.positions.to(device))
+        mask = self.mask.to(device)
+        moved = Forest(self.tokens.to(device), mask.end, self.positions.to(device))
+        moved.__dict__["mask"] = mask
+        return moved
 
 
 def _ids(tokens: Sequence[int] | Tensor) -> Tensor:

@@ -10,8 +10,11 @@ from typing import Literal
 
 import torch
 
+from puna.kernels.linear import product
+
 Clock = Callable[[], float]
 Precision = Literal["fp32", "bf16"]
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Dense bf16 operations and memory bytes per second of GPUs, from their makers' data sheets, by a part of the name.
 GPUS: dict[str, tuple[float, float]] = {
     "B200": (2250e12, 8.0e12),
@@ -63,13 +66,21 @@ def best_seconds(function: Callable[[], object], clock: Clock, tries: int = 5, s
     return best
 
 
-def matrix_rate(size: int = 768, seconds: float = 0.3, clock: Clock = time.perf_counter) -> float:
-    """Operations per second that fp32 matrix products of `size` reach here on torch's threads: best of many.
+def matrix_rate(size: int = 768, seconds: float = 0.3, dtype: torch.dtype = torch.float32) -> float:
+    """Operations per second that matrix products of `size` can reach here on torch's threads: best of many, by the fastest routine.
 
-    The ceiling against which the utilisation of a CPU run is stated.
+    The ceiling against which the utilisation of a CPU run is stated: one thread's rate by CPU time, times the threads. By the
+    wall's clock beside other programs it would lie below what a step reaches once they are gone.
     """
-    left, right = torch.ones(size, size), torch.ones(size, size)
-    return 2.0 * size**3 / best_seconds(lambda: torch.mm(left, right), clock, 1, seconds)
+    threads = torch.get_num_threads()
+    left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
+    routines = (lambda: product(left, right), lambda: torch.mm(left, right))
+    torch.set_num_threads(1)
+    try:
+        spent = min(best_seconds(routine, time.process_time, 1, seconds / len(routines)) for routine in routines)
+    finally:
+        torch.set_num_threads(threads)
+    return threads * 2.0 * size**3 / spent
 
 
 @cache
@@ -77,8 +88,15 @@ def peak_flops(device: str, precision: Precision = "fp32") -> float | None:
     """Operations per second of the device's matrix products at most: measured on a CPU, the data sheet's bf16
     rate on a GPU in `GPUS`; None where neither is known."""
     if device == "cpu":
-        return matrix_rate()
+        return matrix_rate(dtype=DTYPES[precision])
     if device != "cuda" or precision != "bf16":
         return None
     name = torch.cuda.get_device_name()
     return next((flops for part, (flops, _) in GPUS.items() if part in name), None)
+
+
+@cache
+def bf16_pays() -> bool:
+    """Whether this CPU multiplies in bf16 well faster than in fp32: with AVX-512 bf16 it does, with AVX2 it takes 180 times as long."""
+    fast, full = (matrix_rate(256, 0.1, dtype) for dtype in (torch.bfloat16, torch.float32))
+    return fast > 1.25 * full

@@ -100,8 +100,10 @@ def _resolved(value: Steps, steps: int, most: int) -> int:
 class ComputeSettings(Settings):
     """How a step is computed: they change its time and memory, and its results by rounding alone."""
 
-    precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="fp32; or bf16: the model computes in bf16, gradients are added up and weights updated in fp32 (GPU)"
+    precision: Literal["auto", "fastest", "fp32", "bf16"] = Field(
+        "auto",
+        description="fp32; or bf16: the model computes in bf16, gradients are added up and weights updated in fp32. "
+        "auto: bf16 on a GPU, fp32 on a CPU; fastest: bf16 on a CPU, too, where a measurement at start says that it pays",
     )
     linear_precision: Literal["same", "int8", "fp8"] = Field(
         "same", description="Products of the layers' matrices: as the rest, or in 8 bits with a scale per row (fp8: GPU from 8.9 on)"
@@ -112,6 +114,14 @@ class ComputeSettings(Settings):
     micro_batch_tokens: int = Field(
         8192, ge=16, description="Tokens of one forward and backward pass; a larger step is split, and its gradients are added up"
     )
+
+    def precision_on(self, device: str) -> Literal["fp32", "bf16"]:
+        """What a step on this type of device computes in."""
+        if self.precision in ("fp32", "bf16"):
+            return self.precision
+        from puna.models.machine import bf16_pays
+
+        return "bf16" if device == "cuda" or (self.precision == "fastest" and bf16_pays()) else "fp32"
 
 
 class TrainConfig(Settings):

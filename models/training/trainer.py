@@ -16,6 +16,7 @@ from puna.kernels.quantized_linear import Kind, require_products
 from puna.models import accounting
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
+from puna.models.machine import DTYPES
 from puna.models.training.adamw import AdamW
 from puna.models.training.muon import Muon, inner_matrices
 from puna.models.training.settings import TrainConfig
@@ -47,7 +48,8 @@ class Trainer:
         self.device = next(iter(self.parameters.values())).device
         self.weights = self.parameters
         self._originals: list[tuple[nn.Parameter, Tensor]] = []
-        if config.compute.precision == "bf16":
+        self.precision = config.compute.precision_on(self.device.type)
+        if self.precision == "bf16":
             self._originals = [(p, p.data) for p in model.parameters()]
             self.weights = {name: nn.Parameter(p.data) for name, p in self.parameters.items()}
             for parameter, data in self._originals:
@@ -107,6 +109,7 @@ class Trainer:
             "seconds": seconds,
             "skipped": int(skipped),
             "tokens_per_second": tokens / seconds,
+            "precision_bits": torch.finfo(DTYPES[self.precision]).bits,
             **self._utilization(micro, seconds),
             **dict(zip(names, values[2:], strict=True)),
         }
@@ -168,7 +171,7 @@ class Trainer:
         whole = len(self.parameters) == sum(1 for _ in self.model.parameters())
         if not isinstance(config, ModelConfig) or not whole or len(forests) < len(micro):
             return {}
-        peak = accounting.peak_flops(self.device.type, self.config.compute.precision)
+        peak = accounting.peak_flops(self.device.type, self.precision)
         if peak is None:
             return {}
         flops = sum(3 * accounting.forest_flops(config, forest) for forest in forests)

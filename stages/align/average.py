@@ -180,7 +180,7 @@ class _Development:
         if search.reward != "verifier":
             if reward_model is None:
                 raise PunaError(f"average: search.reward={search.reward} needs a reward_model")
-            numbers = load_model(reward_model, "scalar")[0]
+            numbers = load_model(reward_model, "scalar", frozen=True)[0]
         self._rewards = rewards_of(scorer, numbers, self.rows, self._ids, tokenizer, SCORED_TOKENS, search.floor)
         self._params = SamplingParams(
             temperature=config.search.temperature,

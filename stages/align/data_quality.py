@@ -74,7 +74,7 @@ def data_quality(instructions: Instructions, model: Model, config: DataQualityCo
         raise PunaError(f"data_quality: {instructions.id} has no instructions; `dropped` of the stage before says why")
     rows = sorted(instructions.read().to_pylist(), key=lambda row: str(row["id"]))
     agreement = _agreement(instructions)
-    network, tokenizer = load_model(model, "lm")
+    network, tokenizer = load_model(model, "lm", frozen=True)
     bad = BadRows(config, "data_quality")
     limit = Limit(config.micro_batch_tokens, "micro_batch_tokens")
     rendered = bad.examples(rows, lambda row: render_conversation(tokenizer, row)[-1], len, limit)
@@ -237,7 +237,7 @@ def embed(examples: Sequence[Example], model: Transformer, micro_batch_tokens: i
     with torch.no_grad():
         for packed in pack([len(e) for e in examples], micro_batch_tokens):
             documents = [examples[i].prompt + examples[i].answers[0] for i in packed]
-            hidden = model.hidden(Forest.pack(documents).to(place)).cpu()
+            hidden = model.hidden(Forest.pack(documents).to(place)).float().cpu()
             for i, part in zip(packed, hidden.split([len(d) for d in documents]), strict=True):
                 vectors[i] = part.mean(0).numpy()
     vectors -= vectors.mean(0)

@@ -32,7 +32,7 @@ def reference_logprobs(model: Model, preferences: Preferences, config: Reference
     of `scores` is named after the tokens of a prompt and an answer and after the model's data digest. Preferences that the chat
     template refuses and those that are too long are kept, without log-probabilities, and are in `dropped`; see `bad_rows`.
     """
-    network, tokenizer = load_model(model, "lm")
+    network, tokenizer = load_model(model, "lm", frozen=True)
     bad = BadRows(config, "reference_logprobs")
     rows = read_preferences([preferences], None)
     limit = Limit(config.micro_batch_tokens, "micro_batch_tokens")

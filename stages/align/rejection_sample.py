@@ -108,7 +108,7 @@ def _scored(
     run: StageRun,
 ) -> dict[str, list[dict[str, Any]]]:
     """The candidates with `reward` in every answer, without the prompts that cannot be rendered; a text is scored once per prompt."""
-    model, tokenizer = load_model(reward_model, "scalar")
+    model, tokenizer = load_model(reward_model, "scalar", frozen=True)
     texts = {key: sorted({a["text"].strip() for a in group}) for key, group in candidates.items()}
 
     def rendered(row: dict[str, Any]) -> Example:

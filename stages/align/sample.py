@@ -101,7 +101,7 @@ def _answer(
     total = len(asked) * config.answers
     params = _params(tokenizer_of(artifact), config, artifact.data_digest, run)
     right = scored = finished = 0
-    loaded = cache(lambda: load_model(artifact, "lm"))
+    loaded = cache(lambda: load_model(artifact, "lm", frozen=True))
     for start in range(0, len(asked), STRETCH):
         before = number * total + start * config.answers
 

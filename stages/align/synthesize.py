@@ -91,7 +91,7 @@ def synthesize(model: Model, prompts: Prompts, judges: list[Model] | None, confi
     if not train:
         raise PunaError(f"synthesize: {prompts.id} has no training prompts")
     dropped: list[Row] = []
-    writer = Writer(*load_model(model, "lm"), config, run, dropped)
+    writer = Writer(*load_model(model, "lm", frozen=True), config, run, dropped)
     problems = train if config.problems == "given" else _written(train, rows, writer, config, run, dropped)
     run.metric("problems", len(problems))
     kept = _answered(problems, writer, Check(problems, judges or (), config, run), config, run) if problems else {}

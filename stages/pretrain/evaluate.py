@@ -115,7 +115,7 @@ def evaluate(
         raise PunaError("evaluate needs documents or prompts: give at least one of them")
     if mixture is not None and documents is None:
         raise PunaError("evaluate: a mixture without its documents; give both")
-    network, tokenizer = load_model(model, "lm")
+    network, tokenizer = load_model(model, "lm", frozen=True)
     if documents is not None:
         pages = _pages(documents, mixture, config, run)
         read = _training_text(model, documents, mixture, tokenizer, config, run)

@@ -115,6 +115,13 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def frozen_dtype() -> torch.dtype:
+    """What a model that is not trained computes in."""
+    import torch
+
+    return torch.bfloat16 if device().type == "cuda" else torch.float32
+
+
 SMALL = 8_000_000
 """Parameters of a model that one thread of a CPU is best for: others would wait longer than they work, for ages beside other programs."""
 
@@ -143,18 +150,23 @@ def on_threads(model: Transformer) -> Transformer:
 HEADS = {"lm": "a language model", "scalar": "a reward model"}
 
 
-def load_model(artifact: Artifact, head: Literal["lm", "scalar"], *, new: bool = False) -> tuple[Transformer, Tokenizer]:
+def load_model(
+    artifact: Artifact, head: Literal["lm", "scalar"], *, new: bool = False, frozen: bool = False
+) -> tuple[Transformer, Tokenizer]:
     """A model artifact's weights and tokenizer; PunaError when it has another head.
 
-    `new`: a scalar head that it lacks is made, of zeros.
+    `new`: a scalar head that it lacks is made, of zeros. `frozen`: it is not trained, and computes in bf16 on a GPU.
     """
+    import torch
+
     from puna.models.checkpoint import CheckpointError, load
     from puna.models.tokenizer import Tokenizer
 
+    where, dtype = device(), frozen_dtype() if frozen else torch.float32
     try:
-        model = load(artifact.path(), device=device())
+        model = load(artifact.path(), dtype=dtype, device=where)
         if model.head != head and new and head == "scalar":
-            model = load(artifact.path(), head, device=device())
+            model = load(artifact.path(), head, dtype, where)
     except CheckpointError as error:
         raise PunaError(f"{artifact.id} cannot be read: {error}") from error
     if model.head != head:

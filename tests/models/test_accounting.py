@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from puna.models import accounting
+from puna.models import accounting, machine
 from puna.models.config import Mla, ModelConfig, Moe
 from puna.models.forest import Forest
 from puna.models.machine import Machine
@@ -203,3 +205,25 @@ def test_memory() -> None:
 def test_matrix_rate_is_a_rate() -> None:
     # Any bound on a speed would fail on some machine or under some load.
     assert math.isfinite(rate := accounting.matrix_rate(128, 0.05)) and rate > 0
+
+
+def test_the_ceiling_is_the_fastest_routine_by_cpu_time_on_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The product takes 2 s of CPU, torch's own routine 8, whatever the wall says; torch's threads are put back.
+    spent = {"now": 0.0, "wall": 0.0}
+
+    def routine(seconds: float) -> Callable[..., None]:
+        def run(*_: object) -> None:
+            assert torch.get_num_threads() == 1
+            spent["now"] += seconds
+            spent["wall"] += 100.0
+
+        return run
+
+    monkeypatch.setattr(machine, "product", routine(2.0))
+    monkeypatch.setattr(torch, "mm", routine(8.0))
+    monkeypatch.setattr(time, "process_time", lambda: spent["now"])
+    monkeypatch.setattr(time, "perf_counter", lambda: spent["wall"])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if spent.get("one") else 3)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: spent.update(one=float(count == 1)))
+    assert machine.matrix_rate(10, 1.0) == 3 * 2 * 10**3 / 2.0
+    assert torch.get_num_threads() == 3

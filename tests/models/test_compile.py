@@ -1,4 +1,4 @@
-"""torch.compile takes a decoder layer whole, and does not start again for every length."""
+"""torch.compile takes a decoder whole, and does not start again for every length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
-from puna.models.transformer import Transformer, forest_attend, rotary_table
+from puna.models.transformer import Decoder, Transformer, forest_attend
 
 SHAPE: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
 KINDS: dict[str, dict[str, Any]] = {
@@ -22,22 +22,22 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_is_compiled_whole_and_for_all_lengths(kind: str) -> None:
+def test_a_decoder_is_compiled_whole_and_for_all_lengths(kind: str) -> None:
     torch._dynamo.reset()
     config = ModelConfig(**{**SHAPE, **KINDS[kind]})
-    layer = Transformer(config, generator=torch.Generator().manual_seed(0)).model.layers[0]
+    decoder = Transformer(config, generator=torch.Generator().manual_seed(0)).model
     counter = CompileCounterWithBackend("aot_eager")
 
-    def run(layer: Any, lengths: list[int]) -> tuple[torch.Tensor, ...]:
+    def run(call: Decoder, lengths: list[int]) -> tuple[torch.Tensor, ...]:
         forest = Forest.pack([torch.arange(n) for n in lengths])
         x = torch.randn(sum(lengths), 32, generator=torch.Generator().manual_seed(sum(lengths)), requires_grad=True)
-        y, balance = layer(x, *rotary_table(config, forest.positions, x.dtype), forest_attend(config, forest.mask))
-        (y.square().sum() + (0 if balance is None else balance)).backward()
+        y = call(x, forest.positions, forest_attend(config, forest.mask))
+        (y.square().sum() + (0 if decoder.balance is None else decoder.balance)).backward()
         assert x.grad is not None
         return y.detach(), x.grad
 
-    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    compiled: Any = torch.compile(decoder, fullgraph=True, backend=counter)
     for lengths in ([3, 5], [7, 9, 2], [4], [11, 13, 6, 8], [20, 1], [33]):
-        for found, expected in zip(run(compiled, lengths), run(layer, lengths), strict=True):
+        for found, expected in zip(run(compiled, lengths), run(decoder, lengths), strict=True):
             torch.testing.assert_close(found, expected)
     assert counter.frame_count <= 3

@@ -62,9 +62,10 @@ def test_a_masked_row_gives_zero_and_a_zero_gradient():
 
 
 def test_whiten():
-    # 1, 3 have mean 2 and biased variance 1; the masked 100 counts for nothing.
+    # 1, 3 have mean 2 and the sample's variance 2, as in TRL's `masked_whiten`; the masked 100 counts for nothing.
     got = o.whiten(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]))
-    assert got.tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-6)
+    assert got.tolist() == pytest.approx([-(0.5**0.5), 0.0, 0.5**0.5], abs=1e-6)
+    assert o.whiten(torch.tensor([5.0, 7.0]), torch.tensor([True, False])).tolist() == [0.0, 0.0]
     assert o.whiten(torch.ones(3), torch.zeros(3, dtype=torch.bool)).tolist() == [0.0, 0.0, 0.0]
 
 

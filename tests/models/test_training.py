@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from puna.models.config import ModelConfig
+from puna.models.machine import bf16_pays
 from puna.models.training import objectives as o
 from puna.models.training.loop import TrainConfig, Trainer, TrainingDiverged, train, weights_digest
+from puna.models.training.settings import ComputeSettings
 from puna.models.training.state import load_state, save_state
 from puna.models.training.trainer import TIMED, undecayed
 from puna.models.transformer import Transformer
@@ -235,6 +237,7 @@ def test_bf16_keeps_fp32_weights(tmp_path: Path):
     bf16 = TrainConfig(**nested(precision="bf16", **config))
     log = train(half, o.LanguageModeling(), batches, bf16, 0, on_step=note)
     assert kinds == {torch.bfloat16}
+    assert {row["precision_bits"] for row in log} == {16} and {row["precision_bits"] for row in expected} == {32}
     for row, other in zip(log, expected, strict=True):
         # bf16 has 8 bits: half a percent.
         assert row["loss"] == pytest.approx(other["loss"], rel=5e-3)
@@ -253,6 +256,18 @@ def test_bf16_keeps_fp32_weights(tmp_path: Path):
     assert {p.dtype for p in crashed.parameters()} == {torch.float32}
     train(resumed, o.LanguageModeling(), batches, bf16, 0, tmp_path)
     assert weights_digest(resumed) == weights_digest(half)
+
+
+def test_precision_follows_the_device_and_where_asked_what_pays(monkeypatch: pytest.MonkeyPatch):
+    def on(precision: str) -> list[str]:
+        return [ComputeSettings(precision=precision).precision_on(device) for device in ("cuda", "cpu")]
+
+    assert (on("auto"), on("fp32"), on("bf16")) == (["bf16", "fp32"], ["fp32"] * 2, ["bf16"] * 2)
+    for pays, expected in ((True, "bf16"), (False, "fp32")):
+        monkeypatch.setattr("puna.models.machine.matrix_rate", lambda *given, pays=pays: 2.0 if (torch.bfloat16 in given) == pays else 1.0)
+        bf16_pays.cache_clear()
+        assert on("fastest") == ["bf16", expected]
+    bf16_pays.cache_clear()
 
 
 @pytest.mark.parametrize("every", [1, 4])

@@ -206,6 +206,22 @@ def test_activation_checkpointing_changes_no_number(config: ModelConfig):
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}}, {"sliding_window": 8}]
+)
+def test_a_pass_on_a_device_waits_for_nothing_from_it(changes: dict, monkeypatch: pytest.MonkeyPatch):
+    """On the device that holds nothing, as a GPU stands in for it: whoever reads a number back fails. What of the mask the host must
+    know is made before it moves."""
+    monkeypatch.setattr("puna.kernels.attention.uses_triton", lambda tensor: tensor.device.type == "meta")
+    with torch.device("meta"):
+        made = Transformer(CONFIG.replace(model_type="", **changes))
+    batch = o.Targets.from_answers([[1, 2, 3, 4] * 5, [5]], [[[6, 7], [8]], [[9] * 20]]).to("meta")
+    logprobs, _ = made.token_logprobs(batch.forest, batch.positions, batch.tokens)
+    loss = made.cross_entropy(batch.forest, batch.positions, batch.tokens, torch.ones(len(batch.tokens), device="meta"))
+    (loss + logprobs.sum()).backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in made.parameters())
+
+
 def test_balance_is_part_of_the_loss_by_share_of_tokens():
     rows = batches(1, 3)
     made = model(EXPERTS)

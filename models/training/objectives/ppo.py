@@ -17,13 +17,13 @@ from puna.models.training.objectives.base import Metrics, Model, Objective, Targ
 def whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
     """Shift and scale [N] values to mean 0 and variance 1 over the mask; 0 outside of it.
 
-    The variance is the biased one; a mask with nothing in it gives zeros.
+    The variance is the sample's, over one less than the values, as in TRL's `masked_whiten`; with fewer than two, all are 0.
     """
     weight = mask.to(values.dtype)
-    count = weight.sum().clamp(min=1)
-    mean = (values * weight).sum() / count
+    count = weight.sum()
+    mean = (values * weight).sum() / count.clamp(min=1)
     centred = (values - mean) * weight
-    return centred * torch.rsqrt((centred * centred).sum() / count + epsilon)
+    return centred * torch.rsqrt((centred * centred).sum() / (count - 1).clamp(min=1) + epsilon)
 
 
 def group_advantages(rewards: Tensor, baseline: Literal["grpo", "rloo"], epsilon: float = 1e-6) -> Tensor:

@@ -111,6 +111,9 @@ def test_embeddings_are_centred_unit_vectors_whatever_the_packing(tmp_path: Path
     one, many = embed(examples, network, 64), embed(examples, network, 4096)
     np.testing.assert_allclose(one, many, atol=2e-5)
     np.testing.assert_allclose(np.linalg.norm(one, axis=1), 1.0, atol=1e-5)
+    half = embed(examples, network.bfloat16(), 4096)  # what a GPU computes in
+    assert half.dtype == np.float32
+    np.testing.assert_allclose(half, many, atol=0.05)
 
 
 def test_stage_accounts_for_every_row(tmp_path: Path, tiny_model: Callable[..., Artifact]) -> None:

@@ -500,3 +500,19 @@ def test_adapters_of_each_kind_train_and_merge(tmp_path: Path, tiny_model: Tiny,
     name = "layers.0.self_attn.q_proj.weight"
     assert not torch.equal(before.model.get_parameter(name), after.model.get_parameter(name))
     assert after.head == ("lm" if trained == "dpo" else "scalar") and (trained == "dpo" or after.score.weight.abs().max() > 0)
+
+
+def test_what_is_not_trained_computes_in_bf16_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Tiny) -> None:
+    given, asked = tiny_model(Store.open(tmp_path)), []
+
+    def recorded(path: Path, head: str | None = None, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> torch.nn.Module:
+        asked.append((str(device), dtype))
+        return load(path, head, dtype)
+
+    monkeypatch.setattr("puna.models.checkpoint.load", recorded)
+    for place in ("cuda", "cpu"):
+        monkeypatch.setattr(training, "device", lambda place=place: torch.device(place))
+        for frozen in (True, False):
+            training.load_model(given, "lm", frozen=frozen)
+    single = torch.float32
+    assert asked == [("cuda", torch.bfloat16), ("cuda", single), ("cpu", single), ("cpu", single)]
