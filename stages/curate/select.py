@@ -27,6 +27,7 @@ from puna.stages.curate.rules.groups import (
     LanguageRules,
     LineRules,
     NgramCoverageRules,
+    NoticeRules,
     QualityRules,
     Rule,
     RuleGroup,
@@ -57,6 +58,7 @@ class SelectConfig(StageConfig):
     dirty_words: DirtyWordRules | None = Field(DirtyWordRules(), description="Rules on the adult vocabulary")
     divergence: DivergenceRules | None = Field(DivergenceRules(), description="Rules on the distance from the corpus")
     ngram_coverage: NgramCoverageRules | None = Field(NgramCoverageRules(), description="Rules on repetition within the document")
+    notices: NoticeRules | None = Field(NoticeRules(), description="Rules on legal pages and on notices in place of a page")
     curated: CuratedRules | None = Field(CuratedRules(), description="Rules on curated sources")
     code: CodeRules | None = Field(CodeRules(), description="Rules on source code")
     code_reasoning: CodeReasoningRules | None = Field(

@@ -289,6 +289,19 @@ class NgramCoverageRules(RuleGroup):
     )
 
 
+class NoticeRules(WebRules):
+    """Pages that are nobody's text: terms of use, privacy and cookie policies, and what stands in place of a page (JavaScript is asked
+    for, the page is not found). Told by English phrases: other languages have none of them. Thresholds are Puna's own.
+    """
+
+    max_legal: Annotated[Fraction | None, Drop("legal_phrase_ratio", ">")] = Field(
+        0.04, description="Maximum fraction of words in phrases of terms and policies, such as `we may disclose` and `by using`"
+    )
+    max_notice: Annotated[Fraction | None, Drop("notice_ratio", ">")] = Field(
+        0.5, description="Maximum fraction of words in lines that stand in place of a page, such as `please enable javascript`"
+    )
+
+
 class CuratedRules(RuleGroup):
     """Documents of sources that are curated already: only stubs go."""
 

@@ -26,6 +26,7 @@ from puna.stages.curate.signals.gopher import (
     word_numbers,
 )
 from puna.stages.curate.signals.line_rules import c4_numbers, fineweb_numbers, ngram_coverage
+from puna.stages.curate.signals.notices import Phrases, listed_phrases, notice_numbers
 from puna.stages.curate.text.characters import decode, tables
 from puna.stages.curate.text.english_tables import EnglishTables, bare_tables, datatrove_flags
 from puna.stages.curate.text.english_words import english_tables, split_english
@@ -55,7 +56,7 @@ class Vocabulary(NamedTuple):
 
     `flags`, `lower`: see `characters.Tables`; `breaks`: see `unspaced.weights`. `stop_keys`: a table of stop words' hashes;
     `stop_languages` uint64 at the same places: bit i is set when the word is language i's (0: English). `dirty`: a table of folded
-    hashes.
+    hashes. `phrases`: see `notices.Phrases`.
     """
 
     flags: NDArray[np.uint16]
@@ -65,6 +66,7 @@ class Vocabulary(NamedTuple):
     stop_keys: NDArray[np.uint64]
     stop_languages: NDArray[np.uint64]
     dirty: NDArray[np.uint64]
+    phrases: Phrases
 
 
 @lru_cache(maxsize=3)
@@ -82,8 +84,8 @@ def vocabulary(splitter: Splitter) -> Vocabulary:
     dirty = table_of(folded_hashes([word for line in _lines("dirty_words.txt") for word in line.split()]).tolist())
     flags, lower = tables()
     if splitter == "datatrove":
-        return Vocabulary(datatrove_flags(), lower, weights(), english_tables(), stop_keys, stop_languages, dirty)
-    return Vocabulary(flags, lower, weights(), bare_tables(), stop_keys, stop_languages, dirty)
+        return Vocabulary(datatrove_flags(), lower, weights(), english_tables(), stop_keys, stop_languages, dirty, listed_phrases())
+    return Vocabulary(flags, lower, weights(), bare_tables(), stop_keys, stop_languages, dirty, listed_phrases())
 
 
 def _lines(name: str) -> list[str]:
@@ -247,6 +249,7 @@ def _measure(
         one.ngram_coverage = covered.sum() / max(plain, 1)
         found, dirty = _count_bins(room, words, about.dirty, bins[bin_offsets[d] :], counts[bin_offsets[d] :])
         one.dirty_words, one.dirty_word_ratio = dirty, dirty / max(plain, 1)
+        one.legal_phrase_ratio, one.notice_ratio = notice_numbers(codes, start, room.folded, room.flags, about.phrases)
         bin_offsets[d + 1] = bin_offsets[d] + found
         at = line_offsets[d]
         for number in range(newlines + 1):

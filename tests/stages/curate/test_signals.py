@@ -22,7 +22,8 @@ from puna.storage import PunaError, Store
 
 PIECES = ("the", "and", "of", "de", "la", "alpha", "beta.", "Gamma", "#", "...", "…", "- x", "• y", "\n", "\n\n", "\r\n", "12", "{", "[3]",
           "javascript", "cookie policy", "lorem ipsum", "end.", "What?", "\u2028", "the cat sat on the mat.", " ", "日本。", "porn", "é",
-          "one two three four five six.", "[citation needed]", "a\u3000b", "x" * 31)  # fmt: skip
+          "one two three four five six.", "[citation needed]", "we collect", "you agree to", "this policy, and", "at any time", "by using our",
+          "without prior notice", "please enable javascript", "error 404", "a\u3000b", "x" * 31)  # fmt: skip
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=60).map(" ".join) | st.lists(st.sampled_from(PIECES), max_size=60).map("".join)
 DOCUMENTS = [
     "The first line of a page, which has words. It goes on! " * 3,

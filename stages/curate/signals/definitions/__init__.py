@@ -4,6 +4,6 @@ Words are those of `puna.stages.curate.text.words` (HeuristicsConfig.words=unive
 measured of those. Importing this package declares the signals.
 """
 
-from puna.stages.curate.signals.definitions import counts, dolma, gopher, lines
+from puna.stages.curate.signals.definitions import counts, dolma, gopher, lines, notices
 
-__all__ = ["counts", "dolma", "gopher", "lines"]
+__all__ = ["counts", "dolma", "gopher", "lines", "notices"]

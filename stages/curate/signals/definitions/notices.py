@@ -1,0 +1,45 @@
+"""Signals of pages that are nobody's text: terms, privacy and cookie policies, and notices in place of a page. English alone."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from puna.stages.contract import signal
+from puna.stages.curate.signals.definitions.counts import folded
+from puna.stages.curate.signals.definitions.views import entries, plain_words
+
+MIN_LEGAL_PHRASES = 8
+
+
+@lru_cache(maxsize=4)
+def phrases(text: str, kind: str) -> tuple[frozenset[int], int]:
+    """Which of the plain words are part of a listed phrase, by number, and how many different phrases there are."""
+    listed = {entry[1:] for entry in entries("notices.txt") if entry[0] == kind}
+    words = tuple(map(folded, plain_words(text)))
+    inside: set[int] = set()
+    seen = set()
+    for size in sorted({len(phrase) for phrase in listed}):
+        for at in range(len(words) - size + 1):
+            if words[at : at + size] in listed:
+                seen.add(words[at : at + size])
+                inside |= set(range(at, at + size))
+    return frozenset(inside), len(seen)
+
+
+@signal(unit="fraction of words", compiled="heuristics")
+def legal_phrase_ratio(text: str) -> float:
+    """Words in phrases of terms of use, privacy and cookie policies; 0 for a text with fewer than 8 different ones."""
+    inside, different = phrases(text, "legal")
+    return len(inside) / max(len(plain_words(text)), 1) if different >= MIN_LEGAL_PHRASES else 0.0
+
+
+@signal(unit="fraction of words", compiled="heuristics")
+def notice_ratio(text: str) -> float:
+    """Words of lines with a phrase that stands in place of a page: JavaScript or a login is asked for, or there is an error."""
+    inside, _ = phrases(text, "notice")
+    first = said = 0
+    for line in text.split("\n"):
+        size = len(plain_words(line))
+        said += size if any(word in inside for word in range(first, first + size)) else 0
+        first += size
+    return said / max(first, 1)

@@ -1,0 +1,92 @@
+"""Listed phrases in a text, compiled: how much of it is terms and policies, and how much stands in place of a page."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.compiled import njit
+from puna.stages.curate.signals.definitions.notices import MIN_LEGAL_PHRASES
+from puna.stages.curate.signals.definitions.views import entries
+from puna.stages.curate.text.hash_table import contains, mix, place, table_of
+from puna.stages.curate.text.words import BASE, IS_SYMBOL, folded_hashes
+
+NEWLINE = 0x0A
+KINDS = {"legal": 1, "notice": 2}
+
+
+class Phrases(NamedTuple):
+    """`begins`: a table of the first words' folded hashes; `keys`: a table of hashes of the phrases' words together; `kinds` uint8 at
+    the same places; `longest`: words of the longest."""
+
+    begins: NDArray[np.uint64]
+    keys: NDArray[np.uint64]
+    kinds: NDArray[np.uint8]
+    longest: int
+
+
+@lru_cache(maxsize=1)
+def listed_phrases() -> Phrases:
+    """Those of `notices.txt`."""
+    found: dict[int, int] = {}
+    begins = set()
+    for kind, *words in entries("notices.txt"):
+        value = 0
+        for folded in folded_hashes(words).tolist():
+            value = (value * int(BASE) + folded) % 2**64
+        found[value] = KINDS[kind]
+        begins.add(folded_hashes(words[:1])[0])
+    keys = table_of(found)
+    kinds = np.zeros(len(keys), np.uint8)
+    for value, number in found.items():
+        kinds[place(keys, np.uint64(mix(np.uint64(value))))] = number
+    return Phrases(table_of(begins), keys, kinds, max(len(entry) - 1 for entry in entries("notices.txt")))
+
+
+@njit(cache=True)
+def notice_numbers(
+    codes: NDArray[np.uint32], start: NDArray[np.int32], folded: NDArray[np.uint64], word_flags: NDArray[np.uint8], listed: Phrases
+) -> tuple[float, float]:
+    """`legal_phrase_ratio` and `notice_ratio` of a text whose words are given: phrases are of non-symbol words, across signs and lines."""
+    words, of_line = np.empty(len(start), np.uint64), np.empty(len(start), np.int32)
+    count, line, at = 0, 0, 0
+    for word in range(len(start)):
+        while at < start[word]:
+            line += codes[at] == NEWLINE
+            at += 1
+        if not word_flags[word] & IS_SYMBOL:
+            words[count], of_line[count] = folded[word], line
+            count += 1
+    seen = np.zeros(len(listed.keys), np.bool_)
+    different, legal, legal_to, noticed_to = 0, 0, 0, 0
+    noticed = np.zeros(count, np.bool_)
+    for i in range(count):
+        if not contains(listed.begins, words[i]):
+            continue
+        value = np.uint64(0)
+        for k in range(i, min(i + listed.longest, count)):
+            value = value * BASE + words[k]
+            key = mix(value)
+            where = place(listed.keys, key)
+            if listed.keys[where] != key:
+                continue
+            if listed.kinds[where] == 1:
+                different += not seen[where]
+                seen[where] = True
+                legal += max(k + 1 - max(legal_to, i), 0)
+                legal_to = max(legal_to, k + 1)
+            else:
+                noticed[max(noticed_to, i) : k + 1] = True
+                noticed_to = max(noticed_to, k + 1)
+    said, first = 0, 0
+    while first < count:
+        last, some = first, False
+        while last < count and of_line[last] == of_line[first]:
+            some = some or noticed[last]
+            last += 1
+        said += last - first if some else 0
+        first = last
+    return (legal / max(count, 1) if different >= MIN_LEGAL_PHRASES else 0.0), said / max(count, 1)
