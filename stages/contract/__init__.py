@@ -28,11 +28,11 @@ from puna.stages.contract.external import External, ExternalFile
 from puna.stages.contract.figure import Figure
 from puna.stages.contract.needs import Facts, InputFacts, Looked
 from puna.stages.contract.run import Listener, StageRun
-from puna.stages.contract.signals import SIGNALS, Signal, declare_signal, signal
+from puna.stages.contract.signals import FAILURE, SIGNALS, Signal, declare_signal, signal
 
 __all__ = [
-    "REGISTRY", "SIGNALS", "Answers", "Classifier", "Documents", "Evaluation", "External", "ExternalFile", "Facts", "Figure", "InputFacts",
-    "Instructions", "Kind", "Listener", "Lists", "Looked", "Mixture", "Model", "Outcome", "Pages", "Preferences", "Prompts", "Reads",
+    "FAILURE", "REGISTRY", "SIGNALS", "Answers", "Classifier", "Documents", "Evaluation", "External", "ExternalFile", "Facts", "Figure",
+    "InputFacts", "Instructions", "Kind", "Listener", "Lists", "Looked", "Mixture", "Model", "Outcome", "Pages", "Preferences", "Prompts", "Reads",
     "SeededConfig", "Signal", "Signals", "Stage", "StageConfig", "StageRun", "Tokenizer", "Tokens", "Value",
     "declare_signal", "did_you_mean", "execute", "identify", "parse", "perform", "reusable", "signal", "stage",
 ]  # fmt: skip

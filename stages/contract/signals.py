@@ -53,6 +53,8 @@ class Signal:
 
 
 SIGNALS: dict[str, Signal] = {}
+FAILURE = "failure"
+"""The signal that says why a document was not measured; null where it was."""
 
 
 def declare_signal(name: str, kind: type, unit: str, meaning: str, *, optional: bool = False) -> Signal:
@@ -116,9 +118,9 @@ def described(table: pa.Table) -> pa.Table:
 
 
 def check_measured(rows: int, values: dict[str, int]) -> None:
-    """PunaError where a signal is null for all of some rows and may not be. `values`: signal → how many are not null."""
+    """PunaError where a signal is null for all rows that were measured and may not be. `values`: signal → how many are not null."""
     for name, count in values.items():
-        if rows and not count and not SIGNALS[name].optional:
+        if rows > values.get(FAILURE, 0) and not count and not SIGNALS[name].optional:
             raise PunaError(
                 f"signal {name} ({SIGNALS[name].meaning}) is null for all {rows} documents: whatever measures it does not. "
                 "Mend it, or declare the signal optional where a corpus may have none"

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from puna.stages.contract import (
+    FAILURE,
     SIGNALS,
     Documents,
     Figure,
@@ -47,6 +49,7 @@ CALIBRATED = ("token_kl_excess", "ngram_coverage", "dirty_word_ratio", "words", 
 ENGLISH = "en"
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 CURVE = tuple(point / 50 for point in range(51))
+declare_signal(FAILURE, str, "", "why a document was not measured; null where it was", optional=True)
 declare_signal("token_kl", float, "nats", "Kullback-Leibler divergence of the document's words from the corpus's", optional=True)
 declare_signal("token_kl_excess", float, "nats", "token_kl less what a random sample of the corpus of the same length shows", optional=True)
 # How a line ends that C4 keeps.
@@ -66,6 +69,11 @@ class HeuristicsConfig(SeededConfig):
     c4_lines: bool = Field(False, description="Write the table c4_lines, a row for each line: what C4's rules on lines read")
     min_language_words: int = Field(
         50_000, ge=1, description="A language with fewer words is not compared with itself: token_kl is null, words"
+    )
+    max_text_bytes: int = Field(
+        8 << 20,
+        ge=1024,
+        description="Longer documents are not measured, bytes of UTF-8: time and memory (some 70 bytes for each) grow with the text",
     )
     signals: tuple[str, ...] = Field((), description="Signals of your own that are measured too, by name")
 
@@ -89,7 +97,7 @@ class HeuristicsConfig(SeededConfig):
 def written(config: HeuristicsConfig) -> dict[str, tuple[str, ...]]:
     """The columns of the tables that it writes."""
     found: dict[str, tuple[str, ...]] = {
-        "signals": ("id", *names(config.words), *config.signals, "token_kl", "token_kl_excess"),
+        "signals": ("id", *names(config.words), FAILURE, *config.signals, "token_kl", "token_kl_excess"),
         "line_signals": ("id", "line", "words", "ngram_coverage"),
     }
     return found | ({"c4_lines": ("id", "line", "words", "final_punctuation")} if config.c4_lines else {})
@@ -104,7 +112,8 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
     earlier in the document, per document and per line (`line_signals`); adult vocabulary; Kullback-Leibler divergence of the
     document's words from the corpus's. With the signals of `language`, a document is compared with its own language.
     `puna.stages.curate.signals.definitions` says in plain Python what each signal is. Signals of your own (`signals`) are
-    measured by their definitions; a document for which one fails has none, and the metric `failed_NAME` counts it.
+    measured by their definitions; a document for which one fails has none, and the metric `failed_NAME` counts it. A document that is
+    too long (`max_text_bytes`) has no signals but `failure`, which says so: `select` drops it as `failed`.
     """
     own = [SIGNALS[name] for name in config.signals]
     columns = ["id", "text", *{name: None for made in own for name in made.columns if name != "text"}]
@@ -171,17 +180,27 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
     documents = part.read()
     file = _scratch_file(scratch, documents["id"], "arrow")
     if not file.exists():
+        size = pc.binary_length(documents["text"])
+        over = pc.greater(size, config.max_text_bytes)
+        short = pc.if_else(over, "", documents["text"].cast(pa.large_string()))
+        documents = documents.set_column(documents.schema.get_field_index("text"), "text", short)
         ids = documents["id"].to_pylist()
         languages, listed = [""] * len(ids), None
         if language is not None:
             languages = [name or "" for name in signals_of(language, documents["id"], ["language"])["language"].to_pylist()]
             listed = _own_words(language, documents["id"])
         found = measure(documents["text"], config.words, config.coverage_n, config.line_coverage, listed)
-        check_against_definitions(found, documents["text"], config.words)
+        check_against_definitions(found, documents["text"].filter(pc.invert(over)), config.words)
+        found.values[np.array(over)] = np.nan
         table = _table(documents["id"], languages, names(config.words), found)
         if config.c4_lines:
             table = _with_c4_lines(table, documents["text"])
         table = with_own(table, documents, own)
+        for made in own:
+            value = pc.if_else(over, pa.scalar(None, made.field.type), table[made.name])
+            table = table.set_column(table.schema.get_field_index(made.name), made.name, value)
+        why = f"heuristics: the text is longer than {config.max_text_bytes} bytes"
+        table = table.append_column(FAILURE, pc.if_else(over, why, pa.scalar(None, pa.string())))
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
@@ -285,6 +304,7 @@ def _diverge(documents: pa.Table, scratch: str, expected: dict[str, tuple[str, N
         both[0, rows] = corpus.divergences(rows, offsets, bins, counts)
         words = np.add.reduceat(np.r_[counts, 0].astype(np.int64), offsets[:-1]) * (np.diff(offsets) > 0)
         both[1, rows] = both[0, rows] - expected_at(words[rows], levels)
+    both[:, table[FAILURE].is_valid().to_numpy()] = np.nan
     # Six digits: logarithms differ in their last bits from one processor to another.
     divergences, excesses = (pa.array(np.round(values, 6), pa.float64(), from_pandas=True) for values in both)
     words = _flat(table["_line_words"])

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any, Literal
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import Field, PositiveInt
 
 from puna.stages.contract import Documents, StageConfig, StageRun, stage
@@ -26,6 +27,9 @@ class PiiConfig(StageConfig):
     )
     code_sources: tuple[str, ...] = Field(("code",), description="Sources of program text, where numbers are rarely personal")
     code_entities: tuple[Entity, ...] = Field(("email",), description="Kinds that are masked in those sources")
+    max_text_bytes: int = Field(
+        8 << 20, ge=1024, description="Longer documents are dropped, bytes of UTF-8: the time that a search takes grows with the text"
+    )
 
 
 @stage(kind="documents", filters="documents")
@@ -34,7 +38,7 @@ def pii(documents: Documents, config: PiiConfig, run: StageRun) -> None:
 
     A masked piece becomes `<EMAIL>`, `<ADDRESS>`, `<PHONE>`, `<CARD>`, `<IBAN>`, `<SSN>` or `<IP_ADDRESS>`; `scores` counts them
     per document. Documents with as many pieces of a kind as `drop` says go, by the rule `pii_KIND`, and those that cannot be
-    searched, which nobody can call clean, by `pii_failed`.
+    searched or are too long for it, which nobody can call clean, by `pii_failed`.
     """
     run.transform(_mask, documents, config)
 
@@ -45,8 +49,14 @@ def _mask(documents: pa.Table, config: PiiConfig) -> dict[str, pa.Table]:
     keep: list[bool] = []
     scores: list[dict[str, Any]] = []
     dropped: list[dict[str, Any]] = []
-    columns = (documents.column(name).to_pylist() for name in ("id", "source", "text"))
-    for identity, source, text in zip(*columns, strict=True):
+    columns = [documents.column(name).to_pylist() for name in ("id", "source", "text")]
+    for identity, source, text, size in zip(*columns, pc.binary_length(documents.column("text")).to_pylist(), strict=True):
+        if size > config.max_text_bytes:
+            keep.append(False)
+            texts.append("")
+            row = {"id": identity, "rule": "pii_failed", "value": float(size), "threshold": float(config.max_text_bytes)}
+            dropped.append({**row, "detail": "the text is too long to be searched, bytes"})
+            continue
         wanted = config.code_entities if source in config.code_sources else config.entities
         try:
             spans = find(text, tuple({*wanted, *config.drop}))

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from puna.stages.contract import SIGNALS, Documents, Facts, Signals, StageConfig, StageRun, did_you_mean, plugins, stage
+from puna.stages.contract import FAILURE, SIGNALS, Documents, Facts, Signals, StageConfig, StageRun, did_you_mean, plugins, stage
 from puna.stages.curate.rules.decide import decide
 from puna.stages.curate.rules.expressions import SqlRule, check_columns, parsed
 from puna.stages.curate.rules.groups import (
@@ -21,6 +21,7 @@ from puna.stages.curate.rules.groups import (
     DirtyWordRules,
     DivergenceRules,
     DomainRules,
+    Drop,
     FineWebRules,
     GopherQualityRules,
     GopherRepetitionRules,
@@ -39,6 +40,8 @@ from puna.stages.curate.rules.sets import RuleSet, filled
 from puna.storage import Artifact, PunaError
 from puna.storage.schemas import table_schema
 
+FAILED = Rule("failed", Drop(FAILURE, "not in", "keep"), ("",), (), ())
+"""Drops what no stage could measure, whatever the other rules are."""
 LINE_TABLES = {
     "line_signals": ("lines.max_ngram_coverage", "give the signals of one heuristics stage"),
     "c4_lines": ("lines.final_punctuation or min_line_words", "give the signals of one heuristics stage with c4_lines=true"),
@@ -140,10 +143,10 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     order, then the groups of other packages (`groups`), then conditions (`sql`).
     With the signals of the stage `language`, a threshold is English's times the factor of the document's language (its table
     `languages`); where there is none, the rule abstains, and the metric abstained_RULE counts the documents that it did not judge.
-    A document without a signal that a rule reads is an error; one whose signal is null (not measured) is dropped,
-    except by rules on measures that do not exist for every document. From kept documents, lines go whose words were nearly
-    all said before, and where it is asked for those that C4 takes out (`removed_lines`); a document of which C4's rules
-    leave nothing is dropped.
+    Documents that could not be measured go first, as `failed` with the reason. A document without a signal that a rule reads is
+    an error; one whose signal is null (not measured) is dropped, except by rules on measures that do not exist for every document.
+    From kept documents, lines go whose words were nearly all said before, and where it is asked for those that C4 takes out
+    (`removed_lines`); a document of which C4's rules leave nothing is dropped.
     """
     if not documents.rows():
         raise PunaError(f"select: {documents.id} has no documents to select from; `dropped` of the stages before says why")
@@ -151,7 +154,7 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     carried = carried_signals(signals)
     check_signals(thresholds, carried)
     check_columns(expressions, _types(signals))
-    rules: list[Rule | SqlRule] = [*thresholds, *expressions]
+    rules: list[Rule | SqlRule] = [*([FAILED] if FAILURE in carried else []), *thresholds, *expressions]
     needed: dict[str, list[str]] = {}
     for name in dict.fromkeys(signal for rule in rules for signal in rule.signals):
         needed.setdefault(carried[name], []).append(name)
@@ -165,7 +168,7 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     sources = [artifact for artifact in signals if artifact.id in needed]
     beside = [artifact.beside(["id", *needed[artifact.id]]) for artifact in sources]
     lines = [artifact and artifact.beside(table=name) for name, artifact in _line_tables(signals, config.lines).items()]
-    run.metric("rules", len(rules))
+    run.metric("rules", len(thresholds) + len(expressions))
     run.transform(_select, documents, rules, known, config.lines, *lines, [_named(artifact) for artifact in sources], *beside)
 
 

@@ -10,6 +10,7 @@ import ipaddress
 import re
 from bisect import bisect
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from puna.stages.curate.text.postal import postal_addresses
@@ -219,9 +220,29 @@ def phones(text: str) -> Iterator[Span]:
 # --- postal addresses ------------------------------------------------------------------------------------
 
 
+# What every e-mail address and phone number has some of: an @, the sign of an international number, digits in groups, a word for it.
+SAYS_CONTACT = re.compile(
+    rf"@|[\[({{]at[\])}}]|\+[1-9]|00[1-9]|\d[-. ]\d{{4}}|\d\d[ .-]\d\d|\b(?:{WORDS}|cell|office)\b|[☎☏📞]", re.IGNORECASE
+)
+
+
+@lru_cache(maxsize=256)  # texts that say one thing again and again are hostile or forms
+def _has_contact(block: str) -> bool:
+    """Whether there is an e-mail address or a phone number in a short text."""
+    return any(any(finder(block)) for finder in (emails, phones))
+
+
 def addresses(text: str) -> Iterator[Span]:
     """Postal addresses, see `puna.stages.curate.text.postal`."""
-    for start, stop in postal_addresses(text, lambda block: any(any(finder(block)) for finder in (emails, phones))):
+    said: list[tuple[int, int]] | None = None
+
+    def contacts(start: int, stop: int) -> bool:
+        nonlocal said
+        said = [match.span() for match in SAYS_CONTACT.finditer(text)] if said is None else said
+        last = bisect(said, (stop,)) - 1
+        return last >= 0 and said[last][1] > start and _has_contact(text[start:stop])
+
+    for start, stop in postal_addresses(text, contacts):
         yield Span(start, stop, "address")
 
 

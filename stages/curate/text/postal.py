@@ -77,11 +77,11 @@ LABEL = re.compile(
 BEFORE, AROUND, OWN_LINE = 64, 160, 40
 
 
-def postal_addresses(text: str, contacts: Callable[[str], bool]) -> Iterator[tuple[int, int]]:
+def postal_addresses(text: str, contacts: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
     """Start and stop of each address: a street with its number, and the postal code and town where they follow.
 
     It counts with a postal code and town after it, with a label before it (`Address:`), or on a line of its own in a block
-    that holds another piece of contact data, which `contacts` tells of a text.
+    that holds another piece of contact data, which `contacts` tells of a part of the text.
     """
     found = {match.span() for form in FORMS for match in form.finditer(text)}
     end = 0
@@ -99,15 +99,18 @@ def postal_addresses(text: str, contacts: Callable[[str], bool]) -> Iterator[tup
 
 def _germanic(text: str) -> Iterator[tuple[int, int]]:
     """Streets whose names begin anywhere and end in a word like Straße: looked for before the numbers alone, which is much cheaper."""
+    before = 0
     for match in SPACE_DIGIT.finditer(text):
         at = match.start()
-        head = text[max(0, at - BEFORE) : at].rpartition("\n")[2]
+        # No street has another number in its name: each stretch between two numbers is looked through once.
+        head = text[max(before, at - BEFORE) : at].rpartition("\n")[2]
+        before = at + 1
         if head.lower().endswith(GERMANIC_ENDS) or any(f"{start} " in head for start in GERMANIC_STARTS):
             for street in GERMANIC.finditer(text, at - len(head), at + 16):
                 yield street.span()
 
 
-def _in_contact_block(text: str, start: int, stop: int, contacts: Callable[[str], bool]) -> bool:
+def _in_contact_block(text: str, start: int, stop: int, contacts: Callable[[int, int], bool]) -> bool:
     """Whether the street has a line to itself, or nearly, between blank lines with other contact data."""
     # No further than what counts: a text may be one line, or have no blank one.
     low, high = max(0, start - OWN_LINE - 1), stop + OWN_LINE + 1
@@ -115,4 +118,4 @@ def _in_contact_block(text: str, start: int, stop: int, contacts: Callable[[str]
     if len(before) + len(after) > OWN_LINE:
         return False
     before, after = text[max(0, start - AROUND) : start].rpartition("\n\n")[2], text[stop : stop + AROUND].partition("\n\n")[0]
-    return contacts(f"{before}{text[start:stop]}{after}")
+    return contacts(start - len(before), stop + len(after))

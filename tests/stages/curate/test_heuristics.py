@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from puna.stages.contract import execute
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
+from puna.stages.curate.select import SelectConfig, select
 from puna.stages.curate.signals.divergence import BINS, Corpus, expected_at
 from puna.stages.curate.signals.measure import measure, names
 from puna.stages.curate.signals.tally import Tally
@@ -313,3 +314,17 @@ def test_languages_are_compared_with_themselves(tmp_path, make_documents):
 def test_no_documents(tmp_path, make_documents):
     store = Store.open(tmp_path)
     assert execute(heuristics, HeuristicsConfig(), {"documents": make_documents(store, [])}, store).rows() == 0
+
+
+def test_a_text_beyond_its_budget_is_dropped_as_failed(tmp_path, make_documents):
+    """Whether others are measured beside it or not, and whichever source it is of."""
+    long, text = "word and " * 200, "The cat sat on the mat, and that is that. " * 8
+    for number, rows in enumerate(([("a", "web", text), ("b", "code", long)], [("b", "code", long)])):
+        store = Store.open(tmp_path / str(number))
+        documents = make_documents(store, rows)
+        signals = execute(heuristics, HeuristicsConfig(max_text_bytes=1024), {"documents": documents}, store)
+        row = signals.read().to_pylist()[-1]
+        assert {name for name, value in row.items() if value is not None} == {"id", "failure"}
+        kept = execute(select, SelectConfig(rule_set="datatrove"), {"documents": documents, "signals": [signals]}, store)
+        dropped = {found["id"]: (found["rule"], found["detail"]) for found in kept.read("dropped").to_pylist()}
+        assert dropped["b"] == ("failed", "heuristics: the text is longer than 1024 bytes")

@@ -218,3 +218,23 @@ def test_international_numbers_are_those_of_groups_of_two_to_five_digits(text):
 def test_rows_of_digits_that_are_no_number_take_no_time():
     # A tenth of a second; each of them in all its groupings took a minute and a half.
     assert not list(FINDERS["phone"](("+" + "1" * 41 + "x ") * 23_000))
+
+
+def test_streets_that_repeat_are_looked_around_once():
+    looked = []
+    for times in (500, 1000):
+        personal._has_contact.cache_clear()
+        assert not list(FINDERS["address"]("call 12 Main Street\n" * times))
+        looked.append(personal._has_contact.cache_info().misses)
+    assert looked[0] == looked[1] < 40
+    personal._has_contact.cache_clear()
+    assert not list(FINDERS["address"]("".join(f"{number} Main Street\n" for number in range(10, 1000))))
+    assert personal._has_contact.cache_info().misses == 0  # nothing there says how to reach anybody
+
+
+def test_a_text_too_long_to_be_searched_is_dropped(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    given_ = {"documents": make_documents(store, [("a", "web", "é" * 512), ("b", "web", "é" * 512 + ".")])}
+    made = execute(pii, PiiConfig(max_text_bytes=1024), given_, store)
+    assert made.read()["id"].to_pylist() == ["a"]
+    assert [(r["id"], r["rule"], r["value"], r["threshold"]) for r in made.read("dropped").to_pylist()] == [("b", "pii_failed", 1025.0, 1024.0)]
