@@ -32,7 +32,8 @@ from puna.stages.contract.signals import FAILURE, SIGNALS, Signal, declare_signa
 
 __all__ = [
     "FAILURE", "REGISTRY", "SIGNALS", "Answers", "Classifier", "Documents", "Evaluation", "External", "ExternalFile", "Facts", "Figure",
-    "InputFacts", "Instructions", "Kind", "Listener", "Lists", "Looked", "Mixture", "Model", "Outcome", "Pages", "Preferences", "Prompts", "Reads",
+    "InputFacts", "Instructions",
+    "Kind", "Listener", "Lists", "Looked", "Mixture", "Model", "Outcome", "Pages", "Preferences", "Prompts", "Reads",
     "SeededConfig", "Signal", "Signals", "Stage", "StageConfig", "StageRun", "Tokenizer", "Tokens", "Value",
     "declare_signal", "did_you_mean", "execute", "identify", "parse", "perform", "reusable", "signal", "stage",
 ]  # fmt: skip
