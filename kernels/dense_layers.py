@@ -21,7 +21,7 @@ from puna.kernels.kv_append import append_head
 from puna.kernels.lazy import has_numba, numba_jit
 from puna.kernels.linear import PANEL, products
 from puna.kernels.loops import run_rows
-from puna.kernels.paged_attention import PAGE, TILE, PagedPlan, attend_head
+from puna.kernels.paged_attention import PAGE, TILE, PagedPlan, attend_head, places
 from puna.kernels.rms_norm import norm_row
 from puna.kernels.rope import rotate_head
 from puna.kernels.swiglu import swiglu_row
@@ -74,7 +74,7 @@ def _finish_head(K: Any, x: Any, bias: Any, norm: Any, eps: Any, cos: Any, sin: 
 @numba_jit
 def _attention_loop(
     part: Any, start: Any, stop: Any, N: Any, D: Any, G: Any, R: Any, K: Any, eps: Any, x: Any, weights: Any, cos: Any, sin: Any,
-    k_pages: Any, v_pages: Any, tables: Any, sequence: Any, position: Any, window: Any, scale: Any,
+    k_pages: Any, v_pages: Any, k_head: Any, v_head: Any, tables: Any, sequence: Any, position: Any, window: Any, scale: Any,
     normed: Any, q: Any, kv: Any, packed: Any, scores: Any, out: Any,
 ) -> None:  # fmt: skip
     """Key-value heads start .. stop - 1 with their queries. `cos`, `sin` are tables by position."""
@@ -84,6 +84,7 @@ def _attention_loop(
         norm_row(D, x + 4 * n * D, 0, input_norm, eps, 0, h + 4 * n * D)
     wide, row = 4 * scores.shape[2], 4 * G * R * K
     for g in range(start, stop):
+        keys, values = k_pages + g * k_head, v_pages + g * v_head
         products(N, R * K, D, h, 4 * D, q_w + 4 * g * R * K * D, q + 4 * g * R * K, row)
         products(N, K, D, h, 4 * D, k_w + 4 * g * K * D, kv, 8 * K)
         products(N, K, D, h, 4 * D, v_w + 4 * g * K * D, kv + 4 * K, 8 * K)
@@ -96,10 +97,10 @@ def _attention_loop(
             if v_bias:
                 _add_row(K, key + 4 * K, v_bias + 4 * g * K)
             place = tables[sequence[n], position[n] // PAGE] * PAGE + position[n] % PAGE
-            append_head(g, place, G, K, K, k_pages, v_pages, key, key + 4 * K)
+            append_head(place, K, K, keys, values, key, key + 4 * K)
         for first in range(0, N, TILE):
             attend_head(
-                g, first, min(first + TILE, N), G, R, K, K, q, k_pages, v_pages, tables, sequence, position, window, scale,
+                g, first, min(first + TILE, N), G, R, K, K, q, keys, values, tables, sequence, position, window, scale,
                 packed[part].ctypes.data, scores[part].ctypes.data, wide, out,
             )  # fmt: skip
 
@@ -179,8 +180,7 @@ class DenseLayers:
         work, heads = N * D * PANEL // LANES, N * K * (R + 2) * (D + PAGE * plan.tables.shape[1]) // LANES
         for (attention, rest), layer_pages, window in zip(self._addresses, pages, windows, strict=True):
             o, o_bias, norm, gate, up, down = rest
-            at = (layer_pages[0].data_ptr(), layer_pages[1].data_ptr())
-            run_rows(_attention_loop, G, heads, *shape, attention, *views, *at, *plan.arrays, window or 1 << 30, *scratch)
+            run_rows(_attention_loop, G, heads, *shape, attention, *views, *places(*layer_pages), *plan.arrays, window or 1 << 30, *scratch)
             run_rows(_add_product_loop, -(-D // PANEL), work, N, D, G * R * K, seen, o, o_bias, panel, x)
             run_rows(_swiglu_loop, -(-F // PANEL), 2 * work, N, D, F, self.eps, x, norm, gate, up, normed, panel, inner)
             run_rows(_add_product_loop, -(-D // PANEL), work, N, D, F, inner, down, 0, panel, x)

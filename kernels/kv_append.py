@@ -13,7 +13,7 @@ from torch import Tensor
 from puna.kernels.lazy import has_numba, numba_jit, triton_jit
 from puna.kernels.loops import run_rows
 from puna.kernels.operators import uses_triton
-from puna.kernels.paged_attention import PAGE, paged_for_loops
+from puna.kernels.paged_attention import PAGE, paged_for_loops, places
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -35,9 +35,9 @@ def kv_append_reference(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Te
 
 
 @numba_jit
-def append_head(g: Any, place: Any, G: Any, K: Any, V: Any, k_pages: Any, v_pages: Any, k: Any, v: Any) -> None:
-    """One head's key and value of one token, by address, into pages of `new_pages`."""
-    at, row, lanes = place // PAGE * G + g, place % PAGE, (V + PAGE - 1) // PAGE * PAGE
+def append_head(place: Any, K: Any, V: Any, k_pages: Any, v_pages: Any, k: Any, v: Any) -> None:
+    """One head's key and value of one token, by address, into the head's pages of `new_pages`."""
+    at, row, lanes = place // PAGE, place % PAGE, (V + PAGE - 1) // PAGE * PAGE
     to, new = carray(pointer(k_pages + 4 * at * K * PAGE), (K, PAGE)), carray(pointer(k), (K,))
     for c in range(K):
         to[c, row] = new[c]
@@ -47,21 +47,21 @@ def append_head(g: Any, place: Any, G: Any, K: Any, V: Any, k_pages: Any, v_page
 
 @numba_jit
 def _append_loop(
-    part: Any, start: Any, stop: Any, G: Any, K: Any, V: Any, k_pages: Any, v_pages: Any, k: Any, v: Any, places: Any
+    part: Any, start: Any, stop: Any, G: Any, K: Any, V: Any, k_pages: Any, v_pages: Any, k_head: Any, v_head: Any, k: Any, v: Any, to: Any
 ) -> None:
     for n in range(start, stop):
         for g in range(G):
-            append_head(g, places[n], G, K, V, k_pages, v_pages, k + 4 * (n * G + g) * K, v + 4 * (n * G + g) * V)
+            append_head(to[n], K, V, k_pages + g * k_head, v_pages + g * v_head, k + 4 * (n * G + g) * K, v + 4 * (n * G + g) * V)
 
 
 def _append(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, places_N: Tensor) -> None:
-    (P, S, G, K), V, places = k_PSGK.shape, v_PSGV.shape[3], places_N.numpy()
-    if places.min() < 0 or places.max() >= P * S:
-        raise IndexError(f"places lie in 0 to {P * S - 1}, not {places.min()} to {places.max()}")
+    (P, S, G, K), V, to = k_PSGK.shape, v_PSGV.shape[3], places_N.numpy()
+    if to.min() < 0 or to.max() >= P * S:
+        raise IndexError(f"places lie in 0 to {P * S - 1}, not {to.min()} to {to.max()}")
     if paged_for_loops(k_PSGK, v_PSGV):
         k, v = (x.to(torch.float32).contiguous() for x in (k_NGK, v_NGV))
-        given = (G, K, V, k_PSGK.data_ptr(), v_PSGV.data_ptr(), k.data_ptr(), v.data_ptr(), places)
-        run_rows(_append_loop, len(places), G * K, *given)
+        given = (G, K, V, *places(k_PSGK, v_PSGV), k.data_ptr(), v.data_ptr(), to)
+        run_rows(_append_loop, len(to), G * K, *given)
         return
     for pages, added in ((k_PSGK, k_NGK), (v_PSGV, v_NGV)):
         pages[places_N // S, places_N % S] = added.to(pages.dtype)

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from puna.kernels.lazy import has_numba, numba_jit, triton_jit
-from puna.kernels.linear import ask
 from puna.kernels.loops import run_rows
 from puna.kernels.operators import uses_triton, wide
 
@@ -59,6 +58,7 @@ if has_numba():
 
 PAGE = 16  # tokens of a page: one wide vector of scores
 TILE = 16  # neighbouring queries that are computed together
+AHEAD = 4  # queries whose page is asked for before it is multiplied
 SPLIT = 1024  # tokens of one piece on a GPU
 ROWS, TOKENS = 16, 64  # queries and keys that a program multiplies at once
 LOG2_E = math.log2(math.e)
@@ -134,13 +134,14 @@ class PagedPlan:
 def new_pages(count: int, G: int, K: int, V: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """Pages of zeros for keys [P, S, G, K] and values [P, S, G, V], laid out as the device's version reads them.
 
-    On a CPU they take memory as they are first written, and are fp32 at least.
+    On a CPU they take memory as they are first written, and are fp32 at least. A head's pages lie together: sequences take their
+    next page at about the same time, so that what a step reads of one head is nearly one stretch.
     """
     if torch.device(device).type != "cpu":
         return tuple(torch.zeros(count, PAGE, G, width, dtype=dtype, device=device) for width in (K, V))  # type: ignore[return-value]
     kind = np.float64 if dtype == torch.float64 else np.float32
-    keys = torch.from_numpy(np.zeros((count, G, K, PAGE), kind)).permute(0, 3, 1, 2)
-    return keys, torch.from_numpy(np.zeros((count, G, PAGE, -(-V // PAGE) * PAGE), kind)).transpose(1, 2)[..., :V]
+    keys = torch.from_numpy(np.zeros((G, count, K, PAGE), kind)).permute(1, 3, 0, 2)
+    return keys, torch.from_numpy(np.zeros((G, count, PAGE, -(-V // PAGE) * PAGE), kind)).permute(1, 2, 0, 3)[..., :V]
 
 
 def paged_attention_reference(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int | None = None) -> Tensor:
@@ -160,20 +161,20 @@ def paged_attention_reference(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, pla
 
 
 @numba_jit
-def _weigh(M: Any, C: Any, a: Any, a_row: Any, b: Any, b_row: Any, out: Any, out_row: Any, more: Any) -> None:
+def _weigh(M: Any, C: Any, a: Any, a_row: Any, b: Any, b_row: Any, out: Any, out_row: Any, more: Any, ahead: Any) -> None:
     """out[m, 0:16] = sum over c of a[m, c] b[c, 0:16], or with `more` added to what is there: by address and stride in bytes."""
     m = 0
     while m <= M - TALL:
-        weighted_tall(C, a + m * a_row, a_row, b, b_row, out + m * out_row, out_row, more)
+        weighted_tall(C, a + m * a_row, a_row, b, b_row, out + m * out_row, out_row, more, ahead)
         m += TALL
     if m <= M - 4:
-        weighted_4(C, a + m * a_row, a_row, b, b_row, out + m * out_row, out_row, more)
+        weighted_4(C, a + m * a_row, a_row, b, b_row, out + m * out_row, out_row, more, ahead)
         m += 4
     if m <= M - 2:
-        weighted_2(C, a + m * a_row, a_row, b, b_row, out + m * out_row, out_row, more)
+        weighted_2(C, a + m * a_row, a_row, b, b_row, out + m * out_row, out_row, more, ahead)
         m += 2
     if m < M:
-        weighted_1(C, a + m * a_row, a_row, b, b_row, out + m * out_row, out_row, more)
+        weighted_1(C, a + m * a_row, a_row, b, b_row, out + m * out_row, out_row, more, ahead)
 
 
 @numba_jit
@@ -201,7 +202,8 @@ def attend_head(
     tables: Any, sequence: Any, position: Any, window: Any, scale: Any, packed: Any, scores: Any, wide: Any, out: Any,
 ) -> None:  # fmt: skip
     """Key-value head g, queries first .. last - 1 (at most TILE): scores by page, softmax by row, sums of values by page. By address;
-    rows of `scores` are `wide` bytes, `packed` has room for a tile's queries and for its sums of values.
+    `k`, `v` are where the head's own pages begin, rows of `scores` are `wide` bytes, `packed` has room for a tile's queries and for
+    its sums of values.
 
     Every page is multiplied whole and in one way; what a query does not see then counts as an exact zero. So the order of
     operations for a query depends on its position and its path alone.
@@ -225,18 +227,16 @@ def attend_head(
                 ):  # fmt: skip
                     end += 1
                 row = scores + (n - first) * R * wide + 4 * PAGE * j
-                ahead, at = (n + 8, j) if n + 8 < last else (first + n + 8 - last, j + 1)  # what comes next, unless it is shared
-                if ahead < last and at * PAGE <= position[ahead]:
-                    size = 4 * PAGE * (K if turn == 0 else lanes)
-                    ask((k if turn == 0 else v) + (np.int64(tables[sequence[ahead], at]) * G + g) * size, size)
+                later, at = (n + AHEAD, j) if n + AHEAD < last else (first + n + AHEAD - last, j + 1)  # unless it is shared
+                pages = np.int64(tables[sequence[later], at]) - page if later < last and at * PAGE <= position[later] else 0
                 if turn == 0:
-                    keys = k + 4 * (page * G + g) * K * PAGE
-                    _weigh((end - n) * R, K, packed + 4 * (n - first) * heads, 4 * K, keys, 4 * PAGE, row, wide, False)
+                    keys, size = k + 4 * page * K * PAGE, 4 * K * PAGE
+                    _weigh((end - n) * R, K, packed + 4 * (n - first) * heads, 4 * K, keys, 4 * PAGE, row, wide, False, pages * size)
                 else:
-                    values = v + 4 * (page * G + g) * PAGE * lanes
+                    values, size = v + 4 * page * PAGE * lanes, 4 * PAGE * lanes
                     for d in range(0, V, LANES):
                         to = packed + 4 * ((n - first) * R * lanes + d)
-                        _weigh((end - n) * R, PAGE, row, wide, values + 4 * d, 4 * lanes, to, 4 * lanes, True)
+                        _weigh((end - n) * R, PAGE, row, wide, values + 4 * d, 4 * lanes, to, 4 * lanes, True, pages * size)
                 n = end
         for m in range((last - first) * R):
             if turn == 0:
@@ -253,24 +253,29 @@ def attend_head(
 
 @numba_jit
 def _attend_loop(
-    part: Any, start: Any, stop: Any, queries: Any, G: Any, R: Any, K: Any, V: Any, q: Any, k: Any, v: Any,
+    part: Any, start: Any, stop: Any, queries: Any, G: Any, R: Any, K: Any, V: Any, q: Any, k: Any, v: Any, k_head: Any, v_head: Any,
     tables: Any, sequence: Any, position: Any, window: Any, scale: Any, packed: Any, scores: Any, out: Any,
 ) -> None:  # fmt: skip
     """Items start .. stop - 1: of each tile of queries each key-value head."""
     wide = 4 * scores.shape[2]
     rows, table = scores[part].ctypes.data, packed[part].ctypes.data
     for item in range(start, stop):
-        first = item // G * TILE
-        last = min(first + TILE, queries)
-        attend_head(item % G, first, last, G, R, K, V, q, k, v, tables, sequence, position, window, scale, table, rows, wide, out)
+        first, g = item // G * TILE, item % G
+        last, keys, values = min(first + TILE, queries), k + g * k_head, v + g * v_head
+        attend_head(g, first, last, G, R, K, V, q, keys, values, tables, sequence, position, window, scale, table, rows, wide, out)
 
 
 def paged_for_loops(k_PSGK: Tensor, v_PSGV: Tensor) -> bool:
     """Whether the loops can read these pages: fp32 of `new_pages`, in which rows of values have a multiple of 16 places."""
-    (_, S, G, K), lanes = k_PSGK.shape, v_PSGV.stride(1)
-    ours = k_PSGK.stride() == (G * K * S, 1, K * S, S) and v_PSGV.stride() == (G * S * lanes, lanes, S * lanes, 1)
+    (P, S, _, K), lanes = k_PSGK.shape, v_PSGV.stride(1)
+    ours = k_PSGK.stride() == (K * S, 1, P * K * S, S) and v_PSGV.stride() == (S * lanes, lanes, P * S * lanes, 1)
     ours &= lanes == -(-v_PSGV.shape[3] // PAGE) * PAGE
     return ours and k_PSGK.dtype == v_PSGV.dtype == torch.float32 and k_PSGK.is_cpu and has_numba()
+
+
+def places(k_PSGK: Tensor, v_PSGV: Tensor) -> tuple[int, int, int, int]:
+    """Where the loops find pages: addresses of keys and values, and how many bytes the heads of each lie apart."""
+    return k_PSGK.data_ptr(), v_PSGV.data_ptr(), 4 * k_PSGK.stride(2), 4 * v_PSGV.stride(2)
 
 
 def _attend(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int) -> Tensor:
@@ -279,7 +284,7 @@ def _attend(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, wind
     if not paged_for_loops(k_PSGK, v_PSGV):
         return _attend_portable(q_NHK, k_PSGK, v_PSGV, plan, window)
     q, out = q_NHK.to(torch.float32).contiguous(), torch.empty(N, H, V)
-    given = (N, G, H // G, K, V, q.data_ptr(), k_PSGK.data_ptr(), v_PSGV.data_ptr(), *plan.arrays, window or 1 << 30, K**-0.5)
+    given = (N, G, H // G, K, V, q.data_ptr(), *places(k_PSGK, v_PSGV), *plan.arrays, window or 1 << 30, K**-0.5)
     scratch = plan.scratch(H // G, max(K, v_PSGV.stride(1)))
     run_rows(_attend_loop, -(-N // TILE) * G, TILE * H // G * K * PAGE * plan.tables.shape[1], *given, *scratch, out.data_ptr())
     return out.to(q_NHK.dtype)

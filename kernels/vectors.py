@@ -88,6 +88,12 @@ def _sums(builder: Any, vectors: list[Any]) -> Any:
     return vectors[0]
 
 
+def _prefetch(builder: Any, address: Any, near: int = 3) -> None:
+    where, number = builder.inttoptr(address, ir.IntType(8).as_pointer()), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [where.type, number, number, number])
+    builder.call(builder.module.declare_intrinsic("llvm.prefetch.p0i8", (), kind), [where, number(0), number(near), number(1)])
+
+
 @intrinsic
 def pointer(typing: Any, address: Any) -> Any:
     """The address as a pointer to fp32 numbers: `carray(pointer(address), shape)` is the array that lies there."""
@@ -103,9 +109,7 @@ def prefetch(typing: Any, address: Any) -> Any:
     """Ask for the 64 bytes at an address, which nothing need lie at."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        where, number = builder.inttoptr(args[0], ir.IntType(8).as_pointer()), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [where.type, number, number, number])
-        builder.call(builder.module.declare_intrinsic("llvm.prefetch.p0i8", (), kind), [where, number(0), number(2), number(1)])
+        _prefetch(builder, args[0], 2)
         return context.get_dummy_value()
 
     return types.void(types.intp), code
@@ -379,12 +383,13 @@ dots_tile, dots_row, dots_column, dots_one = _dots(*TILE), _dots(1, TILE[1]), _d
 
 def _weighted(rows: int) -> Any:
     """out[m, 0:16] = sum over c < depth of a[m, c] b[c, 0:16] for `rows` rows, or with `more` added to what is there: by address and
-    stride in bytes. One chain of fused products for each row, in the order of c."""
+    stride in bytes. One chain of fused products for each row, in the order of c. What lies `ahead` bytes behind b is asked for on the
+    way: one line for each that is multiplied, where a burst of them would keep the core from its work."""
 
     @intrinsic
-    def weighted(typing: Any, depth: Any, a: Any, a_row: Any, b: Any, b_row: Any, out: Any, out_row: Any, more: Any) -> Any:
+    def weighted(typing: Any, depth: Any, a: Any, a_row: Any, b: Any, b_row: Any, out: Any, out_row: Any, more: Any, ahead: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            depth, a, a_row, b, b_row, out, out_row, more = args
+            depth, a, a_row, b, b_row, out, out_row, more, ahead = args
             left = [builder.add(a, builder.mul(a_row, INT(i))) for i in range(rows)]
             to = [_at(builder, builder.add(out, builder.mul(out_row, INT(i)))) for i in range(rows)]
             before = builder.block
@@ -404,7 +409,9 @@ def _weighted(rows: int) -> Any:
             builder.cbranch(builder.icmp_signed("<", c, depth), body, after)
 
             builder.position_at_end(body)
-            x = builder.load(_at(builder, builder.add(b, builder.mul(b_row, c))), align=4)
+            at = builder.add(b, builder.mul(b_row, c))
+            x = builder.load(_at(builder, at), align=4)
+            _prefetch(builder, builder.add(at, ahead))
             for each, address in zip(sums, left, strict=True):
                 one = builder.load(builder.inttoptr(builder.add(address, builder.mul(c, INT(4))), FLOAT.as_pointer()), align=4)
                 each.add_incoming(_call(builder, "fma", _spread(builder, one), x, each), body)
@@ -416,7 +423,7 @@ def _weighted(rows: int) -> Any:
                 builder.store(each, address, align=4)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 7, types.boolean), code
+        return types.void(*[types.intp] * 7, types.boolean, types.intp), code
 
     return weighted
 
