@@ -12,6 +12,7 @@ from pydantic import Field, JsonValue, model_validator
 from puna.stages.contract import Documents, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import answer_text, messages_of, prompt_ids, shown
 from puna.stages.pretrain import multiple_choice
+from puna.stages.pretrain.variety import variety
 from puna.stages.search import SearchConfig, Values, search
 from puna.stages.training import bits_per_byte, intervals
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
@@ -106,7 +107,9 @@ def evaluate(
     with that text as its dictionary (see `baseline_tokens`); and multiple choice between the
     page's own continuation and those of others. Prompts: answers in the chat format, scored by the prompt's
     verifier, for which `judges` are models that it may name; a prompt counts as solved at a score of 1. Where a
-    verifier fails on an answer, the answer is left out of the task's numbers and counted in `unscored_answers`. Prompts that the chat
+    verifier fails on an answer, the answer is left out of the task's numbers and counted in `unscored_answers`. `variety` tells whether a
+    task's answers follow one template: the mean share of an answer's runs of three words, its question's words left out, that no other
+    answer has. Prompts that the chat
     template refuses are not asked, and are in `dropped`; see `bad_rows`. The side table `scores` has the `score` of each prompt and,
     where there is a taste, whether its answer is `liked`, 1 or 0, so that two models can be compared prompt by prompt. `answer_tokens`
     is what the answers cost, those drawn and not taken in a search (`answers.search`) included.
@@ -350,6 +353,8 @@ def _judge(found: Sequence[dict[str, Any]], examples: int, run: StageRun) -> Non
         if tasted := [_liked(row) for row in members if row["gold"] is not None and row["liked"] is not None]:
             rows.append(_row(task, "liked", intervals.wilson(sum(tasted), len(tasted)), len(tasted)))
         rows.append(_row(task, "finished", intervals.wilson(sum(row["finished"] for row in members), len(members)), len(members)))
+        different = variety([(shown(messages_of(row)), row["text"]) for row in members])
+        rows.append(_row(task, "variety", intervals.mean(different), len(members)))
         if task != ALL:
             chosen += members[:examples]
     run.write_rows(rows)
