@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from puna.stages.contract import Prompts, StageConfig, StageRun, stage
-from puna.stages.conversations import dump, messages_of
+from puna.stages.conversations import dump, messages_of, shown
 from puna.stages.draws import identifier
 from puna.storage import PunaError
 
@@ -20,11 +20,14 @@ class InstructionsConfig(StageConfig):
 def instructions(prompts: Prompts, config: InstructionsConfig, run: StageRun) -> None:
     """Training prompts with their reference answers, in place of human annotators' demonstrations.
 
-    Held-out prompts are left out. PunaError where a prompt has no reference.
+    Held-out prompts are left out; those without a reference are in `dropped`. PunaError where none has one.
     """
     asked = [row for row in prompts.read().to_pylist() if row["split"] == "train"]
-    if bare := [row["id"] for row in asked if row["reference"] is None]:
-        raise PunaError(f"instructions: {len(bare)} of {len(asked)} training prompts have no reference to learn, for example {bare[0]}")
+    if not asked:
+        raise PunaError(f"instructions: {prompts.id} has no training prompts; ask for some with prompts.train")
+    answered = [row for row in asked if row["reference"] is not None]
+    if not answered:
+        raise PunaError(f"instructions: the {len(asked)} training prompts of {prompts.id} have no reference to learn")
     rows = [
         {
             "id": identifier(config.source, row["id"]),
@@ -36,9 +39,13 @@ def instructions(prompts: Prompts, config: InstructionsConfig, run: StageRun) ->
             "source": config.source,
             "score": None,
         }
-        for row in asked
+        for row in answered
     ]
-    if not rows:
-        raise PunaError(f"instructions: {prompts.id} has no training prompts; ask for some with prompts.train")
     run.write_rows(rows)
-    run.metric("instructions", len(rows))
+    bare = [row for row in asked if row["reference"] is None]
+    run.count_input(len(asked))
+    run.write_rows(
+        [{"id": row["id"], "rule": "no_reference", "value": None, "threshold": None, "detail": shown(messages_of(row))} for row in bare],
+        "dropped",
+    )
+    run.metric("instructions", len(answered))

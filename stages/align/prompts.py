@@ -26,11 +26,15 @@ class Task(StageConfig):
     """One generator."""
 
     task: str = Field(
-        description="Name of the generator: Puna's own numbers, letters, sentence and record, or one of reasoning-gym's", min_length=1
+        min_length=1,
+        description="Name of the generator: Puna's own numbers, letters, sentence, scene and record, or one of reasoning-gym's",
     )
     name: str = Field("", description="What the task is called in tables and reports; empty: as its generator")
     parameters: dict[str, JsonValue] = Field(
         default_factory=dict, description="The generator's own parameters; those left out keep its defaults"
+    )
+    gold: bool = Field(
+        True, description="Give its gold answers; false: its questions have their verifiers alone, as where nobody wrote any"
     )
 
 
@@ -101,7 +105,7 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
             "split": split,
             "messages": asking(question),
             "tools": None,
-            "reference": pool[question].answer if config.references else None,
+            "reference": pool[question].answer if config.references and task.gold else None,
             "verifier": _verifier(task, pool[question]),
         }
         for split, (start, stop) in wanted.items()

@@ -34,6 +34,7 @@ _JOBS = (
 NOUNS, JOBS = _NOUNS.split(), _JOBS.split()
 GROUPS = 5
 """Parts of the nouns and of the jobs; held-out questions are of parts that no training question is of."""
+PLACES = ("by the old road", "in the morning light", "near the quiet station", "on a cold evening")
 FIELDS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "name": ({"type": "string", "pattern": "^[A-Z][a-z]+"}, ("Anna Weber", "Omar Haddad", "Lucia Rossi", "John Miller", "Mei Tanaka")),
     "age": ({"type": "integer", "minimum": 18, "maximum": 99}, (24, 31, 38, 45, 57, 63)),
@@ -152,13 +153,28 @@ class SentenceTask(Generator):
         """One question. A sentence that quotes its words, or that speaks of words and sentences, is not what is asked for."""
         group = random.randrange(GROUPS)
         one, other = random.sample(NOUNS[group::GROUPS], 2)
-        present = [RegularExpression(pattern=rf"(?i)\b{noun}s?\b") for noun in (one, other)]
         spoken_of = RegularExpression(pattern=r"(?i)\b(words?|sentences?)\b", absent=True)
-        form = RegularExpression(pattern=rf"[A-Z][^.!?\"“”:\n]{{{self.min_characters - 2},}}[.!]", match="whole")
-        places = ("by the old road", "in the morning light", "near the quiet station", "on a cold evening")
-        answer = f"The {one} stood beside the {other} {random.choice(places)}."
+        verifier = Product(of=(_has(one), _has(other), spoken_of, _sentence(self.min_characters)))
+        answer = f"The {one} stood beside the {other} {random.choice(PLACES)}."
         question = f'Write one sentence that contains the words "{one}" and "{other}".'
-        return Drawn(question, answer, _named(Product(of=(*present, spoken_of, form))), f"nouns {group} of {GROUPS}")
+        return Drawn(question, answer, _named(verifier), f"nouns {group} of {GROUPS}")
+
+
+@generator
+class SceneTask(Generator):
+    """One sentence in which somebody of a given profession finds a noun. Structure: the part of the nouns that it is of."""
+
+    name: ClassVar[str] = "scene"
+
+    min_characters: int = Field(24, ge=1, le=200, description="Fewest characters of the sentence")
+
+    def draw(self, random: Random) -> Drawn:
+        """One question."""
+        group = random.randrange(GROUPS)
+        noun, job = random.choice(NOUNS[group::GROUPS]), random.choice(JOBS)
+        verifier = Product(of=(_has(noun), _has(job), _sentence(self.min_characters)))
+        answer = f"The {job} found a {noun} {random.choice(PLACES)}."
+        return Drawn(f"Write one sentence in which a {job} finds a {noun}.", answer, _named(verifier), f"nouns {group} of {GROUPS}")
 
 
 @generator
@@ -178,6 +194,16 @@ class RecordTask(Generator):
         answer = json.dumps({key: random.choice(FIELDS[key][1]) for key in chosen})
         question = f"Describe a made-up {job} as a JSON object with the keys {', '.join(chosen)}."
         return Drawn(question, answer, _named(JsonSchema(json_schema=schema)), f"professions {group} of {GROUPS}")
+
+
+def _has(noun: str) -> RegularExpression:
+    """The noun, or several of it."""
+    return RegularExpression(pattern=rf"(?i)\b{noun}s?\b")
+
+
+def _sentence(characters: int) -> RegularExpression:
+    """A single sentence of so many characters, without quotations."""
+    return RegularExpression(pattern=rf"[A-Z][^.!?\"“”:\n]{{{characters - 2},}}[.!]", match="whole")
 
 
 def _named(verifier: Verifier) -> dict[str, Any]:

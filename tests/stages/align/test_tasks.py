@@ -68,6 +68,23 @@ def test_a_sentence_has_both_words_and_speaks_of_neither() -> None:
             assert score(drawn.verifier, wrong) == 0, wrong
 
 
+def test_a_scene_is_one_sentence_with_both() -> None:
+    generator = tasks.of("scene", {})
+    assert generator is not None
+    random = Random(3)
+    for _ in range(50):
+        drawn = generator.draw(random)
+        job, noun = re.findall(r"in which a (\w+) finds a (\w+)\.", drawn.question)[0]
+        assert job in tasks.JOBS and tasks.NOUNS.index(noun) % tasks.GROUPS == int(drawn.structure.split()[1])
+        assert score(drawn.verifier, drawn.answer) == score(drawn.verifier, f" Two {job}s came upon some {noun}s there!\n") == 1
+        for wrong in (
+            "", f"A {noun}.", f"Somebody found a {noun} in the old house.", f"The {job} found nothing in the old house.",
+            f"The {job} looked. A {noun} lay there.", f'"A {noun}!" said the {job} and took it.', f"a {job} found a {noun} on the road.",
+            f"A {job} found a {noun} on the road", f"The sentence: a {job} found a {noun}.", f"The {job} found an x{noun}x on the road.",
+        ):  # fmt: skip
+            assert score(drawn.verifier, wrong) == 0, wrong
+
+
 def test_a_record_has_the_fields_asked_for_and_no_other() -> None:
     generator = tasks.of("record", {"fields": 2})
     assert generator is not None
@@ -133,6 +150,20 @@ def test_prompts_without_references_are_scored_but_not_learned(tmp_path: Path) -
     assert all(row["reference"] is None and row["verifier"] for row in bare.read().to_pylist())
     with pytest.raises(PunaError, match="have no reference to learn"):
         execute(instructions, InstructionsConfig(), {"prompts": bare}, store)
+
+
+def test_a_task_without_gold_answers_leaves_the_others_theirs(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    config = parse(PromptsConfig, {"tasks": [{"task": "sentence", "gold": False}, {"task": "record"}], "train": 6, "heldout": 2}, "prompts")
+    made = execute(prompts, config, {}, store)
+    rows = made.read().to_pylist()
+    assert {(row["task"], row["reference"] is None) for row in rows} == {("sentence", True), ("record", False)}
+    gold = execute(instructions, InstructionsConfig(), {"prompts": made}, store)
+    train = [row for row in rows if row["split"] == "train"]
+    assert {row["prompt_id"] for row in gold.read().to_pylist()} == {row["id"] for row in train if row["task"] == "record"}
+    assert {(row["id"], row["rule"]) for row in gold.read("dropped").to_pylist()} == {
+        (row["id"], "no_reference") for row in train if row["task"] == "sentence"
+    }
 
 
 # --- what rounds learn from answers to them ---------------------------------------------------------------
