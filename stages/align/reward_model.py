@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from puna.stages.align.lora import adapted
 from puna.stages.align.rankings import Ranked, check_splits, read_preferences, render_ranked
 from puna.stages.align.reward_accuracy import pairs, report
+from puna.stages.align.reward_head import fit_head
 from puna.stages.align.settings import RewardModelConfig
 from puna.stages.contract import Facts, Model, Preferences, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
@@ -33,7 +34,8 @@ def needs(config: RewardModelConfig, facts: Facts) -> list[str]:
 @stage(kind="model", device=True, needs=needs)
 def reward_model(model: Model, preferences: list[Preferences], config: RewardModelConfig, run: StageRun) -> None:
     """Bradley-Terry without a margin over edited > chosen > rejected, all answers of a prompt in one row
-    (Llama 3, section 4.1.2). A ranking of more answers is one group of as many tiers; equals make no pair.
+    (Llama 3, section 4.1.2). A ranking of more answers is one group of as many tiers; equals make no pair. With `head_only` the
+    model's layers stay as they are.
 
     The metric `heldout_accuracy` is the share of held-out pairs, chosen against rejected, in the right order; `train_accuracy` that
     of as many training prompts as are held out, at least 32, drawn by chance. Beside them `heldout_longer_accuracy` has the longer
@@ -52,7 +54,9 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
     bad.check_left(len(learned), f"{len(train)} training preferences")
     heldout = render_ranked(tokenizer, [row for row in rows if row["split"] == "heldout"], limit, bad)
     bad.write(run)
-    if config.engine == "trl":
+    if config.head_only:
+        fit_head(scorer, [one.example for one in learned], config.training.compute.micro_batch_tokens, run)
+    elif config.engine == "trl":
         from puna.stages.align.trl_engine import hub_tokenizer, train_reward
 
         scorer = train_reward(scorer, [one.example for one in learned], hub_tokenizer(model, tokenizer), config, run)

@@ -96,12 +96,19 @@ class RewardModelConfig(AdaptableConfig):
         description="Weight of the best answers' negative log-likelihood under the policy's head (GRM): "
         "keeps what the policy knows while rewards are still equal; needs engine puna",
     )
+    head_only: bool = Field(
+        False,
+        description="Leave the model as it is and fit the head alone, exactly: for few preferences, and many times faster; of `training` "
+        "only compute.micro_batch_tokens counts",
+    )
     training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one prompt with all its preferences")
 
     @model_validator(mode="after")
     def _engine(self) -> RewardModelConfig:
         if self.engine == "trl" and self.nll_weight:
             raise ValueError(f"TRL's RewardTrainer has no such term: nll_weight must be 0 with engine trl, not {self.nll_weight}")
+        if self.head_only and (self.engine == "trl" or self.method == "lora" or self.nll_weight):
+            raise ValueError("head_only trains no layer: engine must be puna, method full and nll_weight 0")
         return self
 
 

@@ -1,0 +1,158 @@
+"""A reward model whose scalar head alone is fitted: Bradley-Terry as a logistic regression on a frozen model's hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from puna.stages.contract import StageRun
+from puna.stages.training.train import Example
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from puna.models.transformer import Transformer
+
+PENALTIES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""L2 penalties on the head that are tried, for states of unit variance and a mean loss."""
+FOLDS = 5
+
+
+class Pairs(NamedTuple):
+    """Pairs of answers: differences [M, D] float64 of their states, better less worse; their weights [M] float64; folds [M] of prompts."""
+
+    differences: Tensor
+    weight: Tensor
+    fold: Tensor
+
+    def of(self, chosen: Tensor) -> Pairs:
+        """Those that a mask [M] chooses."""
+        return Pairs(*(one[chosen] for one in self))
+
+
+def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens: int, run: StageRun) -> None:
+    """Set the model's scalar head to the best for these rankings, each prompt weighing the same; nothing else changes.
+
+    The penalty is the one of `PENALTIES` whose fits predict left-out prompts best, of equals the strongest. Metrics: `penalty`, and
+    where there are enough prompts `cross_validated_accuracy`: each pair judged by a fit, its penalty included, that has not seen its
+    prompt; beside it `cross_validated_longer_accuracy` has the longer answer win.
+    """
+    import torch
+
+    states = [one.double() for one in answer_states(model, examples, micro_batch_tokens, run.progress)]
+    scale = torch.cat(states).std(0, correction=0).clamp(min=1e-12)
+    places = [(number, a, b) for number, example in enumerate(examples) for a, b in _orders(example)]
+    prompts = torch.tensor([number for number, _, _ in places])
+    weight = 1 / torch.bincount(prompts).double()[prompts]
+    folds = torch.as_tensor(run.generator("folds").permutation(len(examples)) % FOLDS)
+    pairs = Pairs(torch.stack([(states[n][a] - states[n][b]) / scale for n, a, b in places]), weight, folds[prompts])
+    if len(examples) > FOLDS:
+        longer = [_order(len(examples[n].answers[a]) - len(examples[n].answers[b])) for n, a, b in places]
+        run.metric("cross_validated_accuracy", cross_validated(pairs))
+        run.metric("cross_validated_longer_accuracy", sum(longer) / len(longer))
+    penalty = best_penalty(pairs)
+    run.metric("penalty", penalty)
+    head = bradley_terry(pairs.differences, pairs.weight, penalty) / scale
+    with torch.no_grad():
+        model.score.weight.copy_(head.to(model.score.weight)[None])
+
+
+def _orders(example: Example) -> list[tuple[int, int]]:
+    """(better, worse): every answer with each of a worse tier."""
+    return [
+        (better, worse)
+        for tiers in example.groups
+        for number, tier in enumerate(tiers)
+        for better in tier
+        for below in tiers[number + 1 :]
+        for worse in below
+    ]
+
+
+def _order(difference: float) -> float:
+    """1 when in the right order, one half for a tie."""
+    return float(difference > 0) + 0.5 * float(difference == 0)
+
+
+def answer_states(
+    model: Transformer, examples: Sequence[Example], micro_batch_tokens: int, progress: Callable[[int, int, str], None] | None = None
+) -> list[Tensor]:
+    """The final hidden states [answers, D] at the last token of each example's answers, where the scalar head reads."""
+    import torch
+
+    from puna.models.training.objectives import Targets
+    from puna.models.training.packing import pack
+
+    place = next(model.parameters()).device
+    found: dict[int, Tensor] = {}
+    for row in pack([len(example) for example in examples], micro_batch_tokens):
+        some = [examples[i] for i in row]
+        targets = Targets.from_answers([e.prompt for e in some], [e.answers for e in some]).to(place)
+        with torch.no_grad():
+            states = model.hidden(targets.forest)[targets.last].float().cpu()
+        found |= zip(row, states.split([len(e.answers) for e in some]), strict=True)
+        if progress is not None:
+            progress(len(found), len(examples), "hidden states")
+    return [found[i] for i in range(len(examples))]
+
+
+def best_penalty(pairs: Pairs) -> float:
+    """The penalty whose fits to all folds but one have the smallest loss on that one; where there is one fold alone, the strongest."""
+    numbers = pairs.fold.unique().tolist()
+    if len(numbers) < 2:
+        return PENALTIES[-1]
+
+    def loss(penalty: float) -> float:
+        masks = [pairs.fold == number for number in numbers]
+        fits = [(pairs.of(out), _fitted(pairs.of(~out), penalty)) for out in masks]
+        return sum(_loss(left.differences, left.weight, head) for left, head in fits)
+
+    return min(PENALTIES, key=lambda penalty: (loss(penalty), -penalty))
+
+
+def cross_validated(pairs: Pairs) -> float:
+    """Share of pairs in the right order by fits, penalty included, to the folds that they are not of."""
+    right = 0.0
+    for number in pairs.fold.unique().tolist():
+        out = pairs.fold == number
+        rest = pairs.of(~out)
+        margins = pairs.of(out).differences @ _fitted(rest, best_penalty(rest))
+        right += sum(map(_order, margins.tolist()))
+    return right / len(pairs.fold)
+
+
+def _fitted(pairs: Pairs, penalty: float) -> Tensor:
+    return bradley_terry(pairs.differences, pairs.weight, penalty)
+
+
+def _loss(differences: Tensor, weight: Tensor, head: Tensor) -> float:
+    import torch.nn.functional as F
+
+    return -float(weight @ F.logsigmoid(differences @ head))
+
+
+def bradley_terry(differences: Tensor, weight: Tensor, penalty: float) -> Tensor:
+    """The head [D] that minimises ``-weight . log sigmoid(differences @ head) / sum(weight) + penalty / 2 |head|^2``.
+
+    differences [M, D] float64: better less worse; weight [M] float64. Newton's method with step halving; the minimum is unique.
+    """
+    import torch
+
+    share, head = weight / weight.sum(), differences.new_zeros(differences.shape[1])
+    identity = penalty * torch.eye(len(head), dtype=head.dtype)
+
+    def value(at: Tensor) -> float:
+        return _loss(differences, share, at) + penalty / 2 * float(at @ at)
+
+    now = value(head)
+    for _ in range(100):
+        doubt = torch.sigmoid(-(differences @ head))
+        gradient = penalty * head - differences.T @ (share * doubt)
+        if float(gradient.abs().max()) < 1e-10:
+            break
+        curved = differences * (share * doubt * (1 - doubt))[:, None]
+        step, length = torch.linalg.solve(differences.T @ curved + identity, gradient), 1.0
+        while (new := value(head - length * step)) > now and length > 1e-6:
+            length /= 2
+        head, now = head - length * step, new
+    return head

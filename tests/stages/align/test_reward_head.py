@@ -1,0 +1,77 @@
+"""A reward model whose head alone is fitted: the optimum is the optimum, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from puna.models.checkpoint import load
+from puna.stages.align.reward_head import PENALTIES, Pairs, best_penalty, bradley_terry, cross_validated
+from puna.stages.align.reward_model import RewardModelConfig, reward_model
+from puna.stages.contract import execute
+from puna.stages.conversations import answering
+from puna.storage import Artifact, Store
+from tests.stages.align.test_conversations import preference, table
+
+Tiny = Callable[..., Artifact]
+
+
+def test_the_head_is_the_minimum() -> None:
+    """The gradient, by autograd, vanishes there, and the Hessian is positive by its penalty: there is no other."""
+    random = torch.Generator().manual_seed(1)
+    differences = torch.randn(40, 6, generator=random, dtype=torch.float64) * 5 + 1
+    weight = torch.rand(40, generator=random, dtype=torch.float64)
+    for penalty in (1e-4, 0.1, 10.0):
+        head = bradley_terry(differences, weight, penalty).requires_grad_()
+        loss = -(weight @ torch.nn.functional.logsigmoid(differences @ head)) / weight.sum() + penalty / 2 * head @ head
+        (gradient,) = torch.autograd.grad(loss, head)
+        assert float(gradient.abs().max()) < 1e-9
+
+
+def test_one_difference_by_hand() -> None:
+    """``penalty * h = x sigmoid(-x h)``: at x = 2 and h = 0.5 the penalty is 4 sigmoid(-1)."""
+    penalty = 4 / (1 + torch.e)
+    assert bradley_terry(torch.tensor([[2.0]]).double(), torch.ones(1).double(), penalty).tolist() == pytest.approx([0.5], rel=1e-8)
+
+
+def test_what_a_fold_alone_would_teach_is_not_known_of_it() -> None:
+    """Five directions, one for each fold: a fit to the others knows nothing of a fold's own, one to all of them everything."""
+    own = torch.eye(5, dtype=torch.float64).repeat(8, 1)
+    pairs = Pairs(own, torch.ones(40).double(), torch.arange(40) % 5)
+    assert cross_validated(pairs) == 0.5 and bool((own @ bradley_terry(own, pairs.weight, best_penalty(pairs)) > 0).all())
+    common = Pairs(own + 1, pairs.weight, pairs.fold)
+    assert cross_validated(common) == 1.0 and best_penalty(common) == min(PENALTIES)
+
+
+def rows(split: str, numbers: range) -> list[dict[str, object]]:
+    """Whoever says `and` last is preferred to whoever says `to`."""
+    said = [(f"{n} {n % 7} and", f"{n % 5} {n} to") for n in numbers]
+    return [
+        preference(f"{split}{n}", f"{n}", chosen=answering(better), rejected=answering(worse)) | {"split": split}
+        for n, (better, worse) in zip(numbers, said, strict=True)
+    ]
+
+
+def test_only_the_head_changes_and_it_orders_prompts_it_has_not_seen(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    base = tiny_model(store)
+    data = table(store, "preferences", [*rows("train", range(60)), *rows("heldout", range(60, 90))])
+    given = {"model": base, "preferences": [data]}
+    made = execute(reward_model, RewardModelConfig(head_only=True), given, store)
+    before, after = load(base.path()).state_dict(), load(made.path()).state_dict()
+    shared = set(before) & set(after)
+    assert set(after) - shared == {"score.weight"} and all(torch.equal(before[name], after[name]) for name in shared)
+    metrics = made.manifest.metrics
+    assert metrics["train_pairs"] == 60 and metrics["heldout_accuracy"] > 0.9 and metrics["penalty"] in PENALTIES
+    assert metrics["cross_validated_accuracy"] > 0.9
+    again = execute(reward_model, RewardModelConfig(head_only=True), given, Store.open(tmp_path / "other"))
+    assert again.data_digest == made.data_digest
+
+
+@pytest.mark.parametrize("more", [{"method": "lora"}, {"engine": "trl"}, {"nll_weight": 0.1}])
+def test_what_trains_layers_is_refused(more: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="head_only trains no layer"):
+        RewardModelConfig(head_only=True, **more)
