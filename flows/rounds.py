@@ -138,20 +138,26 @@ def controls(
 
     arms: list[Callable[[], None]] = [partial(tuned, "gold", gold), *([partial(tuned, "chosen", base)] if made["chosen"] else [])]
     arms += [partial(tuned, "synthetic", [*base, made["synthesize"]])] if made["synthesize"] else []
-    arms += [partial(picked, pick) for pick in get_args(Pick)] + [dpo_instead]
+    arms += [partial(picked, pick) for pick in get_args(Pick) if pick != "reward_model" or made["reward_model"]] + [dpo_instead]
     if made["policy"].labels != made["dpo"].labels:
         arms.append(partial(arm, "no_rl", made["dpo"]))
         if made["dpo"].labels != made["sft"].labels:
             arms.append(partial(rewarded, "no_dpo", made["sft"]))
-        arms.append(partial(rewarded, "no_reward_model", made["dpo"], "verifier"))
+        if any(config.reward != "verifier" for config in _of_rl()):
+            arms.append(partial(rewarded, "no_reward_model", made["dpo"], "verifier"))
     return arms
 
 
-def _updates_of_rl() -> int:
-    """How often RL changes the policy in a round."""
+def _of_rl() -> list[RolloutsConfig]:
+    """The configurations of a round's reinforcement learning."""
     stages = [Step(stage.name, stage.name, stage, off=True) for stage in (grpo, ppo)]
     configs = [config for one in stages for config in current_walk().configs(one)]
-    return sum(config.rollouts * config.epochs * config.minibatches for config in configs if isinstance(config, RolloutsConfig))
+    return [config for config in configs if isinstance(config, RolloutsConfig)]
+
+
+def _updates_of_rl() -> int:
+    """How often it changes the policy."""
+    return sum(config.rollouts * config.epochs * config.minibatches for config in _of_rl())
 
 
 def replaced(name: str, value: object) -> Callable[[StageConfig], StageConfig]:

@@ -102,6 +102,13 @@ def test_control_arms_learn_from_what_their_round_learns_from() -> None:
         load("demo", ["controls=1"])
 
 
+def test_a_round_without_a_reward_model_has_no_arms_of_it() -> None:
+    order = labels(load("smollm2-135m", ["controls=true"], flow="align"), "align")
+    arms = [name.removeprefix("control_").removesuffix("_1") for name in order if name.startswith("control_")]
+    assert arms == ["gold", "pick_random", "pick_majority", "pick_verifier", "dpo_instead", "no_rl"]
+    assert not [name for name in order if "reward_model" in name]
+
+
 def test_a_name_is_a_flow_unless_it_says_stage() -> None:
     assert set(load_flows()) >= {"curate", "experiments", "pretrain", "align", "pipeline"}
     assert launch.chosen("pretrain") is FLOWS["pretrain"] is launch.chosen("flow:pretrain")
