@@ -100,7 +100,7 @@ def train_ppo(
     `prompts` are token ids up to the assistant's header, `stop` the ids that end an answer. `scorer`
     gives each answer's reward: `reward_model_scorer(model)`, or a verifier. Rows hold the training log's
     columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates) and
-    score (raw mean), unequal_prompts (share whose answers score differently), kl (nats per answer to the
+    score (raw mean), unequal_prompts (share whose answers earn differently), kl (nats per answer to the
     reference; without a penalty on it in about `WATCHED` rollouts, first and last among them, where alone the reference is
     computed), what `watch` gives in these rollouts, kl_coefficient, clip_fraction,
     approximate_kl, entropy, value_loss, value_error, explained_variance, answer_tokens, finished.
@@ -167,7 +167,8 @@ def train_grpo(
 class Sampled(NamedTuple):
     """A rollout's prompts and answers with what they scored; [A] by answer, [N] by answer token.
 
-    `kl`: nats per answer to the reference, whose log-probs are the policy's own, and count for nothing, where it is None.
+    `kl`: nats per answer to the reference, whose log-probs are the policy's own, and count for nothing, where it is None. `score` and
+    `unequal`: the mean score, and the share of prompts whose answers differ in reward, of all that was drawn, which `resample` chose from.
     """
 
     asked: list[list[int]]
@@ -179,6 +180,8 @@ class Sampled(NamedTuple):
     reference: Tensor
     kl: float | None
     watched: dict[str, float]
+    score: float
+    unequal: float
 
 
 Estimate = tuple[Tensor, Tensor, Tensor]
@@ -241,17 +244,12 @@ def _roll_out(
 ) -> Sampled:
     """Sample answers and score them."""
     watched = rollout in watched_rollouts(config.rollouts)
-    asked = [list(prompts[i]) for i in step_indices(rollout, len(prompts), config.prompts, seed)]
-    params = SamplingParams(
-        n=config.answers,
-        temperature=config.temperature,
-        max_tokens=config.max_tokens,
-        stop=tuple(stop),
-        seed=int(np.random.default_rng([seed, rollout]).integers(2**31)),
-    )
-    completions = Engine(policy).generate(asked, params)
+    drawn = _drawn(policy, scorer, prompts, stop, config, seed, rollout)
+    # The sort is stable: what differs in reward comes first, and all of it stays in the order of drawing.
+    chosen = sorted(sorted(range(len(drawn)), key=lambda i: not drawn[i].unequal)[: config.prompts])
+    asked, completions = [drawn[i].prompt for i in chosen], [drawn[i].completions for i in chosen]
     answers = [[c.tokens for c in row] for row in completions]
-    scores = torch.tensor([s for row in scorer(asked, completions) for s in row], dtype=torch.float32)
+    scores = torch.tensor([s for i in chosen for s in drawn[i].scores], dtype=torch.float32)
     finished = torch.tensor([float(c.finished) for row in completions for c in row])
 
     def logprobs_of(model: Transformer, t: Targets) -> Tensor:
@@ -266,7 +264,49 @@ def _roll_out(
             base = torch.cat(_by_group(reference, logprobs_of, asked, answers, config.compute.micro_batch_tokens))
         kl = float((logprobs - base).sum()) / len(lengths)
     seen = watch(asked, completions) if watch is not None and watched else {}
-    return Sampled(asked, answers, lengths, scores, finished, logprobs, base, kl, seen)
+    score = sum(sum(one.scores) / len(one.scores) for one in drawn) / len(drawn)
+    unequal = sum(one.unequal for one in drawn) / len(drawn)
+    return Sampled(asked, answers, lengths, scores, finished, logprobs, base, kl, seen, score, unequal)
+
+
+class Drawn(NamedTuple):
+    """A prompt with its answers, their scores, and whether these (an answer that was cut off earning less) differ."""
+
+    prompt: list[int]
+    completions: Sequence[Completion]
+    scores: Sequence[float]
+    unequal: bool
+
+
+def _drawn(
+    policy: Transformer,
+    scorer: Scorer,
+    prompts: Sequence[Sequence[int]],
+    stop: Sequence[int],
+    config: RolloutSettings,
+    seed: int,
+    rollout: int,
+) -> list[Drawn]:
+    """A rollout's prompts, answered; and further ones, while too few are unequal and `resample` allows it."""
+    found: list[Drawn] = []
+    for again in range(1 + (config.resample if isinstance(config, GrpoSettings) else 0)):
+        # What is asked again comes from beyond the last rollout.
+        asked = [list(prompts[i]) for i in step_indices(rollout + again * config.rollouts, len(prompts), config.prompts, seed)]
+        own = np.random.default_rng([seed, rollout, again] if again else [seed, rollout])
+        params = SamplingParams(
+            n=config.answers,
+            temperature=config.temperature,
+            max_tokens=config.max_tokens,
+            stop=tuple(stop),
+            seed=int(own.integers(2**31)),
+        )
+        completions = Engine(policy).generate(asked, params)
+        for prompt, some, scores in zip(asked, completions, scorer(asked, completions), strict=True):
+            rewards = {s - config.unfinished_penalty * (not c.finished) for s, c in zip(scores, some, strict=True)}
+            found.append(Drawn(prompt, some, scores, len(rewards) > 1))
+        if sum(one.unequal for one in found) >= config.prompts:
+            break
+    return found
 
 
 def watched_rollouts(rollouts: int) -> frozenset[int]:
@@ -339,12 +379,12 @@ def _summary(found: Sampled, groups: Sequence[Group], numbers: dict[str, float],
     spread = float(returns.var(correction=0))
     unexplained = float((returns - values).var(correction=0))
     return {
-        "score": float(found.scores.mean()),
+        "score": found.score,
         **({} if found.kl is None else {"kl": found.kl}),
         **found.watched,
         "kl_coefficient": numbers["kl_coefficient"],
         **({"explained_variance": 1.0 - unexplained / spread if spread else 0.0} if critic else {}),
-        "unequal_prompts": sum(bool((group.scores != group.scores[0]).any()) for group in groups) / len(groups),
+        "unequal_prompts": found.unequal,
         "answer_tokens": len(found.logprobs) / len(found.scores),
         "finished": float(found.finished.mean()),
     }

@@ -292,3 +292,7 @@ class GrpoSettings(RolloutSettings):
     clip_high: float | None = Field(
         None, gt=0, description="Clip range of the probability ratio above 1, where that is another (DAPO takes 0.28); null: clip"
     )
+    resample: int = Field(
+        0, ge=0, le=20, description="Times at most that a rollout asks as many further prompts, until so many have answers of different "
+        "rewards, which alone teach (DAPO's dynamic sampling); 0: never"
+    )  # fmt: skip

@@ -160,6 +160,26 @@ def test_groups_that_teach_nothing_are_left_out_and_change_nothing():
     assert all(torch.allclose(a, b, atol=2e-4) for a, b in zip(found[0.0][0], found[1e-12][0], strict=True))
 
 
+def test_prompts_whose_answers_earn_the_same_give_way_to_others():
+    """Only [3] and [7, 8] have answers of different scores. Drawn again, a rollout of four has as many of them as there were."""
+    asked: list[list[int]] = []
+
+    def scorer(prompts, completions):
+        asked.extend(map(list, prompts))
+        return [[float(n % 2) if prompt in ([3], [7, 8]) else 1.0 for n in range(len(row))] for prompt, row in zip(prompts, completions, strict=True)]
+
+    seen = {}
+    for resample in (0, 1, 3):
+        asked.clear()
+        config = GrpoSettings(**nested(rollouts=1, prompts=4, answers=4, max_tokens=4, minibatches=1, unfinished_penalty=0.0, kl_coefficient=0.0, resample=resample))
+        (row,) = train_grpo(model(), model(), scorer, PROMPTS, [STOP], config, seed=0)
+        seen[resample] = len(asked), row["tokens"]
+        assert row["score"] == 0.75 and row["unequal_prompts"] == 0.5
+    assert [count for count, _ in seen.values()] == [4, 8, 8]
+    # The update of the first has two groups of the four, that of the others four: each prompt twice.
+    assert seen[1] == seen[3] and seen[1][1] > seen[0][1]
+
+
 def test_a_large_kl_coefficient_holds_the_policy():
     free, held = (run(settings(rollouts=10, kl_coefficient=k), model())[-1]["kl"] for k in (0.0, 5.0))
     assert abs(held) < 0.3 * free
