@@ -159,14 +159,16 @@ def __getattr__(name: str) -> PrefectFlow[Any, Any]:
 
 
 def _hide_tracebacks() -> None:
-    """Prefect logs a traceback for a state that says why: the reason stands above it."""
+    """Prefect logs a traceback for a state that says why, and for a run that was ended: the reason stands above it."""
     from prefect.exceptions import FailedRun
 
     def plain(record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], FailedRun))
+        return not (record.exc_info and isinstance(record.exc_info[1], (FailedRun, KeyboardInterrupt)))
 
     for name in ("prefect.engine", "prefect.flow_runs"):
         logging.getLogger(name).addFilter(plain)
+    shown = sys.excepthook
+    sys.excepthook = lambda kind, *error: None if issubclass(kind, KeyboardInterrupt) else shown(kind, *error)
 
 
 def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: int, *, supervised: bool = False) -> None:

@@ -65,15 +65,28 @@
     const replay = async () => {
       const mine = ++latest;
       outcome.classList.add("stale");
-      const answer = await fetch(replayed.dataset.from + "?" + new URLSearchParams(new FormData(replayed)));
-      const words = await answer.text();
+      let answer, words;
+      try {
+        answer = await fetch(replayed.dataset.from + "?" + new URLSearchParams(new FormData(replayed)));
+        words = await answer.text();
+      } catch {  // the server is away
+        if (mine === latest) timer = setTimeout(replay, 2000);
+        return;
+      }
       if (mine !== latest) return;
       const found = new DOMParser().parseFromString(words, "text/html");
       outcome.replaceChildren(...(answer.ok ? found.body : found.getElementById("content")).childNodes);
       outcome.classList.remove("stale");
     };
     later = () => { clearTimeout(timer); timer = setTimeout(replay, 120); };
-    if (!rules) replayed.addEventListener("input", later);
+    if (!rules) {
+      replayed.addEventListener("input", later);
+      // What was filled in before this script came, or before the reader went back.
+      const changed = (one) => one.multiple ? [...one.options].some((option) => option.selected !== option.defaultSelected)
+        : one.options ? one.selectedIndex !== Math.max(0, [...one.options].findIndex((option) => option.defaultSelected))
+        : ["checkbox", "radio"].includes(one.type) ? one.checked !== one.defaultChecked : one.value !== one.defaultValue;
+      addEventListener("pageshow", () => { if ([...replayed.elements].some(changed)) later(); });
+    }
   }
   if (rules) {
     const mark = (card) => card.classList.toggle("moved", Math.abs(card.querySelector("[type=number]").value - card.querySelector("[type=range]").dataset.was) > 1e-9);

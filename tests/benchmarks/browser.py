@@ -279,6 +279,21 @@ def schedule(tour: Tour) -> dict[str, Any]:
     return {"restart_seconds": round(seconds, 1), "fired_after_seconds": round(fired)}
 
 
+def late(tour: Tour) -> dict[str, Any]:
+    """A form that is filled in before its script has come."""
+    held: list[Any] = []
+    tour.page.route("**/*.js*", lambda route: held.append(route))
+    tour.page.goto(tour.url + "/puna/start/url_filter", wait_until="commit")
+    box = tour.page.locator("[name=documents]")
+    box.select_option(index=1)
+    assert held, "the script was there before the form"
+    for script in held:
+        script.continue_()
+    tour.page.unroute("**/*.js*")
+    tour.page.locator("#outcome code").first.wait_for()
+    return {}
+
+
 def threshold(tour: Tour) -> dict[str, Any]:
     """A slider is moved and tells what would go."""
     tour.go("Rules")
@@ -352,7 +367,7 @@ def looks(tour: Tour) -> dict[str, Any]:
     return {"pages": len(PAGES)}
 
 
-STEPS = (usable, curate, stage, wrong, threshold, search, question, again, training, approve, judge, schedule, looks)
+STEPS = (usable, curate, stage, wrong, late, threshold, search, question, again, training, approve, judge, schedule, looks)
 
 
 def main() -> None:
