@@ -30,6 +30,7 @@ PAGE_TYPES = ("article", "forum", "product", "collection", "listing", "documenta
 TYPE_BUCKETS = 1 << 12
 BODY_SALT = np.uint64(0x9E3779B97F4A7C15)
 FEATURES = len(features.names())
+FIRST_ELEMENTS = 128
 
 
 class Model(NamedTuple):
@@ -56,8 +57,9 @@ def page_words(page: Scan) -> NDArray[np.int64]:
     """Buckets of the words about the page: types and address from its head, classes of its body."""
     found = [page.page]
     for tag in ("html", "body"):
-        rows = np.flatnonzero(page.elements[:, L.TAG] == NUMBER[tag])[:1]
-        for row in rows:
+        # They stand among the first elements of nearly every page.
+        some = page.elements[:FIRST_ELEMENTS] if (page.elements[:FIRST_ELEMENTS, L.TAG] == NUMBER[tag]).any() else page.elements
+        for row in np.flatnonzero(some[:, L.TAG] == NUMBER[tag])[:1]:
             stop = page.elements[row + 1, L.TOKENS] if row + 1 < len(page.elements) else len(page.tokens)
             found.append(page.tokens[page.elements[row, L.TOKENS] : stop] ^ BODY_SALT)
     words = np.concatenate(found)

@@ -41,8 +41,9 @@ GERMANIC = re.compile(
     r" \d{1,4}(?: ?[a-zA-Z]\b)?(?:[-/]\d{1,4})?(?!\w)"
 )
 # 12 bis, rue de la Paix
+FRENCH_KINDS = ("rue", "avenue", "av.", "boulevard", "bd", "place", "chemin", "allée", "impasse", "quai", "cours", "route", "square")
 FRENCH = (
-    rf"{NUMBER}(?: (?:bis|ter))?,? (?:rue|avenue|av\.|boulevard|bd|place|chemin|allée|impasse|quai|cours|route|square) "
+    rf"{NUMBER}(?: (?:bis|ter))?,? (?:{'|'.join(map(re.escape, FRENCH_KINDS))}) "
     rf"(?:(?:de|du|des|la|le|les|l['’]|d['’]) ?){{0,3}}{NAME}(?:[ -](?:(?:de la|de|du|des|la|le|les) )?{NAME}){{0,3}}"
 )
 # Calle de Alcalá, 45; Via Garibaldi 7; Rua Augusta, 1508
@@ -51,7 +52,8 @@ ROMANCE = (
     rf"(?:(?:de|del|da|do|dos|das|di|della|dei|la|las|los|el) ){{0,3}}{NAME}(?: (?:(?:de|del|da|do|di) )?{NAME}){{0,3}}"
     r",? (?:n\.?[º°] ?)?\d{1,5}"
 )
-FORMS = tuple(re.compile(rf"{form}(?!\w)") for form in (ENGLISH, BOX, FRENCH, ROMANCE))
+FORMS = tuple(re.compile(rf"{form}(?!\w)") for form in (ENGLISH, BOX, ROMANCE))
+FRENCH_FORM = re.compile(rf"{FRENCH}(?!\w)")
 SPACE_DIGIT = re.compile(r" \d")
 
 STATE = (
@@ -83,7 +85,8 @@ def postal_addresses(text: str, contacts: Callable[[int, int], bool]) -> Iterato
     It counts with a postal code and town after it, with a label before it (`Address:`), or on a line of its own in a block
     that holds another piece of contact data, which `contacts` tells of a part of the text.
     """
-    found = {match.span() for form in FORMS for match in form.finditer(text)}
+    french = (FRENCH_FORM,) if any(f" {kind} " in text for kind in FRENCH_KINDS) else ()  # it would be tried at every number
+    found = {match.span() for form in (*FORMS, *french) for match in form.finditer(text)}
     end = 0
     for start, stop in sorted(found | set(_germanic(text)), key=lambda span: (span[0], -span[1])):
         if start < end or (start and (text[start - 1].isalnum() or text[start - 1] in "_/.,-")):
