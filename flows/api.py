@@ -27,8 +27,8 @@ from puna.flows.api_shapes import ApiError, ChatRequest, CompletionRequest, Repl
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.engine import Event
 from puna.models.generation.schedule import Request as Asked
-from puna.models.generation.text import TextStream
 from puna.models.grammar import Grammar, Mask
+from puna.models.text_stream import TextStream
 from puna.models.tokenizer import Tokenizer
 
 

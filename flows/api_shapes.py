@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from puna.models.generation.engine import Event
-from puna.models.generation.text import TextStream
+from puna.models.text_stream import TextStream
 from puna.models.tokenizer import Tokenizer
 
 

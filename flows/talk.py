@@ -113,7 +113,7 @@ def chat(
 
 def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingParams) -> str:
     """Print an answer as it is drawn; its text, as far as it came."""
-    from puna.models.generation.text import TextStream
+    from puna.models.text_stream import TextStream
 
     assert engine.tokenizer is not None
     said, text = "", TextStream(engine.tokenizer)

@@ -15,19 +15,21 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from puna.kernels.exact import exact_passes
 from puna.models.dense import loops
 from puna.models.generation.pages import PagePool
 from puna.models.generation.sampling import Draw, SamplingParams, draw
 from puna.models.generation.schedule import Answer, Request, Scheduler
-from puna.models.generation.step import Cache, page_bytes, run
+from puna.models.generation.step import Cache, run
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
@@ -65,25 +67,18 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: Transformer,
-        tokenizer: Tokenizer | None = None,
-        sequences: int = 64,
-        step_tokens: int = 2048,
-        memory: int = 1 << 30,
-        exact: bool = False,
-    ) -> None:
+        self, model: Transformer, tokenizer: Tokenizer | None = None, sequences: int = 64, step_tokens: int = 2048,
+        memory: int = 1 << 30, exact: bool = False,
+    ) -> None:  # fmt: skip
         if model.head != "lm":
             raise ValueError(f"generation needs a language-model head, this model has a {model.head} head")
         if min(sequences, step_tokens) < 1:
             raise ValueError(f"sequences and step_tokens must be at least 1, not {sequences} and {step_tokens}")
         self.model, self.tokenizer, self.exact = model, tokenizer, exact
         self.sequences, self.step_tokens, self.memory = sequences, step_tokens, memory
-        self._parameters = list(model.parameters())
-        self._counted = [p for p in self._parameters if not p.is_inference()]  # those that count their changes
-        self._weights: list[int] = []
+        self._weights: list[tuple[int, int]] = []
         self._place: tuple[torch.device, torch.dtype] | None = None
-        self._renew()
+        self._look()
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, progress: Callable[[int, int], None] | None = None
@@ -94,48 +89,46 @@ class Engine:
         order of the prompts nor what runs beside them changes what is drawn (up to rounding in the matrix products, unless
         the engine is exact). Equal prompts in one call draw different answers. `progress` gets (answers done, answers in all).
         """
+        self._look()
         seen: Counter[tuple[int, ...]] = Counter()
-        requests = []
+        found: dict[Request, dict[int, Completion]] = {}
         for index, prompt in enumerate(prompts):
-            ids = self._ids(prompt, index)
-            requests.append(self._request(ids, params, seen[tuple(ids)]))
-            seen[tuple(ids)] += params.n
-        for request in requests:
-            self.scheduler.add(request)
-        places = {id(request): index for index, request in enumerate(requests)}
-        found: list[dict[int, Completion]] = [{} for _ in requests]
-        done = 0
-        try:
-            while done < len(requests) * params.n:
-                for event in self.step():
-                    if event.completion is not None and id(event.request) in places:
-                        found[places[id(event.request)]][event.number] = event.completion
-                        done += 1
-                        if progress is not None:
-                            progress(done, len(requests) * params.n)
-        except BaseException:
-            for request in requests:
-                self.cancel(request)
-            raise
-        return [[row[number] for number in sorted(row)] for row in found]
+            request = self._request(prompt, params, index)
+            request.first = seen[request.words]
+            seen[request.words] += params.n
+            found[request] = {}
+        with closing(self._events(list(found))) as events:
+            ended = ((event, event.completion) for event in events if event.completion is not None)
+            for done, (event, completion) in enumerate(ended, 1):
+                found[event.request][event.number] = completion
+                if progress is not None:
+                    progress(done, len(found) * params.n)
+        return [[row[number] for number in sorted(row)] for row in found.values()]
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Generator[Event, None, None]:
         """The tokens of the answers as they are drawn; closing the iterator cancels the request."""
-        request = self.submit(prompt, params)
-        left = params.n
+        self._look()
+        yield from self._events([self._request(prompt, params)])
+
+    def _events(self, requests: Sequence[Request]) -> Generator[Event, None, None]:
+        """Steps until all answers to these requests have ended, and what they draw for them; closed before, the requests are cancelled."""
+        left, own = sum(request.params.n for request in requests), set(requests)
         try:
+            for request in requests:
+                self.scheduler.add(request)
             while left:
                 for event in self.step():
-                    if event.request is request:
+                    if event.request in own:
                         left -= event.completion is not None
                         yield event
         finally:
-            if left:
+            for request in requests if left else ():
                 self.cancel(request)
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Have a prompt answered by the steps to come."""
-        request = self._request(self._ids(prompt, 0), params, 0)
+        self._look()
+        request = self._request(prompt, params)
         self.scheduler.add(request)
         return request
 
@@ -145,12 +138,9 @@ class Engine:
 
     def clear(self) -> None:
         """End every request, and forget all that was computed: after a failure nothing of it can be trusted."""
-        for answer in (*self.scheduler.running, *self.scheduler.paused):
-            self.scheduler.cancel(answer.request)
-        for request in list(self.scheduler.waiting):
-            self.scheduler.cancel(request)
-        self.scheduler.restart()
-        self.cache.wipe()
+        del self.cache, self.scheduler
+        self._weights, self._place = [], None
+        self._renew()
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -162,25 +152,28 @@ class Engine:
             if work:
                 self.cache.copy(self.scheduler.copies)
                 self.scheduler.copies = []
-                hidden_ND = run(self.model, self.cache, work, self._loops)
-                for item, rows in zip(work, hidden_ND.split([item.count + len(item.guess) for item in work]), strict=True):
-                    self.scheduler.computed(item, rows[item.count - 1 :])
-            ready = [item.answer for item in work if item.answer.hidden is not None] + list(self.scheduler.fork())
-            return self._draw(ready)
+                hidden_ND, row = run(self.model, self.cache, work, self._loops), -1
+                for answer in work:
+                    self.scheduler.computed(answer, (hidden_ND, row + answer.count))
+                    row += answer.count + len(answer.guess)
+            ready = [answer for answer in work if answer.hidden is not None] + list(self.scheduler.fork())
+            return self._draw(ready) if ready else []
 
     def _draw(self, ready: Sequence[Answer]) -> list[Event]:
-        if not ready:
-            return []
-        rows, hidden = [], []
+        draws: list[Draw] = []
+        parts: list[tuple[Tensor, list[int]]] = []  # rows of this step, and of those that computed what forks begin with
         for answer in ready:
             assert answer.hidden is not None
-            hidden.append(answer.hidden)
+            (hidden_ND, row), begin = answer.hidden, len(answer.logprobs)
+            if not parts or parts[-1][0] is not hidden_ND:
+                parts.append((hidden_ND, []))
             params, own = answer.request.params, answer.own if answer.request.params.shifts else []
-            begin = len(answer.logprobs)
-            for i, uniform in enumerate(self._uniforms(answer)[begin : begin + len(answer.guess) + 1]):
-                rows.append(Draw(params, uniform, answer.request.prompt, [*own, *answer.guess[:i]]))
+            for i, uniform in enumerate(answer.uniforms[begin : begin + len(answer.guess) + 1]):
+                draws.append(Draw(params, uniform, answer.request.prompt, [*own, *answer.guess[:i]]))
+                parts[-1][1].append(row + i)
         try:
-            drawn = zip(*draw(self.model.logits(torch.cat(hidden)), rows), strict=True)
+            logits_SV = self.model.logits(torch.cat([hidden_ND[rows] for hidden_ND, rows in parts]))
+            drawn = zip(*draw(logits_SV, draws), strict=True)
         except ValueError:
             self.clear()
             raise
@@ -203,7 +196,7 @@ class Engine:
     def _completion(self, answer: Answer) -> Completion | None:
         """The answer, if it ends with its last token."""
         request, token = answer.request, answer.tokens[-1]
-        finished = token in request.stop_ids or self._stops(answer)
+        finished = token in request.stop_ids or (bool(request.stop_texts) and self._stops(answer))
         if not finished and len(answer.logprobs) < request.params.max_tokens:
             return None
         self.scheduler.finish(answer)
@@ -212,51 +205,44 @@ class Engine:
     def _stops(self, answer: Answer) -> bool:
         """Whether one of the texts that end the answer stands in its last tokens."""
         texts = answer.request.stop_texts
-        if not texts or self.tokenizer is None:
-            return False
+        assert self.tokenizer is not None
         last = answer.own[-max(len(text.encode()) for text in texts) - 4 :]  # a token is a byte at least, a character four at most
         shown = self.tokenizer.decode(last, skip_special_tokens=True)
         return any(text in shown for text in texts)
 
-    def _uniforms(self, answer: Answer) -> list[float]:
-        if answer.uniforms is None:
-            request = answer.request
-            generator = np.random.default_rng([request.params.seed, answer.number, *request.words])
-            answer.uniforms = generator.random(request.params.max_tokens).tolist()
-        return answer.uniforms
-
-    def _ids(self, prompt: Prompt, index: int) -> list[int]:
+    def _request(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(f"prompt {index} is text and the engine has no tokenizer: give token ids")
-            return [*self.tokenizer.lead, *self.tokenizer.encode(prompt)]
-        if not len(prompt):
+            prompt = [*self.tokenizer.lead, *self.tokenizer.encode(prompt)]
+        ids = [int(token) for token in prompt]
+        if not ids:
             raise ValueError(f"prompt {index} is empty: generation needs at least one token")
-        return [int(token) for token in prompt]
-
-    def _request(self, ids: list[int], params: SamplingParams, first: int) -> Request:
-        self._parameters = list(self.model.parameters())
-        self._counted = [p for p in self._parameters if not p.is_inference()]
-        self._renew()
-        if params.stop is None and self.tokenizer is None:
+        stop: Sequence[int | str] | None = self.tokenizer.stop_ids if params.stop is None and self.tokenizer is not None else params.stop
+        if stop is None:
             raise ValueError("SamplingParams.stop is None and the engine has no tokenizer to name the end of turn")
-        stop = params.stop if params.stop is not None else self.tokenizer.stop_ids if self.tokenizer is not None else ()
         texts = tuple(one for one in stop if isinstance(one, str))
         if texts and self.tokenizer is None:
             raise ValueError(f"the engine has no tokenizer to find the text {texts[0]!r} in an answer: give token ids")
         digest = hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).digest()
         words = tuple(np.frombuffer(digest, dtype="<u4").tolist())
-        return Request(ids, params, frozenset(one for one in stop if isinstance(one, int)), texts, words, first)
+        return Request(ids, params, frozenset(one for one in stop if isinstance(one, int)), texts, words)
+
+    def _look(self) -> None:
+        """Find the model's weights, which may be others than before."""
+        self._parameters = list(self.model.parameters())
+        self._renew()
 
     def _renew(self) -> None:
         """Compute again what was computed with other weights; a cache for a model that has moved or changed its type."""
-        weights = [p.data_ptr() for p in self._parameters] + [p._version for p in self._counted]
+        # Those that were made in inference mode do not count their changes.
+        weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._parameters]
         if weights == self._weights:
             return
         weight = self.model.model.embed_tokens.weight
         if self._place != (weight.device, weight.dtype):
             self._place = (weight.device, weight.dtype)
-            pages = max(1, self.memory // page_bytes(self.model))
+            pages = max(1, self.memory // Cache(self.model, 1).bytes)
             self.cache = Cache(self.model, pages)
             self.scheduler = Scheduler(PagePool(pages), self.sequences, self.step_tokens)
         self.scheduler.restart()

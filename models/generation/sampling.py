@@ -60,16 +60,14 @@ class SamplingParams:
             raise ValueError(f"temperature must be 0 or a positive number, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
-        if self.top_k < 0 or not 0 <= self.min_p <= 1:
-            raise ValueError(f"top_k must not be negative and min_p lie in [0, 1], not {self.top_k} and {self.min_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie in [0, 1], not {self.min_p}")
         if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
             raise ValueError(f"repetition_penalty must be a positive number, not {self.repetition_penalty}")
         if not all(map(math.isfinite, (self.presence_penalty, self.frequency_penalty, *self.logit_bias.values()))):
             raise ValueError("presence_penalty, frequency_penalty and logit_bias must be finite numbers")
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, not {self.seed}")
-        if self.speculate < 0:
-            raise ValueError(f"speculate must not be negative, not {self.speculate}")
+        if negative := [name for name in ("top_k", "seed", "speculate") if getattr(self, name) < 0]:
+            raise ValueError(f"{negative[0]} must not be negative, not {getattr(self, negative[0])}")
         if self.speculate and self.mask is not None:
             raise ValueError("speculate guesses what a mask may forbid: give one of them")
 
@@ -81,9 +79,8 @@ class SamplingParams:
     @cached_property
     def shifts(self) -> bool:
         """Whether logits are changed before a draw."""
-        return bool(
-            self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.logit_bias or self.mask is not None
-        )
+        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        return bool(penalties or self.logit_bias or self.mask is not None)
 
 
 class Draw(NamedTuple):
@@ -112,8 +109,8 @@ def draw(logits_SV: Tensor, rows: Sequence[Draw]) -> tuple[list[int], list[float
             z_SV = logits_SV[torch.tensor(changed, device=logits_SV.device)]
             for z_V, number in zip(z_SV, changed, strict=True):
                 shift(z_V, rows[number])
-            one = _cut_draw if cuts else _whole_draw
-            tokens[changed] = one(z_SV, scale[changed], uniforms[changed], [rows[i].params for i in changed])
+            given = (z_SV, scale[changed], uniforms[changed])
+            tokens[changed] = _cut_draw(*given, [rows[i].params for i in changed]) if cuts else token_draw(*given)[0]
     logprobs = logits_SV.gather(1, tokens[:, None])[:, 0] * scale.to(logits_SV.device) - lse
     return tokens.tolist(), logprobs.tolist()
 
@@ -135,10 +132,6 @@ def shift(z_V: Tensor, row: Draw) -> None:
         if not bool(allowed.any()):
             raise ValueError(f"the mask allows no token after {list(row.answer)}")
         z_V.masked_fill_(~allowed.to(z_V.device), -math.inf)
-
-
-def _whole_draw(z_SV: Tensor, scale: Tensor, uniforms: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    return token_draw(z_SV, scale, uniforms)[0]
 
 
 def _cut_draw(z_SV: Tensor, scale: Tensor, uniforms: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy as np
 from torch import Tensor
 
 from puna.kernels.paged_attention import PAGE
 from puna.models.generation.pages import OutOfPages, PagePool
 from puna.models.generation.sampling import SamplingParams
 from puna.models.generation.speculate import Lookup
+
+Hidden = tuple[Tensor, int]
+"""Hidden states [N, D] of a step, and the row of an answer's last token; those after its guesses follow."""
 
 
 @dataclass(eq=False)
@@ -27,16 +32,28 @@ class Answer:
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
     computed: int = 0
-    hidden: Tensor | None = None  # [R, D] after the last token and after each guess, once computed
-    guess: Sequence[int] = ()  # what may follow the last token
+    hidden: Hidden | None = None  # once computed
+    count: int = 0  # its next tokens that this step computes
+    guess: Sequence[int] = ()  # what may follow them, computed with them
     lookup: Lookup | None = None
     logprobs: list[float] = field(default_factory=list)
-    uniforms: list[float] | None = None  # its private random numbers
 
     @property
     def own(self) -> list[int]:
         """The tokens of the answer alone."""
         return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def due(self) -> list[int]:
+        """The tokens that this step computes."""
+        return [*self.tokens[self.computed : self.computed + self.count], *self.guess]
+
+    @cached_property
+    def uniforms(self) -> list[float]:
+        """Its private random numbers, one for each of its tokens."""
+        params = self.request.params
+        found: list[float] = np.random.default_rng([params.seed, self.number, *self.request.words]).random(params.max_tokens).tolist()
+        return found
 
 
 @dataclass(eq=False)
@@ -52,23 +69,7 @@ class Request:
     first: int = 0
     begun: int = 0
     leading: bool = False
-    trunk: tuple[list[int], Tensor] | None = None
-    cancelled: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """The next `count` tokens of an answer to compute, and the guess after them."""
-
-    answer: Answer
-    count: int
-    guess: Sequence[int] = ()
-
-    @property
-    def tokens(self) -> list[int]:
-        """What is computed."""
-        start = self.answer.computed
-        return [*self.answer.tokens[start : start + self.count], *self.guess]
+    trunk: tuple[list[int], Hidden] | None = None
 
 
 class Scheduler:
@@ -99,25 +100,24 @@ class Scheduler:
         """Whether nothing runs or waits."""
         return not (self.waiting or self.paused or self.running)
 
-    def plan(self) -> list[Work]:
+    def plan(self) -> list[Answer]:
         """What to compute now: one token of each answer that decodes, then chunks of prompts, up to `step_tokens` in all."""
-        budget = self.step_tokens
-        work = []
+        budget, work = self.step_tokens, []
         for answer in list(self.running):
             if not answer.pages or answer.hidden is not None:  # preempted by one before it; drawn from, not computed
                 continue
-            count = min(len(answer.tokens) - answer.computed, max(budget, 1))
-            guess = self._guess(answer, budget - count)
-            if self._make_room(answer, count + len(guess)):
-                work.append(Work(answer, count, guess))
-                budget -= count + len(guess)
-        work = [item for item in work if item.answer.pages]
+            answer.count = min(len(answer.tokens) - answer.computed, max(budget, 1))
+            answer.guess = self._guess(answer, budget - answer.count) if answer.request.params.speculate else ()
+            if self._make_room(answer):
+                work.append(answer)
+                budget -= answer.count + len(answer.guess)
+        work = [answer for answer in work if answer.pages]
         while budget > 0 and len(self.running) < self.sequences and (admitted := self._admit()) is not None:
-            count = min(len(admitted.tokens) - admitted.computed, budget)
-            if not self._make_room(admitted, count):
+            admitted.count = min(len(admitted.tokens) - admitted.computed, budget)
+            if not self._make_room(admitted):
                 break
-            work.append(Work(admitted, count))
-            budget -= count
+            work.append(admitted)
+            budget -= admitted.count
         return work
 
     def fork(self) -> Iterator[Answer]:
@@ -126,16 +126,20 @@ class Scheduler:
             while request.trunk is not None and len(self.running) < self.sequences:
                 if self.running and self.pool.available < len(self.running) + 1:
                     return
-                yield self._branch(request)
+                pages, hidden = request.trunk
+                self.pool.share(pages)
+                answer = self._begin(request)
+                answer.pages, answer.computed, answer.hidden = list(pages), len(request.prompt), hidden
+                yield answer
 
-    def computed(self, item: Work, hidden: Tensor) -> None:
-        """The work is done. An answer that has been computed whole can draw from its hidden states [R, D]."""
-        answer, request = item.answer, item.answer.request
-        answer.computed += item.count
+    def computed(self, answer: Answer, hidden: Hidden) -> None:
+        """What was due of an answer is done. One that has been computed whole can draw from its hidden states."""
+        request = answer.request
+        answer.computed += answer.count
         if answer.computed < len(answer.tokens):
             return
-        answer.hidden, answer.guess = hidden, item.guess
-        if answer.logprobs and item.count == 1:
+        answer.hidden = hidden
+        if answer.logprobs and answer.count == 1:
             return
         self.pool.keep(answer.tokens, answer.pages)
         if not answer.logprobs:
@@ -158,71 +162,62 @@ class Scheduler:
         self.copies = []
         self.pool.forget()
 
-    def cancel(self, request: Request) -> list[Answer]:
-        """End a request wherever it is; its answers that were running or paused."""
-        request.cancelled = True
+    def cancel(self, request: Request) -> None:
+        """End a request wherever it is."""
         if request in self.waiting:
             self.waiting.remove(request)
         self._fell(request)
-        ended = [answer for answer in (*self.running, *self.paused) if answer.request is request]
-        for answer in ended:
-            (self.running if answer in self.running else self.paused).remove(answer)
-            self._give_back(answer)
-        return ended
+        for place in (self.running, self.paused):
+            for answer in [answer for answer in place if answer.request is request]:
+                place.remove(answer)
+                self._give_back(answer)
 
     # --- places and pages ---
 
     def _admit(self) -> Answer | None:
         """The next answer that must compute its prompt, if there is a place for it."""
-        if self.paused:
-            answer = self.paused[0]
-        else:
-            request = next((r for r in self.waiting if r.trunk is None and not r.leading), None)
-            if request is None:
-                return None
-            answer = Answer(request, request.first + request.begun, list(request.prompt))
-        pages = self.pool.match(answer.tokens[:-1])  # the last token is computed anyhow: its hidden state is wanted
-        need = -(-(len(answer.tokens) + 1) // PAGE) - len(pages)
+        paused = self.paused[0] if self.paused else None
+        request = paused.request if paused else next((r for r in self.waiting if r.trunk is None and not r.leading), None)
+        if request is None:
+            return None
+        tokens = paused.tokens if paused else request.prompt
+        pages = self.pool.match(tokens[:-1])  # the last token is computed anyhow: its hidden state is wanted
+        need = -(-(len(tokens) + 1) // PAGE) - len(pages)
         if self.running and self.pool.available < need + len(self.running):  # a page for each that runs
             self.pool.release(pages)
             return None
-        answer.pages, answer.computed = pages, len(pages) * PAGE
-        if self.paused:
-            self.paused.pop(0)
+        if paused:
+            answer = self.paused.pop(0)
+            self.running.append(answer)
         else:
-            answer.request.leading = True
-            self._begin(answer.request)
-        self.running.append(answer)
+            answer, request.leading = self._begin(request), True
+        answer.pages, answer.computed = pages, len(pages) * PAGE
         return answer
 
-    def _branch(self, request: Request) -> Answer:
-        assert request.trunk is not None
-        pages, hidden = request.trunk
-        answer = Answer(request, request.first + request.begun, list(request.prompt), list(pages), len(request.prompt), hidden)
-        self.pool.share(pages)
-        self._begin(request)
+    def _begin(self, request: Request) -> Answer:
+        """The request's next answer takes a place."""
+        answer = Answer(request, request.first + request.begun, list(request.prompt))
         self.running.append(answer)
-        return answer
-
-    def _begin(self, request: Request) -> None:
         request.begun += 1
         if request.begun == request.params.n:
             self.waiting.remove(request)
             self._fell(request)
+        return answer
 
     def _fell(self, request: Request) -> None:
         if request.trunk is not None:
             self.pool.release(request.trunk[0])
             request.trunk = None
 
-    def _make_room(self, answer: Answer, count: int) -> bool:
-        """Pages of its own for the next `count` tokens of an answer, where need be by pausing the youngest, at last itself."""
+    def _make_room(self, answer: Answer) -> bool:
+        """Pages of its own for what is due of an answer, where need be by pausing the youngest, at last itself."""
+        end = answer.computed + answer.count + len(answer.guess)
         while answer not in self.paused:
             try:
                 index = answer.computed // PAGE
                 if index < len(answer.pages) and answer.computed % PAGE and (copy := self.pool.writable(answer.pages, index)):
                     self.copies.append(copy)
-                while len(answer.pages) * PAGE < answer.computed + count:
+                while len(answer.pages) * PAGE < end:
                     answer.pages.append(self.pool.take())
                 return True
             except OutOfPages:
@@ -233,10 +228,10 @@ class Scheduler:
                         self._fell(request)
         return False
 
-    def _guess(self, answer: Answer, most: int) -> list[int]:
+    def _guess(self, answer: Answer, most: int) -> Sequence[int]:
         """Tokens to try after an answer's last one, where that comes next and pages are at hand."""
         params = answer.request.params
-        if not params.speculate or not answer.logprobs or len(answer.tokens) - answer.computed > 1:
+        if not answer.logprobs or len(answer.tokens) - answer.computed > 1:
             return []
         if answer.lookup is None:
             answer.lookup = Lookup(params.speculate)
@@ -246,7 +241,7 @@ class Scheduler:
     def _pause(self, answer: Answer) -> None:
         self.running.remove(answer)
         self._give_back(answer)
-        answer.hidden = None
+        answer.hidden, answer.guess = None, ()
         self.preemptions += 1
         self.paused.insert(0, answer)
 

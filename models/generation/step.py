@@ -15,7 +15,7 @@ from torch import Tensor
 from puna.kernels.kv_append import kv_append_
 from puna.kernels.paged_attention import PAGE, PagedPlan, new_pages, paged_attention
 from puna.models.dense import Loops
-from puna.models.generation.schedule import Work
+from puna.models.generation.schedule import Answer
 from puna.models.transformer import Transformer
 
 
@@ -27,6 +27,11 @@ class Cache:
         shape = (config.num_key_value_heads, config.head_dim, config.value_dim)
         self.layers = [new_pages(count, *shape, weight.dtype, weight.device) for _ in range(config.num_hidden_layers)]
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(pages.untyped_storage().nbytes() for layer in self.layers for pages in layer)
+
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages (from, to)."""
         if pairs:
@@ -35,31 +40,17 @@ class Cache:
                 for pages in layer:
                     pages[target] = pages[source]
 
-    def wipe(self) -> None:
-        """Zeros: what a model that has diverged wrote must not be multiplied, even by zero."""
-        for layer in self.layers:
-            for pages in layer:
-                pages.zero_()
 
-
-def page_bytes(model: Transformer) -> int:
-    """Bytes of one page in all layers."""
-    config, weight = model.config, model.model.embed_tokens.weight
-    lanes = -(-config.value_dim // PAGE) * PAGE if weight.device.type == "cpu" else config.value_dim
-    size = max(4, weight.element_size()) if weight.device.type == "cpu" else weight.element_size()
-    return config.num_hidden_layers * config.num_key_value_heads * PAGE * (config.head_dim + lanes) * size
-
-
-def run(model: Transformer, cache: Cache, work: Sequence[Work], by_loops: Loops | None = None) -> Tensor:
+def run(model: Transformer, cache: Cache, work: Sequence[Answer], by_loops: Loops | None = None) -> Tensor:
     """Compute the work; the hidden states [N, D] of its tokens, in order."""
-    counts = np.array([item.count + len(item.guess) for item in work])
-    starts = np.array([item.answer.computed for item in work])
-    ids = torch.tensor([token for item in work for token in item.tokens])
+    counts = np.array([answer.count + len(answer.guess) for answer in work])
+    starts = np.array([answer.computed for answer in work])
+    ids = torch.tensor([token for answer in work for token in answer.due])
     sequence = np.repeat(np.arange(len(work), dtype=np.int32), counts)
     position = (np.arange(len(ids)) + np.repeat(starts + counts - np.cumsum(counts), counts)).astype(np.int32)
-    tables = np.zeros((len(work), max(len(item.answer.pages) for item in work)), np.int32)
-    for row, item in zip(tables, work, strict=True):
-        row[: len(item.answer.pages)] = item.answer.pages
+    tables = np.zeros((len(work), max(len(answer.pages) for answer in work)), np.int32)
+    for row, answer in zip(tables, work, strict=True):
+        row[: len(answer.pages)] = answer.pages
     device, windows = model.model.embed_tokens.weight.device, model.config.windows
     plan = PagedPlan(torch.from_numpy(tables), torch.from_numpy(sequence), torch.from_numpy(position), device)
     x_ND = model.model.embed_tokens(ids.to(device))

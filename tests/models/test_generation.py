@@ -46,7 +46,7 @@ def drawn_logprobs(answers):
 
 def pages(model, count):
     """Bytes of so many pages."""
-    return count * step.page_bytes(model)
+    return count * step.Cache(model, 1).bytes
 
 
 def nothing_is_left(engine):
@@ -121,6 +121,21 @@ def test_answers_depend_on_nothing_but_prompt_and_seed(model, sequences):
     assert Engine(exact).generate(asked, dataclasses.replace(params, seed=12)) != answers
     fewer = Engine(exact, sequences=sequences).generate(asked, dataclasses.replace(params, n=1))
     assert [row[0].tokens for row in fewer] == [row[0].tokens for row in answers]
+
+
+def test_forks_of_an_older_prompt_between_those_of_a_newer_one_draw_from_their_own(model):
+    """Of four places one computes the second prompt, one begins the first prompt's last answer, two begin the second prompt's."""
+    params, asked = SamplingParams(n=5, max_tokens=3, stop=NEVER), prompts(2)
+    engine = Engine(model, exact=True, sequences=4)
+    requests, found = [engine.submit(asked[0], params)], {}
+    while not engine.scheduler.idle:
+        for event in engine.step():
+            if event.completion is not None:
+                found[requests.index(event.request), event.number] = event.completion
+        if len(requests) == 1:
+            requests.append(engine.submit(asked[1], params))
+    expected = Engine(model, exact=True).generate(asked, params)
+    assert found == {(i, n): answer for i, row in enumerate(expected) for n, answer in enumerate(row)}
 
 
 def test_equal_prompts_draw_different_answers(model):
@@ -383,7 +398,7 @@ def test_bad_requests_are_refused(model):
         ({"temperature": math.nan}, "temperature must be"),
         ({"top_p": 0.0}, "top_p must lie in"),
         ({"top_k": -1}, "top_k must not be negative"),
-        ({"min_p": 1.5}, "min_p lie in"),
+        ({"min_p": 1.5}, "min_p must lie in"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be"),
         ({"logit_bias": {1: math.inf}}, "must be finite"),
         ({"seed": -1}, "seed must not be negative"),

@@ -18,7 +18,7 @@ class Pages(RuleBasedStateMachine):
     def begin(self, count, sequences, step_tokens):
         self.scheduler = Scheduler(PagePool(count), sequences, step_tokens)
         self.held = np.full((count, PAGE), -1)
-        self.asked, self.ready, self.finished = [], [], 0
+        self.asked, self.cancelled, self.finished = [], set(), 0
 
     @rule(length=st.integers(1, 50), n=st.integers(1, 4), new=st.integers(1, 40), branch=st.integers(0, 3), ahead=st.integers(0, 9), priority=st.integers(0, 1))
     def ask(self, length, n, new, branch, ahead, priority):
@@ -35,14 +35,13 @@ class Pages(RuleBasedStateMachine):
         for source, target in self.scheduler.copies:
             self.held[target] = self.held[source]
         self.scheduler.copies = []
-        for item in work:
-            answer = item.answer
-            for place, written in enumerate(item.tokens, answer.computed):
+        for answer in work:
+            for place, written in enumerate(answer.due, answer.computed):
                 page = answer.pages[place // PAGE]
                 assert place % PAGE == 0 or self.scheduler.pool.references[page] == 1  # nobody else sees what is written
                 self.held[page, place % PAGE] = written
-            self.scheduler.computed(item, object())
-        for number, answer in enumerate([i.answer for i in work if i.answer.hidden is not None] + list(self.scheduler.fork())):
+            self.scheduler.computed(answer, object())
+        for number, answer in enumerate([answer for answer in work if answer.hidden is not None] + list(self.scheduler.fork())):
             held = answer.guess[:right]
             answer.hidden, answer.guess = None, []
             answer.computed += len(held)
@@ -56,6 +55,7 @@ class Pages(RuleBasedStateMachine):
     @rule(number=st.integers(0, 99))
     def cancel(self, number):
         if self.asked:
+            self.cancelled.add(self.asked[number % len(self.asked)])
             self.scheduler.cancel(self.asked[number % len(self.asked)])
 
     @rule()
@@ -80,7 +80,7 @@ class Pages(RuleBasedStateMachine):
             expected[page] += 1
         assert pool.references == expected
         assert sorted(pool.free) == [page for page, count in enumerate(expected) if count == 0]
-        assert pool.spare == sum(expected[page] == 1 for page in in_tree)
+        assert set(pool.spare) == {page for page in in_tree if expected[page] == 1}
         assert len(self.scheduler.running) <= self.scheduler.sequences
         assert not any(answer.pages for answer in self.scheduler.paused)
 
@@ -93,8 +93,8 @@ class Pages(RuleBasedStateMachine):
             for place in range(answer.computed):
                 page = answer.pages[place // PAGE]
                 assert page in pending or self.held[page, place % PAGE] == answer.tokens[place]
-        for page, node in self.scheduler.pool.nodes.items():
-            assert tuple(self.held[page]) == node.key
+        for page, (before, tokens) in self.scheduler.pool.nodes.items():
+            assert tuple(self.held[page]) == tokens and (before == -1 or before in self.scheduler.pool.nodes)
 
     def teardown(self):
         """What was asked is answered, unless it was cancelled, and then all pages can be had."""
@@ -106,7 +106,7 @@ class Pages(RuleBasedStateMachine):
             self.step(1000, 7)
         assert self.scheduler.idle
         assert self.scheduler.pool.available == len(self.scheduler.pool.references)
-        wanted = sum(request.params.n for request in self.asked if not request.cancelled)
+        wanted = sum(request.params.n for request in self.asked if request not in self.cancelled)
         assert self.finished >= wanted
 
 
