@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from puna.stages.curate.extraction import features
 from puna.stages.curate.extraction import layout as L
 from puna.stages.curate.extraction.alike import agreed, once
+from puna.stages.curate.extraction.comments import without_comments
 from puna.stages.curate.extraction.cut import best_cut
 from puna.stages.curate.extraction.layout import Scan
 from puna.stages.curate.extraction.tags import NUMBER
@@ -28,9 +29,9 @@ from puna.stages.curate.extraction.whole import made_whole
 WEIGHTS = Path(__file__).parent / "extractor.safetensors"
 PAGE_TYPES = ("article", "forum", "product", "collection", "listing", "documentation", "service")
 TYPE_BUCKETS = 1 << 12
+CERTAIN = np.log(2)  # twice as probable as not
 BODY_SALT = np.uint64(0x9E3779B97F4A7C15)
 FEATURES = len(features.names())
-FIRST_ELEMENTS = 128
 
 
 class Model(NamedTuple):
@@ -57,9 +58,8 @@ def page_words(page: Scan) -> NDArray[np.int64]:
     """Buckets of the words about the page: types and address from its head, classes of its body."""
     found = [page.page]
     for tag in ("html", "body"):
-        # They stand among the first elements of nearly every page.
-        some = page.elements[:FIRST_ELEMENTS] if (page.elements[:FIRST_ELEMENTS, L.TAG] == NUMBER[tag]).any() else page.elements
-        for row in np.flatnonzero(some[:, L.TAG] == NUMBER[tag])[:1]:
+        rows = np.flatnonzero(page.elements[:, L.TAG] == NUMBER[tag])[:1]
+        for row in rows:
             stop = page.elements[row + 1, L.TOKENS] if row + 1 < len(page.elements) else len(page.tokens)
             found.append(page.tokens[page.elements[row, L.TOKENS] : stop] ^ BODY_SALT)
     words = np.concatenate(found)
@@ -102,4 +102,11 @@ def chosen(page: Scan, p: NDArray[np.float32]) -> NDArray[np.bool_]:
 
 def content(page: Scan, model: Model) -> NDArray[np.bool_]:
     """Which blocks are the page's content [blocks]."""
-    return chosen(page, judge(page, model)[0])
+    p, types = judge(page, model)
+    return below_the_article(page, chosen(page, p), types)
+
+
+def below_the_article(page: Scan, keep: NDArray[np.bool_], types: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """`keep` [blocks] without readers' comments where the page is an article beyond doubt; `types`: logits of the page's type."""
+    certain = PAGE_TYPES[int(types.argmax())] == "article" and types.max() >= CERTAIN
+    return without_comments(page, keep) if certain else keep

@@ -17,10 +17,9 @@ def repaired(text: str) -> str:
     """The text with its doubly encoded lines decoded once more, and what Windows-1252 has in the places of C1 controls."""
     if text.isascii():
         return text
-    if not _suspicious().search(text):
-        return _without_c1(text)
     from ftfy import fix_encoding
     from ftfy.badness import is_bad
+    from ftfy.fixes import fix_c1_controls
 
     lines = text.split("\n")
     suspicious = [place for place, line in enumerate(lines) if not line.isascii() and _suspicious().search(line)]
@@ -28,16 +27,7 @@ def repaired(text: str) -> str:
         for place in suspicious:
             lines[place] = fix_encoding(lines[place])
         text = "\n".join(lines)
-    return _without_c1(text)
-
-
-def _without_c1(text: str) -> str:
-    """What Windows-1252 has in the places of C1 controls, and none of those that are left."""
-    if not C1.search(text):
-        return text
-    from ftfy.fixes import fix_c1_controls
-
-    return C1.sub("", fix_c1_controls(text))
+    return C1.sub("", fix_c1_controls(text)) if C1.search(text) else text
 
 
 @functools.cache

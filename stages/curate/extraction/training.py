@@ -28,7 +28,16 @@ from puna.stages.curate.extraction.decode import decode
 from puna.stages.curate.extraction.features import BUCKETS
 from puna.stages.curate.extraction.labels import label
 from puna.stages.curate.extraction.layout import Scan
-from puna.stages.curate.extraction.model import FEATURES, PAGE_TYPES, TYPE_BUCKETS, block_rows, chances, chosen, page_words
+from puna.stages.curate.extraction.model import (
+    FEATURES,
+    PAGE_TYPES,
+    TYPE_BUCKETS,
+    below_the_article,
+    block_rows,
+    chances,
+    chosen,
+    page_words,
+)
 from puna.stages.curate.extraction.scan import read_page
 from puna.stages.curate.extraction.text import text_of
 from puna.stages.curate.extraction.trees import Trees
@@ -291,8 +300,9 @@ def unseen_texts(data: Corpus, rows: NDArray[np.float32], fold: int) -> dict[str
     texts = {}
     for number, page in enumerate(data.pages):
         if page.fold == fold:
-            p = chances(page.scan, trees, rows[data.page == number])
-            texts[page.file] = text_of(page.scan, chosen(page.scan, p))
+            seen = rows[data.page == number]
+            keep = chosen(page.scan, chances(page.scan, trees, seen))
+            texts[page.file] = text_of(page.scan, below_the_article(page.scan, keep, seen[0, FEATURES:]))
     return texts
 
 
