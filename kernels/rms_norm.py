@@ -25,6 +25,7 @@ if has_numba():
     from puna.kernels.vectors import LANES, add, carray, fill, fma, lane, load_first, over, pointer, root, store_first, times
     from puna.kernels.vectors import total as total_of
 
+ELEMENTS = 2048  # that a program computes at once, in as many rows as they make: a narrow one (of qk-norm) leaves its threads idle
 PROGRAMS = 264  # programs of the backward, each with its own part of dweight: two for each multiprocessor of a large GPU
 
 
@@ -131,53 +132,56 @@ def _backward(dy_TD: Tensor, dtotal_TD: Tensor | None, total_TD: Tensor, weight_
 
 @triton_jit
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    x, residual, weight, y, total, r, width, eps,
-    ADD: tl.constexpr, BLOCK: tl.constexpr,
+    x, residual, weight, y, total, r, rows, width, eps,
+    ADD: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64)
+    """M rows."""
+    t = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     d = tl.arange(0, BLOCK)
-    inside = d < width
-    row = tl.load(x + t * width + d, inside, 0.0).to(tl.float32)
+    at = t[:, None] * width + d[None, :]
+    inside = (t < rows)[:, None] & (d < width)[None, :]
+    block = tl.load(x + at, inside, 0.0).to(tl.float32)
     if ADD:
-        row += tl.load(residual + t * width + d, inside, 0.0).to(tl.float32)
-        rounded = row.to(total.dtype.element_ty)
-        tl.store(total + t * width + d, rounded, inside)
-        row = rounded.to(tl.float32)  # the norm is of what the residual stream holds
-    scale = 1.0 / tl.sqrt(tl.sum(row * row, 0) / width + eps)
-    tl.store(r + t, scale)
-    gain = tl.load(weight + d, inside, 0.0).to(tl.float32)
-    tl.store(y + t * width + d, (row * scale * gain).to(y.dtype.element_ty), inside)
+        block += tl.load(residual + at, inside, 0.0).to(tl.float32)
+        rounded = block.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, inside)
+        block = rounded.to(tl.float32)  # the norm is of what the residual stream holds
+    scale = 1.0 / tl.sqrt(tl.sum(block * block, 1) / width + eps)
+    tl.store(r + t, scale, t < rows)
+    gain = tl.load(weight + d, d < width, 0.0).to(tl.float32)
+    tl.store(y + at, (block * scale[:, None] * gain[None, :]).to(y.dtype.element_ty), inside)
 
 
 @triton_jit
 def _backward_kernel(  # type: ignore[no-untyped-def]
     dy, dtotal, total, weight, r, dx, dweight, rows, width,
-    ADD: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """M rows after every M rows of all programs."""
     d = tl.arange(0, BLOCK)
-    inside = d < width
-    gain = tl.load(weight + d, inside, 0.0).to(tl.float32)
+    gain = tl.load(weight + d, d < width, 0.0).to(tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, rows, tl.num_programs(0)):
-        t = (first + tl.program_id(0)).to(tl.int64)
-        at = t * width + d
-        here = inside & (t < rows)
+    for first in range(0, rows, M * tl.num_programs(0)):
+        t = (first + tl.program_id(0) * M + tl.arange(0, M)).to(tl.int64)
+        at = t[:, None] * width + d[None, :]
+        here = (t < rows)[:, None] & (d < width)[None, :]
         g = tl.load(dy + at, here, 0.0).to(tl.float32)
-        scale = tl.load(r + t, t < rows, 0.0)
+        scale = tl.load(r + t, t < rows, 0.0)[:, None]
         n = tl.load(total + at, here, 0.0).to(tl.float32) * scale
-        sums += g * n
-        g *= gain
-        grad = scale * (g - n * (tl.sum(g * n, 0) / width))
+        sums += tl.sum(g * n, 0)
+        g *= gain[None, :]
+        grad = scale * (g - n * (tl.sum(g * n, 1) / width)[:, None])
         if ADD:
             grad += tl.load(dtotal + at, here, 0.0).to(tl.float32)
         tl.store(dx + at, grad.to(dx.dtype.element_ty), here)
-    tl.store(dweight + tl.program_id(0).to(tl.int64) * width + d, sums, inside)
+    tl.store(dweight + tl.program_id(0).to(tl.int64) * width + d, sums, d < width)
 
 
-def _block(width: int) -> tuple[int, int]:
-    """(elements of a row, a power of two; warps): about 16 elements to a thread."""
-    block = max(16, 1 << (width - 1).bit_length())
-    return block, max(1, min(16, block // 512))
+def block(width: int) -> tuple[int, int, int]:
+    """(rows that a program computes at once, elements of a row, both powers of two; warps): about 16 elements to a thread."""
+    size = max(16, 1 << (width - 1).bit_length())
+    count = max(1, ELEMENTS // size)
+    return count, size, max(1, min(16, count * size // 512))
 
 
 def _forward_triton(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,11 +190,12 @@ def _forward_triton(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, 
     residual = x_TD if residual_TD is None else residual_TD.contiguous()
     y_TD, r_T = torch.empty_like(x_TD), x_TD.new_empty(rows, dtype=torch.float32)
     total_TD = x_TD if residual_TD is None else torch.empty_like(x_TD)
-    block, warps = _block(width)
+    count, size, warps = block(width)
     if rows:
-        _forward_kernel[(rows,)](
-            x_TD, residual, weight_D, y_TD, total_TD, r_T, width, eps, ADD=residual_TD is not None, BLOCK=block, num_warps=warps
-        )
+        _forward_kernel[(-(-rows // count),)](
+            x_TD, residual, weight_D, y_TD, total_TD, r_T, rows, width, eps,
+            ADD=residual_TD is not None, M=count, BLOCK=size, num_warps=warps,
+        )  # fmt: skip
     return y_TD, total_TD, r_T
 
 
@@ -198,13 +203,13 @@ def _backward_triton(dy_TD: Tensor, dtotal_TD: Tensor | None, total_TD: Tensor, 
     dy_TD = dy_TD.contiguous()
     rows, width = dy_TD.shape
     dtotal = dy_TD if dtotal_TD is None else dtotal_TD.contiguous()
-    programs = min(PROGRAMS, rows)
+    count, size, warps = block(width)
+    programs = min(PROGRAMS, -(-rows // count))
     dx_TD, dweight_PD = torch.empty_like(dy_TD), dy_TD.new_empty(programs, width, dtype=torch.float32)
-    block, warps = _block(width)
     if rows:
         _backward_kernel[(programs,)](
             dy_TD, dtotal, total_TD.contiguous(), weight_D, r_T, dx_TD, dweight_PD, rows, width,
-            ADD=dtotal_TD is not None, BLOCK=block, num_warps=warps,
+            ADD=dtotal_TD is not None, M=count, BLOCK=size, num_warps=warps,
         )  # fmt: skip
     return dx_TD, dweight_PD.sum(0).to(weight_D.dtype)
 

@@ -69,6 +69,8 @@ TYPES = {
 }
 
 CHUNKS = {"CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK}
+NORMS = {width: dict(zip(("M", "BLOCK"), rms_norm.block(width), strict=False)) for width in (128, 4096)}
+WARPS = {width: rms_norm.block(width)[2] for width in NORMS}
 CASES = {
     "attention_delta": Case(attention_triton._delta_kernel, "ppf" + "nnnn", {"V": 128, "BLOCK_V": 128, "M": attention_triton.DELTA_ROWS}),
     "adamw_norm": Case(adamw._norm_kernel, "lllf", {**CHUNKS, "GRADIENT": triton.language.bfloat16}, 8),
@@ -78,8 +80,10 @@ CASES = {
         {**CHUNKS, "PARAMETER": triton.language.float32, "GRADIENT": triton.language.bfloat16, "CLIP": True},
         8,
     ),
-    "rms_norm_forward": Case(rms_norm._forward_kernel, "pppppfnx", {"ADD": True, "BLOCK": 4096}, 8),
-    "rms_norm_backward": Case(rms_norm._backward_kernel, "ppppfpfnn", {"ADD": True, "BLOCK": 4096}, 8),
+    "rms_norm_forward": Case(rms_norm._forward_kernel, "pppppfnnx", {"ADD": True, **NORMS[4096]}, WARPS[4096]),
+    "rms_norm_backward": Case(rms_norm._backward_kernel, "ppppfpfnn", {"ADD": True, **NORMS[4096]}, WARPS[4096]),
+    "rms_norm_forward_of_heads": Case(rms_norm._forward_kernel, "pppppfnnx", {"ADD": False, **NORMS[128]}, WARPS[128]),
+    "rms_norm_backward_of_heads": Case(rms_norm._backward_kernel, "ppppfpfnn", {"ADD": False, **NORMS[128]}, WARPS[128]),
     "swiglu_forward": Case(swiglu._forward_kernel, "pppnnn", {"BLOCK": swiglu.BLOCK}, 8),
     "swiglu_backward": Case(swiglu._backward_kernel, "pppppnnn", {"BLOCK": swiglu.BLOCK}, 8),
     "cross_entropy": Case(
