@@ -87,53 +87,80 @@ def _fused_on_cpu(
 
 
 @triton_jit
-def _norm_kernel(addresses, sizes, chunks, partial, CHUNK: tl.constexpr, BLOCK: tl.constexpr, GRADIENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sum of squares of one chunk. `chunks` [programs, 2]: tensor, first element."""
+def _tensor(addresses, at, KIND: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tensor whose address stands there, a multiple of ALIGN bytes."""
+    return tl.multiple_of(tl.load(addresses + at).to(tl.pointer_type(KIND)), ALIGN)
+
+
+@triton_jit
+def _norm_kernel(  # type: ignore[no-untyped-def]
+    addresses, sizes, chunks, partial, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, GRADIENT: tl.constexpr
+):
+    """Sum of squares of one chunk. `chunks` [programs, 2]: tensor, chunk."""
     tensor = tl.load(chunks + 2 * tl.program_id(0))
-    first = tl.load(chunks + 2 * tl.program_id(0) + 1)
+    first = tl.load(chunks + 2 * tl.program_id(0) + 1) * CHUNK
     size = tl.load(sizes + tensor)
-    gradient = tl.load(addresses + tensor).to(tl.pointer_type(GRADIENT))
+    gradient = _tensor(addresses, tensor, GRADIENT, ALIGN)
     squares = tl.zeros([BLOCK], tl.float32)
-    for block in range(0, CHUNK, BLOCK):
-        at = first + block + tl.arange(0, BLOCK)
-        g = tl.load(gradient + at, at < size, 0.0).to(tl.float32)
-        squares += g * g
+    if first + CHUNK <= size:  # where no element need be asked about, 16 bytes come at once
+        for block in range(0, CHUNK, BLOCK):
+            g = tl.load(gradient + first + block + tl.arange(0, BLOCK)).to(tl.float32)
+            squares += g * g
+    else:
+        for block in range(0, CHUNK, BLOCK):
+            at = first + block + tl.arange(0, BLOCK)
+            g = tl.load(gradient + at, at < size, 0.0).to(tl.float32)
+            squares += g * g
     tl.store(partial + tl.program_id(0), tl.sum(squares, 0))
+
+
+@triton_jit
+def _moved(p, g, m, v, clipping, decay, rate, beta1, beta2, root2, eps):  # type: ignore[no-untyped-def]
+    """A parameter and its moments after the step."""
+    g = g.to(tl.float32) * clipping
+    m += (1 - beta1) * (g - m)
+    v = beta2 * v + (1 - beta2) * g * g
+    return p.to(tl.float32) * decay - rate * m / (tl.sqrt(v) / root2 + eps), m, v
 
 
 @triton_jit
 def _update_kernel(  # type: ignore[no-untyped-def]
     addresses, sizes, chunks, factor, decay, rate, beta1, beta2, root2, eps,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, CLIP: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
     """One chunk's step. rate = lr / (1 - b1^t), decay = 1 - lr weight_decay, root2 = sqrt(1 - b2^t)."""
     tensor = tl.load(chunks + 2 * tl.program_id(0))
-    first = tl.load(chunks + 2 * tl.program_id(0) + 1)
+    first = tl.load(chunks + 2 * tl.program_id(0) + 1) * CHUNK
     size = tl.load(sizes + tensor)
-    parameter = tl.load(addresses + 4 * tensor).to(tl.pointer_type(PARAMETER))
-    gradient = tl.load(addresses + 4 * tensor + 1).to(tl.pointer_type(GRADIENT))
-    first_moment = tl.load(addresses + 4 * tensor + 2).to(tl.pointer_type(tl.float32))
-    second_moment = tl.load(addresses + 4 * tensor + 3).to(tl.pointer_type(tl.float32))
+    parameter = _tensor(addresses, 4 * tensor, PARAMETER, ALIGN)
+    gradient = _tensor(addresses, 4 * tensor + 1, GRADIENT, ALIGN)
+    first_moment = _tensor(addresses, 4 * tensor + 2, tl.float32, ALIGN)
+    second_moment = _tensor(addresses, 4 * tensor + 3, tl.float32, ALIGN)
     clipping = 1.0
     if CLIP:
         clipping = tl.load(factor)
-    for block in range(0, CHUNK, BLOCK):
-        at = first + block + tl.arange(0, BLOCK)
-        inside = at < size
-        g = tl.load(gradient + at, inside, 0.0).to(tl.float32) * clipping
-        m = tl.load(first_moment + at, inside, 0.0)
-        v = tl.load(second_moment + at, inside, 0.0)
-        p = tl.load(parameter + at, inside, 0.0).to(tl.float32)
-        m += (1 - beta1) * (g - m)
-        v = beta2 * v + (1 - beta2) * g * g
-        p = p * decay - rate * m / (tl.sqrt(v) / root2 + eps)
-        tl.store(first_moment + at, m, inside)
-        tl.store(second_moment + at, v, inside)
-        tl.store(parameter + at, p.to(PARAMETER), inside)
+    if first + CHUNK <= size:
+        for block in range(0, CHUNK, BLOCK):
+            at = first + block + tl.arange(0, BLOCK)
+            p, g, m, v = tl.load(parameter + at), tl.load(gradient + at), tl.load(first_moment + at), tl.load(second_moment + at)
+            p, m, v = _moved(p, g, m, v, clipping, decay, rate, beta1, beta2, root2, eps)
+            tl.store(first_moment + at, m)
+            tl.store(second_moment + at, v)
+            tl.store(parameter + at, p.to(PARAMETER))
+    else:
+        for block in range(0, CHUNK, BLOCK):
+            at = first + block + tl.arange(0, BLOCK)
+            inside = at < size
+            p, g = tl.load(parameter + at, inside, 0.0), tl.load(gradient + at, inside, 0.0)
+            m, v = tl.load(first_moment + at, inside, 0.0), tl.load(second_moment + at, inside, 0.0)
+            p, m, v = _moved(p, g, m, v, clipping, decay, rate, beta1, beta2, root2, eps)
+            tl.store(first_moment + at, m, inside)
+            tl.store(second_moment + at, v, inside)
+            tl.store(parameter + at, p.to(PARAMETER), inside)
 
 
 def _tables(tensors: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-    """(addresses [n, tensors of a row], sizes [n], chunks [programs, 2]), int64 on the tensors' device.
+    """(addresses [n, tensors of a row], sizes [n], chunks [programs, 2] of tensor and chunk), int64 on the tensors' device.
 
     The tensors of a row have one shape.
     """
@@ -145,9 +172,14 @@ def _tables(tensors: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tens
     counts = -(-sizes // CHUNK)
     which = torch.arange(len(tensors)).repeat_interleave(counts)
     before = (counts.cumsum(0) - counts)[which]
-    chunks = torch.stack([which, (torch.arange(len(which)) - before) * CHUNK], 1)
+    chunks = torch.stack([which, torch.arange(len(which)) - before], 1)
     addresses = torch.tensor([[tensor.data_ptr() for tensor in row] for row in tensors], dtype=torch.int64)
     return tuple(t.contiguous().to(device, non_blocking=True) for t in (addresses, sizes, chunks))  # type: ignore[return-value]
+
+
+def _alignment(*tensors: Tensor) -> int:
+    """16 where all begin at a multiple of so many bytes, as torch places them; parts of a larger one may not."""
+    return 16 if all(tensor.data_ptr() % 16 == 0 for tensor in tensors) else 1
 
 
 def _element(dtype: torch.dtype) -> Any:
@@ -157,16 +189,16 @@ def _element(dtype: torch.dtype) -> Any:
 
 
 def _norm_triton(gradients: list[Tensor]) -> Tensor:
-    kinds: dict[torch.dtype, list[tuple[Tensor]]] = {}
+    kinds: dict[tuple[torch.dtype, int], list[tuple[Tensor]]] = {}
     for g in gradients:
-        kinds.setdefault(g.dtype, []).append((g,))
+        kinds.setdefault((g.dtype, _alignment(g)), []).append((g,))
     sums = []
-    for kind, members in kinds.items():
+    for (kind, align), members in kinds.items():
         addresses, sizes, chunks = _tables(members)
         partial = torch.empty(len(chunks), dtype=torch.float32, device=chunks.device)
         if len(chunks):
             _norm_kernel[(len(chunks),)](
-                addresses, sizes, chunks, partial, CHUNK=CHUNK, BLOCK=BLOCK, GRADIENT=_element(kind), num_warps=8
+                addresses, sizes, chunks, partial, CHUNK=CHUNK, BLOCK=BLOCK, ALIGN=align, GRADIENT=_element(kind), num_warps=8
             )
         sums.append(partial)
     return torch.cat(sums).sum().sqrt()
@@ -176,16 +208,17 @@ def _adamw_triton(
     parameters: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor],
     factor: Tensor | None, step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    kinds: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, ...]]] = {}
+    kinds: dict[tuple[torch.dtype, torch.dtype, int], list[tuple[Tensor, ...]]] = {}
     for four in zip(parameters, gradients, first, second, strict=True):
-        kinds.setdefault((four[0].dtype, four[1].dtype), []).append(four)
+        kinds.setdefault((four[0].dtype, four[1].dtype, _alignment(*four)), []).append(four)
     numbers = (1 - lr * weight_decay, lr / (1 - beta1**step), beta1, beta2, (1 - beta2**step) ** 0.5, eps)
-    for (own, kind), members in kinds.items():
+    for (own, kind, align), members in kinds.items():
         addresses, sizes, chunks = _tables(members)
         if len(chunks):
             _update_kernel[(len(chunks),)](
                 addresses, sizes, chunks, factor if factor is not None else addresses, *numbers,
-                CHUNK=CHUNK, BLOCK=BLOCK, PARAMETER=_element(own), GRADIENT=_element(kind), CLIP=factor is not None, num_warps=8,
+                CHUNK=CHUNK, BLOCK=BLOCK, ALIGN=align, PARAMETER=_element(own), GRADIENT=_element(kind), CLIP=factor is not None,
+                num_warps=8,
             )  # fmt: skip
 
 

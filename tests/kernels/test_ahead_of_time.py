@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -68,7 +68,7 @@ TYPES = {
     "u": "*u8",
 }
 
-CHUNKS = {"CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK}
+CHUNKS = {"CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK, "ALIGN": 16}
 NORMS = {width: dict(zip(("M", "BLOCK"), rms_norm.block(width), strict=False)) for width in (128, 4096)}
 WARPS = {width: rms_norm.block(width)[2] for width in NORMS}
 CASES = {
@@ -163,6 +163,13 @@ def test_compiles_without_spills(name, capability, tmp_path):
     assert usage.shared <= SHARED_BYTES[capability], usage
     if case.product:
         assert re.search(TENSOR_CORES[case.product][capability], usage.ptx), f"{name}: no tensor-core instruction on sm_{capability}"
+
+
+@pytest.mark.parametrize("name", ["adamw_norm", "adamw_update"])
+def test_16_bytes_are_loaded_at_once_where_no_element_need_be_asked_about(name, tmp_path):
+    case = CASES[name]
+    aligned, any_address = (compiled(replace(case, constants=case.constants | {"ALIGN": align}), 90, tmp_path).ptx for align in (16, 1))
+    assert "ld.global.v4" in aligned and "ld.global.v4" not in any_address
 
 
 ATTENTION = {
