@@ -19,18 +19,24 @@ def store() -> Store:
     return Store.open(Path(os.environ.get("PUNA_STORE", ".puna")))
 
 
+def sample() -> list[Path]:
+    """The sample's archives, in PUNA_SAMPLE or the store's `sample`; made where there are none."""
+    from puna.stages.sample.build import build_sample
+
+    folder = Path(os.environ.get("PUNA_SAMPLE", store().root / "sample"))
+    if not list(folder.glob("*.warc.gz")):
+        build_sample(folder, lambda done, total, note: None)
+    return sorted(folder.glob("*.warc.gz"))
+
+
 @cache
 def extracted() -> Artifact:
     """The documents of the sample, before any filter."""
     from puna.stages.contract import External, execute
     from puna.stages.curate.extract import ExtractConfig, extract
     from puna.stages.curate.ingest import IngestConfig, ingest
-    from puna.stages.sample.build import build_sample
 
-    folder = Path(os.environ.get("PUNA_SAMPLE", store().root / "sample"))
-    if not list(folder.glob("*.warc.gz")):
-        build_sample(folder, lambda done, total, note: None)
-    inputs = [found for file in sorted(folder.glob("*.warc.gz")) for found in External.resolve(str(file))]
+    inputs = [found for file in sample() for found in External.resolve(str(file))]
     pages = execute(ingest, IngestConfig(), {"inputs": inputs}, store())
     return execute(extract, ExtractConfig(), {"pages": pages}, store())
 

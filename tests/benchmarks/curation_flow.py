@@ -1,0 +1,33 @@
+"""The whole flow of curation on the demo's sample, by the demo's recipe, in one process on one thread.
+
+`curate_mb_s`: MB of HTML per CPU second of the process, trainings, imports and the report included; `curate_stages_mb_s`: without
+trainings and what is no stage. `curate_STAGE_s_mb`: CPU seconds of a stage per MB of HTML.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+TRAINED = ("train_classifier", "train_code_reasoning", "train_domains")
+
+
+def figures() -> dict[str, float]:
+    """The figures of one run in a store of its own."""
+    import corpus
+    import store as stores
+
+    from puna.storage import Store
+
+    files = [word for file in corpus.sample() for word in ("--input", str(file.absolute()))]
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "store"
+        made, cost = stores.puna(root, "curate", "--recipe", "demo", *files, "--workers", "1", **stores.ONE_THREAD)
+        size = next(one for one in made if one["kind"] == "pages")["metrics"]["body_bytes"] / 1e6
+        seconds: dict[str, float] = {}
+        for artifact in Store.open(root).artifacts():
+            name = artifact.manifest.stage
+            seconds[name] = seconds.get(name, 0.0) + artifact.manifest.timings["cpu_seconds"]
+    work = sum(spent for name, spent in seconds.items() if name not in TRAINED)
+    found = {"curate_mb": size, "curate_mb_s": size / stores.cpu(cost), "curate_stages_mb_s": size / work}
+    return found | {f"curate_{name}_s_mb": spent / size for name, spent in sorted(seconds.items())}
