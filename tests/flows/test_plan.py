@@ -84,6 +84,6 @@ def test_a_plan_tells_what_is_reused_what_runs_and_why(tmp_path: Path, monkeypat
     assert step["state"] == "runs" and step["expected"]["runs"] == 1 and step["expected"]["rows"] == 1
     assert step["expected"]["seconds"] == pytest.approx(made["extract"].manifest.timings["seconds"], rel=0.05)
     said = CliRunner().invoke(app, ["plan", "align", "--recipe", "smollm2-135m", "--store", str(place)]).output
-    assert "sft_first                after   input model, instructions" in said and "phase" not in said
+    assert "sample_1                 after   input model, prompts_1" in said and "phase" not in said
     with pytest.raises(PunaError, match="align with recipe smollm2-135m pretrains nothing"):
         CliRunner().invoke(app, ["plan", "align", "--recipe", "smollm2-135m", "--gpu", "A100"], catch_exceptions=False)
