@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Annotated
 
 from puna.flows.program import Output, flow, publish, setting, step, switch, together
-from puna.flows.rounds import State, controls, development_prompts, new_prompts, one_round
+from puna.flows.rounds import State, controls, development_prompts, learned_from, new_prompts, one_round
 from puna.stages.align.instructions import instructions
 from puna.stages.align.prompts import prompts
 from puna.stages.align.settings import SftConfig
@@ -24,6 +24,8 @@ def align(
     """A model to an aligned model: supervised finetuning on gold answers, then rounds; with instructions and preferences of one's own."""
     rounds = setting("rounds", 2, minimum=0, maximum=20, description="Rounds of alignment")
     compared = switch("controls", True, description="Train and measure the control arms of each round, too")
+    if rounds:
+        learned_from(judged or [])
     tasks = step(prompts)
     gold = [step(instructions, prompts=tasks), *(demonstrations or [])]
     policy = step(sft, "sft_first", through="model", model=model, instructions=gold)

@@ -10,7 +10,7 @@ from typing import Annotated
 from puna.flows.history import History, Round, rounds_of, settle, unsettled
 from puna.flows.program import Output, current_walk, flow, setting, step, tell
 from puna.flows.recipe import Step
-from puna.flows.rounds import DEVELOPMENT, State, counted, new_prompts_per_round, one_round
+from puna.flows.rounds import DEVELOPMENT, State, counted, learned_from, new_prompts_per_round, one_round
 from puna.stages.align.gate import gate
 from puna.stages.align.new_prompts import NewPromptsConfig, new_prompts
 from puna.stages.align.prompts import PromptsConfig, prompts
@@ -35,6 +35,7 @@ def round(
     the reward model starts from, where it is not what the lineage begins with. `pool`: prompts of one's own, with those to
     evaluate on held out; the recipe's generators without it. With nothing new it says so and ends.
     """
+    learned_from(judged or [])
     rounds = setting("rounds_per_run", 1, minimum=1, maximum=100, description="Rounds that one run of the flow `round` makes")
     with current_walk().alone("round") as mine:
         if not mine:

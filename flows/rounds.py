@@ -28,6 +28,7 @@ from puna.stages.align.sft import sft
 from puna.stages.align.synthesize import synthesize
 from puna.stages.contract import StageConfig
 from puna.stages.pretrain.evaluate import evaluate
+from puna.storage import Artifact, PunaError
 
 DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
 """The prompts on which the weights of the average are searched."""
@@ -48,6 +49,20 @@ class State:
     evaluation: Output | None = None
     start: Output | None = None
     made: Mapping[str, Output] = field(default_factory=dict)
+
+
+def learned_from(judged: Sequence[Output]) -> None:
+    """Refuse preferences of one's own that no step of the recipe learns from: DPO and SFT on chosen answers take a round's own, if any."""
+    if not any(isinstance(item, Artifact) for output in judged for item in output.items):
+        return
+    walk = current_walk()
+    own = bool(walk.configs(Step("preferences", "preferences", preferences)))
+    stages = [(reward_model, False)] if own else [(reward_model, False), (dpo, False), (chosen, True)]
+    if not any(walk.configs(Step(stage.name, stage.name, stage, off=off)) for stage, off in stages):
+        raise PunaError(
+            "preferences were given as judged, but the recipe trains no reward model, so nothing would learn from them: "
+            "--set reward_model.head_only=true --set grpo.reward=product, or leave them out"
+        )
 
 
 def one_round(number: int, before: State, tasks: Output, heldout: Output, *, development: Output | None = None) -> State:

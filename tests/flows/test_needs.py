@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,6 +60,17 @@ def test_a_model_without_a_chat_template_is_told_before_the_first_step(tmp_path:
     assert {line.partition(":")[0] for line in told} >= {"sample_1", "sft_1", "grpo_1"}
     assert all("has no chat template" in line for line in told)
     check(align, load("smollm2-135m", flow="align"), align.by_kind([imported("llama3", tmp_path / "whole", store)]), store)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [((), True), (("reward_model.head_only=true",), False), (("dpo={}",), True), (("dpo={}", "preferences=null"), False), (("rounds=0",), False)],
+)
+def test_preferences_that_nothing_would_learn_from_are_refused(tmp_path: Path, changes: tuple[str, ...], refused: bool) -> None:
+    store = Store.open(tmp_path / "store")
+    align, given = flow_named("align"), [imported("llama3", tmp_path / "own", store), rows("preferences", store)]
+    with pytest.raises(PunaError, match=r"trains no reward model, so nothing would learn") if refused else contextlib.nullcontext():
+        check(align, load("smollm2-135m", changes, flow="align"), align.by_kind(given), store)
 
 
 def test_memory_that_is_not_there_is_told_with_a_way_out(tmp_path: Path, small: None) -> None:
