@@ -6,6 +6,7 @@ import contextlib
 import threading
 import uuid
 
+from puna.storage.errors import PunaError
 from puna.storage.files import LOCKS, Files
 
 LOGS = "runs/held-"
@@ -33,8 +34,8 @@ class Holding:
                 self._keys.add(key)
 
     def release(self) -> None:
-        """Have nothing any more."""
-        with self._guard, contextlib.suppress(OSError):
+        """Have nothing any more. At the end of a process that can no longer write there, the lease runs out."""
+        with self._guard, contextlib.suppress(OSError, PunaError):
             if self._keys:
                 self._lease.close()
                 drop(self._files, self.name)
