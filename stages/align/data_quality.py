@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field
 
-from puna.stages.contract import Figure, Instructions, Model, SeededConfig, StageConfig, StageRun, stage
+from puna.stages.align.grades import Graded, JudgeSettings, graded
+from puna.stages.contract import Facts, Figure, Instructions, Model, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import Message, answer_texts, content_of, dump, messages_of, shown
+from puna.stages.draws import uniform
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
+from puna.stages.training.needs import chat_template
 from puna.stages.training.train import Example, load_model, render_conversation
+from puna.stages.verifiers.judges import Loaded
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
 
 EMOJI = re.compile("[\U0001f1e6-\U0001f1ff\U0001f300-\U0001faff\u2600-\u27bf\u2b50\u2b55\ufe0f]")
 """Pictographs, dingbats, regional indicators and the emoji variation selector."""
+
+LEVELS = ("easy", "medium", "hard")
 
 PHRASES = ("i'm sorry", "i apologize", "as an ai", "i cannot help", "certainly!")
 """Overused ways to begin; the first two are the paper's examples."""
@@ -54,24 +60,54 @@ class DataQualityConfig(BadRowsConfig, SeededConfig):
         0.75, ge=0, lt=1, description="An answer is good when its reward lies in the part above this quantile"
     )
     min_agreement: float = Field(
-        0.5, ge=0, le=1, description="An answer is good, too, when this share of the prompt's samples say the same, fraction"
+        0.5,
+        ge=0,
+        le=1,
+        description="Without a judge, an answer is good, too, when this share of the prompt's samples say the same, fraction; easy "
+        "prompts are those whose samples agree",
+    )
+    judge: JudgeSettings | None = Field(
+        None, description="A language model grades answers, in the place of agreement, and how difficult requests are; null: none does"
     )
     semantic: Semantic = Field(default_factory=Semantic, description="Semantic deduplication")
+    keep: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum number of instructions kept, drawn with weights: quality times difficulty, from 1 to 2; null: all",
+    )
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
 
 
-@stage(kind="instructions", filters="instructions")
-def data_quality(instructions: Instructions, model: Model, config: DataQualityConfig, run: StageRun) -> None:
+UNUSED_JUDGE = "a judge was given, but data_quality.judge is null: --set data_quality.judge={}, or leave it out"
+
+
+def needs(config: DataQualityConfig, facts: Facts) -> list[str]:
+    """A chat template of the judge, and a judge only where one is asked."""
+    if config.judge is None:
+        return [UNUSED_JUDGE] if facts.inputs.get("judge") else []
+    return chat_template(facts, "judge" if facts.inputs.get("judge") else "model")
+
+
+@stage(kind="instructions", filters="instructions", needs=needs)
+def data_quality(instructions: Instructions, model: Model, judge: Model | None, config: DataQualityConfig, run: StageRun) -> None:
     """Drop overused phrases, duplicates, low quality and near-duplicates (Llama 3, section 4.2.3).
 
-    Quality is a reward in the top part, or the agreement of the prompt's samples in the place of a judge; rows
-    without a score pass. Difficulty is one minus the agreement. Near-duplicates are found by the cosine of
+    Quality is a reward in the top part OR the full score of `judge`, a language model (none: `model`), where the setting `judge` is
+    given; without that, OR the agreement of the prompt's samples. Rows without a score pass, but for those that the judge graded
+    lower. Difficulty is the judge's; without it, one minus the agreement. Near-duplicates are found by the cosine of
     `model`'s mean hidden states, the mean over all dialogues taken off; in each cluster the dialogues are kept
-    greedily by quality times difficulty. Rows that the chat template of `model` refuses, and those longer than `micro_batch_tokens`,
-    are dropped first; see `bad_rows`.
+    greedily by quality times difficulty, by which `keep` draws, too. Rows that the chat template of `model` refuses, and those longer
+    than `micro_batch_tokens`, are dropped first; see `bad_rows`.
+
+    What is preferred is shown: of the rows that come to the rule on quality, the metrics `given_easy`, `given_medium`, `given_hard`
+    count those whose difficulty is below 1/3, below 2/3, and the others, `kept_easy` and so on those of them that are kept. Where rows
+    have a reward and a grade, `reward_and_judge`, `reward_only`, `judge_only` and `neither` count what each finds good. The side table
+    `scores` holds the judge's mean grades: `points`, `difficulty` (0 to 2), `intentions`.
     """
     if not instructions.rows():
         raise PunaError(f"data_quality: {instructions.id} has no instructions; `dropped` of the stage before says why")
+    if judge is not None and config.judge is None:
+        raise PunaError(f"data_quality: {UNUSED_JUDGE}")
     rows = sorted(instructions.read().to_pylist(), key=lambda row: str(row["id"]))
     agreement = _agreement(instructions)
     network, tokenizer = load_model(model, "lm", frozen=True)
@@ -84,12 +120,21 @@ def data_quality(instructions: Instructions, model: Model, config: DataQualityCo
     dropped = bad.dropped
     for rule in (_phrase_rule(rows, config.rules), _text_rule(config.rules), _duplicate_rule(rows)):
         rows = _apply(rule, rows, dropped)
-    rows = _apply(_quality_rule(rows, agreement, config), rows, dropped)
+    asked = Loaded(network, tokenizer) if judge is None else Loaded(*load_model(judge, "lm", frozen=True))
+    grades = graded(rows, asked, config.judge, run) if config.judge else None
+    difficulty = grades.difficulty if grades and grades.difficulty else {name: 1.0 - share for name, share in agreement.items()}
+    given = rows
+    rows = _apply(_quality_rule(rows, agreement, grades, config, run), rows, dropped)
     if rows:
         vectors = embed([examples[row["id"]] for row in rows], network, config.micro_batch_tokens)
-        rows = _apply(_semantic_rule(rows, agreement, vectors, config, run), rows, dropped)
+        worth = _worth(rows, difficulty, grades)
+        rows = _apply(_semantic_rule(rows, worth, vectors, config, run), rows, dropped)
+        rows = _apply(_draw_rule(rows, worth, config), rows, dropped)
     run.write_rows(rows)
     run.write_rows(dropped, "dropped")
+    if grades:
+        run.write_rows(grades.scores, "scores")
+    _report_difficulty(given, rows, difficulty, run)
     counts = Counter(row["rule"] for row in dropped)
     run.metric("kept", len(rows))
     for rule, count in sorted(counts.items()):
@@ -184,29 +229,41 @@ def _duplicate_rule(rows: Sequence[dict[str, Any]]) -> Any:
     return judge
 
 
-def _quality_rule(rows: Sequence[dict[str, Any]], agreement: dict[str, float], config: DataQualityConfig) -> Any:
-    """Reward in the top part OR enough agreement; a row without a score is somebody's demonstration and passes."""
+def _quality_rule(
+    rows: Sequence[dict[str, Any]], agreement: dict[str, float], grades: Graded | None, config: DataQualityConfig, run: StageRun
+) -> Any:
+    """Reward in the top part OR the judge's full score, without a judge enough agreement; a row that nothing is known of passes."""
     scores = [row["score"] for row in rows if row["score"] is not None]
     threshold = float(np.quantile(scores, config.reward_quantile)) if scores else 0.0
+    both = [row for row in rows if grades and row["score"] is not None and row["id"] in grades.quality]
+    if grades and both:
+        verdicts = Counter((row["score"] >= threshold, row["id"] in grades.full) for row in both)
+        names = {(True, True): "reward_and_judge", (True, False): "reward_only", (False, True): "judge_only", (False, False): "neither"}
+        for verdict, name in names.items():
+            run.metric(name, verdicts[verdict])
 
     def judge(row: dict[str, Any]) -> Verdict | None:
-        agreed = agreement.get(row["id"], 0.0)
-        if row["score"] is None or row["score"] >= threshold or agreed >= config.min_agreement:
+        name, agreed = row["id"], agreement.get(row["id"], 0.0)
+        if row["score"] is None and (grades is None or name not in grades.quality):
             return None
-        return "quality", row["score"], threshold, f"agreement {agreed:.2f}: {_answer(row)[:200]}"
+        if row["score"] is not None and row["score"] >= threshold:
+            return None
+        if name in grades.full if grades else agreed >= config.min_agreement:
+            return None
+        other = f"judge {grades.quality[name]:.2f}" if grades and name in grades.quality else f"agreement {agreed:.2f}"
+        return "quality", row["score"], threshold, f"{other}: {_answer(row)[:200]}"
 
     return judge
 
 
 def _semantic_rule(
-    rows: Sequence[dict[str, Any]], agreement: dict[str, float], vectors: Vectors, config: DataQualityConfig, run: StageRun
+    rows: Sequence[dict[str, Any]], worth: dict[str, float], vectors: Vectors, config: DataQualityConfig, run: StageRun
 ) -> Any:
     cluster = k_means(vectors, min(config.semantic.clusters, len(rows)), run.generator("clusters"))
-    worth = _worth(rows, agreement)
     found: dict[str, Verdict] = {}
     for name in range(int(cluster.max()) + 1):
         members: list[int] = np.flatnonzero(cluster == name).tolist()
-        order = sorted(members, key=lambda i: (-worth[i], rows[i]["id"]))
+        order = sorted(members, key=lambda i: (-worth[rows[i]["id"]], rows[i]["id"]))
         for i, kept, cosine in greedy(vectors[order], config.semantic.max_similarity):
             row, better = rows[order[i]], rows[order[kept]]
             detail = f"{better['id']} {shown(messages_of(better)[:-1])[:100]}"
@@ -214,12 +271,47 @@ def _semantic_rule(
     return lambda row: found.get(row["id"])
 
 
-def _worth(rows: Sequence[dict[str, Any]], agreement: dict[str, float]) -> list[float]:
-    """Quality (rank of the reward, 0 to 1) times difficulty (1 to 2: one more where no sample agrees)."""
+def _worth(rows: Sequence[dict[str, Any]], difficulty: dict[str, float], grades: Graded | None) -> dict[str, float]:
+    """Quality (the reward's rank or the judge's share of points, the larger, 0 to 1) times one plus the difficulty, by id.
+
+    A row that nothing is known of has quality 1; one whose difficulty is not known is as difficult as can be.
+    """
     scored = sorted(row["score"] for row in rows if row["score"] is not None)
-    ranks = np.searchsorted(scored, [row["score"] if row["score"] is not None else np.inf for row in rows], side="right")
-    quality = ranks / max(1, len(scored))
-    return [float(q) * (2.0 - agreement.get(row["id"], 0.0)) for q, row in zip(quality, rows, strict=True)]
+    found = {}
+    for row in rows:
+        known = [np.searchsorted(scored, row["score"], side="right") / len(scored)] if row["score"] is not None else []
+        known += [grades.quality[row["id"]]] if grades and row["id"] in grades.quality else []
+        found[row["id"]] = float(max(known, default=1.0)) * (1.0 + difficulty.get(row["id"], 1.0))
+    return found
+
+
+def _draw_rule(rows: Sequence[dict[str, Any]], worth: dict[str, float], config: DataQualityConfig) -> Any:
+    """All but `keep` rows, which are drawn one after the other with probabilities as their worth is.
+
+    Those with the least Exp(worth) numbers (Efraimidis and Spirakis 2006), which ids and the seed alone decide.
+    """
+    if config.keep is None or len(rows) <= config.keep:
+        return lambda row: None
+    names = [row["id"] for row in rows]
+    weights = np.array([worth[name] for name in names])
+    waiting = np.divide(-np.log1p(-uniform(names, config.seed, "keep")), weights, out=np.full(len(names), np.inf), where=weights > 0)
+    kept = {names[i] for i in np.argsort(waiting, kind="stable")[: config.keep]}
+    return lambda row: None if row["id"] in kept else ("not_drawn", worth[row["id"]], None, None)
+
+
+def _report_difficulty(
+    given: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]], difficulty: dict[str, float], run: StageRun
+) -> None:
+    """How many easy, medium and hard rows came to the rule on quality, and how many are kept; nothing where that is not known."""
+    if not any(row["id"] in difficulty for row in given):
+        return
+    bars: dict[str, list[tuple[Any, float]]] = {}
+    for name, rows in (("given", given), ("kept", kept)):
+        counts = Counter(LEVELS[min(int(difficulty[row["id"]] * 3), 2)] for row in rows if row["id"] in difficulty)
+        for level in LEVELS:
+            run.metric(f"{name}_{level}", counts[level])
+        bars[name] = [(level, float(counts[level])) for level in LEVELS]
+    run.figure("difficulty", Figure(title="What is kept, by difficulty", x="difficulty", y="instructions", kind="bar", series=bars))
 
 
 def embed(examples: Sequence[Example], model: Transformer, micro_batch_tokens: int) -> Vectors:

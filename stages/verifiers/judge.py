@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -46,8 +46,9 @@ class Judge(Verifier):
         kinds = [(v.model, v.max_grade) for item in items if isinstance(v := item.verifier, Judge)]
         for kind in sorted(set(kinds), key=str):
             numbers = [number for number, one in enumerate(kinds) if one == kind]
-            made = _grades(tools.judges.find(cls.name, "lm", kind[0]), [items[number] for number in numbers], kind[1])
-            found |= zip(numbers, made, strict=True)
+            requests = [verifier.request(items[n]) for n in numbers if isinstance(verifier := items[n].verifier, Judge)]
+            made = grades(tools.judges.find(cls.name, "lm", kind[0]), requests, kind[1])
+            found |= zip(numbers, [grade.score(kind[1]) for grade in made], strict=True)
         return [found[number] for number in range(len(items))]
 
     def request(self, item: Item) -> str:
@@ -61,29 +62,42 @@ class Judge(Verifier):
         return "\n\n".join(parts)
 
 
-def _grades(judge: Loaded, items: Sequence[Item], top: int) -> list[Score]:
+class Grade(NamedTuple):
+    """The mean grade, None where the judge does not read so many `tokens`; `answered`: probability that it answers with a grade."""
+
+    mean: float | None
+    answered: float
+    tokens: int
+
+    def score(self, top: int) -> Score:
+        """It as a share of the highest grade."""
+        if self.mean is None:
+            return Score(None, f"{self.tokens} tokens are more than the judge reads")
+        # The last digits of a network's numbers depend on what else is in the batch.
+        detail = f"grade {self.mean:.2f} of {top}; the model answers with a grade with probability {self.answered:.2g}"
+        return Score(round(self.mean / top, 4), detail)
+
+
+def grades(judge: Loaded, requests: Sequence[str], top: int) -> list[Grade]:
+    """The grade, from 0 to `top`, that the model answers each request with."""
     import torch
 
     from puna.models.forest import Forest
 
     shared, tokens = _grades_of(judge.tokenizer, top)
     model, device = judge.model, next(judge.model.parameters()).device
-    requests = [item.verifier.request(item) for item in items if isinstance(item.verifier, Judge)]
     rows = [[*judge.tokenizer.chat([{"role": "user", "content": text}]), *shared] for text in requests]
-    most = model.config.max_position_embeddings
-    scores = {n: Score(None, f"{len(row)} tokens are more than the judge reads") for n, row in enumerate(rows) if len(row) > most}
-    fitting = [number for number in range(len(rows)) if number not in scores]
+    found = [Grade(None, 0.0, len(row)) for row in rows]
+    fitting = [number for number, row in enumerate(rows) if len(row) <= model.config.max_position_embeddings]
     for batch in batches([len(rows[number]) for number in fitting]):
         numbers = [fitting[i] for i in batch]
         forest = Forest.pack([rows[number] for number in numbers])
         last = torch.tensor([len(rows[number]) for number in numbers], device=device).cumsum(0) - 1
         with torch.no_grad():
-            grades, said = mean_grades(model.logits(model.hidden(forest.to(device))[last]), tokens, range(top + 1))
-        # The last digits of a network's numbers depend on what else is in the batch.
-        for number, grade, sure in zip(numbers, grades.tolist(), said.tolist(), strict=True):
-            detail = f"grade {grade:.2f} of {top}; the model answers with a grade with probability {sure:.2g}"
-            scores[number] = Score(round(grade / top, 4), detail)
-    return [scores[number] for number in range(len(rows))]
+            means, said = mean_grades(model.logits(model.hidden(forest.to(device))[last]), tokens, range(top + 1))
+        for number, mean, answered in zip(numbers, means.tolist(), said.tolist(), strict=True):
+            found[number] = Grade(mean, answered, len(rows[number]))
+    return found
 
 
 def _grades_of(tokenizer: Tokenizer, top: int) -> tuple[list[int], list[int]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -13,9 +14,11 @@ import pytest
 from puna.stages.align.data_quality import (
     DataQualityConfig,
     Rules,
+    _draw_rule,
     _duplicate_rule,
     _phrase_rule,
     _quality_rule,
+    _report_difficulty,
     _text_rule,
     _worth,
     data_quality,
@@ -23,7 +26,8 @@ from puna.stages.align.data_quality import (
     greedy,
     k_means,
 )
-from puna.stages.contract import execute
+from puna.stages.align.grades import Graded
+from puna.stages.contract import Figure, StageRun, execute
 from puna.stages.conversations import dump
 from puna.stages.training.train import load_model, render_conversation
 from puna.storage import Artifact, Store
@@ -34,6 +38,20 @@ def row(name: str, response: str = "ok", prompt: str = "q", score: float | None 
     turns = dump([{"role": "user", "content": prompt}, {"role": "assistant", "content": response}])
     about = {"id": name, "prompt_id": name, "task": "t", "split": "train", "tools": None, "source": "s", "score": score}
     return about | {"messages": turns}
+
+
+class Noted:
+    """What a stage reports."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+        self.figures: dict[str, Figure] = {}
+
+    def metric(self, name: str, value: float) -> None:
+        self.metrics[name] = value
+
+    def figure(self, name: str, figure: Figure) -> None:
+        self.figures[name] = figure
 
 
 @pytest.mark.parametrize(
@@ -70,15 +88,65 @@ def test_duplicates_keep_the_best_scored() -> None:
 
 def test_quality_is_the_top_part_or_agreement() -> None:
     rows = [row(str(i), score=float(i)) for i in range(9)] + [row("demo", score=None)]
-    judge = _quality_rule(rows, {"0": 0.5, "1": 0.49}, DataQualityConfig(reward_quantile=0.75, min_agreement=0.5))
+    config = DataQualityConfig(reward_quantile=0.75, min_agreement=0.5)
+    judge = _quality_rule(rows, {"0": 0.5, "1": 0.49}, None, config, cast(StageRun, Noted()))
     # numpy's quantile of 0..8 at 0.75 is 6.
     assert [judge(r) is None for r in rows] == [True, False, False, False, False, False, True, True, True, True]
     assert judge(rows[1])[:3] == ("quality", 1.0, 6.0)
 
 
+def test_quality_is_the_top_part_or_the_judges_full_score() -> None:
+    names = ["both", "reward", "judge", "neither", "unread", "demo_full", "demo_less", "demo_unread"]
+    scores = [3.0, 4.0, 1.0, 0.0, 2.0, None, None, None]
+    rows = [row(name, score=score) for name, score in zip(names, scores, strict=True)]
+    quality = {name: 1.0 if name in ("both", "judge", "demo_full") else 0.5 for name in names if not name.endswith("unread")}
+    run, full = Noted(), {"both", "judge", "demo_full"}
+    agreement = dict.fromkeys(names, 1.0)  # a judge stands in the place of agreement
+    judge = _quality_rule(rows, agreement, Graded(quality, full, {}, []), DataQualityConfig(reward_quantile=0.75), cast(StageRun, run))
+    # numpy's quantile of 0..4 at 0.75 is 3.
+    assert {r["id"] for r in rows if judge(r) is None} == {"both", "reward", "judge", "demo_full", "demo_unread"}
+    assert judge(rows[3])[:4] == ("quality", 0.0, 3.0, "judge 0.50: ok") and judge(rows[6])[1] is None
+    assert run.metrics == {"reward_and_judge": 1, "reward_only": 1, "judge_only": 1, "neither": 1}
+
+
+def test_rows_are_drawn_with_weights_and_without_replacement() -> None:
+    worth = {"a": 1.0, "b": 2.0, "c": 5.0, "d": 0.0}
+    rows, runs = [row(name) for name in worth], 3000
+    counts: Counter[str] = Counter()
+    for seed in range(runs):
+        judge = _draw_rule(rows, worth, DataQualityConfig(keep=2, seed=seed))
+        kept = [r["id"] for r in rows if judge(r) is None]
+        assert len(kept) == 2
+        counts.update(kept)
+    # The chance to be among two, by the definition: drawn first, or second after each other one.
+    wanted = {}
+    for one in "abc":
+        first = worth[one] / 8.0
+        wanted[one] = first + sum(worth[other] / 8.0 * worth[one] / (8.0 - worth[other]) for other in "abc" if other != one)
+        assert abs(counts[one] / runs - wanted[one]) < 4 * (wanted[one] * (1 - wanted[one]) / runs) ** 0.5
+    assert sum(wanted.values()) == pytest.approx(2.0) and counts["d"] == 0
+    assert _draw_rule(rows, worth, DataQualityConfig(keep=3))(rows[3]) == ("not_drawn", 0.0, None, None)
+    assert all(_draw_rule(rows, worth, DataQualityConfig(keep=keep))(r) is None for keep in (4, None) for r in rows)
+
+
+def test_what_is_kept_is_counted_by_difficulty() -> None:
+    run = Noted()
+    difficulty = {"a": 0.0, "b": 0.33, "c": 0.34, "d": 0.66, "e": 0.67, "f": 1.0}
+    rows = [row(name) for name in [*difficulty, "unknown"]]
+    _report_difficulty(rows, [rows[0], rows[2], rows[6]], difficulty, cast(StageRun, run))
+    given, kept = {"given_easy": 2, "given_medium": 2, "given_hard": 2}, {"kept_easy": 1, "kept_medium": 1, "kept_hard": 0}
+    assert run.metrics == {**given, **kept}
+    assert run.figures["difficulty"].series == {
+        "given": [("easy", 2.0), ("medium", 2.0), ("hard", 2.0)], "kept": [("easy", 1.0), ("medium", 1.0), ("hard", 0.0)],
+    }  # fmt: skip
+
+
 def test_worth_is_quality_times_difficulty() -> None:
     rows = [row("a", score=1.0), row("b", score=2.0), row("c", score=None)]
-    assert _worth(rows, {"a": 1.0, "b": 0.25}) == pytest.approx([0.5 * 1.0, 1.0 * 1.75, 1.0 * 2.0])
+    assert _worth(rows, {"a": 0.0, "b": 0.75}, None) == pytest.approx({"a": 0.5 * 1.0, "b": 1.0 * 1.75, "c": 1.0 * 2.0})
+    grades = Graded({"a": 0.75, "b": 0.5, "c": 0.25}, set(), {}, [])
+    # The larger of the reward's rank and the judge's share of points; "c" has only the latter.
+    assert _worth(rows, {"a": 0.0, "b": 0.75, "c": 0.5}, grades) == pytest.approx({"a": 0.75, "b": 1.75, "c": 0.25 * 1.5})
 
 
 def test_greedy_keeps_what_resembles_nothing_kept() -> None:
