@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from puna.kernels.kv_append import append_head
 from puna.kernels.lazy import has_numba, numba_jit
 from puna.kernels.linear import PANEL, products
-from puna.kernels.loops import run_rows
+from puna.kernels.loops import parts, run_rows
 from puna.kernels.paged_attention import PAGE, TILE, PagedPlan, attend_head, places
 from puna.kernels.rms_norm import norm_row
 from puna.kernels.rope import rotate_head
@@ -52,6 +53,7 @@ class DenseLayer:
 
 
 ATTENTION = ("input_norm", "q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
+FEW_TOKENS = 8  # up to so many, one call computes all layers
 REST = ("o", "o_bias", "post_norm", "gate", "up", "down")
 
 
@@ -137,22 +139,49 @@ def _swiglu_loop(
             swiglu_row(width, y + 8 * n * PANEL, y + (8 * n + 4) * PANEL, out + 4 * (n * F + first))
 
 
+@numba_jit
+def _norm_loop(part: Any, start: Any, stop: Any, D: Any, x: Any, norm: Any, eps: Any) -> None:
+    for n in range(start, stop):
+        norm_row(D, x + 4 * n * D, 0, norm, eps, 0, x + 4 * n * D)
+
+
+@numba_jit
+def _layers_loop(
+    N: Any, D: Any, G: Any, R: Any, K: Any, eps: Any, x: Any, F: Any, weights: Any, pages: Any, windows: Any, cos: Any, sin: Any,
+    tables: Any, sequence: Any, position: Any, scale: Any, normed: Any, q: Any, kv: Any, packed: Any, scores: Any, seen: Any,
+    inner: Any, panel: Any,
+) -> None:  # fmt: skip
+    """All layers on one thread, for few tokens: a loop's call from Python takes 4 us, a tenth of its work for one token. For many
+    tokens it is the slower way: compiled into one function, the loops keep fewer numbers in registers."""
+    for i in range(len(weights)):
+        w, (k_pages, v_pages, k_head, v_head) = weights[i], pages[i]
+        _attention_loop(
+            0, 0, G, N, D, G, R, K, eps, x, (w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8]), cos, sin,
+            k_pages, v_pages, k_head, v_head, tables, sequence, position, windows[i], scale, normed, q, kv, packed, scores, seen,
+        )  # fmt: skip
+        _add_product_loop(0, 0, -(-D // PANEL), N, D, G * R * K, seen, w[9], w[10], panel, x)
+        _swiglu_loop(0, 0, -(-F // PANEL), N, D, F, eps, x, w[11], w[12], w[13], normed, panel, inner)
+        _add_product_loop(0, 0, -(-D // PANEL), N, D, F, inner, w[14], 0, panel, x)
+
+
 class DenseLayers:
     """The layers with room for what stands between their loops, which is kept from step to step.
 
     Weights may change in place, not their places. ValueError where one is not fp32, dense and on CPU.
     """
 
-    def __init__(self, layers: Sequence[DenseLayer], heads: int, groups: int, head_dim: int, eps: float) -> None:
+    def __init__(self, layers: Sequence[DenseLayer], norm: Tensor, heads: int, groups: int, head_dim: int, eps: float) -> None:
         for layer in layers:
             for field in fields(layer):
                 weight = getattr(layer, field.name)
                 if weight is not None and not (weight.dtype == torch.float32 and weight.is_cpu and weight.is_contiguous()):
                     raise ValueError(f"{field.name} is {weight.dtype} on {weight.device}: the loops need dense fp32 on CPU")
-        self.layers, self.F, self.G, self.R, self.K, self.eps = list(layers), len(layers[0].gate), groups, heads // groups, head_dim, eps
+        self.layers, self.norm, self.F, self.eps = list(layers), norm, len(layers[0].gate), eps
+        self.G, self.R, self.K = groups, heads // groups, head_dim
         names = [field.name for field in fields(DenseLayer)]
         found = [{name: _address(getattr(layer, name)) for name in names} for layer in layers]
         self._addresses = [(tuple(each[name] for name in ATTENTION), tuple(each[name] for name in REST)) for each in found]
+        self._table = np.array([[each[name] for name in (*ATTENTION, *REST)] for each in found])
         self._room: dict[str, Tensor] = {}
 
     def _space(self, **sizes: int) -> list[int]:
@@ -165,7 +194,7 @@ class DenseLayers:
     def __call__(
         self, x_ND: Tensor, cos: Tensor, sin: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan, windows: Sequence[int | None]
     ) -> None:
-        """Send embedded tokens x through all layers, in place; their keys and values go into the pages of each layer.
+        """Send embedded tokens x through all layers and the final norm, in place; their keys and values go into the pages of each layer.
 
         `cos`, `sin` [positions, K / 2] are tables by position id. `pages` are of `new_pages`, fp32.
         """
@@ -178,12 +207,18 @@ class DenseLayers:
         scratch = (K**-0.5, normed, q, kv, *plan.scratch(R, -(-K // PAGE) * PAGE), seen)
         # Vectors of a panel or head, against which waking a thread is weighed.
         work, heads = N * D * PANEL // LANES, N * K * (R + 2) * (D + PAGE * plan.tables.shape[1]) // LANES
-        for (attention, rest), layer_pages, window in zip(self._addresses, pages, windows, strict=True):
+        stores, reach = [places(*layer) for layer in pages], [window or 1 << 30 for window in windows]
+        if N <= FEW_TOKENS and max(parts(G, heads), parts(-(-F // PANEL), 2 * work)) == 1:
+            _layers_loop(*shape, F, self._table, np.array(stores), np.array(reach), *views, *plan.arrays, *scratch, inner, panel)
+            _norm_loop(0, 0, N, D, x, self.norm.data_ptr(), self.eps)
+            return
+        for (attention, rest), store, window in zip(self._addresses, stores, reach, strict=True):
             o, o_bias, norm, gate, up, down = rest
-            run_rows(_attention_loop, G, heads, *shape, attention, *views, *places(*layer_pages), *plan.arrays, window or 1 << 30, *scratch)
+            run_rows(_attention_loop, G, heads, *shape, attention, *views, *store, *plan.arrays, window, *scratch)
             run_rows(_add_product_loop, -(-D // PANEL), work, N, D, G * R * K, seen, o, o_bias, panel, x)
             run_rows(_swiglu_loop, -(-F // PANEL), 2 * work, N, D, F, self.eps, x, norm, gate, up, normed, panel, inner)
             run_rows(_add_product_loop, -(-D // PANEL), work, N, D, F, inner, down, 0, panel, x)
+        run_rows(_norm_loop, N, D // LANES, D, x, self.norm.data_ptr(), self.eps)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -71,9 +71,12 @@ def _power(z: Any, peak: Any, scale: Any) -> Any:
 
 @numba_jit
 def _draw_loop(
-    part: Any, start: Any, stop: Any, V: Any, logits: Any, scale: Any, peaks: Any, blocks: Any, uniforms: Any, tokens: Any
+    part: Any, start: Any, stop: Any, V: Any, logits: Any, scale: Any, peaks: Any, lse: Any, blocks: Any, uniforms: Any, tokens: Any
 ) -> None:
+    _sum_loop(part, start, stop, V, logits, scale, peaks, lse, blocks)
     for row in range(start, stop):
+        if not np.isfinite(lse[row]):
+            continue
         z, peak = carray(pointer(logits + 4 * row * V), (V,)), peaks[row]
         if uniforms[row] == LIKELIEST:
             found = 0
@@ -160,9 +163,8 @@ def token_draw(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor) -> tuple[
     if not looped(logits_CV):
         return _portable(logits_CV, scale_C, uniforms_C)
     C, V = logits_CV.shape
-    lse, peaks, blocks = log_sum_exp(logits_CV, scale_C)
-    tokens = torch.zeros(C, dtype=torch.int64)
-    if bool(lse.isfinite().all()):
-        arrays = [t.numpy() for t in (scale_C, peaks, blocks, uniforms_C, tokens)]
-        run_rows(_draw_loop, C, BLOCK, V, logits_CV.data_ptr(), *arrays)
+    tokens, lse = torch.zeros(C, dtype=torch.int64), torch.empty(C)
+    peaks, blocks = np.empty(C, np.float32), np.empty((C, -(-V // BLOCK)), np.float32)
+    given = (V, logits_CV.data_ptr(), scale_C.numpy(), peaks, lse.numpy(), blocks, uniforms_C.numpy(), tokens.numpy())
+    run_rows(_draw_loop, C, V, *given)
     return tokens, lse

@@ -31,20 +31,20 @@ NEEDED = {place for name, place in WEIGHTS.items() if not name.endswith("_bias")
 
 
 class Loops:
-    """The layers with their rotation and the final norm."""
+    """The layers and the final norm with their rotation."""
 
     def __init__(self, model: Transformer) -> None:
         config = model.config
-        self.config, self.norm, self.layers = config, model.model.norm, _dense_layers(model)
+        self.config, self.layers = config, _dense_layers(model)
         self._turns = rotary_table(config, torch.arange(0), torch.float32)
 
     def __call__(self, x_ND: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan) -> Tensor:
-        """Hidden states of embedded tokens, whose keys and values go into each layer's pages; x is overwritten."""
+        """Hidden states of embedded tokens, in their place; their keys and values go into each layer's pages."""
         longest = PAGE * plan.tables.shape[1]
         if len(self._turns[0]) < longest:
             self._turns = rotary_table(self.config, torch.arange(2 * longest), torch.float32)
         self.layers(x_ND, *self._turns, pages, plan, self.config.windows)
-        return self.norm(x_ND)
+        return x_ND
 
 
 def loops(model: Transformer) -> Loops | None:
@@ -62,4 +62,5 @@ def _dense_layers(model: Transformer) -> DenseLayers:
         found = dict(block.named_parameters())
         given: dict[str, Any] = {name: found.get(place) for name, place in WEIGHTS.items()}
         layers.append(DenseLayer(**given))
-    return DenseLayers(layers, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps)
+    norm = model.model.norm.weight
+    return DenseLayers(layers, norm, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps)

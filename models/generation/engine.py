@@ -164,29 +164,32 @@ class Engine:
         parts: list[tuple[Tensor, list[int]]] = []  # rows of this step, and of those that computed what forks begin with
         for answer in ready:
             assert answer.hidden is not None
-            (hidden_ND, row), begin = answer.hidden, len(answer.logprobs)
+            (hidden_ND, row), params, begin = answer.hidden, answer.request.params, len(answer.logprobs)
             if not parts or parts[-1][0] is not hidden_ND:
                 parts.append((hidden_ND, []))
-            params, own = answer.request.params, answer.own if answer.request.params.shifts else []
-            for i, uniform in enumerate(answer.uniforms[begin : begin + len(answer.guess) + 1]):
-                draws.append(Draw(params, uniform, answer.request.prompt, [*own, *answer.guess[:i]]))
+            for i in range(len(answer.guess) + 1):
+                before = [*answer.own, *answer.guess[:i]] if params.shifts else ()
+                draws.append(Draw(params, answer.uniforms[begin + i], answer.request.prompt, before))
                 parts[-1][1].append(row + i)
         try:
-            logits_SV = self.model.logits(torch.cat([hidden_ND[rows] for hidden_ND, rows in parts]))
-            drawn = zip(*draw(logits_SV, draws), strict=True)
+            rows = [hidden_ND if rows == list(range(len(hidden_ND))) else hidden_ND[rows] for hidden_ND, rows in parts]
+            drawn = zip(*draw(self.model.logits(rows[0] if len(rows) == 1 else torch.cat(rows)), draws), strict=True)
         except ValueError:
             self.clear()
             raise
-        return [event for answer in ready for event in self._take(answer, list(islice(drawn, len(answer.guess) + 1)))]
+        events: list[Event] = []
+        for answer in ready:
+            self._take(answer, drawn, events)
+        return events
 
-    def _take(self, answer: Answer, drawn: Sequence[tuple[int, float]]) -> Iterator[Event]:
-        """What was drawn after an answer's last token and its guesses, up to the first that was guessed wrong."""
-        guess, answer.guess, answer.hidden = answer.guess, [], None
-        for right, (token, logprob) in enumerate(drawn):
+    def _take(self, answer: Answer, drawn: Iterator[tuple[int, float]], events: list[Event]) -> None:
+        """Of what was drawn after an answer's last token and its guesses, all up to the first that was guessed wrong."""
+        guess, answer.guess, answer.hidden = answer.guess, (), None
+        for right, (token, logprob) in enumerate(list(islice(drawn, len(guess) + 1))):
             answer.tokens.append(token)
             answer.logprobs.append(logprob)
             completion = self._completion(answer)
-            yield Event(answer.request, answer.number, token, logprob, completion)
+            events.append(Event(answer.request, answer.number, token, logprob, completion))
             if completion is not None or guess[right : right + 1] != [token]:
                 break
             answer.computed += 1

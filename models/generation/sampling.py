@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from puna.kernels.operators import wide
 from puna.kernels.token_draw import LIKELIEST, invert, token_draw
 
 NUCLEUS = 128  # tokens tried first as a nucleus; a flatter distribution takes more
@@ -97,11 +98,10 @@ def draw(logits_SV: Tensor, rows: Sequence[Draw]) -> tuple[list[int], list[float
 
     Raises ValueError where a row of logits has a NaN or no finite entry, or a mask allows no token.
     """
-    scale = torch.tensor([1.0 / (row.params.temperature or 1.0) for row in rows], dtype=torch.float64)
+    scale = torch.tensor([1.0 / (row.params.temperature or 1.0) for row in rows], dtype=wide(logits_SV.dtype))
     uniforms = torch.tensor([row.uniform if row.params.temperature else LIKELIEST for row in rows], dtype=torch.float64)
-    scale = scale if logits_SV.dtype == torch.float64 else scale.float()
     tokens, lse = token_draw(logits_SV, scale, uniforms)
-    if not bool(lse.isfinite().all()):
+    if not all(map(math.isfinite, lse.tolist())):
         raise ValueError("the model's logits are not finite: its weights or its training have diverged")
     for cuts in (False, True):
         changed = [i for i, row in enumerate(rows) if row.params.cuts == cuts and (cuts or row.params.shifts)]
