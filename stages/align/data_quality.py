@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 EMOJI = re.compile("[\U0001f1e6-\U0001f1ff\U0001f300-\U0001faff\u2600-\u27bf\u2b50\u2b55\ufe0f]")
 """Pictographs, dingbats, regional indicators and the emoji variation selector."""
 
+BLOCK, HELD = 256, 8192
+"""Vectors compared in one product, and with how many."""
+
 LEVELS = ("easy", "medium", "hard")
 
 PHRASES = ("i'm sorry", "i apologize", "as an ai", "i cannot help", "certainly!")
@@ -46,7 +49,12 @@ class Rules(StageConfig):
 class Semantic(StageConfig):
     """Removal of answers that say the same thing."""
 
-    clusters: int = Field(8, ge=1, description="Clusters of dialogues; near-duplicates are looked for inside a cluster")
+    clusters: int = Field(
+        1,
+        ge=1,
+        description="Clusters of dialogues, inside which near-duplicates are looked for; 1: every dialogue is compared with every other, "
+        "in time that grows with their square",
+    )
     max_similarity: float = Field(
         0.98, gt=0, le=1, description="Maximum cosine of a kept dialogue's embedding to better ones kept before it"
     )
@@ -357,23 +365,28 @@ def k_means(
     return assigned.astype(np.int64)
 
 
-def greedy(
-    vectors: np.ndarray[Any, np.dtype[np.float32]], max_similarity: float
-) -> list[tuple[int, int, float]]:
+def greedy(vectors: Vectors, max_similarity: float) -> list[tuple[int, int, float]]:
     """What a greedy pass in order leaves out: (index, the kept index it resembles most, their cosine).
 
-    A vector is kept while its largest cosine to the kept ones is below `max_similarity`.
+    A vector is kept while its largest cosine to the kept ones before it is below `max_similarity`. Every vector is compared with
+    every kept one, a block of them in one product.
     """
-    kept: list[int] = []
+    kept = np.empty(len(vectors), np.int64)
     held = np.empty_like(vectors)
-    left_out = []
-    for i, vector in enumerate(vectors):
-        if kept:
-            cosines = held[: len(kept)] @ vector
-            nearest = int(np.argmax(cosines))
-            if cosines[nearest] >= max_similarity:
-                left_out.append((i, kept[nearest], float(cosines[nearest])))
+    count, left_out = 0, []
+    for start in range(0, len(vectors), BLOCK):
+        block = vectors[start : start + BLOCK]
+        nearest, cosines = np.full(len(block), -1), np.full(len(block), -np.inf, np.float32)
+        for first in range(0, count, HELD):
+            found = block @ held[first : min(first + HELD, count)].T
+            at = found.argmax(1)
+            best = np.take_along_axis(found, at[:, None], 1)[:, 0]
+            nearest, cosines = np.where(best > cosines, kept[first + at], nearest), np.maximum(cosines, best)
+        own = block @ block.T
+        for i in range(len(block)):
+            if cosines[i] >= max_similarity:
+                left_out.append((start + i, int(nearest[i]), float(cosines[i])))
                 continue
-        held[len(kept)] = vector
-        kept.append(i)
+            kept[count], held[count], count = start + i, block[i], count + 1
+            nearest, cosines = np.where(own[i] > cosines, start + i, nearest), np.maximum(cosines, own[i])
     return left_out

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from puna.stages.align import data_quality as quality_of
 from puna.stages.align.data_quality import (
     DataQualityConfig,
     Rules,
@@ -157,6 +158,28 @@ def test_greedy_keeps_what_resembles_nothing_kept() -> None:
     # 10 is near 0; 20 is near 10, which was not kept, and far enough from 0; 95 is near 90.
     assert [(i, kept) for i, kept, _ in found] == [(1, 0), (4, 3)]
     assert found[0][2] == pytest.approx(np.cos(np.deg2rad(10.0)))
+
+
+def test_greedy_is_what_comparing_one_with_all_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(5)
+    vectors = generator.standard_normal((160, 6))
+    vectors = np.concatenate([vectors, vectors[:90] + 0.1 * generator.standard_normal((90, 6))])[generator.permutation(250)]
+    vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+    kept: list[int] = []
+    wanted: list[tuple[int, int]] = []
+    for i, vector in enumerate(vectors.astype(np.float64)):
+        cosines = {j: float(vector @ vectors[j].astype(np.float64)) for j in kept}
+        assert all(abs(cosine - 0.95) > 1e-6 for cosine in cosines.values())  # no tie that rounding decides
+        nearest = max(cosines, key=lambda j: cosines[j], default=-1)
+        if nearest >= 0 and cosines[nearest] >= 0.95:
+            wanted.append((i, nearest))
+        else:
+            kept.append(i)
+    assert 50 < len(wanted) < 150
+    for block, held in ((256, 8192), (64, 33), (1, 1), (7, 1000)):
+        monkeypatch.setattr(quality_of, "BLOCK", block)
+        monkeypatch.setattr(quality_of, "HELD", held)
+        assert [(i, nearest) for i, nearest, _ in greedy(vectors, 0.95)] == wanted
 
 
 def test_k_means_finds_separated_groups() -> None:
