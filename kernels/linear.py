@@ -27,6 +27,7 @@ if has_numba():
 
 FEW_ROWS = 64  # of x; up to there the loop is as fast as any library
 LINE, AHEAD = 64, 16 << 10  # bytes of a cache line, and how far ahead weights are asked for: twice as fast where they come from memory
+KEPT = 256 << 10  # bytes of a panel up to which the next one is asked for: both stay in a core's cache
 PANEL, BLOCK = 64, 128  # columns and rows of a product that stay in the caches while they are multiplied
 ONEDNN_OUTPUTS = 1 << 15  # elements of the product from which oneDNN is faster than BLAS
 
@@ -59,28 +60,36 @@ def ask(address: Any, size: Any) -> None:
 
 @numba_jit
 def products(T: Any, N: Any, D: Any, x: Any, x_row: Any, w: Any, y: Any, y_row: Any) -> None:
-    """y [T, N] = x [T, D] times w [N, D] transposed, by address; rows of x and y lie so many bytes apart, those of w are dense."""
+    """y [T, N] = x [T, D] times w [N, D] transposed, by address; rows of x and y lie so many bytes apart, those of w are dense.
+
+    Rows of x that take turns at a panel of w each ask for a part of the next, so that it comes while this one is multiplied.
+    """
     w_row = 4 * D
     for top in range(0, T, BLOCK):
         end = min(top + BLOCK, T)
         whole = top + (end - top) // ROWS * ROWS
+        turns = (whole - top) // ROWS + end - whole
+        next_panel = min(PANEL, N) * w_row
+        ahead = next_panel if turns > 1 and next_panel <= KEPT else AHEAD
+        share = (COLUMNS * w_row // turns + LINE - 1) // LINE * LINE
         for left in range(0, N, PANEL):
             right = min(left + PANEL, N)
             even = left + (right - left) // COLUMNS * COLUMNS
+            coming = w + ahead
             for t in range(top, whole, ROWS):
                 for n in range(left, even, COLUMNS):
-                    if t == top:
-                        ask(w + n * w_row + AHEAD, COLUMNS * w_row)
+                    ask(coming + n * w_row, share)
                     dots_tile(x + t * x_row, x_row, w + n * w_row, w_row, D, y + t * y_row + 4 * n, y_row)
                 for n in range(even, right):
                     dots_column(x + t * x_row, x_row, w + n * w_row, w_row, D, y + t * y_row + 4 * n, y_row)
+                coming += share
             for t in range(whole, end):
                 for n in range(left, even, COLUMNS):
-                    if t == top:
-                        ask(w + n * w_row + AHEAD, COLUMNS * w_row)
+                    ask(coming + n * w_row, share)
                     dots_row(x + t * x_row, x_row, w + n * w_row, w_row, D, y + t * y_row + 4 * n, y_row)
                 for n in range(even, right):
                     dots_one(x + t * x_row, x_row, w + n * w_row, w_row, D, y + t * y_row + 4 * n, y_row)
+                coming += share
 
 
 @numba_jit

@@ -177,19 +177,16 @@ class Engine:
         except ValueError:
             self.clear()
             raise
-        events: list[Event] = []
-        for answer in ready:
-            self._take(answer, drawn, events)
-        return events
+        return [event for answer in ready for event in self._take(answer, list(islice(drawn, len(answer.guess) + 1)))]
 
-    def _take(self, answer: Answer, drawn: Iterator[tuple[int, float]], events: list[Event]) -> None:
-        """Of what was drawn after an answer's last token and its guesses, all up to the first that was guessed wrong."""
+    def _take(self, answer: Answer, drawn: Sequence[tuple[int, float]]) -> Iterator[Event]:
+        """What was drawn after an answer's last token and its guesses, up to the first that was guessed wrong."""
         guess, answer.guess, answer.hidden = answer.guess, (), None
-        for right, (token, logprob) in enumerate(list(islice(drawn, len(guess) + 1))):
+        for right, (token, logprob) in enumerate(drawn):
             answer.tokens.append(token)
             answer.logprobs.append(logprob)
             completion = self._completion(answer)
-            events.append(Event(answer.request, answer.number, token, logprob, completion))
+            yield Event(answer.request, answer.number, token, logprob, completion)
             if completion is not None or guess[right : right + 1] != [token]:
                 break
             answer.computed += 1

@@ -7,7 +7,6 @@ are the model's own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 import torch
@@ -51,8 +50,7 @@ def run(model: Transformer, cache: Cache, work: Sequence[Answer], by_loops: Loop
     position = (np.arange(len(ids)) + np.repeat(starts + counts - np.cumsum(counts), counts)).astype(np.int32)
     held = np.array([len(answer.pages) for answer in work])
     tables = np.zeros((len(work), held.max()), np.int32)
-    pages = chain.from_iterable(answer.pages for answer in work)
-    tables[np.arange(tables.shape[1]) < held[:, None]] = np.fromiter(pages, np.int32, held.sum())
+    tables[np.arange(tables.shape[1]) < held[:, None]] = [page for answer in work for page in answer.pages]
     device, windows = model.model.embed_tokens.weight.device, model.config.windows
     plan = PagedPlan(torch.from_numpy(tables), torch.from_numpy(sequence), torch.from_numpy(position), device)
     x_ND = model.model.embed_tokens(ids.to(device))
