@@ -342,6 +342,7 @@ def question(tour: Tour) -> dict[str, Any]:
     tour.go("SQL")
     tour.page.get_by_role("link", name="What was dropped, by which rule").click()
     tour.page.locator("[role=status]").wait_for()
+    tour.page.wait_for_load_state()  # its keys are the script's
     tour.page.locator("#q").fill("select rule, count(*) as documents from dropped group by rule order by documents desc limit 12")
     tour.page.locator("#q").press("Control+Enter")
     tour.page.wait_for_url("**/puna/sql?q=*limit*")
