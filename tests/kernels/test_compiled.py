@@ -53,6 +53,7 @@ def ask(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPATH", str(compiled.ROOT / ".pkg"))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # Python takes an edit of the same length in the same second for none
 
     def run() -> tuple[int, bool]:
         done = subprocess.run([sys.executable, "-c", ASK], cwd=tmp_path, capture_output=True, text=True, check=True)
