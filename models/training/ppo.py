@@ -8,37 +8,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from puna.kernels.advantages import advantages
-from puna.models.generation import Completion, Engine, SamplingParams
-from puna.models.training.loop import (
-    Row,
-    Trainer,
-    TrainLog,
-    check_identity,
-    check_skips,
-    weights_digest,
-)
+from puna.models.training.loop import Row, Trainer, TrainLog, check_identity, check_skips, weights_digest
 from puna.models.training.objectives.base import Targets, sum_segments
 from puna.models.training.objectives.ppo import Ppo, PpoBatch, Value, group_advantages, token_values, whiten
-from puna.models.training.objectives.reward import answer_rewards
-from puna.models.training.packing import pack, step_indices
+from puna.models.training.packing import pack
+from puna.models.training.rollouts import Rollouts, Sampled, by_group
 from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
 from puna.models.training.state import load_state, save_state
 from puna.models.transformer import Transformer
 
-Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], Sequence[Sequence[float]]]
-Watch = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], dict[str, float]]
-"""Further numbers about a rollout's prompts and answers, which become columns of its row."""
-WATCHED = 8
-"""Rollouts of a run whose KL divergence is measured where it costs the reward nothing, beside the last one."""
+Estimate = tuple[Tensor, Tensor, Tensor]
+"""Values, advantages and returns, [N] each."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +48,6 @@ class Group:
         return len(self.prompt) + len(self.logprobs)
 
 
-def reward_model_scorer(model: Transformer, micro_batch_tokens: int = 4096) -> Scorer:
-    """Scores of a reward model: its scalar head at each answer's last token."""
-
-    @torch.no_grad()
-    def score(
-        prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Completion]]
-    ) -> list[list[float]]:
-        answers = [[c.tokens for c in row] for row in completions]
-        parts = _by_group(model, answer_rewards, prompts, answers, micro_batch_tokens, by_answer=True)
-        return [part.tolist() for part in parts]
-
-    return score
-
-
 def adapt_kl(coefficient: float, kl: float, target: float, answers: int, horizon: float) -> float:
     """The next KL coefficient: raised while `kl` is above its target (Ziegler et al. 2019, section 2.2).
 
@@ -82,24 +58,15 @@ def adapt_kl(coefficient: float, kl: float, target: float, answers: int, horizon
 
 
 def train_ppo(
-    policy: Transformer,
-    reference: Transformer,
-    scorer: Scorer,
+    rollouts: Rollouts[PpoSettings],
     critic: Transformer,
-    prompts: Sequence[Sequence[int]],
-    stop: Sequence[int],
-    config: PpoSettings,
-    seed: int,
     checkpoint_dir: Path | None = None,
     on_step: Callable[[Row], None] | None = None,
     rate_scales: Mapping[str, float] | None = None,
-    watch: Watch | None = None,
 ) -> TrainLog:
-    """Optimise policy (lm head) and critic (scalar head) in place; one row per rollout.
+    """Optimise the policy (lm head) and the critic (scalar head) in place; one row per rollout.
 
-    `prompts` are token ids up to the assistant's header, `stop` the ids that end an answer. `scorer`
-    gives each answer's reward: `reward_model_scorer(model)`, or a verifier. Rows hold the training log's
-    columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates) and
+    Rows hold the training log's columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates) and
     score (raw mean), unequal_prompts (share whose answers earn differently), kl (nats per answer to the
     reference; without a penalty on it in about `WATCHED` rollouts, first and last among them, where alone the reference is
     computed), what `watch` gives in these rollouts, kl_coefficient, clip_fraction,
@@ -108,9 +75,10 @@ def train_ppo(
     With `checkpoint_dir` the state is kept after each rollout and a run that finds one goes on from it. `rate_scales`
     multiplies the learning rate of the policy's parameters that it names.
     """
+    config = rollouts.config
     objective = Ppo(config.clip, config.entropy_weight, config.temperature, dual_clip=config.dual_clip)
     trainers = {
-        "policy": Trainer(policy, objective, config.training(config.schedule.learning_rate), rate_scales),
+        "policy": Trainer(rollouts.policy, objective, config.training(config.schedule.learning_rate), rate_scales),
         "critic": Trainer(critic, Value(config.value_clip), config.training(config.critic_learning_rate)),
     }
 
@@ -122,28 +90,21 @@ def train_ppo(
         rewards = (found.scores - numbers["score_mean"]) / numbers["score_scale"]
         rewards = rewards - config.unfinished_penalty * (1.0 - found.finished)
         with torch.no_grad():
-            values = torch.cat(_by_group(critic, token_values, found.asked, found.answers, config.compute.micro_batch_tokens))
+            values = torch.cat(by_group(critic, token_values, found.asked, found.answers, config.compute.micro_batch_tokens))
         kl = numbers["kl_coefficient"]
         raw, returns = advantages(
             found.logprobs, found.reference, values, rewards, found.lengths, kl=kl, gamma=config.gamma, lam=config.lam
         )
         return values, whiten(raw, torch.ones_like(raw, dtype=torch.bool)), returns
 
-    return _train(trainers, (critic,), policy, reference, scorer, estimate, prompts, stop, config, seed, checkpoint_dir, on_step, watch)
+    return _train(rollouts, trainers, estimate, checkpoint_dir, on_step)
 
 
 def train_grpo(
-    policy: Transformer,
-    reference: Transformer,
-    scorer: Scorer,
-    prompts: Sequence[Sequence[int]],
-    stop: Sequence[int],
-    config: GrpoSettings,
-    seed: int,
+    rollouts: Rollouts[GrpoSettings],
     checkpoint_dir: Path | None = None,
     on_step: Callable[[Row], None] | None = None,
     rate_scales: Mapping[str, float] | None = None,
-    watch: Watch | None = None,
 ) -> TrainLog:
     """Optimise the policy in place, each answer against the others to its prompt, without a critic; otherwise as `train_ppo`.
 
@@ -151,8 +112,9 @@ def train_grpo(
     (as RLOO has it); all tokens of an answer have its advantage (`group_advantages`). Groups whose advantages are all 0 count in the
     mean and are not computed, unless there is an entropy bonus.
     """
+    config = rollouts.config
     objective = Ppo(config.clip, config.entropy_weight, config.temperature, config.clip_high, config.dual_clip)
-    trainers = {"policy": Trainer(policy, objective, config.training(config.schedule.learning_rate), rate_scales)}
+    trainers = {"policy": Trainer(rollouts.policy, objective, config.training(config.schedule.learning_rate), rate_scales)}
 
     def estimate(found: Sampled, numbers: dict[str, float]) -> Estimate:
         kl = sum_segments(found.logprobs - found.reference, found.lengths)
@@ -161,157 +123,55 @@ def train_grpo(
         none = torch.zeros_like(found.logprobs)
         return none, by_answer.repeat_interleave(found.lengths), none
 
-    return _train(trainers, (), policy, reference, scorer, estimate, prompts, stop, config, seed, checkpoint_dir, on_step, watch)
-
-
-class Sampled(NamedTuple):
-    """A rollout's prompts and answers with what they scored; [A] by answer, [N] by answer token.
-
-    `kl`: nats per answer to the reference, whose log-probs are the policy's own, and count for nothing, where it is None. `score` and
-    `unequal`: the mean score, and the share of prompts whose answers differ in reward, of all that was drawn, which `resample` chose from.
-    """
-
-    asked: list[list[int]]
-    answers: list[list[list[int]]]
-    lengths: Tensor
-    scores: Tensor
-    finished: Tensor
-    logprobs: Tensor
-    reference: Tensor
-    kl: float | None
-    watched: dict[str, float]
-    score: float
-    unequal: float
-
-
-Estimate = tuple[Tensor, Tensor, Tensor]
-"""Values, advantages and returns, [N] each."""
+    return _train(rollouts, trainers, estimate, checkpoint_dir, on_step)
 
 
 def _train(
+    rollouts: Rollouts[Any],
     trainers: dict[str, Trainer],
-    critics: Sequence[Transformer],
-    policy: Transformer,
-    reference: Transformer,
-    scorer: Scorer,
     estimate: Callable[[Sampled, dict[str, float]], Estimate],
-    prompts: Sequence[Sequence[int]],
-    stop: Sequence[int],
-    config: RolloutSettings,
-    seed: int,
     checkpoint_dir: Path | None,
     on_step: Callable[[Row], None] | None,
-    watch: Watch | None,
 ) -> TrainLog:
+    config: RolloutSettings = rollouts.config
     identity = {
         "config": config.model_dump(mode="json"),
-        "seed": seed,
-        "initial": [weights_digest(m) for m in (policy, *critics, reference)],
+        "seed": rollouts.seed,
+        "initial": [weights_digest(m) for m in (*(trainer.model for trainer in trainers.values()), rollouts.reference)],
     }
     first, numbers, log = _resume(checkpoint_dir, trainers, identity, config)
-    for rollout in range(first, config.rollouts + 1):
-        started = time.perf_counter()
-        sampled = _roll_out(policy, reference, scorer, prompts, stop, config, seed, rollout, watch)
-        groups = _groups(sampled, estimate(sampled, numbers))
-        row = _summary(sampled, groups, numbers, bool(critics)) | _update(trainers, groups, config, seed, rollout)
-        log.append({"step": rollout, **row, "seconds": time.perf_counter() - started})
-        check_skips(log, 2)
-        if config.kl_target is not None:
-            count = sum(len(group.answers) for group in groups)
-            numbers["kl_coefficient"] = adapt_kl(
-                numbers["kl_coefficient"], row["kl"], config.kl_target, count, config.kl_horizon
-            )
-        if checkpoint_dir is not None:
-            tensors = {
-                f"{who}.{name}": value for who, u in trainers.items() for name, value in u.tensors().items()
-            }
-            save_state(checkpoint_dir, rollout, tensors, {**identity, "numbers": numbers, "log": log})
-        if on_step is not None:
-            on_step(log[-1])
+    with ExitStack() as stack:
+        for trainer in trainers.values():
+            stack.enter_context(trainer)
+        for rollout in range(first, config.rollouts + 1):
+            log.append(_step(rollouts, trainers, estimate, numbers, rollout))
+            check_skips(log, 2)
+            if checkpoint_dir is not None:
+                tensors = {f"{who}.{name}": value for who, u in trainers.items() for name, value in u.tensors().items()}
+                save_state(checkpoint_dir, rollout, tensors, {**identity, "numbers": numbers, "log": log})
+            if on_step is not None:
+                on_step(log[-1])
     return log
 
 
-def _roll_out(
-    policy: Transformer,
-    reference: Transformer,
-    scorer: Scorer,
-    prompts: Sequence[Sequence[int]],
-    stop: Sequence[int],
-    config: RolloutSettings,
-    seed: int,
+def _step(
+    rollouts: Rollouts[Any],
+    trainers: dict[str, Trainer],
+    estimate: Callable[[Sampled, dict[str, float]], Estimate],
+    numbers: dict[str, float],
     rollout: int,
-    watch: Watch | None,
-) -> Sampled:
-    """Sample answers and score them."""
-    watched = rollout in watched_rollouts(config.rollouts)
-    drawn = _drawn(policy, scorer, prompts, stop, config, seed, rollout)
-    # The sort is stable: what differs in reward comes first, and all of it stays in the order of drawing.
-    chosen = sorted(sorted(range(len(drawn)), key=lambda i: not drawn[i].unequal)[: config.prompts])
-    asked, completions = [drawn[i].prompt for i in chosen], [drawn[i].completions for i in chosen]
-    answers = [[c.tokens for c in row] for row in completions]
-    scores = torch.tensor([s for i in chosen for s in drawn[i].scores], dtype=torch.float32)
-    finished = torch.tensor([float(c.finished) for row in completions for c in row])
-
-    def logprobs_of(model: Transformer, t: Targets) -> Tensor:
-        return model.token_logprobs(t.forest, t.positions, t.tokens, temperature=config.temperature)[0]
-
-    # The engine's log-probs are the trainer's: one forest mask serves both.
-    logprobs = base = torch.tensor([p for row in completions for c in row for p in c.logprobs])
-    lengths = torch.tensor([len(answer) for row in answers for answer in row])
-    kl = None
-    if watched or config.kl_coefficient:
-        with torch.no_grad():
-            base = torch.cat(_by_group(reference, logprobs_of, asked, answers, config.compute.micro_batch_tokens))
-        kl = float((logprobs - base).sum()) / len(lengths)
-    seen = watch(asked, completions) if watch is not None and watched else {}
-    score = sum(sum(one.scores) / len(one.scores) for one in drawn) / len(drawn)
-    unequal = sum(one.unequal for one in drawn) / len(drawn)
-    return Sampled(asked, answers, lengths, scores, finished, logprobs, base, kl, seen, score, unequal)
-
-
-class Drawn(NamedTuple):
-    """A prompt with its answers, their scores, and whether these (an answer that was cut off earning less) differ."""
-
-    prompt: list[int]
-    completions: Sequence[Completion]
-    scores: Sequence[float]
-    unequal: bool
-
-
-def _drawn(
-    policy: Transformer,
-    scorer: Scorer,
-    prompts: Sequence[Sequence[int]],
-    stop: Sequence[int],
-    config: RolloutSettings,
-    seed: int,
-    rollout: int,
-) -> list[Drawn]:
-    """A rollout's prompts, answered; and further ones, while too few are unequal and `resample` allows it."""
-    found: list[Drawn] = []
-    for again in range(1 + (config.resample if isinstance(config, GrpoSettings) else 0)):
-        # What is asked again comes from beyond the last rollout.
-        asked = [list(prompts[i]) for i in step_indices(rollout + again * config.rollouts, len(prompts), config.prompts, seed)]
-        own = np.random.default_rng([seed, rollout, again] if again else [seed, rollout])
-        params = SamplingParams(
-            n=config.answers,
-            temperature=config.temperature,
-            max_tokens=config.max_tokens,
-            stop=tuple(stop),
-            seed=int(own.integers(2**31)),
-        )
-        completions = Engine(policy).generate(asked, params)
-        for prompt, some, scores in zip(asked, completions, scorer(asked, completions), strict=True):
-            rewards = {s - config.unfinished_penalty * (not c.finished) for s, c in zip(scores, some, strict=True)}
-            found.append(Drawn(prompt, some, scores, len(rewards) > 1))
-        if sum(one.unequal for one in found) >= config.prompts:
-            break
-    return found
-
-
-def watched_rollouts(rollouts: int) -> frozenset[int]:
-    """The rollouts, counted from 1, whose KL divergence is measured whether it is penalised or not: even steps, first and last."""
-    return frozenset({*range(1, rollouts + 1, max(1, round(rollouts / WATCHED))), rollouts})
+) -> Row:
+    """One rollout and its updates; `numbers` become those of the next one."""
+    started = time.perf_counter()
+    config: RolloutSettings = rollouts.config
+    sampled = rollouts.sample(rollout)
+    groups = _groups(sampled, estimate(sampled, numbers))
+    row = _summary(sampled, groups, numbers, "critic" in trainers) | _update(trainers, groups, config, rollouts.seed, rollout)
+    if config.kl_target is not None:
+        answers = sum(len(group.answers) for group in groups)
+        kl = numbers["kl_coefficient"], row["kl"], config.kl_target
+        numbers["kl_coefficient"] = adapt_kl(*kl, answers, config.kl_horizon)
+    return {"step": rollout, **row, "seconds": time.perf_counter() - started}
 
 
 def _groups(found: Sampled, estimate: Estimate) -> list[Group]:
@@ -399,26 +259,6 @@ def _collate(groups: Sequence[Group], left_out: int) -> PpoBatch:
         returns=torch.cat([g.returns for g in groups]),
         left_out=left_out,
     )
-
-
-def _by_group(
-    model: Transformer,
-    compute: Callable[[Transformer, Targets], Tensor],
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[Sequence[int]]],
-    micro_batch_tokens: int,
-    by_answer: bool = False,
-) -> list[Tensor]:
-    """`compute` on all prompts with their answers, row by row; one CPU tensor per prompt, in order."""
-    device = next(model.parameters()).device
-    tokens = [sum(len(answer) for answer in row) for row in answers]
-    results: dict[int, Tensor] = {}
-    for row in pack([len(p) + n for p, n in zip(prompts, tokens, strict=True)], micro_batch_tokens):
-        targets = Targets.from_answers([prompts[i] for i in row], [answers[i] for i in row])
-        sizes = [len(answers[i]) if by_answer else tokens[i] for i in row]
-        found = compute(model, targets.to(device)).float().cpu().split(sizes)
-        results |= zip(row, found, strict=True)
-    return [results[i] for i in range(len(prompts))]
 
 
 def _resume(

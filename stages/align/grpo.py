@@ -6,7 +6,7 @@ from pydantic import Field
 
 from puna.models.training.settings import GrpoSettings
 from puna.stages.align.rewards import REWARDS, Reward
-from puna.stages.align.rollouts import Job, RolloutsConfig, needs, optimize
+from puna.stages.align.rollouts import RolloutsConfig, needs, optimize
 from puna.stages.contract import Model, Prompts, StageRun, stage
 from puna.stages.verifiers.scoring import verifiers_named
 
@@ -29,7 +29,4 @@ def grpo(
     """
     from puna.models.training.ppo import train_grpo
 
-    def drive(job: Job) -> list[dict[str, float]]:
-        return list(train_grpo(job.policy, job.reference, job.rewards, job.prompts, job.stop, config, run.seed("loop"), **job.options))
-
-    optimize(policy, reward_model, prompts, judges or (), config, run, drive, critic=False)
+    optimize(policy, reward_model, prompts, judges or (), config, run, train_grpo, critic=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from puna.models.training.settings import PpoSettings
-from puna.stages.align.rollouts import Job, RolloutsConfig, needs, optimize
+from puna.stages.align.rollouts import RolloutsConfig, needs, optimize
 from puna.stages.contract import Model, Prompts, StageRun, stage
 from puna.stages.verifiers.scoring import verifiers_named
 
@@ -25,9 +25,4 @@ def ppo(
     """
     from puna.models.training.ppo import train_ppo
 
-    def drive(job: Job) -> list[dict[str, float]]:
-        assert job.critic is not None
-        given = (job.policy, job.reference, job.rewards, job.critic, job.prompts, job.stop)
-        return list(train_ppo(*given, config, run.seed("loop"), **job.options))
-
-    optimize(policy, reward_model, prompts, judges or (), config, run, drive, critic=True)
+    optimize(policy, reward_model, prompts, judges or (), config, run, train_ppo, critic=True)

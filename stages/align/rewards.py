@@ -38,7 +38,7 @@ def rewards_of(
     """The rewards of answers to prompts, given as ids: the verifier's score, the reward model's number, or the product of the score
     and the sum of `floor` and the number's sigmoid. `asked` are the ids of `rows`.
     """
-    from puna.models.training.ppo import reward_model_scorer
+    from puna.models.training.rollouts import reward_model_scorer
 
     gold = None if scorer is None else gold_of(scorer, rows, asked, tokenizer)
     numbers = None if reward_model is None else reward_model_scorer(reward_model, micro_batch_tokens)

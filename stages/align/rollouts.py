@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from pydantic import Field
 
@@ -20,9 +20,6 @@ from puna.stages.training.train import check_one_tokenizer, context_limit, diver
 from puna.stages.verifiers.scoring import Scorer
 from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
-
-if TYPE_CHECKING:
-    from puna.models.transformer import Transformer
 
 
 class RolloutsConfig(RolloutSettings, AdapterConfig):
@@ -56,18 +53,6 @@ def _without(config: RolloutsConfig) -> str:
     return f"reward={config.reward} needs a reward_model; give one, or set reward=verifier"
 
 
-class Job(NamedTuple):
-    """What a driver of `models.training.ppo` is told, but for its settings."""
-
-    policy: Transformer
-    reference: Transformer
-    rewards: Callable[..., list[list[float]]]
-    critic: Transformer | None
-    prompts: list[list[int]]
-    stop: Sequence[int]
-    options: dict[str, Any]
-
-
 def optimize(
     policy: Artifact,
     reward_model: Artifact | None,
@@ -75,12 +60,14 @@ def optimize(
     judges: Sequence[Artifact],
     config: RolloutsConfig,
     run: StageRun,
-    drive: Callable[[Job], list[dict[str, float]]],
+    drive: Callable[..., list[dict[str, float]]],
     critic: bool,
 ) -> None:
-    """Render and check the prompts, have `drive` train the policy, and save it. `critic`: with one, which starts as the reward model,
-    without one as the policy with a head of zeros.
+    """Render and check the prompts, have `drive`, `train_ppo` or `train_grpo`, train the policy, and save it. `critic`: with one, which
+    starts as the reward model, without one as the policy with a head of zeros.
     """
+    from puna.models.training.rollouts import Rollouts
+
     if reward_model is None and config.reward != "verifier":
         raise PunaError(f"{run.stage}: {_without(config)}")
     if reward_model is not None:
@@ -97,13 +84,14 @@ def optimize(
         scalar = load_model(policy, "scalar", new=True)[0]
     reference = copy.deepcopy(model).requires_grad_(False)
     with divergence_named(run.stage), adapted(model, config, run) as scales:
-        options = {
-            "checkpoint_dir": run.scratch / "training",
-            "on_step": lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"),
-            "rate_scales": scales,
-            "watch": None if scorer is None or config.reward == "verifier" else _gold(gold_of(scorer, rows, asked, tokenizer)),
-        }
-        log = drive(Job(model, reference, rewards, scalar if critic else None, asked, tokenizer.stop_ids, options))
+        watch = None if scorer is None or config.reward == "verifier" else _gold(gold_of(scorer, rows, asked, tokenizer))
+        log = drive(
+            Rollouts(model, reference, rewards, asked, tokenizer.stop_ids, config, run.seed("loop"), watch),
+            *([scalar] if critic else []),
+            checkpoint_dir=run.scratch / "training",
+            on_step=lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"),
+            rate_scales=scales,
+        )
     if scorer is not None:
         scorer.report()
     write_log(log, run)

@@ -12,7 +12,8 @@ import torch
 from puna.models.config import ModelConfig
 from puna.models.training import objectives as o
 from puna.models.training.loop import weights_digest
-from puna.models.training.ppo import adapt_kl, reward_model_scorer, train_grpo, train_ppo
+from puna.models.training.ppo import adapt_kl, train_grpo, train_ppo
+from puna.models.training.rollouts import Rollouts, reward_model_scorer
 from puna.models.training.settings import GrpoSettings, PpoSettings
 from puna.models.transformer import Transformer
 
@@ -34,7 +35,11 @@ def share_of_nines(prompts, completions):
 
 def run(config: PpoSettings, policy: Transformer, scorer=share_of_nines, **more):
     critic = more.pop("critic", None) or model("scalar", 1)
-    return train_ppo(policy, model(), scorer, critic, PROMPTS, [STOP], config, seed=0, **more)
+    return train_ppo(Rollouts(policy, model(), scorer, PROMPTS, [STOP], config, seed=0), critic, **more)
+
+
+def by_group(config: GrpoSettings, policy: Transformer, scorer=share_of_nines, reference=None, watch=None, **more):
+    return train_grpo(Rollouts(policy, reference or model(), scorer, PROMPTS, [STOP], config, 0, watch), **more)
 
 
 def settings(**more) -> PpoSettings:
@@ -129,19 +134,19 @@ def test_the_score_rises_without_a_critic(tmp_path: Path, baseline: str):
             raise Stop
 
     whole, resumed = model(), model()
-    log = train_grpo(whole, model(), share_of_nines, PROMPTS, [STOP], config, seed=0)
+    log = by_group(config, whole)
     assert log[0]["score"] < 0.3 and log[-1]["score"] > 0.6 and "value_loss" not in log[0]
     assert 0 < log[0]["unequal_prompts"] <= 1
     with pytest.raises(Stop):
-        train_grpo(model(), model(), share_of_nines, PROMPTS, [STOP], config, seed=0, checkpoint_dir=tmp_path, on_step=stop)
-    train_grpo(resumed, model(), share_of_nines, PROMPTS, [STOP], config, seed=0, checkpoint_dir=tmp_path)
+        by_group(config, model(), checkpoint_dir=tmp_path, on_step=stop)
+    by_group(config, resumed, checkpoint_dir=tmp_path)
     assert weights_digest(resumed) == weights_digest(whole)
 
 
 def test_equal_answers_teach_nothing():
     policy, before = model(), weights_digest(model())
     config = group_settings(rollouts=1, kl_coefficient=0.0, unfinished_penalty=0.0)
-    (row,) = train_grpo(policy, model(), lambda _, found: [[0.5] * len(some) for some in found], PROMPTS, [STOP], config, seed=0)
+    (row,) = by_group(config, policy, lambda _, found: [[0.5] * len(some) for some in found])
     assert weights_digest(policy) == before and row["unequal_prompts"] == 0.0 == row["gradient_norm"]
 
 
@@ -153,7 +158,7 @@ def test_groups_that_teach_nothing_are_left_out_and_change_nothing():
     found = {}
     for weight in (0.0, 1e-12):  # with an entropy bonus, be it ever so small, every group is read
         policy = model()
-        log = train_grpo(policy, model(), scorer, PROMPTS, [STOP], config.replace(entropy_weight=weight), seed=0)
+        log = by_group(config.replace(entropy_weight=weight), policy, scorer)
         found[weight] = [p.detach() for p in policy.parameters()], log
     assert all(row["tokens"] < other["tokens"] and row["unequal_prompts"] == 0.75 for row, other in zip(found[0.0][1], found[1e-12][1], strict=True))
     assert [row["loss"] for row in found[0.0][1]] == pytest.approx([row["loss"] for row in found[1e-12][1]], abs=1e-5)
@@ -172,7 +177,7 @@ def test_prompts_whose_answers_earn_the_same_give_way_to_others():
     for resample in (0, 1, 3):
         asked.clear()
         config = GrpoSettings(**nested(rollouts=1, prompts=4, answers=4, max_tokens=4, minibatches=1, unfinished_penalty=0.0, kl_coefficient=0.0, resample=resample))
-        (row,) = train_grpo(model(), model(), scorer, PROMPTS, [STOP], config, seed=0)
+        (row,) = by_group(config, model(), scorer)
         seen[resample] = len(asked), row["tokens"]
         assert row["score"] == 0.75 and row["unequal_prompts"] == 0.5
     assert [count for count, _ in seen.values()] == [4, 8, 8]
@@ -196,7 +201,7 @@ def test_without_a_penalty_the_reference_is_computed_in_few_rollouts_only():
 
     for coefficient in (0.0, 1e-30):
         changed = config.replace(kl_coefficient=coefficient)
-        logs.append(train_grpo(model(), reference, share_of_nines, PROMPTS, [STOP], changed, seed=0, watch=watch))
+        logs.append(by_group(changed, model(), reference=reference, watch=watch))
     measured = [row["step"] for row in logs[0] if "kl" in row]
     assert measured == [*range(1, 20, 2), 20] and len(seen) == len(measured) + 20
     assert [row["step"] for row in logs[1] if row.get("watched") == 4.0] == measured
@@ -262,3 +267,14 @@ def test_the_reward_models_scores_do_not_depend_on_the_rows():
 def test_a_wrong_configuration_is_refused(wrong: dict):
     with pytest.raises(ValueError, match=next(iter(wrong)).replace("minibatches", "minibatch")):
         settings(**wrong)
+
+
+@pytest.mark.parametrize("who", ["policy", "critic"])
+def test_a_model_that_computed_in_bf16_gets_its_fp32_weights_back(who: str):
+    config = settings(precision="bf16", activation_checkpointing=True)
+    trained = {"policy": model(), "critic": model("scalar", 1)}
+    run(config, trained["policy"], critic=trained["critic"])
+    weights = [p.detach() for p in trained[who].parameters()]
+    assert all(w.dtype == torch.float32 for w in weights)
+    assert any(not torch.equal(w, w.bfloat16().float()) for w in weights)
+    assert not trained[who].model.checkpointing

@@ -93,7 +93,7 @@ def _seed(config: AverageConfig, store: Store) -> int:
 def test_the_weights_may_be_chosen_by_the_reward_of_reinforcement_learning(tmp_path: Path, tiny_model: Callable[..., Artifact]) -> None:
     """The verifier's score times floor plus sigmoid of the reward model's number, of every average made and asked one by one."""
     from puna.models.generation import Engine, SamplingParams
-    from puna.models.training.ppo import reward_model_scorer
+    from puna.models.training.rollouts import reward_model_scorer
     from puna.stages.training.train import load_model
 
     store = Store.open(tmp_path)

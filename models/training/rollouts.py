@@ -1,0 +1,176 @@
+"""What a rollout finds: prompts drawn, answered by the policy, scored, and held against the reference.
+
+Rollout k draws its prompts and its samples from (seed, k), whatever was drawn before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from puna.models.generation import Completion, Engine, SamplingParams
+from puna.models.training.objectives.base import Targets
+from puna.models.training.objectives.reward import answer_rewards
+from puna.models.training.packing import pack, step_indices
+from puna.models.training.settings import GrpoSettings, RolloutSettings
+from puna.models.transformer import Transformer
+
+Config = TypeVar("Config", bound=RolloutSettings)
+Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], Sequence[Sequence[float]]]
+Watch = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], dict[str, float]]
+"""Further numbers about a rollout's prompts and answers, which become columns of its row."""
+WATCHED = 8
+"""Rollouts of a run whose KL divergence is measured where it costs the reward nothing, beside the last one."""
+
+
+class Sampled(NamedTuple):
+    """A rollout's prompts and answers with what they scored; [A] by answer, [N] by answer token.
+
+    `kl`: nats per answer to the reference, whose log-probs are the policy's own, and count for nothing, where it is None. `score` and
+    `unequal`: the mean score, and the share of prompts whose answers differ in reward, of all that was drawn, which `resample` chose from.
+    """
+
+    asked: list[list[int]]
+    answers: list[list[list[int]]]
+    lengths: Tensor
+    scores: Tensor
+    finished: Tensor
+    logprobs: Tensor
+    reference: Tensor
+    kl: float | None
+    watched: dict[str, float]
+    score: float
+    unequal: float
+
+
+class Drawn(NamedTuple):
+    """A prompt with its answers, their scores, and whether these (an answer that was cut off earning less) differ."""
+
+    prompt: list[int]
+    completions: Sequence[Completion]
+    scores: Sequence[float]
+    unequal: bool
+
+
+@dataclass(frozen=True)
+class Rollouts(Generic[Config]):
+    """Where a training's answers come from.
+
+    `prompts` are token ids up to the assistant's header, `stop` the ids that end an answer. `scorer` gives each answer's reward:
+    `reward_model_scorer(model)`, or a verifier. `watch` is asked in the rollouts whose KL divergence is measured.
+    """
+
+    policy: Transformer
+    reference: Transformer
+    scorer: Scorer
+    prompts: Sequence[Sequence[int]]
+    stop: Sequence[int]
+    config: Config
+    seed: int
+    watch: Watch | None = None
+
+    def sample(self, rollout: int) -> Sampled:
+        """The answers of a rollout, counted from 1."""
+        config = self.config
+        measured = rollout in watched_rollouts(config.rollouts)
+        drawn = self._drawn(rollout)
+        # The sort is stable: what differs in reward comes first, and all of it stays in the order of drawing.
+        chosen = sorted(sorted(range(len(drawn)), key=lambda i: not drawn[i].unequal)[: config.prompts])
+        asked, completions = [drawn[i].prompt for i in chosen], [drawn[i].completions for i in chosen]
+        answers = [[c.tokens for c in row] for row in completions]
+        # The engine's log-probs are the trainer's: one forest mask serves both.
+        logprobs = base = torch.tensor([p for row in completions for c in row for p in c.logprobs])
+        lengths = torch.tensor([len(answer) for row in answers for answer in row])
+        kl = None
+        if measured or config.kl_coefficient:
+            base = self._reference_logprobs(asked, answers)
+            kl = float((logprobs - base).sum()) / len(lengths)
+        return Sampled(
+            asked=asked,
+            answers=answers,
+            lengths=lengths,
+            scores=torch.tensor([s for i in chosen for s in drawn[i].scores], dtype=torch.float32),
+            finished=torch.tensor([float(c.finished) for row in completions for c in row]),
+            logprobs=logprobs,
+            reference=base,
+            kl=kl,
+            watched=self.watch(asked, completions) if self.watch is not None and measured else {},
+            score=sum(sum(one.scores) / len(one.scores) for one in drawn) / len(drawn),
+            unequal=sum(one.unequal for one in drawn) / len(drawn),
+        )
+
+    def _drawn(self, rollout: int) -> list[Drawn]:
+        """A rollout's prompts, answered; and further ones, while too few are unequal and `resample` allows it."""
+        config, found = self.config, list[Drawn]()
+        for again in range(1 + (config.resample if isinstance(config, GrpoSettings) else 0)):
+            # What is asked again comes from beyond the last rollout.
+            places = step_indices(rollout + again * config.rollouts, len(self.prompts), config.prompts, self.seed)
+            asked = [list(self.prompts[i]) for i in places]
+            own = np.random.default_rng([self.seed, rollout, again] if again else [self.seed, rollout])
+            params = SamplingParams(
+                n=config.answers,
+                temperature=config.temperature,
+                max_tokens=config.max_tokens,
+                stop=tuple(self.stop),
+                seed=int(own.integers(2**31)),
+            )
+            completions = Engine(self.policy).generate(asked, params)
+            for prompt, some, scores in zip(asked, completions, self.scorer(asked, completions), strict=True):
+                rewards = {s - config.unfinished_penalty * (not c.finished) for s, c in zip(scores, some, strict=True)}
+                found.append(Drawn(prompt, some, scores, len(rewards) > 1))
+            if sum(one.unequal for one in found) >= config.prompts:
+                break
+        return found
+
+    @torch.no_grad()
+    def _reference_logprobs(self, asked: Sequence[list[int]], answers: Sequence[list[list[int]]]) -> Tensor:
+        """[N] log-probs of all answer tokens, fp32 on the CPU."""
+
+        def logprobs_of(model: Transformer, t: Targets) -> Tensor:
+            return model.token_logprobs(t.forest, t.positions, t.tokens, temperature=self.config.temperature)[0]
+
+        return torch.cat(by_group(self.reference, logprobs_of, asked, answers, self.config.compute.micro_batch_tokens))
+
+
+def reward_model_scorer(model: Transformer, micro_batch_tokens: int = 4096) -> Scorer:
+    """Scores of a reward model: its scalar head at each answer's last token."""
+
+    @torch.no_grad()
+    def score(
+        prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Completion]]
+    ) -> list[list[float]]:
+        answers = [[c.tokens for c in row] for row in completions]
+        parts = by_group(model, answer_rewards, prompts, answers, micro_batch_tokens, by_answer=True)
+        return [part.tolist() for part in parts]
+
+    return score
+
+
+def watched_rollouts(rollouts: int) -> frozenset[int]:
+    """The rollouts, counted from 1, whose KL divergence is measured whether it is penalised or not: even steps, first and last."""
+    return frozenset({*range(1, rollouts + 1, max(1, round(rollouts / WATCHED))), rollouts})
+
+
+def by_group(
+    model: Transformer,
+    compute: Callable[[Transformer, Targets], Tensor],
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[Sequence[int]]],
+    micro_batch_tokens: int,
+    by_answer: bool = False,
+) -> list[Tensor]:
+    """`compute` on all prompts with their answers, row by row; one CPU tensor per prompt, in order."""
+    device = next(model.parameters()).device
+    tokens = [sum(len(answer) for answer in row) for row in answers]
+    results: dict[int, Tensor] = {}
+    for row in pack([len(p) + n for p, n in zip(prompts, tokens, strict=True)], micro_batch_tokens):
+        targets = Targets.from_answers([prompts[i] for i in row], [answers[i] for i in row])
+        sizes = [len(answers[i]) if by_answer else tokens[i] for i in row]
+        found = compute(model, targets.to(device)).float().cpu().split(sizes)
+        results |= zip(row, found, strict=True)
+    return [results[i] for i in range(len(prompts))]
