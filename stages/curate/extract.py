@@ -17,7 +17,7 @@ from puna.stages.curate.extraction.library import library_text
 from puna.stages.curate.extraction.model import content, load
 from puna.stages.curate.extraction.repair import repaired
 from puna.stages.curate.extraction.scan import read_page
-from puna.stages.curate.extraction.technical import prepared
+from puna.stages.curate.extraction.technical import hinted, prepared
 from puna.stages.curate.extraction.text import text_of
 from puna.stages.curate.extraction.union import Origin, united
 from puna.stages.curate.extraction.whole import with_headline
@@ -25,6 +25,7 @@ from puna.storage.schemas import table_schema
 
 HTML_TYPES = ("text/html", "application/xhtml+xml")
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f\u00ad\u200b\u2060\ufeff\ufffe\uffff]")
+SPACES = " \t\u00a0"
 LINE_END_SPACE = re.compile(r"(?<![ \t\u00a0])[ \t\u00a0]+$", re.MULTILINE)  # linear: only the first of a run is tried
 BLANK_LINES = re.compile(r"\n{3,}")
 MAX_ATTRIBUTES = 5000  # of one tag; the parser compares each with all
@@ -140,7 +141,7 @@ def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfi
         if len(body) > config.max_body_bytes:
             raise Unreadable("extract_too_large", "the page is too large", float(len(body)), float(config.max_body_bytes))
         title, text, origin = html_text(decode(body, charset, html=True), config)
-        text = BLANK_LINES.sub("\n\n", LINE_END_SPACE.sub("", CONTROLS.sub("", repaired(text)))).strip("\n")
+        text = _without_trailing_space(CONTROLS.sub("", repaired(text)))
     elif media.startswith("text/"):
         wide = body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or (charset or "").startswith("utf-16")
         if not wide and body.count(0) > len(body) // 1000:
@@ -157,16 +158,24 @@ def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfi
     return PageText(title, text, origin)
 
 
+def _without_trailing_space(text: str) -> str:
+    """The text without white space at the ends of lines and without more than one blank line; plain searches spare most texts a pattern."""
+    if any(space + "\n" in text or text.endswith(space) for space in SPACES):
+        text = LINE_END_SPACE.sub("", text)
+    return (BLANK_LINES.sub("\n\n", text) if "\n\n\n" in text else text).strip("\n")
+
+
 def html_text(html: str, config: ExtractConfig) -> PageText:
     """Title and main text of an HTML page; raises Unreadable where the page is built to hang a parser."""
     from resiliparse.parse.html import HTMLParserException, HTMLTree
 
-    if _check_burden(html, config).options > MAX_OPTIONS:
+    encoded = html.encode("utf-8", "replace")
+    if _check_burden(encoded, config).options > MAX_OPTIONS:
         html = OPTION.sub("", html)
     try:
         tree = HTMLTree.parse(html)
         title = CONTROLS.sub("", repaired(tree.title or "")).strip() or None
-        if config.code_and_maths:
+        if config.code_and_maths and hinted(encoded):
             html = prepared(tree, html)
         if config.extractor == "resiliparse":
             return PageText(title, library_text(html, config.fallback_fraction))
@@ -189,9 +198,9 @@ def html_text(html: str, config: ExtractConfig) -> PageText:
         raise Unreadable("extract_failed", f"{type(error).__name__}: {error}") from error
 
 
-def _check_burden(html: str, config: ExtractConfig) -> Burden:
+def _check_burden(html: bytes, config: ExtractConfig) -> Burden:
     """Refuse a page that would take a parser too much time or memory."""
-    found = burden(html.encode("utf-8", "replace"))
+    found = burden(html)
     tags, depth, attributes, copies, _ = found
     if depth > config.max_depth:
         raise Unreadable("extract_too_deep", "the elements are nested too deep", float(depth), float(config.max_depth))

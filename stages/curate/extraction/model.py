@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from puna.kernels.compiled import njit
 from puna.stages.curate.extraction import features
 from puna.stages.curate.extraction import layout as L
 from puna.stages.curate.extraction.alike import agreed, once
@@ -23,7 +24,7 @@ from puna.stages.curate.extraction.comments import without_comments
 from puna.stages.curate.extraction.cut import best_cut
 from puna.stages.curate.extraction.layout import Scan
 from puna.stages.curate.extraction.tags import NUMBER
-from puna.stages.curate.extraction.trees import Trees, logits
+from puna.stages.curate.extraction.trees import Splits, Trees, logits, splits
 from puna.stages.curate.extraction.whole import made_whole
 
 WEIGHTS = Path(__file__).parent / "extractor.safetensors"
@@ -32,6 +33,7 @@ TYPE_BUCKETS = 1 << 12
 CERTAIN = np.log(2)  # twice as probable as not
 BODY_SALT = np.uint64(0x9E3779B97F4A7C15)
 FEATURES = len(features.names())
+T_HTML, T_BODY = NUMBER["html"], NUMBER["body"]
 
 
 class Model(NamedTuple):
@@ -41,7 +43,7 @@ class Model(NamedTuple):
     text_weights: NDArray[np.float32]  # [features.BUCKETS]
     type_weights: NDArray[np.float32]  # [TYPE_BUCKETS, page types]
     type_bias: NDArray[np.float32]  # [page types]
-    trees: Trees
+    trees: Splits
 
 
 @lru_cache(maxsize=1)
@@ -51,19 +53,28 @@ def load() -> Model:
 
     found = load_file(WEIGHTS)
     linear = {name: found[name].astype(np.float32) for name in Model._fields if name in found}
-    return Model(**linear, trees=Trees(**{field: found[f"trees.{field}"] for field in Trees._fields}))
+    return Model(**linear, trees=splits(Trees(**{field: found[f"trees.{field}"] for field in Trees._fields})))
 
 
+@njit(cache=True)
 def page_words(page: Scan) -> NDArray[np.int64]:
-    """Buckets of the words about the page: types and address from its head, classes of its body."""
-    found = [page.page]
-    for tag in ("html", "body"):
-        rows = np.flatnonzero(page.elements[:, L.TAG] == NUMBER[tag])[:1]
-        for row in rows:
-            stop = page.elements[row + 1, L.TOKENS] if row + 1 < len(page.elements) else len(page.tokens)
-            found.append(page.tokens[page.elements[row, L.TOKENS] : stop] ^ BODY_SALT)
-    words = np.concatenate(found)
-    return np.unique((words ^ (words >> np.uint64(29))) & np.uint64(TYPE_BUCKETS - 1)).astype(np.int64)
+    """Buckets of the words about the page, sorted: types and address from its head, classes of its body."""
+    words = np.empty(len(page.page) + 2 * L.MAX_TOKENS, np.uint64)
+    words[: len(page.page)] = page.page
+    count, html, body = len(page.page), False, False
+    for e in range(len(page.elements)):
+        tag = page.elements[e, L.TAG]
+        if (tag == T_HTML and not html) or (tag == T_BODY and not body):
+            html, body = html or tag == T_HTML, body or tag == T_BODY
+            stop = page.elements[e + 1, L.TOKENS] if e + 1 < len(page.elements) else len(page.tokens)
+            for t in range(page.elements[e, L.TOKENS], stop):
+                words[count] = page.tokens[t] ^ BODY_SALT
+                count += 1
+        if html and body:
+            break
+    for w in range(count):
+        words[w] = (words[w] ^ (words[w] >> np.uint64(29))) & np.uint64(TYPE_BUCKETS - 1)
+    return np.unique(words[:count]).astype(np.int64)
 
 
 def block_rows(
@@ -80,7 +91,7 @@ def block_rows(
     return rows
 
 
-def chances(page: Scan, trees: Trees, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+def chances(page: Scan, trees: Splits, rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """Chance of each block to be content [blocks], from what the trees see of it."""
     found: NDArray[np.float32] = 1 / (1 + np.exp(-agreed(page, logits(trees, rows))))
     return found

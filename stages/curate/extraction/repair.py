@@ -9,7 +9,13 @@ from __future__ import annotations
 import functools
 import re
 
+import numpy as np
+from numpy.typing import NDArray
+
+from puna.kernels.compiled import njit
+
 C1 = re.compile("[\x80-\x9f]")
+FIRST, LATER, CONTROL = 1, 2, 4  # roles of a character, see `_roles`; LATER is FIRST << 1
 MEANT_A_SPACE = re.compile("Ã(?=[ \u00a0])")  # "à" whose second byte became a space; some languages write "Ã" at a word's end
 
 
@@ -17,27 +23,58 @@ def repaired(text: str) -> str:
     """The text with its doubly encoded lines decoded once more, and what Windows-1252 has in the places of C1 controls."""
     if text.isascii():
         return text
+    pair, control = _told(text)
+    if pair:
+        text = _decoded_again(text)
+    if control or (pair and C1.search(text)):
+        from ftfy.fixes import fix_c1_controls
+
+        return C1.sub("", fix_c1_controls(text))
+    return text
+
+
+def _decoded_again(text: str) -> str:
+    """The text with the lines that have a suspicious pair repaired, where one of them is bad beyond doubt."""
     from ftfy import fix_encoding
     from ftfy.badness import is_bad
-    from ftfy.fixes import fix_c1_controls
 
     lines = text.split("\n")
-    suspicious = [place for place, line in enumerate(lines) if not line.isascii() and _suspicious().search(line)]
-    if any(is_bad(MEANT_A_SPACE.sub("", lines[place])) for place in suspicious):
-        for place in suspicious:
-            lines[place] = fix_encoding(lines[place])
-        text = "\n".join(lines)
-    return C1.sub("", fix_c1_controls(text)) if C1.search(text) else text
+    suspicious = [place for place, line in enumerate(lines) if not line.isascii() and _told(line)[0]]
+    if not any(is_bad(MEANT_A_SPACE.sub("", lines[place])) for place in suspicious):
+        return text
+    for place in suspicious:
+        lines[place] = fix_encoding(lines[place])
+    return "\n".join(lines)
+
+
+def _told(text: str) -> tuple[bool, bool]:
+    """Whether the text has a pair such as double encoding makes, and whether it has a C1 control."""
+    pair, control = _looked_at(np.frombuffer(text.encode("utf-16-le", "surrogatepass"), np.uint16), _roles())
+    return bool(pair), bool(control)
 
 
 @functools.cache
-def _suspicious() -> re.Pattern[str]:
-    """A character that the first byte of a UTF-8 character is in some encoding of one byte, and one that a later byte is."""
+def _roles() -> NDArray[np.uint8]:
+    """Of each UTF-16 unit: `FIRST`, the first byte of a character in UTF-8 is it in some encoding of one byte a character; `LATER`,
+    a later byte is; `CONTROL`, it is a C1 control."""
     import ftfy.bad_codecs  # noqa: F401 - it names the encodings with no gaps
     from ftfy.chardata import CHARMAP_ENCODINGS
 
-    first, later = (
-        re.escape("".join(sorted({char for name in CHARMAP_ENCODINGS for char in bytes(numbers).decode(name, "ignore")})))
-        for numbers in (range(0xC2, 0xF5), range(0x80, 0xC0))
-    )
-    return re.compile(f"[{first}][{later}]")
+    found = np.zeros(1 << 16, np.uint8)
+    for role, numbers in ((FIRST, range(0xC2, 0xF5)), (LATER, range(0x80, 0xC0))):
+        for name in CHARMAP_ENCODINGS:
+            found[[ord(character) for character in bytes(numbers).decode(name, "ignore")]] |= role
+    found[0x80:0xA0] |= CONTROL
+    return found
+
+
+@njit(cache=True)
+def _looked_at(units: NDArray[np.uint16], roles: NDArray[np.uint8]) -> tuple[int, int]:
+    """Whether a unit that is `FIRST` stands before one that is `LATER`; whether there is a `CONTROL`. Not 0 where it is so."""
+    pair = control = before = np.int64(0)
+    for unit in units:
+        role = np.int64(roles[unit] if unit >= 0x80 else 0)
+        pair |= before << 1 & role
+        control |= role & CONTROL
+        before = role & FIRST
+    return int(pair), int(control)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-# A page without any of these is left alone: most pages are. Plain searches, because a pattern takes as long as all the rest.
-HINTS = ("<math", "<MATH", "math/tex", "blob-code", "blob-num", "hljs-ln", "CodeMirror", "lineno", "line-number", "gutter")
+from puna.stages.curate.extraction.search import Words
+
+# A page without any of these has nothing to prepare: most pages are without.
+HINTS = Words("<math", "<MATH", "math/tex", "blob-code", "blob-num", "hljs-ln", "CodeMirror", "lineno", "line-number", "gutter")
 NUMBERS = (
     "td.linenos, td.lineno, td.gutter, td.rouge-gutter, td.blob-num, td.hljs-ln-numbers, pre.lineno, pre.linenos, "
     "pre .lineno, pre .linenos, pre .line-numbers-rows, pre .line-number, .CodeMirror-linenumber, .CodeMirror-gutters"
@@ -31,10 +33,15 @@ MAX_FORMULAS = 2000  # of a page, in time that stays short; what is beyond stays
 MAX_STEPS = 3  # from a cell to its table: row, body, table
 
 
+def hinted(html: bytes) -> bool:
+    """Whether a page in UTF-8 may have code or maths for `prepared`."""
+    return HINTS.any_in(html)
+
+
 def prepared(tree: Any, html: str) -> str:
     """Rewrite code and maths of the page `html` that Resiliparse has parsed, in place; returns the page as it is then."""
     document = tree.document
-    if document is None or not any(hint in html for hint in HINTS):
+    if document is None:
         return html
     changed = False
     for element in document.query_selector_all(NUMBERS)[:]:  # a slice is a list; the collection makes all elements anew for each

@@ -40,7 +40,7 @@ from puna.stages.curate.extraction.model import (
 )
 from puna.stages.curate.extraction.scan import read_page
 from puna.stages.curate.extraction.text import text_of
-from puna.stages.curate.extraction.trees import Trees
+from puna.stages.curate.extraction.trees import Trees, splits
 from puna.storage import PunaError
 
 FOLDS = 4
@@ -296,7 +296,7 @@ def all_rows(data: Corpus) -> NDArray[np.float32]:
 
 def unseen_texts(data: Corpus, rows: NDArray[np.float32], fold: int) -> dict[str, str]:
     """Texts of a fold's pages, by file, by trees that did not see the fold."""
-    trees = fit_trees(rows, data, fold)
+    trees = splits(fit_trees(rows, data, fold))
     texts = {}
     for number, page in enumerate(data.pages):
         if page.fold == fold:

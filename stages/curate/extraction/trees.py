@@ -9,6 +9,12 @@ from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
 
+LANES = 32  # rows side by side
+MAX_LEAVES = 32  # of a tree, a bit each
+EVERY = np.uint32(0xFFFFFFFF)
+# The top five bits of this times 2**k are another number for each k < 32 (de Bruijn): where the lowest bit's leaf is kept.
+LOWEST = np.uint32(0x077CB531)
+
 
 class Trees(NamedTuple):
     """Binary trees one after the other: node i sends a row left where row[feature[i]] <= threshold[i].
@@ -24,35 +30,72 @@ class Trees(NamedTuple):
     leaf: NDArray[np.float32]
 
 
+class Splits(NamedTuple):
+    """The same trees, their nodes sorted by feature and threshold; `starts` [features + 1]: where each feature's begin.
+
+    `stays`: of the tree's leaves, from the left, a bit each, those that a row above the threshold may still reach. `leaf` [trees, 32]:
+    values in the order of `LOWEST`.
+    """
+
+    starts: NDArray[np.int64]
+    threshold: NDArray[np.float32]
+    tree: NDArray[np.int64]
+    stays: NDArray[np.uint32]
+    leaf: NDArray[np.float32]
+
+
+def splits(trees: Trees) -> Splits:
+    """Trees in the order in which `logits` goes through them."""
+    tree, stays = np.zeros(len(trees.feature), np.int64), np.zeros(len(trees.feature), np.uint32)
+    leaf = np.zeros((len(trees.roots), MAX_LEAVES), np.float32)
+
+    def leaves(node: int, number: int, first: int) -> int:
+        """Settle what is below a node, whose leftmost leaf is `first`; returns the leaf after its last."""
+        if node < 0:
+            if first == MAX_LEAVES:
+                raise ValueError(f"tree {number} has more than {MAX_LEAVES} leaves; train it with fewer (num_leaves)")
+            leaf[number, (int(LOWEST) << first & int(EVERY)) >> 27] = trees.leaf[~node]
+            return first + 1
+        middle = leaves(int(trees.left[node]), number, first)
+        tree[node], stays[node] = number, int(EVERY) & ~((1 << middle) - (1 << first))
+        return leaves(int(trees.right[node]), number, middle)
+
+    for number, root in enumerate(trees.roots.tolist()):
+        leaves(root, number, 0)
+    order = np.lexsort((trees.threshold, trees.feature))
+    starts = np.searchsorted(trees.feature[order], np.arange(int(trees.feature.max(initial=-1)) + 2))
+    return Splits(starts, trees.threshold[order], tree[order], stays[order], leaf)
+
+
 @njit(cache=True)
-def logits(trees: Trees, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+def logits(trees: Splits, rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """Sums of the trees' leaves [rows].
 
-    Four rows go down a tree side by side: one waits for memory while another steps, which takes 0.6 of the time.
+    Rows do not go down the trees: each threshold below a row's value takes the leaves on its left from those that the row may
+    reach, the leftmost of which is left (QuickScorer, Lucchese et al. 2015). Rows side by side share instructions without a jump.
     """
-    roots, feature, threshold, leaf = trees.roots, trees.feature, trees.threshold, trees.leaf
-    child = np.stack((trees.left, trees.right), 1)
-    out = np.zeros(len(rows), np.float32)
-    whole = len(rows) // 4 * 4
-    for root in roots:
-        for r in range(0, whole, 4):
-            a = b = c = d = root
-            while a >= 0 or b >= 0 or c >= 0 or d >= 0:
-                if a >= 0:
-                    a = child[a, np.int64(rows[r, feature[a]] > threshold[a])]
-                if b >= 0:
-                    b = child[b, np.int64(rows[r + 1, feature[b]] > threshold[b])]
-                if c >= 0:
-                    c = child[c, np.int64(rows[r + 2, feature[c]] > threshold[c])]
-                if d >= 0:
-                    d = child[d, np.int64(rows[r + 3, feature[d]] > threshold[d])]
-            out[r] += leaf[~a]
-            out[r + 1] += leaf[~b]
-            out[r + 2] += leaf[~c]
-            out[r + 3] += leaf[~d]
-        for r in range(whole, len(rows)):
-            a = root
-            while a >= 0:
-                a = child[a, np.int64(rows[r, feature[a]] > threshold[a])]
-            out[r] += leaf[~a]
+    starts, threshold, tree, stays, leaf = trees
+    count = len(rows)
+    out = np.zeros(count, np.float32)
+    reach, values = np.empty((len(leaf), LANES), np.uint32), np.empty(LANES, np.float32)
+    for first in range(0, count, LANES):
+        lanes = min(LANES, (count - first + 7) // 8 * 8)  # a constant number would be unrolled, and then not be vectorised
+        reach[:] = EVERY
+        for f in range(len(starts) - 1):
+            if starts[f] == starts[f + 1]:
+                continue
+            highest = np.float32(-np.inf)
+            for k in range(lanes):
+                values[k] = rows[min(first + k, count - 1), f]
+                highest = max(highest, values[k])
+            for node in range(starts[f], starts[f + 1]):
+                above, left, t = threshold[node], stays[node], tree[node]
+                if not highest > above:
+                    break
+                for k in range(lanes):
+                    reach[t, k] &= left | (np.uint32(values[k] > above) - np.uint32(1))
+        for t in range(len(leaf)):
+            for k in range(min(lanes, count - first)):
+                lowest = reach[t, k] & (~reach[t, k] + np.uint32(1))
+                out[first + k] += leaf[t, np.uint32(lowest * LOWEST) >> np.uint32(27)]
     return out

@@ -20,11 +20,11 @@ from puna.stages.curate.extraction.groups import group_sums, groups
 from puna.stages.curate.extraction.labels import label
 from puna.stages.curate.extraction.model import content, judge, load
 from puna.stages.curate.extraction.scan import read_page, scan
-from puna.stages.curate.extraction.search import find
+from puna.stages.curate.extraction.search import Words, find
 from puna.stages.curate.extraction.tags import NUMBER
 from puna.stages.curate.extraction.text import text_of
 from puna.stages.curate.extraction.training import as_arrays
-from puna.stages.curate.extraction.trees import logits
+from puna.stages.curate.extraction.trees import LANES, logits, splits
 from puna.stages.curate.extraction.union import found_in
 from puna.stages.curate.extraction.whole import made_whole, with_headline
 
@@ -281,11 +281,52 @@ def test_trees_give_the_sum_of_their_leaves():
     def split(feature, threshold, left, right):
         return {"split_feature": feature, "threshold": threshold, "left_child": left, "right_child": right}
 
-    trees = as_arrays([split(0, 1.5, leaf(1.0), split(1, 0.0, leaf(2.0), leaf(4.0))), leaf(8.0)])
+    trees = splits(as_arrays([split(0, 1.5, leaf(1.0), split(1, 0.0, leaf(2.0), leaf(4.0))), leaf(8.0)]))
     rows = np.array([[1.5, 9], [2, 0], [2, 0.5]], np.float32)
     assert logits(trees, rows).tolist() == [9.0, 10.0, 12.0]
-    many = np.random.default_rng(0).integers(0, 3, 23)  # rows go in fours and then one by one
+    many = np.random.default_rng(0).integers(0, 3, LANES + 3)  # more than go side by side
     assert logits(trees, rows[many]).tolist() == np.array([9.0, 10.0, 12.0])[many].tolist()
+
+
+def test_trees_send_rows_where_their_nodes_say():
+    generator = np.random.default_rng(3)
+
+    def grown(depth):
+        if depth == 0 or generator.random() < 0.15:
+            return {"leaf_value": float(generator.normal())}
+        split = {"split_feature": int(generator.integers(0, 5)), "threshold": float(generator.integers(0, 4))}
+        return split | {"left_child": grown(depth - 1), "right_child": grown(depth - 1)}
+
+    def leaf_of(node, row):
+        while "leaf_value" not in node:
+            node = node["left_child" if row[node["split_feature"]] <= node["threshold"] else "right_child"]
+        return np.float32(node["leaf_value"])
+
+    structures = [grown(5) for _ in range(20)]
+    rows = generator.integers(-1, 5, (LANES + 11, 5)).astype(np.float32)
+    wanted = np.zeros(len(rows), np.float32)
+    for structure in structures:
+        wanted += [leaf_of(structure, row) for row in rows]
+    assert logits(splits(as_arrays(structures)), rows).tolist() == wanted.tolist()
+    with pytest.raises(ValueError, match="more than 32 leaves"):
+        chain = {"leaf_value": 0.0}
+        for _ in range(32):
+            chain = {"split_feature": 0, "threshold": 0.0, "left_child": {"leaf_value": 0.0}, "right_child": chain}
+        splits(as_arrays([chain]))
+
+
+def test_words_are_found_together_wherever_they_stand():
+    generator = np.random.default_rng(4)
+    alphabet = np.frombuffer(b"abcd", np.uint8)
+    words = Words("abcda", "ddddd", "bcdabcab", "cabbage")
+    found = 0
+    for _ in range(800):
+        text = generator.choice(alphabet, int(generator.integers(0, 120))).tobytes()
+        wanted = any(word in text for word in (b"abcda", b"ddddd", b"bcdabcab", b"cabbage"))
+        assert words.any_in(text) == wanted, text
+        found += wanted
+    assert 40 < found < 760
+    assert words.any_in(b"xxcabbage") and words.any_in(b"cabbage") and not words.any_in(b"cabbag") and not words.any_in(b"")
 
 
 def test_the_model_prefers_sentences_to_menus():
