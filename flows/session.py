@@ -152,7 +152,7 @@ def session(
             store.record(run, runs.finished())
             ending = ("COMPLETED", None)
             if report:
-                page = _report(store, run)
+                page = _report(made)
                 console.say(f"report: {page}")
         except Exception as error:
             ending = ("FAILED", str(error) or type(error).__name__)
@@ -176,7 +176,22 @@ def session(
             reporter.end(*ending, report=page)
 
 
-def _report(store: Store, run: str) -> str:
+def _report(session: Session) -> str:
+    """Where the page about the run lies. A run that made something has workers: one of them reads the rows that the page tells of."""
     from puna.flows.report import write, written_before
 
-    return str(written_before(store, run) or write(store, run, None))
+    store, run = session.store, session.run
+    if (page := written_before(store, run)) is None:
+        if session.executor is None or all(outcome.reused for _, outcome in session.outcomes):
+            page = write(store, run, None)
+        else:
+            page = store.files.local(session.executor.submit(_written, store.uri, run).result())
+    return str(page)
+
+
+def _written(address: str, run: str) -> str:
+    """In a worker: write the page about a run of the store at an address; returns its name in the store."""
+    from puna.flows.report import place, write
+
+    write(Store.open(address), run, None)
+    return place(run)

@@ -226,7 +226,7 @@ class Artifact:
             found: dict[str, Stat] = self.files.stats(self.place)
             versions = {n: s.version for n, s in found.items() if n in self.manifest.files}
         try:
-            self.files.write(f"{self.place}/{CHECKED}", json.dumps(versions).encode())
+            self.files.write(f"{self.place}/{CHECKED}", json.dumps(versions).encode(), lasting=False)
         except OSError:
             return
 

@@ -7,7 +7,6 @@ by fetching its run of every file. Keys are cut by their leading bits, so that p
 from __future__ import annotations
 
 import bisect
-import os
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -168,8 +167,8 @@ def _write(how: Scatter, held: list[pa.Table], number: int) -> tuple[str, Offset
     ends = np.cumsum(np.bincount(place, minlength=how.partitions)).tolist()
     name = f"{how.staging.folder}/{how.job}-{number:03d}-{uuid.uuid4().hex[:8]}.runs"
     found, before = [], 0
-    with how.staging.temporary() as folder:
-        with (folder / "runs").open("wb") as file:
+    with how.staging.file() as path:
+        with path.open("wb") as file:
             for end in ends:
                 if end > before:
                     buffer = pa.BufferOutputStream()
@@ -180,9 +179,7 @@ def _write(how: Scatter, held: list[pa.Table], number: int) -> tuple[str, Offset
                     file.write(data)
                 found.append(file.tell())
                 before = end
-            file.flush()
-            os.fsync(file.fileno())
-        how.staging.files.put(name, folder / "runs")
+        how.staging.files.put(name, path)
     return name, np.array(found, np.int64)
 
 

@@ -10,7 +10,7 @@ import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,14 +73,14 @@ class Files(Protocol):
     def swap(self, name: str, data: bytes, version: str | None) -> bool:
         """Write a small file where it still has this version (None: where there is none); False where it has another."""
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write a small file, whatever was there; it exists whole or not at all."""
+    def write(self, name: str, data: bytes, *, lasting: bool = True) -> None:
+        """Write a small file, whatever was there; it exists whole or not at all: after a loss of power only where it is `lasting`."""
 
     def append(self, name: str, line: bytes) -> None:
         """Add one line to a log; what a crash cut short takes no other line with it."""
 
     def put(self, name: str, file: Path) -> None:
-        """Take a local file, that is synced, into the place; the local file is gone afterwards."""
+        """Take a local file, synced where it is to outlive a loss of power, into the place; the local file is gone afterwards."""
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with all that is in it; what is not there is left so. Half-removed, it is no artifact."""
@@ -191,11 +191,9 @@ class LocalFiles:
             self.write(name, data)
             return True
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes, *, lasting: bool = True) -> None:
         """See `Files`."""
-        file = self.root / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(file, data)
+        self._in_folder(name, lambda file: write_bytes(file, data, lasting=lasting))
 
     def append(self, name: str, line: bytes) -> None:
         """See `Files`."""
@@ -207,9 +205,16 @@ class LocalFiles:
 
     def put(self, name: str, file: Path) -> None:
         """See `Files`."""
-        target = self.root / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(file, target)
+        self._in_folder(name, lambda target: os.replace(file, target))
+
+    def _in_folder(self, name: str, write: Callable[[Path], None]) -> None:
+        """Write a file, whose folder is made where there is none: most often there is one."""
+        path = self.root / name
+        try:
+            write(path)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path)
 
     def remove(self, name: str) -> None:
         """See `Files`."""
@@ -234,8 +239,7 @@ class LocalFiles:
             shutil.rmtree(made)
         made.mkdir(parents=True)
         for name, file in content.items():
-            (made / name).parent.mkdir(parents=True, exist_ok=True)
-            os.rename(self.root / file, made / name)
+            self.put(f"{staging}/{name}", self.root / file)
         write_bytes(made / last[0], last[1])
         for path, _, _ in os.walk(made):
             sync(Path(path))
@@ -303,15 +307,17 @@ def _stat(found: os.stat_result) -> Stat:
     return Stat(found.st_size, f"{found.st_ino}-{found.st_mtime_ns}", found.st_mtime)
 
 
-def write_bytes(file: Path, data: bytes) -> None:
-    """Write a small file so that it exists whole or not at all, a loss of power included."""
+def write_bytes(file: Path, data: bytes, *, lasting: bool = True) -> None:
+    """Write a small file so that it exists whole or not at all, where it is `lasting` a loss of power included."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     with temporary.open("wb") as out:
         out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
+        if lasting:
+            out.flush()
+            os.fsync(out.fileno())
     os.replace(temporary, file)
-    sync(file.parent)
+    if lasting:
+        sync(file.parent)
 
 
 def sync(path: Path) -> None:

@@ -193,7 +193,7 @@ class S3Files(Bucket):
             return None
         return found.attributes.get(NONCE, ""), found.meta["e_tag"] or ""
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes, *, lasting: bool = True) -> None:
         """See `Files`."""
         self._put(name, data, "overwrite", "")
 

@@ -1,7 +1,7 @@
 """What workers leave of unfinished work: shards in final form, each with a record of its checksums.
 
 A record is written after its files. What an earlier attempt left is compared with its record before it is used; what is damaged
-goes and is made again.
+goes and is made again. So records and what is regrouped need not outlive a loss of power; shards, which are committed, do.
 """
 
 from __future__ import annotations
@@ -74,6 +74,15 @@ class Staging:
         finally:
             shutil.rmtree(path)
 
+    @contextlib.contextmanager
+    def file(self) -> Iterator[Path]:
+        """The path of a local file to write, which may be moved elsewhere."""
+        path = self.files.scratch(self.folder) / f".{os.getpid()}-{uuid.uuid4().hex}"
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
     def keep(self, job: str, made: dict[str, Written], temporary: Path, **more: Any) -> list[Staged]:
         """Move the files that a job wrote (`TABLE.parquet` and beside it) into the staging folder and write its record."""
         found = []
@@ -93,7 +102,7 @@ class Staging:
     def note(self, job: str, value: Any) -> None:
         """Write the record of a job."""
         text = json.dumps(value, default=vars)
-        self.files.write(f"{self.folder}/{job}.json", f'{{"made": {text}, "checksum": "{_checksum(text)}"}}'.encode())
+        self.files.write(f"{self.folder}/{job}.json", f'{{"made": {text}, "checksum": "{_checksum(text)}"}}'.encode(), lasting=False)
 
     def noted(self, job: str) -> Any:
         """What the record of a job says; None where there is none. A damaged one is removed, `Damaged` says so."""

@@ -84,7 +84,7 @@ class Work:
 
     def uses(self, inputs: list[InputRecord]) -> None:
         """Say what the work reads, so that `gc` leaves it in place while the work goes on."""
-        self.files.write(f"{self.place}/{INPUTS}", json.dumps([i.key for i in inputs if i.kind != "external"]).encode())
+        self.files.write(f"{self.place}/{INPUTS}", json.dumps([i.key for i in inputs if i.kind != "external"]).encode(), lasting=False)
 
     def add(self, table: str, rows: pa.Table, name: str) -> None:
         """Write a part of a table; it is checked against the table's schema."""

@@ -13,7 +13,7 @@ from puna.flows.report.page import MAKER, comparison, page
 from puna.flows.report.run import Run
 from puna.storage import PunaError, Store
 
-__all__ = ["write", "written_before"]
+__all__ = ["place", "write", "written_before"]
 
 HEAD_BYTES = 1024
 """Of a page, in which it says what code made it."""
@@ -30,8 +30,8 @@ def write(store: Store, run: str, output: Path | None, compare: str | None = Non
     about = Run.open(store, run)
     other = None if compare is None else Run.open(store, compare)
     name = about.log.name
-    place = f"runs/{name}.html" if other is None else f"runs/{other.log.name}-{name}.html"
-    target = output if output is not None else Path(store.uri) / place
+    own = place(name if other is None else f"{other.log.name}-{name}")
+    target = output if output is not None else Path(store.uri) / own
     if target.is_dir():
         raise PunaError(f"report {target}: is a folder; give the name of an HTML file")
     try:
@@ -42,8 +42,8 @@ def write(store: Store, run: str, output: Path | None, compare: str | None = Non
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         if output is None:
-            store.files.write(place, content)
-            return store.files.local(place)
+            store.files.write(own, content)
+            return store.files.local(own)
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(content)
         os.replace(temporary, target)
@@ -52,6 +52,11 @@ def write(store: Store, run: str, output: Path | None, compare: str | None = Non
             temporary.unlink(missing_ok=True)
         raise PunaError(f"report {target}: cannot be written ({error}); name another file with --output") from error
     return target
+
+
+def place(name: str) -> str:
+    """The name in the store of the page about a run."""
+    return f"runs/{name}.html"
 
 
 def written_before(store: Store, run: str) -> Path | None:
@@ -67,7 +72,7 @@ def written_before(store: Store, run: str) -> Path | None:
     for name in reversed([name for name in names[: names.index(run)] if f"-{log.flow}-" in name]):
         if artifacts(name) != own:
             return None
-        place = f"runs/{name}.html"
-        if store.files.stat(place) is not None:
-            return store.files.local(place) if MAKER.encode() in store.files.read(place, 0, HEAD_BYTES) else None
+        before = place(name)
+        if store.files.stat(before) is not None:
+            return store.files.local(before) if MAKER.encode() in store.files.read(before, 0, HEAD_BYTES) else None
     return None

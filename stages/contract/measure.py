@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Executor
+from pathlib import Path
 from types import TracebackType
 
 import psutil
@@ -36,8 +37,7 @@ class Meter:
     def __enter__(self) -> Meter:
         self._me = psutil.Process()
         workers = {process.pid for process in multiprocessing.active_children()}
-        # To list the processes below this one takes milliseconds: those of all users are looked at.
-        started = self._me.children()
+        started = _children(self._me)
         self._beside = {p.pid for p in started if p.pid not in workers}
         self.peak_bytes = 0
         if self._cluster is not None:
@@ -73,19 +73,29 @@ class Meter:
 
     def _below(self) -> list[psutil.Process]:
         """The processes below this one that count."""
-        left_out, found = set(self._beside), []
-        for process in self._me.children(recursive=True):  # each after the one that started it
-            with contextlib.suppress(psutil.Error):
-                if process.pid in left_out or process.ppid() in left_out:
-                    left_out.add(process.pid)
-                else:
-                    found.append(process)
+        found = [process for process in _children(self._me) if process.pid not in self._beside]
+        for process in found:  # it grows meanwhile
+            found += _children(process)
         return found
 
     def _cpu_of(self, below: Iterable[psutil.Process]) -> float:
         # A process that ends hands its time to the one that waits for it: nothing is lost between two looks.
         mine = self._me.cpu_times()
         return float(mine.children_user + mine.children_system) + sum(_cpu(p) for p in below)
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    """The processes that a process started. Linux lists them; elsewhere all processes of the machine are looked at, for milliseconds."""
+    found: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        try:
+            listed = [pid for one in Path(f"/proc/{process.pid}/task").iterdir() for pid in (one / "children").read_text().split()]
+        except OSError:  # no Linux, or it has just ended
+            return list(process.children())
+        for pid in listed:
+            with contextlib.suppress(psutil.Error):
+                found.append(psutil.Process(int(pid)))
+    return found
 
 
 def _resident(process: psutil.Process) -> int:

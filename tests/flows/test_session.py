@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from puna.flows.report import write
+from puna.flows.report import place, write
 from puna.flows.session import session
+from puna.stages.align.prompts import PromptsConfig, Task, prompts
 from puna.storage import PunaError, Store
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,16 @@ def test_a_report_reads_and_writes_in_its_store_alone(tmp_path: Path) -> None:
         with pytest.raises(PunaError, match="no such run"):
             write(store, name, None)
     assert not list(tmp_path.rglob("*.html"))
+
+
+def test_the_page_of_a_run_that_made_something_is_written_by_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store.open(tmp_path)
+    monkeypatch.setattr("puna.flows.report.write", None)  # in this process; a worker has its own
+
+    with session(store, flow="align", workers=2, report=True) as now:
+        now.perform(prompts, PromptsConfig(tasks=(Task(task="gcd"),), train=2, heldout=0, draws=20), {}, "prompts")
+    content = store.files.read(place(now.run))
+    assert content.startswith(b"<!doctype html>") and now.run.encode() in content
 
 
 def test_a_step_that_fails_is_named(tmp_path: Path) -> None:

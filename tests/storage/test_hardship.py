@@ -91,7 +91,7 @@ def test_a_full_disk_is_named_and_the_work_goes_on_later(tmp_path: Path, monkeyp
         else:
             original = files_module.write_bytes
             written = {"part": "signals-one.json", "manifest": "manifest.json"}[full]
-            patch.setattr(files_module, "write_bytes", lambda file, data: (fails if file.name == written else original)(file, data))
+            patch.setattr(files_module, "write_bytes", lambda file, data, **how: (fails if file.name == written else original)(file, data, **how))
         make(store, identity)
     assert store.artifacts() == []
     make(store, identity)
