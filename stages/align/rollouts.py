@@ -16,7 +16,7 @@ from puna.stages.contract import Facts, Figure, StageRun
 from puna.stages.conversations import prompt_ids
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.stages.training.needs import chat_template, one_tokenizer, trained
-from puna.stages.training.train import check_one_tokenizer, context_limit, divergence_named, load_model, save_model, write_log
+from puna.stages.training.train import check_one_tokenizer, context_limit, device, divergence_named, load_model, save_model, write_log
 from puna.stages.verifiers.scoring import Scorer
 from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
@@ -66,6 +66,7 @@ def optimize(
     """Render and check the prompts, have `drive`, `train_ppo` or `train_grpo`, train the policy, and save it. `critic`: with one, which
     starts as the reward model, without one as the policy with a head of zeros.
     """
+    from puna.models.machine import DTYPES
     from puna.models.training.rollouts import Rollouts
 
     if reward_model is None and config.reward != "verifier":
@@ -74,15 +75,17 @@ def optimize(
         check_one_tokenizer([policy, reward_model], f"{run.stage}: the reward model reads the policy's tokens")
     model, tokenizer = load_model(policy, "lm")
     scalar = None if reward_model is None else load_model(reward_model, "scalar")[0]
+    # What is only asked computes as the policy does: a KL divergence to fp32 would have bf16's rounding in it.
+    dtype = DTYPES[config.compute.precision_on(device().type)]
     within = context_limit(model, config.max_tokens)
     rows, asked = _asked(prompts, lambda row: prompt_ids(tokenizer, row), within, config, run)
     scorer = Scorer(rows, config.scoring, run, judges, needed=run.stage) if config.scored else None
-    frozen = None if config.reward == "verifier" or scalar is None else copy.deepcopy(scalar).requires_grad_(False)
+    frozen = None if config.reward == "verifier" or scalar is None else copy.deepcopy(scalar).requires_grad_(False).to(dtype)
     judging = None if config.reward == "reward_model" else scorer
     rewards = rewards_of(judging, frozen, rows, asked, tokenizer, config.compute.micro_batch_tokens, config.floor)
     if critic and scalar is None:
         scalar = load_model(policy, "scalar", new=True)[0]
-    reference = copy.deepcopy(model).requires_grad_(False)
+    reference = copy.deepcopy(model).requires_grad_(False).to(dtype)
     with divergence_named(run.stage), adapted(model, config, run) as scales:
         watch = None if scorer is None or config.reward == "verifier" else _gold(gold_of(scorer, rows, asked, tokenizer))
         log = drive(

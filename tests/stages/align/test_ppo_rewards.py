@@ -83,6 +83,15 @@ def test_without_a_critic_the_reward_rises_too(tmp_path: Path, tiny_model: Tiny,
     assert before.state_dict().keys() == after.state_dict().keys()
 
 
+def test_a_policy_in_bf16_begins_where_its_reference_is(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model = tiny_model(store)
+    given = SETTINGS | {"rollouts": 1, "compute": {"precision": "bf16"}}
+    made = execute(ppo, PpoConfig(reward="product", **given), {"policy": model, "prompts": asked(store), "reward_model": rewarding(store, model)}, store)
+    (row,) = made.read("training_log").to_pylist()
+    assert row["kl"] == 0 and load(made.path()).model.embed_tokens.weight.dtype == torch.float32
+
+
 def test_ppo_trains_adapters(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     model = tiny_model(store)
