@@ -16,7 +16,7 @@ from puna.kernels.quantized_linear import Kind, require_products
 from puna.models import accounting
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
-from puna.models.machine import DTYPES
+from puna.models.machine import DTYPES, Precision
 from puna.models.training.adamw import AdamW
 from puna.models.training.muon import Muon, inner_matrices
 from puna.models.training.settings import TrainConfig
@@ -27,6 +27,19 @@ Row = dict[str, float]
 RESERVED = ("step", "loss", "learning_rate", "gradient_norm", "tokens", "seconds", "skipped")
 TIMED = ("seconds", "tokens_per_second", "model_flops_utilization")
 """Columns of the training log that differ from run to run."""
+
+
+@contextmanager
+def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
+    """Inside, the model's parameters are those of `precision`: rounded as a step of training rounds them."""
+    originals = [(parameter, parameter.data) for parameter in model.parameters()]
+    for parameter, data in originals:
+        parameter.data = data.to(DTYPES[precision])
+    try:
+        yield
+    finally:
+        for parameter, data in originals:
+            parameter.data = data
 
 
 class Trainer:

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 from puna.stages.contract import StageRun
 from puna.stages.draws import identifier
-from puna.stages.training.train import Example, by_answer
+from puna.stages.training.train import Example, by_answer, device
 from puna.storage import Artifact
 
 if TYPE_CHECKING:
     import torch
 
+    from puna.models.machine import Precision
     from puna.models.training.objectives import Targets
     from puna.models.training.objectives.base import Model
+    from puna.models.transformer import Transformer
     from puna.stages.align.settings import DpoConfig
 
 
@@ -34,9 +36,13 @@ class Reference:
         self._config, self._run, self._known = config, run, known or {}
         self.computed = 0
 
-    def of(self, model: Model, examples: Sequence[Example], note: str = "reference") -> list[list[float]]:
-        """Summed unmasked log-probability of every answer, prompt by prompt; zeros where the loss needs no reference."""
+    def of(self, model: Transformer, examples: Sequence[Example], note: str = "reference") -> list[list[float]]:
+        """Summed unmasked log-probability of every answer, prompt by prompt; zeros where the loss needs no reference.
+
+        The model computes as it does in training: a ratio of bf16 to fp32 would have bf16's rounding in it.
+        """
         from puna.models.training import losses
+        from puna.models.training.trainer import computing_in
 
         config = self._config
         if config.loss != "kto" and not losses.REGISTRY[config.loss].needs_reference:
@@ -45,9 +51,10 @@ class Reference:
         missing = [i for i, some in enumerate(names) if not all(name in self._known for name in some)]
         self.computed += sum(len(names[i]) for i in missing)
         size = config.training.compute.micro_batch_tokens
-        found = summed(
-            model, [examples[i] for i in missing], config.mask_format, size, lambda done, total: self._run.progress(done, total, note)
-        )
+        with computing_in(model, precision(config)):
+            found = summed(
+                model, [examples[i] for i in missing], config.mask_format, size, lambda done, total: self._run.progress(done, total, note)
+            )
         made = dict(zip(missing, found, strict=True))
         return [made[i] if i in made else [self._known[name] for name in some] for i, some in enumerate(names)]
 
@@ -64,16 +71,21 @@ def summed(
     return by_answer(examples, micro_batch_tokens, compute, progress)
 
 
-def kept(preferences: Sequence[Artifact], model: Artifact, mask_format: bool) -> dict[str, float]:
-    """What stage `reference_logprobs` wrote beside these preferences of this model, by the names of `written`."""
-    name = name_of(model, mask_format)
+def precision(config: DpoConfig) -> Precision:
+    """What the policy computes in while it is trained here."""
+    return config.training.compute.precision_on(device().type)
+
+
+def kept(preferences: Sequence[Artifact], model: Artifact, config: DpoConfig) -> dict[str, float]:
+    """What stage `reference_logprobs` wrote beside these preferences of this model in this precision, by the names of `written`."""
+    name = name_of(model, config.mask_format, precision(config))
     tables = [artifact.read("scores").to_pylist() for artifact in preferences if "scores" in artifact.tables]
     return {row["id"]: row["value"] for rows in tables for row in rows if row["name"] == name}
 
 
-def name_of(model: Artifact, mask_format: bool) -> str:
+def name_of(model: Artifact, mask_format: bool, precision: Precision) -> str:
     """What the log-probabilities of a model are called in `scores`."""
-    return f"{'content' if mask_format else 'answer'}_logprob {model.data_digest}"
+    return f"{'content' if mask_format else 'answer'}_logprob {precision} {model.data_digest}"
 
 
 def written(example: Example) -> list[str]:

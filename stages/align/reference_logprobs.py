@@ -9,7 +9,7 @@ from puna.stages.align.reference import name_of, summed, written
 from puna.stages.contract import Facts, Model, Preferences, StageRun, stage
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
 from puna.stages.training.needs import chat_template
-from puna.stages.training.train import load_model
+from puna.stages.training.train import frozen_dtype, load_model
 
 
 class ReferenceLogprobsConfig(BadRowsConfig):
@@ -28,17 +28,20 @@ def needs(config: ReferenceLogprobsConfig, facts: Facts) -> list[str]:
 def reference_logprobs(model: Model, preferences: Preferences, config: ReferenceLogprobsConfig, run: StageRun) -> None:
     """The preferences as they are, with the summed log-probability of each answer under `model` in the side table `scores`.
 
-    `dpo` of that model on these preferences reads them, however often and with whatever loss, and computes none of its own; a row
-    of `scores` is named after the tokens of a prompt and an answer and after the model's data digest. Preferences that the chat
-    template refuses and those that are too long are kept, without log-probabilities, and are in `dropped`; see `bad_rows`.
+    `dpo` of that model on these preferences in this precision reads them, however often and with whatever loss, and computes none of
+    its own; a row of `scores` is named after the tokens of a prompt and an answer, the precision and the model's data digest.
+    Preferences that the chat template refuses and those that are too long are kept, without log-probabilities, and are in `dropped`;
+    see `bad_rows`.
     """
+    import torch
+
     network, tokenizer = load_model(model, "lm", frozen=True)
     bad = BadRows(config, "reference_logprobs")
     rows = read_preferences([preferences], None)
     limit = Limit(config.micro_batch_tokens, "micro_batch_tokens")
     examples = [one.example for one in render_ranked(tokenizer, rows, limit, bad, labelled)]
     values = summed(network, examples, config.mask_format, config.micro_batch_tokens, lambda done, total: run.progress(done, total))
-    name = name_of(model, config.mask_format)
+    name = name_of(model, config.mask_format, "bf16" if frozen_dtype() == torch.bfloat16 else "fp32")
     scores = {key: value for one, some in zip(examples, values, strict=True) for key, value in zip(written(one), some, strict=True)}
     run.write(preferences.read())
     run.write_rows([{"id": key, "name": name, "value": value} for key, value in sorted(scores.items())], "scores")

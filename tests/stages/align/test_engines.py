@@ -318,6 +318,15 @@ def test_dpo_prefers_the_chosen_and_keeps_its_likelihood(tmp_path: Path, tiny_mo
     assert metrics["heldout_accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / 6)
 
 
+def test_a_policy_in_bf16_begins_where_its_reference_is(tmp_path: Path, tiny_model: Tiny) -> None:
+    """fp32 log-probabilities differ from these by 1e-2 nats."""
+    store = Store.open(tmp_path)
+    given = {"model": tiny_model(store), "preferences": [preferences(store)]}
+    config = DpoConfig(training={**STEPS, "compute": {"precision": "bf16"}}, beta=1.0)
+    metrics = execute(dpo, config, given, store).manifest.metrics
+    assert metrics["first_margin"] == pytest.approx(0.0, abs=1e-5)
+
+
 def test_kept_reference_logprobs_are_read_and_not_computed_again(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     model, pairs = tiny_model(store), preferences(store, 24, edited=True)
@@ -335,11 +344,12 @@ def test_kept_reference_logprobs_are_read_and_not_computed_again(tmp_path: Path,
         ("ipo", kept, DpoConfig(training=STEPS, loss="ipo", beta=0.3)),
         ("other tokens", kept, DpoConfig(training=STEPS, mask_format=False)),
         ("other model", kept, DpoConfig(training=STEPS)),
+        ("other precision", kept, DpoConfig(training={**STEPS, "compute": {"precision": "bf16"}})),
     ):
         made = execute(dpo, config, {"model": tiny_model(store, 1) if name == "other model" else model, "preferences": [given]}, store)
         losses_of[name], computed[name] = [row["loss"] for row in log(made)], made.manifest.metrics["reference_answers"]
     # Each preference stands by itself among the answers of its prompt: 2 x 3 of them.
-    assert computed == {"none": 72, "kept": 0, "ipo": 0, "other tokens": 72, "other model": 72}
+    assert computed == {"none": 72, "kept": 0, "ipo": 0, "other tokens": 72, "other model": 72, "other precision": 72}
     assert losses_of["kept"] == pytest.approx(losses_of["none"], rel=1e-5)
 
 
