@@ -39,7 +39,7 @@ from puna.stages.curate.signals.measure import (
     names,
     own_words,
 )
-from puna.stages.curate.signals.own import Failures, failed_in, with_own
+from puna.stages.curate.signals.own import FAILED, Budget, Failures, failed_in, with_own
 from puna.stages.curate.signals.tally import Tally
 from puna.storage import Artifact, Part
 from puna.storage.digest import of_value
@@ -76,6 +76,12 @@ class HeuristicsConfig(SeededConfig):
         description="Longer documents are not measured, bytes of UTF-8: time and memory (some 70 bytes for each) grow with the text",
     )
     signals: tuple[str, ...] = Field((), description="Signals of your own that are measured too, by name")
+    signal_seconds: float = Field(
+        30.0, gt=0, le=3600, description="A document for which a signal of your own takes longer has failed, seconds; loading counts"
+    )
+    signal_memory_mb: int = Field(
+        4096, ge=64, le=1 << 20, description="Memory that a signal of your own may take, beyond what its process starts with, MiB (Linux)"
+    )
 
     @field_validator("signals")
     @classmethod
@@ -112,19 +118,22 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
     earlier in the document, per document and per line (`line_signals`); adult vocabulary; Kullback-Leibler divergence of the
     document's words from the corpus's. With the signals of `language`, a document is compared with its own language.
     `puna.stages.curate.signals.definitions` says in plain Python what each signal is. Signals of your own (`signals`) are
-    measured by their definitions; a document for which one fails has none, and the metric `failed_NAME` counts it. A document that is
-    too long (`max_text_bytes`) has no signals but `failure`, which says so: `select` drops it as `failed`.
+    measured by their definitions, in a process of their own; a document for which one raises an exception, or takes too long or too much
+    memory, has none, and the metric `failed_NAME` counts it. The signal `failure` says why a document is not measured, that or because it
+    is too long (`max_text_bytes`): `select` drops it as `failed`.
     """
     own = [SIGNALS[name] for name in config.signals]
     columns = ["id", "text", *{name: None for made in own for name in made.columns if name != "text"}]
     parts = run.parts(documents, columns=columns)
-    failures = Failures()
+    failures, measured = Failures(), 0
     tallies: dict[str, Tally] = {}
     for done, part in enumerate(run.map(_measure_part, parts, language, str(run.scratch), config, own), 1):
         failures.add(part["failed"])
+        measured += part["measured"]
         for name, (bins, counts) in part["counts"].items():
             tallies.setdefault(name, Tally()).add(bins, counts)
         run.progress(done, 2 * len(parts), "words")
+    failures.check(measured)
     folder = run.scratch / "corpora"
     folder.mkdir(exist_ok=True)
     files = {}
@@ -195,18 +204,24 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
         table = _table(documents["id"], languages, names(config.words), found)
         if config.c4_lines:
             table = _with_c4_lines(table, documents["text"])
-        table = with_own(table, documents, own)
+        table = with_own(table, documents, own, Budget(config.signal_seconds, config.signal_memory_mb))
         for made in own:
             value = pc.if_else(over, pa.scalar(None, made.field.type), table[made.name])
             table = table.set_column(table.schema.get_field_index(made.name), made.name, value)
-        why = f"heuristics: the text is longer than {config.max_text_bytes} bytes"
-        table = table.append_column(FAILURE, pc.if_else(over, why, pa.scalar(None, pa.string())))
+        table = table.append_column(FAILURE, _why(over, table[FAILED], config))
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
         os.replace(temporary, file)
     table = _read(file)
-    return {"counts": _language_counts(table), "failed": failed_in(table)}
+    return {"counts": _language_counts(table), "failed": failed_in(table), "measured": table.num_rows}
+
+
+def _why(over: pa.ChunkedArray, failed: pa.ChunkedArray, config: HeuristicsConfig) -> pa.Array:
+    """Per document why it was not measured, or null: it is too long, or definitions of signals failed."""
+    too_long = f"heuristics: the text is longer than {config.max_text_bytes} bytes"
+    said = ["; ".join(f"signal {one}".replace("\t", ": ", 1) for one in own) or None for own in failed.to_pylist()]
+    return pa.array([too_long if long else why for long, why in zip(over.to_pylist(), said, strict=True)], pa.string())
 
 
 def _scratch_file(scratch: str, ids: pa.ChunkedArray, end: str) -> Path:

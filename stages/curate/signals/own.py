@@ -1,44 +1,94 @@
-"""Signals of a user's own: measured by their definitions, document after document."""
+"""Signals of a user's own: measured by their definitions, document after document, in a process that bounds what one may cost."""
 
 from __future__ import annotations
 
+import base64
+import pickle
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import cloudpickle
 import pyarrow as pa
 
 from puna.stages.contract import Signal, StageRun
+from puna.stages.contract.apart import Apart
+from puna.stages.contract.signals import Definition
 from puna.storage import PunaError
 
 FAILED = "_failed"
 """Column of measured parts: per document the signals whose definition failed, and how."""
+IN_A_ROW = 16
+"""Documents, one after another, for which a definition takes too long: it does so for all of them, then, and the run is stopped."""
 
 
-def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal]) -> pa.Table:
+class Budget(NamedTuple):
+    """What a definition may take for one document: seconds of the clock, and MiB beyond what its process has when it starts."""
+
+    seconds: float
+    memory_mb: int
+
+
+def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal], budget: Budget) -> pa.Table:
     """`table` with a column for each signal, of the documents in the same order, and the column `FAILED`.
 
-    A definition that raises an exception leaves the value null. PunaError where one gives a value of another type than it
-    declares: that is wrong for all documents.
+    A definition that raises an exception or exceeds its budget leaves the value null. PunaError where one gives a value of another
+    type than it declares, or is too slow for `IN_A_ROW` documents one after another: that is wrong for all documents.
     """
     failed: list[list[str]] = [[] for _ in range(table.num_rows)]
     for made in own:
-        columns = [documents[name].to_pylist() for name in made.columns]
-        values = [_value(made, row, failed[at]) for at, row in enumerate(zip(*columns, strict=True))]
+        rows = zip(*(documents[name].to_pylist() for name in made.columns), strict=True)
+        values = [_value(made, answer, failed[at]) for at, answer in enumerate(_answers(made, rows, budget))]
         table = table.append_column(made.name, pa.array(values, made.field.type))
     return table.append_column(FAILED, pa.array(failed, pa.list_(pa.string())))
 
 
-def _value(made: Signal, row: tuple[object, ...], failed: list[str]) -> float | int | str | None:
-    assert made.definition is not None
+def _answers(made: Signal, rows: Iterator[tuple[Any, ...]], budget: Budget) -> Iterator[dict[str, Any]]:
+    """What became of each document: a value, or why there is none."""
+    code = base64.b64encode(cloudpickle.dumps(made.definition)).decode()
+    broken = 0
+    for row in rows:
+        said = process().ask({"definition": code, "row": row}, budget.seconds, budget.memory_mb)
+        broken = broken + 1 if isinstance(said, str) else 0
+        if broken == IN_A_ROW:
+            raise PunaError(f"signal {made.name}: of {broken} documents one after another, {said}; mend it, or give it a larger budget")
+        yield {"failed": said} if isinstance(said, str) else said
+
+
+@lru_cache(maxsize=1)
+def process() -> Apart:
+    """The one that measures for this process."""
+    return Apart(measured)
+
+
+def measured(job: dict[str, Any]) -> dict[str, Any]:
+    """In that process: the value of one document; or why there is none."""
     try:
-        value = made.definition(*row)
+        value = _definition(job["definition"])(*job["row"])
     except Exception as error:  # noqa: BLE001 - a definition may fail in any way, and the other documents go on
-        failed.append(f"{made.name}\t{type(error).__name__}: {error}")
-        return None
+        return {"failed": f"{type(error).__name__}: {error}"[:300]}
     if value is None or (isinstance(value, float) and value != value):
+        return {"value": None}
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return {"wrong": f"{value!r:.100} ({type(value).__name__})"}
+    return {"value": value}
+
+
+@lru_cache(maxsize=64)
+def _definition(code: str) -> Definition:
+    found: Definition = pickle.loads(base64.b64decode(code))  # noqa: S301 - from our own parent
+    return found
+
+
+def _value(made: Signal, answer: dict[str, Any], failed: list[str]) -> float | int | str | None:
+    if "failed" in answer:
+        failed.append(f"{made.name}\t{answer['failed']}")
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float) if made.kind is float else made.kind):
-        raise PunaError(f"signal {made.name}: its definition gave {value!r} ({type(value).__name__}) and declares {made.kind.__name__}")
+    value: float | int | str | None = answer.get("value")
+    if "wrong" in answer or not (value is None or isinstance(value, (int, float) if made.kind is float else made.kind)):
+        gave = answer.get("wrong") or f"{value!r:.100} ({type(value).__name__})"
+        raise PunaError(f"signal {made.name}: its definition gave {gave} and declares {made.kind.__name__}")
     return value
 
 
@@ -60,6 +110,12 @@ class Failures:
         for name, identity, said in failed:
             self.counts[name] += 1
             self.first.setdefault(name, f"document {identity}: {said}")
+
+    def check(self, documents: int) -> None:
+        """PunaError where a definition failed for every document: it is the definition that is wrong."""
+        for name, count in self.counts.items():
+            if count == documents:
+                raise PunaError(f"signal {name}: its definition failed for all {count} documents; {self.first[name]}")
 
     def report(self, run: StageRun) -> None:
         """Record them as metrics."""

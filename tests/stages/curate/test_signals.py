@@ -120,8 +120,55 @@ def test_a_signal_from_outside_is_measured_and_judged(own, tmp_path, make_docume
     assert made.manifest.metrics["first_failure_digit_share"] == "document c: ValueError: nothing to measure"
     rules = {**dict.fromkeys(n for n in SelectConfig.model_fields if n not in ("rule_set", "groups", "sql")), "sql": {"digits": "digit_share > 0.5"}}
     chosen = execute(select, parse(SelectConfig, rules, "select"), {"documents": documents, "signals": [made]}, store)
-    assert chosen.read()["id"].to_pylist() == ["b", "c", "d"]
-    assert [(row["id"], row["rule"], row["value"]) for row in chosen.read("dropped").to_pylist()] == [("a", "sql.digits", 4 / 7)]
+    assert chosen.read()["id"].to_pylist() == ["b", "d"]
+    assert [(row["id"], row["rule"], row["value"], row["detail"]) for row in chosen.read("dropped").to_pylist()] == [
+        ("a", "sql.digits", 4 / 7, f"digit_share > 0.5: digit_share = {4 / 7}"), ("c", "failed", None, "signal digit_share: ValueError: nothing to measure"),
+    ]  # fmt: skip
+
+
+COSTLY = """
+    import os
+    import re
+    from puna.stages.contract import signal
+
+    @signal(unit="")
+    def costly(text: str) -> int:
+        '''What a document makes of the machine.'''
+        if text == "loops":
+            while True:
+                pass
+        if text == "backtracks":
+            return len(re.findall("(a+)+$", "a" * 60 + "b"))
+        if text == "takes memory":
+            return len(bytearray(1 << 40))
+        if text == "ends":
+            os.abort()
+        print("heard by nobody")
+        return len(text)
+    """
+
+
+def test_a_definition_that_hangs_or_explodes_costs_its_document(own, tmp_path, make_documents) -> None:
+    (tmp_path / "costly_signals.py").write_text(textwrap.dedent(COSTLY))
+    plugins.add(str(tmp_path / "costly_signals.py"))
+    store = Store.open(tmp_path / "store")
+    texts = ["loops", "fine", "backtracks", "takes memory", "ends", "good"]
+    documents = make_documents(store, [(f"{n}", "web", text) for n, text in enumerate(texts)])
+    config = parse(HeuristicsConfig, {"signals": ["costly"], "signal_seconds": 2, "signal_memory_mb": 512}, "heuristics")
+    table = execute(heuristics, config, {"documents": documents}, store).read()
+    assert table["costly"].to_pylist() == [None, 4, None, None, None, 4]
+    assert table["failure"].to_pylist() == [
+        "signal costly: no answer within 2 seconds", None, "signal costly: no answer within 2 seconds", "signal costly: MemoryError: ",
+        "signal costly: its process ended", None,
+    ]  # fmt: skip
+
+
+def test_a_definition_that_fails_everywhere_ends_the_run(own, tmp_path, make_documents) -> None:
+    store = Store.open(tmp_path / "store")
+    documents = make_documents(store, [("a", "web", "broken"), ("b", "web", "broken")])
+    config = parse(HeuristicsConfig, {"signals": ["digit_share"]}, "heuristics")
+    with pytest.raises(PunaError, match="signal digit_share: its definition failed for all 2 documents; document a: ValueError: nothing"):
+        execute(heuristics, config, {"documents": documents}, store)
 
 
 def test_the_code_of_a_signal_from_outside_counts_in_the_key(own, tmp_path, make_documents) -> None:

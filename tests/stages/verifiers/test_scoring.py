@@ -74,7 +74,7 @@ def test_each_answer_by_its_own_verifier_and_failures_have_no_score(tmp_path: Pa
     found, metrics = scored(tmp_path / "store", jobs)
     assert [one.value for one in found] == [1.0, None, None, None, None, 0.5, None, 0.0]
     details = [one.detail for one in found]
-    assert "no verifier" in details[1] and "ValueError: no" in details[2] and "no score within 1 seconds" in details[3] and "process ended" in details[4]
+    assert "no verifier" in details[1] and "ValueError: no" in details[2] and "no answer within 1 seconds" in details[3] and "process ended" in details[4]
     assert "gave 2.0, not a Score from 0 to 1" in details[6] and metrics["unscored_answers"] == 4 and metrics["unscored_example"].startswith("prompt c: ")
 
 
