@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Annotated
 
 from puna.flows.program import Output, flow, publish, setting, step, switch, together
-from puna.flows.rounds import State, controls, development_prompts, learned_from, new_prompts, one_round
+from puna.flows.rounds import State, controls, development_prompts, distilled, learned_from, new_prompts, one_round
 from puna.stages.align.instructions import instructions
 from puna.stages.align.prompts import prompts
 from puna.stages.align.settings import SftConfig
@@ -20,8 +20,12 @@ def align(
     model: Annotated[Output, Kind("model")],
     demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None,
     judged: list[Annotated[Output, Kind("preferences")]] | None = None,
+    teacher: Annotated[Output, Kind("model")] | None = None,
 ) -> Output:
-    """A model to an aligned model: supervised finetuning on gold answers, then rounds; with instructions and preferences of one's own."""
+    """A model to an aligned model: supervised finetuning on gold answers, then rounds; with instructions and preferences of one's own.
+
+    `teacher`: a better model with the same tokenizer, for the step `distill` between the two.
+    """
     rounds = setting("rounds", 2, minimum=0, maximum=20, description="Rounds of alignment")
     compared = switch("controls", True, description="Train and measure the control arms of each round, too")
     if rounds:
@@ -29,6 +33,7 @@ def align(
     tasks = step(prompts)
     gold = [step(instructions, prompts=tasks), *(demonstrations or [])]
     policy = step(sft, "sft_first", through="model", model=model, instructions=gold)
+    policy = distilled(policy, teacher, tasks, gold, compared=compared)
     other = step(sft, "sft_lora", default=SftConfig(method="lora"), model=policy, instructions=gold)
     step(evaluate, "evaluate_sft", field="evaluate", model=policy, prompts=tasks)
     state = State(policy, other, tuple(gold), tuple(judged or []))

@@ -12,6 +12,7 @@ from puna.flows.recipe import Step
 from puna.stages.align.average import average
 from puna.stages.align.chosen import chosen
 from puna.stages.align.data_quality import data_quality
+from puna.stages.align.distill import distill
 from puna.stages.align.dpo import dpo
 from puna.stages.align.grpo import grpo
 from puna.stages.align.new_prompts import NewPromptsConfig
@@ -19,11 +20,11 @@ from puna.stages.align.new_prompts import new_prompts as unused_prompts
 from puna.stages.align.ppo import ppo
 from puna.stages.align.preferences import preferences
 from puna.stages.align.prompts import PromptsConfig, prompts
-from puna.stages.align.rejection_sample import Pick, rejection_sample
+from puna.stages.align.rejection_sample import Pick, RejectionSampleConfig, rejection_sample
 from puna.stages.align.reward_model import reward_model
 from puna.stages.align.rewards import Reward
 from puna.stages.align.rollouts import RolloutsConfig
-from puna.stages.align.sample import sample
+from puna.stages.align.sample import SampleConfig, sample
 from puna.stages.align.sft import sft
 from puna.stages.align.synthesize import synthesize
 from puna.stages.contract import StageConfig
@@ -63,6 +64,27 @@ def learned_from(judged: Sequence[Output]) -> None:
             "preferences were given as judged, but the recipe trains no reward model, so nothing would learn from them: "
             "--set reward_model.head_only=true --set grpo.reward=product, or leave them out"
         )
+
+
+def distilled(student: Output, teacher: Output | None, tasks: Output, gold: Sequence[Output], *, compared: bool) -> Output:
+    """The student after on-policy distillation, where the recipe has that step; `compared`: and beside it, evaluated alike, the student
+    finetuned on the gold answers and one that the teacher samples to each prompt, as the recipe's `sft_teacher` has it.
+    """
+    if teacher is None:
+        return student
+    named = current_walk().configs(Step("distill", "distill", distill, off=True))
+    if teacher.items and not named:
+        raise PunaError("a teacher was given, but the recipe has no step distill: --set distill={}, or leave it out")
+    made = step(distill, off=True, through="student", student=student, teacher=teacher, prompts=tasks)
+    if not named:
+        return made
+    step(evaluate, "evaluate_distilled", field="evaluate", model=made, prompts=tasks)
+    if compared:
+        said = step(sample, "sample_teacher", default=SampleConfig(answers=1), models=[teacher], prompts=tasks)
+        told = step(rejection_sample, "pick_teacher", default=RejectionSampleConfig(pick="random"), answers=said, prompts=tasks)
+        tuned = step(sft, "sft_teacher", model=student, instructions=[*gold, told])
+        step(evaluate, "evaluate_sft_teacher", field="evaluate", model=tuned, prompts=tasks)
+    return made
 
 
 def one_round(number: int, before: State, tasks: Output, heldout: Output, *, development: Output | None = None) -> State:

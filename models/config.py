@@ -91,6 +91,9 @@ class ModelShape(Settings):
     rms_norm_eps: float = Field(1e-5, gt=0, lt=1, description="Added to the mean square in RMSNorm")
     tie_word_embeddings: bool = Field(False, description="The output layer shares the embedding's matrix")
     initializer_range: float = Field(0.02, gt=0, le=1, description="Standard deviation of the initial weights")
+    zero_residual: bool = Field(
+        False, description="Start with layers that add nothing: what attention and feed-forward blocks write with (o_proj, down_proj) is 0"
+    )
     sliding_window: int | None = Field(None, ge=1, description="Tokens that a query sees, itself included; null: all before it")
     sliding_layers: tuple[int, ...] | None = Field(None, description="Layers with that window, counted from 0; null: all")
     qkv_bias: bool = Field(False, description="Biases of the query, key and value projections")

@@ -22,14 +22,20 @@ class OptimizerSettings(Settings):
     A step that is not finite, or is a spike, changes nothing.
     """
 
-    name: Literal["adamw", "muon"] = Field(
-        "adamw", description="AdamW; or Muon for the matrices inside the layers and AdamW for all else, at one learning rate"
-    )
+    name: Literal["adamw", "muon", "galore"] = Field(
+        "adamw", description="AdamW; or, for the matrices inside the layers, Muon, or AdamW on projected gradients (GaLore), and AdamW for "
+        "all else, at one learning rate"
+    )  # fmt: skip
     weight_decay: float = Field(0.1, ge=0, le=1, description="Decoupled weight decay of matrices; none on norms, biases and embeddings")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the first moment")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the second moment")
     epsilon: float = Field(1e-8, gt=0, lt=1, description="Added to the root of AdamW's second moment")
     momentum: float = Field(0.95, ge=0, lt=1, description="Muon's momentum")
+    galore_rank: int = Field(
+        128, ge=1, description="Directions of a matrix's shorter side that GaLore keeps moments of; a matrix with no more has AdamW's"
+    )
+    galore_every: int = Field(200, ge=1, description="Steps after which GaLore chooses these directions anew")
+    galore_scale: float = Field(0.25, gt=0, le=10, description="GaLore's learning rate over that of all else")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Global norm to which the gradient is clipped; null: no clipping")
     spike_window: int = Field(
         0, ge=0, le=10_000, description="Accepted steps that a loss and gradient norm are compared with, at least 8; 0: no spike detection"

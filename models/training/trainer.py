@@ -18,6 +18,7 @@ from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.machine import DTYPES, Precision
 from puna.models.training.adamw import AdamW
+from puna.models.training.galore import GaLore
 from puna.models.training.muon import Muon, inner_matrices
 from puna.models.training.settings import TrainConfig
 from puna.models.training.spikes import NO_LIMITS, Limits
@@ -225,7 +226,7 @@ class Trainer:
                 moments = {
                     # Copies: what was read from a file lies in memory mapped from it.
                     key: tensors[f"{key}.{name}"].to("cpu" if key == "step" else weight.device, copy=True)
-                    for key in ("step", "exp_avg", "exp_avg_sq", "momentum")
+                    for key in ("step", "exp_avg", "exp_avg_sq", "momentum", "projection")
                     if f"{key}.{name}" in tensors
                 }
                 if moments:
@@ -241,8 +242,8 @@ class Trainer:
 
 def optimizers(
     model: nn.Module, weights: dict[str, nn.Parameter], config: TrainConfig, scales: Mapping[str, float]
-) -> list[AdamW | Muon]:
-    """AdamW for all weights, or Muon for the matrices inside the layers and AdamW for the others.
+) -> list[AdamW | Muon | GaLore]:
+    """AdamW for all weights, or Muon or GaLore for the matrices inside the layers and AdamW for the others.
 
     Each group's `scale` multiplies its learning rate; `scales` has those that are not 1, by name.
     """
@@ -250,7 +251,9 @@ def optimizers(
     if unknown := sorted(scales.keys() - weights.keys()):
         raise ValueError(f"there is no trained parameter {unknown[0]} whose learning rate could be scaled")
     plain = undecayed(model)
-    inner = inner_matrices(model) & weights.keys() if settings.name == "muon" else set()
+    inner = inner_matrices(model) & weights.keys() if settings.name != "adamw" else set()
+    if settings.name == "galore":
+        inner = {name for name in inner if min(weights[name].shape[-2:]) > settings.galore_rank}
 
     def groups(names: list[str]) -> list[dict[str, Any]]:
         kinds: dict[tuple[float, bool], list[nn.Parameter]] = {}
@@ -260,11 +263,14 @@ def optimizers(
             {"params": kinds[key], "weight_decay": 0.0 if key[1] else settings.weight_decay, "scale": key[0]} for key in sorted(kinds)
         ]
 
-    made: list[AdamW | Muon] = []
+    made: list[AdamW | Muon | GaLore] = []
+    adam = (rate, (settings.beta1, settings.beta2), settings.epsilon)
     if inner:
-        made.append(Muon(groups([name for name in weights if name in inner]), rate, settings.momentum))
+        within = groups([name for name in weights if name in inner])
+        low = (settings.galore_rank, settings.galore_every, settings.galore_scale)
+        made.append(Muon(within, rate, settings.momentum) if settings.name == "muon" else GaLore(within, *adam, *low))
     if rest := groups([name for name in weights if name not in inner]):
-        made.append(AdamW(rest, rate, (settings.beta1, settings.beta2), settings.epsilon))
+        made.append(AdamW(rest, *adam))
     return made
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from puna.models.training.settings import AverageMethod
-from puna.stages.align.rewards import REWARDS, Reward, rewards_of
+from puna.stages.align.rewards import ENSEMBLE, REWARDS, Ensemble, Reward, rewards_of
 from puna.stages.contract import Facts, Figure, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import prompt_ids
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
@@ -40,6 +40,7 @@ class SearchConfig(StageConfig):
     floor: float = Field(
         0.0, ge=0, le=100, description="With reward product: added to the sigmoid, so that a right answer counts whatever its number"
     )
+    ensemble: Ensemble = Field("mean", description=ENSEMBLE)
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
 
@@ -68,7 +69,7 @@ def average(
     models: list[Model],
     prompts: Prompts | None,
     base: Model | None,
-    reward_model: Model | None,
+    reward_model: list[Model] | None,
     judges: list[Model] | None,
     config: AverageConfig,
     run: StageRun,
@@ -86,11 +87,10 @@ def average(
     if config.weights and len(config.weights) != len(models):
         raise PunaError(f"average: {len(config.weights)} weights are given for {len(models)} models")
     check_one_tokenizer([*models, *([base] if base else [])], "average: the rows of their embeddings stand for different tokens")
-    if reward_model is not None:
-        check_one_tokenizer([models[0], reward_model], "average: the reward model reads the models' tokens")
+    check_one_tokenizer([models[0], *(reward_model or ())], "average: reward models read the models' tokens")
     weights = config.weights or tuple(1 / len(models) for _ in models)
     if prompts is not None and prompts.rows() and not config.weights and len(models) > 1:
-        weights = _searched(models, base, prompts, reward_model, judges or (), config, run)
+        weights = _searched(models, base, prompts, reward_model or (), judges or (), config, run)
     try:
         average_checkpoints(
             [m.path() for m in models], run.folder, weights, config.method, base=base.path() if base else None, density=config.density
@@ -117,7 +117,7 @@ def _searched(
     models: Sequence[Artifact],
     base: Artifact | None,
     prompts: Artifact,
-    reward_model: Artifact | None,
+    reward_models: Sequence[Artifact],
     judges: Sequence[Artifact],
     config: AverageConfig,
     run: StageRun,
@@ -132,7 +132,7 @@ def _searched(
     network, tokenizer = load_model(models[0], "lm")
     states = [load_model(model, "lm")[0].state_dict() for model in models]
     origin = load_model(base, "lm")[0].state_dict() if base else None
-    answering = _Development(prompts, reward_model, judges, tokenizer, config, run)
+    answering = _Development(prompts, reward_models, judges, tokenizer, config, run)
     scores = []
     for number, weights in enumerate(trials):
         try:
@@ -157,7 +157,7 @@ class _Development:
     def __init__(
         self,
         prompts: Artifact,
-        reward_model: Artifact | None,
+        reward_models: Sequence[Artifact],
         judges: Sequence[Artifact],
         tokenizer: Tokenizer,
         config: AverageConfig,
@@ -176,12 +176,11 @@ class _Development:
         self._tokenizer = tokenizer
         search = config.search
         scorer = None if search.reward == "reward_model" else Scorer(self.rows, search.scoring, run, judges, needed="average")
-        numbers = None
-        if search.reward != "verifier":
-            if reward_model is None:
-                raise PunaError(f"average: search.reward={search.reward} needs a reward_model")
-            numbers = load_model(reward_model, "scalar", frozen=True)[0]
-        self._rewards = rewards_of(scorer, numbers, self.rows, self._ids, tokenizer, SCORED_TOKENS, search.floor)
+        if search.reward != "verifier" and not reward_models:
+            raise PunaError(f"average: search.reward={search.reward} needs a reward_model")
+        used = [] if search.reward == "verifier" else reward_models
+        numbers = [load_model(one, "scalar", frozen=True)[0] for one in used]
+        self._rewards = rewards_of(scorer, numbers, self.rows, self._ids, tokenizer, SCORED_TOKENS, search.floor, search.ensemble)
         self._params = SamplingParams(
             temperature=config.search.temperature,
             max_tokens=config.search.max_tokens,

@@ -19,7 +19,7 @@ class GrpoConfig(GrpoSettings, RolloutsConfig):
 
 @stage(kind="model", device=True, needs=needs, named=verifiers_named)
 def grpo(
-    policy: Model, reward_model: Model | None, prompts: Prompts, judges: list[Model] | None, config: GrpoConfig, run: StageRun
+    policy: Model, reward_model: list[Model] | None, prompts: Prompts, judges: list[Model] | None, config: GrpoConfig, run: StageRun
 ) -> None:
     """Each answer against the others to its prompt: GRPO (Shao et al. 2024) or RLOO (Ahmadian et al. 2024), see `baseline`.
 
@@ -29,4 +29,4 @@ def grpo(
     """
     from puna.models.training.ppo import train_grpo
 
-    optimize(policy, reward_model, prompts, judges or (), config, run, train_grpo, critic=False)
+    optimize(policy, reward_model or (), prompts, judges or (), config, run, train_grpo, critic=False)

@@ -9,12 +9,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from puna.stages.align.reward_model import score_answers
+from puna.stages.align.rewards import ENSEMBLE, Ensemble, combined
 from puna.stages.align.sample import read_answers
 from puna.stages.contract import Answers, Facts, Figure, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import dump, messages_of, shown
 from puna.stages.draws import hashed, identifier
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
-from puna.stages.training.train import Example, load_model, render
+from puna.stages.training.train import Example, check_one_tokenizer, load_model, render
+from puna.stages.training.vocabulary import tokenizer_of
 from puna.stages.verifiers.base import is_correct
 from puna.storage import Artifact, PunaError
 
@@ -32,6 +34,7 @@ class RejectionSampleConfig(BadRowsConfig, SeededConfig):
         "prompt's verifier calls right, and none where there is none",
     )
 
+    ensemble: Ensemble = Field("mean", description=ENSEMBLE)
     models: int = Field(0, ge=0, description="Use the answers of this many of the models only, best mean reward first; 0: all")
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
     source: str = Field("rejection_sampling", min_length=1, description="Name of the source in the instructions table")
@@ -44,7 +47,7 @@ def needs(config: RejectionSampleConfig, facts: Facts) -> list[str]:
 
 @stage(kind="instructions", needs=needs)
 def rejection_sample(
-    answers: Answers, reward_model: Model | None, prompts: Prompts, config: RejectionSampleConfig, run: StageRun
+    answers: Answers, reward_model: list[Model] | None, prompts: Prompts, config: RejectionSampleConfig, run: StageRun
 ) -> None:
     """One finished answer for each prompt: the one with the highest reward (Llama 3, section 4.2.2), or see `pick`.
 
@@ -59,7 +62,7 @@ def rejection_sample(
     candidates = {key: finished[key] for key in sorted(finished) if finished[key]}
     bad = BadRows(config, "rejection_sample")
     if config.pick == "reward_model":
-        if reward_model is None:
+        if not reward_model:
             raise PunaError(f"rejection_sample: {NO_REWARD_MODEL}")
         candidates = _scored(candidates, asked, reward_model, config, bad, run)
         candidates = _best_models(candidates, config.models)
@@ -102,13 +105,14 @@ def _picked(key: str, group: list[dict[str, Any]], config: RejectionSampleConfig
 def _scored(
     candidates: dict[str, list[dict[str, Any]]],
     asked: dict[str, dict[str, Any]],
-    reward_model: Artifact,
+    reward_models: Sequence[Artifact],
     config: RejectionSampleConfig,
     bad: BadRows,
     run: StageRun,
 ) -> dict[str, list[dict[str, Any]]]:
     """The candidates with `reward` in every answer, without the prompts that cannot be rendered; a text is scored once per prompt."""
-    model, tokenizer = load_model(reward_model, "scalar", frozen=True)
+    check_one_tokenizer(reward_models, "rejection_sample: reward models of an ensemble read the same tokens")
+    tokenizer = tokenizer_of(reward_models[0])
     texts = {key: sorted({a["text"].strip() for a in group}) for key, group in candidates.items()}
 
     def rendered(row: dict[str, Any]) -> Example:
@@ -118,10 +122,11 @@ def _scored(
     examples = bad.examples([asked[key] for key in candidates], rendered, len, limit)
     if candidates:
         bad.check_left(len(examples), f"{len(candidates)} prompts with finished answers")
-    rewards_of = score_answers(model, [example for _, example in examples], config.micro_batch_tokens, run.progress)
+    members = [load_model(one, "scalar", frozen=True)[0] for one in reward_models]
+    numbers = [score_answers(one, [example for _, example in examples], config.micro_batch_tokens, run.progress) for one in members]
     found = {}
-    for (row, _), rewards in zip(examples, rewards_of, strict=True):
-        by_text = dict(zip(texts[row["id"]], rewards, strict=True))
+    for (row, _), *rewards in zip(examples, *numbers, strict=True):
+        by_text = {text: combined(some, config.ensemble) for text, *some in zip(texts[row["id"]], *rewards, strict=True)}
         found[row["id"]] = [{**a, "reward": by_text[a["text"].strip()]} for a in candidates[row["id"]]]
     return found
 

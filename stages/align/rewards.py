@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +21,11 @@ Ids = Sequence[Sequence[int]]
 Scores = Callable[[Ids, Completions], list[list[float]]]
 """A number for each answer to each prompt."""
 Reward = Literal["reward_model", "verifier", "product"]
+Ensemble = Literal["mean", "min"]
+ENSEMBLE = (
+    "The reward of several reward models: the mean of their numbers; or the least, which no answer can raise that deceives some of them "
+    "only (Coste et al. 2023)"
+)
 REWARDS = (
     "What an answer is rewarded by: the reward model's number; the score of the prompt's verifier, 0 to 1; "
     "or product: the score times the sum of `floor` and the sigmoid of the number"
@@ -28,20 +34,19 @@ REWARDS = (
 
 def rewards_of(
     scorer: Scorer | None,
-    reward_model: Transformer | None,
+    reward_models: Sequence[Transformer],
     rows: Sequence[dict[str, Any]],
     asked: Ids,
     tokenizer: Tokenizer,
     micro_batch_tokens: int,
     floor: float = 0.0,
+    ensemble: Ensemble = "mean",
 ) -> Scores:
-    """The rewards of answers to prompts, given as ids: the verifier's score, the reward model's number, or the product of the score
+    """The rewards of answers to prompts, given as ids: the verifier's score, the reward models' number, or the product of the score
     and the sum of `floor` and the number's sigmoid. `asked` are the ids of `rows`.
     """
-    from puna.models.training.rollouts import reward_model_scorer
-
     gold = None if scorer is None else gold_of(scorer, rows, asked, tokenizer)
-    numbers = None if reward_model is None else reward_model_scorer(reward_model, micro_batch_tokens)
+    numbers = ensemble_of(reward_models, micro_batch_tokens, ensemble) if reward_models else None
 
     def rewards(prompts: Ids, completions: Completions) -> list[list[float]]:
         if gold is None:
@@ -54,6 +59,24 @@ def rewards_of(
         return [[score * (floor + sigmoid(number)) for score, number in zip(*pair, strict=True)] for pair in both]
 
     return rewards
+
+
+def ensemble_of(models: Sequence[Transformer], micro_batch_tokens: int, how: Ensemble) -> Scores:
+    """The number of one or more reward models for each answer."""
+    from puna.models.training.rollouts import reward_model_scorer
+
+    members = [reward_model_scorer(model, micro_batch_tokens) for model in models]
+
+    def numbers(prompts: Ids, completions: Completions) -> list[list[float]]:
+        found = [member(prompts, completions) for member in members]
+        return [[combined(values, how) for values in zip(*some, strict=True)] for some in zip(*found, strict=True)]
+
+    return numbers
+
+
+def combined(numbers: Sequence[float], how: Ensemble) -> float:
+    """The reward of one answer from each member's number, in whatever order they come."""
+    return min(numbers) if how == "min" else math.fsum(numbers) / len(numbers)
 
 
 def gold_of(scorer: Scorer, rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer) -> Scores:

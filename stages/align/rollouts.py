@@ -10,7 +10,7 @@ from pydantic import Field
 
 from puna.models.training.settings import RolloutSettings
 from puna.stages.align.lora import adapted
-from puna.stages.align.rewards import REWARDS, Completions, Ids, Reward, Scores, gold_of, rewards_of
+from puna.stages.align.rewards import ENSEMBLE, REWARDS, Completions, Ensemble, Ids, Reward, Scores, gold_of, rewards_of
 from puna.stages.align.settings import AdapterConfig
 from puna.stages.contract import Facts, Figure, StageRun
 from puna.stages.conversations import prompt_ids
@@ -29,6 +29,7 @@ class RolloutsConfig(RolloutSettings, AdapterConfig):
     floor: float = Field(
         0.0, ge=0, le=100, description="With reward product: added to the sigmoid, so that a right answer counts whatever its number"
     )
+    ensemble: Ensemble = Field("mean", description=ENSEMBLE)
     gold: bool = Field(
         False,
         description="With reward reward_model: score the answers of about eight rollouts by the prompts' verifiers, too, and show both "
@@ -55,7 +56,7 @@ def _without(config: RolloutsConfig) -> str:
 
 def optimize(
     policy: Artifact,
-    reward_model: Artifact | None,
+    reward_models: Sequence[Artifact],
     prompts: Artifact,
     judges: Sequence[Artifact],
     config: RolloutsConfig,
@@ -64,33 +65,32 @@ def optimize(
     critic: bool,
 ) -> None:
     """Render and check the prompts, have `drive`, `train_ppo` or `train_grpo`, train the policy, and save it. `critic`: with one, which
-    starts as the reward model, without one as the policy with a head of zeros.
+    starts as the first reward model (by digest), without one as the policy with a head of zeros.
     """
     from puna.models.machine import DTYPES
     from puna.models.training.rollouts import Rollouts
 
-    if reward_model is None and config.reward != "verifier":
+    if not reward_models and config.reward != "verifier":
         raise PunaError(f"{run.stage}: {_without(config)}")
-    if reward_model is not None:
-        check_one_tokenizer([policy, reward_model], f"{run.stage}: the reward model reads the policy's tokens")
+    check_one_tokenizer([policy, *reward_models], f"{run.stage}: reward models read the policy's tokens")
     model, tokenizer = load_model(policy, "lm")
-    scalar = None if reward_model is None else load_model(reward_model, "scalar")[0]
+    scalars = [load_model(one, "scalar")[0] for one in sorted(reward_models, key=lambda one: one.data_digest)]
     # What is only asked computes as the policy does: a KL divergence to fp32 would have bf16's rounding in it.
     dtype = DTYPES[config.compute.precision_on(device().type)]
     within = context_limit(model, config.max_tokens)
     rows, asked = _asked(prompts, lambda row: prompt_ids(tokenizer, row), within, config, run)
     scorer = Scorer(rows, config.scoring, run, judges, needed=run.stage) if config.scored else None
-    frozen = None if config.reward == "verifier" or scalar is None else copy.deepcopy(scalar).requires_grad_(False).to(dtype)
+    used = [] if config.reward == "verifier" else scalars
+    frozen = [copy.deepcopy(scalar).requires_grad_(False).to(dtype) for scalar in used]
     judging = None if config.reward == "reward_model" else scorer
-    rewards = rewards_of(judging, frozen, rows, asked, tokenizer, config.compute.micro_batch_tokens, config.floor)
-    if critic and scalar is None:
-        scalar = load_model(policy, "scalar", new=True)[0]
+    rewards = rewards_of(judging, frozen, rows, asked, tokenizer, config.compute.micro_batch_tokens, config.floor, config.ensemble)
+    valuing = (scalars[0] if scalars else load_model(policy, "scalar", new=True)[0]) if critic else None
     reference = copy.deepcopy(model).requires_grad_(False).to(dtype)
     with divergence_named(run.stage), adapted(model, config, run) as scales:
         watch = None if scorer is None or config.reward == "verifier" else _gold(gold_of(scorer, rows, asked, tokenizer))
         log = drive(
             Rollouts(model, reference, rewards, asked, tokenizer.stop_ids, config, run.seed("loop"), watch),
-            *([scalar] if critic else []),
+            *([valuing] if valuing is not None else []),
             checkpoint_dir=run.scratch / "training",
             on_step=lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"),
             rate_scales=scales,

@@ -102,6 +102,24 @@ def test_control_arms_learn_from_what_their_round_learns_from() -> None:
         load("demo", ["controls=1"])
 
 
+def test_a_teacher_stands_between_the_first_finetuning_and_the_rounds() -> None:
+    recipe = load("demo", ["rounds=1", "distill={}"], flow="align")
+    assert inputs_of(recipe, "distill", "align") == {"student": ("sft_first",), "teacher": ("input teacher",), "prompts": ("prompts",)}
+    assert inputs_of(recipe, "sft_1", "align")["model"] == ("distill",)
+    beside = inputs_of(recipe, "sft_teacher", "align")
+    assert beside == {"model": ("sft_first",), "instructions": (*inputs_of(recipe, "sft_first", "align")["instructions"], "pick_teacher")}
+    assert inputs_of(recipe, "sample_teacher", "align")["models"] == ("input teacher",)
+    assert {"evaluate_distilled", "evaluate_sft_teacher"} <= set(labels(recipe, "align"))
+    assert not [name for name in labels(load("demo", flow="align"), "align") if "teacher" in name or "distill" in name]
+
+
+def test_a_reward_model_given_several_times_is_an_ensemble() -> None:
+    recipe = load("demo", ["rounds=1", "reward_model=[{}, {seed: 1}]", "grpo.ensemble=min"])
+    assert inputs_of(recipe, "grpo_1")["reward_model"] == ("reward_model_1", "reward_model_1.2")
+    assert inputs_of(recipe, "average_1")["reward_model"] == ("reward_model_1", "reward_model_1.2")
+    assert config_of(recipe, "reward_model_1").seed != config_of(recipe, "reward_model_1.2").seed and config_of(recipe, "grpo_1").ensemble == "min"
+
+
 def test_a_round_without_a_reward_model_has_no_arms_of_it() -> None:
     order = labels(load("smollm2-135m", ["controls=true"], flow="align"), "align")
     arms = [name.removeprefix("control_").removesuffix("_1") for name in order if name.startswith("control_")]

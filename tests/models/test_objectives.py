@@ -120,6 +120,25 @@ def test_ranked_pairs_and_reward_loss_by_hand():
 # ---- targets ------------------------------------------------------------------------------------------
 
 
+def test_divergence_by_hand():
+    student, teacher = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log(), torch.tensor([[0.5, 0.5], [0.75, 0.25]]).log()
+    forward = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    reverse = -0.5 * (math.log(1.5) + math.log(0.5))
+    assert o.divergence(student, teacher, 0.0).tolist() == pytest.approx([0.0, forward], abs=1e-7)
+    assert o.divergence(student, teacher, 1.0).tolist() == pytest.approx([0.0, reverse], abs=1e-7)
+    # The mixture is (5/8, 3/8): half of each side's divergence to it.
+    half = 0.5 * (0.75 * math.log(6 / 5) + 0.25 * math.log(2 / 3)) + 0.5 * (0.5 * math.log(4 / 5) + 0.5 * math.log(4 / 3))
+    assert o.divergence(student, teacher, 0.5).tolist() == pytest.approx([0.0, half], abs=1e-7)
+
+
+def test_a_teachers_further_logits_only_pad():
+    wide = Transformer(CONFIG.replace(vocab_size=VOCABULARY + 5), generator=torch.Generator().manual_seed(1))
+    narrow = Transformer(CONFIG)
+    narrow.load_state_dict({name: w[:VOCABULARY] if w.shape[0] == VOCABULARY + 5 else w for name, w in wide.state_dict().items()})
+    batch, student = targets(examples(4, 2)), model()
+    assert o.Distill(wide)(student, batch)[0].item() == pytest.approx(o.Distill(narrow)(student, batch)[0].item(), rel=1e-6)
+
+
 def test_targets_of_documents():
     got = o.Targets.from_documents([[5, 6, 7], [8], [9, 10]])
     assert got.forest.tokens.tolist() == [5, 6, 7, 8, 9, 10]
@@ -216,6 +235,7 @@ CASES = {
     ),
     "ppo": ("lm", 2, o.Ppo(entropy_weight=0.01), ppo_batch),
     "value": ("scalar", 2, o.Value(), ppo_batch),
+    "distill": ("lm", 2, o.Distill(model(seed=3), beta=0.7), lambda some, _: targets(some)),
 }
 
 

@@ -183,3 +183,18 @@ def test_kto(tokenizer: Tokenizer, tmp_path: Path, seeds: tuple[int, int], weigh
     loss, metrics = objective(made, batch)
     assert (metrics["kl"] > 0) == bool(sign)
     assert_equal(made, loss, theirs(trainer))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_divergence_is_that_of_trls_gkd(beta: float) -> None:
+    gkd = pytest.importorskip("trl.experimental.gkd")
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs_ = (torch.randn(6, 11, generator=generator).double() for _ in range(2))
+    student = ours.clone().requires_grad_(True)
+    o.divergence((student / 0.7).log_softmax(-1), (theirs_ / 0.7).log_softmax(-1), beta).mean().backward()
+    other = ours.clone().requires_grad_(True)
+    loss = gkd.GKDTrainer.generalized_jsd_loss(other[None], theirs_[None], torch.zeros(1, 6), beta, 0.7, "batchmean")
+    loss.backward()
+    found = o.divergence((ours / 0.7).log_softmax(-1), (theirs_ / 0.7).log_softmax(-1), beta).mean()
+    assert found.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert (student.grad - other.grad).abs().max() <= 1e-6 * other.grad.abs().max()

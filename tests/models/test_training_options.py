@@ -17,6 +17,7 @@ from puna.models import accounting, transformer
 from puna.models.config import ModelConfig, Moe
 from puna.models.training import objectives as o
 from puna.models.training.adamw import AdamW
+from puna.models.training.galore import GaLore, directions
 from puna.models.training.loop import TrainConfig, Trainer, TrainingDiverged, train, weights_digest
 from puna.models.training.muon import Muon, inner_matrices, orthogonalise
 from puna.models.training.packing import Sampler, pack, step_indices
@@ -65,6 +66,89 @@ def test_muon_by_hand():
     first = w0 * (1 - 0.02) - size * orthogonalise(1.9 * g1)
     second = first * (1 - 0.02) - size * orthogonalise(g2 + 0.9 * (0.9 * g1 + g2))
     torch.testing.assert_close(w.detach(), second)
+
+
+# ---- GaLore -------------------------------------------------------------------------------------------
+
+
+ADAM = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-6}
+
+
+@pytest.mark.parametrize("shape", [(4, 9), (9, 4), (2, 5, 7)])
+def test_galore_is_adamw_in_the_space_of_its_directions(shape: tuple[int, ...]):
+    w0, g1, g2, g3 = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tall, decay = shape[-2] > shape[-1], 1 - 0.02 * 0.3
+    w = torch.nn.Parameter(w0.clone())
+    galore = GaLore([{"params": [w], "weight_decay": 0.3}], **ADAM, rank=3, every=2, scale=0.5)
+    expected, small = w0.clone(), None
+    for number, g in enumerate((g1, g2, g3)):
+        w.grad = g.clone()
+        galore.step(torch.tensor(0.7, dtype=torch.float64))
+        wide = g.mT if tall else g
+        if number % 2 == 0:
+            p = directions(wide, 3)
+        if small is None:
+            small = torch.nn.Parameter(torch.zeros_like(p.mT @ wide))
+            adam = torch.optim.AdamW([small], **ADAM, weight_decay=0.0)
+        before, small.grad = small.detach().clone(), p.mT @ wide * 0.7
+        adam.step()
+        moved = 0.5 * p @ (small.detach() - before)
+        expected = expected * decay + (moved.mT if tall else moved)
+        torch.testing.assert_close(w.detach(), expected)
+
+
+def test_galores_directions_are_the_strongest():
+    u, _ = torch.linalg.qr(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)))
+    v, _ = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(1)))
+    found = directions(u @ torch.diag(torch.tensor([1.0, 9.0, 3.0, 5.0, 2.0, 7.0])) @ v[:6], 3)
+    torch.testing.assert_close((u.T @ found).abs(), torch.eye(6)[:, [1, 5, 3]], atol=1e-5, rtol=0)
+
+
+def galore(rank: int, **more) -> TrainConfig:
+    return TrainConfig(steps=12, schedule={"learning_rate": 0.01}, optimizer={"name": "galore", "galore_rank": rank, **more})
+
+
+def test_galore_holds_what_it_says_and_a_full_rank_is_adamw():
+    for rank, config in ((6, CONFIG), (6, EXPERTS), (16, CONFIG)):
+        made = model(config)
+        trainer = Trainer(made, o.LanguageModeling(), galore(rank, galore_scale=0.5))
+        trainer.step(1, batches(1), 0)
+        inner = inner_matrices(made)
+        for name, weight in made.named_parameters():
+            stacked, (m, n) = weight.numel() // max(1, math.prod(weight.shape[-2:])), sorted(weight.shape[-2:]) if weight.ndim > 1 else (1, 1)
+            moments = sum(v.numel() for k, v in trainer.tensors().items() if k.partition(".")[2] == name and not k.startswith("weight") and v.ndim)
+            projected = name in inner and m > rank
+            assert moments == (stacked * (m * rank + 2 * rank * n) if projected else 2 * weight.numel()), name
+    full, plain = model(), model()
+    for made, config in ((full, galore(16)), (plain, TrainConfig(steps=12, schedule={"learning_rate": 0.01}))):
+        train(made, o.LanguageModeling(), batches, config, seed=3)
+    assert weights_digest(full) == weights_digest(plain)
+
+
+def test_galore_learns_and_resumes_to_the_same_bits(tmp_path: Path):
+    def same(step: int) -> list[o.Targets]:
+        return batches(1)
+
+    config = TrainConfig(steps=12, schedule={"learning_rate": 0.03}, optimizer={"name": "galore", "galore_rank": 6, "galore_every": 5, "galore_scale": 1})
+    whole, again = model(), model()
+    log = train(whole, o.LanguageModeling(), same, config, seed=3)
+    assert log[-1]["loss"] < 0.7 * log[0]["loss"]
+
+    class Stop(Exception):
+        pass
+
+    def stop(row: dict) -> None:
+        if row["step"] == 7:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(again, o.LanguageModeling(), same, config, seed=3, checkpoint_dir=tmp_path, checkpoint_every=3, on_step=stop)
+    resumed = model()
+    train(resumed, o.LanguageModeling(), same, config, seed=3, checkpoint_dir=tmp_path)
+    assert weights_digest(resumed) == weights_digest(whole)
+
+
+# ---- AdamW, and which weights Muon has --------------------------------------------------------------------
 
 
 def test_adamw_equals_torch_where_gradients_are_missing_at_times():

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from puna.models.config import ModelConfig
+from puna.models.config import ModelConfig, Moe
 from puna.models.forest import Forest
 from puna.models.transformer import Transformer
 
@@ -174,6 +174,17 @@ def test_weights_come_from_the_generator_alone():
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
     assert first.lm_head.weight.std().item() == pytest.approx(CONFIG.initializer_range, rel=0.05)
     assert torch.equal(first.model.norm.weight, torch.ones(CONFIG.hidden_size))
+
+
+@pytest.mark.parametrize("variant", [{}, {"moe": Moe(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8), "model_type": ""}])
+def test_layers_that_add_nothing_at_the_start_learn_all_the_same(variant):
+    made = build(zero_residual=True, **variant)
+    embedded = made.model.embed_tokens(ids(9))
+    torch.testing.assert_close(made.hidden(Forest.pack([ids(9)])), made.model.norm(embedded))
+    made.cross_entropy(Forest.pack([ids(9)]), torch.arange(8), ids(9)[1:], torch.ones(8)).backward()
+    written = {name for name, p in made.named_parameters() if p.ndim > 1 and not p.detach().any()}
+    assert len(written) == 6 and all("o_proj" in name or "down_proj" in name for name in written)
+    assert all(dict(made.named_parameters())[name].grad.abs().max() > 1e-4 for name in written)
 
 
 def test_impossible_shapes_are_refused():

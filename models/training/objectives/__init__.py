@@ -1,6 +1,7 @@
 """Objectives: each a pure function of log-probs (or rewards, values) and a thin class around it."""
 
 from puna.models.training.objectives.base import Objective, Targets, sum_segments, target_logprobs
+from puna.models.training.objectives.distill import Distill, divergence
 from puna.models.training.objectives.dpo import Dpo, DpoBatch, reference_logprobs
 from puna.models.training.objectives.kto import Kto, KtoBatch
 from puna.models.training.objectives.language_modeling import LanguageModeling, language_modeling_loss
@@ -24,6 +25,7 @@ from puna.models.training.objectives.reward import (
 from puna.models.training.objectives.sft import Sft, sft_loss
 
 __all__ = [
+    "Distill",
     "Dpo",
     "DpoBatch",
     "Kto",
@@ -38,6 +40,7 @@ __all__ = [
     "Targets",
     "Value",
     "answer_rewards",
+    "divergence",
     "group_advantages",
     "language_modeling_loss",
     "ppo_policy_loss",

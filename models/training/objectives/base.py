@@ -35,6 +35,9 @@ class Model(Protocol):
     def scalar(self, hidden_ND: Tensor) -> Tensor:
         """The scalar head, [N]."""
 
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """The language head, [N, V]."""
+
     def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Log-probs of targets [N] and entropies [N], nats."""
 

@@ -128,7 +128,7 @@ def rewards_stage(reward_model: Model, prompts: Prompts, config: RewardsConfig, 
     asked = [prompt_ids(tokenizer, row) for row in rows]
     scorer, network = Scorer(rows, ScoringConfig(), run), load(reward_model.path(), "scalar")
     answers = [[completion(tokenizer, text) for text in ("abc", "xyz", "q a")] for _ in rows]
-    for some in ((scorer, None), (None, network), (scorer, network)):
+    for some in ((scorer, []), (None, [network]), (scorer, [network])):
         FOUND.append(rewards_of(*some, rows, asked, tokenizer, 4096)(asked, answers))
     run.write_rows([])
 
@@ -153,6 +153,44 @@ def test_the_product_is_the_score_times_the_probability(tmp_path: Path, tiny_mod
             assert number == pytest.approx(float(network.scalar(network.hidden(Forest.pack([ids])))[-1].detach()), abs=1e-4)
     wanted = [score / (1 + math.exp(-number)) for row, line in zip(scores, numbers, strict=True) for score, number in zip(row, line, strict=True)]
     assert [one for line in products for one in line] == pytest.approx(wanted) and wanted[0] > 0
+
+
+@stage(kind="evaluation", version="1")
+def ensembles_stage(reward_model: list[Model], prompts: Prompts, config: RewardsConfig, run: StageRun) -> None:
+    """The numbers of each member, of the mean and of the least."""
+    rows, tokenizer = prompts.read().to_pylist(), Tokenizer.load(reward_model[0].path())
+    asked = [prompt_ids(tokenizer, row) for row in rows]
+    answers = [[completion(tokenizer, text) for text in ("abc", "xyz")] for _ in rows]
+    members = [load(one.path(), "scalar") for one in reward_model]
+    for some, how in (*(([one], "mean") for one in members), (members, "mean"), (members, "min"), (members[::-1], "mean")):
+        FOUND.append(rewards_of(None, some, rows, asked, tokenizer, 4096, ensemble=how)(asked, answers))
+    run.write_rows([])
+
+
+def test_an_ensemble_is_the_mean_or_the_least_of_its_members(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    judges = [rewarding(store, tiny_model(store, seed)) for seed in range(3)]
+    FOUND.clear()
+    execute(ensembles_stage, RewardsConfig(), {"reward_model": judges, "prompts": asked(store, count=3)}, store)
+    *members, mean, least, other_way = FOUND
+    assert len({str(one) for one in members}) == 3
+    for prompt in range(3):
+        for answer in range(2):
+            values = [one[prompt][answer] for one in members]
+            assert mean[prompt][answer] == other_way[prompt][answer] == pytest.approx(sum(values) / 3)
+            assert least[prompt][answer] == min(values)
+
+
+@pytest.mark.parametrize("ensemble", ["mean", "min"])
+def test_a_policy_is_rewarded_by_several_models(tmp_path: Path, tiny_model: Tiny, ensemble: str) -> None:
+    store = Store.open(tmp_path)
+    model = tiny_model(store)
+    judges = [rewarding(store, tiny_model(store, seed)) for seed in range(2)]
+    config = GrpoConfig(reward="reward_model", ensemble=ensemble, rollouts=2, prompts=4, answers=4, max_tokens=3)
+    made = [execute(grpo, config, {"policy": model, "prompts": asked(store), "reward_model": some}, Store.open(tmp_path / str(number)))
+            for number, some in enumerate((judges, judges[::-1], judges[:1]))]  # fmt: skip
+    first, turned, alone = (one.data_digest for one in made)
+    assert first == turned != alone
 
 
 def test_ppo_refuses_a_reward_that_it_cannot_have(tmp_path: Path, tiny_model: Tiny) -> None:

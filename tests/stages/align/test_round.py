@@ -181,6 +181,24 @@ def test_the_best_by_reward_is_picked_and_agreement_counted(tmp_path: Path, tiny
             assert values["reward"] < best["score"]
 
 
+def test_several_reward_models_pick_together(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    questions = asked(store)
+    given = answers(store, questions, {"A": [("1", True), ("no no", True)], "B": [("5", True)]})
+    members = [scorer(store, tiny_model(store, seed)) for seed in (0, 1)]
+
+    def rewards(some: list[Artifact], ensemble: str = "mean") -> dict[str, float]:
+        made = execute(rejection_sample, RejectionSampleConfig(ensemble=ensemble), {"answers": given, "reward_model": some, "prompts": questions}, store)
+        texts = {row["id"]: row["text"] for row in given.read().to_pylist()}
+        return {row["id"]: row["value"] for row in made.read("scores").to_pylist() if row["id"] in texts}
+
+    first, second = (rewards([one]) for one in members)
+    assert len(first) == 18 and first != second
+    for how, combined in (("mean", lambda a, b: (a + b) / 2), ("min", min)):
+        both = rewards(members, how)
+        assert both == pytest.approx({name: combined(first[name], second[name]) for name in first}) and both == rewards(members[::-1], how)
+
+
 def test_prompts_whose_answers_were_all_cut_off_are_dropped(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     model, questions = tiny_model(store), asked(store)

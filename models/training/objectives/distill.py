@@ -1,0 +1,66 @@
+"""Distillation: the divergence between a student's and a teacher's distribution of each next token of an answer."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from puna.models.training.objectives.base import Metrics, Model, Objective, Targets, Totals, divide
+
+POSITIONS = 512
+"""Positions whose distributions over the whole vocabulary are held at a time."""
+
+
+def divergence(student_NV: Tensor, teacher_NV: Tensor, beta: float) -> Tensor:
+    """Generalised Jensen-Shannon divergence of next-token distributions, given as log-probabilities [N, V] -> [N] nats.
+
+    ``beta KL(teacher || M) + (1 - beta) KL(student || M)`` with ``M = beta teacher + (1 - beta) student``, at 0 the forward
+    ``KL(teacher || student)`` and at 1 the reverse ``KL(student || teacher)`` (GKD, Agarwal et al., arXiv 2306.13649, equation 1).
+    """
+    if beta == 0:
+        return _kl(teacher_NV, student_NV)
+    if beta == 1:
+        return _kl(student_NV, teacher_NV)
+    mixture_NV = torch.logaddexp(teacher_NV + math.log(beta), student_NV + math.log1p(-beta))
+    return beta * _kl(teacher_NV, mixture_NV) + (1 - beta) * _kl(student_NV, mixture_NV)
+
+
+def _kl(p_NV: Tensor, q_NV: Tensor) -> Tensor:
+    return (p_NV.exp() * (p_NV - q_NV)).sum(-1)
+
+
+class Distill(Objective[Targets]):
+    """Mean divergence over the step's answer tokens between the model and a frozen teacher, both at `temperature`.
+
+    No gradient passes through the choice of the answers (Agarwal et al., section 3), whoever sampled them. Each token of the step
+    weighs the same: nats per token. Logits that only one of the two has, which pad its vocabulary, are left out.
+    """
+
+    def __init__(self, teacher: Model, beta: float = 1.0, temperature: float = 1.0) -> None:
+        self.teacher, self.beta, self.temperature = teacher, beta, temperature
+
+    def totals(self, batch: Targets) -> dict[str, float]:
+        return {"tokens": float(batch.mask.sum())}
+
+    def loss(self, model: Model, batch: Targets, totals: Totals) -> tuple[Tensor, Metrics]:
+        positions = batch.positions[batch.mask]
+        with torch.no_grad():
+            guide_ND = self.teacher.hidden(batch.forest)[positions]
+        hidden_ND = model.hidden(batch.forest)[positions]
+
+        def nats(own_ND: Tensor, other_ND: Tensor) -> Tensor:
+            own_NV = model.logits(own_ND)
+            with torch.no_grad():
+                other_NV = self.teacher.logits(other_ND)
+            known = min(own_NV.shape[-1], other_NV.shape[-1])
+            student_NV, teacher_NV = (
+                (logits_NV[:, :known].float() / self.temperature).log_softmax(-1) for logits_NV in (own_NV, other_NV)
+            )
+            return divergence(student_NV, teacher_NV, self.beta).sum()
+
+        parts = zip(hidden_ND.split(POSITIONS), guide_ND.split(POSITIONS), strict=True)
+        found = [checkpoint(nats, own_ND, other_ND, use_reentrant=False) for own_ND, other_ND in parts]
+        return divide(torch.stack(found).sum(), totals["tokens"]), {}
