@@ -13,6 +13,7 @@ import typer
 from puna.flows.look import StoreOption
 from puna.flows.server import end_with
 from puna.flows.settings import DEFAULT_STORE
+from puna.models.serving import Weights, engine_of, guesses
 from puna.stages.contract import parse
 from puna.stages.conversations import shown
 from puna.stages.retrieve import passages as retrieved
@@ -25,6 +26,8 @@ from puna.storage import Artifact, PunaError, Store
 if TYPE_CHECKING:
     from puna.models.generation import Completion, Engine, SamplingParams
     from puna.models.grammar import Mask
+    from puna.models.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
 
 app = typer.Typer()
 
@@ -41,24 +44,37 @@ CHAT = {"temperature": 0.7, "top_p": 0.95}
 TokensOption = Annotated[int, typer.Option(min=1, help="Longest answer, tokens")]
 SeedOption = Annotated[int, typer.Option(min=0, help="What the draws follow from")]
 SpeculateOption = Annotated[
-    int, typer.Option(min=0, help="Tokens guessed ahead at most, from what stood before: answers stay the same, repetitive ones are faster")
+    int,
+    typer.Option(min=0, max=64, help="Tokens guessed ahead at most, by --draft (0: 4), else from what stood before"),
+]
+WeightsOption = Annotated[
+    Weights, typer.Option(help="The layers' matrices: as they are, or in 8 bits: less memory, a little less exact (fp8: GPU from 8.9 on)")
+]
+DraftOption = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="A smaller model with the same tokenizer that guesses ahead; the distribution stays")
 ]
 MemoryOption = Annotated[float, typer.Option(min=0.01, help="Memory of keys and values, GB")]
 
 
-def opened(model: str, store: str, memory: float, **limits: Any) -> Engine:
+def opened(model: str, store: str, memory: float, weights: Weights = "same", draft: str | None = None, **limits: Any) -> Engine:
     """An engine of a model named as the commands take it."""
+    try:
+        network, tokenizer = _loaded(model, store)
+        smaller = None if draft is None else _loaded(draft, store)
+        return engine_of(network, tokenizer, weights, smaller, memory=int(memory * 1e9), **limits)
+    except ValueError as error:
+        raise PunaError(f"{model}: {error}") from error
+
+
+def _loaded(model: str, store: str) -> tuple[Transformer, Tokenizer]:
     from puna.models.checkpoint import CheckpointError, load_with_tokenizer
-    from puna.models.generation import Engine
     from puna.stages.training.train import device, frozen_dtype, load_model
 
+    if not Path(model).exists():
+        return load_model(_artifact(model, store), "lm", frozen=True)
     try:
-        if Path(model).exists():
-            network, tokenizer = load_with_tokenizer(model, "lm", frozen_dtype(), device())
-        else:
-            network, tokenizer = load_model(_artifact(model, store), "lm", frozen=True)
-        return Engine(network, tokenizer, memory=int(memory * 1e9), **limits)
-    except (CheckpointError, ValueError) as error:
+        return load_with_tokenizer(model, "lm", frozen_dtype(), device())
+    except CheckpointError as error:
         raise PunaError(f"{model}: {error}") from error
 
 
@@ -89,13 +105,16 @@ def chat(
     top_p: TopOption = None,
     max_tokens: TokensOption = 512,
     seed: SeedOption = 0,
+    weights: WeightsOption = "same",
+    draft: DraftOption = None,
     speculate: SpeculateOption = 0,
     memory: MemoryOption = 1.0,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Talk with a model; it keeps the conversation. /new begins another, Ctrl-C ends an answer, Ctrl-D the talk."""
-    engine = opened(model, store, memory)
-    params = parameters(engine, CHAT, temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, speculate=speculate)
+    engine = opened(model, store, memory, weights, draft)
+    asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
+    params = parameters(engine, CHAT, **asked_of, speculate=guesses(speculate, draft))
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     while True:
@@ -161,6 +180,8 @@ def generate(
         str | None, typer.Option(metavar="ID", help="Documents of the store; passages of them that fit a prompt are put before it")
     ] = None,
     passages: Annotated[int, typer.Option(min=1, help="With --documents: passages for each prompt, of 150 words at most")] = 3,
+    weights: WeightsOption = "same",
+    draft: DraftOption = None,
     speculate: SpeculateOption = 0,
     memory: MemoryOption = 1.0,
     store: StoreOption = DEFAULT_STORE,
@@ -173,10 +194,10 @@ def generate(
     asked: list[Any] = list(prompts or ()) or [_parsed(number, line) for number, line in enumerate(sys.stdin, 1) if line.strip()]
     searching = _searching(search, n, verifier, expansions, temperature)
     given = asked if documents is None else _with_passages(asked, documents, passages, store)
-    engine = opened(model, store, memory)
+    engine = opened(model, store, memory, weights, draft)
     mask = None if schema is None else _mask(engine, schema)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed, "n": n}
-    params = parameters(engine, {"temperature": 0.7}, **asked_of, mask=mask, speculate=speculate)
+    params = parameters(engine, {"temperature": 0.7}, **asked_of, mask=mask, speculate=guesses(speculate, draft if mask is None else None))
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     answers: list[list[tuple[Completion, dict[str, float]]]]
@@ -291,6 +312,8 @@ def api(
     queue: Annotated[int, typer.Option(min=1, help="Requests that wait or are answered at once; more are told to come later")] = 256,
     seconds: Annotated[float, typer.Option(min=1, help="Longest time for one request, seconds")] = 600,
     sequences: Annotated[int, typer.Option(min=1, help="Answers computed at once")] = 64,
+    weights: WeightsOption = "same",
+    draft: DraftOption = None,
     speculate: SpeculateOption = 0,
     memory: MemoryOption = 1.0,
     store: StoreOption = DEFAULT_STORE,
@@ -303,6 +326,6 @@ def api(
 
     if supervised:
         end_with(sys.stdin.buffer)
-    engine = opened(model, store, memory, sequences=sequences)
-    made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, speculate)
+    engine = opened(model, store, memory, weights, draft, sequences=sequences)
+    made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, guesses(speculate, draft))
     uvicorn.run(made, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)

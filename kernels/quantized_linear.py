@@ -13,16 +13,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from puna.kernels.configurations import capability, configuration
-from puna.kernels.lazy import triton_jit
+from puna.kernels.lazy import has_numba, numba_jit, triton_jit
 from puna.kernels.linear import product
+from puna.kernels.loops import run_rows
 from puna.kernels.operators import differentiable, operator, wide
 
 if TYPE_CHECKING:
     import triton.language as tl
+if has_numba():
+    from puna.kernels.vectors import LANES, add, carray, fill, higher, load_first, minus, peak, pointer, times, total
 
 Kind = Literal["int8", "fp8"]
 TYPES: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -49,7 +53,30 @@ def low_precision_linear_reference(x_TD: Tensor, w_ND: Tensor, kind: Kind) -> Te
 # --- portable --------------------------------------------------------------------------------------------
 
 
+@numba_jit
+def _quantize_loop(part: Any, start: Any, stop: Any, D: Any, x: Any, q: Any, scales: Any) -> None:
+    """Rows start .. stop - 1 at address `x` in INT8: `q` [T, D], `scales` [T]."""
+    for t in range(start, stop):
+        at = x + 4 * t * D
+        peaks, zeros = fill(np.float32(LEAST)), fill(np.float32(0))  # of zeros: no number where one is not finite
+        for d in range(0, D, LANES):
+            row = load_first(at + 4 * d, D - d)
+            peaks = higher(higher(row, minus(fill(np.float32(0)), row)), peaks)
+            zeros = add(zeros, times(row, fill(np.float32(0))))
+        top, numbers = peak(peaks), carray(pointer(at), (D,))
+        finite = total(zeros) == np.float32(0)
+        scales[t] = top / np.float32(127) if finite else np.float32(np.nan)
+        inverse = np.float32(127) / top if finite else np.float32(0)
+        for d in range(D):
+            q[t, d] = np.int8(np.rint(numbers[d] * inverse)) if finite else np.int8(0)
+
+
 def _quantize(x_TD: Tensor, columns: Tensor | None, fp8: bool) -> tuple[Tensor, Tensor]:
+    if not fp8 and columns is None and x_TD.dtype == torch.float32 and x_TD.is_cpu and x_TD.is_contiguous() and has_numba():
+        T, D = x_TD.shape
+        q_TD, scale_T = torch.empty(T, D, dtype=torch.int8), torch.empty(T)
+        run_rows(_quantize_loop, T, D, D, x_TD.data_ptr(), q_TD.numpy(), scale_T.numpy())
+        return q_TD, scale_T
     x_TD = x_TD.to(wide(x_TD.dtype))
     return quantize_rows_reference(x_TD if columns is None else x_TD * columns, "fp8" if fp8 else "int8")
 
@@ -239,3 +266,8 @@ def low_precision_linear(x: Tensor, w_ND: Tensor, kind: Kind) -> Tensor:
     if kind not in TYPES:
         raise ValueError(f"kind is 'int8' or 'fp8', not {kind!r}")
     return _low_precision_linear(x.reshape(-1, x.shape[-1]), w_ND, kind == "fp8")[0].view(*x.shape[:-1], len(w_ND))  # type: ignore[no-any-return]
+
+
+def quantized_linear(x_TD: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:
+    """x w^T with weights that `quantize_rows` has put into 8 bits and x put there by its rows: [T, N] in x's dtype, without autograd."""
+    return _forward(x_TD, q_ND, scale_N)

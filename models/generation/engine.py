@@ -2,12 +2,12 @@
 
     Engine(model, tokenizer).generate(prompts, SamplingParams(n=4, temperature=0.7))
 
-Each step computes whatever is at hand in one ragged pass: the next token of every answer that runs, and chunks of prompts
-(`schedule.py`, `step.py`), over keys and values in pages (`pages.py`). Prompts and answers stay in the cache for who begins
-alike, until their pages are needed or the weights change.
+Each step computes whatever is at hand in one ragged pass: the next token of every answer that runs, and chunks of prompts (`schedule.py`,
+`step.py`), over keys and values in pages (`pages.py`). Prompts and answers stay in the cache for who begins alike, until their pages are
+needed or the weights change.
 
-With `exact`, the log-probs of drawn tokens equal, bit by bit, those of a training forward pass in `exact_passes`, whatever ran
-beside them, however prompts were cut, wherever an answer was paused or a prefix was found (see `kernels/exact.py`).
+With `exact`, the log-probs of drawn tokens equal, bit by bit, those of a training forward pass in `exact_passes`, whatever ran beside
+them, however prompts were cut, wherever an answer was paused or a prefix was found (see `kernels/exact.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from puna.models.dense import loops
 from puna.models.generation.pages import PagePool
 from puna.models.generation.sampling import Draw, SamplingParams, draw
 from puna.models.generation.schedule import Answer, Request, Scheduler
-from puna.models.generation.step import Cache, run
+from puna.models.generation.step import Cache, Stretch, run
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
@@ -77,7 +77,7 @@ class Engine:
         self.model, self.tokenizer, self.exact = model, tokenizer, exact
         self.sequences, self.step_tokens, self.memory = sequences, step_tokens, memory
         self._weights: list[tuple[int, int]] = []
-        self._place: tuple[torch.device, torch.dtype] | None = None
+        self._places: list[tuple[torch.device, torch.dtype]] = []
         self._look()
 
     def generate(
@@ -138,8 +138,8 @@ class Engine:
 
     def clear(self) -> None:
         """End every request, and forget all that was computed: after a failure nothing of it can be trusted."""
-        del self.cache, self.scheduler
-        self._weights, self._place = [], None
+        del self.caches, self.scheduler
+        self._weights, self._places = [], []
         self._renew()
 
     @torch.inference_mode()
@@ -150,14 +150,17 @@ class Engine:
         with exact_passes(weight.dtype, weight.device, self.exact):
             work = self.scheduler.plan()
             if work:
-                self.cache.copy(self.scheduler.copies)
+                for cache in self.caches:
+                    cache.copy(self.scheduler.copies)
                 self.scheduler.copies = []
-                hidden_ND, row = run(self.model, self.cache, work, self._loops), -1
+                hidden_ND, row = self._compute(work), -1
                 for answer in work:
                     self.scheduler.computed(answer, (hidden_ND, row + answer.count))
                     row += answer.count + len(answer.guess)
             ready = [answer for answer in work if answer.hidden is not None] + list(self.scheduler.fork())
             return self._draw(ready) if ready else []
+
+    _drawn = staticmethod(draw)
 
     def _draw(self, ready: Sequence[Answer]) -> list[Event]:
         draws: list[Draw] = []
@@ -173,7 +176,7 @@ class Engine:
                 parts[-1][1].append(row + i)
         try:
             rows = [hidden_ND if rows == list(range(len(hidden_ND))) else hidden_ND[rows] for hidden_ND, rows in parts]
-            drawn = zip(*draw(self.model.logits(rows[0] if len(rows) == 1 else torch.cat(rows)), draws), strict=True)
+            drawn = zip(*self._drawn(self.model.logits(rows[0] if len(rows) == 1 else torch.cat(rows)), draws), strict=True)
         except ValueError:
             self.clear()
             raise
@@ -181,7 +184,7 @@ class Engine:
 
     def _take(self, answer: Answer, drawn: Sequence[tuple[int, float]]) -> Iterator[Event]:
         """What was drawn after an answer's last token and its guesses, up to the first that was guessed wrong."""
-        guess, answer.guess, answer.hidden = answer.guess, (), None
+        guess, answer.guess, answer.hidden = answer.guess, [], None
         for right, (token, logprob) in enumerate(drawn):
             answer.tokens.append(token)
             answer.logprobs.append(logprob)
@@ -190,8 +193,8 @@ class Engine:
             if completion is not None or guess[right : right + 1] != [token]:
                 break
             answer.computed += 1
-        if answer.lookup is not None:
-            answer.lookup.learn(len(guess), right)
+        if answer.pace is not None:
+            answer.pace.learn(len(guess), right)
 
     def _completion(self, answer: Answer) -> Completion | None:
         """The answer, if it ends with its last token."""
@@ -224,27 +227,34 @@ class Engine:
         texts = tuple(one for one in stop if isinstance(one, str))
         if texts and self.tokenizer is None:
             raise ValueError(f"the engine has no tokenizer to find the text {texts[0]!r} in an answer: give token ids")
-        digest = hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).digest()
-        words = tuple(np.frombuffer(digest, dtype="<u4").tolist())
+        words = tuple(np.frombuffer(hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).digest(), dtype="<u4").tolist())
         return Request(ids, params, frozenset(one for one in stop if isinstance(one, int)), texts, words)
 
+    @property
+    def models(self) -> tuple[Transformer, ...]:
+        """The models that compute, each with a cache of the same pages; the first is the one that answers."""
+        return (self.model,)
+
+    def _compute(self, work: Sequence[Answer]) -> Tensor:
+        """Hidden states [N, D] of what is due."""
+        due = [Stretch(answer.pages, answer.computed, answer.due) for answer in work]
+        return run(self.model, self.caches[0], due, self._loops[0])
+
     def _look(self) -> None:
-        """Find the model's weights, which may be others than before."""
-        self._parameters = list(self.model.parameters())
+        """Find the models' weights, which may be others than before."""
+        self._parameters = [p for model in self.models for p in model.parameters()]
         self._renew()
 
     def _renew(self) -> None:
         """Compute again what was computed with other weights; a cache for a model that has moved or changed its type."""
-        # Those that were made in inference mode do not count their changes.
-        weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._parameters]
+        weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._parameters]  # inference tensors count no changes
         if weights == self._weights:
             return
-        weight = self.model.model.embed_tokens.weight
-        if self._place != (weight.device, weight.dtype):
-            self._place = (weight.device, weight.dtype)
-            pages = max(1, self.memory // Cache(self.model, 1).bytes)
-            self.cache = Cache(self.model, pages)
-            self.scheduler = Scheduler(PagePool(pages), self.sequences, self.step_tokens)
+        places = [(model.model.embed_tokens.weight.device, model.model.embed_tokens.weight.dtype) for model in self.models]
+        if self._places != places:
+            self._places = places
+            pages = max(1, self.memory // sum(Cache(model, 1).bytes for model in self.models))
+            self.caches = [Cache(model, pages) for model in self.models]
+            self.scheduler = Scheduler(PagePool(pages), self.sequences, self.step_tokens, len(self.models) > 1)
         self.scheduler.restart()
-        self._loops = loops(self.model)
-        self._weights = weights
+        self._loops, self._weights = [loops(model) for model in self.models], weights

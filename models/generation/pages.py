@@ -1,9 +1,9 @@
 """Which page of the cache holds what: references, and the tree of prefixes that are kept between calls.
 
-A page belongs to everybody who refers to it: sequences, and the tree. The tree has a node for each whole page of tokens
-below the page before it (a radix tree whose edges are pages: SGLang's, Zheng et al. 2024). A page that only the tree refers
-to is free to be taken when no other is left, the one unused for longest first; the page before is in use whenever it is, and a
-path is given up from its end, so leaves go before what they hang on. Whoever writes to a page that others see writes to a copy.
+A page belongs to everybody who refers to it: sequences, and the tree. The tree has a node for each whole page of tokens below the page
+before it (a radix tree whose edges are pages: SGLang's, Zheng et al. 2024). A page that only the tree refers to is free to be taken when
+no other is left, the one unused for longest first; the page before is in use whenever it is, and a path is given up from its end, so
+leaves go before what they hang on. Whoever writes to a page that others see writes to a copy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ class PagePool:
     def take(self) -> int:
         """A page of one's own. OutOfPages when all are in use."""
         if not self.free:
-            self._evict()
+            if not self.spare:
+                raise OutOfPages
+            page = next(iter(self.spare))  # of the tree, unused for longest
+            del self.spare[page], self.tree[self.nodes.pop(page)]
+            self.free.append(page)
         page = self.free.pop()
         self.references[page] = 1
         self.peak = max(self.peak, len(self.references) - self.available)
@@ -99,15 +103,6 @@ class PagePool:
             if not self.references[page]:
                 self.free.append(page)
         self.tree, self.spare = {}, {}
-
-    def _evict(self) -> None:
-        """Free the page of the tree that was unused for longest."""
-        if not self.spare:
-            raise OutOfPages
-        page = next(iter(self.spare))
-        del self.spare[page], self.tree[self.nodes.pop(page)]
-        self.references[page] = 0
-        self.free.append(page)
 
 
 def _path(tokens: Sequence[int], pages: Sequence[int]) -> Iterator[Node]:

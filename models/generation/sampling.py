@@ -1,7 +1,7 @@
 """How tokens are drawn: the parameters of a request, and a step's draws.
 
-Log-probs are those of the model's own distribution at the request's temperature, before penalties, masks and cuts, at
-temperature 1 when the draw is greedy: what `Transformer.token_logprobs` gives for the same token at the same temperature.
+Log-probs are those of the model's own distribution at the request's temperature, before penalties, masks and cuts, at temperature 1 when
+the draw is greedy: what `Transformer.token_logprobs` gives for the same token at the same temperature.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from puna.kernels.operators import wide
-from puna.kernels.token_draw import LIKELIEST, invert, token_draw
+from puna.kernels.token_cut import cut_draw
+from puna.kernels.token_draw import LIKELIEST, token_draw
 
-NUCLEUS = 128  # tokens tried first as a nucleus; a flatter distribution takes more
 Mask = Callable[[Sequence[int]], Tensor]  # an answer's tokens so far -> [V] bool on CPU, True where the next may be
 
 
@@ -27,15 +27,14 @@ Mask = Callable[[Sequence[int]], Tensor]  # an answer's tokens so far -> [V] boo
 class SamplingParams:
     """How to answer a prompt.
 
-    n: answers. temperature: divides the logits; 0 takes the likeliest token. top_k: draw from the k likeliest tokens only (0: all).
-    top_p: from the smallest set of likeliest tokens whose probability reaches it (nucleus sampling, Holtzman et al. 2020).
-    min_p: from tokens at least that likely compared with the likeliest (Nguyen et al. 2024). max_tokens: longest answer.
-    stop: token ids and texts that end an answer; None is the tokenizer's end of turn. seed: with the prompt's tokens and the
-    answer's number all that the draws depend on. repetition_penalty: divides positive and multiplies negative logits of
-    tokens of the prompt and the answer (Keskar et al. 2019). presence_penalty, frequency_penalty: subtracted from the logit
-    of a token of the answer, once or for each time it occurs. logit_bias: added to logits, by token id. mask: which tokens
-    may follow an answer's tokens. speculate: tokens that a step may guess ahead (`speculate.py`); what is drawn stays the same.
-    priority: waiting requests with the lowest number are begun first.
+    n: answers. temperature: divides the logits; 0 takes the likeliest token. top_k: draw from the k likeliest tokens only (0: all). top_p:
+    from the smallest set of likeliest tokens whose probability reaches it (nucleus sampling, Holtzman et al. 2020). min_p: from tokens at
+    least that likely compared with the likeliest (Nguyen et al. 2024). max_tokens: longest answer. stop: token ids and texts that end an
+    answer; None is the tokenizer's end of turn. seed: with the prompt's tokens and the answer's number all that the draws depend on.
+    repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the answer (Keskar et al. 2019).
+    presence_penalty, frequency_penalty: subtracted from the logit of a token of the answer, once or for each time it occurs. logit_bias:
+    added to logits, by token id. mask: which tokens may follow an answer's tokens. speculate: tokens that a step may guess ahead
+    (`speculate.py`). priority: waiting requests with the lowest number are begun first.
     """
 
     n: int = 1
@@ -93,8 +92,8 @@ class Draw(NamedTuple):
     answer: Sequence[int]
 
 
-def draw(logits_SV: Tensor, rows: Sequence[Draw]) -> tuple[list[int], list[float]]:
-    """One token per row and its log-prob, by the inverse of the cumulative distribution at the row's number.
+def draw(logits_SV: Tensor, rows: Sequence[Draw], settled: Mapping[int, int] = {}) -> tuple[list[int], list[float]]:
+    """One token per row and its log-prob, by the inverse of the cumulative distribution at the row's number, or as `settled` says.
 
     Raises ValueError where a row of logits has a NaN or no finite entry, or a mask allows no token.
     """
@@ -110,7 +109,9 @@ def draw(logits_SV: Tensor, rows: Sequence[Draw]) -> tuple[list[int], list[float
             for z_V, number in zip(z_SV, changed, strict=True):
                 shift(z_V, rows[number])
             given = (z_SV, scale[changed], uniforms[changed])
-            tokens[changed] = _cut_draw(*given, [rows[i].params for i in changed]) if cuts else token_draw(*given)[0]
+            tokens[changed] = cut_draw(*given, [rows[i].params for i in changed]) if cuts else token_draw(*given)[0]
+    for row, token in settled.items():
+        tokens[row] = token
     logprobs = logits_SV.gather(1, tokens[:, None])[:, 0] * scale.to(logits_SV.device) - lse
     return tokens.tolist(), logprobs.tolist()
 
@@ -132,29 +133,3 @@ def shift(z_V: Tensor, row: Draw) -> None:
         if not bool(allowed.any()):
             raise ValueError(f"the mask allows no token after {list(row.answer)}")
         z_V.masked_fill_(~allowed.to(z_V.device), -math.inf)
-
-
-def _cut_draw(z_SV: Tensor, scale: Tensor, uniforms: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Draws after top-k, then top-p, then min-p."""
-    p_SV = torch.softmax(z_SV * scale.to(z_SV)[:, None], -1)
-    kept_SN, order_SN = _kept(p_SV, params)
-    return order_SN.gather(1, invert(kept_SN, uniforms.to(z_SV.device))[:, None])[:, 0]
-
-
-def _kept(p_SV: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
-    """Probabilities and tokens of what each row keeps, likeliest first; zero beyond it."""
-    top_k, top_p, min_p = (
-        torch.tensor([getattr(p, name) for p in params], device=p_SV.device)[:, None] for name in ("top_k", "top_p", "min_p")
-    )
-    V = p_SV.shape[-1]
-    top_k = torch.where(top_k == 0, V, top_k)
-    size = min(NUCLEUS, V)
-    while True:
-        p, order = p_SV.topk(size, sorted=True)
-        p = p.double() * (torch.arange(size, device=p.device) < top_k)
-        before = p.cumsum(-1) - p
-        whole = torch.where(top_k < size, p.sum(-1, keepdim=True), 1.0)
-        inside = (before < top_p * whole) & (p >= min_p * p[:, :1])
-        if size == V or not bool(inside[:, -1].any()):
-            return p * inside, order
-        size = min(8 * size, V)

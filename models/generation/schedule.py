@@ -1,13 +1,13 @@
 """Which tokens the next step computes: continuous batching with chunked prefill (Yu et al. 2022; Agrawal et al. 2023).
 
-A request's prompt is computed once, by its first answer; the others then begin where it ends, on its pages. An answer whose
-pages cannot be had gives all of its own back, waits, and is computed again from its tokens (Kwon et al. 2023), or from what
-the tree of prefixes still holds of them.
+A request's prompt is computed once, by its first answer; the others then begin where it ends, on its pages. An answer whose pages cannot
+be had gives all of its own back, waits, and is computed again from its tokens (Kwon et al. 2023), or from what the tree of prefixes still
+holds of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from puna.kernels.paged_attention import PAGE
 from puna.models.generation.pages import OutOfPages, PagePool
 from puna.models.generation.sampling import SamplingParams
-from puna.models.generation.speculate import Lookup
+from puna.models.generation.speculate import Lookup, Pace
 
 Hidden = tuple[Tensor, int]
 """Hidden states [N, D] of a step, and the row of an answer's last token; those after its guesses follow."""
@@ -34,8 +34,9 @@ class Answer:
     computed: int = 0
     hidden: Hidden | None = None  # once computed
     count: int = 0  # its next tokens that this step computes
-    guess: Sequence[int] = ()  # what may follow them, computed with them
-    lookup: Lookup | None = None
+    guess: list[int] = field(default_factory=list)  # what may follow them, computed with them
+    pace: Pace | None = None  # at which guesses come
+    drafted: int = 1 << 62  # of the computed tokens, those that a draft has computed, too
     logprobs: list[float] = field(default_factory=list)
 
     @property
@@ -73,10 +74,10 @@ class Request:
 
 
 class Scheduler:
-    """Requests that wait, answers that run, and the pages between them."""
+    """Requests that wait, answers that run, and the pages between them. `drafted`: guesses are left to a draft."""
 
-    def __init__(self, pool: PagePool, sequences: int, step_tokens: int) -> None:
-        self.pool, self.sequences, self.step_tokens = pool, sequences, step_tokens
+    def __init__(self, pool: PagePool, sequences: int, step_tokens: int, drafted: bool = False) -> None:
+        self.pool, self.sequences, self.step_tokens, self.drafted = pool, sequences, step_tokens, drafted
         self.waiting: list[Request] = []  # by priority, then age
         self.paused: list[Answer] = []  # preempted, the oldest first
         self.running: list[Answer] = []  # the oldest first
@@ -107,7 +108,7 @@ class Scheduler:
             if not answer.pages or answer.hidden is not None:  # preempted by one before it; drawn from, not computed
                 continue
             answer.count = min(len(answer.tokens) - answer.computed, max(budget, 1))
-            answer.guess = self._guess(answer, budget - answer.count) if answer.request.params.speculate else ()
+            answer.guess = self._guess(answer, budget - answer.count) if answer.request.params.speculate else []
             if self._make_room(answer):
                 work.append(answer)
                 budget -= answer.count + len(answer.guess)
@@ -172,8 +173,6 @@ class Scheduler:
                 place.remove(answer)
                 self._give_back(answer)
 
-    # --- places and pages ---
-
     def _admit(self) -> Answer | None:
         """The next answer that must compute its prompt, if there is a place for it."""
         paused = self.paused[0] if self.paused else None
@@ -228,20 +227,20 @@ class Scheduler:
                         self._fell(request)
         return False
 
-    def _guess(self, answer: Answer, most: int) -> Sequence[int]:
+    def _guess(self, answer: Answer, most: int) -> list[int]:
         """Tokens to try after an answer's last one, where that comes next and pages are at hand."""
         params = answer.request.params
         if not answer.logprobs or len(answer.tokens) - answer.computed > 1:
             return []
-        if answer.lookup is None:
-            answer.lookup = Lookup(params.speculate)
+        if answer.pace is None:
+            answer.pace = (Pace if self.drafted else Lookup)(params.speculate)
         most = min(most, params.max_tokens - len(answer.logprobs) - 1)
-        return answer.lookup.guess(answer.tokens, most) if most > 0 and self.pool.available > 2 * len(self.running) else []
+        return answer.pace.guess(answer.tokens, most) if most > 0 and self.pool.available > 2 * len(self.running) else []
 
     def _pause(self, answer: Answer) -> None:
         self.running.remove(answer)
         self._give_back(answer)
-        answer.hidden, answer.guess = None, ()
+        answer.hidden, answer.guess = None, []
         self.preemptions += 1
         self.paused.insert(0, answer)
 

@@ -1,8 +1,8 @@
-"""Tokens guessed ahead of the model: what followed the same tokens before, in the prompt or the answer (prompt lookup, Saxena 2023).
+"""Tokens guessed ahead: what followed the same tokens before (prompt lookup, Saxena 2023), or what a draft draws (`models/draft.py`).
 
-A step computes the guesses with the token before them. Each position of an answer has its random number, so what is drawn
-there does not depend on the guess: a guess is right where it is what is drawn. So answers are those without guesses, and a guess
-of one token holds with its probability, which is all that speculative sampling (Leviathan et al. 2023) can accept of it.
+A step computes the guesses with the token before them. Each position of an answer has its random number, so what is drawn there does not
+depend on the guess: one that was looked up is right where it is what is drawn. So answers are those without guesses, and a guess of one
+token holds with its probability, which is all that speculative sampling (Leviathan et al. 2023) can accept of it.
 """
 
 from __future__ import annotations
@@ -11,21 +11,43 @@ from collections.abc import Sequence
 
 SIZES = (3, 2)  # tokens that must be the same before a guess; the longer first
 LONGEST_REST = 4
+UNKNOWN = -1
 
 
-class Lookup:
-    """Guesses for one answer; fewer of them where they were wrong, none for a while where none was right."""
+class Pace:
+    """How many tokens are guessed for one answer: fewer where they were wrong, none for a while where none was right."""
 
     def __init__(self, most: int) -> None:
         self.most = self.length = most
         self.rest = self._left = 0  # steps without a guess after the last failure, and how many of them are left
+
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        """At most `most` tokens that may follow; here places for those of a draft (`models/draft.py`)."""
+        if self._left:
+            self._left -= 1
+            return []
+        return [UNKNOWN] * min(self.length, most)
+
+    def learn(self, guessed: int, right: int) -> None:
+        """Of the last guess, `right` tokens were."""
+        if guessed and not right:
+            self.rest = min(2 * self.rest + 1, LONGEST_REST)
+            self.length, self._left = 1, self.rest
+        elif guessed:
+            self.rest, self.length = 0, min(self.most, 2 * right + 1)
+
+
+class Lookup(Pace):
+    """Guesses from what stood before."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
         self._seen: dict[tuple[int, ...], int] = {}  # where a run of tokens ended last
         self._read = 0
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        """At most `most` tokens that may follow."""
-        if self._left:
-            self._left -= 1
+        most = len(super().guess(tokens, most))
+        if not most:
             return []
         for end in range(self._read, len(tokens)):  # an end that has a token after it
             for size in SIZES:
@@ -37,12 +59,4 @@ class Lookup:
         if found is None:
             return []
         period = len(tokens) - found  # beyond the last token the guess goes on with itself
-        return [tokens[found + i % period] for i in range(min(self.length, most))]
-
-    def learn(self, guessed: int, right: int) -> None:
-        """Of the last guess, `right` tokens were."""
-        if guessed and not right:
-            self.rest = min(2 * self.rest + 1, LONGEST_REST)
-            self.length, self._left = 1, self.rest
-        elif guessed:
-            self.rest, self.length = 0, min(self.most, 2 * right + 1)
+        return [tokens[found + i % period] for i in range(most)]

@@ -1,12 +1,13 @@
 """One step of the model over ragged work: any number of tokens of any number of answers, over pages.
 
-Shapes: N tokens of the step, B answers, D model width. The decoder is the one of training with another `attend`; the weights
-are the model's own.
+Shapes: N tokens of the step, B answers, D model width. The decoder is the one of training with another `attend`; the weights are the
+model's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +16,15 @@ from torch import Tensor
 from puna.kernels.kv_append import kv_append_
 from puna.kernels.paged_attention import PAGE, PagedPlan, new_pages, paged_attention
 from puna.models.dense import Loops
-from puna.models.generation.schedule import Answer
 from puna.models.transformer import Transformer
+
+
+class Stretch(NamedTuple):
+    """Tokens of one answer to be computed: where they begin on its path, and the pages of the path to their end."""
+
+    pages: Sequence[int]
+    begin: int
+    tokens: Sequence[int]
 
 
 class Cache:
@@ -41,16 +49,16 @@ class Cache:
                     pages[target] = pages[source]
 
 
-def run(model: Transformer, cache: Cache, work: Sequence[Answer], by_loops: Loops | None = None) -> Tensor:
+def run(model: Transformer, cache: Cache, work: Sequence[Stretch], by_loops: Loops | None = None) -> Tensor:
     """Compute the work; the hidden states [N, D] of its tokens, in order."""
-    counts = np.array([answer.count + len(answer.guess) for answer in work])
-    starts = np.array([answer.computed for answer in work])
-    ids = torch.tensor([token for answer in work for token in answer.due])
+    counts = np.array([len(one.tokens) for one in work])
+    starts = np.array([one.begin for one in work])
+    ids = torch.tensor([token for one in work for token in one.tokens])
     sequence = np.repeat(np.arange(len(work), dtype=np.int32), counts)
     position = (np.arange(len(ids)) + np.repeat(starts + counts - np.cumsum(counts), counts)).astype(np.int32)
-    held = np.array([len(answer.pages) for answer in work])
+    held = np.array([len(one.pages) for one in work])
     tables = np.zeros((len(work), held.max()), np.int32)
-    tables[np.arange(tables.shape[1]) < held[:, None]] = [page for answer in work for page in answer.pages]
+    tables[np.arange(tables.shape[1]) < held[:, None]] = [page for one in work for page in one.pages]
     device, windows = model.model.embed_tokens.weight.device, model.config.windows
     plan = PagedPlan(torch.from_numpy(tables), torch.from_numpy(sequence), torch.from_numpy(position), device)
     x_ND = model.model.embed_tokens(ids.to(device))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from puna.models.serving import ServingSettings, engine_of, guesses
 from puna.stages.contract import Facts, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import answer_text, prompt_ids
 from puna.stages.draws import identifier
@@ -21,9 +22,8 @@ from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
-    from puna.models.generation import Completion, SamplingParams
+    from puna.models.generation import Completion, Engine, SamplingParams
     from puna.models.tokenizer import Tokenizer
-    from puna.models.transformer import Transformer
 
 STRETCH = 2048
 """Prompts that are answered together; the next ones are begun when their answers are on disk."""
@@ -53,6 +53,7 @@ class SampleConfig(BadRowsConfig, SeededConfig):
     )
     max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
     split: Literal["train", "heldout"] = Field("train", description="Which prompts are answered")
+    serving: ServingSettings = Field(ServingSettings(), description="How the models compute their answers")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
 
@@ -62,11 +63,14 @@ def needs(config: SampleConfig, facts: Facts) -> list[str]:
 
 
 @stage(kind="answers", device=True, needs=needs, named=verifiers_named)
-def sample(models: list[Model], prompts: Prompts, judges: list[Model] | None, config: SampleConfig, run: StageRun) -> None:
+def sample(
+    models: list[Model], prompts: Prompts, judges: list[Model] | None, draft: Model | None, config: SampleConfig, run: StageRun
+) -> None:
     """K answers per prompt from each model, with log-probabilities and gold scores (Llama 3, section 4.2.2).
 
     Answers to prompts without a verifier have no gold score, and neither has an answer whose verifier failed: the metric
-    `unscored_answers` counts the latter. `judges` are the models that verifiers name.
+    `unscored_answers` counts the latter. `judges` are the models that verifiers name. `draft` is a smaller model with the same tokenizer,
+    which guesses ahead for each of the models: answers have the same distribution.
 
     A model's own way of sampling is that of the generation_config.json that it was imported with; the metrics tell what was used, by
     name and model (`temperature_DIGEST`). Prompts that a model's chat template refuses are in `dropped`; see `bad_rows`.
@@ -84,7 +88,7 @@ def sample(models: list[Model], prompts: Prompts, judges: list[Model] | None, co
     for number, model in enumerate(models):
         asked = list(bad.rendered(rows, partial(prompt_ids, tokenizer_of(model))))
         bad.check_left(len(asked), f"{len(rows)} prompts")
-        _answer(model, asked, scorer, config, run, number, len(models))
+        _answer(model, asked, scorer, config, run, number, len(models), draft)
     bad.write(run)
     scorer.report()
     run.metric("prompts", len(rows))
@@ -95,13 +99,22 @@ Asked = tuple[dict[str, Any], list[int]]
 
 
 def _answer(
-    artifact: Artifact, asked: Sequence[Asked], scorer: Scorer, config: SampleConfig, run: StageRun, number: int, models: int
-) -> None:
+    artifact: Artifact, asked: Sequence[Asked], scorer: Scorer, config: SampleConfig, run: StageRun, number: int, models: int,
+    draft: Artifact | None,
+) -> None:  # fmt: skip
     """Write a model's answers, STRETCH prompts at a time."""
     total = len(asked) * config.answers
-    params = _params(tokenizer_of(artifact), config, artifact.data_digest, run)
+    params = _params(tokenizer_of(artifact), config, artifact.data_digest, run, guesses(config.serving.speculate, draft))
     right = scored = finished = 0
     loaded = cache(lambda: load_model(artifact, "lm", frozen=True))
+    smaller = cache(lambda: None if draft is None else load_model(draft, "lm", frozen=True))
+
+    def engine() -> Engine:
+        try:
+            return engine_of(*loaded(), config.serving.weights, smaller())
+        except ValueError as error:
+            raise PunaError(f"sample: {artifact.id}: {error}") from error
+
     for start in range(0, len(asked), STRETCH):
         before = number * total + start * config.answers
 
@@ -109,7 +122,7 @@ def _answer(
             run.progress(before + done, models * total, f"model {number + 1} of {models}")
 
         def make(stretch: Sequence[Asked] = asked[start : start + STRETCH], progress: Progress = progress) -> list[dict[str, Any]]:
-            return _generate(artifact.data_digest, *loaded(), stretch, scorer, params, run, progress)
+            return _generate(artifact.data_digest, engine(), stretch, scorer, params, run, progress)
 
         made = run.once(f"{artifact.data_digest}-{start:09d}", make, ["gold", "finished"])
         right += sum(map(is_correct, made["gold"].to_pylist()))
@@ -120,7 +133,7 @@ def _answer(
     run.metric(f"finished_{artifact.data_digest[:12]}", finished / total)
 
 
-def _params(tokenizer: Tokenizer, config: SampleConfig, name: str, run: StageRun) -> SamplingParams:
+def _params(tokenizer: Tokenizer, config: SampleConfig, name: str, run: StageRun, speculate: int) -> SamplingParams:
     """How a model is sampled: as configured, else in its own way; the metrics tell it."""
     from puna.models.generation import SamplingParams
 
@@ -129,14 +142,14 @@ def _params(tokenizer: Tokenizer, config: SampleConfig, name: str, run: StageRun
     for key, value in drawn.items():
         run.metric(f"{key}_{name[:12]}", value)
     return SamplingParams(
-        n=config.answers, max_tokens=config.max_tokens, stop=tokenizer.stop_ids, seed=run.seed("sample", name), **drawn
+        n=config.answers, max_tokens=config.max_tokens, stop=tokenizer.stop_ids, seed=run.seed("sample", name), speculate=speculate,
+        **drawn,
     )
 
 
 def _generate(
     name: str,
-    model: Transformer,
-    tokenizer: Tokenizer,
+    engine: Engine,
     asked: Sequence[Asked],
     scorer: Scorer,
     params: SamplingParams,
@@ -144,9 +157,9 @@ def _generate(
     progress: Progress,
 ) -> list[dict[str, Any]]:
     """Rows of the answers table for these prompts."""
-    from puna.models.generation import Engine
-
-    completions = Engine(model, tokenizer).generate([ids for _, ids in asked], params, progress)
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    completions = engine.generate([ids for _, ids in asked], params, progress)
     # An answer that was cut off is scored as it stands.
     drawn = [
         (row, index, completion, answer_text(completion.tokens, tokenizer))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, JsonValue, model_validator
 
+from puna.models.serving import ServingSettings, prepared
 from puna.stages.contract import Documents, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import answer_text, messages_of, prompt_ids, shown
 from puna.stages.pretrain import multiple_choice
@@ -77,6 +78,7 @@ class EvaluateConfig(BadRowsConfig, SeededConfig):
     answers: AnswersConfig = Field(AnswersConfig(), description="Answers to held-out prompts")
     context: int | None = Field(None, ge=2, description="Longest context on pages, tokens; null: what the model was trained with")
     micro_batch_tokens: int = Field(8192, ge=16, description="Tokens of one forward pass")
+    serving: ServingSettings = Field(ServingSettings(), description="How the model computes what is measured")
 
     @model_validator(mode="after")
     def _context_fits(self) -> EvaluateConfig:
@@ -119,6 +121,10 @@ def evaluate(
     if mixture is not None and documents is None:
         raise PunaError("evaluate: a mixture without its documents; give both")
     network, tokenizer = load_model(model, "lm", frozen=True)
+    try:
+        prepared(network, config.serving.weights)
+    except ValueError as error:
+        raise PunaError(f"evaluate: {model.id}: {error}") from error
     if documents is not None:
         pages = _pages(documents, mixture, config, run)
         read = _training_text(model, documents, mixture, tokenizer, config, run)
@@ -293,7 +299,8 @@ def _answers(
     rows, asked = [row for row, _ in rendered], [ids for _, ids in rendered]
     scorer = Scorer(rows, config.answers.scoring, run, judges, needed="evaluate")
     params = SamplingParams(
-        temperature=config.answers.temperature, max_tokens=config.answers.max_tokens, stop=tokenizer.stop_ids, seed=run.seed("answers")
+        temperature=config.answers.temperature, max_tokens=config.answers.max_tokens, stop=tokenizer.stop_ids, seed=run.seed("answers"),
+        speculate=config.serving.speculate,
     )
     engine = Engine(model, tokenizer)
     if config.answers.search is None:

@@ -168,25 +168,42 @@ ASKS = {
 }
 
 
-def speculation(file: Path, rounds: int, most: int = 6) -> dict[str, Any]:
-    """CPU seconds without guesses over those with at most `most`, and the share of answers that stay the same."""
+def speculation(file: Path, rounds: int, draft: Path | None = None, most: int = 6) -> dict[str, Any]:
+    """CPU seconds without guesses over those with at most `most` from what stood before, and from a draft, the model itself in 8 bits
+    where none is given; tokens for each step of the model, and the share of answers that stay the same."""
     from puna.models.checkpoint import load_with_tokenizer
+    from puna.models.draft import DraftedEngine
+    from puna.models.quantised import quantise
 
     network, tokenizer = load_with_tokenizer(file)
+    smaller = load_with_tokenizer(draft)[0] if draft else quantise(load_with_tokenizer(file)[0], "int8")
     figures: dict[str, Any] = {}
     for kind, asked in ASKS.items():
         for temperature in (0.0, 1.0):
             ids = [tokenizer.chat([{"role": "user", "content": text}]) for text in asked]
-            found: dict[int, list[list[int]]] = {}
+            found: dict[str, list[list[int]]] = {}
+            steps: dict[str, int] = {}
 
-            def answers(speculate: int, ids: list[list[int]] = ids, temperature: float = temperature, found: dict[int, list[list[int]]] = found) -> None:
-                params = SamplingParams(temperature=temperature, max_tokens=64, speculate=speculate)
-                found[speculate] = [Engine(network, tokenizer).generate([prompt], params)[0][0].tokens for prompt in ids]
+            def answers(
+                way: str, ids: list[list[int]] = ids, temperature: float = temperature, found: dict[str, list[list[int]]] = found,
+                steps: dict[str, int] = steps,
+            ) -> None:  # fmt: skip
+                params = SamplingParams(temperature=temperature, max_tokens=64, speculate=0 if way == "plain" else most)
+                found[way], steps[way] = [], 0
+                for prompt in ids:
+                    engine = DraftedEngine(network, smaller, tokenizer) if way == "draft" else Engine(network, tokenizer)
+                    request, tokens = engine.submit(prompt, params), []
+                    while not engine.scheduler.idle:
+                        tokens += [event.token for event in engine.step() if event.request is request]
+                        steps[way] += 1
+                    found[way].append(tokens)
 
-            took = best(rounds, plain=lambda answers=answers: answers(0), guessed=lambda answers=answers: answers(most))
-            name = f"speculative_speedup_{kind}_temperature_{temperature:g}"
-            figures[name] = took["plain"] / took["guessed"]
-            figures[f"{name}_same"] = sum(a == b for a, b in zip(found[0], found[most], strict=True)) / len(asked)
+            took = best(rounds, **{way: lambda answers=answers, way=way: answers(way) for way in ("plain", "ngram", "draft")})
+            for way in ("ngram", "draft"):
+                name = f"speculative_speedup_{way}_{kind}_temperature_{temperature:g}"
+                figures[name] = took["plain"] / took[way]
+                figures[f"{name}_tokens_a_step"] = sum(map(len, found[way])) / steps[way]
+                figures[f"{name}_same"] = sum(a == b for a, b in zip(found["plain"], found[way], strict=True)) / len(asked)
     return figures
 
 
@@ -197,13 +214,14 @@ def main() -> None:
     parser.add_argument("--only", choices=["speed", "exact"], help="measure one half")
     parser.add_argument("--smollm", type=Path, metavar="FILE", help="SmolLM2-135M-Instruct as a GGUF file; nothing else is measured")
     parser.add_argument("--speculate", type=Path, metavar="FILE", help="the same model; what guessing ahead saves, and nothing else")
+    parser.add_argument("--draft", type=Path, metavar="PATH", help="with --speculate: a smaller model that guesses (default: the model in INT8)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, Any] = {}
     if options.smollm:
         figures |= smollm(options.smollm)
     elif options.speculate:
-        figures |= speculation(options.speculate, options.rounds)
+        figures |= speculation(options.speculate, options.rounds, options.draft)
     else:
         figures |= {} if options.only == "exact" else beside_transformers(options.rounds)
         figures |= {} if options.only == "speed" else exactness(options.rounds)

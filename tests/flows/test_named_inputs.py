@@ -47,7 +47,7 @@ def test_artifacts_go_where_they_are_named(tmp_path: Path) -> None:
 def test_a_wrong_name_is_told_the_inputs(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
     found = model(store, "a")
-    with pytest.raises(PunaError, match=r"sample has no input 'judge' that takes an artifact; there are models \(model\), prompts \(prompts\), judges \(model\)"):
+    with pytest.raises(PunaError, match=r"sample has no input 'judge' that takes an artifact; there are models \(model\), prompts \(prompts\), judges \(model\), draft \(model\)"):
         meant([f"judge={found.key[:8]}"], sample.inputs, store, "sample")
     with pytest.raises(PunaError, match="sample: judges takes no files, so import them first: `puna import model some/folder --as folder`"):
         meant(["judges=some/folder"], sample.inputs, store, "sample")

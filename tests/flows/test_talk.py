@@ -12,6 +12,7 @@ from puna.flows.cli import app
 from puna.models.checkpoint import save
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
+from puna.models.quantised import quantise
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 from puna.storage import PunaError, Store
@@ -139,3 +140,23 @@ def test_generate_puts_passages_of_the_stores_documents_before_a_prompt(folder, 
     (expected,) = answers([{"role": "user", "content": "[1] to be is to do\n\nto be"}], temperature=0, max_tokens=6)
     (bare,) = [json.loads(line) for line in puna("generate", folder, "to be", *options).splitlines()]
     assert row["text"] == expected and row["prompt"] == "to be" and row["read"] > bare["read"]
+
+
+def test_weights_in_8_bits_and_a_draft_are_a_matter_of_options(folder, tmp_path):
+    """At temperature 0 a draft changes no answer; weights in 8 bits answer as a model that is quantised by hand."""
+    smaller = tmp_path / "draft"
+    save(Transformer(SHAPE, generator=torch.Generator().manual_seed(1)), smaller, TOKENIZER)
+    options = ["to be", "--n", "2", "--max-tokens", "30", "--json"]
+    plain = puna("generate", folder, *options)
+    greedy = [*options, "--temperature", "0"]
+    assert puna("generate", folder, *greedy, "--draft", str(smaller)) == puna("generate", folder, *greedy)
+    assert puna("generate", folder, *options, "--draft", str(smaller)) != plain  # drawn with other numbers
+    rows = [json.loads(line) for line in puna("generate", folder, *options, "--weights", "int8").splitlines()]
+    engine = Engine(quantise(Transformer(SHAPE, generator=torch.Generator().manual_seed(0)), "int8"), TOKENIZER)
+    (expected,) = engine.generate([TOKENIZER.chat([{"role": "user", "content": "to be"}])], SamplingParams(n=2, max_tokens=30, temperature=0.7))
+    assert [row["logprobs"] for row in rows] == [answer.logprobs for answer in expected] and puna("generate", folder, *options, "--weights", "int8") != plain
+    other = Tokenizer.train(["something else is said here, of other words"], 280)
+    assert other.vocab_size == TOKENIZER.vocab_size
+    save(MODEL, smaller, other)
+    with pytest.raises(PunaError, match="the draft has another tokenizer than the model"):
+        puna("generate", folder, "x", "--draft", str(smaller))

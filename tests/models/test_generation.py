@@ -12,8 +12,9 @@ from puna.kernels.exact import exact_passes
 from puna.kernels.paged_attention import PAGE
 from puna.models.config import ModelConfig
 from puna.models.dense import loops
+from puna.models.draft import DraftedEngine, distribution, judged
 from puna.models.forest import Forest
-from puna.models.generation import Engine, SamplingParams, sampling, step
+from puna.models.generation import Engine, SamplingParams, step
 from puna.models.generation.sampling import Draw, draw
 from puna.models.generation.speculate import Lookup
 from puna.models.tokenizer import Tokenizer
@@ -162,7 +163,7 @@ def test_greedy_equals_transformers(model):
 def computed(monkeypatch):
     """How many tokens each step computed."""
     counts = []
-    monkeypatch.setattr("puna.models.generation.engine.run", lambda *given: counts.append(sum(w.count for w in given[2])) or step.run(*given))
+    monkeypatch.setattr("puna.models.generation.engine.run", lambda *given: counts.append(sum(len(w.tokens) for w in given[2])) or step.run(*given))
     return counts
 
 
@@ -210,6 +211,102 @@ def test_guesses_change_no_answer_and_save_steps(model, computed, way, temperatu
     assert guessed == plain and nothing_is_left(engine)
     assert steps == 40 or way != "all at once"
     assert len(computed) - steps < (12 if tokens == 1 else 40) or way != "all at once"
+
+
+@pytest.fixture(scope="module")
+def near(model):
+    """A model that often draws what the other does: its weights, changed a little."""
+    other = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.03)
+    return other
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_drafts_guesses(model, near, way, temperature):
+    """At temperature 0 answers are those without; log-probs are the trainer's bit by bit. In pauses, chunks and few places."""
+    params = SamplingParams(n=3, temperature=temperature, max_tokens=20, stop=(0, 1), seed=5, presence_penalty=0.5)
+    limits = {"memory": 2 * pages(model, 4000), **WAYS[way]}
+    if "pages" in limits:
+        limits["memory"] = 2 * pages(model, limits.pop("pages"))
+    engine = DraftedEngine(model, near, exact=True, **limits)
+    asked = prompts(4)
+    answers = engine.generate(asked, dataclasses.replace(params, speculate=4))
+    assert nothing_is_left(engine) and (engine.scheduler.preemptions > 0) == ("pages" in WAYS[way])
+    if temperature == 0:
+        assert answers == Engine(model, exact=True).generate(asked, params)
+    else:
+        with exact_passes(torch.float32, torch.device("cpu")):
+            assert torch.equal(drawn_logprobs(answers), packed_logprobs(model, asked, answers, temperature))
+
+
+def test_answers_with_a_draft_follow_from_the_seed():
+    """Not from what runs beside them, as long as a step has room for guesses. In fp64, where rounding flips no draw."""
+    model, smaller = (Transformer(CONFIG, generator=torch.Generator().manual_seed(seed)).double() for seed in (0, 1))
+    params, asked = SamplingParams(n=2, max_tokens=15, stop=NEVER, seed=3, speculate=3), prompts(4)
+    answers = DraftedEngine(model, smaller).generate(asked, params)
+    (alone,) = DraftedEngine(model, smaller).generate(asked[2:3], params)
+    assert [answer.tokens for answer in alone] == [answer.tokens for answer in answers[2]]
+    assert DraftedEngine(model, smaller).generate(asked, dataclasses.replace(params, seed=4)) != answers
+
+
+def test_answers_with_a_draft_have_the_models_distribution(near):
+    """3000 answers of three tokens, of which the draft guesses the second: chi-square of all three against every path of the model."""
+    model = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
+    params = SamplingParams(n=3000, temperature=0.7, max_tokens=3, stop=NEVER, seed=5, speculate=2)
+    (row,) = DraftedEngine(model, near, sequences=500).generate([[7, 8, 9]], params)
+
+    def following(paths):
+        with torch.no_grad():
+            last = torch.tensor([len(path) for path in paths]).cumsum(0) - 1
+            return (model.logits(model.hidden(Forest.pack(paths))[last]).double() / 0.7).softmax(-1).numpy()
+
+    V = CONFIG.vocab_size
+    first = following([[7, 8, 9]])[0]
+    pairs = first[:, None] * following([[7, 8, 9, a] for a in range(V)])
+    third = pairs.reshape(-1) @ np.concatenate([following([[7, 8, 9, a, b] for b in range(V)]) for a in range(V)])
+    for place, p in enumerate((first, pairs.sum(0), third)):
+        counts = np.bincount([answer.tokens[place] for answer in row], minlength=V)
+        likely = p * 3000 > 5
+        observed, expected = (np.append(x[likely], x[~likely].sum()) for x in (counts, 3000 * p))
+        assert ((observed - expected) ** 2 / expected).sum() < likely.sum() + 4 * math.sqrt(2 * likely.sum())
+
+
+def test_judged_guesses_have_the_larger_models_distribution():
+    """Over a grid of numbers: guesses drawn from q, of which each is taken or replaced, are p to the grid's width."""
+    p, q, size = torch.tensor([0.1, 0.4, 0.2, 0.3]), torch.tensor([0.4, 0.1, 0.25, 0.25]), 400
+    grid = (torch.arange(size, dtype=torch.float64) + 0.5) / size
+    found = torch.zeros(4, dtype=torch.float64)
+    for guess in range(4):
+        numbers, uniforms = (x.flatten() for x in torch.meshgrid(grid, grid, indexing="ij"))
+        rows = (x.expand(size * size, 4) for x in (p, q))
+        tokens = judged(*rows, [guess] * size**2, numbers.tolist(), uniforms)
+        found += q[guess] * torch.bincount(tokens, minlength=4) / size**2
+    torch.testing.assert_close(found, p.double(), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_draft_that_is_the_model_is_always_right(computed, temperature):
+    """In fp64, where rounding flips no draw: six guesses and a token a step, for forks of a prompt and where a prefix is found, too;
+    so a draft has computed all that lies in the pages."""
+    model = Transformer(CONFIG, generator=torch.Generator().manual_seed(0)).double()
+    engine = DraftedEngine(model, model, step_tokens=30)
+    params = SamplingParams(n=2, temperature=temperature, max_tokens=36, stop=NEVER, speculate=6)
+    ((answer, _),) = engine.generate([list(range(50))], params)
+    assert len(computed) == 2 + 35 // 7  # the prompt in two chunks
+    engine.generate([[*range(50), *answer.tokens, 3, 4]], dataclasses.replace(params, n=1))
+    assert computed[7:] == [88 - 85 // PAGE * PAGE, *[7] * 5]
+
+
+def test_a_wrong_draft_is_seldom_asked(model, computed):
+    """One that is never right: six tokens, then one, after 1, 3 and then every 4 steps without."""
+    backwards = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        backwards.lm_head.weight.neg_()
+    DraftedEngine(model, backwards).generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=40, stop=NEVER, speculate=6))
+    assert computed == [3, 7, *(2 if step in {3, 7, *range(12, 39, 5)} else 1 for step in range(2, 40))]
 
 
 def test_a_guess_is_what_followed_the_longest_run_before():
@@ -289,9 +386,12 @@ def shares(p, **params):
     ],
 )
 def test_cuts_keep_the_likeliest_and_logprobs_stay_the_models(monkeypatch, size, params, kept):
-    monkeypatch.setattr(sampling, "NUCLEUS", size)
+    monkeypatch.setattr("puna.kernels.token_cut.NUCLEUS", size)
     found, p, said = shares([0.1, 0.4, 0.2, 0.3], **params)
     assert found == pytest.approx([kept.get(token, 0.0) for token in range(4)], abs=2e-3)
+    rows = [Draw(SamplingParams(stop=NEVER, **some), 0.5, [0], []) for some in (params, {}, {"temperature": 0.0})]
+    whole = distribution(torch.tensor([[0.1, 0.4, 0.2, 0.3]] * 3).log(), rows)
+    torch.testing.assert_close(whole, torch.tensor([[kept.get(token, 0.0) for token in range(4)], [0.1, 0.4, 0.2, 0.3], [0.0, 1.0, 0.0, 0.0]]))
     if "temperature" not in params:
         assert said == pytest.approx(p, abs=1e-6)
 
@@ -387,6 +487,8 @@ def test_bad_requests_are_refused(model):
         Engine(model).generate([[1], []], SamplingParams(stop=NEVER))
     with pytest.raises(ValueError, match="needs a language-model head"):
         Engine(Transformer(CONFIG, "scalar"))
+    with pytest.raises(ValueError, match="over the model's 83 tokens"):
+        DraftedEngine(model, Transformer(ModelConfig(**{**CONFIG.to_dict(), "vocab_size": 84})))
     with pytest.raises(ValueError, match="needs 7 pages of 16 tokens, the cache has 3"):
         Engine(model, memory=pages(model, 3)).generate([[1] * 90], SamplingParams(max_tokens=10, stop=NEVER))
     with pytest.raises(ValueError, match="exact passes need fp32"):
@@ -449,8 +551,8 @@ def test_layers_by_loops_have_the_bits_of_the_models(also):
                 parameter.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(len(name)))
     params = SamplingParams(n=2, max_tokens=20, stop=(0, 1), seed=1)
     by_loops, plain = Engine(model, exact=True), Engine(model, exact=True)
-    assert by_loops._loops is not None
-    plain._loops = None
+    assert by_loops._loops[0] is not None
+    plain._loops = [None]
     assert by_loops.generate(prompts(4, 40), params) == plain.generate(prompts(4, 40), params)
 
 

@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from puna.models.checkpoint import load
+from puna.models.serving import ServingSettings
 from puna.models.tokenizer import Tokenizer
 from puna.stages.align import sample as module
 from puna.stages.align.ppo import PpoConfig, ppo
@@ -123,6 +124,17 @@ def test_sampling_refuses_one_model_twice_and_an_empty_split(tmp_path: Path, tin
         execute(sample, SampleConfig(split="heldout"), {"models": [model], "prompts": asked(store, heldout=0)}, store)
 
 
+def test_a_draft_changes_no_likeliest_answer_and_weights_in_8_bits_do(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    given = {"models": [tiny_model(store, 0)], "prompts": asked(store)}
+    plain, guessed, quantised = (
+        execute(sample, SampleConfig(answers=3, max_tokens=6, temperature=0, serving=ServingSettings(weights=weights)), given | more, store).read()
+        for weights, more in (("same", {}), ("same", {"draft": tiny_model(store, 1)}), ("int8", {}))
+    )
+    assert guessed.drop(["logprobs"]) == plain.drop(["logprobs"])
+    assert quantised["id"] == plain["id"] and quantised["logprobs"] != plain["logprobs"]
+
+
 def test_answers_survive_a_crash_stretch_by_stretch(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     stores = [Store.open(tmp_path / name) for name in ("whole", "killed")]
     models, questions = [tiny_model(stores[0], 0), tiny_model(stores[0], 1)], asked(stores[0])
@@ -132,7 +144,7 @@ def test_answers_survive_a_crash_stretch_by_stretch(tmp_path: Path, tiny_model: 
     original, calls = module._generate, []
 
     def crashing(*args: Any) -> Any:
-        calls.append(len(args[3]))
+        calls.append(len(args[2]))
         if len(calls) == 3:
             raise KeyboardInterrupt
         return original(*args)

@@ -1,0 +1,58 @@
+"""How a model computes when it is only asked: settings of commands and stages, and the engine that they make."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from puna.models.settings import Settings
+
+if TYPE_CHECKING:
+    from puna.models.generation import Engine
+    from puna.models.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
+
+Weights = Literal["same", "int8", "fp8"]
+AHEAD = 4
+"""Tokens that a draft guesses where nothing else is said."""
+
+
+class ServingSettings(Settings):
+    """How a model computes its answers."""
+
+    weights: Weights = Field(
+        "same", description="The layers' matrices: as they are, or in 8 bits: less memory, a little less exact (fp8: GPU from 8.9 on)"
+    )
+    speculate: int = Field(
+        0, ge=0, le=64, description="Tokens guessed ahead at most, by a draft (0: 4), else from what stood before, which changes no answer"
+    )
+
+
+def guesses(speculate: int, draft: object) -> int:
+    """`SamplingParams.speculate` where so many guesses are asked for: with a draft some, unless told how many."""
+    return speculate or (AHEAD if draft is not None else 0)
+
+
+def prepared(model: Transformer, weights: Weights) -> Transformer:
+    """The model with such weights, in place. ValueError where it cannot have them."""
+    from puna.models.quantised import quantise
+
+    return model if weights == "same" else quantise(model, weights)
+
+
+def engine_of(
+    model: Transformer, tokenizer: Tokenizer, weights: Weights = "same", draft: tuple[Transformer, Tokenizer] | None = None, **limits: Any
+) -> Engine:
+    """An engine with its `limits`, of a model whose weights are changed in place. ValueError where they cannot be, and where a draft has
+    other tokens than the model."""
+    from puna.models.draft import DraftedEngine
+    from puna.models.generation import Engine
+
+    prepared(model, weights)
+    if draft is None:
+        return Engine(model, tokenizer, **limits)
+    smaller, other = draft
+    if other.vocabulary.backend.get_vocab() != tokenizer.vocabulary.backend.get_vocab():
+        raise ValueError("the draft has another tokenizer than the model: a token id would mean different texts to them")
+    return DraftedEngine(model, smaller, tokenizer, **limits)

@@ -1,0 +1,81 @@
+"""Models with 8-bit weights: which matrices, how near, and that the engine takes them."""
+
+import copy
+
+import pytest
+import torch
+
+from puna.kernels.quantized_linear import low_precision_linear_reference
+from puna.models.config import ModelConfig
+from puna.models.forest import Forest
+from puna.models.generation import Engine, SamplingParams
+from puna.models.quantised import QuantisedLinear, quantise
+from puna.models.transformer import Linear, Transformer
+
+CONFIG = ModelConfig(vocab_size=83, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
+
+
+def drawn(**also):
+    return Transformer(CONFIG.replace(**also, model_type=""), generator=torch.Generator().manual_seed(0))
+
+
+def spelled_out(model, kind):
+    """The model with each of its layers' products replaced by the definition."""
+    for module in model.model.layers.modules():
+        if isinstance(module, Linear):
+            module.forward = lambda x, w=module.weight, b=module.bias: low_precision_linear_reference(x, w, kind) + (0 if b is None else b)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@torch.no_grad()
+def test_layers_multiply_by_the_definition_and_the_rest_is_as_it_was(kind):
+    model = drawn(qkv_bias=True)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+    forest = Forest.pack([list(range(40)), list(range(30, 60))])
+    expected = spelled_out(copy.deepcopy(model), kind).hidden(forest)
+    embeddings, head = model.model.embed_tokens.weight, model.lm_head.weight
+    assert quantise(model, kind) is model and model.model.embed_tokens.weight is embeddings and model.lm_head.weight is head
+    assert sum(isinstance(module, QuantisedLinear) for module in model.modules()) == 2 * 7
+    assert not any(isinstance(module, Linear) for module in model.model.layers.modules())
+    torch.testing.assert_close(model.hidden(forest), expected, rtol=0, atol=2e-4)
+    again = {name: p.data_ptr() for name, p in model.named_parameters()}
+    assert {name: p.data_ptr() for name, p in quantise(model, kind).named_parameters()} == again
+
+
+def test_the_engine_draws_what_a_pass_over_whole_sequences_gives():
+    """Greedy tokens are the likeliest of the quantised model, whatever is computed with them: a token's scale is its own."""
+    model = quantise(drawn(), "int8")
+    prompts = [[1, 2, 3], [4] * 20, [7, 8]]
+    answers = Engine(model, step_tokens=9).generate(prompts, SamplingParams(temperature=0, max_tokens=12, stop=()))
+    for prompt, (answer,) in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            logits = model.logits(model.hidden(Forest.pack([[*prompt, *answer.tokens]])))
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer.tokens
+
+
+@torch.no_grad()
+def test_distributions_stay_near_those_of_the_whole_weights():
+    """The control is a quarter of the steps: 5 bits of the same weights are much farther away."""
+    tokens = torch.randint(0, 83, (200,), generator=torch.Generator().manual_seed(2)).tolist()
+    model = drawn(initializer_range=0.1)
+
+    def logprobs(model):
+        return model.logits(model.hidden(Forest.pack([tokens]))).log_softmax(-1)
+
+    p = logprobs(model)
+    coarse = copy.deepcopy(model)
+    for module in coarse.model.layers.modules():
+        if isinstance(module, Linear):
+            step = module.weight.abs().amax(1, keepdim=True) / 15
+            module.weight.copy_((module.weight / step).round() * step)
+    near, far = ((p.exp() * (p - logprobs(one))).sum(-1).mean() for one in (quantise(copy.deepcopy(model), "int8"), coarse))
+    assert 0 < near < far / 8
+
+
+def test_experts_are_refused():
+    moe = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    with pytest.raises(ValueError, match="the experts' matrices of a mixture cannot be kept in 8 bits; choose 'same'"):
+        quantise(Transformer(ModelConfig(**{**CONFIG.to_dict(), "moe": moe, "model_type": ""})), "int8")
