@@ -58,6 +58,11 @@ class TableRecord:
     sources: list[Source] = field(default_factory=list)
 
     @property
+    def characters(self) -> int:
+        """Of all its texts."""
+        return sum(s.characters or 0 for s in self.shards)
+
+    @property
     def files(self) -> set[str]:
         """Names of its files."""
         return {name for s in self.shards for name in (s.file, s.order, s.facts) if name}

@@ -188,8 +188,7 @@ class Work:
         own = self._own_files(set(content), set(made))
         content |= {name: f"{self.place}/output/{name}" for name in own}
         if kind in made and "text" in made[kind].record.columns:
-            characters = sum(s.characters or 0 for s in made[kind].record.shards)
-            about["metrics"] = {"characters": characters, **about.get("metrics", {})}
+            about["metrics"] = {"characters": made[kind].record.characters, **about.get("metrics", {})}
         all_tables = {name: one.record for name, one in made.items()}
         manifest = Manifest(
             kind=kind,

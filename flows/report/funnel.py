@@ -88,17 +88,14 @@ def level(run: Run, step: Step) -> Level:
     came = kept + sum(rule.rows for rule in rules)
     if sources and step.artifact.kind in FUNNEL_KINDS:
         came = sum(source.rows() for source in sources)
-    return Level(step, came, kept, rules, sum(map(_characters, sources)) if comparable else None, _length(step.artifact))
+    characters = sum(source.record().characters for source in sources) if comparable else None
+    return Level(step, came, kept, rules, characters, _length(step.artifact))
 
 
 def _length(artifact: Artifact) -> int | None:
     """Characters of documents, bytes of pages where the stage counted them."""
-    counted = _characters(artifact) if artifact.kind == "documents" else artifact.manifest.metrics.get("body_bytes")
+    counted = artifact.record().characters if artifact.kind == "documents" else artifact.manifest.metrics.get("body_bytes")
     return counted if isinstance(counted, int) else None
-
-
-def _characters(documents: Artifact) -> int:
-    return sum(shard.characters or 0 for shard in documents.record().shards)
 
 
 def _removed(step: Step, sources: list[Artifact]) -> dict[str, int]:
@@ -133,7 +130,7 @@ def characters_per_token(run: Run) -> float | None:
         return None
     mixture = next((a for a in run.inputs(packed) if a.kind == "mixture"), None)
     if mixture is None:
-        return _characters(documents) / tokens
+        return documents.record().characters / tokens
     characters = 0
     for rows, parts in measured(documents, mixture.beside(["id", "split", "repeats"])):
         read = joined(rows, parts.filter(pc.equal(parts["split"], "train")))

@@ -40,8 +40,7 @@ def gather(documents: list[Documents], config: GatherConfig, run: StageRun) -> N
         raise PunaError(f"gather: sources names {len(config.sources)} inputs, and there are {len(documents)}")
     names = config.sources or ("",) * len(documents)
     parts = [(part, at, name) for at, (given, name) in enumerate(zip(documents, names, strict=True)) for part in run.parts(given)]
-    characters = sum(shard.characters or 0 for given in documents for shard in given.record().shards)
-    rows = run.exchange(_named, parts, by="id", partitions=partitions(characters))
+    rows = run.exchange(_named, parts, by="id", partitions=partitions(sum(given.record().characters for given in documents)))
     removed = run.produce_shards(_once, rows, count(table_schema("documents"), sum(rows.infos)))
     run.count_input(sum(given.rows() for given in documents))
     run.metric("removed", sum(removed))

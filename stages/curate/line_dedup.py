@@ -82,9 +82,8 @@ def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> 
     """
     shards = documents.shards()
     sizes = _sizes(documents.rows(), config.bucket_documents)
-    characters = sum(shard.characters or 0 for shard in documents.record().shards)
     parts = documents.parts(columns=["source", "text"], rows=JOB_ROWS)
-    pieces = run.exchange(_pieces, parts, config, by="hash", partitions=partitions(characters // CHARACTERS_PER_BYTE))
+    pieces = run.exchange(_pieces, parts, config, by="hash", partitions=partitions(documents.record().characters // CHARACTERS_PER_BYTE))
     starts = np.cumsum([0, *(shard.rows for shard in shards[:-1])])
     frequent = run.exchange(_frequent, pieces.filled, config, sizes, starts, by="shard", partitions=max(1, len(shards)))
     counts: dict[int, Counter[int]] = {bucket: Counter() for bucket in sizes}

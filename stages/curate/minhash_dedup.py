@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from puna.stages.contract import Documents, Signals, StageRun, stage
 from puna.stages.curate.minhash.config import MinhashDedupConfig
-from puna.stages.curate.minhash.decide import Candidates, Found, decided
+from puna.stages.curate.minhash.decide import Candidates
 from puna.stages.curate.minhash.index import INDEX, write_index
 from puna.stages.curate.minhash.sketch import shingled, signed, sketch
 from puna.stages.curate.rows.removal import DECIDED, remove
@@ -108,8 +108,7 @@ def _gathered(
     run: StageRun, documents: Artifact, parts: list[Part], members: Exchange, signals: Artifact | None, config: MinhashDedupConfig
 ) -> Exchange:
     """The candidates with what deciding needs of them, by component."""
-    characters = sum(shard.characters or 0 for shard in documents.record().shards)
-    each = SHINGLE_BYTES * 8 * characters // max(1, documents.rows()) // 6 + 8 * config.bands * config.rows
+    each = SHINGLE_BYTES * 8 * documents.record().characters // max(1, documents.rows()) // 6 + 8 * config.bands * config.rows
     columns = ("id", "fetched_at", "source", "text")
     items = [(part.of(columns), own) for part, own in zip(parts, members.parts, strict=False) if own.runs]
     score = signals if config.survivor == "best_score" else None
@@ -136,7 +135,7 @@ def _decided(component: Partition, config: MinhashDedupConfig) -> tuple[pa.Table
     if not rows.num_rows:
         return DECIDED.empty_table(), {"clusters": 0, "saved": 0}
     candidates, bounds = Candidates.read(rows, config)
-    found: Found = decided(candidates, bounds, config)
+    found = candidates.decided(bounds, config)
     ids = candidates.ids
     detail = [config.detail(ids[kept].as_py(), words) for kept, words in zip(found.kept.tolist(), found.new_words.tolist(), strict=True)]
     columns = {"id": ids.take(pa.array(found.removed)), "kept_id": ids.take(pa.array(found.kept)), "similarity": found.similarity}

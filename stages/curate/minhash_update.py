@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from puna.stages.contract import Documents, Reads, Signals, StageRun, stage
 from puna.stages.curate.minhash.config import MinhashDedupConfig, SignatureConfig
-from puna.stages.curate.minhash.decide import Found, Job, collapse, decide, groups_of, preference
+from puna.stages.curate.minhash.decide import Found, decided, flat, preference, together
 from puna.stages.curate.minhash.index import INDEX, Index, write_index
 from puna.stages.curate.minhash.sketch import sketch
 from puna.stages.curate.minhash_dedup import check_score
@@ -154,28 +154,21 @@ def _decided(indices: list[Index], members: Members, config: MinhashDedupConfig)
     facts, signatures = _gathered(indices, members, "facts"), _gathered(indices, members, "signatures")
     text = [identity.decode() for identity in ids.tolist()]
     if not len(ids):
-        return text, Found.of([])
+        return text, Found.none()
     root = near_duplicates.components(near_duplicates.band_keys(signatures, config.bands, config.rows))
-    chosen = np.flatnonzero(np.bincount(root, minlength=len(root))[root] > 1)
     rank = np.argsort(np.argsort(ids))
     score = facts["score"] if config.survivor == "best_score" else None
-    order = preference(config, rank, facts["words"], facts["fetched"], facts["preferred"], score)
-    chosen = chosen[np.lexsort((*(key[chosen] for key in order), root[chosen]))]
-    bounds = np.append(np.flatnonzero(np.diff(root[chosen], prepend=-1)), len(chosen))
-    none = np.zeros(0, np.int64)
-    if not config.verify or not len(chosen):
-        return text, Found.of([collapse(Job(chosen, bounds, none, none, none), signatures[chosen])] if len(chosen) else [])
-    near = near_duplicates.near(signatures[chosen], groups_of(signatures[chosen], config), config.criteria().estimate)
-    chosen = chosen[near]
-    pieces: dict[int, NDArray[np.uint64]] = {}
-    for segment, index in enumerate(indices):
-        here = chosen[members.segment[chosen] == segment]
-        shingles = index.shingles(members.row[here], config)
-        pieces |= {int(m): shingles.hashes[shingles.offsets[k] : shingles.offsets[k + 1]] for k, m in enumerate(here)}
-    sequence = np.concatenate([np.zeros(0, np.uint64), *(pieces[int(m)] for m in chosen)])
-    counts = np.array([len(pieces[int(m)]) for m in chosen], np.int64)
-    job = Job(chosen, none, facts["words"][chosen], np.cumsum(counts) - counts, counts)
-    return text, Found.of([decide(job, signatures[chosen], sequence, config)] if len(chosen) else [])
+    chosen, bounds = together(root, *preference(config, rank, facts["words"], facts["fetched"], facts["preferred"], score))
+
+    def shingles(places: NDArray[np.int64]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        pieces: dict[int, NDArray[np.uint64]] = {}
+        for segment, index in enumerate(indices):
+            here = chosen[places][members.segment[chosen[places]] == segment]
+            found = index.shingles(members.row[here], config)
+            pieces |= {int(m): found.hashes[found.offsets[k] : found.offsets[k + 1]] for k, m in enumerate(here)}
+        return flat([pieces[int(m)] for m in chosen[places]])
+
+    return text, decided(facts[chosen], signatures[chosen], bounds, config, shingles).of_rows(chosen)
 
 
 def _state(found: Found, ids: list[str]) -> dict[str, tuple[str, float]]:

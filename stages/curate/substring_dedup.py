@@ -40,7 +40,7 @@ def substring_dedup(documents: Documents, config: SubstringDedupConfig, run: Sta
     its id, and from there to their own.
     """
     shards = documents.shards()
-    starts, size = np.cumsum([0, *(shard.rows for shard in shards[:-1])]), partitions(WINDOW_BYTES * _characters(documents))
+    starts, size = np.cumsum([0, *(shard.rows for shard in shards[:-1])]), partitions(WINDOW_BYTES * documents.record().characters)
     parts = documents.parts(columns=["source", "text"], rows=JOB_ROWS)
     windows = run.exchange(_windows, parts, config, by="hash", partitions=size)
     repeated = run.exchange(_repeated, windows.filled, starts, by="shard", partitions=max(1, len(shards)))
@@ -48,10 +48,6 @@ def substring_dedup(documents: Documents, config: SubstringDedupConfig, run: Sta
     named = run.exchange(_named, first, starts, by="shard", partitions=max(1, len(shards)))
     run.transform(_cut, documents, named, config)
     run.metric("repeated_windows", sum(repeated.infos))
-
-
-def _characters(documents: Any) -> int:
-    return sum(shard.characters or 0 for shard in documents.record().shards)
 
 
 def _found(texts: pa.ChunkedArray, config: SubstringDedupConfig) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,30 +30,15 @@ class Found(NamedTuple):
     saved: int
 
     @classmethod
-    def of(cls, parts: list[Found]) -> Found:
-        """What several jobs found, in the order of rows."""
-        none = cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64), 0)
-        parts = [none, *parts]
-        removed = np.concatenate([f.removed for f in parts])
-        order = np.argsort(removed)
-        return cls(
-            removed[order],
-            np.concatenate([f.kept for f in parts])[order],
-            np.concatenate([f.similarity for f in parts])[order],
-            np.concatenate([f.new_words for f in parts])[order],
-            sum(f.saved for f in parts),
-        )
+    def none(cls) -> Found:
+        """Where nothing goes."""
+        return cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64), 0)
 
-
-class Job(NamedTuple):
-    """Some whole components of candidates. `rows` int64[M]: the members, by component and then by preference; `bounds` of the
-    components in them; `start`, `counts` int64[M]: where the members' shingles lie."""
-
-    rows: NDArray[np.int64]
-    bounds: NDArray[np.int64]
-    words: NDArray[np.int64]
-    start: NDArray[np.int64]
-    counts: NDArray[np.int64]
+    def of_rows(self, rows: NDArray[np.int64]) -> Found:
+        """The same, where the rows so far are places among `rows`; in the order of these."""
+        order = np.argsort(rows[self.removed])
+        removed, kept = rows[self.removed[order]], rows[self.kept[order]]
+        return Found(removed, kept, self.similarity[order], self.new_words[order], self.saved)
 
 
 def preference(
@@ -72,6 +58,18 @@ def preference(
     return rank, -fetched, -words, ~preferred
 
 
+def together(component: NDArray[np.int64], *order: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The documents that share their component with another one, by component and then by `order` (as for lexsort), and the bounds of
+    the components among them."""
+    members = np.flatnonzero(np.bincount(component, minlength=len(component))[component] > 1)
+    members = members[np.lexsort((*(key[members] for key in order), component[members]))]
+    return members, _bounds(component[members])
+
+
+def _bounds(component: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.append(np.flatnonzero(np.diff(component, prepend=-1)), len(component))
+
+
 def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> NDArray[np.int64]:
     """Bands with equal keys as numbers, counted from 0 over all bands, int64[M, B]."""
     from puna.stages.curate.minhash.near_duplicates import band_keys
@@ -84,23 +82,43 @@ def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> NDArray[n
     return groups + np.cumsum(numbers) - numbers  # type: ignore[no-any-return]
 
 
-def decide(job: Job, signatures: NDArray[Any], sequence: NDArray[np.uint64], config: MinhashDedupConfig) -> Found:
-    """The documents of a job that go; `signatures` [M, P] are the members'."""
-    from puna.stages.curate.minhash.near_duplicates import resolve
+def decided(
+    facts: NDArray[Any],
+    signatures: NDArray[Any],
+    bounds: NDArray[np.int64],
+    config: MinhashDedupConfig,
+    shingles: Callable[[NDArray[np.int64]], tuple[NDArray[np.uint64], NDArray[np.int64]]],
+) -> Found:
+    """Which members of some whole components go, by their places: FACTS[M] and signatures [M, P] by component and then by preference;
+    `bounds` of the components. Only those whose signatures are near another one's need their `shingles`: of some places the
+    hashes, and where those of each begin.
 
-    groups = groups_of(signatures, config)
-    found = resolve(signatures, groups, job.words, job.start, job.counts, sequence, config.criteria())
+    Without verification every component shrinks to its preferred member, and the signatures tell how similar they are.
+    """
+    from puna.stages.curate.minhash import near_duplicates as kernel
+
+    if not len(facts):
+        return Found.none()
+    if not config.verify:
+        first = np.repeat(bounds[:-1], np.diff(bounds))
+        gone = np.flatnonzero(np.arange(len(first)) != first)
+        estimate = (signatures[gone] == signatures[first[gone]]).mean(axis=1)
+        return Found(gone, first[gone], estimate, np.zeros(len(gone), np.int64), 0)
+    near = np.flatnonzero(kernel.near(signatures, groups_of(signatures, config), config.criteria().estimate))
+    if not len(near):
+        return Found.none()
+    sequence, start = shingles(near)
+    words, counts = (facts[name].astype(np.int64)[near] for name in ("words", "shingles"))
+    groups = groups_of(signatures[near], config)
+    found = kernel.resolve(signatures[near], groups, words, start, counts, sequence, config.criteria())
     gone = np.flatnonzero(found.survivor >= 0)
-    kept = job.rows[found.survivor[gone]]
-    return Found(job.rows[gone], kept, found.similarity[gone], found.new_words[gone], int(found.saved.sum()))
+    return Found(near[gone], near[found.survivor[gone]], found.similarity[gone], found.new_words[gone], int(found.saved.sum()))
 
 
-def collapse(job: Job, signatures: NDArray[Any]) -> Found:
-    """Every component shrinks to its preferred member, without verification."""
-    first = np.repeat(job.bounds[:-1], np.diff(job.bounds))
-    gone = np.flatnonzero(np.arange(len(first)) != first)
-    estimate = (signatures[gone] == signatures[first[gone]]).mean(axis=1)
-    return Found(job.rows[gone], job.rows[first[gone]], estimate, np.zeros(len(gone), np.int64), 0)
+def flat(pieces: list[NDArray[np.uint64]]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Shingles one after another, and where each piece begins."""
+    ends = np.cumsum([0, *map(len, pieces)])
+    return np.concatenate([np.zeros(0, np.uint64), *pieces]), ends[:-1].astype(np.int64)
 
 
 class Candidates(NamedTuple):
@@ -145,24 +163,13 @@ class Candidates(NamedTuple):
         dtype = np.uint32 if narrow else np.uint64
         signatures = np.frombuffer(b"".join(sorted_["signature"].to_pylist()), dtype).reshape(len(order), -1)
         hashes = np.frombuffer(b"".join(sorted_["shingles"].to_pylist()), np.uint64)
-        bounds = np.append(np.flatnonzero(np.diff(component[order], prepend=-1)), len(order))
-        return cls(sorted_["id"].combine_chunks(), rows[order], facts[order], signatures, hashes), bounds
+        return cls(sorted_["id"].combine_chunks(), rows[order], facts[order], signatures, hashes), _bounds(component[order])
 
-
-def decided(found: Candidates, bounds: NDArray[np.int64], config: MinhashDedupConfig) -> Found:
-    """What happens to candidates, by their places."""
-    from puna.stages.curate.minhash.near_duplicates import near
-
-    place, counts = np.arange(len(found.rows)), found.facts["shingles"].astype(np.int64)
-    start = np.cumsum(counts) - counts
-    if not config.verify:
-        return Found.of([collapse(Job(place, bounds, found.facts["words"], start, counts), found.signatures)])
-    keep = near(found.signatures, groups_of(found.signatures, config), config.criteria().estimate)
-    if not keep.any():
-        return Found.of([])
-    words = found.facts["words"].astype(np.int64)[keep]
-    job = Job(place[keep], bounds[:0], words, start[keep], counts[keep])
-    return Found.of([decide(job, found.signatures[keep], found.hashes, config)])
+    def decided(self, bounds: NDArray[np.int64], config: MinhashDedupConfig) -> Found:
+        """What happens to them, by their places; `bounds` of their components."""
+        counts = self.facts["shingles"].astype(np.int64)
+        start = np.cumsum(counts) - counts
+        return decided(self.facts, self.signatures, bounds, config, lambda places: (self.hashes, start[places]))
 
 
 def _binary(array: NDArray[Any]) -> pa.Array:
@@ -177,33 +184,24 @@ def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: Minha
 
     Rows are positions in `texts`. Takes about twice the texts' size; the stage takes any size.
     """
-    from puna.stages.curate.minhash import near_duplicates as kernel
+    from puna.stages.curate.minhash.near_duplicates import components
 
     config = config or MinhashDedupConfig()
     column = texts if isinstance(texts, pa.ChunkedArray) else pa.chunked_array([pa.array(texts, pa.large_string())])
     blocks = [shingled(column.slice(at, BLOCK_DOCUMENTS), config) for at in range(0, len(column), BLOCK_DOCUMENTS)]
     if not blocks:
-        return Found.of([])
+        return Found.none()
     pairs = [signed(block, config) for block in blocks]
     signatures, keys = (np.concatenate(columns) for columns in zip(*pairs, strict=True))
-    words = np.concatenate([block.words for block in blocks])
-    counts = np.concatenate([np.diff(block.offsets) for block in blocks])
-    filled = np.flatnonzero(counts)
-    root = np.arange(len(column))
-    root[filled] = filled[kernel.components(keys[filled])]
-    members = np.flatnonzero(np.bincount(root, minlength=len(root))[root] > 1)
-    members = members[np.lexsort((members, -words[members], root[members]))]
-    bounds = np.append(np.flatnonzero(np.diff(root[members], prepend=-1)), len(members))
-    if not config.verify:
-        return Found.of([collapse(Job(members, bounds, *(np.zeros(0, np.int64),) * 3), signatures[members])])
-    if not len(members):
-        return Found.of([])
-    near = kernel.near(signatures[members], groups_of(signatures[members], config), config.criteria().estimate)
-    members = members[near]
-    lengths = counts[members]
-    sequence = np.concatenate([np.zeros(0, np.uint64), *(_slice(blocks, int(row)) for row in members)])
-    job = Job(members, np.zeros(0, np.int64), words[members], np.cumsum(lengths) - lengths, lengths)
-    return Found.of([decide(job, signatures[members], sequence, config)] if len(members) else [])
+    facts = np.zeros(len(column), FACTS)
+    facts["words"] = np.concatenate([block.words for block in blocks])
+    facts["shingles"] = np.concatenate([np.diff(block.offsets) for block in blocks])
+    filled, rows = np.flatnonzero(facts["shingles"]), np.arange(len(column))
+    root = rows.copy()
+    root[filled] = filled[components(keys[filled])]
+    members, bounds = together(root, rows, -facts["words"])
+    shingles = lambda places: flat([_slice(blocks, int(row)) for row in members[places]])  # noqa: E731
+    return decided(facts[members], signatures[members], bounds, config, shingles).of_rows(members)
 
 
 def _slice(blocks: list[Shingles], row: int) -> NDArray[np.uint64]:
