@@ -1,19 +1,16 @@
 """Training of fastText classifiers, one model per fold: no document is scored by a model that saw it.
 
 Documents fall into folds by the hash of their id. The model of a fold is trained on the labelled documents of the other
-folds. fastText with one thread and its lines in a fixed order gives the same model every time, given the care of
-`_zeroed_memory`.
+folds. Lines in a fixed order give the same model every time (`puna.stages.curate.learned.fit`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import heapq
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Figure, SeededConfig, StageRun
+from puna.stages.curate.learned.fit import Scorer, fit, save
 from puna.stages.draws import folds, uniform
 from puna.storage import Artifact, Part, PunaError
 
@@ -33,7 +31,6 @@ FOLD = "fold-{}.bin"
 BATCH = 1024
 MAX_REPEATS = 10
 GOLDEN = 0.6180339887498949
-PERTURB = -6  # M_PERTURB of mallopt(3)
 FINEST = 1_000_000
 """Scores have six digits: documents are counted by them, so that no number is kept for each document."""
 BARS = 20
@@ -257,15 +254,17 @@ def _train(
 ) -> tuple[NDArray[np.int64], tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
     """Train one model, keep it; how it scores the labelled documents of its fold: `told`, and what is not 0 in `counted`."""
     _write_text(job, files)
-    model = _fit(Path(job.text), config)
+    c = config
+    model = fit(Path(job.text), c.learning_rate, c.epochs, c.word_ngrams, c.dimension, c.min_count, c.buckets, c.seed)
     Path(job.text).unlink()
-    model.save_model(job.model)
+    save(model, Path(job.model), config.epochs)
+    scorer = Scorer(model)
     classes, index = list(job.classes), {name: at for at, name in enumerate(job.classes)}
     told, counts = np.zeros((len(classes), len(classes)), np.int64), np.zeros((2, FINEST + 1), np.int64)
     for rows in _rows(job, files, ["line"], inside=True):
         for at in range(0, len(rows), BATCH):
             batch = rows.slice(at, BATCH)
-            values = np.array(predict(model, batch["line"].to_pylist(), classes))
+            values = predict(scorer, batch["line"].to_pylist(), classes)
             own = np.array([index[name] for name in batch[job.name].to_pylist()])
             np.add.at(told, (own, values.argmax(axis=1)), 1)
             if job.positive:
@@ -306,54 +305,15 @@ def _write_text(job: _Job, files: list[str]) -> None:
             out.write(f"__label__{name} {lines[identity]}\n")
 
 
-def _fit(text: Path, config: ClassifierConfig) -> Any:
-    """The fastText model of a training file."""
-    import fasttext
-
-    if not hasattr(fasttext, "train_supervised"):
-        raise PunaError(
-            "the installed fasttext cannot train: the package fasttext-predict overwrote it. "
-            "Install it again, last: pip install --force-reinstall --no-deps fasttext==0.9.3"
-        )
-    try:
-        with _zeroed_memory():
-            # Seeds 0 and 1 are one seed to fastText's generator.
-            return fasttext.train_supervised(
-                input=str(text), lr=config.learning_rate, dim=config.dimension, epoch=config.epochs, wordNgrams=config.word_ngrams,
-                minCount=config.min_count, bucket=config.buckets, loss="softmax", thread=1, seed=config.seed + 1, verbose=0,
-            )  # fmt: skip
-    except RuntimeError as error:
-        raise PunaError(f"fastText gave up: {error} Try a smaller learning_rate than {config.learning_rate}") from error
-
-
-@contextmanager
-def _zeroed_memory() -> Iterator[None]:
-    """Have memory come zeroed from the allocator.
-
-    fastText 0.9.3 with one thread initialises only a tenth of its input matrix and takes the rest as it finds it: results
-    would differ from run to run, and training fail now and then with "Encountered NaN". glibc fills what it hands out with
-    the complement of this byte; other C libraries have no such setting and are left as they are.
-    """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        set_option(PERTURB, 0xFF)
-    try:
-        yield
-    finally:
-        if set_option is not None:
-            set_option(PERTURB, 0)
-
-
-def predict(model: Any, lines: list[str], classes: list[str]) -> list[NDArray[np.float64]]:
-    """Probability of every class for each line, float64[classes] each."""
-    # A list, because fastText 0.9.3 cannot predict a single string under numpy 2.
-    labels, probabilities = model.predict(lines, k=len(classes))
-    index = {f"__label__{name}": at for at, name in enumerate(classes)}
-    rows = []
-    for names, values in zip(labels, probabilities, strict=True):
-        row = np.zeros(len(classes))
-        for name, value in zip(names, values, strict=True):
-            row[index[name]] = value
-        # fastText's softmax table leaves sums a little off one; six digits are what it has.
-        rows.append(np.round(np.clip(row / max(row.sum(), 1e-12), 0, 1), 6))
-    return rows
+def predict(model: Any, lines: list[str], classes: list[str]) -> NDArray[np.float64]:
+    """Probability of every class for each line, float64[lines, classes], by a `Scorer` or by fastText itself."""
+    if isinstance(model, Scorer):
+        rows = model.probabilities(lines)[:, [model.labels.index(name) for name in classes]].astype(np.float64)
+    else:
+        # A list, because fastText 0.9.3 cannot predict a single string under numpy 2.
+        index, rows = {f"__label__{name}": at for at, name in enumerate(classes)}, np.zeros((len(lines), len(classes)))
+        for row, names, values in zip(rows, *model.predict(lines, k=len(classes)), strict=True):
+            row[[index[name] for name in names]] = values
+    # fastText's softmax table leaves sums a little off one; six digits are what it has.
+    found: NDArray[np.float64] = np.round(np.clip(rows / np.maximum(rows.sum(axis=1, keepdims=True), 1e-12), 0, 1), 6)
+    return found

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from puna.stages.curate.learned.classifier import BATCH, FOLD, predict
+from puna.stages.curate.learned.fit import Scorer, simple
 from puna.stages.curate.text.words import spaced
 from puna.stages.draws import folds
 from puna.storage import Artifact, PunaError
@@ -83,7 +84,7 @@ class Trained:
             rows = np.flatnonzero(of_fold == fold)
             for at in range(0, len(rows), BATCH):
                 chosen = rows[at : at + BATCH]
-                model = _model(str(self.folder / FOLD.format(fold)))
+                model = _model(str(self.folder / FOLD.format(fold)), self.about.split)
                 found[chosen] = predict(model, [lines[row] for row in chosen.tolist()], self.classes)
         return found
 
@@ -112,10 +113,12 @@ def _trained(folder: Path) -> Trained:
 
 
 @lru_cache(maxsize=20)
-def _model(file: str) -> Any:
+def _model(file: str, split: bool) -> Any:
+    """The model of a file; `split`: it is shown words only, among which is no label."""
     import fasttext
 
     try:
-        return fasttext.load_model(file)
+        model = fasttext.load_model(file)
     except ValueError as error:
         raise PunaError(f"{file}: is no fastText model: {error}") from error
+    return Scorer(model) if split and simple(model) else model

@@ -42,7 +42,7 @@ def test_scores_are_those_of_training_and_the_next_crawl_needs_none(world, make_
     monkeypatch.setattr(stage_module, "out_of_fold", lambda *given: seen.append(training.out_of_fold(*given)) or seen[-1])
     made = execute(train_classifier, TrainClassifierConfig(**SMALL), {"documents": documents}, store)
     assert made.kind == "classifier" and made.manifest.metrics["auc"] > 0.9
-    monkeypatch.setattr(training, "_fit", lambda *_: pytest.fail("nothing is trained"))
+    monkeypatch.setattr(training, "fit", lambda *_: pytest.fail("nothing is trained"))
     found = execute(quality, QualityConfig(), {"documents": documents, "classifier": made}, store).read()
     (expected,) = seen
     values, good = found["quality"].to_numpy(), np.array([i in wikipedia for i in found["id"].to_pylist()])
