@@ -1,7 +1,10 @@
 """Ragged attention over pages, Triton's version: against one query at a time in fp64."""
 
+from collections import Counter
+
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from puna.kernels import paged_attention as module
 from puna.kernels.paged_attention import PAGE, PagedPlan, paged_attention, paged_attention_reference
@@ -31,3 +34,27 @@ def test_shared_own_and_chunked_pages(within_budget, normal, monkeypatch, dtype,
     within_budget(
         lambda q, k, v: paged_attention(q, k, v, plan, window), lambda q, k, v: paged_attention_reference(q, k, v, plan, window), inputs, dtype
     )
+
+
+@pytest.mark.parametrize("shared", [0, 3])
+def test_programs_multiply_only_what_their_item_has(monkeypatch, normal, shared):
+    """Sixteen answers with a query each, 8 heads to a key: the grid has 8 programs for an item, for the 128 rows of a stretch that all
+    share. Of the stretch each multiplies 16 rows; of an answer's own pages one does, and the other 7 multiply nothing."""
+    monkeypatch.setattr(module, "TOKENS", 16)
+    products, dot = Counter(), InterpreterBuilder.create_dot
+
+    def counted(builder, *given):
+        products[builder.grid_idx] += 1
+        return dot(builder, *given)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", counted)
+    N, H, own = 16, 8, 2
+    tables = torch.tensor([[*range(shared), *(shared + own * n + i for i in range(own))] for n in range(N)], dtype=torch.int32)
+    position = torch.full((N,), (shared + own) * PAGE - 1, dtype=torch.int32)
+    plan = PagedPlan(tables, torch.arange(N, dtype=torch.int32), position)
+    pages = (shared + N * own, PAGE, 1, 16)
+    q, k, v = (normal(*shape, seed=seed).detach().float() for seed, shape in enumerate(((N, H, 16), pages, pages)))
+    torch.testing.assert_close(paged_attention(q, k, v, plan), paged_attention_reference(q, k, v, plan), rtol=1e-5, atol=1e-5)
+    turns = [count // 2 for count in products.values()]  # scores, and sums of values
+    assert sorted(turns) == sorted([shared] * (8 if shared else 0) + [own] * N)
+    assert all(block == 0 for item, _, block in products if item >= (shared > 0))
