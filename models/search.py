@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from puna.models.generation import Completion, Engine, SamplingParams
+from puna.models.generation import Completion, SamplingParams
+from puna.models.serving import Generator
 
 Score = Callable[[Sequence[tuple[int, Completion]]], Sequence[float]]
 Read = Callable[[Completion], str]
@@ -40,7 +41,7 @@ def likelihood(answers: Sequence[tuple[int, Completion]]) -> list[float]:
     return [sum(answer.logprobs) / len(answer.logprobs) for _, answer in answers]
 
 
-def best_of(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, score: Score = likelihood) -> list[Found]:
+def best_of(engine: Generator, prompts: Sequence[Sequence[int]], params: SamplingParams, score: Score = likelihood) -> list[Found]:
     """Of `params.n` answers to each prompt the one with the highest score, the first of equals."""
     rows = engine.generate(prompts, params)
     values = iter(score([(number, answer) for number, row in enumerate(rows) for answer in row]))
@@ -51,7 +52,7 @@ def best_of(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingPa
     return found
 
 
-def majority(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, read: Read) -> list[Found]:
+def majority(engine: Generator, prompts: Sequence[Sequence[int]], params: SamplingParams, read: Read) -> list[Found]:
     """Of `params.n` answers to each prompt the first that says what most say; `read` is what an answer says."""
     found = []
     for row in engine.generate(prompts, params):
@@ -63,7 +64,7 @@ def majority(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingP
 
 
 def tree(
-    engine: Engine,
+    engine: Generator,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     score: Score = likelihood,
@@ -85,7 +86,7 @@ def tree(
 
 
 def _grown(
-    engine: Engine, number: int, prompt: list[int], params: SamplingParams, score: Score, promise: Score, expansions: int, step: str,
+    engine: Generator, number: int, prompt: list[int], params: SamplingParams, score: Score, promise: Score, expansions: int, step: str,
     step_tokens: int,
 ) -> Found:  # fmt: skip
     ends = engine.tokenizer.stop_ids if params.stop is None and engine.tokenizer is not None else params.stop or ()
@@ -115,7 +116,7 @@ def _grown(
     return Found(best, value, drawn, tried)
 
 
-def _over(engine: Engine, answer: Completion, ends: Sequence[int | str], longest: int) -> bool:
+def _over(engine: Generator, answer: Completion, ends: Sequence[int | str], longest: int) -> bool:
     """Whether an answer ended with its last step: by an end of its own, or because it may be no longer."""
     if len(answer.tokens) >= longest or answer.tokens[-1] in ends:
         return True

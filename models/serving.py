@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from puna.models.settings import Settings
 
 if TYPE_CHECKING:
-    from puna.models.generation import Engine
+    from puna.models.generation import Completion, Engine, SamplingParams
     from puna.models.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
@@ -18,15 +21,39 @@ AHEAD = 4
 """Tokens that a draft guesses where nothing else is said."""
 
 
+class Generator(Protocol):
+    """What answers prompts: Puna's engine or vLLM's."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    def generate(
+        self, prompts: Sequence[Sequence[int] | str], params: SamplingParams, progress: Callable[[int, int], None] | None = None
+    ) -> list[list[Completion]]: ...
+
+
 class ServingSettings(Settings):
     """How a model computes its answers."""
 
     weights: Weights = Field(
         "same", description="The layers' matrices: as they are, or in 8 bits: less memory, a little less exact (fp8: GPU from 8.9 on)"
     )
+    engine: Literal["puna", "vllm"] = Field("puna", description="Whose engine draws answers: Puna's own, or vLLM's, where it is installed")
+    gpu_memory: float = Field(0.9, gt=0, le=1, description="vllm: share of the GPU's memory that it takes")
     speculate: int = Field(
         0, ge=0, le=64, description="Tokens guessed ahead at most, by a draft (0: 4), else from what stood before, which changes no answer"
     )
+
+    @model_validator(mode="after")
+    def _of_one_engine(self) -> ServingSettings:
+        if self.engine == "vllm" and (self.speculate or self.weights == "int8"):
+            raise ValueError("engine vllm is given no guesses, and quantises to fp8 alone: speculate must be 0, weights same or fp8")
+        return self
+
+    def unmet(self, where: str) -> list[str]:
+        """What is missing on this machine."""
+        missing = self.engine == "vllm" and find_spec("vllm") is None
+        return [f"{where}.engine: vLLM is not installed; pip install 'puna[vllm]', or set engine to puna"] if missing else []
 
 
 def guesses(speculate: int, draft: object) -> int:
@@ -56,3 +83,10 @@ def engine_of(
     if other.vocabulary.backend.get_vocab() != tokenizer.vocabulary.backend.get_vocab():
         raise ValueError("the draft has another tokenizer than the model: a token id would mean different texts to them")
     return DraftedEngine(model, smaller, tokenizer, **limits)
+
+
+def vllm_engine(folder: Path, tokenizer: Tokenizer, settings: ServingSettings) -> Generator:
+    """vLLM's engine of the model in a folder."""
+    from puna.models.vllm_engine import VllmEngine
+
+    return VllmEngine(folder, tokenizer, settings.weights, settings.gpu_memory)

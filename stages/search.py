@@ -13,8 +13,9 @@ from puna.stages.conversations import answer_text
 from puna.stages.verifiers.extraction import final_answer
 
 if TYPE_CHECKING:
-    from puna.models.generation import Completion, Engine, SamplingParams
+    from puna.models.generation import Completion, SamplingParams
     from puna.models.search import Found
+    from puna.models.serving import Generator
 
 Method = Literal["best", "majority", "tree"]
 Values = Callable[[Sequence[tuple[int, str]]], Sequence[float | None]]
@@ -38,7 +39,7 @@ class SearchConfig(StageConfig):
 
 
 def search(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, config: SearchConfig, values: Values | None = None
+    engine: Generator, prompts: Sequence[Sequence[int]], params: SamplingParams, config: SearchConfig, values: Values | None = None
 ) -> list[Found]:
     """An answer to each prompt. `values` scores texts, each with the number of its prompt; one of None is worse than all others."""
     from dataclasses import replace

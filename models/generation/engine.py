@@ -93,7 +93,7 @@ class Engine:
         seen: Counter[tuple[int, ...]] = Counter()
         found: dict[Request, dict[int, Completion]] = {}
         for index, prompt in enumerate(prompts):
-            request = self._request(prompt, params, index)
+            request = request_of(self.tokenizer, prompt, params, index)
             request.first = seen[request.words]
             seen[request.words] += params.n
             found[request] = {}
@@ -108,7 +108,7 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams) -> Generator[Event, None, None]:
         """The tokens of the answers as they are drawn; closing the iterator cancels the request."""
         self._look()
-        yield from self._events([self._request(prompt, params)])
+        yield from self._events([request_of(self.tokenizer, prompt, params)])
 
     def _events(self, requests: Sequence[Request]) -> Generator[Event, None, None]:
         """Steps until all answers to these requests have ended, and what they draw for them; closed before, the requests are cancelled."""
@@ -128,7 +128,7 @@ class Engine:
     def submit(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Have a prompt answered by the steps to come."""
         self._look()
-        request = self._request(prompt, params)
+        request = request_of(self.tokenizer, prompt, params)
         self.scheduler.add(request)
         return request
 
@@ -210,25 +210,7 @@ class Engine:
         texts = answer.request.stop_texts
         assert self.tokenizer is not None
         last = answer.own[-max(len(text.encode()) for text in texts) - 4 :]  # a token is a byte at least, a character four at most
-        shown = self.tokenizer.decode(last, skip_special_tokens=True)
-        return any(text in shown for text in texts)
-
-    def _request(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(f"prompt {index} is text and the engine has no tokenizer: give token ids")
-            prompt = [*self.tokenizer.lead, *self.tokenizer.encode(prompt)]
-        ids = [int(token) for token in prompt]
-        if not ids:
-            raise ValueError(f"prompt {index} is empty: generation needs at least one token")
-        stop: Sequence[int | str] | None = self.tokenizer.stop_ids if params.stop is None and self.tokenizer is not None else params.stop
-        if stop is None:
-            raise ValueError("SamplingParams.stop is None and the engine has no tokenizer to name the end of turn")
-        texts = tuple(one for one in stop if isinstance(one, str))
-        if texts and self.tokenizer is None:
-            raise ValueError(f"the engine has no tokenizer to find the text {texts[0]!r} in an answer: give token ids")
-        words = tuple(np.frombuffer(hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).digest(), dtype="<u4").tolist())
-        return Request(ids, params, frozenset(one for one in stop if isinstance(one, int)), texts, words)
+        return any(text in self.tokenizer.decode(last, skip_special_tokens=True) for text in texts)
 
     @property
     def models(self) -> tuple[Transformer, ...]:
@@ -258,3 +240,22 @@ class Engine:
             self.scheduler = Scheduler(PagePool(pages), self.sequences, self.step_tokens, len(self.models) > 1)
         self.scheduler.restart()
         self._loops, self._weights = [loops(model) for model in self.models], weights
+
+
+def request_of(tokenizer: Tokenizer | None, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
+    """What a prompt asks for; ValueError names it by its `index` where it cannot be read."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError(f"prompt {index} is text and the engine has no tokenizer: give token ids")
+        prompt = [*tokenizer.lead, *tokenizer.encode(prompt)]
+    ids = [int(token) for token in prompt]
+    if not ids:
+        raise ValueError(f"prompt {index} is empty: generation needs at least one token")
+    stop: Sequence[int | str] | None = tokenizer.stop_ids if params.stop is None and tokenizer is not None else params.stop
+    if stop is None:
+        raise ValueError("SamplingParams.stop is None and the engine has no tokenizer to name the end of turn")
+    texts = tuple(one for one in stop if isinstance(one, str))
+    if texts and tokenizer is None:
+        raise ValueError(f"the engine has no tokenizer to find the text {texts[0]!r} in an answer: give token ids")
+    words = tuple(np.frombuffer(hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).digest(), dtype="<u4").tolist())
+    return Request(ids, params, frozenset(one for one in stop if isinstance(one, int)), texts, words)

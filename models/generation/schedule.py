@@ -86,8 +86,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Wait for a place. ValueError where a whole answer would not fit into the cache."""
-        longest = len(request.prompt) + request.params.max_tokens
-        pages = -(-longest // PAGE) + (request.params.n > 1)  # a trunk's last page stays while its first answer writes to a copy
+        # A trunk's last page stays while its first answer writes to a copy.
+        pages = -(-(len(request.prompt) + request.params.max_tokens) // PAGE) + (request.params.n > 1)
         if pages > len(self.pool.references):
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens with max_tokens={request.params.max_tokens} needs {pages} pages of {PAGE}"

@@ -52,10 +52,9 @@ class Cache:
 def run(model: Transformer, cache: Cache, work: Sequence[Stretch], by_loops: Loops | None = None) -> Tensor:
     """Compute the work; the hidden states [N, D] of its tokens, in order."""
     counts = np.array([len(one.tokens) for one in work])
-    starts = np.array([one.begin for one in work])
     ids = torch.tensor([token for one in work for token in one.tokens])
     sequence = np.repeat(np.arange(len(work), dtype=np.int32), counts)
-    position = (np.arange(len(ids)) + np.repeat(starts + counts - np.cumsum(counts), counts)).astype(np.int32)
+    position = (np.arange(len(ids)) + np.repeat([one.begin for one in work] + counts - np.cumsum(counts), counts)).astype(np.int32)
     held = np.array([len(one.pages) for one in work])
     tables = np.zeros((len(work), held.max()), np.int32)
     tables[np.arange(tables.shape[1]) < held[:, None]] = [page for one in work for page in one.pages]

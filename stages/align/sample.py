@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from puna.models.serving import ServingSettings, engine_of, guesses
+from puna.models.serving import Generator, ServingSettings, engine_of, guesses, vllm_engine
 from puna.stages.contract import Facts, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import answer_text, prompt_ids
 from puna.stages.draws import identifier
@@ -22,7 +22,7 @@ from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
-    from puna.models.generation import Completion, Engine, SamplingParams
+    from puna.models.generation import Completion, SamplingParams
     from puna.models.tokenizer import Tokenizer
 
 STRETCH = 2048
@@ -58,8 +58,10 @@ class SampleConfig(BadRowsConfig, SeededConfig):
 
 
 def needs(config: SampleConfig, facts: Facts) -> list[str]:
-    """Chat templates."""
-    return chat_template(facts, "models")
+    """Chat templates, and the engine."""
+    drafted = config.serving.engine == "vllm" and "draft" in facts.inputs
+    refused = ["draft: engine vllm is given no guesses; leave the draft out"] if drafted else []
+    return [*chat_template(facts, "models"), *config.serving.unmet("serving"), *refused]
 
 
 @stage(kind="answers", device=True, needs=needs, named=verifiers_named)
@@ -109,8 +111,14 @@ def _answer(
     loaded = cache(lambda: load_model(artifact, "lm", frozen=True))
     smaller = cache(lambda: None if draft is None else load_model(draft, "lm", frozen=True))
 
-    def engine() -> Engine:
+    @cache
+    def by_vllm() -> Generator:
+        return vllm_engine(artifact.path(), tokenizer_of(artifact), config.serving)
+
+    def engine() -> Generator:
         try:
+            if config.serving.engine == "vllm":
+                return by_vllm()
             return engine_of(*loaded(), config.serving.weights, smaller())
         except ValueError as error:
             raise PunaError(f"sample: {artifact.id}: {error}") from error
@@ -149,7 +157,7 @@ def _params(tokenizer: Tokenizer, config: SampleConfig, name: str, run: StageRun
 
 def _generate(
     name: str,
-    engine: Engine,
+    engine: Generator,
     asked: Sequence[Asked],
     scorer: Scorer,
     params: SamplingParams,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, JsonValue, model_validator
 
-from puna.models.serving import ServingSettings, prepared
-from puna.stages.contract import Documents, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
+from puna.models.serving import Generator, ServingSettings, engine_of, prepared, vllm_engine
+from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import answer_text, messages_of, prompt_ids, shown
 from puna.stages.pretrain import multiple_choice
 from puna.stages.pretrain.variety import variety
@@ -92,7 +92,12 @@ class EvaluateConfig(BadRowsConfig, SeededConfig):
         return [symbol for given in own if given is not None for symbol in from_json(given).reaches()]
 
 
-@stage(kind="evaluation", named=verifiers_named)
+def needs(config: EvaluateConfig, facts: Facts) -> list[str]:
+    """The engine."""
+    return config.serving.unmet("serving")
+
+
+@stage(kind="evaluation", needs=needs, named=verifiers_named)
 def evaluate(
     model: Model,
     documents: Documents | None,
@@ -132,7 +137,9 @@ def evaluate(
         _questions(pages, network, tokenizer, config, run)
         _continuations(pages, network, tokenizer, config, run)
     if prompts is not None:
-        _answers(prompts, judges or (), network, tokenizer, config, run)
+        by_vllm = config.serving.engine == "vllm"
+        engine = vllm_engine(model.path(), tokenizer, config.serving) if by_vllm else engine_of(network, tokenizer, config.serving.weights)
+        _answers(prompts, judges or (), engine, tokenizer, config, run)
 
 
 def _row(task: str, metric: str, found: intervals.Interval, n: int) -> dict[str, Any]:
@@ -287,9 +294,9 @@ def _continuations(pages: Sequence[Chosen], model: Transformer, tokenizer: Token
 
 
 def _answers(
-    prompts: Artifact, judges: Sequence[Artifact], model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun
+    prompts: Artifact, judges: Sequence[Artifact], engine: Generator, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun
 ) -> None:
-    from puna.models.generation import Engine, SamplingParams
+    from puna.models.generation import SamplingParams
 
     drawn = _asked(prompts, config.answers.prompts_per_task, run.seed("prompts"))
     bad = BadRows(config, "evaluate")
@@ -302,7 +309,6 @@ def _answers(
         temperature=config.answers.temperature, max_tokens=config.answers.max_tokens, stop=tokenizer.stop_ids, seed=run.seed("answers"),
         speculate=config.serving.speculate,
     )
-    engine = Engine(model, tokenizer)
     if config.answers.search is None:
         completions = [row[0] for row in engine.generate(asked, params, progress=lambda done, total: run.progress(done, total, "answers"))]
         spent = sum(len(completion.tokens) for completion in completions)

@@ -21,7 +21,7 @@ from puna.stages.align.prompts import PromptsConfig, prompts
 from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sample import SampleConfig, sample
-from puna.stages.contract import StageRun, execute, parse, stage
+from puna.stages.contract import Facts, InputFacts, StageRun, execute, parse, stage
 from puna.stages.conversations import answering, asking, messages_of
 from puna.stages.verifiers.registry import from_text
 from puna.stages.verifiers.scoring import question_of
@@ -133,6 +133,15 @@ def test_a_draft_changes_no_likeliest_answer_and_weights_in_8_bits_do(tmp_path: 
     )
     assert guessed.drop(["logprobs"]) == plain.drop(["logprobs"])
     assert quantised["id"] == plain["id"] and quantised["logprobs"] != plain["logprobs"]
+
+
+def test_vllm_must_be_installed_and_takes_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("puna.models.serving.find_spec", lambda name: None)
+    facts = Facts({"draft": (InputFacts("model", None, None),)}, 1 << 40, None)
+    assert sample.needs is not None
+    unmet = sample.needs(SampleConfig(serving=ServingSettings(engine="vllm")), facts)
+    assert [sentence[: sentence.index(";")] for sentence in unmet] == ["serving.engine: vLLM is not installed", "draft: engine vllm is given no guesses"]
+    assert sample.needs(SampleConfig(), facts) == []
 
 
 def test_answers_survive_a_crash_stretch_by_stretch(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
