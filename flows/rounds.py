@@ -27,6 +27,7 @@ from puna.stages.align.rollouts import RolloutsConfig
 from puna.stages.align.sample import SampleConfig, sample
 from puna.stages.align.sft import sft
 from puna.stages.align.synthesize import synthesize
+from puna.stages.align.topics import topics
 from puna.stages.contract import StageConfig
 from puna.stages.pretrain.evaluate import evaluate
 from puna.storage import Artifact, PunaError
@@ -95,7 +96,7 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     `development`: prompts that are neither learned from nor evaluated on, on which the weights of the average are searched. It is of
     the policy that the round begins with and of what it has trained, so that what was trained too far is taken back.
     """
-    start = before.start or before.policy
+    start, gold = before.start or before.policy, list(before.instructions)
     answers = step(sample, number=number, models=[before.policy, before.other], prompts=tasks)
     newest = step(preferences, number=number, answers=answers, prompts=tasks)
     pairs = (*before.preferences, newest)
@@ -105,8 +106,9 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     better = step(chosen, number=number, off=True, preferences=last_pairs)
     best = step(rejection_sample, number=number, answers=answers, reward_model=reward, prompts=tasks)
     good = step(data_quality, number=number, through="instructions", instructions=best, model=before.policy)
+    good = step(topics, number=number, off=True, through="instructions", instructions=good, labelled=gold, model=before.policy)
     synthetic = step(synthesize, number=number, off=True, model=before.policy, prompts=tasks)
-    data = [*before.instructions, *(one for one in (better, good, synthetic) if one)]
+    data = [*gold, *(one for one in (better, good, synthetic) if one)]
     tuned = step(sft, number=number, through="model", model=start, instructions=data)
     preferred = step(dpo, number=number, through="model", model=tuned, preferences=last_pairs)
     trained = step(grpo, number=number, off=True, through="policy", policy=preferred, reward_model=reward, prompts=tasks)

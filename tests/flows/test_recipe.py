@@ -113,6 +113,12 @@ def test_a_teacher_stands_between_the_first_finetuning_and_the_rounds() -> None:
     assert not [name for name in labels(load("demo", flow="align"), "align") if "teacher" in name or "distill" in name]
 
 
+def test_topics_are_learned_from_demonstrations_and_told_of_what_was_picked() -> None:
+    recipe = load("demo", ["rounds=1", "rejection_sample={}", "data_quality={}", "topics={max_per_topic: 100}"])
+    assert inputs_of(recipe, "topics_1") == {"instructions": ("data_quality_1",), "labelled": ("instructions",), "model": ("sft_first",)}
+    assert inputs_of(recipe, "sft_1")["instructions"] == ("instructions", "chosen_1", "topics_1")
+
+
 def test_a_reward_model_given_several_times_is_an_ensemble() -> None:
     recipe = load("demo", ["rounds=1", "reward_model=[{}, {seed: 1}]", "grpo.ensemble=min"])
     assert inputs_of(recipe, "grpo_1")["reward_model"] == ("reward_model_1", "reward_model_1.2")

@@ -1,0 +1,209 @@
+"""The topic of each instruction, coarse and fine, by a classifier that learns from labelled examples."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from puna.stages.align.data_quality import embed
+from puna.stages.contract import Facts, Figure, Instructions, Model, SeededConfig, StageRun, stage
+from puna.stages.conversations import messages_of, shown
+from puna.stages.draws import folds, uniform
+from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
+from puna.stages.training.needs import chat_template
+from puna.stages.training.train import Example, load_model, render_conversation
+from puna.storage import PunaError
+
+Vectors = NDArray[np.float32]
+WORD = re.compile(r"\w+")
+
+
+class TopicsConfig(BadRowsConfig, SeededConfig):
+    """How the classifier is fitted, and how many instructions of a topic are kept."""
+
+    penalty: float = Field(3e-4, gt=0, description="Weight of the squared coefficients in the classifier's loss")
+    folds: int = Field(5, ge=2, le=20, description="Parts of the labelled examples: each is told by a classifier of the others")
+    max_per_topic: int | None = Field(
+        None, ge=1, description="Maximum number of instructions kept of each topic, drawn by chance; null: all"
+    )
+    balance: Literal["coarse", "fine"] = Field("coarse", description="The topics of which at most `max_per_topic` are kept")
+    micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
+
+
+def needs(config: TopicsConfig, facts: Facts) -> list[str]:
+    """A chat template."""
+    return chat_template(facts, "model")
+
+
+@stage(kind="instructions", filters="instructions", needs=needs)
+def topics(instructions: Instructions, labelled: list[Instructions], model: Model, config: TopicsConfig, run: StageRun) -> None:
+    """Tell the topic of each instruction (Llama 3, section 4.2.3, has a language model finetuned for that), and even the topics out.
+
+    `labelled`: examples whose `task` is their topic, `coarse/fine` (`mathematics/geometry`) or one name for both. A softmax regression
+    learns from the mean hidden state of `model` over a request; a coarse topic is as probable as its fine ones together. Rows stay as
+    they are. The side table `scores` holds the most probable `fine:NAME` and `coarse:NAME` of each row with their probability.
+
+    The metrics `fine_accuracy` and `coarse_accuracy` are of the labelled examples, each told by a classifier that did not see it; beside
+    them stand two controls fitted alike: `*_majority`, always the most frequent topic, and `*_words`, a naive Bayes classifier of words.
+    They hold for requests like the labelled ones only.
+    """
+    rows = sorted(instructions.read().to_pylist(), key=lambda row: str(row["id"]))
+    known = sorted((row for one in labelled for row in one.read().to_pylist()), key=lambda row: (str(row["id"]), row["messages"]))
+    names = sorted({row["task"] for row in known})
+    if len(names) < 2:
+        said = ", ".join(names) or "none"
+        raise PunaError(f"topics: the labelled examples have one topic, {said}, in their column `task`; give two at least")
+    network, tokenizer = load_model(model, "lm", frozen=True)
+    limit = Limit(config.micro_batch_tokens, "micro_batch_tokens")
+
+    def asked(row: dict[str, Any]) -> Example:
+        return Example(render_conversation(tokenizer, row)[0].prompt, [[]], [[]], [])
+
+    taught = BadRows(config, "topics").examples(known, asked, len, limit)
+    bad = BadRows(config, "topics")
+    told = bad.examples(rows, asked, len, limit)
+    vectors = embed([example for _, example in (*taught, *told)], network, config.micro_batch_tokens)
+    examples = [
+        Labelled(row["task"], shown(messages_of(row)[:-1]), vector) for (row, _), vector in zip(taught, vectors[: len(taught)], strict=True)
+    ]
+    _measure(examples, folds([str(row["id"]) for row, _ in taught], config.seed, config.folds), config, run)
+    classes = sorted({one.topic for one in examples})
+    shares = probabilities(fitted(examples, classes, config.penalty), vectors[len(taught) :])
+    kept, found = [row for row, _ in told], {}
+    for row, share in zip(kept, shares, strict=True):
+        found[row["id"]] = {"fine": _best(dict(zip(classes, share.tolist(), strict=True))), "coarse": _best(_coarse(classes, share))}
+    left = _balanced([row["id"] for row in kept], {name: one[config.balance][0] for name, one in found.items()}, config)
+    for name, (topic, count) in left.items():
+        bad.dropped.append({"id": name, "rule": "topic", "value": float(count), "threshold": config.max_per_topic, "detail": topic})
+    run.write_rows([row for row in kept if row["id"] not in left])
+    run.write_rows(bad.dropped, "dropped")
+    scores = [(name, f"{level}:{topic}", share) for name, one in found.items() for level, (topic, share) in one.items()]
+    run.write_rows([{"id": name, "name": topic, "value": share} for name, topic, share in scores], "scores")
+    _report(found, left, run)
+
+
+class Labelled(NamedTuple):
+    """A labelled request: its topic, text and vector [D]."""
+
+    topic: str
+    text: str
+    vector: Vectors
+
+
+def coarse(topic: str) -> str:
+    """The coarse topic of a fine one: what stands before the first slash."""
+    return topic.partition("/")[0]
+
+
+def fitted(examples: Sequence[Labelled], classes: Sequence[str], penalty: float) -> NDArray[np.float64]:
+    """[D + 1, C]: the coefficients and biases of a softmax regression, with the mean loss plus `penalty` times the squared
+    coefficients at its minimum, which is unique but for a number that all biases share."""
+    import torch
+
+    x = torch.from_numpy(np.stack([one.vector for one in examples]).astype(np.float64)) * math.sqrt(examples[0].vector.size)
+    y = torch.tensor([classes.index(one.topic) for one in examples])
+    weights = torch.zeros(x.shape[1] + 1, len(classes), dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=500, tolerance_grad=1e-9, tolerance_change=1e-12, line_search_fn="strong_wolfe")
+
+    def loss() -> float:
+        optimizer.zero_grad()
+        value = torch.nn.functional.cross_entropy(x @ weights[:-1] + weights[-1], y) + penalty * weights[:-1].square().sum()
+        value.backward()
+        return value.item()
+
+    optimizer.step(loss)
+    found: NDArray[np.float64] = weights.detach().numpy()
+    return found
+
+
+def probabilities(weights: NDArray[np.float64], vectors: Vectors) -> NDArray[np.float64]:
+    """[n, C] of vectors [n, D]."""
+    logits = (vectors.astype(np.float64) * math.sqrt(vectors.shape[1])) @ weights[:-1] + weights[-1]
+    grown = np.exp(logits - logits.max(1, keepdims=True, initial=-np.inf))
+    shares: NDArray[np.float64] = grown / grown.sum(1, keepdims=True)
+    return shares
+
+
+def by_words(examples: Sequence[Labelled], texts: Sequence[str]) -> list[str]:
+    """The topics of texts by a multinomial naive Bayes classifier of lower-case words, one added to every count."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    of_topic = Counter(one.topic for one in examples)
+    for one in examples:
+        counts[one.topic].update(WORD.findall(one.text.lower()))
+    vocabulary = len({word for words in counts.values() for word in words})
+    totals = {topic: words.total() + vocabulary for topic, words in counts.items()}
+
+    def score(topic: str, words: Sequence[str]) -> float:
+        return math.log(of_topic[topic]) + sum(math.log((counts[topic][word] + 1) / totals[topic]) for word in words)
+
+    return [max(sorted(counts), key=lambda topic: score(topic, WORD.findall(text.lower()))) for text in texts]
+
+
+def _measure(examples: Sequence[Labelled], fold: NDArray[Any], config: TopicsConfig, run: StageRun) -> None:
+    """Accuracy on the labelled examples, fold by fold, beside both controls'."""
+    right: Counter[str] = Counter()
+    for number in np.unique(fold).tolist():
+        out = [one for one, at in zip(examples, fold, strict=True) if at == number]
+        rest = [one for one, at in zip(examples, fold, strict=True) if at != number]
+        classes = sorted({one.topic for one in rest})
+        if len(classes) < 2:
+            raise PunaError(f"topics: without one fold the labelled examples have one topic, {classes}; give more, or fewer folds")
+        shares = probabilities(fitted(rest, classes, config.penalty), np.stack([one.vector for one in out]))
+        often = Counter(one.topic for one in rest)
+        roughly = Counter(coarse(one.topic) for one in rest)
+        words = by_words(rest, [one.text for one in out])
+        for one, share, word in zip(out, shares, words, strict=True):
+            told = {"accuracy": (classes[int(share.argmax())], _best(_coarse(classes, share))[0]), "words": (word, coarse(word))}
+            told["majority"] = (_best(often)[0], _best(roughly)[0])
+            for name, (fine, rough) in told.items():
+                right[f"fine_{name}"] += fine == one.topic
+                right[f"coarse_{name}"] += rough == coarse(one.topic)
+    run.metric("labelled", len(examples))
+    for name in ("fine_accuracy", "fine_majority", "fine_words", "coarse_accuracy", "coarse_majority", "coarse_words"):
+        run.metric(name, right[name] / len(examples))
+
+
+def _best(found: dict[str, float] | Counter[str]) -> tuple[str, float]:
+    """The name with the highest number, and that number; of equals the first by name."""
+    name = min(found, key=lambda one: (-found[one], one))
+    return name, float(found[name])
+
+
+def _coarse(classes: Sequence[str], share: NDArray[np.float64]) -> dict[str, float]:
+    """Probabilities of the coarse topics."""
+    found: dict[str, float] = defaultdict(float)
+    for topic, value in zip(classes, share.tolist(), strict=True):
+        found[coarse(topic)] += value
+    return dict(found)
+
+
+def _balanced(names: Sequence[str], topic: dict[str, str], config: TopicsConfig) -> dict[str, tuple[str, int]]:
+    """The instructions that are too many of their topic, with it and how many it has."""
+    if config.max_per_topic is None:
+        return {}
+    counts = Counter(topic[name] for name in names)
+    left, kept = {}, Counter[str]()
+    for _, name in sorted(zip(uniform(names, config.seed, "topic").tolist(), names, strict=True)):
+        kept[topic[name]] += 1
+        if kept[topic[name]] > config.max_per_topic:
+            left[name] = (topic[name], counts[topic[name]])
+    return left
+
+
+def _report(found: dict[str, dict[str, tuple[str, float]]], left: dict[str, tuple[str, int]], run: StageRun) -> None:
+    """How many there are of each topic, and how many are kept."""
+    for level in ("coarse", "fine"):
+        given = Counter(one[level][0] for one in found.values())
+        kept = Counter(one[level][0] for name, one in found.items() if name not in left)
+        run.metric(f"{level}_topics", len(given))
+        series: dict[str, list[tuple[Any, float]]] = {
+            name: [(topic, float(counts[topic])) for topic in sorted(given)] for name, counts in (("given", given), ("kept", kept))
+        }
+        run.figure(f"{level}_topics", Figure(title=f"Topics, {level}", x="topic", y="instructions", kind="bar", series=series))
