@@ -54,7 +54,10 @@ def normal(data: NDArray[np.uint8], offsets_D1: NDArray[Any]) -> Words:
 
 @njit(cache=True, nogil=True)
 def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, long: Any, room: int, flags: Any, breaks: Any) -> Any:
-    """`Words` again with words in scripts without spaces. `long`: documents that have characters of three bytes; `room`: how many."""
+    """`Words` again with words in scripts without spaces. `long`: documents that have characters of three bytes; `room`: how many.
+
+    What lies beyond a space decides nothing, so that only words with such letters are parted.
+    """
     documents = len(offsets_D1) - 1
     most = np.int64(0)
     for d in range(documents):
@@ -65,34 +68,41 @@ def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, long: Any, r
     codes, start, stop = np.empty(most, np.uint32), np.empty(most, np.int32), np.empty(most, np.int32)
     size, count = 0, 0
     for d in range(documents):
-        first, last = offsets_D1[d], offsets_D1[d + 1]
-        characters = decode(data, first, last, codes) if long[d] else 0
-        single = False
-        for at in range(characters):
-            single = single or flags[codes[at]] & SINGLE != 0
-        if not single:
+        first, last, began = offsets_D1[d], offsets_D1[d + 1], size
+        if not long[d]:
             out[size : size + last - first] = data[first:last]
             size += last - first
             for word in range(words_D1[d], words_D1[d + 1]):
                 out_begins[count] = begins[word]
                 count += 1
-        else:
-            words = split_ranges(codes[:characters], flags, breaks, start, stop)
-            at, place, began = first, 0, size
-            for word in range(words):
-                while place < start[word]:  # the blanks before it
-                    at, place = at + 1, place + 1
-                if word:
+        for word in range(words_D1[d], words_D1[d + 1] if long[d] else words_D1[d]):
+            at, end = first + begins[word], first + begins[word + 1] - 1 if word + 1 < words_D1[d + 1] else last
+            parts, wide = 0, False
+            for i in range(at, end):
+                wide = wide or data[i] >= FIRST_OF_THREE
+            if wide:
+                characters = decode(data, at, end, codes)
+                if (flags[codes[:characters]] & SINGLE).any():
+                    parts = split_ranges(codes[:characters], flags, breaks, start, stop)
+            place = 0
+            for part in range(max(1, parts)):
+                if size > began:
                     out[size] = SPACE
                     size += 1
                 out_begins[count] = size - began
                 count += 1
-                while place < stop[word]:
+                if not parts:
+                    for i in range(at, end):
+                        out[size + i - at] = data[i]
+                    size += end - at
+                    continue
+                while place < stop[part]:
+                    shown = place >= start[part]
                     out[size] = data[at]
-                    size, at = size + 1, at + 1
-                    while at < last and data[at] & 0xC0 == 0x80:
+                    size, at = size + shown, at + 1
+                    while at < end and data[at] & 0xC0 == 0x80:
                         out[size] = data[at]
-                        size, at = size + 1, at + 1
+                        size, at = size + shown, at + 1
                     place += 1
         out_D1[d + 1], out_words_D1[d + 1] = size, count
     return out[:size], out_D1, out_begins[:count], out_words_D1

@@ -241,7 +241,8 @@ def test_the_table_of_characters_and_the_words_of_normal_texts():
     points = [chr(p) for p in range(shingles.LIMIT)]
     assert [shingles._form(c) for c in points] == [shingles.character(c).encode() for c in points]
     generator = np.random.default_rng(0)
-    texts = ["", "a", *(" ".join(words(generator, int(n))) for n in generator.integers(0, 9, 20)), "", "これは b", "", "ガx日本2語 é", "ที่ดิน ของเขา"]
+    texts = ["", "a", *(" ".join(words(generator, int(n))) for n in generator.integers(0, 9, 20)), "", "これは b", "", "ガx日本2語 é", "ที่ดิน ของเขา",
+             "one “two” 日本語が three&more", "नमस्ते दुनिया, ๆที่ดิน"]  # fmt: skip
     made = shingles.words_of(*shingles.packed([normalized(text) for text in texts]))
     expected = shingles.normal(*shingles.packed(texts))
     assert all(np.array_equal(one, other) for one, other in zip(made, expected, strict=True))
