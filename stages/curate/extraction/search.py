@@ -9,8 +9,6 @@ from puna.kernels.compiled import njit
 from puna.stages.curate.extraction.layout import OFFSET, PRIME
 from puna.stages.curate.extraction.tags import TAG_KEYS, TAG_VALUES
 
-WINDOW = 5  # bytes of each word that `Words` looks at first
-
 
 @njit(cache=True, borrows=True)
 def find(html: NDArray[np.uint8], at: int, byte: int, stop: int = -1) -> int:
@@ -53,43 +51,3 @@ def tag_name(html: NDArray[np.uint8], at: int) -> tuple[int, np.uint64, int]:
     while TAG_KEYS[slot] != 0 and TAG_KEYS[slot] != state:
         slot = (slot + 1) & (len(TAG_KEYS) - 1)
     return (TAG_VALUES[slot] if TAG_KEYS[slot] != 0 else 0), state, at
-
-
-class Words:
-    """Words of at least `WINDOW` bytes that are looked for together, in steps as long as the last two bytes allow (Wu, Manber 1994)."""
-
-    def __init__(self, *words: str) -> None:
-        encoded = [word.encode() for word in words]
-        if not words or min(map(len, encoded)) < WINDOW:
-            raise ValueError(f"words of {WINDOW} bytes and more can be looked for, not {words}")
-        self._lengths = np.array([len(word) for word in encoded], np.int64)
-        self._words = np.zeros((len(words), self._lengths.max()), np.uint8)
-        self._steps = np.full(1 << 16, WINDOW - 1, np.uint8)
-        for row, word in zip(self._words, encoded, strict=True):
-            row[: len(word)] = list(word)
-            for last in range(1, WINDOW):
-                pair = word[last - 1] << 8 | word[last]
-                self._steps[pair] = min(self._steps[pair], WINDOW - 1 - last)
-
-    def any_in(self, text: bytes) -> bool:
-        """Whether one of the words occurs."""
-        return bool(_any_in(np.frombuffer(text, np.uint8), self._words, self._lengths, self._steps))
-
-
-@njit(cache=True)
-def _any_in(text: NDArray[np.uint8], words: NDArray[np.uint8], lengths: NDArray[np.int64], steps: NDArray[np.uint8]) -> bool:
-    size, at = len(text), WINDOW - 1
-    while at < size:
-        step = np.int64(steps[np.int64(text[at - 1]) << 8 | text[at]])
-        if step > 0:
-            at = int(at + step)
-            continue
-        start = at - WINDOW + 1
-        for w in range(len(words)):
-            same = 0
-            while same < lengths[w] and start + same < size and text[start + same] == words[w, same]:
-                same += 1
-            if same == lengths[w]:
-                return True
-        at += 1
-    return False

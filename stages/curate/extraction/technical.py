@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from puna.stages.curate.extraction.search import Words
+from puna.stages.curate.text.search import Words
 
 # A page without any of these has nothing to prepare: most pages are without.
 HINTS = Words("<math", "<MATH", "math/tex", "blob-code", "blob-num", "hljs-ln", "CodeMirror", "lineno", "line-number", "gutter")

@@ -18,6 +18,7 @@ from puna.stages.curate.reading.warc_frames import GZIP_MAGIC, MAX_HEADER_BYTES,
 from puna.stages.reading.dates import microseconds
 
 GZIP, ZLIB = 31, 15  # zlib's window bits for either header
+GZIP_HEADER = 10  # bytes, at least
 SCHEMES = ("http", "https", "ftp", "file", "")
 SCRIPTS = re.compile(r"text/x-(?:(?:java|ecma|live|j)script|component|cross-domain-policy)")
 
@@ -135,7 +136,9 @@ def _inflate(body: bytes, bits: int, encoding: str, limit: int) -> bytes:
 
 def _whole_without_trailer(body: bytes, limit: int) -> bool:
     """Whether of a gzip body only (some of) the checksum and the length at its end are missing."""
-    flags, at = body[3], 10
+    if len(body) <= GZIP_HEADER:
+        return False
+    flags, at = body[3], GZIP_HEADER
     if flags & 4:  # extra field
         at += 2 + int.from_bytes(body[at : at + 2], "little")
     for flag in (8, 16):  # name, comment

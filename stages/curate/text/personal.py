@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from puna.stages.curate.text.number_hints import Hint, hints
 from puna.stages.curate.text.postal import postal_addresses
 
 
@@ -34,6 +35,7 @@ EMAIL = re.compile(
 HIDDEN_EMAIL = re.compile(
     r"(?<![\w.%+-])\w[\w.%+-]{0,63} ?[\[({]at[\])}] ?(?:\w[\w-]{0,62} ?(?:\.|[\[({]dot[\])}]) ?){1,4}[a-z]{2,12}(?![\w-])", re.IGNORECASE
 )
+BEFORE, AFTER = 112, 448  # characters of an address before and behind its @, at most, and what is looked at around it
 HAS_EMAIL = re.compile(r"@\w[\w-]{0,62}\.")
 HIDDEN_AT = re.compile(r"[\[({][aA][tT][\])}]")
 NOT_MAIL = frozenset(
@@ -48,7 +50,7 @@ EXAMPLE = re.compile(r"(?:^|\.)example\.(?:com|org|net|edu)$")
 def emails(text: str) -> Iterator[Span]:
     """Addresses, in links too; not those of documentation (example.com), of repositories (git@…) or with a password (x:y@host)."""
     if HAS_EMAIL.search(text):
-        for match in EMAIL.finditer(text):
+        for match in _around("@", EMAIL, text):
             local, _, domain = match[0].lower().rpartition("@")
             if domain.rpartition(".")[2] in NOT_MAIL or EXAMPLE.search(domain) or local in NO_PERSON:
                 continue
@@ -58,6 +60,17 @@ def emails(text: str) -> Iterator[Span]:
     if HIDDEN_AT.search(text):
         for match in HIDDEN_EMAIL.finditer(text):
             yield Span(match.start(), match.end(), "email")
+
+
+def _around(sign: str, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    """What `pattern.finditer` gives where each match has one sign, `BEFORE` characters at most before it and `AFTER` behind."""
+    stop, place = 0, text.find(sign)
+    while place >= 0:
+        match = pattern.search(text, max(stop, place - BEFORE), place + AFTER)
+        if match and text.find(sign, match.start()) == place:  # else it is that of a later sign, and may be cut
+            yield match
+            stop = match.end()
+        place = text.find(sign, max(place + 1, stop))
 
 
 # --- account and card numbers ----------------------------------------------------------------------------
@@ -199,6 +212,7 @@ NORTH_AMERICAN = re.compile(
 )
 FRENCH = re.compile(EDGE + r"0[1-9](?P<s>[ .-])\d\d(?:(?P=s)\d\d){3}" + END)
 NATIONAL = re.compile(EDGE + r"(?<!\w\()(?:00[1-9]|0|\(0|\(?[1-9])\d{0,9}\)?(?:[ .\-/]{1,2}\(?\d{1,8}\)?){0,5}" + EXTENSION + END)
+PHONE_FORMS = ((INTERNATIONAL, Hint.ABROAD, 9, 20), (NORTH_AMERICAN, Hint.TEN, 10, 16), (FRENCH, Hint.TEN, 10, 10))  # digits
 FICTION = re.compile(r"555\D?01\d\d$")
 
 
@@ -207,13 +221,18 @@ YEARS = re.compile(r"(?:19|20)\d\d\D{1,2}(?:19|20)\d\d|\d{1,2}[./-]\d{1,2}[./-](
 
 def phones(text: str) -> Iterator[Span]:
     """Phone numbers: international ones, the fixed North American and French groupings, others beside a word like `tel`."""
-    for pattern, least, most in ((INTERNATIONAL, 9, 20), (NORTH_AMERICAN, 10, 16), (FRENCH, 10, 10)):
+    seen = hints(text)
+    for pattern, needed, least, most in PHONE_FORMS:
+        if not seen & needed:
+            continue
         for match in pattern.finditer(text):
             digits = sum(map(str.isdecimal, match[0]))
             short = digits == 8 and pattern is INTERNATIONAL and SAYS_PHONE.search(text[max(0, match.start() - 32) : match.start()])
             if (least <= digits <= most or short) and not FICTION.search(match[0]):
                 yield Span(match.start(), match.end(), "phone")
     for match in NATIONAL.finditer(text):
+        if match.end() - match.start() < 7:
+            continue
         if not 7 <= sum(map(str.isdecimal, match[0])) <= 16 or YEARS.fullmatch(match[0]) or FICTION.search(match[0]):
             continue
         if match[0].count("(") != match[0].count(")"):
@@ -262,12 +281,20 @@ FINDERS: dict[str, Callable[[str], Iterator[Span]]] = {
 NUMBERS = re.compile(r"\d[\d .()/\-]{5,}\d")
 
 
+NEEDED = {
+    "email": Hint.AT | Hint.HIDDEN_AT, "iban": Hint.IBAN, "card": Hint.TWELVE, "ssn": Hint.SSN, "ip_address": Hint.IPV4 | Hint.IPV6,
+    "address": Hint.DIGIT, "phone": Hint.NUMBERS,
+}  # fmt: skip
+"""A text without any of these has nothing of the kind."""
+
+
 def find(text: str, entities: tuple[str, ...]) -> list[Span]:
     """Spans of the wanted entities, in text order, none overlapping another."""
     found: list[Span] = []
-    numbers = NUMBERS.search(text) is not None
+    seen = hints(text)
+    numbers = Hint.NUMBERS in seen and NUMBERS.search(text) is not None
     for entity, finder in FINDERS.items():
-        if entity not in entities or (entity in ("card", "ssn", "phone") and not numbers):
+        if entity not in entities or not seen & NEEDED[entity] or (entity in ("card", "ssn", "phone") and not numbers):
             continue
         for span in finder(text):
             place = bisect(found, span)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from puna.stages.curate.text.search import Words
+
 GAP = r"(?:[ \t]*[,·|][ \t]*\n?[ \t]*|[ \t]*\n(?:[ \t]*\n)?[ \t]*|[ \t]+[-–][ \t]+|[ \t]+)"
 NAME = r"[A-ZÀ-ÖØ-Þ][\w'’.-]{0,30}"
 SMALL = r"(?:de la|de|la|le|les|sur|am|an|der|im|of|upon|del|los|di|den)"
@@ -52,8 +54,16 @@ ROMANCE = (
     rf"(?:(?:de|del|da|do|dos|das|di|della|dei|la|las|los|el) ){{0,3}}{NAME}(?: (?:(?:de|del|da|do|di) )?{NAME}){{0,3}}"
     r",? (?:n\.?[º°] ?)?\d{1,5}"
 )
-FORMS = tuple(re.compile(rf"{form}(?!\w)") for form in (ENGLISH, BOX, ROMANCE))
-FRENCH_FORM = re.compile(rf"{FRENCH}(?!\w)")
+FORMS: tuple[tuple[re.Pattern[str], Words | None], ...] = tuple(
+    (re.compile(rf"{form}(?!\w)"), words)
+    for form, words in (
+        (ENGLISH, None),
+        (BOX, Words("Box ", "Postfach ", "Postbus ", "Apartado ", "BP ")),
+        (ROMANCE, None),
+        (FRENCH, Words(*(f" {kind} " for kind in FRENCH_KINDS))),  # it would be tried at every number
+    )
+)
+"""Forms that are looked for, and words of which a text with one has some."""
 SPACE_DIGIT = re.compile(r" \d")
 
 STATE = (
@@ -85,8 +95,9 @@ def postal_addresses(text: str, contacts: Callable[[int, int], bool]) -> Iterato
     It counts with a postal code and town after it, with a label before it (`Address:`), or on a line of its own in a block
     that holds another piece of contact data, which `contacts` tells of a part of the text.
     """
-    french = (FRENCH_FORM,) if any(f" {kind} " in text for kind in FRENCH_KINDS) else ()  # it would be tried at every number
-    found = {match.span() for form in (*FORMS, *french) for match in form.finditer(text)}
+    encoded = text.encode("utf-8", "surrogatepass")
+    forms = (form for form, words in FORMS if words is None or words.any_in(encoded))
+    found = {match.span() for form in forms for match in form.finditer(text)}
     end = 0
     for start, stop in sorted(found | set(_germanic(text)), key=lambda span: (span[0], -span[1])):
         if start < end or (start and (text[start - 1].isalnum() or text[start - 1] in "_/.,-")):

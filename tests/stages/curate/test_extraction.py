@@ -20,13 +20,14 @@ from puna.stages.curate.extraction.groups import group_sums, groups
 from puna.stages.curate.extraction.labels import label
 from puna.stages.curate.extraction.model import content, judge, load
 from puna.stages.curate.extraction.scan import read_page, scan
-from puna.stages.curate.extraction.search import Words, find
+from puna.stages.curate.extraction.search import find
 from puna.stages.curate.extraction.tags import NUMBER
 from puna.stages.curate.extraction.text import text_of
 from puna.stages.curate.extraction.training import as_arrays
 from puna.stages.curate.extraction.trees import LANES, logits, splits
 from puna.stages.curate.extraction.union import found_in
 from puna.stages.curate.extraction.whole import made_whole, with_headline
+from puna.stages.curate.text.search import Words
 
 
 def texts(html: str) -> list[str]:

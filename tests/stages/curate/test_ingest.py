@@ -96,6 +96,7 @@ def test_records_that_are_no_pages_say_why(tmp_path):
         record(b"a text", kind="conversion", url="https://a.example.net/wet"),
         record(b"<p>" + b"x" * 5000, url="https://a.example.net/long"),
         record(packed[:-5], url="https://a.example.net/trailer", Content_Encoding="gzip"),
+        record(packed[:3], url="https://a.example.net/stub", Content_Encoding="gzip"),
         record(b"User-agent: *", url="https://a.example.net/robots.txt?x", Content_Type="text/plain"),
         record(b"var x = 1", url="https://a.example.net/x", Content_Type="text/x-javascript; charset=utf-8"),
         record(b"a log", kind="resource", url="metadata://example.net/wget.log"),
@@ -109,7 +110,7 @@ def test_records_that_are_no_pages_say_why(tmp_path):
     assert got["wet"]["content_type"] == "text/plain"
     assert got["sniffed"]["content_type"] == "text/html"
     assert rules(made) == sorted(
-        ["http_status", "content_type", "empty", "undecodable_body", "malformed_record", "not_a_response", "body_too_large"]
+        ["http_status", "content_type", "empty", "undecodable_body", "undecodable_body", "malformed_record", "not_a_response", "body_too_large"]
         + ["not_a_page"] * 3
     )
     status = next(r for r in made.read("dropped").to_pylist() if r["rule"] == "http_status")

@@ -17,7 +17,8 @@ from puna.stages.contract import execute
 from puna.stages.curate import pii as module
 from puna.stages.curate.pii import PiiConfig, pii
 from puna.stages.curate.text import personal
-from puna.stages.curate.text.personal import FINDERS, find, luhn, masked
+from puna.stages.curate.text.number_hints import Hint, hints
+from puna.stages.curate.text.personal import FINDERS, NEEDED, find, luhn, masked
 from puna.storage import Store
 
 ALL = tuple(FINDERS)
@@ -83,6 +84,32 @@ def test_masked(text, expected):
 )  # fmt: skip
 def test_left_alone(text):
     assert clean(text) == text
+
+
+PIECES = [
+    *"0123456789", *"0123456789", *" .-/()+:@,x\n", "a@b.com", "é", "١٢", "\U0001d7d8", "DE89", "GB29 ", "4111 1111", "2001:db8:", "8.8.", "(at)", "[DOT]",
+    "tel ", "o'", "10 Downing Street", "BP ", "rue ", "+49", "00", "078-05-", "x.y", "word", "_", "[at]",
+]  # fmt: skip
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=40).map("".join))
+def test_a_search_that_is_spared_would_have_found_nothing(text):
+    seen = hints(text)
+    assert (Hint.HIDDEN_AT in seen) == (personal.HIDDEN_AT.search(text) is not None)
+    for entity, finder in FINDERS.items():
+        assert seen & NEEDED[entity] or not list(finder(text))
+    for pattern, needed, _, _ in personal.PHONE_FORMS:
+        assert seen & needed or not pattern.search(text)
+    assert Hint.NUMBERS in seen or not personal.NUMBERS.search(text)
+    assert [m.span() for m in personal._around("@", personal.EMAIL, text)] == [m.span() for m in personal.EMAIL.finditer(text)]
+
+
+def test_addresses_of_any_length_are_found_around_their_sign():
+    longest = f"{'a' * 41}.o'{'b' * 64}@{'.'.join(['c' * 63] * 6)}.{'d' * 24}"
+    for text in (longest, f"{longest} {longest}", f"@@{longest}", f"{longest}@", f"a@{longest}", f"x@y {longest};{longest[1:]}"):
+        assert [m.span() for m in personal._around("@", personal.EMAIL, text)] == [m.span() for m in personal.EMAIL.finditer(text)]
+    assert personal.EMAIL.fullmatch(longest)
 
 
 def test_luhn_against_published_numbers():
