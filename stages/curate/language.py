@@ -15,6 +15,7 @@ from puna.stages.curate.identification.vote import NO_LANGUAGE, NO_SCRIPT, Found
 from puna.stages.curate.learned.trained import trained
 from puna.stages.curate.rules.languages import LanguageRow, as_table, canonical, groups, read_rows, row_of, with_rows
 from puna.stages.curate.signals.own import Failures
+from puna.stages.curate.text.characters import letters_and_capitals
 from puna.stages.curate.text.code_lines import looks_like_code
 from puna.storage import Artifact, PunaError
 
@@ -27,10 +28,10 @@ WINDOWS = 4
 PROSE = 0.75
 ENOUGH = 40
 PROGRAM_ENOUGH = 120
-NO_LETTER = re.compile(r"[\W\d_]+")
 MIN_PROGRAM_LINES = 5
 BULLETS = "•–-* "
 MARK = re.compile(r"[^\w\s]|[\d_]")
+MARKS = "".join(filter(MARK.match, map(chr, range(128)))).encode()
 
 
 class LanguageConfig(StageConfig):
@@ -128,17 +129,17 @@ def shown(text: str, max_characters: int) -> str | None:
     sample = _sample(text, max_characters)
     lines = [line for line in map(str.strip, sample.splitlines()) if line]
     prose = " ".join(filter(_is_prose, lines))
-    letters = NO_LETTER.sub("", prose)
+    letters, capitals = letters_and_capitals(prose)
     seen = prose
-    if len(letters) < PROGRAM_ENOUGH and 2 * sum(map(looks_like_code, lines)) > max(len(lines), MIN_PROGRAM_LINES):
+    if letters < PROGRAM_ENOUGH and 2 * sum(map(looks_like_code, lines)) > max(len(lines), MIN_PROGRAM_LINES):
         return None
-    if len(letters) < ENOUGH:
+    if letters < ENOUGH:
         seen = " ".join(sample.split())
-        letters = NO_LETTER.sub("", seen)
+        letters, capitals = letters_and_capitals(seen)
     if not letters:
         return None
     # Classifiers have seen little text in capitals.
-    return seen.lower() if sum(map(str.isupper, letters)) > 0.5 * len(letters) else seen
+    return seen.lower() if capitals > 0.5 * letters else seen
 
 
 def _sample(text: str, limit: int) -> str:
@@ -159,4 +160,5 @@ def _is_prose(line: str) -> bool:
     line = line.lstrip(BULLETS)
     if len(line) < 4 or (" " not in line and line.isascii()):
         return False
-    return len(MARK.findall(line)) <= (1 - PROSE) * len(line) and not looks_like_code(line)
+    marks = len(line) - len(line.encode().translate(None, MARKS)) if line.isascii() else len(MARK.findall(line))
+    return marks <= (1 - PROSE) * len(line) and not looks_like_code(line)

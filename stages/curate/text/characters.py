@@ -105,6 +105,22 @@ def code_points(text: str) -> NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
 
 
+def letters_and_capitals(text: str) -> tuple[int, int]:
+    """How many letters, marks of numbers such as ² included, the text has, and how many of these are capitals."""
+    letters, capitals = _letters_and_capitals(code_points(text), tables().flags)
+    return int(letters), int(capitals)
+
+
+@njit(cache=True)
+def _letters_and_capitals(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[int, int]:
+    letters = capitals = 0
+    for code in codes:
+        letter = flags[code] & (ALPHANUMERIC | DECIMAL) == ALPHANUMERIC
+        letters += letter
+        capitals += letter and flags[code] & UPPER != 0
+    return letters, capitals
+
+
 @njit(cache=True)
 def decode(data: NDArray[np.uint8], first: int, last: int, codes: NDArray[np.uint32]) -> int:
     """Write the code points of the valid UTF-8 in data[first:last] to `codes`; returns how many."""

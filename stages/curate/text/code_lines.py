@@ -21,7 +21,7 @@ CODE_PARAMETER = re.compile(
     r"[A-Za-z_]\w*(?:\.\w+)* \((?:str|string|int|integer|long|float|double|number|bool|boolean|bytes|blob|list|tuple|dict|map|array|object|"
     r"structure|datetime|date|timestamp|callable|any)(?:, ?(?:required|optional))?\)$"
 )
-CODE_MARK = re.compile(r"[(){}\[\]<>=;_\"'`|&*/+\\@#%^~$]")
+CODE_SIGNS = b"(){}[]<>=;_\"'`|&*/+\\@#%^~$"
 CODE_MARKS = 0.15
 STATEMENT_WORDS = 3
 
@@ -34,4 +34,5 @@ def looks_like_code(line: str) -> bool:
         return True
     if line[-1] == ";" and line.count(" ") < STATEMENT_WORDS:  # the items of a list in prose end so too
         return True
-    return len(CODE_MARK.findall(line)) > max(2, CODE_MARKS * len(line))
+    encoded = line.encode("utf-8", "surrogatepass")
+    return len(encoded) - len(encoded.translate(None, CODE_SIGNS)) > max(2, CODE_MARKS * len(line))
