@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from puna.stages.contract import Documents, Signals, StageRun, stage
 from puna.stages.curate.minhash.config import MinhashDedupConfig
-from puna.stages.curate.minhash.decide import Candidates
+from puna.stages.curate.minhash.decide import Candidates, candidates
 from puna.stages.curate.minhash.index import INDEX, write_index
 from puna.stages.curate.minhash.sketch import shingled, signed, sketch
 from puna.stages.curate.rows.removal import DECIDED, remove
@@ -125,8 +125,8 @@ def _candidates(item: tuple[Part, Partition], signals: Artifact | None, config: 
     for block in part.split():
         low, high = np.searchsorted(rows, [block.start, block.stop])
         if high > low:
-            found = Candidates.of(block.read().take(pa.array(rows[low:high] - block.start)), rows[low:high], signals, config, device)
-            yield found.table(component[low:high])
+            found = block.read().take(pa.array(rows[low:high] - block.start))
+            yield candidates(found, rows[low:high], component[low:high], signals, config, device)
 
 
 def _decided(component: Partition, config: MinhashDedupConfig) -> tuple[pa.Table, dict[str, int]]:
@@ -134,9 +134,8 @@ def _decided(component: Partition, config: MinhashDedupConfig) -> tuple[pa.Table
     rows = component.read()
     if not rows.num_rows:
         return DECIDED.empty_table(), {"clusters": 0, "saved": 0}
-    candidates, bounds = Candidates.read(rows, config)
-    found = candidates.decided(bounds, config)
-    ids = candidates.ids
+    members = Candidates.read(rows, config)
+    found, ids = members.decided(config), members.ids
     detail = [config.detail(ids[kept].as_py(), words) for kept, words in zip(found.kept.tolist(), found.new_words.tolist(), strict=True)]
     columns = {"id": ids.take(pa.array(found.removed)), "kept_id": ids.take(pa.array(found.kept)), "similarity": found.similarity}
     made = pa.table({**columns, "detail": pa.array(detail, pa.string())}, schema=DECIDED)

@@ -121,55 +121,55 @@ def flat(pieces: list[NDArray[np.uint64]]) -> tuple[NDArray[np.uint64], NDArray[
     return np.concatenate([np.zeros(0, np.uint64), *pieces]), ends[:-1].astype(np.int64)
 
 
-class Candidates(NamedTuple):
-    """Documents that share a band with another one: ids, rows, FACTS, signatures [M, P]; `hashes` of their shingles, one after another."""
+def candidates(
+    table: pa.Table,
+    rows: NDArray[np.int64],
+    component: NDArray[np.int64],
+    signals: Artifact | None,
+    config: MinhashDedupConfig,
+    device: Device,
+) -> pa.Table:
+    """Documents that share a band with another one, as rows of an exchange by component: FACTS, signatures and shingles as bytes."""
+    found = shingled(table["text"], config)
+    values, _ = signed(found, config, device)
+    shingles = [None, pa.py_buffer(8 * found.offsets.astype(np.int64)), pa.py_buffer(found.hashes)]
+    return pa.table(
+        {
+            "hash": component.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), "component": component, "row": rows, "id": table["id"],
+            "facts": _binary(facts_of(table, found, signals, config)), "signature": _binary(values),
+            "shingles": pa.Array.from_buffers(pa.large_binary(), len(rows), shingles),
+        }
+    )  # fmt: skip
 
-    ids: pa.Array
-    rows: NDArray[np.int64]
+
+class Candidates(NamedTuple):
+    """Candidates by component and then by preference: ids, FACTS, signatures [M, P], `bounds` of the components; `hashes` of their
+    shingles, those of each from `start` on."""
+
+    ids: pa.ChunkedArray
     facts: NDArray[Any]
     signatures: NDArray[Any]
+    bounds: NDArray[np.int64]
     hashes: NDArray[np.uint64]
+    start: NDArray[np.int64]
 
     @classmethod
-    def of(
-        cls, table: pa.Table, rows: NDArray[np.int64], signals: Artifact | None, config: MinhashDedupConfig, device: Device
-    ) -> Candidates:
-        """The candidates in a table of documents."""
-        found = shingled(table["text"], config)
-        values, _ = signed(found, config, device)
-        return cls(table["id"].combine_chunks(), rows, facts_of(table, found, signals, config), values, found.hashes)
-
-    def table(self, component: NDArray[np.int64]) -> pa.Table:
-        """The candidates as rows of an exchange by component."""
-        offsets = 8 * np.concatenate([[0], np.cumsum(self.facts["shingles"])]).astype(np.int64)
-        shingles = pa.Array.from_buffers(pa.large_binary(), len(self.rows), [None, pa.py_buffer(offsets), pa.py_buffer(self.hashes)])
-        hashes = component.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        return pa.table(
-            {
-                "hash": hashes, "component": component, "row": self.rows, "id": self.ids, "facts": _binary(self.facts),
-                "signature": _binary(self.signatures), "shingles": shingles,
-            }
-        )  # fmt: skip
-
-    @classmethod
-    def read(cls, table: pa.Table, config: MinhashDedupConfig) -> tuple[Candidates, NDArray[np.int64]]:
-        """Candidates by component and then by preference, and the bounds of the components."""
-        facts = np.frombuffer(b"".join(table["facts"].to_pylist()), FACTS)
-        component, rows = (table[name].combine_chunks().to_numpy() for name in ("component", "row"))
+    def read(cls, table: pa.Table, config: MinhashDedupConfig) -> Candidates:
+        """Those of some whole components."""
+        table = table.combine_chunks()
+        narrow = table.schema.field("signature").type.byte_width == 4 * config.bands * config.rows
+        facts, values = _array(table["facts"], FACTS), _array(table["signature"], np.dtype(np.uint32 if narrow else np.uint64))
+        component, rows = (table[name].to_numpy() for name in ("component", "row"))
         score = facts["score"] if config.survivor == "best_score" else None
         order = np.lexsort((*preference(config, rows, facts["words"], facts["fetched"], facts["preferred"], score), component))
-        sorted_ = table.take(pa.array(order))
-        narrow = table.schema.field("signature").type.byte_width == 4 * config.bands * config.rows
-        dtype = np.uint32 if narrow else np.uint64
-        signatures = np.frombuffer(b"".join(sorted_["signature"].to_pylist()), dtype).reshape(len(order), -1)
-        hashes = np.frombuffer(b"".join(sorted_["shingles"].to_pylist()), np.uint64)
-        return cls(sorted_["id"].combine_chunks(), rows[order], facts[order], signatures, hashes), _bounds(component[order])
+        hashes = _array(table["shingles"], np.dtype(np.uint64))
+        start = np.cumsum(facts["shingles"]) - facts["shingles"]
+        signatures = values.reshape(len(order), -1)[order]
+        return cls(table["id"].take(pa.array(order)), facts[order], signatures, _bounds(component[order]), hashes, start[order])
 
-    def decided(self, bounds: NDArray[np.int64], config: MinhashDedupConfig) -> Found:
-        """What happens to them, by their places; `bounds` of their components."""
-        counts = self.facts["shingles"].astype(np.int64)
-        start = np.cumsum(counts) - counts
-        return decided(self.facts, self.signatures, bounds, config, lambda places: (self.hashes, start[places]))
+    def decided(self, config: MinhashDedupConfig) -> Found:
+        """What happens to them, by their places."""
+        return decided(self.facts, self.signatures, self.bounds, config, lambda places: (self.hashes, self.start[places]))
 
 
 def _binary(array: NDArray[Any]) -> pa.Array:
@@ -177,6 +177,22 @@ def _binary(array: NDArray[Any]) -> pa.Array:
     data = np.ascontiguousarray(array)
     width = data.nbytes // max(1, len(data))
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(data), [None, pa.py_buffer(data)])
+
+
+def _array(column: pa.ChunkedArray, kind: np.dtype[Any]) -> NDArray[Any]:
+    """The bytes of all rows one after another, as an array of its own: loops are compiled for those that can be written."""
+    found = [np.zeros(0, kind)]
+    for chunk in column.chunks:
+        data, size = chunk.buffers()[-1], kind.itemsize
+        if pa.types.is_large_binary(chunk.type):
+            offsets = np.frombuffer(chunk.buffers()[1], np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
+            first, last = int(offsets[0]), int(offsets[-1])
+        else:
+            width = chunk.type.byte_width
+            first, last = chunk.offset * width, (chunk.offset + len(chunk)) * width
+        if last > first:
+            found.append(np.frombuffer(data, kind, (last - first) // size, first))
+    return np.concatenate(found)
 
 
 def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: MinhashDedupConfig | None = None) -> Found:
