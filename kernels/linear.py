@@ -21,7 +21,8 @@ from puna.kernels.loops import run_rows
 from puna.kernels.operators import alone
 
 if has_numba():
-    from puna.kernels.vectors import TILE, dots_column, dots_one, dots_row, dots_tile, prefetch
+    from puna.kernels.vector_products import TILE, dots_column, dots_one, dots_row, dots_tile
+    from puna.kernels.vectors import prefetch
 
     ROWS, COLUMNS = TILE
 

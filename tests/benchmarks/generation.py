@@ -6,7 +6,8 @@ One thread, fp32, process CPU time; ours and theirs take turns, the best of `--r
 at temperature 1 from the whole vocabulary after prompts of 32 tokens; ours keeps the log-probs. The model: 6 layers, width 256,
 8 query and 4 key-value heads, feed-forward 704, vocabulary 8192. `greedy` figures take the likeliest tokens instead.
 `--smollm FILE` compares greedy tokens of SmolLM2-135M-Instruct (a GGUF file) for 200 prompts of 64 new tokens each; `--speculate
-FILE` tells what guessing ahead saves when it answers questions, and when it repeats a text, one prompt after the other.
+FILE` tells what guessing ahead saves when it answers questions, and when it repeats a text, one prompt after the other, by n-grams and by
+a draft; `--quantised FILE --text FILE` what weights in 8 bits change in likelihoods and answers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -207,6 +209,47 @@ def speculation(file: Path, rounds: int, draft: Path | None = None, most: int = 
     return figures
 
 
+def quantised(file: Path, text: Path, tokens: int) -> dict[str, Any]:
+    """Weights in bf16, INT8 and FP8 beside fp32: the KL divergence of next tokens' distributions from those of fp32 in nats, the share of
+    positions at which the likeliest token is the same, the mean log-prob of the text, and right sums of 200, after four examples."""
+    from puna.models.checkpoint import load_with_tokenizer
+    from puna.models.forest import Forest
+    from puna.models.quantised import quantise
+
+    network, tokenizer = load_with_tokenizer(file)
+    ids = tokenizer.encode(text.read_text(encoding="utf-8"))[:tokens]
+    rows = [ids[at : at + 256] for at in range(0, len(ids), 256)]
+    pairs = [(a, b) for a in range(3, 23) for b in range(2, 32, 3)]
+    asked = [[*tokenizer.lead, *tokenizer.encode(f"3 + 4 = 7\n12 + 5 = 17\n20 + 16 = 36\n8 + 9 = 17\n{a} + {b} =")] for a, b in pairs]
+    figures: dict[str, Any] = {}
+    kept: list[torch.Tensor] = []
+    for kind in ("fp32", "bf16", "int8", "fp8"):
+        if kind == "bf16":
+            network = load_with_tokenizer(file, dtype=torch.bfloat16)[0]
+        elif kind != "fp32":
+            network = quantise(load_with_tokenizer(file)[0], kind)
+        kl = same = likelihood = count = 0.0
+        for number, row in enumerate(rows):
+            with torch.no_grad():
+                logprobs = network.logits(network.hidden(Forest.pack([row]))).float().log_softmax(-1)
+            if kind == "fp32":
+                kept.append(logprobs)
+            whole = kept[number]
+            kl += float((whole.exp() * (whole - logprobs)).sum())
+            same += float((whole.argmax(-1) == logprobs.argmax(-1)).sum())
+            likelihood += float(logprobs[:-1].gather(1, torch.tensor(row[1:])[:, None]).sum())
+            count += len(row)
+        figures[f"{kind}_kl"], figures[f"{kind}_same_likeliest"] = kl / count, same / count
+        figures[f"{kind}_mean_logprob"] = likelihood / (count - len(rows))
+        started = time.process_time()
+        answers = Engine(network, tokenizer).generate(asked, SamplingParams(temperature=0, max_tokens=8))
+        figures[f"{kind}_seconds_of_200_answers"] = time.process_time() - started
+        texts = [tokenizer.decode(row[0].tokens, skip_special_tokens=True) for row in answers]
+        figures[f"{kind}_right_sums"] = sum(re.findall(r"\d+", said)[:1] == [str(a + b)] for (a, b), said in zip(pairs, texts, strict=True)) / len(pairs)
+        figures[f"{kind}_megabytes"] = sum(p.nbytes for p in network.parameters()) / 1e6
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
@@ -214,12 +257,17 @@ def main() -> None:
     parser.add_argument("--only", choices=["speed", "exact"], help="measure one half")
     parser.add_argument("--smollm", type=Path, metavar="FILE", help="SmolLM2-135M-Instruct as a GGUF file; nothing else is measured")
     parser.add_argument("--speculate", type=Path, metavar="FILE", help="the same model; what guessing ahead saves, and nothing else")
+    parser.add_argument("--quantised", type=Path, metavar="FILE", help="the same model; what 8-bit weights change, and nothing else")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="with --quantised: the text that is read")
+    parser.add_argument("--tokens", type=int, default=4096, help="with --quantised: tokens of it")
     parser.add_argument("--draft", type=Path, metavar="PATH", help="with --speculate: a smaller model that guesses (default: the model in INT8)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, Any] = {}
     if options.smollm:
         figures |= smollm(options.smollm)
+    elif options.quantised:
+        figures |= quantised(options.quantised, options.text, options.tokens)
     elif options.speculate:
         figures |= speculation(options.speculate, options.rounds, options.draft)
     else:

@@ -25,7 +25,7 @@ from puna.kernels import (  # noqa: E402
     minhash_triton,
     moe,
     output_layer,
-    paged_attention,
+    paged_attention_triton,
     quantized_linear,
     rms_norm,
     rope,
@@ -94,12 +94,12 @@ CASES = {
         linear_token_logprobs._logprob_gradient_kernel, "plffffnx", {"ENTROPY": True, "BLOCK": output_layer.BLOCK}, 16
     ),
     "paged_pieces": Case(
-        paged_attention._piece_kernel,
+        paged_attention_triton._piece_kernel,
         "pppiiiffx" + "n" * 10,
-        {"S": 16, "H": 32, "R": 4, "K": 128, "V": 128, "BLOCK": 128, "BLOCK_V": 128, "M": paged_attention.ROWS, "N": paged_attention.TOKENS, "PRECISION": "tf32"},
+        {"S": 16, "H": 32, "R": 4, "K": 128, "V": 128, "BLOCK": 128, "BLOCK_V": 128, "M": paged_attention_triton.ROWS, "N": paged_attention_triton.TOKENS, "PRECISION": "tf32"},
         product="narrow",
     ),
-    "paged_merge": Case(paged_attention.merge_kernel, "ffipn", {"H": 32, "K": 128, "BLOCK": 128}, 1),
+    "paged_merge": Case(paged_attention_triton.merge_kernel, "ffipn", {"H": 32, "K": 128, "BLOCK": 128}, 1),
     "kv_append": Case(kv_append._append_kernel, "ppppl" + "nnnnn", {"BLOCK": kv_append.BLOCK}),
     "quantize_rows": Case(
         quantized_linear._quantize_kernel,

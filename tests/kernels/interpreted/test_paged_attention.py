@@ -7,6 +7,7 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from puna.kernels import paged_attention as module
+from puna.kernels import paged_attention_triton
 from puna.kernels.paged_attention import PAGE, PagedPlan, paged_attention, paged_attention_reference
 
 
@@ -40,7 +41,7 @@ def test_shared_own_and_chunked_pages(within_budget, normal, monkeypatch, dtype,
 def test_programs_multiply_only_what_their_item_has(monkeypatch, normal, shared):
     """Sixteen answers with a query each, 8 heads to a key: the grid has 8 programs for an item, for the 128 rows of a stretch that all
     share. Of the stretch each multiplies 16 rows; of an answer's own pages one does, and the other 7 multiply nothing."""
-    monkeypatch.setattr(module, "TOKENS", 16)
+    monkeypatch.setattr(paged_attention_triton, "TOKENS", 16)
     products, dot = Counter(), InterpreterBuilder.create_dot
 
     def counted(builder, *given):

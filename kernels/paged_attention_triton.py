@@ -1,0 +1,120 @@
+"""Attention over pages on a GPU: see `paged_attention.py`, which says what the names mean.
+
+A program takes one item of a plan, one key-value head and some of its queries, and gives a partial softmax; a query's pieces are merged by
+their log-sum-exps (FlashDecoding).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from puna.kernels.lazy import triton_jit
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+ROWS, TOKENS = 16, 64  # queries and keys that a program multiplies at once
+LOG2_E = math.log2(math.e)
+
+
+@triton_jit
+def _piece_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, items, tables, positions, partial, logs, scale, window, width,
+    q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head,
+    S: tl.constexpr, H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One item, one key-value head, M of its queries: (query, head of the group) pairs are the rows."""
+    item = items + 6 * tl.program_id(0)
+    group = tl.program_id(1)
+    first = tl.load(item)
+    count = tl.load(item + 1)
+    tables += tl.load(item + 2).to(tl.int64) * width
+    start = tl.load(item + 3)
+    row = tl.program_id(2) * M + tl.arange(0, M)
+    inside = row < count * R
+    stop = tl.where(tl.program_id(2) * M < count * R, tl.load(item + 4), start)
+    slot = tl.load(item + 5)
+    query = row // R
+    head = group * R + row % R
+    column = tl.arange(0, BLOCK)
+    wide = tl.arange(0, BLOCK_V)
+    at = q + (first + query)[:, None].to(tl.int64) * q_token + head[:, None] * q_head + column[None, :]
+    q_MK = tl.load(at, inside[:, None] & (column[None, :] < K), 0.0)
+    position = tl.load(positions + first + query, inside, 0)
+    k += group * k_head
+    v += group * v_head
+    peak = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, BLOCK_V], tl.float32)
+    for begin in range(start, stop, N):
+        n = begin + tl.arange(0, N)
+        page = tl.load(tables + n // S, n < stop, 0).to(tl.int64)
+        there = (n < stop)[:, None]
+        k_NK = tl.load(k + (page * k_page + (n % S) * k_token)[:, None] + column[None, :], there & (column[None, :] < K), 0.0)
+        s = tl.dot(q_MK, tl.trans(k_NK), input_precision=PRECISION) * scale
+        seen = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window) & (n < stop)[None, :]
+        s = tl.where(seen, s, float("-inf"))
+        higher = tl.maximum(peak, tl.max(s, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # where a query has seen no token so far
+        p = tl.exp2(s - base[:, None])
+        decay = tl.exp2(peak - base)
+        total = total * decay + tl.sum(p, 1)
+        v_NV = tl.load(v + (page * v_page + (n % S) * v_token)[:, None] + wide[None, :], there & (wide[None, :] < V), 0.0)
+        acc = tl.dot(p.to(v_NV.dtype), v_NV, acc * decay[:, None], input_precision=PRECISION)
+        peak = higher
+    place = (slot + query).to(tl.int64) * H + head
+    whole = tl.where(total == 0.0, 1.0, total)
+    tl.store(partial + place[:, None] * V + wide[None, :], acc / whole[:, None], inside[:, None] & (wide[None, :] < V))
+    # A piece of which a query sees nothing weighs nothing, but its logarithm stays finite: differences with it are defined.
+    tl.store(logs + place, tl.where(total == 0.0, -1e30, peak + tl.log2(whole)), inside)
+
+
+@triton_jit
+def merge_kernel(partial, logs, parts, out, most, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A query's pieces, one head, weighted by their shares of the softmax."""
+    query = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    peak = float("-inf")
+    total = 0.0
+    acc = tl.zeros([BLOCK], tl.float32)
+    for i in range(most):
+        slot = tl.load(parts + query * most + i).to(tl.int64)
+        log = tl.load(logs + slot * H + head, slot >= 0, float("-inf"))
+        piece = tl.load(partial + (slot * H + head) * K + column, (slot >= 0) & (column < K), 0.0)
+        higher = tl.maximum(peak, log)  # the first piece of a query exists, so this is finite
+        share = tl.exp2(log - higher)
+        decay = tl.exp2(peak - higher)
+        total = total * decay + share
+        acc = acc * decay + piece * share
+        peak = higher
+    tl.store(out + (query * H + head) * K + column, (acc / total).to(out.dtype.element_ty), column < K)
+
+
+def attend(
+    q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, tables: Tensor, positions: Tensor, items: Tensor, parts: Tensor, most: int, window: int
+) -> Tensor:
+    """Attention by the items and parts of a plan, of which an item has at most `most` queries. Returns [N, H, V] in q's dtype."""
+    q = q_NHK.contiguous()
+    (N, H, K), (S, G, V) = q.shape, v_PSGV.shape[1:]
+    R = H // G
+    k, v = (x.to(q.dtype) if x.stride(3) == 1 else x.to(q.dtype).contiguous() for x in (k_PSGK, v_PSGV))
+    slots = N * parts.shape[1]  # at least as many as there are: known without asking the device
+    partial = torch.empty(slots, H, V, dtype=torch.float32, device=q.device)
+    logs = torch.empty(slots, H, dtype=torch.float32, device=q.device)
+    out = torch.empty(N, H, V, dtype=q.dtype, device=q.device)
+    block, block_v = (max(16, 1 << (width - 1).bit_length()) for width in (K, V))
+    exact = q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    _piece_kernel[(len(items), G, -(-min(N, most) * R // ROWS))](
+        q, k, v, items, tables, positions, partial, logs, K**-0.5 * LOG2_E, window or 1 << 30, tables.shape[1],
+        *q.stride()[:2], *k.stride()[:3], *v.stride()[:3],
+        S=S, H=H, R=R, K=K, V=V, BLOCK=block, BLOCK_V=block_v, M=ROWS, N=TOKENS, PRECISION="ieee" if exact else "tf32",
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    merge_kernel[(N, H)](partial, logs, parts, out, parts.shape[1], H=H, K=V, BLOCK=block_v, num_warps=1)
+    return out
