@@ -72,7 +72,7 @@ def export(
     format: Annotated[
         str | None,
         typer.Option(
-            help="Of a model: hf (default) or gguf. Of data: parquet (default) or jsonl; datasketch of an index of near-duplicates",
+            help="Of a model: hf (default), gguf, or adapter. Of data: parquet (default) or jsonl; datasketch of an index of near-duplicates",
             metavar="FORMAT",
         ),
     ] = None,
@@ -85,11 +85,11 @@ def export(
 
     opened = existing(store)
     artifact = opened.checked(opened.resolve(identity))
-    formats = ("hf", "gguf") if artifact.kind == "model" else ("parquet", "jsonl", "datasketch")
+    formats = ("hf", "gguf", "adapter") if artifact.kind == "model" else ("parquet", "jsonl", "datasketch")
     if format is not None and format not in formats:
         raise PunaError(f"--format {format}: {artifact.id} goes out as {' or '.join(formats)}")
     if artifact.kind == "model":
-        files = export_model(artifact, folder, "gguf" if format == "gguf" else "hf")
+        files = export_model(artifact, folder, format or "hf")
     elif format == "datasketch":
         files = [_export_index(artifact, folder)]
     else:

@@ -214,6 +214,10 @@ class LoraSettings(Settings):
     )
     loraplus_ratio: float = Field(1.0, ge=1, description="Learning rate of B over that of A (LoRA+, Hayou et al. 2024)")
 
+    keep: bool = Field(
+        True, description="Keep the adapters beside the merged model, in PEFT's layout (`puna export --format adapter`); pissa's have none"
+    )
+
     @model_validator(mode="after")
     def _methods_go_together(self) -> LoraSettings:
         if self.dora and self.initialization == "pissa":

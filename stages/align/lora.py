@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from puna.models.training.settings import LoraSettings
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
     from puna.models.transformer import Transformer
 
+ADAPTER, WEIGHTS = "adapter", "adapter_model.safetensors"
+"""Where adapters lie in a model's artifact."""
 INITIALIZATIONS: dict[str, bool | str] = {"zero": True, "pissa": "pissa"}
 """PEFT's `init_lora_weights`."""
 
@@ -44,12 +48,14 @@ def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
 
 @contextmanager
 def adapted(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterator[dict[str, float]]:
-    """The model with adapters inside, where `method` is `lora`, merged on leaving; gives `learning_rate_scales`."""
+    """The model with adapters inside, where `method` is `lora`, kept and merged on leaving; gives `learning_rate_scales`."""
     if config.method == "full":
         yield {}
         return
     run.metric("trainable_parameters", inject(model, config.lora, run.seed("lora")))
     yield learning_rate_scales(model, config.lora)
+    if keeps(config.lora):
+        keep(model, run.folder / ADAPTER)
     merge(model)
 
 
@@ -71,6 +77,26 @@ def inject(model: Transformer, lora: LoraSettings, seed: int) -> int:
     if model.head == "scalar":
         model.score.requires_grad_(True)
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def keeps(lora: LoraSettings) -> bool:
+    """Whether adapters are kept. Those of PiSSA are changes to a matrix that was changed before them, which nobody else has."""
+    return lora.keep and lora.initialization == "zero"
+
+
+def keep(model: Transformer, folder: Path) -> None:
+    """Write the adapters, and a scalar head, as PEFT reads them."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    settings = copy.copy(model.peft_config["default"])  # as PEFT has it since `inject`
+    settings.modules_to_save = ["score"] if model.head == "scalar" else None
+    state = get_peft_model_state_dict(model, adapter_name="default") | ({"score.weight": model.score.weight} if model.head == "scalar" else {})
+    folder.mkdir()
+    save_file({f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder / WEIGHTS)
+    settings.task_type = "CAUSAL_LM" if model.head == "lm" else "SEQ_CLS"
+    settings.inference_mode = True
+    settings.save_pretrained(str(folder))
 
 
 def learning_rate_scales(model: Transformer, lora: LoraSettings) -> dict[str, float]:

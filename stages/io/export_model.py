@@ -9,7 +9,7 @@ from typing import Literal
 from puna.stages.io.folders import new_folder
 from puna.storage import Artifact, PunaError
 
-Format = Literal["hf", "gguf"]
+Format = Literal["hf", "gguf", "adapter"]
 LEFT = ("manifest.json",)
 """Files of an artifact that are Puna's own; tables of its training log are left out, too."""
 LAYOUT = (".json", ".safetensors", ".jinja")
@@ -19,8 +19,8 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf") 
     """Write a model artifact to a new or empty folder; returns the files, sorted.
 
     `hf`: weights, configuration, tokenizer and chat template as transformers, vLLM and lm-eval read them. `gguf`: one file for
-    llama.cpp, `NAME.gguf` after the folder. PunaError where it is no model, it is damaged, the folder holds anything, or GGUF has no
-    form for it.
+    llama.cpp, `NAME.gguf` after the folder. `adapter`: the adapters that its training kept, as PEFT reads them. PunaError where it is no
+    model, it is damaged, the folder holds anything, GGUF has no form for it, or it has no adapters.
     """
     if artifact.kind != "model":
         raise PunaError(f"export: {artifact.id} is of the kind {artifact.kind}; a model is wanted")
@@ -30,6 +30,8 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf") 
     with new_folder(target) as part:
         if format == "gguf":
             _write_gguf(artifact, part / f"{target.absolute().name}.gguf")
+        elif format == "adapter":
+            _copy_adapter(artifact, part)
         else:
             _copy(artifact, part)
     return sorted(path for path in target.iterdir() if path.is_file())
@@ -40,6 +42,17 @@ def _copy(artifact: Artifact, part: Path) -> None:
     for path in sorted(artifact.path().iterdir()):
         if path.suffix in LAYOUT and path.name not in LEFT:
             shutil.copyfile(path, part / path.name)
+
+
+def _copy_adapter(artifact: Artifact, part: Path) -> None:
+    """The adapters' configuration and weights."""
+    kept = [name for name in artifact.manifest.files if name.startswith("adapter/")]
+    if not kept:
+        raise PunaError(
+            f"export: {artifact.id}, made by {artifact.manifest.stage}, has no adapters: train it with method=lora and lora.keep=true"
+        )
+    for name in kept:
+        shutil.copyfile(artifact.path(name), part / Path(name).name)
 
 
 def _write_gguf(artifact: Artifact, file: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator
 
 from puna.stages.contract import External, StageConfig, StageRun, stage
+from puna.stages.io.checkpoint_files import local_folder, snapshot
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
@@ -128,23 +128,16 @@ def _found(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict[str, 
 
 
 def _local(model: External, scratch: Path) -> Path:
-    """The folder or GGUF file on this machine; what lies elsewhere is fetched to the scratch folder."""
+    """The folder or GGUF file on this machine."""
     if model.uri.startswith("hf://") and not model.files:
-        return _chosen(_snapshot(model.uri, scratch / "hub"), model.uri)
-    places = {file.name: file.local() for file in model.files}
-    if len(places) == 1 and not next(iter(places)).endswith(".gguf"):
+        return _chosen(snapshot("import_model", model.uri, scratch / "hub", _needed), model.uri)
+    if len(model.files) == 1 and not model.files[0].name.endswith(".gguf"):
         raise PunaError(f"import_model: {model.uri}: give the model's folder, which holds its configuration and tokenizer, or a GGUF file")
-    if len(places) == 1 and (only := next(iter(places.values()))) is not None:
-        return only
-    if None not in places.values():
-        name, place = next(iter(places.items()))
-        return _chosen(Path(str(place).removesuffix(name)), model.uri)
-    for file in model.files:
-        target = scratch / "fetched" / file.name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with file.open() as source, target.open("wb") as out:
-            shutil.copyfileobj(source, out)
-    return _chosen(scratch / "fetched", model.uri)
+    return _chosen(local_folder(model, scratch), model.uri)
+
+
+def _needed(names: list[str]) -> tuple[str, ...]:
+    return NEEDED if any(name.endswith(".safetensors") for name in names) else (*NEEDED, "*.gguf")
 
 
 def _chosen(path: Path, uri: str) -> Path:
@@ -156,19 +149,3 @@ def _chosen(path: Path, uri: str) -> Path:
         named = f"{len(files)} GGUF files ({', '.join(file.name for file in files[:3])}): name one" if files else "no GGUF file"
         raise PunaError(f"import_model: {uri} holds no config.json of a Hugging Face model, and {named}")
     return files[0]
-
-
-def _snapshot(uri: str, target: Path) -> Path:
-    """A model's repository of the hub at the commit in `uri`, without what is not read here."""
-    import httpx
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    repository, _, commit = uri.removeprefix("hf://").partition("@")
-    try:
-        names = [file.rfilename for file in HfApi().model_info(repository, revision=commit).siblings or []]
-        wanted = NEEDED if any(name.endswith(".safetensors") for name in names) else (*NEEDED, "*.gguf")
-        return Path(snapshot_download(repository, revision=commit, allow_patterns=list(wanted), local_dir=target))
-    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise PunaError(f"import_model: {uri}: the hub does not give the model ({reason})") from error

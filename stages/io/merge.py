@@ -1,0 +1,75 @@
+"""Adapters from outside, merged into a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from puna.stages.contract import External, Model, StageConfig, StageRun, stage
+from puna.stages.io.checkpoint_files import local_folder, snapshot
+from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:
+    from puna.models.transformer import Transformer
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+class MergeConfig(StageConfig):
+    """Nothing to choose: the adapters' own configuration says it all."""
+
+
+@stage(kind="model")
+def merge(model: Model, adapter: External, config: MergeConfig, run: StageRun) -> None:
+    """The model with the adapters of a folder in PEFT's layout merged into its weights, in their number format.
+
+    The folder holds adapter_config.json and adapter_model.safetensors: what PEFT or TRL saves, what `lora.keep` has a stage keep, or
+    `hf://OWNER/NAME`. Whatever PEFT can merge (LoRA, DoRA, LoHa, IA3 and others) is; a tensor that the model has no place for, and
+    one that is wanted and missing, end it. The tokenizer stays the model's.
+    """
+    from puna.models.checkpoint import CheckpointError, load_with_tokenizer, save
+
+    folder = _folder(adapter, run)
+    try:
+        network, tokenizer = load_with_tokenizer(model.path(), dtype=None)
+    except CheckpointError as error:
+        raise PunaError(f"{model.id} cannot be read: {error}") from error
+    merged = _merged(network, folder, model, adapter.uri)
+    run.metric("adapter_parameters", merged[1])
+    save(merged[0], run.folder, tokenizer)
+
+
+def _folder(adapter: External, run: StageRun) -> Path:
+    """Where the adapters lie on this machine; PunaError where a file is missing."""
+    if adapter.uri.startswith("hf://") and not adapter.files:
+        folder = snapshot("merge", adapter.uri, run.scratch / "hub", lambda names: FILES)
+    else:
+        folder = local_folder(adapter, run.scratch)
+    for name in FILES:
+        if not (folder / name).is_file():
+            pickled = "; adapter_model.bin is a pickle, which may run code and is not read" if (folder / "adapter_model.bin").is_file() else ""
+            raise PunaError(f"merge: {adapter.uri} holds no {name}: give the folder that PEFT's save_pretrained wrote{pickled}")
+    return folder
+
+
+def _merged(network: Transformer, folder: Path, model: Artifact, uri: str) -> tuple[Transformer, int]:
+    """The network with the adapters in its weights, and how many numbers they are."""
+    from peft import PeftConfig, PeftModel
+
+    from puna.models.hub import PunaForCausalLM, PunaForSequenceClassification
+
+    kind = PunaForCausalLM if network.head == "lm" else PunaForSequenceClassification
+    try:
+        settings = PeftConfig.from_pretrained(str(folder))
+        settings.inference_mode = True
+        adapted = PeftModel(kind.from_transformer(network), settings)
+        if not hasattr(adapted.base_model, "merge_and_unload"):
+            raise ValueError(f"adapters of the kind {settings.peft_type} are not part of the weights: there is nothing to merge")
+        found = adapted.load_adapter(str(folder), "default")
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise PunaError(f"merge: {uri} does not fit {model.id}: {str(error).strip()}") from error
+    for names, what in ((found.unexpected_keys, "the model has no place for"), (found.missing_keys, "there is no")):
+        if names:
+            raise PunaError(f"merge: {uri} does not fit {model.id}: {what} {names[0]}" + (f", nor {len(names) - 1} more" if names[1:] else ""))
+    numbers = sum(tensor.numel() for name, tensor in adapted.named_parameters() if "lora_" in name or ".modules_to_save." in name)
+    return adapted.merge_and_unload(safe_merge=True).to_transformer(), numbers
