@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -13,6 +13,9 @@ from puna.flows.look import StoreOption, existing
 from puna.flows.settings import DEFAULT_STORE
 from puna.stages.contract import did_you_mean
 from puna.storage import Artifact, PunaError, Store
+
+if TYPE_CHECKING:
+    from puna.stages.io.export_model import Format
 
 app = typer.Typer()
 
@@ -72,7 +75,7 @@ def export(
     format: Annotated[
         str | None,
         typer.Option(
-            help="Of a model: hf (default), gguf, or adapter. Of data: parquet (default) or jsonl; datasketch of an index of near-duplicates",
+            help="Of a model: hf (default), gguf or adapter. Of data: parquet (default) or jsonl; datasketch: an index of near-duplicates",
             metavar="FORMAT",
         ),
     ] = None,
@@ -89,7 +92,7 @@ def export(
     if format is not None and format not in formats:
         raise PunaError(f"--format {format}: {artifact.id} goes out as {' or '.join(formats)}")
     if artifact.kind == "model":
-        files = export_model(artifact, folder, format or "hf")
+        files = export_model(artifact, folder, cast("Format", format or "hf"))
     elif format == "datasketch":
         files = [_export_index(artifact, folder)]
     else:

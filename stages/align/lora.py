@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from puna.models.training.settings import LoraSettings
 from puna.stages.align.settings import AdapterConfig
@@ -89,9 +89,12 @@ def keep(model: Transformer, folder: Path) -> None:
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    settings = copy.copy(model.peft_config["default"])  # as PEFT has it since `inject`
-    settings.modules_to_save = ["score"] if model.head == "scalar" else None
-    state = get_peft_model_state_dict(model, adapter_name="default") | ({"score.weight": model.score.weight} if model.head == "scalar" else {})
+    known: Any = model.peft_config  # PEFT leaves it there
+    settings = copy.copy(known["default"])
+    state = get_peft_model_state_dict(model, adapter_name="default")
+    if model.head == "scalar":
+        settings.modules_to_save = ["score"]
+        state |= {"score.weight": model.score.weight}
     folder.mkdir()
     save_file({f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder / WEIGHTS)
     settings.task_type = "CAUSAL_LM" if model.head == "lm" else "SEQ_CLS"

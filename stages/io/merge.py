@@ -34,9 +34,9 @@ def merge(model: Model, adapter: External, config: MergeConfig, run: StageRun) -
         network, tokenizer = load_with_tokenizer(model.path(), dtype=None)
     except CheckpointError as error:
         raise PunaError(f"{model.id} cannot be read: {error}") from error
-    merged = _merged(network, folder, model, adapter.uri)
-    run.metric("adapter_parameters", merged[1])
-    save(merged[0], run.folder, tokenizer)
+    merged, parameters = _merged(network, folder, model, adapter.uri)
+    run.metric("adapter_parameters", parameters)
+    save(merged, run.folder, tokenizer)
 
 
 def _folder(adapter: External, run: StageRun) -> Path:
@@ -47,7 +47,8 @@ def _folder(adapter: External, run: StageRun) -> Path:
         folder = local_folder(adapter, run.scratch)
     for name in FILES:
         if not (folder / name).is_file():
-            pickled = "; adapter_model.bin is a pickle, which may run code and is not read" if (folder / "adapter_model.bin").is_file() else ""
+            other = (folder / "adapter_model.bin").is_file()
+            pickled = "; adapter_model.bin is a pickle, which may run code and is not read" if other else ""
             raise PunaError(f"merge: {adapter.uri} holds no {name}: give the folder that PEFT's save_pretrained wrote{pickled}")
     return folder
 
@@ -70,6 +71,7 @@ def _merged(network: Transformer, folder: Path, model: Artifact, uri: str) -> tu
         raise PunaError(f"merge: {uri} does not fit {model.id}: {str(error).strip()}") from error
     for names, what in ((found.unexpected_keys, "the model has no place for"), (found.missing_keys, "there is no")):
         if names:
-            raise PunaError(f"merge: {uri} does not fit {model.id}: {what} {names[0]}" + (f", nor {len(names) - 1} more" if names[1:] else ""))
+            more = f", nor {len(names) - 1} more" if names[1:] else ""
+            raise PunaError(f"merge: {uri} does not fit {model.id}: {what} {names[0]}{more}")
     numbers = sum(tensor.numel() for name, tensor in adapted.named_parameters() if "lora_" in name or ".modules_to_save." in name)
     return adapted.merge_and_unload(safe_merge=True).to_transformer(), numbers
