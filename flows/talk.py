@@ -53,15 +53,17 @@ WeightsOption = Annotated[
 DraftOption = Annotated[
     str | None, typer.Option(metavar="MODEL", help="A smaller model with the same tokenizer that guesses ahead; the distribution stays")
 ]
-MemoryOption = Annotated[float, typer.Option(min=0.01, help="Memory of keys and values, GB")]
+MemoryOption = Annotated[
+    float | None, typer.Option(min=0.01, help="Memory of keys and values, GB (default: 1.07, on a GPU half of what is free)")
+]
 
 
-def opened(model: str, store: str, memory: float, weights: Weights = "same", draft: str | None = None, **limits: Any) -> Engine:
+def opened(model: str, store: str, memory: float | None, weights: Weights = "same", draft: str | None = None, **limits: Any) -> Engine:
     """An engine of a model named as the commands take it."""
     try:
         network, tokenizer = _loaded(model, store)
         smaller = None if draft is None else _loaded(draft, store)
-        return engine_of(network, tokenizer, weights, smaller, memory=int(memory * 1e9), **limits)
+        return engine_of(network, tokenizer, weights, smaller, memory=None if memory is None else int(memory * 1e9), **limits)
     except ValueError as error:
         raise PunaError(f"{model}: {error}") from error
 
@@ -108,7 +110,7 @@ def chat(
     weights: WeightsOption = "same",
     draft: DraftOption = None,
     speculate: SpeculateOption = 0,
-    memory: MemoryOption = 1.0,
+    memory: MemoryOption = None,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Talk with a model; it keeps the conversation. /new begins another, Ctrl-C ends an answer, Ctrl-D the talk."""
@@ -183,7 +185,7 @@ def generate(
     weights: WeightsOption = "same",
     draft: DraftOption = None,
     speculate: SpeculateOption = 0,
-    memory: MemoryOption = 1.0,
+    memory: MemoryOption = None,
     store: StoreOption = DEFAULT_STORE,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object per answer: prompt, text, tokens, logprobs, finished, and what it cost")
@@ -311,11 +313,11 @@ def api(
     name: Annotated[str | None, typer.Option(help="The model's name in requests (default: as given)")] = None,
     queue: Annotated[int, typer.Option(min=1, help="Requests that wait or are answered at once; more are told to come later")] = 256,
     seconds: Annotated[float, typer.Option(min=1, help="Longest time for one request, seconds")] = 600,
-    sequences: Annotated[int, typer.Option(min=1, help="Answers computed at once")] = 64,
+    sequences: Annotated[int | None, typer.Option(min=1, help="Answers computed at once (default: 64, on a GPU 256)")] = None,
     weights: WeightsOption = "same",
     draft: DraftOption = None,
     speculate: SpeculateOption = 0,
-    memory: MemoryOption = 1.0,
+    memory: MemoryOption = None,
     store: StoreOption = DEFAULT_STORE,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
 ) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -93,6 +93,26 @@ def peak_flops(device: str, precision: Precision = "fp32") -> float | None:
         return None
     name = torch.cuda.get_device_name()
     return next((flops for part, (flops, _) in GPUS.items() if part in name), None)
+
+
+class Room(NamedTuple):
+    """What generation takes of a device: answers at work at once, tokens of one step, bytes of keys and values."""
+
+    sequences: int
+    step_tokens: int
+    memory: int
+
+
+def generation_room(device: torch.device, sequences: int | None, step_tokens: int | None, memory: int | None) -> Room:
+    """What is asked for; else 1 GiB on a CPU, and on a GPU half of what is free, for more answers and longer steps than keep a CPU busy."""
+    if any(own is not None and own < 1 for own in (sequences, step_tokens, memory)):
+        raise ValueError(f"sequences, step_tokens and memory must be at least 1, not {sequences}, {step_tokens} and {memory}")
+    usual = Room(64, 2048, 1 << 30)
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by torch, for nobody
+        usual = Room(256, 8192, (torch.cuda.mem_get_info(device)[0] + unused) // 2)
+    given = zip((sequences, step_tokens, memory), usual, strict=True)
+    return Room(*(room if own is None else own for own, room in given))
 
 
 @cache

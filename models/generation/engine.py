@@ -30,6 +30,7 @@ from puna.models.generation.pages import PagePool
 from puna.models.generation.sampling import Draw, SamplingParams, draw
 from puna.models.generation.schedule import Answer, Request, Scheduler
 from puna.models.generation.step import Cache, Stretch, run
+from puna.models.machine import generation_room
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
@@ -63,19 +64,16 @@ class Engine:
     """Samples from a model.
 
     sequences: answers at work at once. step_tokens: tokens that one step computes at most, beside one for each answer.
-    memory: bytes of keys and values. exact: see above; it needs fp32 on a CPU.
+    memory: bytes of keys and values. Each None: `generation_room` of the device. exact: see above; it needs fp32 on a CPU.
     """
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer | None = None, sequences: int = 64, step_tokens: int = 2048,
-        memory: int = 1 << 30, exact: bool = False,
+        self, model: Transformer, tokenizer: Tokenizer | None = None, sequences: int | None = None,
+        step_tokens: int | None = None, memory: int | None = None, exact: bool = False,
     ) -> None:  # fmt: skip
         if model.head != "lm":
             raise ValueError(f"generation needs a language-model head, this model has a {model.head} head")
-        if min(sequences, step_tokens) < 1:
-            raise ValueError(f"sequences and step_tokens must be at least 1, not {sequences} and {step_tokens}")
-        self.model, self.tokenizer, self.exact = model, tokenizer, exact
-        self.sequences, self.step_tokens, self.memory = sequences, step_tokens, memory
+        self.model, self.tokenizer, self.exact, self._wanted = model, tokenizer, exact, (sequences, step_tokens, memory)
         self._weights: list[tuple[int, int]] = []
         self._places: list[tuple[torch.device, torch.dtype]] = []
         self._look()
@@ -235,9 +233,10 @@ class Engine:
         places = [(model.model.embed_tokens.weight.device, model.model.embed_tokens.weight.dtype) for model in self.models]
         if self._places != places:
             self._places = places
-            pages = max(1, self.memory // sum(Cache(model, 1).bytes for model in self.models))
+            sequences, step_tokens, memory = generation_room(places[0][0], *self._wanted)
+            pages = max(1, memory // sum(Cache(model, 1).bytes for model in self.models))
             self.caches = [Cache(model, pages) for model in self.models]
-            self.scheduler = Scheduler(PagePool(pages), self.sequences, self.step_tokens, len(self.models) > 1)
+            self.scheduler = Scheduler(PagePool(pages), sequences, step_tokens, len(self.models) > 1)
         self.scheduler.restart()
         self._loops, self._weights = [loops(model) for model in self.models], weights
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from puna.models.config import ModelConfig
-from puna.models.machine import bf16_pays
+from puna.models.machine import bf16_pays, generation_room
 from puna.models.training import objectives as o
 from puna.models.training.loop import TrainConfig, Trainer, TrainingDiverged, train, weights_digest
 from puna.models.training.settings import ComputeSettings
@@ -268,6 +268,14 @@ def test_precision_follows_the_device_and_where_asked_what_pays(monkeypatch: pyt
         bf16_pays.cache_clear()
         assert on("fastest") == ["bf16", expected]
     bf16_pays.cache_clear()
+
+
+def test_generation_takes_half_of_what_a_gpu_has_free(monkeypatch: pytest.MonkeyPatch):
+    for name, value in (("mem_get_info", (30, 80)), ("memory_reserved", 24), ("memory_allocated", 14)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert generation_room(torch.device("cuda"), None, None, None) == (256, 8192, (30 + 24 - 14) // 2)
+    assert generation_room(torch.device("cuda"), 3, None, 7) == (3, 8192, 7)
+    assert generation_room(torch.device("cpu"), None, 5, None) == (64, 5, 1 << 30)
 
 
 @pytest.mark.parametrize("every", [1, 4])
