@@ -132,8 +132,9 @@ def evaluate(
         raise PunaError(f"evaluate: {model.id}: {error}") from error
     if documents is not None:
         pages = _pages(documents, mixture, config, run)
-        read = _training_text(model, documents, mixture, tokenizer, config, run)
-        _bits(pages, read, network, tokenizer, config, run)
+        context = config.context or min(network.config.max_position_embeddings, config.micro_batch_tokens)
+        read = _training_text(model, documents, mixture, tokenizer, context, config, run)
+        _bits(pages, read, network, tokenizer, context, config, run)
         _questions(pages, network, tokenizer, config, run)
         _continuations(pages, network, tokenizer, config, run)
     if prompts is not None:
@@ -162,20 +163,33 @@ def _pages(documents: Artifact, mixture: Artifact | None, config: EvaluateConfig
 
 
 def _training_text(
-    model: Artifact, documents: Artifact, mixture: Artifact | None, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun
-) -> list[tuple[str, list[int]]]:
-    """Training documents and their tokens, in the order of a hash, as many tokens as the model was trained on; none where that is
-    not known, or more than `baseline_tokens`.
+    model: Artifact,
+    documents: Artifact,
+    mixture: Artifact | None,
+    tokenizer: Tokenizer,
+    context: int,
+    config: EvaluateConfig,
+    run: StageRun,
+) -> list[list[int]]:
+    """As many tokens of training documents as the model was trained on, all of them where there are fewer; none where that number is
+    not known, or above `baseline_tokens`.
+
+    Of more documents than that, pieces of `context` tokens in the order of a hash: a model reads rows of all pages, not all of some
+    pages, and n-grams of few whole pages would know less of the others.
     """
     trained = model.manifest.metrics.get("trained_tokens")
     if mixture is None or not isinstance(trained, int) or trained > config.pages.baseline_tokens:
         return []
-    parts, most = run.parts(documents, columns=["id", "text"]), 16 * trained
-    found = smallest(run.map(_ranked, parts, mixture, "train", run.seed("training text"), most, most), most)
+    parts, most, seed = run.parts(documents, columns=["id", "text"]), 16 * trained, run.seed("training text")
+    found = [row[3] for row in smallest(run.map(_ranked, parts, mixture, "train", seed, most, most), most)]
+    whole = [[*tokenizer.lead, *ids, *tokenizer.end] for ids in tokenizer.encode_batch([row.text for row in found])]
+    if sum(map(len, whole)) <= trained:
+        return whole
+    places = [(rank(seed, f"{row.id} {at}"), page, at) for page, row in enumerate(found) for at in range(0, len(whole[page]), context)]
     read, left = [], trained
-    for text, ids in ((row[3].text, tokenizer.encode(row[3].text)) for row in found):
-        read.append((text, [*tokenizer.lead, *ids, *tokenizer.end]))
-        left -= len(read[-1][1])
+    for _, page, at in sorted(places):
+        read.append(whole[page][at : at + min(context, left)])
+        left -= len(read[-1])
         if left <= 0:
             break
     return read
@@ -198,26 +212,27 @@ def _by_category(pages: Sequence[Any]) -> Iterator[tuple[str, list[int]]]:
 
 def _bits(
     pages: Sequence[Chosen],
-    read: Sequence[tuple[str, list[int]]],
+    read: Sequence[list[int]],
     model: Transformer,
     tokenizer: Tokenizer,
+    context: int,
     config: EvaluateConfig,
     run: StageRun,
 ) -> None:
     encoded = [[*tokenizer.lead, *ids, *tokenizer.end] for ids in tokenizer.encode_batch([page.text for page in pages])]
-    context = config.context or min(model.config.max_position_embeddings, config.micro_batch_tokens)
     nats = bits_per_byte.document_nats(
         model, encoded, context, config.micro_batch_tokens, progress=lambda done, total: run.progress(done, total, "bits per byte")
     )
     sizes = [float(len(page.text.encode())) for page in pages]
     found = {"bits_per_byte": [bits_per_byte.bits(n) for n in nats]}
     if read:
-        counted = NGrams([ids for _, ids in read], config.pages.ngram_order, tokenizer.vocab_size)
+        counted = NGrams(read, config.pages.ngram_order, tokenizer.vocab_size)
         for name, page in (("ngram", False), ("ngram_page", True)):
             found[f"{name}_bits_per_byte"] = [bits_per_byte.bits(n) for n in counted.nats(encoded, page=page)]
-        squeezed = dictionary_bits([page.text for page in pages], "\n".join(text for text, _ in read).encode())
+        text = "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in read)
+        squeezed = dictionary_bits([page.text for page in pages], text.encode())
         found["dictionary_bits_per_byte"] = [float(value) for value in squeezed]
-        run.metric("baseline_tokens", sum(len(ids) for _, ids in read))
+        run.metric("baseline_tokens", sum(map(len, read)))
     rows = []
     for task, members in _by_category(pages):
         weights = [sizes[i] for i in members]

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from pydantic import Field
 
 from puna.models.checkpoint import load, save
 from puna.models.config import ModelConfig
@@ -29,18 +30,24 @@ SETTINGS = EvaluateConfig(
 )
 
 
+class TinyConfig(SeededConfig):
+    """What the model says that it was trained on."""
+
+    trained_tokens: int = Field(100_000, description="Tokens that it read")
+
+
 @stage(kind="model")
-def tiny_model(config: SeededConfig, run: StageRun) -> None:
+def tiny_model(config: TinyConfig, run: StageRun) -> None:
     """A small random model."""
     tokenizer = Tokenizer.train([sentences(i, 60) for i in range(30)], 300)
     shape = ModelConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.2)
     save(Transformer(shape, generator=torch.Generator().manual_seed(config.seed)), run.folder, tokenizer)
-    run.metric("trained_tokens", 100_000)
+    run.metric("trained_tokens", config.trained_tokens)
 
 
 @pytest.fixture
 def model(store):
-    return execute(tiny_model, SeededConfig(), {}, store)
+    return execute(tiny_model, TinyConfig(), {}, store)
 
 
 def table(artifact) -> dict[tuple[str, str], dict]:
@@ -81,6 +88,24 @@ def test_pages(store, documents, mixture, model) -> None:
     # The same numbers whatever the parts.
     again = execute(evaluate, SETTINGS.model_copy(update={"seed": 0}), given, store, part_rows=3)
     assert again.data_digest == made.data_digest
+
+
+def test_the_baselines_read_of_all_pages_as_much_as_the_model_read(store, documents, mixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten training pages of some 500 tokens, of which the model read 1,000: pieces of its context, of every page."""
+    read: list[list[int]] = []
+    counted = NGrams.__init__
+    monkeypatch.setattr(NGrams, "__init__", lambda self, texts, *more: read.extend(texts) or counted(self, texts, *more))
+    model = execute(tiny_model, TinyConfig(trained_tokens=1000), {}, store)
+    texts = [" ".join(f"{word}{i}" for word in sentences(i, 150).split()) for i in range(12)]
+    rows = [(i, "all", "heldout" if i >= 10 else "train", 1) for i in range(12)]
+    execute(evaluate, SETTINGS, {"model": model, "documents": documents(texts), "mixture": mixture(rows)}, store)
+    tokenizer = Tokenizer.load(model.path())
+    whole = [tokenizer.document(text) for text in texts[:10]]
+    assert sum(map(len, whole)) > 3000 and sum(map(len, read)) == 1000
+    pieces = {tuple(ids[at : at + 32]): i for i, ids in enumerate(whole) for at in range(0, len(ids), 32)}
+    *full, last = map(tuple, read)
+    assert {pieces[piece] for piece in full} == set(range(10)) and len(set(full)) == len(full)
+    assert sum(piece[: len(last)] == last for piece in pieces) >= 1
 
 
 def test_pages_are_limited_and_chosen_by_hash(store, documents, model) -> None:
