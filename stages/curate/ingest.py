@@ -98,7 +98,8 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     """Read pages from WARC, WET, folders of pages, Parquet, JSON lines and arrays, CSV and Hugging Face data sets.
 
     Every record becomes a page or a row of `dropped` (not_a_response, not_a_page, http_status, content_type, empty,
-    body_too_large, truncated_record, malformed_record, record_too_large, undecodable_body, duplicate_record).
+    body_too_large, truncated_record, malformed_record, record_too_large, undecodable_body, duplicate_record;
+    failed where reading it raised an error).
     A page's id is a hash of source, address, time, media type and body: it does not depend on where the page lies.
     """
     jobs = list(_jobs(inputs, config))

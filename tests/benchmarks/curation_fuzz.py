@@ -87,7 +87,7 @@ def readers() -> dict[str, tuple[list[bytes], Callable[[bytes], Iterator[bool]]]
     import zstandard
 
     from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
-    from puna.stages.curate.reading.pages import Page
+    from puna.stages.curate.reading.pages import Page, Rejected
     from puna.stages.curate.reading.readers import Columns, read_jsonl
     from puna.stages.curate.reading.warc import read_warc
 
@@ -104,6 +104,8 @@ def readers() -> dict[str, tuple[list[bytes], Callable[[bytes], Iterator[bool]]]
 
     def archive(data: bytes) -> Iterator[bool]:
         for row in read_warc(io.BytesIO(data), "a.warc", 1 << 20):
+            if isinstance(row, Rejected) and row.rule == "failed":  # an error that ends its record
+                raise RuntimeError(row.detail)
             yield isinstance(row, Page)
 
     def lines(data: bytes) -> Iterator[bool]:

@@ -35,7 +35,12 @@ def read_warc(handle: BinaryIO, name: str, max_body_bytes: int) -> Iterator[Page
         except OSError as error:
             yield Rejected("malformed_record", where, f"{said}: {error}")
             continue
-        yield _page(record, where, said, frame.data, max_body_bytes)
+        found: Page | Rejected
+        try:
+            found = _page(record, where, said, frame.data, max_body_bytes)
+        except Exception as error:  # noqa: BLE001 - what nobody foresaw costs this record, not those after it
+            found = Rejected("failed", where, f"{said}: {type(error).__name__}: {error}")
+        yield found
 
 
 def _page(record: Any, where: str, said: str, data: bytes, limit: int) -> Page | Rejected:

@@ -23,6 +23,7 @@ from fastwarc.warc import ArchiveIterator
 
 from puna.stages.contract import External, execute
 from puna.stages.curate.ingest import IngestConfig, ingest
+from puna.stages.curate.reading import warc
 from puna.stages.curate.reading.pages import Page, Rejected
 from puna.stages.curate.reading.readers import Columns, read_parquet
 from puna.stages.curate.reading.warc import media_type, read_warc
@@ -570,6 +571,20 @@ def test_bodies_do_not_pass_through_the_driver(tmp_path, monkeypatch):
     assert made.data_digest == whole.data_digest and made.rows() == 40 and made.rows("dropped") == 20
     assert made.manifest.metrics == whole.manifest.metrics
     assert made.manifest.metrics["body_bytes"] == sum(len(body) for body in made.read()["body"].to_pylist())
+
+
+def test_a_record_whose_reading_raises_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = warc._decoded
+
+    def decoded(body: bytes, encodings: str, limit: int) -> bytes:
+        if b"second" in body:
+            raise IndexError("index out of range")
+        return decode(body, encodings, limit)
+
+    monkeypatch.setattr(warc, "_decoded", decoded)
+    first, second, third = read_warc(io.BytesIO(record(b"first") + record(b"second") + record(b"third")), "x", 1_000_000)
+    assert isinstance(first, Page) and isinstance(third, Page) and (first.body, third.body) == (b"first", b"third")
+    assert isinstance(second, Rejected) and second.rule == "failed" and second.detail.endswith("IndexError: index out of range")
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
