@@ -235,6 +235,7 @@ class Engine:
             self._places = places
             sequences, step_tokens, memory = generation_room(places[0][0], *self._wanted)
             pages = max(1, memory // sum(Cache(model, 1).bytes for model in self.models))
+            pages = min(pages, 1 << 18)  # four million tokens: a small model on a GPU would have lists of many more pages
             self.caches = [Cache(model, pages) for model in self.models]
             self.scheduler = Scheduler(PagePool(pages), sequences, step_tokens, len(self.models) > 1)
         self.scheduler.restart()
