@@ -95,7 +95,7 @@ def keep(model: Transformer, folder: Path) -> None:
     if model.head == "scalar":
         settings.modules_to_save = ["score"]
         state |= {"score.weight": model.score.weight}
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     save_file({f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder / WEIGHTS)
     settings.task_type = "CAUSAL_LM" if model.head == "lm" else "SEQ_CLS"
     settings.inference_mode = True

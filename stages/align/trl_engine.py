@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
-from puna.stages.align.lora import peft_config
+from puna.stages.align.lora import ADAPTER, keeps, peft_config
 from puna.stages.align.rankings import pairs_of
 from puna.stages.contract import StageRun
 from puna.stages.training.train import Example, write_log
@@ -240,5 +240,8 @@ def train(make: Callable[[LoraConfig | None], Any], model: Transformer, config: 
         trainer.add_callback(Log())
         trainer.train()
     write_log(rows, run)
+    if config.method == "lora" and keeps(config.lora):
+        trainer.model.save_pretrained(str(run.folder / ADAPTER), selected_adapters=["default"])
+        (run.folder / ADAPTER / "README.md").unlink(missing_ok=True)  # a form to fill in
     trained = trainer.model.merge_and_unload() if config.method == "lora" else trainer.model
     return cast("Transformer", trained.to_transformer())

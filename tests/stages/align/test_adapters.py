@@ -23,8 +23,8 @@ from .test_engines import STEPS, instructions, preferences
 Tiny = Callable[..., Artifact]
 
 
-def trained(store: Store, start: Artifact, head: str = "lm", **lora: object) -> Artifact:
-    settings = {"method": "lora", "lora": {"rank": 2, **lora}, "training": {**STEPS, "epochs": 4.0}}
+def trained(store: Store, start: Artifact, head: str = "lm", engine: str = "puna", **lora: object) -> Artifact:
+    settings = {"method": "lora", "engine": engine, "lora": {"rank": 2, **lora}, "training": {**STEPS, "epochs": 4.0}}
     if head == "scalar":
         return execute(reward_model, RewardModelConfig(**settings), {"model": start, "preferences": [preferences(store, 6)]}, store)
     return execute(sft, SftConfig(**settings), {"model": start, "instructions": [instructions(store)]}, store)
@@ -34,7 +34,9 @@ def merged(store: Store, start: Artifact, folder: Path) -> Artifact:
     return execute(merge, MergeConfig(), {"model": start, "adapter": External.resolve(f"adapter={folder}")[0]}, store)
 
 
-@pytest.mark.parametrize("lora", [{}, {"rslora": True, "alpha": 5.0}, {"dora": True}, {"targets": ["q_proj", "down_proj"]}])
+@pytest.mark.parametrize(
+    "lora", [{}, {"rslora": True, "alpha": 5.0}, {"dora": True}, {"targets": ["q_proj", "down_proj"]}, {"engine": "trl"}]
+)
 def test_kept_adapters_make_the_trained_model_of_the_one_before(tmp_path: Path, tiny_model: Tiny, lora: dict) -> None:
     store = Store.open(tmp_path / "store")
     start = tiny_model(store)
