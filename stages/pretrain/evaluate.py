@@ -13,18 +13,19 @@ from puna.models.serving import Generator, ServingSettings, engine_of, prepared,
 from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import answer_text, messages_of, prompt_ids, shown
 from puna.stages.pretrain import multiple_choice
+from puna.stages.pretrain.page_choice import heldout_pages, training_text
 from puna.stages.pretrain.variety import variety
 from puna.stages.search import SearchConfig, Values, search
 from puna.stages.training import bits_per_byte, intervals
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
-from puna.stages.training.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, rank, smallest
+from puna.stages.training.corpus import Chosen, rank
 from puna.stages.training.ngrams import NGrams, dictionary_bits
 from puna.stages.training.train import load_model
 from puna.stages.verifiers.base import Score, is_correct
 from puna.stages.verifiers.registry import from_json
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
 from puna.stages.verifiers.settings import ScoringConfig
-from puna.storage import Artifact, Part, PunaError
+from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
     from puna.models.tokenizer import Tokenizer
@@ -125,21 +126,28 @@ def evaluate(
         raise PunaError("evaluate needs documents or prompts: give at least one of them")
     if mixture is not None and documents is None:
         raise PunaError("evaluate: a mixture without its documents; give both")
+    import torch
+
     network, tokenizer = load_model(model, "lm", frozen=True)
     try:
         prepared(network, config.serving.weights)
     except ValueError as error:
         raise PunaError(f"evaluate: {model.id}: {error}") from error
     if documents is not None:
-        pages = _pages(documents, mixture, config, run)
+        pages = heldout_pages(documents, mixture, config.pages.max_page_bytes, config.pages.max_bytes, run)
         context = config.context or min(network.config.max_position_embeddings, config.micro_batch_tokens)
-        read = _training_text(model, documents, mixture, tokenizer, context, config, run)
+        read = training_text(model, documents, mixture, tokenizer, context, config.pages.baseline_tokens, run)
         _bits(pages, read, network, tokenizer, context, config, run)
         _questions(pages, network, tokenizer, config, run)
         _continuations(pages, network, tokenizer, config, run)
     if prompts is not None:
-        by_vllm = config.serving.engine == "vllm"
-        engine = vllm_engine(model.path(), tokenizer, config.serving) if by_vllm else engine_of(network, tokenizer, config.serving.weights)
+        engine: Generator
+        if config.serving.engine == "vllm":
+            del network  # vLLM takes its share of a GPU that has it free
+            torch.cuda.empty_cache()
+            engine = vllm_engine(model.path(), tokenizer, config.serving)
+        else:
+            engine = engine_of(network, tokenizer, config.serving.weights)
         _answers(prompts, judges or (), engine, tokenizer, config, run)
 
 
@@ -148,57 +156,6 @@ def _row(task: str, metric: str, found: intervals.Interval, n: int) -> dict[str,
 
 
 # --- pages ----------------------------------------------------------------------------------------------
-
-
-def _pages(documents: Artifact, mixture: Artifact | None, config: EvaluateConfig, run: StageRun) -> list[Chosen]:
-    """The held-out pages with the smallest hashes, until max_bytes is reached."""
-    if mixture is not None:
-        check_mixture(run, documents, mixture)
-    parts, limits = run.parts(documents, columns=["id", "text"]), config.pages
-    found = run.map(_ranked, parts, mixture, "heldout", run.seed("pages"), limits.max_page_bytes, limits.max_bytes)
-    pages = [row[3] for row in smallest(found, limits.max_bytes)]
-    if not pages:
-        raise PunaError(f"{documents.id} has no held-out page of at most {config.pages.max_page_bytes} bytes")
-    return pages
-
-
-def _training_text(
-    model: Artifact,
-    documents: Artifact,
-    mixture: Artifact | None,
-    tokenizer: Tokenizer,
-    context: int,
-    config: EvaluateConfig,
-    run: StageRun,
-) -> list[list[int]]:
-    """As many tokens of training documents as the model was trained on, all of them where there are fewer; none where that number is
-    not known, or above `baseline_tokens`.
-
-    Of more documents than that, pieces of `context` tokens in the order of a hash: a model reads rows of all pages, not all of some
-    pages, and n-grams of few whole pages would know less of the others.
-    """
-    trained = model.manifest.metrics.get("trained_tokens")
-    if mixture is None or not isinstance(trained, int) or trained > config.pages.baseline_tokens:
-        return []
-    parts, most, seed = run.parts(documents, columns=["id", "text"]), 16 * trained, run.seed("training text")
-    found = [row[3] for row in smallest(run.map(_ranked, parts, mixture, "train", seed, most, most), most)]
-    whole = [[*tokenizer.lead, *ids, *tokenizer.end] for ids in tokenizer.encode_batch([row.text for row in found])]
-    if sum(map(len, whole)) <= trained:
-        return whole
-    places = [(rank(seed, f"{row.id} {at}"), page, at) for page, row in enumerate(found) for at in range(0, len(whole[page]), context)]
-    read, left = [], trained
-    for _, page, at in sorted(places):
-        read.append(whole[page][at : at + min(context, left)])
-        left -= len(read[-1])
-        if left <= 0:
-            break
-    return read
-
-
-def _ranked(part: Part, mixture: Artifact | None, split: str, seed: int, max_page_bytes: int, max_bytes: int) -> list[Ranked]:
-    """Those of a part's pages of a split that may be among the chosen ones."""
-    sized = [(len(row.text.encode()), row) for row in chosen_of(part, mixture, split)]
-    return candidates(((rank(seed, row.id), row.id, size, row) for size, row in sized if 0 < size <= max_page_bytes), max_bytes)
 
 
 def _by_category(pages: Sequence[Any]) -> Iterator[tuple[str, list[int]]]:
