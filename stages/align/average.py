@@ -129,7 +129,7 @@ def _searched(
     trials = list(dict.fromkeys([equal, *grid(len(models), config.search.steps)]))
     if len(trials) > MOST_TRIALS:
         raise PunaError(f"average: search.steps={config.search.steps} asks for {len(trials)} averages; {MOST_TRIALS} are the most")
-    network, tokenizer = load_model(models[0], "lm")
+    network, tokenizer = load_model(models[0], "lm", frozen=True)
     states = [load_model(model, "lm")[0].state_dict() for model in models]
     origin = load_model(base, "lm")[0].state_dict() if base else None
     answering = _Development(prompts, reward_models, judges, tokenizer, config, run)

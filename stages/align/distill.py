@@ -49,7 +49,7 @@ class DistillConfig(AdapterConfig):
 def needs(config: DistillConfig, facts: Facts) -> list[str]:
     """A chat template, one tokenizer, and memory."""
     one = one_tokenizer(facts, "student", "teacher")
-    return [*chat_template(facts, "student"), *one, *trained(facts, "student", config.method)]
+    return [*chat_template(facts, "student"), *one, *trained(facts, "student", config.training.optimizer.name, config.method)]
 
 
 @stage(kind="model", device=True, needs=needs)

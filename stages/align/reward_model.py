@@ -28,7 +28,7 @@ MEASURED = 32
 
 def needs(config: RewardModelConfig, facts: Facts) -> list[str]:
     """A chat template, and memory."""
-    return [*chat_template(facts, "model"), *trained(facts, "model", config.method)]
+    return [*chat_template(facts, "model"), *trained(facts, "model", config.training.optimizer.name, config.method)]
 
 
 @stage(kind="model", device=True, needs=needs)

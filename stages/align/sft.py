@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def needs(config: SftConfig, facts: Facts) -> list[str]:
     """A chat template, and memory."""
-    return [*chat_template(facts, "model"), *trained(facts, "model", config.method)]
+    return [*chat_template(facts, "model"), *trained(facts, "model", config.training.optimizer.name, config.method)]
 
 
 @stage(kind="model", device=True, needs=needs)

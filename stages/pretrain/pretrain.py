@@ -45,7 +45,8 @@ class PretrainConfig(SeededConfig):
 def needs(config: PretrainConfig, facts: Facts) -> list[str]:
     """Memory: the vocabulary is not known yet, so that it counts for nothing."""
     count = parameters(config.model.complete(vocab_size=1, max_position_embeddings=2048)).total
-    return memory(facts, count, TRAINED_BYTES, "make the model smaller (model.num_hidden_layers, …), or take another machine")
+    each = TRAINED_BYTES[config.optimizer.name]
+    return memory(facts, count, each, "make the model smaller (model.num_hidden_layers, …), or take another machine")
 
 
 @stage(kind="model", device=True, needs=needs)
@@ -116,8 +117,12 @@ class Watch:
         run.metric("validation_tokens", sum(len(piece) - 1 for piece in pieces))
 
     def loss(self, model: Transformer) -> float:
-        """Loss on the documents set aside, in nats per token."""
-        return mean_loss(model, self.pieces, self.config.compute.micro_batch_tokens)
+        """Loss on the documents set aside, in nats per token, computed in the precision of training whenever it is measured."""
+        from puna.models.training.trainer import computing_in
+
+        compute = self.config.compute
+        with computing_in(model, compute.precision_on(device().type)):
+            return mean_loss(model, self.pieces, compute.micro_batch_tokens)
 
     def file(self, number: int) -> Path:
         """Where the measurements of a phase survive a crash."""

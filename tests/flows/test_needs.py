@@ -81,6 +81,9 @@ def test_memory_that_is_not_there_is_told_with_a_way_out(tmp_path: Path, small: 
         check_stage(dpo, DpoConfig(), given, store)
     with pytest.raises(PunaError, match=r"\(4 bytes each\).* free; take a smaller model"):
         check_stage(dpo, DpoConfig(method="lora"), given, store)
+    galore = DpoConfig.model_validate({"training": {"optimizer": {"name": "galore"}}})
+    with pytest.raises(PunaError, match=r"\(8 bytes each\)"):
+        check_stage(dpo, galore, given, store)
     # On a cluster the memory is another machine's.
     check_stage(dpo, DpoConfig(), given, store, "dask://there:1")
     # The 8B model without its two vocabularies: 8.03 - 2 * 128,256 * 4,096 / 1e9.

@@ -102,10 +102,13 @@ def test_resumes_bit_by_bit(tmp_path: Path, store, given, monkeypatch: pytest.Mo
     assert made.read("training_log", columns).equals(whole.read("training_log", columns))
 
 
-def test_a_loss_that_a_crash_left_unmeasured_is_measured(tmp_path: Path, store, given, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_loss_that_a_crash_left_unmeasured_is_measured(
+    precision: str, tmp_path: Path, store, given, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The checkpoint of step 20 is written, and the run is killed before the loss after step 20 is known."""
     phase = Phase(steps=30, rows_per_step=4, schedule={"learning_rate": 1e-2, "warmup_steps": 5})
-    settings = config(phases=(phase,), checkpoint_every=20, validate_every=20)
+    settings = config(phases=(phase,), checkpoint_every=20, validate_every=20, compute={"precision": precision})
     original, calls = module.Watch.loss, []
 
     def crashing(self, model):
