@@ -22,7 +22,7 @@ from puna.kernels.kv_append import append_head
 from puna.kernels.lazy import has_numba, numba_jit
 from puna.kernels.linear import PANEL, products
 from puna.kernels.loops import parts, run_rows
-from puna.kernels.paged_attention import PAGE, TILE, PagedPlan, attend_head, places
+from puna.kernels.paged_attention import PAGE, PagedPlan, attend_head, places
 from puna.kernels.rms_norm import norm_row
 from puna.kernels.rope import rotate_head
 from puna.kernels.swiglu import swiglu_row
@@ -76,8 +76,8 @@ def _finish_head(K: Any, x: Any, bias: Any, norm: Any, eps: Any, cos: Any, sin: 
 @numba_jit
 def _attention_loop(
     part: Any, start: Any, stop: Any, N: Any, D: Any, G: Any, R: Any, K: Any, eps: Any, x: Any, weights: Any, cos: Any, sin: Any,
-    k_pages: Any, v_pages: Any, k_head: Any, v_head: Any, tables: Any, sequence: Any, position: Any, window: Any, scale: Any,
-    normed: Any, q: Any, kv: Any, packed: Any, scores: Any, out: Any,
+    k_pages: Any, v_pages: Any, k_head: Any, v_head: Any, tables: Any, W: Any, sequence: Any, position: Any,
+    stretches: Any, begins: Any, window: Any, scale: Any, normed: Any, q: Any, kv: Any, packed: Any, scores: Any, out: Any,
 ) -> None:  # fmt: skip
     """Key-value heads start .. stop - 1 with their queries. `cos`, `sin` are tables by position."""
     input_norm, q_w, k_w, v_w, q_bias, k_bias, v_bias, q_norm, k_norm = weights
@@ -98,11 +98,11 @@ def _attention_loop(
             _finish_head(K, key, k_bias + 4 * g * K if k_bias else 0, k_norm, eps, c, s)
             if v_bias:
                 _add_row(K, key + 4 * K, v_bias + 4 * g * K)
-            place = tables[sequence[n], position[n] // PAGE] * PAGE + position[n] % PAGE
+            place = tables[W * sequence[n] + position[n] // PAGE] * PAGE + position[n] % PAGE
             append_head(place, K, K, keys, values, key, key + 4 * K)
-        for first in range(0, N, TILE):
+        for tile in range(len(begins) - 1):
             attend_head(
-                g, first, min(first + TILE, N), G, R, K, K, q, keys, values, tables, sequence, position, window, scale,
+                g, tile, G, R, K, K, q, keys, values, tables, W, sequence, position, stretches, begins, window, scale,
                 packed[part].ctypes.data, scores[part].ctypes.data, wide, out,
             )  # fmt: skip
 
@@ -148,8 +148,8 @@ def _norm_loop(part: Any, start: Any, stop: Any, D: Any, x: Any, norm: Any, eps:
 @numba_jit
 def _layers_loop(
     N: Any, D: Any, G: Any, R: Any, K: Any, eps: Any, x: Any, F: Any, weights: Any, pages: Any, windows: Any, cos: Any, sin: Any,
-    tables: Any, sequence: Any, position: Any, scale: Any, normed: Any, q: Any, kv: Any, packed: Any, scores: Any, seen: Any,
-    inner: Any, panel: Any,
+    tables: Any, W: Any, sequence: Any, position: Any, stretches: Any, begins: Any, scale: Any, normed: Any, q: Any, kv: Any, packed: Any,
+    scores: Any, seen: Any, inner: Any, panel: Any,
 ) -> None:  # fmt: skip
     """All layers on one thread, for few tokens: a loop's call from Python takes 4 us, a sixth of its work for one token. With many
     tokens the loops are slower here than called one by one, by 8 % at 64."""
@@ -157,7 +157,8 @@ def _layers_loop(
         w, (k_pages, v_pages, k_head, v_head) = weights[i], pages[i]
         _attention_loop(
             0, 0, G, N, D, G, R, K, eps, x, (w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8]), cos, sin,
-            k_pages, v_pages, k_head, v_head, tables, sequence, position, windows[i], scale, normed, q, kv, packed, scores, seen,
+            k_pages, v_pages, k_head, v_head, tables, W, sequence, position, stretches, begins, windows[i], scale,
+            normed, q, kv, packed, scores, seen,
         )  # fmt: skip
         _add_product_loop(0, 0, -(-D // PANEL), N, D, G * R * K, seen, w[9], w[10], panel, x)
         _swiglu_loop(0, 0, -(-F // PANEL), N, D, F, eps, x, w[11], w[12], w[13], normed, panel, inner)
@@ -183,6 +184,7 @@ class DenseLayers:
         self._addresses = [(tuple(each[name] for name in ATTENTION), tuple(each[name] for name in REST)) for each in found]
         self._table = np.array([[each[name] for name in (*ATTENTION, *REST)] for each in found])
         self._room: dict[str, Tensor] = {}
+        self._pages: Sequence[tuple[Tensor, Tensor]] | None = None
 
     def _space(self, **sizes: int) -> list[int]:
         """Addresses of room for so many numbers."""
@@ -190,6 +192,12 @@ class DenseLayers:
             if name not in self._room or self._room[name].numel() < size:
                 self._room[name] = torch.empty(size)
         return [self._room[name].data_ptr() for name in sizes]
+
+    def _stores(self, pages: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[int, int, int, int]]:
+        """Where each layer's pages lie, which are the same from step to step."""
+        if self._pages is not pages:
+            self._pages, self._found = pages, [places(*layer) for layer in pages]
+        return self._found
 
     def __call__(
         self, x_ND: Tensor, cos: Tensor, sin: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan, windows: Sequence[int | None]
@@ -207,7 +215,7 @@ class DenseLayers:
         scratch = (K**-0.5, normed, q, kv, *plan.scratch(R, -(-K // PAGE) * PAGE), seen)
         # Vectors of a panel or head, against which waking a thread is weighed.
         work, heads = N * D * PANEL // LANES, N * K * (R + 2) * (D + PAGE * plan.tables.shape[1]) // LANES
-        stores, reach = [places(*layer) for layer in pages], [window or 1 << 30 for window in windows]
+        stores, reach = self._stores(pages), [window or 1 << 30 for window in windows]
         if N <= FEW_TOKENS and max(parts(G, heads), parts(-(-F // PANEL), 2 * work)) == 1:
             _layers_loop(*shape, F, self._table, np.array(stores), np.array(reach), *views, *plan.arrays, *scratch, inner, panel)
             _norm_loop(0, 0, N, D, x, self.norm.data_ptr(), self.eps)

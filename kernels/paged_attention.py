@@ -28,8 +28,17 @@ from puna.kernels.loops import run_rows
 from puna.kernels.operators import uses_triton, wide
 
 if has_numba():
-    from puna.kernels.vector_products import TILE as PRODUCT_TILE
-    from puna.kernels.vector_products import weighted_1, weighted_2, weighted_4, weighted_8
+    from puna.kernels.vector_products import (
+        FEW_WIDTH,
+        TALL,
+        TALL_WIDTH,
+        scores_few,
+        scores_one,
+        scores_tall,
+        values_few,
+        values_one,
+        values_tall,
+    )
     from puna.kernels.vectors import (
         LANES,
         add,
@@ -41,7 +50,6 @@ if has_numba():
         load,
         load_first,
         minus,
-        over,
         peak,
         store,
         store_first,
@@ -49,12 +57,10 @@ if has_numba():
         total,
     )
 
-    TALL = 8 if PRODUCT_TILE[0] > 2 else 4  # rows whose sums registers hold at once
-    weighted_tall = weighted_8 if TALL > 4 else weighted_4
-
 PAGE = 16  # tokens of a page: one wide vector of scores
 TILE = 16  # neighbouring queries that are computed together
-AHEAD = 4  # queries whose page is asked for before it is multiplied
+KEPT = 8  # pages of values that stay in the first cache while a tile's queries take turns at them
+SPARE = 8  # numbers behind a table that may be read and are not used
 SPLIT = 1024  # tokens of one piece on a GPU
 
 
@@ -76,18 +82,27 @@ class PagedPlan:
         given = (self.tables, self.sequence, self.position)
         if any(t.dtype != torch.int32 or t.device.type != "cpu" for t in given) or self.sequence.shape != self.position.shape:
             raise ValueError("a plan has int32 tensors on CPU, with one sequence and one position per query")
-        if len(self.sequence) and not (int(self.position.min()) >= 0 and int(self.position.max()) < PAGE * self.tables.shape[1]):
+        positions = self.position.numpy()
+        if len(positions) and not (positions.min() >= 0 and positions.max() < PAGE * self.tables.shape[1]):
             raise ValueError(f"positions lie in 0 to {PAGE * self.tables.shape[1] - 1}, where the tables have pages of {PAGE}")
 
     @cached_property
-    def arrays(self) -> tuple[Any, Any, Any]:
-        """The tables, sequences and positions as arrays."""
-        return self.tables.numpy(), self.sequence.numpy(), self.position.numpy()
+    def arrays(self) -> tuple[Any, ...]:
+        """What the loops read: tables [B W + some], W, sequences, positions, and stretches [stretches, 4] of (first query, end, first page,
+        end) with where those of each tile of queries begin. A tile is cut like the tree of its paths: its queries' common pages, then
+        those of neighbours that go on together."""
+        tables, sequence, position = (t.numpy() for t in (self.tables, self.sequence, self.position))
+        flat = np.zeros(tables.size + SPARE, np.int32)
+        flat[: tables.size] = tables.ravel()
+        tiles = -(-len(sequence) // TILE)
+        stretches, begins = np.empty((2 * TILE * tiles, 4), np.int32), np.empty(tiles + 1, np.int32)
+        _stretches(flat, tables.shape[1], sequence, position, stretches, begins)
+        return flat, tables.shape[1], sequence, position, stretches, begins
 
     def scratch(self, R: int, width: int) -> tuple[Any, Any]:
-        """Room for a tile's queries and scores on each thread; the layers of a step share it."""
+        """Room for a tile's queries and scores, with one vector more a row, on each thread; the layers of a step share it."""
         if (R, width) not in self._scratch:
-            threads, tokens = torch.get_num_threads(), PAGE * self.tables.shape[1]
+            threads, tokens = torch.get_num_threads(), PAGE * (self.tables.shape[1] + 1)
             queries, scores = (np.empty((threads, TILE * R, size), np.float32) for size in (width, tokens))
             self._scratch[R, width] = queries, scores
         return self._scratch[R, width]
@@ -155,108 +170,168 @@ def paged_attention_reference(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, pla
 
 
 @numba_jit
-def _weigh(M: Any, C: Any, a: Any, a_row: Any, b: Any, b_row: Any, out: Any, out_row: Any, more: Any, ahead: Any) -> None:
-    """out[m, 0:16] = sum over c of a[m, c] b[c, 0:16], or with `more` added to what is there: by address and stride in bytes."""
-    m = 0
-    while m <= M - TALL:
-        weighted_tall(C, a + m * a_row, a_row, b, b_row, out + m * out_row, out_row, more, ahead)
-        m += TALL
-    if m <= M - 4:
-        weighted_4(C, a + m * a_row, a_row, b, b_row, out + m * out_row, out_row, more, ahead)
-        m += 4
-    if m <= M - 2:
-        weighted_2(C, a + m * a_row, a_row, b, b_row, out + m * out_row, out_row, more, ahead)
-        m += 2
-    if m < M:
-        weighted_1(C, a + m * a_row, a_row, b, b_row, out + m * out_row, out_row, more, ahead)
+def _stretches(tables: Any, W: Any, sequence: Any, position: Any, stretches: Any, begins: Any) -> None:
+    """See `PagedPlan.arrays`."""
+    common, stack, count = np.empty(TILE, np.int32), np.empty((2 * TILE, 3), np.int32), 0
+    for tile in range(len(begins) - 1):
+        begins[tile], first = count, tile * TILE
+        last = min(first + TILE, len(sequence))
+        for n in range(first, last - 1):  # the pages that neighbours both see from the beginning on
+            a, b, j = W * sequence[n], W * sequence[n + 1], 0
+            most = min(position[n], position[n + 1]) // PAGE + 1
+            while j < most and (a == b or tables[a + j] == tables[b + j]):
+                j = j + 1 if a != b else most
+            common[n - first] = j
+        common[last - 1 - first] = position[last - 1] // PAGE + 1
+        stack[0, 0], stack[0, 1], stack[0, 2], left = first, last, 0, 1
+        while left:
+            left -= 1
+            a, b, begin = stack[left]
+            end = position[a] // PAGE + 1
+            for n in range(a, b - 1):
+                end = min(end, common[n - first])
+            if end > begin:
+                stretches[count, 0], stretches[count, 1], stretches[count, 2], stretches[count, 3] = a, b, begin, end
+                count += 1
+            n = a
+            for stop in range(a + 1, b + 1):
+                if b > a + 1 and (stop == b or common[stop - 1 - first] == end):
+                    stack[left, 0], stack[left, 1], stack[left, 2] = n, stop, end
+                    n, left = stop, left + 1
+    begins[len(begins) - 1] = count
 
 
 @numba_jit
-def _softmax(row: Any, low: Any, begin: Any, length: Any, scale: Any) -> None:
-    """Softmax of the scores begin .. length - 1 at address `row`; zeros in the rest of their pages, from `low` on."""
-    none = np.float32(-np.inf)
-    high = (length + PAGE - 1) // PAGE * PAGE
-    tops = fill(none)
-    for t in range(low, high, PAGE):
-        tops = higher(between(load(row + 4 * t), begin - t, length - t, none), tops)
-    steep = fill(np.float32(scale))
-    base, sums = minus(fill(np.float32(0)), times(fill(peak(tops)), steep)), fill(np.float32(0))
-    for t in range(low, high, PAGE):
-        e = between(exp(fma(load(row + 4 * t), steep, base)), begin - t, length - t, np.float32(0))
+def _scores(M: Any, K: Any, a: Any, table: Any, length: Any, coming: Any, pages: Any, out: Any, wide: Any) -> None:
+    """Scores of M queries with the keys of a table's pages, by address."""
+    size, j = 4 * K * PAGE, 0
+    many = TALL_WIDTH if M >= TALL else FEW_WIDTH
+    while j < length:
+        left, at, to = length - j, table + 4 * j, out + 4 * PAGE * j
+        after = at + 4 * many if left > many else coming
+        if left < many:
+            scores_one(M, K, a, 4 * K, at, after, pages, size, to, wide)
+            j += 1
+        elif M >= TALL:
+            scores_tall(M, K, a, 4 * K, at, after, pages, size, to, wide)
+            j += TALL_WIDTH
+        else:
+            scores_few(M, K, a, 4 * K, at, after, pages, size, to, wide)
+            j += FEW_WIDTH
+
+
+@numba_jit
+def _values(M: Any, lanes: Any, p: Any, wide: Any, table: Any, length: Any, coming: Any, pages: Any, out: Any) -> None:
+    """Add the values of a table's pages, weighted by M rows of p, to M sums at `out`, by address."""
+    size, many = 4 * PAGE * lanes, PAGE * (TALL_WIDTH if M >= TALL else FEW_WIDTH)
+    for j in range(0, length, KEPT):
+        at, some, row = table + 4 * j, min(KEPT, length - j), p + 4 * PAGE * j
+        after, d = at + 4 * KEPT if j + KEPT < length else coming, 0
+        while d < lanes:
+            b, to = pages + 4 * d, out + 4 * d
+            if lanes - d < many:
+                values_one(M, some, row, wide, at, after, b, size, 4 * lanes, to, 4 * lanes)
+                d += PAGE
+            elif M >= TALL:
+                values_tall(M, some, row, wide, at, after, b, size, 4 * lanes, to, 4 * lanes)
+                d += PAGE * TALL_WIDTH
+            else:
+                values_few(M, some, row, wide, at, after, b, size, 4 * lanes, to, 4 * lanes)
+                d += PAGE * FEW_WIDTH
+
+
+@numba_jit
+def _powers(row: Any, low: Any, begin: Any, length: Any, scale: Any) -> Any:
+    """The scores begin .. length - 1 at address `row` become e^((score - largest) scale), the rest of their pages, from `low` on, zeros.
+    Returns their sum."""
+    none, zero, whole = np.float32(-np.inf), np.float32(0), length // PAGE * PAGE
+    inner, tops = (begin + PAGE - 1) // PAGE * PAGE, fill(none)  # only a page before and one behind are seen in part
+    for t in range(begin // PAGE * PAGE, inner, PAGE):
+        tops = between(load(row + 4 * t), begin - t, length - t, none)
+    for t in range(inner, whole, PAGE):
+        tops = higher(load(row + 4 * t), tops)
+    if whole >= inner and whole < length:
+        tops = higher(between(load(row + 4 * whole), 0, length - whole, none), tops)
+    steep, sums = fill(np.float32(scale)), fill(zero)
+    base = minus(fill(zero), times(fill(peak(tops)), steep))
+    for t in range(low, begin // PAGE * PAGE, PAGE):
+        store(row + 4 * t, fill(zero))
+    for t in range(begin // PAGE * PAGE, inner, PAGE):
+        sums = between(exp(fma(load(row + 4 * t), steep, base)), begin - t, length - t, zero)
+        store(row + 4 * t, sums)
+    for t in range(inner, whole, PAGE):
+        e = exp(fma(load(row + 4 * t), steep, base))
         store(row + 4 * t, e)
         sums = add(sums, e)
-    share = over(fill(np.float32(1)), fill(total(sums)))
-    for t in range(low, high, PAGE):
-        store(row + 4 * t, times(load(row + 4 * t), share))
+    if whole >= inner and whole < length:
+        e = between(exp(fma(load(row + 4 * whole), steep, base)), 0, length - whole, zero)
+        store(row + 4 * whole, e)
+        sums = add(sums, e)
+    return total(sums)
 
 
 @numba_jit
 def attend_head(
-    g: Any, first: Any, last: Any, G: Any, R: Any, K: Any, V: Any, q: Any, k: Any, v: Any,
-    tables: Any, sequence: Any, position: Any, window: Any, scale: Any, packed: Any, scores: Any, wide: Any, out: Any,
+    g: Any, tile: Any, G: Any, R: Any, K: Any, V: Any, q: Any, k: Any, v: Any, tables: Any, W: Any, sequence: Any, position: Any,
+    stretches: Any, begins: Any, window: Any, scale: Any, packed: Any, scores: Any, wide: Any, out: Any,
 ) -> None:  # fmt: skip
-    """Key-value head g, queries first .. last - 1 (at most TILE): scores by page, softmax by row, sums of values by page. By address;
-    `k`, `v` are where the head's own pages begin, rows of `scores` are `wide` bytes, `packed` has room for a tile's queries and for
-    its sums of values.
+    """Key-value head g, a tile of queries: scores by page, powers by row, sums of values by page. By address; `k`, `v` are where the
+    head's own pages begin, rows of `scores` are `wide` bytes, `packed` has room for a tile's queries and for its sums of values.
 
     Every page is multiplied whole and in one way; what a query does not see then counts as an exact zero. So the order of
     operations for a query depends on its position and its path alone.
     """
-    heads, lanes, most = R * K, (V + LANES - 1) // LANES * LANES, 0
+    first, last = tile * TILE, min(tile * TILE + TILE, len(sequence))
+    heads, lanes, lowest = R * K, (V + LANES - 1) // LANES * LANES, position[first] + 1
     for n in range(first, last):
-        most = max(most, position[n] // PAGE + 1)
+        lowest = min(lowest, max(0, position[n] + 1 - window))
         for c in range(0, heads, LANES):
             store_first(packed + 4 * ((n - first) * heads + c), load_first(q + 4 * ((n * G + g) * heads + c), heads - c), heads - c)
+    lowest = lowest // PAGE  # pages before it nobody sees
     for turn in range(2):
-        for j in range(most):
-            n = first
-            while n < last:
-                if j * PAGE > position[n] or (j + 1) * PAGE <= position[n] + 1 - window:
-                    n += 1
-                    continue
-                page, end = np.int64(tables[sequence[n], j]), n + 1
-                while (
-                    end < last and tables[sequence[end], j] == page
-                    and j * PAGE <= position[end] and (j + 1) * PAGE > position[end] + 1 - window
-                ):  # fmt: skip
-                    end += 1
-                row = scores + (n - first) * R * wide + 4 * PAGE * j
-                later, at = (n + AHEAD, j) if n + AHEAD < last else (first + n + AHEAD - last, j + 1)  # unless it is shared
-                pages = np.int64(tables[sequence[later], at]) - page if later < last and at * PAGE <= position[later] else 0
-                if turn == 0:
-                    keys, size = k + 4 * page * K * PAGE, 4 * K * PAGE
-                    _weigh((end - n) * R, K, packed + 4 * (n - first) * heads, 4 * K, keys, 4 * PAGE, row, wide, False, pages * size)
-                else:
-                    values, size = v + 4 * page * PAGE * lanes, 4 * PAGE * lanes
-                    for d in range(0, V, LANES):
-                        to = packed + 4 * ((n - first) * R * lanes + d)
-                        _weigh((end - n) * R, PAGE, row, wide, values + 4 * d, 4 * lanes, to, 4 * lanes, True, pages * size)
-                n = end
-        for m in range((last - first) * R):
+        for s in range(begins[tile], begins[tile + 1]):
+            a, b, end = stretches[s, 0], stretches[s, 1], stretches[s, 3]
+            begin = max(stretches[s, 2], lowest)
+            if begin >= end:
+                continue
+            table, row = tables.ctypes.data + 4 * (W * sequence[a] + begin), scores + (a - first) * R * wide + 4 * PAGE * begin
+            coming, M = table, (b - a) * R
+            if s + 1 < begins[tile + 1]:
+                coming = tables.ctypes.data + 4 * (W * sequence[stretches[s + 1, 0]] + max(stretches[s + 1, 2], lowest))
             if turn == 0:
-                n = first + m // R
+                _scores(M, K, packed + 4 * (a - first) * heads, table, end - begin, coming, k, row, wide)
+            else:
+                _values(M, lanes, row, wide, table, end - begin, coming, v, packed + 4 * (a - first) * R * lanes)
+        for m in range((last - first) * R):
+            n = first + m // R
+            if turn == 0:
                 begin = max(0, position[n] + 1 - window)
-                _softmax(scores + m * wide, begin // PAGE * PAGE, begin, position[n] + 1, scale)
+                whole = _powers(scores + m * wide, lowest * PAGE, begin, position[n] + 1, scale)
+                store(scores + (m + 1) * wide - 4 * LANES, fill(np.float32(1) / whole))
                 for d in range(0, V, LANES):  # the queries have served: their place is for the sums
                     store(packed + 4 * (m * lanes + d), fill(np.float32(0)))
             else:
-                to = out + 4 * (((first + m // R) * G + g) * R + m % R) * V
+                to = out + 4 * ((n * G + g) * R + m % R) * V
+                share = load(scores + (m + 1) * wide - 4 * LANES)
                 for d in range(0, V, LANES):
-                    store_first(to + 4 * d, load(packed + 4 * (m * lanes + d)), V - d)
+                    store_first(to + 4 * d, times(load(packed + 4 * (m * lanes + d)), share), V - d)
 
 
 @numba_jit
 def _attend_loop(
-    part: Any, start: Any, stop: Any, queries: Any, G: Any, R: Any, K: Any, V: Any, q: Any, k: Any, v: Any, k_head: Any, v_head: Any,
-    tables: Any, sequence: Any, position: Any, window: Any, scale: Any, packed: Any, scores: Any, out: Any,
+    part: Any, start: Any, stop: Any, G: Any, R: Any, K: Any, V: Any, q: Any, k: Any, v: Any, k_head: Any, v_head: Any,
+    tables: Any, W: Any, sequence: Any, position: Any, stretches: Any, begins: Any, window: Any, scale: Any, packed: Any, scores: Any,
+    out: Any,
 ) -> None:  # fmt: skip
     """Items start .. stop - 1: of each tile of queries each key-value head."""
     wide = 4 * scores.shape[2]
     rows, table = scores[part].ctypes.data, packed[part].ctypes.data
     for item in range(start, stop):
-        first, g = item // G * TILE, item % G
-        last, keys, values = min(first + TILE, queries), k + g * k_head, v + g * v_head
-        attend_head(g, first, last, G, R, K, V, q, keys, values, tables, sequence, position, window, scale, table, rows, wide, out)
+        g, keys, values = item % G, k + item % G * k_head, v + item % G * v_head
+        attend_head(
+            g, item // G, G, R, K, V, q, keys, values, tables, W, sequence, position, stretches, begins, window, scale,
+            table, rows, wide, out,
+        )  # fmt: skip
 
 
 def paged_for_loops(k_PSGK: Tensor, v_PSGV: Tensor) -> bool:
@@ -278,7 +353,7 @@ def _attend(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, wind
     if not paged_for_loops(k_PSGK, v_PSGV):
         return _attend_portable(q_NHK, k_PSGK, v_PSGV, plan, window)
     q, out = q_NHK.to(torch.float32).contiguous(), torch.empty(N, H, V)
-    given = (N, G, H // G, K, V, q.data_ptr(), *places(k_PSGK, v_PSGV), *plan.arrays, window or 1 << 30, K**-0.5)
+    given = (G, H // G, K, V, q.data_ptr(), *places(k_PSGK, v_PSGV), *plan.arrays, window or 1 << 30, K**-0.5)
     scratch = plan.scratch(H // G, max(K, v_PSGV.stride(1)))
     run_rows(_attend_loop, -(-N // TILE) * G, TILE * H // G * K * PAGE * plan.tables.shape[1], *given, *scratch, out.data_ptr())
     return out.to(q_NHK.dtype)

@@ -38,12 +38,14 @@ class Loops:
         self.config, self.layers = config, _dense_layers(model)
         self._turns = rotary_table(config, torch.arange(0), torch.float32)
 
-    def __call__(self, x_ND: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan) -> Tensor:
+    def __call__(
+        self, x_ND: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan, windows: Sequence[int | None]
+    ) -> Tensor:
         """Hidden states of embedded tokens, in their place; their keys and values go into each layer's pages."""
         longest = PAGE * plan.tables.shape[1]
         if len(self._turns[0]) < longest:
             self._turns = rotary_table(self.config, torch.arange(2 * longest), torch.float32)
-        self.layers(x_ND, *self._turns, pages, plan, self.config.windows)
+        self.layers(x_ND, *self._turns, pages, plan, windows)
         return x_ND
 
 

@@ -35,6 +35,7 @@ from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
 Prompt = Sequence[int] | str
+_VERSION = Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Engine:
         if model.head != "lm":
             raise ValueError(f"generation needs a language-model head, this model has a {model.head} head")
         self.model, self.tokenizer, self.exact, self._wanted = model, tokenizer, exact, (sequences, step_tokens, memory)
-        self._weights: list[tuple[int, int]] = []
+        self._weights: list[int] = []
         self._places: list[tuple[torch.device, torch.dtype]] = []
         self._look()
 
@@ -223,11 +224,12 @@ class Engine:
     def _look(self) -> None:
         """Find the models' weights, which may be others than before."""
         self._parameters = [p for model in self.models for p in model.parameters()]
+        self._counted = [p for p in self._parameters if not p.is_inference()]  # inference tensors count no changes
         self._renew()
 
     def _renew(self) -> None:
         """Compute again what was computed with other weights; a cache for a model that has moved or changed its type."""
-        weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._parameters]  # inference tensors count no changes
+        weights = [*map(Tensor.data_ptr, self._parameters), *map(_VERSION, self._counted)]
         if weights == self._weights:
             return
         places = [(model.model.embed_tokens.weight.device, model.model.embed_tokens.weight.dtype) for model in self.models]

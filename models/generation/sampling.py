@@ -100,10 +100,11 @@ def draw(logits_SV: Tensor, rows: Sequence[Draw], settled: Mapping[int, int] = {
     scale = torch.tensor([1.0 / (row.params.temperature or 1.0) for row in rows], dtype=wide(logits_SV.dtype))
     uniforms = torch.tensor([row.uniform if row.params.temperature else LIKELIEST for row in rows], dtype=torch.float64)
     tokens, lse = token_draw(logits_SV, scale, uniforms)
-    if not all(map(math.isfinite, lse.tolist())):
+    if not bool(lse.isfinite().all()):
         raise ValueError("the model's logits are not finite: its weights or its training have diverged")
-    for cuts in (False, True):
-        changed = [i for i, row in enumerate(rows) if row.params.cuts == cuts and (cuts or row.params.shifts)]
+    special = [i for i, row in enumerate(rows) if row.params.cuts or row.params.shifts]
+    for cuts in (False, True) if special else ():
+        changed = [i for i in special if rows[i].params.cuts == cuts]
         if changed:
             z_SV = logits_SV[torch.tensor(changed, device=logits_SV.device)]
             for z_V, number in zip(z_SV, changed, strict=True):

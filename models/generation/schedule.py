@@ -32,6 +32,7 @@ class Answer:
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
     computed: int = 0
+    room: int = 0  # tokens to which its pages are known to be its own
     hidden: Hidden | None = None  # once computed
     count: int = 0  # its next tokens that this step computes
     guess: list[int] = field(default_factory=list)  # what may follow them, computed with them
@@ -109,7 +110,7 @@ class Scheduler:
                 continue
             answer.count = min(len(answer.tokens) - answer.computed, max(budget, 1))
             answer.guess = self._guess(answer, budget - answer.count) if answer.request.params.speculate else []
-            if self._make_room(answer):
+            if answer.computed + answer.count + len(answer.guess) <= answer.room or self._make_room(answer):
                 work.append(answer)
                 budget -= answer.count + len(answer.guess)
         work = [answer for answer in work if answer.pages]
@@ -147,7 +148,7 @@ class Scheduler:
             request.leading = False
             if request in self.waiting:
                 self.pool.share(answer.pages)
-                request.trunk = (list(answer.pages), hidden)
+                request.trunk, answer.room = (list(answer.pages), hidden), 0
 
     def finish(self, answer: Answer) -> None:
         """Give up an answer's place; its pages stay in the tree while there is room."""
@@ -218,6 +219,7 @@ class Scheduler:
                     self.copies.append(copy)
                 while len(answer.pages) * PAGE < end:
                     answer.pages.append(self.pool.take())
+                answer.room = len(answer.pages) * PAGE
                 return True
             except OutOfPages:
                 if len(self.running) > 1:
@@ -249,4 +251,4 @@ class Scheduler:
         # What was to be copied into a page that is given back need not be.
         self.copies = [copy for copy in self.copies if copy[1] not in answer.pages]
         self.pool.release(answer.pages)
-        answer.pages, answer.computed = [], 0
+        answer.pages, answer.computed, answer.room = [], 0, 0

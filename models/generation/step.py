@@ -34,6 +34,7 @@ class Cache:
         config, weight = model.config, model.model.embed_tokens.weight
         shape = (config.num_key_value_heads, config.head_dim, config.value_dim)
         self.layers = [new_pages(count, *shape, weight.dtype, weight.device) for _ in range(config.num_hidden_layers)]
+        self.windows = config.windows
 
     @property
     def bytes(self) -> int:
@@ -58,16 +59,16 @@ def run(model: Transformer, cache: Cache, work: Sequence[Stretch], by_loops: Loo
     held = np.array([len(one.pages) for one in work])
     tables = np.zeros((len(work), held.max()), np.int32)
     tables[np.arange(tables.shape[1]) < held[:, None]] = [page for one in work for page in one.pages]
-    device, windows = model.model.embed_tokens.weight.device, model.config.windows
+    device = model.model.embed_tokens.weight.device
     plan = PagedPlan(torch.from_numpy(tables), torch.from_numpy(sequence), torch.from_numpy(position), device)
     x_ND = model.model.embed_tokens(ids.to(device))
     if by_loops is not None and not torch.is_autocast_enabled("cpu"):
-        return by_loops(x_ND, cache.layers, plan)
+        return by_loops(x_ND, cache.layers, plan, cache.windows)
     where = torch.from_numpy(tables[sequence, position // PAGE].astype(np.int64) * PAGE + position % PAGE).to(device)
 
     def attend(layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> Tensor:
         pages = cache.layers[layer]
         kv_append_(*pages, k_NGK, v_NGV, where)
-        return paged_attention(q_NHK, *pages, plan, windows[layer])
+        return paged_attention(q_NHK, *pages, plan, cache.windows[layer])
 
     return model.model(x_ND, torch.from_numpy(position.astype(np.int64)).to(device), attend)
