@@ -126,31 +126,31 @@ class LocalFiles:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """See `Files`."""
-        with (self.root / name).open("rb") as file:
+        with open(f"{self.root}/{name}", "rb") as file:
             file.seek(start)
             return file.read(-1 if stop is None else stop - start)
 
     def open(self, name: str) -> BinaryIO:
         """See `Files`."""
-        return (self.root / name).open("rb")
+        return open(f"{self.root}/{name}", "rb")
 
     def stat(self, name: str) -> Stat | None:
         """See `Files`."""
         try:
-            found = (self.root / name).stat()
+            found = os.stat(f"{self.root}/{name}")
         except (FileNotFoundError, NotADirectoryError):
             return None
         return _stat(found)
 
     def stats(self, folder: str) -> dict[str, Stat]:
         """See `Files`."""
-        start = self.root / folder
+        start = f"{self.root}/{folder}"
         found = {}
         for path, _, names in os.walk(start):
             for name in names:
-                file = Path(path, name)
+                file = f"{path}/{name}"
                 with contextlib.suppress(FileNotFoundError):  # a link that points nowhere
-                    found[str(file.relative_to(start))] = _stat(file.stat())
+                    found[file[len(start) + 1 :]] = _stat(os.stat(file))
         return found
 
     def list(self, folder: str, after: str = "") -> Iterator[str]:
@@ -295,7 +295,12 @@ class LocalFiles:
     def scratch(self, name: str) -> Path:
         """See `Files`: a folder of the store."""
         path = self.root / name
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            pass
+        except FileNotFoundError:
+            path.mkdir(parents=True, exist_ok=True)
         return path
 
     def free(self) -> int | None:

@@ -174,7 +174,13 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
         return built
     if origin is dict:
         inner = _reader(of[1])
-        return lambda value: {n: _inside(inner, v, f".{n}") for n, v in _checked(value, dict).items()}
+
+        def mapped(value: Any) -> Any:
+            if set(map(type, _checked(value, dict).values())) == {of[1]}:  # hundreds of symbols and their hashes
+                return value
+            return {n: _inside(inner, v, f".{n}") for n, v in value.items()}
+
+        return mapped
     if origin in (list, tuple):
         inner = _reader(of[0])
         return lambda value: origin([_inside(inner, v, f"[{n}]") for n, v in enumerate(_checked(value, list))])

@@ -145,11 +145,16 @@ def write_table(path: Path, table: pa.Table, **how: Any) -> FileRecord:
     """Write rows that are no table of an artifact as one row group, synced."""
     sink = Sink(path)
     try:
-        rows = max(1, table.num_rows)
-        pq.write_table(table.combine_chunks(), sink, compression="zstd", compression_level=LEVEL, row_group_size=rows, **how)
+        write_rows(sink, table, **how)
     finally:
         sink.close()
     return sink.record
+
+
+def write_rows(file: Any, table: pa.Table, **how: Any) -> None:
+    """Write rows to an open file as one row group."""
+    rows = max(1, table.num_rows)
+    pq.write_table(table.combine_chunks(), file, compression="zstd", compression_level=LEVEL, row_group_size=rows, **how)
 
 
 @dataclass(frozen=True)

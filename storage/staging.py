@@ -72,7 +72,10 @@ class Staging:
         try:
             yield path
         finally:
-            shutil.rmtree(path)
+            try:
+                path.rmdir()  # what was made lies elsewhere by now, most often
+            except OSError:
+                shutil.rmtree(path)
 
     @contextlib.contextmanager
     def file(self) -> Iterator[Path]:

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -263,9 +264,12 @@ def shard_rows(pieces: Pieces, made: Made, staging: Staging) -> list[ShardRows]:
     return found
 
 
-def empty(name: str, path: Path) -> FileRecord:
-    """Write a table without rows; its columns are those that every such table has."""
-    return shards.write_table(path, table_schema(name).schema.empty_table())
+@cache
+def empty(name: str) -> bytes:
+    """The file of a table without rows; its columns are those that every such table has."""
+    buffer = pa.BufferOutputStream()
+    shards.write_rows(buffer, table_schema(name).schema.empty_table())
+    return bytes(buffer.getvalue())
 
 
 # --- SQL ---------------------------------------------------------------------------------------------

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ class Identity:
         self.config = config or {}
         self.inputs = inputs or []
 
-    @property
+    @cached_property
     def key(self) -> str:
         """sha256 over stage, code version, configuration and the inputs' data digests."""
         return key_of(self.stage, self.code_version, self.config, self.inputs)
@@ -160,9 +162,9 @@ class Work:
 
     def _empty(self, name: str, made: Made) -> Made:
         """A table without rows: one file that has its columns."""
-        with self.staging.temporary() as folder:
-            record = tables.empty(name, folder / "empty.parquet")
-            self.files.put(f"{self.staging.folder}/{name}/empty.parquet", folder / "empty.parquet")
+        data = tables.empty(name)
+        self.files.write(f"{self.staging.folder}/{name}/empty.parquet", data)
+        record = FileRecord(len(data), hashlib.sha256(data).hexdigest())
         shard = Shard(0, "", [], [], file=f"{name}.parquet")
         columns = {f.name: str(f.type) for f in table_schema(name).schema}
         table = TableRecord(0, table_digest(columns, [shard]), columns, [shard])

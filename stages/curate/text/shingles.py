@@ -66,16 +66,21 @@ def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, long: Any, r
     out_begins = np.empty(len(begins) + 2 * room, np.int32)
     out_D1, out_words_D1 = np.zeros(documents + 1, np.int64), np.zeros(documents + 1, np.int64)
     codes, start, stop = np.empty(most, np.uint32), np.empty(most, np.int32), np.empty(most, np.int32)
-    size, count = 0, 0
-    for d in range(documents):
+    size, count, d = 0, 0, 0
+    while d < documents:
+        same = d  # documents that stay as they are, up to this one, are copied together
+        while same < documents and not long[same]:
+            same += 1
+        if same > d:
+            bytes_moved, words_moved = size - offsets_D1[d], count - words_D1[d]
+            out[size : bytes_moved + offsets_D1[same]] = data[offsets_D1[d] : offsets_D1[same]]
+            out_begins[count : words_moved + words_D1[same]] = begins[words_D1[d] : words_D1[same]]
+            out_D1[d + 1 : same + 1] = offsets_D1[d + 1 : same + 1] + bytes_moved
+            out_words_D1[d + 1 : same + 1] = words_D1[d + 1 : same + 1] + words_moved
+            size, count, d = out_D1[same], out_words_D1[same], same
+            continue
         first, last, began = offsets_D1[d], offsets_D1[d + 1], size
-        if not long[d]:
-            out[size : size + last - first] = data[first:last]
-            size += last - first
-            for word in range(words_D1[d], words_D1[d + 1]):
-                out_begins[count] = begins[word]
-                count += 1
-        for word in range(words_D1[d], words_D1[d + 1] if long[d] else words_D1[d]):
+        for word in range(words_D1[d], words_D1[d + 1]):
             at, end = first + begins[word], first + begins[word + 1] - 1 if word + 1 < words_D1[d + 1] else last
             parts, wide = 0, False
             for i in range(at, end):
@@ -104,7 +109,8 @@ def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, long: Any, r
                         out[size] = data[at]
                         size, at = size + shown, at + 1
                     place += 1
-        out_D1[d + 1], out_words_D1[d + 1] = size, count
+        d += 1
+        out_D1[d], out_words_D1[d] = size, count
     return out[:size], out_D1, out_begins[:count], out_words_D1
 
 
