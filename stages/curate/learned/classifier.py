@@ -154,8 +154,14 @@ def out_of_fold(
 
 def counted(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Positives (row 0) and negatives by their scores in [0, 1], in steps of a millionth: int64[2, FINEST + 1]."""
-    places = np.rint(scores * FINEST).astype(np.int64)
-    return np.stack([np.bincount(places[side], minlength=FINEST + 1) for side in (positive, ~positive)])
+    counts = np.zeros((2, FINEST + 1), np.int64)
+    _count(counts, scores, positive)
+    return counts
+
+
+def _count(counts: NDArray[np.int64], scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> None:
+    """Add more scores to what `counted` gave."""
+    np.add.at(counts, ((~positive).astype(np.int64), np.rint(scores * FINEST).astype(np.int64)), 1)
 
 
 def auc(counts: NDArray[np.int64]) -> float:
@@ -268,7 +274,7 @@ def _train(
             own = np.array([index[name] for name in batch[job.name].to_pylist()])
             np.add.at(told, (own, values.argmax(axis=1)), 1)
             if job.positive:
-                counts += counted(values[:, index[job.positive]], own == index[job.positive])
+                _count(counts, values[:, index[job.positive]], own == index[job.positive])
     side, place = np.nonzero(counts)
     return told, (side, place, counts[side, place])
 

@@ -23,7 +23,9 @@ from puna.storage import PunaError
 PERTURB = -6  # M_PERTURB of mallopt(3)
 LABEL = "__label__"
 END = b"</s>"
+KEPT = 1 << 27  # numbers of a training's lines that are kept in memory: 512 MiB
 UPDATE = 100  # tokens after which the learning rate falls
+NEWLINE = 10
 OFFSET, PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)  # FNV-1a with 64 bits tells words apart
 OFFSET32, PRIME32 = np.uint32(2166136261), np.uint32(16777619)  # with 32 bits, as fastText, it makes n-grams
 NGRAM = np.uint64(116049371)
@@ -90,7 +92,7 @@ def fit(text: Path, rate: float, epochs: int, ngrams: int, dimension: int, min_c
             thread=1, seed=seed + 1, verbose=0,
         )  # fmt: skip
     weights = _weights(model)
-    if not _descend(np.fromfile(text, np.uint8), weights, rate, epochs):
+    if not _descend(np.fromfile(text, np.uint8), weights, rate, epochs, KEPT):
         raise PunaError(f"the training of a classifier diverged: try a smaller learning_rate than {rate}")
     model.set_matrices(weights.first, weights.last)
     return model
@@ -294,18 +296,37 @@ def _step(rows: NDArray[np.int32], label: int, rate: np.float32, weights: Weight
 
 
 @njit(cache=True)
-def _descend(data: NDArray[np.uint8], weights: Weights, rate: float, epochs: int) -> bool:
-    """Train the matrices in place by lines of a label and words; whether they stayed numbers."""
+def _descend(data: NDArray[np.uint8], weights: Weights, rate: float, epochs: int, room: int) -> bool:
+    """Train the matrices in place by lines of a label and words; whether they stayed numbers.
+
+    The rows of the first lines, as many as `room` has place for, are kept for the passes that follow; other lines are read again.
+    """
     in_pass, longest = _sizes(data)
     scratch = _scratch(longest, weights)
+    kept = np.empty(min(room, in_pass * weights.ngrams), np.int32)
+    about = np.empty((np.count_nonzero(data == NEWLINE), 3), np.int64)  # of each line kept: label, tokens, and where its rows end
     every = epochs * in_pass
-    done = since = at = 0
+    done = since = at = line = first = lines = behind = 0
+    fits = True
     while done < every:
-        at = at if at < len(data) else 0
+        if at >= len(data):
+            at = line = first = 0
         progress = np.float32(np.float32(done) / np.float32(every))
-        label, tokens, known, at = _line(data, at, weights, scratch)
         here = np.float32(rate * (1.0 - np.float64(progress)))
-        if label >= 0 and known > 0 and not _step(scratch.rows[:known], label, here, weights, scratch):
+        if line < lines:
+            label, tokens, last = about[line]
+            rows = kept[first:last]
+            first, line = last, line + 1
+            at = behind if line == lines else at
+        else:
+            label, tokens, known, at = _line(data, at, weights, scratch)
+            rows = scratch.rows[:known]
+            fits = fits and first + known <= len(kept)
+            if fits:
+                kept[first : first + known] = rows
+                first, line, lines, behind = first + known, line + 1, lines + 1, at
+                about[lines - 1] = label, tokens, first
+        if label >= 0 and len(rows) > 0 and not _step(rows, label, here, weights, scratch):
             return False
         since += tokens
         if since > UPDATE:

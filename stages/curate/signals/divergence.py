@@ -60,18 +60,35 @@ class Corpus:
         """Mean divergence of texts of `LENGTHS` words drawn from the corpus, float64[len(LENGTHS)]."""
         if not self.words:
             return np.zeros(len(LENGTHS))
-        cumulative = np.cumsum(self.counts)
+        used = np.flatnonzero(self.counts)
+        ends = np.cumsum(self.counts[used])
+        shift = max(0, self.words.bit_length() - len(used).bit_length() - 1)
+        firsts = np.searchsorted(ends, np.arange(((self.words - 1) >> shift) + 1) << shift, side="right")
         means = []
         for length in LENGTHS:
             found = []
             for _ in range(DRAWS):
-                # In order, so that each search begins in memory where the one before ended: seven times as fast.
-                drawn = np.searchsorted(cumulative, np.sort(generator.integers(self.words, size=length)), side="right")
-                bins, counts = np.unique(drawn.astype(np.uint32), return_counts=True)
-                offsets = np.array([0, len(bins)])
-                found += self.divergences(offsets[:1], offsets, bins, counts.astype(np.uint32), inside=False).tolist()
+                counts = _counted(generator.integers(self.words, size=length), ends, firsts, shift)
+                drawn = np.flatnonzero(counts)
+                offsets = np.array([0, len(drawn)])
+                found += self.divergences(offsets[:1], offsets, used[drawn].astype(np.uint32), counts[drawn], inside=False).tolist()
             means.append(sum(found) / DRAWS)
         return np.array(means)
+
+
+@njit(cache=True)
+def _counted(places: NDArray[np.int64], ends: NDArray[np.int64], firsts: NDArray[np.int64], shift: int) -> NDArray[np.uint32]:
+    """How many of some `places` in the corpus lie in each bin, uint32[len(ends)]; bin i ends before the place `ends[i]`.
+
+    `firsts`: the bin of every 2^shift-th place, from which the next ones are few steps away.
+    """
+    counts = np.zeros(len(ends), np.uint32)
+    for place in places:
+        at = firsts[place >> shift]
+        while ends[at] <= place:
+            at += 1
+        counts[at] += np.uint32(1)
+    return counts
 
 
 @njit(cache=True)

@@ -8,6 +8,7 @@ import fasttext
 import numpy as np
 import pytest
 
+from puna.stages.curate.learned import fit as learned
 from puna.stages.curate.learned.classifier import predict
 from puna.stages.curate.learned.fit import Scorer, _zeroed_memory, fit, save, simple
 from puna.storage import PunaError
@@ -27,9 +28,12 @@ def lines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rate", "epochs", "ngrams", "dimension", "min_count"), [(0.5, 7, 2, 16, 1), (1.5, 3, 1, 16, 2), (0.1, 4, 3, 10, 1), (0.3, 2, 2, 100, 4)]
+    ("rate", "epochs", "ngrams", "dimension", "min_count", "kept"),
+    [(0.5, 7, 2, 16, 1, 1 << 20), (1.5, 3, 1, 16, 2, 200), (0.1, 4, 3, 10, 1, 5000), (0.3, 2, 2, 100, 4, 0)],
 )
-def test_models_are_fasttexts_own(lines, tmp_path, rate, epochs, ngrams, dimension, min_count):
+def test_models_are_fasttexts_own(lines, tmp_path, monkeypatch, rate, epochs, ngrams, dimension, min_count, kept):
+    """However many of the lines a training keeps in memory as numbers: all, some or none."""
+    monkeypatch.setattr(learned, "KEPT", kept)
     file, texts = lines
     ours = fit(file, rate, epochs, ngrams, dimension, min_count, 10_000, 3)
     with _zeroed_memory():

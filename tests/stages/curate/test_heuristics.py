@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from puna.stages.contract import execute
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.curate.select import SelectConfig, select
-from puna.stages.curate.signals.divergence import BINS, Corpus, expected_at
+from puna.stages.curate.signals import divergence as divergences
+from puna.stages.curate.signals.divergence import BINS, DRAWS, Corpus, expected_at
 from puna.stages.curate.signals.measure import measure, names
 from puna.stages.curate.signals.tally import Tally
 from puna.stages.curate.text.characters import SYMBOL, TERMINAL, tables
@@ -243,6 +244,23 @@ def test_expected_divergence_falls_with_length():
     expected = Corpus.of(counts).expected(np.random.default_rng(0))
     assert (np.diff(expected) < 0).all()
     assert expected_at(np.array([10**9]), expected) == expected[-1]
+
+
+@pytest.mark.parametrize("words", [1, 7, 40_000])
+def test_random_texts_are_drawn_from_the_corpus(words, monkeypatch):
+    """Beside the definition: the word at place p of the corpus is of the first bin up to which more than p words lie."""
+    monkeypatch.setattr(divergences, "LENGTHS", (16, 300))
+    generator = np.random.default_rng(words)
+    counts = np.bincount(generator.zipf(1.2, words) % BINS * 97 % BINS, minlength=BINS)
+    corpus, wanted, generator = Corpus.of(counts), [], np.random.default_rng(0)
+    for length in (16, 300):
+        for _ in range(DRAWS):
+            places = generator.integers(words, size=length)
+            bins, often = np.unique(np.searchsorted(np.cumsum(counts), places, side="right"), return_counts=True)
+            share = often / length
+            wanted.append(np.sum(share * np.log(share * (words + corpus.prior * BINS) / (counts[bins] + corpus.prior))))
+    found = corpus.expected(np.random.default_rng(0))
+    np.testing.assert_allclose(found, np.maximum(np.array(wanted), 0).reshape(2, DRAWS).mean(axis=1), rtol=1e-12)
 
 
 def test_tally_adds_and_merges():
