@@ -1,6 +1,6 @@
 """Kernels that compile at their first launch: importing an operator's file needs neither triton nor numba.
 
-`@triton_jit` and `@numba_jit` leave a placeholder. Its first use compiles it and puts the compiled function in
+`@triton_jit`, `@numba_jit` and `@strict_jit` leave a placeholder. Its first use compiles it and puts the compiled function in
 its place in the file's globals, together with those that it calls, so that later uses cost nothing more.
 """
 
@@ -32,10 +32,19 @@ def triton_jit(function: Callable[..., Any]) -> Any:
 def numba_jit(function: Callable[..., Any]) -> Any:
     """A loop for the CPU: no GIL, cached on disk, sums in any order, NaN and infinities as IEEE has them."""
 
+    return _loop(function, fastmath={"contract", "reassoc", "nsz", "arcp"})
+
+
+def strict_jit(function: Callable[..., Any]) -> Any:
+    """`numba_jit` whose operations on numbers stay those that are written: the same bits in every tile of a product."""
+    return _loop(function, fastmath=False)  # said, or a loop takes it over from the one that calls it
+
+
+def _loop(function: Callable[..., Any], **options: Any) -> Any:
     def compile(function: Callable[..., Any]) -> Any:
         from puna.kernels.compiled import njit
 
-        return njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz", "arcp"})(function)
+        return njit(nogil=True, cache=True, error_model="numpy", **options)(function)
 
     return Placeholder(function, compile)
 

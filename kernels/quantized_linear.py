@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from puna.kernels.configurations import capability, configuration
-from puna.kernels.lazy import has_numba, numba_jit, triton_jit
+from puna.kernels.lazy import has_numba, strict_jit, triton_jit
 from puna.kernels.linear import product
 from puna.kernels.loops import run_rows
 from puna.kernels.operators import differentiable, operator, wide
@@ -53,8 +53,8 @@ def low_precision_linear_reference(x_TD: Tensor, w_ND: Tensor, kind: Kind) -> Te
 # --- portable --------------------------------------------------------------------------------------------
 
 
-@numba_jit
-def _quantize_loop(part: Any, start: Any, stop: Any, D: Any, x: Any, q: Any, scales: Any) -> None:
+@strict_jit
+def _quantize_strictly(part: Any, start: Any, stop: Any, D: Any, x: Any, q: Any, scales: Any) -> None:
     """Rows start .. stop - 1 at address `x` in INT8: `q` [T, D], `scales` [T]."""
     for t in range(start, stop):
         at = x + 4 * t * D
@@ -75,7 +75,7 @@ def _quantize(x_TD: Tensor, columns: Tensor | None, fp8: bool) -> tuple[Tensor, 
     if not fp8 and columns is None and x_TD.dtype == torch.float32 and x_TD.is_cpu and x_TD.is_contiguous() and has_numba():
         T, D = x_TD.shape
         q_TD, scale_T = torch.empty(T, D, dtype=torch.int8), torch.empty(T)
-        run_rows(_quantize_loop, T, D, D, x_TD.data_ptr(), q_TD.numpy(), scale_T.numpy())
+        run_rows(_quantize_strictly, T, D, D, x_TD.data_ptr(), q_TD.numpy(), scale_T.numpy())
         return q_TD, scale_T
     x_TD = x_TD.to(wide(x_TD.dtype))
     return quantize_rows_reference(x_TD if columns is None else x_TD * columns, "fp8" if fp8 else "int8")

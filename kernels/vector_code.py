@@ -56,15 +56,17 @@ def load_first(builder: Any, address: Any, inside: Any) -> Any:
     return masked(builder, "load", VECTOR, at(builder, address), ir.IntType(32)(4), inside, constant(0.0))
 
 
-def sums(builder: Any, vectors: list[Any]) -> Any:
-    """The sum of each vector's lanes, as the lanes of one vector: halves are added until one lane of each is left."""
+def sums(builder: Any, vectors: list[Any], add: Any = None) -> Any:
+    """The sum of each vector's lanes, as the lanes of one vector: halves are added until one lane of each is left. `add`: of the
+    builder, for integers."""
+    add = add or builder.fadd
     width = LANES
     while width > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True) if len(vectors) > 1 else [(vectors[0], vectors[0])]
         lanes = vectors[0].type.count * (2 if len(vectors) > 1 else 1)
         low = [s + i for s in range(0, lanes, width) for i in range(width // 2)]
         parts = [ir.Constant(ir.VectorType(ir.IntType(32), len(low)), [i + more for i in low]) for more in (0, width // 2)]
-        vectors = [builder.fadd(*(builder.shuffle_vector(*pair, part) for part in parts)) for pair in pairs]
+        vectors = [add(*(builder.shuffle_vector(*pair, part) for part in parts)) for pair in pairs]
         width //= 2
     return vectors[0]
 

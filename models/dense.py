@@ -1,6 +1,8 @@
-"""A dense model in fp32 on a CPU by loops that compute a layer each: generation's way through the model, with the model's own weights.
+"""A dense model on a CPU, in fp32 or with its layers' matrices in INT8, by loops that compute a layer each: generation's way through the
+model, with the model's own weights.
 
-Where the loops do not reach (experts, latent attention, parallel blocks, other types and devices) the model's own operators serve.
+Where the loops do not reach (experts, latent attention, parallel blocks, other types and devices, INT8 without AVX-512 VNNI) the
+model's own operators serve.
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from puna.kernels.dense_layers import DenseLayer, DenseLayers
+from puna.kernels.dense_layers import PROJECTIONS, DenseLayer, DenseLayers
 from puna.kernels.lazy import has_numba
 from puna.kernels.operators import INTERPRETED
 from puna.kernels.paged_attention import PAGE, PagedPlan
+from puna.models.quantised import QuantisedLinear
 from puna.models.transformer import Transformer, rotary_table
+
+if has_numba():
+    from puna.kernels.int8_products import AVAILABLE
 
 # Where a layer's weights stand in a block of the model.
 WEIGHTS = {
@@ -27,7 +33,8 @@ WEIGHTS = {
     **{name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
 }
 
-NEEDED = {place for name, place in WEIGHTS.items() if not name.endswith("_bias") and name not in ("q_norm", "k_norm")}
+PLAIN = {WEIGHTS[name] for name in PROJECTIONS}
+SMALL = {f"{place.removesuffix('weight')}{part}" for place in PLAIN for part in ("q", "scale")}
 
 
 class Loops:
@@ -52,10 +59,15 @@ class Loops:
 def loops(model: Transformer) -> Loops | None:
     """The model by loops, where they can compute it: not with adapters, of which the loops know nothing."""
     config = model.config
-    names = {name for block in model.model.layers for name, _ in block.named_parameters()}
-    plain = not config.parallel_block and NEEDED <= names <= {*WEIGHTS.values()}
-    alike = all(p.dtype == torch.float32 and p.is_cpu and p.is_contiguous() for p in model.parameters())
-    return Loops(model) if plain and alike and has_numba() and not INTERPRETED else None
+    if not has_numba() or INTERPRETED or config.parallel_block:
+        return None
+    small = [module for module in model.model.layers.modules() if isinstance(module, QuantisedLinear)]
+    places = (SMALL if small else PLAIN) | {place for name, place in WEIGHTS.items() if name not in PROJECTIONS}
+    needed = {place for place in places if not place.endswith(("bias", "q_norm.weight", "k_norm.weight"))}
+    plain = all(needed <= {name for name, _ in block.named_parameters()} <= places for block in model.model.layers)
+    bytes_ = {id(module.q) for module in small if module.q.dtype == torch.int8 and AVAILABLE}
+    alike = all((p.dtype == torch.float32 or id(p) in bytes_) and p.is_cpu and p.is_contiguous() for p in model.parameters())
+    return Loops(model) if plain and alike else None
 
 
 def _dense_layers(model: Transformer) -> DenseLayers:
@@ -63,6 +75,9 @@ def _dense_layers(model: Transformer) -> DenseLayers:
     for block in model.model.layers:
         found = dict(block.named_parameters())
         given: dict[str, Any] = {name: found.get(place) for name, place in WEIGHTS.items()}
+        for name in PROJECTIONS:
+            place = WEIGHTS[name].removesuffix("weight")
+            given[name], given[f"{name}_scale"] = found.get(f"{place}q", given[name]), found.get(f"{place}scale")
         layers.append(DenseLayer(**given))
     norm = model.model.norm.weight
     return DenseLayers(layers, norm, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps)

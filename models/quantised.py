@@ -1,7 +1,8 @@
 """A model with its layers' matrices in 8 bits, INT8 or FP8 with a scale per output: a quarter or half of the memory, and of what a step
 of few tokens reads.
 
-Products are in 8 bits, too: each token's vector is put there with a scale of its own (`kernels/quantized_linear.py`). Embeddings, the
+Products are in 8 bits, too: each token's vector is put there with a scale of its own (`kernels/quantized_linear.py`). On a CPU with
+AVX-512 VNNI a layer in INT8 is computed by the loops of `dense.py`, with the same bits. Embeddings, the
 output layer and norms stay as they are, as in most quantised models (LLM.int8, Dettmers et al. 2022; SmoothQuant, Xiao et al. 2023).
 """
 

@@ -76,3 +76,21 @@ def test_registered_as_torch_expects(kind):
     checks = ("test_autograd_registration", "test_faketensor") + (("test_schema",) if kind == "int8" else ())  # it compares no FP8
     x, w = draw(4, 16).requires_grad_(), draw(8, 16, seed=1)
     torch.library.opcheck(module._low_precision_linear.dispatched, (x, w.requires_grad_(), kind == "fp8"), test_utils=checks)
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 7), (6, 13, 100), (17, 64, 64), (5, 130, 192)])
+def test_rows_of_bytes_have_the_bits_of_the_operator(shape):
+    """Rows and columns beyond whole tiles, depths beyond whole steps; a row that is not finite gives no numbers, as there."""
+    pytest.importorskip("numba")
+    from puna.kernels.int8_products import AVAILABLE, products8, quantize_row, row_bytes
+
+    if not AVAILABLE:
+        pytest.skip("the CPU has no AVX-512 VNNI")
+    T, N, D = shape
+    x, (q, scale) = draw(T, D), quantize_rows(draw(N, D, seed=1), "int8")
+    x[-1, 0] = float("inf")
+    rows, y, sums = torch.empty(T, row_bytes(D), dtype=torch.uint8), torch.empty(T, N), q.sum(1, dtype=torch.int32)
+    for t in range(T):
+        quantize_row(D, x[t].data_ptr(), rows[t].data_ptr())
+    products8(T, N, D, rows.data_ptr(), q.data_ptr(), scale.data_ptr(), sums.data_ptr(), y.data_ptr(), 4 * N)
+    assert torch.equal(y[:-1], module.quantized_linear(x, q, scale)[:-1]) and bool(y[-1].isnan().all())

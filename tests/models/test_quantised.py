@@ -5,11 +5,14 @@ import copy
 import pytest
 import torch
 
+from puna.kernels.exact import exact_passes
 from puna.kernels.quantized_linear import low_precision_linear_reference
 from puna.models.config import ModelConfig
+from puna.models.dense import loops
 from puna.models.forest import Forest
 from puna.models.generation import Engine, SamplingParams
 from puna.models.quantised import QuantisedLinear, quantise
+from puna.models.training.objectives.base import Targets
 from puna.models.transformer import Linear, Transformer
 
 CONFIG = ModelConfig(vocab_size=83, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
@@ -79,3 +82,35 @@ def test_experts_are_refused():
     moe = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
     with pytest.raises(ValueError, match="the experts' matrices of a mixture cannot be kept in 8 bits; choose 'same'"):
         quantise(Transformer(ModelConfig(**{**CONFIG.to_dict(), "moe": moe, "model_type": ""})), "int8")
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_int8_layers_by_loops_have_the_bits_of_the_models(exact):
+    """Widths that fill no step of the unit, biases, norms of heads; chunks, pauses and shared prompts; and the training pass's log-probs."""
+    pytest.importorskip("numba")
+    from puna.kernels.int8_products import AVAILABLE
+
+    model = drawn(hidden_size=40, intermediate_size=84, head_dim=12, qkv_bias=True, o_bias=True, qk_norm=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(len(name)))
+    quantise(model, "int8")
+    by_loops, plain = (Engine(model, exact=exact, step_tokens=9) for _ in range(2))
+    assert (by_loops._loops[0] is not None) == AVAILABLE
+    plain._loops = [None]
+    asked, params = [[1, 2, 3], list(range(40)), [7, 8]], SamplingParams(n=3, max_tokens=12, stop=(), seed=1)
+    answers = by_loops.generate(asked, params)
+    assert answers == plain.generate(asked, params)
+    if exact:
+        targets = Targets.from_answers(asked, [[answer.tokens for answer in row] for row in answers])
+        with torch.no_grad(), exact_passes(torch.float32, torch.device("cpu")):
+            logprobs = model.token_logprobs(targets.forest, targets.positions, targets.tokens, 1.0)[0]
+        assert torch.equal(logprobs, torch.tensor([p for row in answers for answer in row for p in answer.logprobs]))
+
+
+def test_mixed_layers_are_computed_by_the_models_operators():
+    """FP8, and a model of which only a part is quantised: the loops know neither."""
+    part = drawn()
+    part.model.layers[0].mlp.up_proj = QuantisedLinear(part.model.layers[0].mlp.up_proj, "int8")
+    assert loops(part) is None and loops(quantise(drawn(), "fp8")) is None
