@@ -1,7 +1,7 @@
 """Checkpoints in Hugging Face's layout: config.json, model.safetensors and the tokenizer's files; GGUF files are read, too.
 
 What is written here loads in transformers, vLLM and llama.cpp's converter as a model of its family; what
-they write is read back, sharded or not, in fp32, fp16 or bf16. Nothing is ever unpickled.
+they write is read back, sharded or not, in fp32, fp16, bf16 or AWQ's four bits. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from puna.models.awq import spelled_out
 from puna.models.config import ModelConfig
 from puna.models.families import architecture, from_disk, hub_config, parse_config, to_disk
 from puna.models.tokenizer import Tokenizer
@@ -60,7 +61,8 @@ def load(
 ) -> Transformer:
     """Read a checkpoint of any layout in `families.py`, a folder or a GGUF file; the model is on `device` in `dtype`.
 
-    Tensors go there one by one, so that nothing but the model itself is held whole.
+    Tensors go there one by one, so that nothing but the model itself is held whole. An AWQ checkpoint's matrices are spelled out
+    (`awq.py`).
 
     `dtype=None` keeps each tensor's own; blocks of few bits in a GGUF file are unpacked to float32.
     `head=None` takes the head that the checkpoint holds. A scalar head that it lacks is zero: all first
@@ -72,7 +74,7 @@ def load(
         return _from_gguf(path, lambda file: _built(file.config, file.state(file.config, dtype, device), head, path))
     config = read_config(path)
     try:
-        state = from_disk(_read_tensors(path, dtype, device), config)
+        state = from_disk(spelled_out(_read_tensors(path, dtype, device), dtype), config)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     return _built(config, state, head, path)
@@ -177,7 +179,7 @@ def _read_tensors(folder: Path, dtype: torch.dtype | None, device: torch.device 
     tensors: dict[str, Tensor] = {}
 
     def placed(tensor: Tensor) -> Tensor:
-        return tensor.to(device, dtype or tensor.dtype)
+        return tensor.to(device, dtype if dtype and tensor.is_floating_point() else tensor.dtype)
 
     for name in names:
         path = folder / name

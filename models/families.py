@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from puna.models import awq
 from puna.models.config import Mla, ModelConfig
 from puna.models.settings import problems
 
@@ -34,7 +35,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", None),
     "mlp_bias": (False, None),
     "partial_rotary_factor": (1.0, None),
-    "quantization_config": (None,),
     "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], (), None),
 }
@@ -61,6 +61,8 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     for name, plain in PLAIN.items():
         if raw.get(name, plain[-1]) not in plain:
             raise ValueError(f"{name} = {raw[name]!r} is not supported (only {plain[0]!r})")
+    if raw.get("quantization_config") is not None and (reason := awq.refused(raw["quantization_config"])):
+        raise ValueError(reason)
     known = ModelConfig.model_fields
     values = {"num_key_value_heads": raw.get("num_attention_heads"), **raw, "model_type": kind}
     values |= _rope(raw)
