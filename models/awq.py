@@ -1,4 +1,4 @@
-"""AWQ checkpoints (Lin et al. 2024) in AutoAWQ's layout, spelled out as they are read: w[n, d] = (q[n, d] - z[n, g]) s[n, g], g being d's group.
+"""AWQ checkpoints (Lin et al. 2024) in AutoAWQ's layout, spelled out as they are read: w = (q - z) s, with z and s of the input's group.
 
 A matrix of D inputs and N outputs is `qweight` [D, N / 8] int32 with eight 4-bit numbers each, `qzeros` [D / group, N / 8] packed alike,
 and `scales` [D / group, N]. In an int32 the bits 4 i to 4 i + 3 belong to output ORDER[i] of the eight.
