@@ -116,6 +116,15 @@ class ShardRows:
             places = (source[rows], row[rows])
         return taken(self.stored, *places, columns)
 
+    def by_group(self, rows: Ints) -> Iterator[Ints]:
+        """Some rows, those of one row group at a time: `take` reads a group whole, however many of its rows it is asked for."""
+        source, row = self.place(0, self.rows)
+        for number in np.unique(source[rows]).tolist():
+            file, here = self.stored[number], rows[source[rows] == number]
+            assert file is not None
+            group = np.searchsorted(np.cumsum(file.groups), row[here], side="right")
+            yield from (here[group == one] for one in np.unique(group))
+
     def pieces(self, rows: int | None = None) -> Iterator[tuple[int, int]]:
         """(start, stop) of pieces of at most `rows` rows that follow the row groups where they can; None: of one row group each.
 

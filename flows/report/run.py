@@ -174,9 +174,9 @@ def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, An
         if inside:
             ids = shard.read(0, shard.rows, ["id"])["id"].combine_chunks()
             places = np.asarray(pc.drop_null(pc.index_in(pa.array(inside, pa.string()), value_set=ids)), np.int64)
-            for at in range(len(places)):  # one by one: each lies in another row group, which is read whole
-                (row,) = shard.take(places[at : at + 1], columns).to_pylist()
-                found[row["id"]] = row | (_turns(row) if column == "messages" else {"text": _decoded(row[column])})
+            for together in shard.by_group(places):
+                for row in shard.take(together, columns).to_pylist():
+                    found[row["id"]] = row | (_turns(row) if column == "messages" else {"text": _decoded(row[column])})
     return found
 
 

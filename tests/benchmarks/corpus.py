@@ -6,12 +6,16 @@ The store is the environment's PUNA_STORE, `.puna` otherwise: a store in which t
 from __future__ import annotations
 
 import os
+import random
+import re
 from functools import cache
 from pathlib import Path
 
 import pyarrow as pa
 
 from puna.storage import Artifact, Store
+
+TEXT = re.compile(rb"<(script|style)\b.*?</\1\s*>|<[^>]*>|[^<]+", re.DOTALL | re.IGNORECASE)
 
 
 def store() -> Store:
@@ -27,6 +31,43 @@ def sample() -> list[Path]:
     if not list(folder.glob("*.warc.gz")):
         build_sample(folder, lambda done, total, note: None)
     return sorted(folder.glob("*.warc.gz"))
+
+
+def larger(folder: Path, times: int) -> list[Path]:
+    """Archives in `folder` with the sample's pages and, but for the first time, with the words of each piece of text in another order.
+
+    So languages, frequent words, mark-up and lengths are those of the sample, and no page is another one's near-duplicate for it.
+    """
+    from fastwarc.warc import ArchiveIterator, WarcRecordType
+
+    from puna.stages.sample.warc import Page, write_warc
+
+    made = []
+    for file in sample():
+        pages = []
+        with file.open("rb") as stream:
+            for record in ArchiveIterator(stream, record_types=WarcRecordType.response):
+                kind = record.http_headers["Content-Type"]
+                pages.append(Page(record.headers["WARC-Target-URI"], record.record_date, kind, record.reader.read()))
+        mixed = [
+            Page(f"{page.url}-{time}", page.fetched_at, page.content_type, _shuffled(page.body, random.Random(time)))
+            for time in range(1, times)
+            for page in pages
+        ]
+        made.append(folder / file.name)
+        write_warc(made[-1], pages + mixed, {"description": f"the sample {times} times, words shuffled"})
+    return made
+
+
+def _shuffled(page: bytes, chance: random.Random) -> bytes:
+    """A page (HTML, or text) with the words of each run of text in another order; scripts and styles stay."""
+
+    def mixed(found: re.Match[bytes]) -> bytes:
+        words = found[0].split(b" ")
+        chance.shuffle(words)
+        return b" ".join(words)
+
+    return TEXT.sub(lambda found: found[0] if found[0].startswith(b"<") else mixed(found), page)
 
 
 @cache

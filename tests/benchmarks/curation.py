@@ -3,7 +3,7 @@
     PUNA_EXTRACTION_DATA=FOLDER python tests/benchmarks/curation.py [--part heuristics …] [--store FOLDER] [--json]
 
 Each part is a module `curation_PART.py` beside this file with `figures() -> dict[str, float]`. Without --part those that
-have peers or goals are run; fuzz, memory and update take minutes and are run when they are named. Speeds are by process CPU time.
+have peers or goals are run; fuzz, memory, sizes and update take minutes and are run when they are named. Speeds are by process CPU time.
 Peers run in environments of their own (`peers.py`); the documents are the demo's sample (`corpus.py`); extraction is
 scored on annotated pages (`curation_extract.py`). What is missing is told before anything is measured.
 """
@@ -23,7 +23,7 @@ ROOT = HERE.parents[1]
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 PARTS = tuple(sorted(file.stem.removeprefix("curation_") for file in HERE.glob("curation_*.py")))
-LONG = ("fuzz", "memory", "update")
+LONG = ("fuzz", "memory", "sizes", "update")
 
 
 def main() -> None:

@@ -169,6 +169,14 @@ def test_rows_kept_by_reference_are_those_rows(tmp_path: Path, monkeypatch: pyte
             assert pa.concat_tables([p.read() for p in parts]).equals(plain.read(columns=["id", "text"]))
             assert pa.concat_tables([p.read() for part in parts for p in part.split()]).equals(plain.read(columns=["id", "text"]))
             assert max(p.rows for p in parts) <= (size or 7)
+        for shard in (shard for shard in current.shards() if shard.rows):
+            some = np.flatnonzero(generator.random(shard.rows) < 0.7)
+            together = list(shard.by_group(some))
+            assert sorted(np.concatenate([some[:0], *together]).tolist()) == some.tolist()
+            source, row = shard.place(0, shard.rows)
+            ends = [np.cumsum(file.groups) if file else None for file in shard.stored]
+            groups = [{(n, int(np.searchsorted(ends[n], r, side="right"))) for n, r in zip(source[g], row[g], strict=True)} for g in together]
+            assert all(len(one) == 1 for one in groups) and len(set.union(set(), *groups)) == len(groups)
         low, high = sorted(generator.choice(ids, 2, replace=False))
         assert current.between(low, high, columns=["id"])["id"].to_pylist() == [i for i in plain.read()["id"].to_pylist() if low <= i <= high]
     with catalog.connect(store) as opened:
