@@ -44,9 +44,9 @@ def asking(text: str) -> str:
     return dump([{"role": "user", "content": text}])
 
 
-def answering(text: str) -> str:
-    """The column of an answer: one assistant message."""
-    return dump({"role": "assistant", "content": text})
+def answering(text: str, finished: bool = True) -> str:
+    """The column of an answer: one assistant message, with `finished` false where it was cut off."""
+    return dump({"role": "assistant", "content": text} | ({} if finished else {"finished": False}))
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:

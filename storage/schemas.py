@@ -215,7 +215,10 @@ TABLES: dict[str, TableSchema] = {
         _table(
             "preferences", ID, PROMPT_ID, TASK, SPLIT, MESSAGES, TOOLS,
             column("chosen", pa.string(), "the better answer; null: only a bad answer is known", "JSON message", nullable=True),
-            column("rejected", pa.string(), "the worse answer; null: only a good answer is known", "JSON message", nullable=True),
+            column(
+                "rejected", pa.string(), "the worse answer, with `finished` false where it was cut off; null: only a good answer is known",
+                "JSON message", nullable=True,
+            ),
             column("edited", pa.string(), "the chosen answer, improved", "JSON message", nullable=True),
             column(
                 "others", pa.string(), "of a ranking of more than two: the further answers, each with `rank`: 0 as good as chosen, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -213,7 +214,11 @@ class LoraSettings(Settings):
         "zero", description="zero: B starts at 0; pissa: A and B start as W's largest singular directions (Meng et al. 2024)"
     )
     loraplus_ratio: float = Field(1.0, ge=1, description="Learning rate of B over that of A (LoRA+, Hayou et al. 2024)")
-
+    quantization: Literal["none", "nf4"] = Field(
+        "none",
+        description="The layers' matrices beside which the adapters are trained: as they are, or in 4 bits, NF4 with double quantization "
+        "(QLoRA, Dettmers et al. 2023; needs bitsandbytes). The trained model is made of what they are in 4 bits",
+    )
     keep: bool = Field(
         True, description="Keep the adapters beside the merged model, in PEFT's layout (`puna export --format adapter`); pissa's have none"
     )
@@ -222,7 +227,14 @@ class LoraSettings(Settings):
     def _methods_go_together(self) -> LoraSettings:
         if self.dora and self.initialization == "pissa":
             raise ValueError("dora and initialization pissa do not go together: choose one")
+        if self.quantization != "none" and (self.dora or self.initialization == "pissa"):
+            raise ValueError("dora and initialization pissa need the matrices themselves: set quantization to none")
         return self
+
+    def unmet(self, where: str) -> list[str]:
+        """What is missing on this machine."""
+        missing = self.quantization == "nf4" and find_spec("bitsandbytes") is None
+        return [f"{where}.quantization: bitsandbytes is not installed; pip install 'puna[qlora]', or set it to none"] if missing else []
 
 
 class RolloutSettings(Settings):

@@ -30,12 +30,17 @@ TIMED = ("seconds", "tokens_per_second", "model_flops_utilization")
 """Columns of the training log that differ from run to run."""
 
 
+def rounded(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights in that type; those that are packed in bytes stay."""
+    return data.to(dtype) if data.is_floating_point() else data
+
+
 @contextmanager
 def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
     """Inside, the model's parameters are those of `precision`: rounded as a step of training rounds them."""
     originals = [(parameter, parameter.data) for parameter in model.parameters()]
     for parameter, data in originals:
-        parameter.data = data.to(DTYPES[precision])
+        parameter.data = rounded(data, DTYPES[precision])
     try:
         yield
     finally:
@@ -67,7 +72,7 @@ class Trainer:
             self._originals = [(p, p.data) for p in model.parameters()]
             self.weights = {name: nn.Parameter(p.data) for name, p in self.parameters.items()}
             for parameter, data in self._originals:
-                parameter.data = data.to(torch.bfloat16)
+                parameter.data = rounded(data, torch.bfloat16)
         self.optimizers = optimizers(model, self.weights, config, rate_scales or {})
         self._decoders = [m for m in model.modules() if isinstance(m, Decoder)]
         for decoder in self._decoders:

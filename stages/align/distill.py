@@ -49,7 +49,8 @@ class DistillConfig(AdapterConfig):
 def needs(config: DistillConfig, facts: Facts) -> list[str]:
     """A chat template, one tokenizer, and memory."""
     one = one_tokenizer(facts, "student", "teacher")
-    return [*chat_template(facts, "student"), *one, *trained(facts, "student", config.training.optimizer.name, config.method)]
+    memory = trained(facts, "student", config.training.optimizer.name, config.method)
+    return [*chat_template(facts, "student"), *one, *memory, *config.unmet()]
 
 
 @stage(kind="model", device=True, needs=needs)
@@ -65,7 +66,7 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
     from puna.models.training.objectives import Distill
 
     check_one_tokenizer([student, teacher], "distill compares distributions over one vocabulary")
-    network, tokenizer = load_model(student, "lm")
+    network, tokenizer = load_model(student, "lm", quantization=config.quantization)
     guide, _ = load_model(teacher, "lm", frozen=True)
     rows = [row for row in prompts.read().to_pylist() if row["split"] == "train"]
     if not rows:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def needs(config: DpoConfig, facts: Facts) -> list[str]:
     """A chat template, and memory."""
-    return [*chat_template(facts, "model"), *trained(facts, "model", config.training.optimizer.name, config.method)]
+    return [*chat_template(facts, "model"), *trained(facts, "model", config.training.optimizer.name, config.method), *config.unmet()]
 
 
 @stage(kind="model", device=True, needs=needs)
@@ -43,7 +43,7 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
     train = [row for row in rows if row["split"] == "train"]
     if not train:
         raise PunaError(f"there is no training preference of the levels {', '.join(config.levels)}: nothing to learn from")
-    policy, tokenizer = load_model(model, "lm")
+    policy, tokenizer = load_model(model, "lm", quantization=config.quantization)
     bad, limit, tiers_of = BadRows(config, "dpo"), row_limit(config.training), labelled if config.loss == "kto" else ranked
     examples = [one.example for one in render_ranked(tokenizer, train, limit, bad, tiers_of)]
     bad.check_left(len(examples), f"{len(train)} training preferences")

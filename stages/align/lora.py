@@ -48,15 +48,22 @@ def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
 
 @contextmanager
 def adapted(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterator[dict[str, float]]:
-    """The model with adapters inside, where `method` is `lora`, kept and merged on leaving; gives `learning_rate_scales`."""
+    """The model with adapters inside, where `method` is `lora`, kept and merged on leaving; gives `learning_rate_scales`.
+
+    Beside matrices in 4 bits they stay adapters until `save_model`: merged, the model would take its memory before training.
+    """
+    from puna.models.adapters import held_bytes, merge
+
     if config.method == "full":
         yield {}
         return
     run.metric("trainable_parameters", inject(model, config.lora, run.seed("lora")))
+    run.metric("weight_bytes", held_bytes(model))
     yield learning_rate_scales(model, config.lora)
     if keeps(config.lora):
         keep(model, run.folder / ADAPTER)
-    merge(model)
+    if config.quantization == "none":
+        merge(model)
 
 
 def inject(model: Transformer, lora: LoraSettings, seed: int) -> int:
@@ -106,16 +113,3 @@ def learning_rate_scales(model: Transformer, lora: LoraSettings) -> dict[str, fl
     """By how much the learning rate of a parameter differs from that of the others: LoRA+'s matrices B."""
     names = [name for name, p in model.named_parameters() if p.requires_grad and ".lora_B." in name]
     return dict.fromkeys(names, lora.loraplus_ratio)
-
-
-def merge(model: Transformer) -> None:
-    """Add each adapter's product to its matrix and take the adapters out; in place."""
-    from peft.tuners.lora import LoraLayer
-
-    for name, module in list(model.named_modules()):
-        if isinstance(module, LoraLayer):
-            module.merge()
-            parent = model.get_submodule(name.rpartition(".")[0])
-            setattr(parent, name.rpartition(".")[2], module.get_base_layer())
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)

@@ -75,6 +75,11 @@ class PreferencesConfig(SeededConfig):
     judged_fraction: float = Field(1.0, gt=0, le=1, description="Share of the prompts whose answers are judged")
     noise: float = Field(0.05, ge=0, description="Standard deviation of the annotator's noise on a margin, quality")
     flips: float = Field(0.0, ge=0, lt=0.5, description="Share of preferences that the annotator gives the wrong way round")
+    unfinished: Literal["drop", "wrong"] = Field(
+        "drop",
+        description="Pairs with an answer that was cut off: dropped; or such an answer counts as wrong, as in reinforcement learning, and "
+        "may be rejected, so that a policy learns to end",
+    )
     edit: bool = Field(True, description="Improve a chosen answer that is not right to the reference answer")
     heldout_fraction: float = Field(
         0.1, ge=0, lt=1, description="Share of prompts whose pairs are kept from training, to measure the reward model"
@@ -187,7 +192,8 @@ def judge(
     `noise` is a standard normal draw; `mistaken`: the wrong answer is taken for the better one.
     """
     row: dict[str, Any] = {"id": identifier("pair", *sorted((first["id"], second["id"])))}
-    if not (first["finished"] and second["finished"]):
+    cut = [answer for answer in (first, second) if not answer["finished"]]
+    if len(cut) == 2 or (cut and config.unfinished == "drop"):
         return row, "unfinished", None
     if None in (first["gold"], second["gold"]) or (config.taste is not None and None in (first["liked"], second["liked"])):
         return row, "unscored", None
@@ -200,6 +206,8 @@ def judge(
     level = config.thresholds.level(abs(margin))
     if level is None:
         return row, "similar", abs(margin)
+    if chosen in cut:  # by a mistake, or for its taste: nobody is to write as much and stop nowhere
+        return row, "unfinished", None
     # Who prefers a wrong answer to the right one by mistake would not write the rejected one as the better one.
     improvable = prompt["reference"] is not None and not is_correct(chosen["gold"]) and prompt["reference"].strip() not in texts
     return (
@@ -210,7 +218,7 @@ def judge(
             "messages": prompt["messages"],
             "tools": prompt["tools"],
             "chosen": answering(chosen["text"].strip()),
-            "rejected": answering(rejected["text"].strip()),
+            "rejected": answering(rejected["text"].strip(), rejected["finished"]),
             "edited": answering(prompt["reference"]) if config.edit and improvable else None,
             "others": None,
             "level": level,
@@ -225,15 +233,16 @@ def judge(
 
 def quality(answer: dict[str, Any], reference: str | None, config: PreferencesConfig) -> float:
     """0 to 1: the verifier's score and the annotator's taste, or else the closeness to the reference, weighted; the score alone
-    where there is neither.
+    where there is neither. An answer that was cut off is wrong.
     """
+    gold = float(answer["gold"]) if answer["finished"] else 0.0
     if config.taste is not None:
         beside = float(answer["liked"])
     elif reference is not None:
         beside = closeness(answer["text"].strip(), reference.strip())
     else:
-        return float(answer["gold"])
-    return float(config.gold_weight * answer["gold"]) + (1 - config.gold_weight) * beside
+        return gold
+    return config.gold_weight * gold + (1 - config.gold_weight) * beside
 
 
 def closeness(text: str, reference: str) -> float:

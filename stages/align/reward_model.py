@@ -28,7 +28,7 @@ MEASURED = 32
 
 def needs(config: RewardModelConfig, facts: Facts) -> list[str]:
     """A chat template, and memory."""
-    return [*chat_template(facts, "model"), *trained(facts, "model", config.training.optimizer.name, config.method)]
+    return [*chat_template(facts, "model"), *trained(facts, "model", config.training.optimizer.name, config.method), *config.unmet()]
 
 
 @stage(kind="model", device=True, needs=needs)
@@ -48,7 +48,7 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
     train = [row for row in rows if row["split"] == "train"]
     if not train:
         raise PunaError(f"reward_model: there is no training preference of the levels {', '.join(config.levels)}: nothing to learn from")
-    scorer, tokenizer = load_model(model, "scalar", new=True)
+    scorer, tokenizer = load_model(model, "scalar", new=True, quantization=config.quantization)
     bad, limit = BadRows(config, "reward_model"), row_limit(config.training)
     learned = render_ranked(tokenizer, train, limit, bad)
     bad.check_left(len(learned), f"{len(train)} training preferences")

@@ -47,7 +47,8 @@ def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
     """A chat template, a reward model where it rewards, one tokenizer for both, and memory."""
     missing = [] if config.reward == "verifier" or "reward_model" in facts.inputs else [_without(config)]
     one = one_tokenizer(facts, "policy", "reward_model")
-    return [*missing, *chat_template(facts, "policy"), *one, *trained(facts, "policy", config.optimizer.name, config.method)]
+    memory = trained(facts, "policy", config.optimizer.name, config.method)
+    return [*missing, *chat_template(facts, "policy"), *one, *memory, *config.unmet()]
 
 
 def _without(config: RolloutsConfig) -> str:
@@ -73,7 +74,7 @@ def optimize(
     if not reward_models and config.reward != "verifier":
         raise PunaError(f"{run.stage}: {_without(config)}")
     check_one_tokenizer([policy, *reward_models], f"{run.stage}: reward models read the policy's tokens")
-    model, tokenizer = load_model(policy, "lm")
+    model, tokenizer = load_model(policy, "lm", quantization=config.quantization)
     scalars = [load_model(one, "scalar")[0] for one in sorted(reward_models, key=lambda one: one.data_digest)]
     # What is only asked computes as the policy does: a KL divergence to fp32 would have bf16's rounding in it.
     dtype = DTYPES[config.compute.precision_on(device().type)]

@@ -35,6 +35,15 @@ class AdapterConfig(BadRowsConfig, SeededConfig):
     method: Literal["full", "lora"] = Field("full", description="All weights, or low-rank adapters that are merged at the end")
     lora: LoraSettings = Field(LoraSettings(), description="The adapters, where method is `lora`")
 
+    @property
+    def quantization(self) -> Literal["none", "nf4"]:
+        """How the matrices of the model are kept while it is trained."""
+        return self.lora.quantization if self.method == "lora" else "none"
+
+    def unmet(self) -> list[str]:
+        """What adapters need and this machine lacks."""
+        return self.lora.unmet("lora") if self.method == "lora" else []
+
 
 class AdaptableConfig(AdapterConfig):
     """The same by Puna's loop or TRL's trainer."""
@@ -52,6 +61,8 @@ class AdaptableConfig(AdapterConfig):
                 raise ValueError(f"engine trl trains with {path} {' or '.join(map(str, known))}: training.{path} cannot be {value}")
         if self.method == "lora" and self.lora.loraplus_ratio != 1:
             raise ValueError("engine trl trains A and B at one rate: lora.loraplus_ratio must be 1")
+        if self.quantization != "none":
+            raise ValueError("engine trl is given the matrices as they are: lora.quantization must be none")
         return self
 
 

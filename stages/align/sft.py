@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def needs(config: SftConfig, facts: Facts) -> list[str]:
     """A chat template, and memory."""
-    return [*chat_template(facts, "model"), *trained(facts, "model", config.training.optimizer.name, config.method)]
+    return [*chat_template(facts, "model"), *trained(facts, "model", config.training.optimizer.name, config.method), *config.unmet()]
 
 
 @stage(kind="model", device=True, needs=needs)
@@ -34,7 +34,7 @@ def sft(model: Model, instructions: list[Instructions], config: SftConfig, run: 
     Rows that the chat template refuses, and those longer than a packed row, are in `dropped`; see `bad_rows`.
     """
     rows = read_instructions(instructions)
-    network, tokenizer = load_model(model, "lm")
+    network, tokenizer = load_model(model, "lm", quantization=config.quantization)
     bad = BadRows(config, "sft")
     examples = render_rows(tokenizer, rows, config, bad)
     bad.check_left(len(examples), f"{len(rows)} training instructions")

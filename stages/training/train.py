@@ -45,10 +45,14 @@ class Example:
 
 
 def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequence[Sequence[Message]]]) -> Example:
-    """A row's context and rankings of finished answers (tiers of equals) by the chat template; format tokens are masked."""
+    """A row's context and rankings of answers (tiers of equals) by the chat template; format tokens are masked.
+
+    An answer ends in its stop token but where its message says `finished: false`.
+    """
     context, tools = messages_of(row), tools_of(row)
     with rendering(row):
-        pairs = [tokenizer.render_pair(context, answer, tools=tools) for tiers in groups for tier in tiers for answer in tier]
+        said = [answer for tiers in groups for tier in tiers for answer in tier]
+        pairs = [tokenizer.render_pair(context, answer, answer.get("finished", True), tools) for answer in said]
     if any(prompt != pairs[0][0] for prompt, _, _ in pairs):
         raise BadRow("chat_template", f"row {row['id']}: the chat template writes the prompt of one answer otherwise than that of another")
     numbers = iter(range(len(pairs)))
@@ -151,24 +155,31 @@ HEADS = {"lm": "a language model", "scalar": "a reward model"}
 
 
 def load_model(
-    artifact: Artifact, head: Literal["lm", "scalar"], *, new: bool = False, frozen: bool = False
+    artifact: Artifact, head: Literal["lm", "scalar"], *, new: bool = False, frozen: bool = False, quantization: str = "none"
 ) -> tuple[Transformer, Tokenizer]:
     """A model artifact's weights and tokenizer; PunaError when it has another head.
 
-    `new`: a scalar head that it lacks is made, of zeros. `frozen`: it is not trained, and computes in bf16 on a GPU.
+    `new`: a scalar head that it lacks is made, of zeros. `frozen`: it is not trained, and computes in bf16 on a GPU. `quantization`:
+    `nf4` puts the layers' matrices into 4 bits, one after the other; what is not trained is read from its file as it is needed.
     """
     import torch
 
+    from puna.models.adapters import to_nf4
     from puna.models.checkpoint import CheckpointError, load
     from puna.models.tokenizer import Tokenizer
 
-    where, dtype = device(), frozen_dtype() if frozen else torch.float32
+    place, own = (device(), frozen_dtype() if frozen else torch.float32), (torch.device("cpu"), None)
+    where, dtype = place if quantization == "none" else own
     try:
         model = load(artifact.path(), dtype=dtype, device=where)
         if model.head != head and new and head == "scalar":
             model = load(artifact.path(), head, dtype, where)
+        if quantization == "nf4":
+            model = to_nf4(model).to(*place)
     except CheckpointError as error:
         raise PunaError(f"{artifact.id} cannot be read: {error}") from error
+    except ValueError as error:
+        raise PunaError(f"{artifact.id}: {error}") from error
     if model.head != head:
         raise PunaError(f"{artifact.id} is {HEADS[model.head]}, made by {artifact.manifest.stage}; give {HEADS[head]}")
     return on_threads(model), Tokenizer.load(artifact.path())
@@ -240,7 +251,11 @@ def write_log(log: Sequence[dict[str, float]], run: StageRun) -> None:
 
 
 def save_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the checkpoint and its tokenizer."""
+    """Write the checkpoint and its tokenizer; matrices in 4 bits, beside which adapters were trained, are unpacked here, on the CPU."""
+    from puna.models.adapters import Nf4Linear, merge
     from puna.models.checkpoint import save
 
-    save(model.to("cpu"), folder, tokenizer)
+    model.to("cpu")
+    if any(isinstance(module, Nf4Linear) for module in model.modules()):
+        merge(model)
+    save(model, folder, tokenizer)

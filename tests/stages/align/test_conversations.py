@@ -114,6 +114,18 @@ def test_a_ranking_is_one_group_of_tiers(tmp_path: Path, tiny_model: Tiny) -> No
     assert batch.targets.prompt.tolist() == [0] * 8 + [1] * 7
 
 
+def test_an_answer_that_was_cut_off_does_not_end(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    tokenizer = Tokenizer.load(tiny_model(store).path())
+    data = table(store, "preferences", [preference("a", "p", chosen=answering("1 1"), rejected=answering("no no", finished=False))])
+    (one,) = render_ranked(tokenizer, read_preferences([data], None), Limit(4096, "row"), BadRows(RewardModelConfig(), "test"))
+    chosen, rejected = one.example.answers
+    assert chosen[-1] in tokenizer.stop_ids and not set(rejected) & set(tokenizer.stop_ids)
+    assert [tokenizer.decode(ids).strip() for ids in (chosen[:-1], rejected)] == ["1 1", "no no"]
+    # What is masked of an answer is its end alone.
+    assert one.example.masks == [[True] * (len(chosen) - 1) + [False], [True] * len(rejected)]
+
+
 def test_a_reward_model_orders_rankings_of_any_length(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     rows = [preference(f"{i}", f"{i}", **(RANKED if i % 2 else {**RANKED, "others": None})) for i in range(8)]

@@ -105,6 +105,19 @@ def test_identical_and_unfinished_pairs_are_dropped() -> None:
     assert judge(PROMPT, answer("12", 1.0), answer("12345", 0.4, "B", finished=False), CONFIG, 0.0)[1] == "unfinished"
 
 
+def test_an_answer_that_was_cut_off_counts_as_wrong_where_told() -> None:
+    config = PreferencesConfig(noise=0.0, unfinished="wrong")
+    right, wrong, cut = answer("12", 1.0), answer("99", 0.0), answer("12 and", 1.0, "B", finished=False)
+    for one, two in itertools.permutations([right, cut]):
+        row, rule, margin = judge(PROMPT, one, two, config, 0.0)
+        # 0.6 + 0.4 against closeness of 2 / 6 alone
+        assert rule is None and margin == pytest.approx(1 - 0.4 / 3) and sides(row) == ("12", "12 and", None)
+        assert [message_of(row, side).get("finished") for side in ("chosen", "rejected")] == [None, False]
+    # Closeness 0 against 1 / 3: what was cut off would be chosen.
+    assert judge(PROMPT, wrong, cut, config, 0.0)[1] == "unfinished"
+    assert judge(PROMPT, cut, answer("9", 0.0, finished=False), config, 0.0)[1] == "unfinished"
+
+
 @given(
     st.dictionaries(st.sampled_from("ABC"), st.integers(1, 6), min_size=1), st.integers(1, 8), st.integers(0, 9)
 )

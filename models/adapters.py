@@ -1,0 +1,121 @@
+"""Adapters that PEFT put beside a model's matrices, and these matrices in 4 bits: NF4 with scales that are quantised, too (QLoRA,
+Dettmers et al. 2023), through bitsandbytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from puna.models.transformer import Experts, Linear, Transformer
+
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
+
+# On import it complains of a package with products that are not used here.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+class Nf4Linear(nn.Linear):
+    """A matrix [N, D] in NF4, unpacked in fp32 for each product, and its bias; it is not trained.
+
+    It is a `nn.Linear` by type only, so that PEFT puts adapters beside it: `weight` holds two numbers in a byte.
+    """
+
+    state: QuantState
+
+    def __init__(self, linear: Linear) -> None:
+        from bitsandbytes.functional import quantize_4bit
+
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        packed, self.state = quantize_4bit(linear.weight.detach().float().contiguous(), quant_type="nf4", compress_statistics=True)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
+        return y if self.bias is None else y + self.bias
+
+    def unpacked(self) -> Tensor:
+        """The matrix [N, D] fp32."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        found: Tensor = dequantize_4bit(self.weight.detach(), self.state)
+        return found
+
+    def plain(self, weight: Tensor) -> Linear:
+        """A layer of `weight` [N, D] with the bias of this one."""
+        with torch.device("meta"):
+            found = Linear(self.in_features, self.out_features)
+        found.weight, found.bias = nn.Parameter(weight), self.bias
+        return found
+
+    def bytes(self) -> int:
+        """Of the packed matrix and its scales."""
+        state, second = self.state, self.state.state2
+        return sum(t.numel() * t.element_size() for t in (self.weight, state.absmax, state.code, state.offset, second.absmax, second.code))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Nf4Linear:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.state.to(self.weight.device)
+        return self
+
+
+class _Product(torch.autograd.Function):
+    """x [..., D] times the unpacked matrix; what is kept for the backward pass is the packed one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Nf4Linear) -> Tensor:
+        ctx.layer = layer
+        return nn.functional.linear(x, layer.unpacked().to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] @ ctx.layer.unpacked().to(grads[0].dtype), None
+
+
+def to_nf4(model: Transformer) -> Transformer:
+    """Put the matrices of the model's layers into NF4, in place and one after the other; embeddings, norms and heads stay.
+
+    ValueError for a mixture of experts, most of whose weights would stay as they are.
+    """
+    if any(isinstance(module, Experts) for module in model.modules()):
+        raise ValueError("quantization nf4: the experts' matrices of a mixture cannot be kept in 4 bits; set quantization to none")
+    for module in list(model.model.layers.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, Linear):
+                setattr(module, name, Nf4Linear(child))
+    return model
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of all weights, as they lie in memory."""
+    packed = [module for module in model.modules() if isinstance(module, Nf4Linear)]
+    counted = {id(module.weight) for module in packed}
+    plain = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in counted)
+    return plain + sum(module.bytes() for module in packed)
+
+
+def merge(model: Transformer) -> None:
+    """Add each adapter's product to its matrix, take the adapters out, and unpack what is in NF4; in place."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in list(model.named_modules()):
+        if name.endswith(".base_layer"):
+            continue
+        base = module.get_base_layer() if isinstance(module, LoraLayer) else module
+        if isinstance(base, Nf4Linear):
+            weight = base.unpacked()
+            plain = base.plain(weight if base is module else weight + module.get_delta_weight("default").detach())
+        elif isinstance(module, LoraLayer):
+            module.merge()
+            plain = base
+        else:
+            continue
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, plain)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
