@@ -74,7 +74,7 @@ def _attribute(page: Scan, element: int, tag: int, name: np.uint64, start: int, 
         page.elements[element, L.FLAGS] = flags | L.HIDDEN
     elif name == A_ARIA_HIDDEN and stop > start and html[start] == 116:
         page.elements[element, L.FLAGS] = flags | L.ARIA_HIDDEN
-    elif name == A_STYLE and (has(html, start, stop, b"display:none") or has(html, start, stop, b"display: none")):
+    elif name == A_STYLE and _hides(html, start, stop):
         page.elements[element, L.FLAGS] = flags | L.HIDDEN
     elif name == A_TYPE and tag == T_SCRIPT:
         page.elements[element, L.CHILDREN] = 1 if has(html, start, stop, b"math/tex") else 2 if has(html, start, stop, b"ld+json") else 0
@@ -87,6 +87,13 @@ def _attribute(page: Scan, element: int, tag: int, name: np.uint64, start: int, 
         or (tag == T_MATH and name == A_ALTTEXT)
     ):
         s[L.VALUE], s[L.VALUE_STOP] = start, stop
+
+
+@njit(cache=True, borrows=True)
+def _hides(html: NDArray[np.uint8], start: int, stop: int) -> bool:
+    """Whether a style hides its element."""
+    gone = has(html, start, stop, b"display:none") or has(html, start, stop, b"display: none")
+    return bool(gone or has(html, start, stop, b"visibility:hidden") or has(html, start, stop, b"visibility: hidden"))
 
 
 @njit(cache=True, borrows=True)

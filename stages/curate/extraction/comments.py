@@ -16,6 +16,7 @@ from puna.stages.curate.extraction.layout import Scan
 ABOVE = 100  # words that are kept above the comments
 BELOW = 0.25  # of these, at most, are kept below the first of them besides comments
 MOST_WORDS = 3  # of the container's class and id: a heading about comments has longer ones
+MOST_AFTER = 6  # where the first of these words is the name
 NAMES = ("comment", "comments", "commentlist", "comentarios", "kommentare", "commentaires", "disqus")
 CLASS, ID = 0, 1  # as `attributes` tells their words apart
 
@@ -45,9 +46,9 @@ def without_comments(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
             continue
         last = elements[e + 1, L.TOKENS] if e + 1 < len(elements) else len(page.tokens)
         own = page.tokens[elements[e, L.TOKENS] : last]
-        if len(own) > MOST_WORDS:
+        if len(own) > MOST_AFTER:
             continue
-        for token in own:
+        for token in own if len(own) <= MOST_WORDS else own[:1]:
             if (token == SAYS_COMMENTS).any():
                 out[first:end] = False
                 above = kept[first] if above < 0 else above

@@ -24,6 +24,7 @@ from puna.stages.curate.extraction.comments import without_comments
 from puna.stages.curate.extraction.cut import best_cut
 from puna.stages.curate.extraction.layout import Scan
 from puna.stages.curate.extraction.tags import NUMBER
+from puna.stages.curate.extraction.teasers import without_teasers
 from puna.stages.curate.extraction.trees import Splits, Trees, logits, splits
 from puna.stages.curate.extraction.whole import made_whole
 
@@ -114,10 +115,15 @@ def chosen(page: Scan, p: NDArray[np.float32]) -> NDArray[np.bool_]:
 def content(page: Scan, model: Model) -> NDArray[np.bool_]:
     """Which blocks are the page's content [blocks]."""
     p, types = judge(page, model)
-    return below_the_article(page, chosen(page, p), types)
+    return below_the_article(page, chosen(page, p), p, types)
 
 
-def below_the_article(page: Scan, keep: NDArray[np.bool_], types: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """`keep` [blocks] without readers' comments where the page is an article beyond doubt; `types`: logits of the page's type."""
-    certain = PAGE_TYPES[int(types.argmax())] == "article" and types.max() >= CERTAIN
-    return without_comments(page, keep) if certain else keep
+def below_the_article(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32], types: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """`keep` [blocks] without teasers where the page is an article, and without readers' comments where it is one beyond doubt.
+
+    `p` [blocks]: the chance of each to be content; `types` [page types]: logits of the page's type.
+    """
+    if PAGE_TYPES[int(types.argmax())] != "article":
+        return keep
+    left: NDArray[np.bool_] = without_teasers(page, keep, p)
+    return without_comments(page, left) if types.max() >= CERTAIN else left

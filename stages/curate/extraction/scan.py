@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
 from puna.stages.curate.extraction import layout as L
 from puna.stages.curate.extraction.attributes import attributes, types
 from puna.stages.curate.extraction.layout import TAG_BIT, Scan
-from puna.stages.curate.extraction.search import find, tag_name
+from puna.stages.curate.extraction.search import find, is_space, tag_name
 from puna.stages.curate.extraction.tags import IS_BLOCK, IS_RAW, IS_SPACED, IS_VOID, NUMBER
 from puna.stages.curate.extraction.write import boundary, formula, write
 
@@ -23,6 +24,7 @@ T_A, T_BR, T_IMG, T_INPUT, T_LI, T_OL, T_TD, T_TH, T_TR = (
     NUMBER[name] for name in ["a", "br", "img", "input", "li", "ol", "td", "th", "tr"]
 )
 T_PRE, T_TEXTAREA, T_TITLE, T_SVG, T_HEAD = (NUMBER[name] for name in ["pre", "textarea", "title", "svg", "head"])
+QUOTES = L.BIT["noscript"] | L.BIT["textarea"]
 
 
 def read_page(tree: Any) -> Scan:
@@ -238,10 +240,21 @@ def _title(page: Scan) -> None:
 
 
 @njit(cache=True, borrows=True)
+def _is_markup(html: NDArray[np.uint8], at: int, stop: int) -> bool:
+    """Whether text begins with an escaped tag or comment: pages that a browser saved, snippets to embed."""
+    while at < stop and is_space(html[at]):
+        at += 1
+    if at + 4 >= stop or html[at] != 38 or html[at + 1] != 108 or html[at + 2] != 116 or html[at + 3] != 59:
+        return False
+    return bool(html[at + 4] == 33 or html[at + 4] == 47 or 97 <= (html[at + 4] | 32) <= 122)
+
+
+@njit(cache=True, borrows=True)
 def _text(page: Scan) -> None:
-    """The text up to the next tag."""
+    """The text up to the next tag; markup that stands as text in `noscript` or `textarea` is none."""
     s, html = page.state, page.html
     stop = find(html, s[L.AT], 60)
-    if s[L.SKIP] < 0:
+    quoted = page.elements[s[L.CURRENT], L.FLAGS] & QUOTES and _is_markup(html, s[L.AT], stop)
+    if s[L.SKIP] < 0 and not quoted:
         write(page, s[L.AT], stop)
     s[L.AT] = stop

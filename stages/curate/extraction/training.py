@@ -1,7 +1,8 @@
-"""Trains the extractor's model: `python -m puna.stages.curate.extraction.training PAGES TRUTH OUT`.
+"""Trains the extractor's model: `python -m puna.stages.curate.extraction.training PAGES TRUTH [PAGES TRUTH ...] OUT`.
 
 PAGES holds `ID.html`; TRUTH is JSON lines (zstd or not) with file_id, url, `_internal.page_type.primary` and
-`ground_truth.main_content`, as the development part of WCXB has. OUT is the weights file. Needs `lightgbm`.
+`ground_truth.main_content`, as the development part of WCXB has; where that is null, the snippets `ground_truth.with` and
+`ground_truth.without` label the blocks that hold them. OUT is the weights file. Needs `lightgbm`.
 
 Pages are split by domain: what a model feeds to the next is always made by models that did not see the page, and the
 printed F1 is of such pages. The weights written are of models that saw all.
@@ -45,6 +46,8 @@ from puna.storage import PunaError
 
 FOLDS = 4
 ROWS_PER_PAGE = 300  # blocks of a page that training sees; the others' weight goes to these
+FURTHER = 0.5  # weight of a page of the second set and those after it: they have other notions of what is content
+SNIPPETS = 0.5  # weight of a page that snippets label, beside one that is labelled whole
 ROUNDS = 250
 OPTIONS: dict[str, Any] = {
     "objective": "cross_entropy", "num_leaves": 31, "learning_rate": 0.08, "feature_fraction": 0.25, "bagging_fraction": 0.7,
@@ -54,26 +57,30 @@ OPTIONS: dict[str, Any] = {
 
 
 class Page(NamedTuple):
-    """A labelled page: `shares` [blocks] of words that are content, `lengths` [blocks] in words."""
+    """A labelled page: `shares` [blocks] of words that are content, which of them are `known`; `weight` in training.
+
+    `truth`: None where snippets tell.
+    """
 
     file: str
     scan: Scan
-    truth: str
+    truth: str | None
     kind: int
     fold: int
     shares: NDArray[np.float32]
-    lengths: NDArray[np.int64]
+    known: NDArray[np.bool_]
+    weight: float
 
 
 # --- pages -----------------------------------------------------------------------------------------------
 
 
-def read(folder: Path, truth: Path) -> list[Page]:
-    """The labelled pages that have blocks."""
+def read(folder: Path, labels: Path, weight: float = 1) -> list[Page]:
+    """The labelled pages that have blocks, of a weight in training."""
     from resiliparse.parse.html import HTMLTree
 
     pages = []
-    for row in _rows(truth):
+    for row in _rows(labels):
         file = folder / f"{row.get('file_id', '')}.html"
         if "file_id" not in row or not file.is_file():
             continue
@@ -81,16 +88,46 @@ def read(folder: Path, truth: Path) -> list[Page]:
         if not len(page.blocks):
             continue
         page = Scan._make(array.copy() for array in page._replace(html=page.html[:0]))  # less than the buffers they are cut from
-        text = page.text.tobytes()
-        wanted = row["ground_truth"].get("main_content") or ""
-        shares, lengths = label([text[b[L.START] : b[L.STOP]].decode("utf-8", "replace") for b in page.blocks], wanted)
+        truth = row["ground_truth"]
+        wanted = truth.get("main_content", "")
+        if wanted is None:
+            shares, known = snippet_labels(page, truth.get("with") or [], truth.get("without") or [])
+        else:
+            text = page.text.tobytes()
+            shares, _ = label([text[b[L.START] : b[L.STOP]].decode("utf-8", "replace") for b in page.blocks], wanted)
+            known = np.ones(len(shares), np.bool_)
         host = urlsplit(row.get("url") or "").hostname or row["file_id"]
         domain = ".".join(host.split(".")[-2:])
         fold = hashlib.sha256(domain.encode()).digest()[0] % FOLDS
-        pages.append(Page(row["file_id"], page, wanted, PAGE_TYPES.index(row["_internal"]["page_type"]["primary"]), fold, shares, lengths))
+        kind = PAGE_TYPES.index(row["_internal"]["page_type"]["primary"])
+        own = weight * (SNIPPETS if wanted is None else 1)
+        pages.append(Page(row["file_id"], page, wanted, kind, fold, shares, known, own))
     if len({page.fold for page in pages}) < FOLDS:
-        raise PunaError(f"{truth}: too few labelled pages with a file in {folder} ({len(pages)})")
+        raise PunaError(f"{labels}: too few labelled pages with a file in {folder} ({len(pages)})")
     return pages
+
+
+def snippet_labels(page: Scan, wanted: list[str], unwanted: list[str]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Shares of content [blocks] and which are known: 1 in the only block with a wanted snippet, 0 in all with an unwanted one."""
+    text, starts = page.text.tobytes(), page.blocks[:, L.START]
+
+    def holding(snippet: str) -> set[int]:
+        found: set[int] = set()
+        words = snippet.strip().encode()
+        at = text.find(words) if words else -1
+        while at >= 0:
+            first, last = np.searchsorted(starts, [at, at + len(words) - 1], side="right") - 1
+            if first == last:
+                found.add(int(first))
+            at = text.find(words, at + 1)
+        return found
+
+    zeros = set().union(*(holding(snippet) for snippet in unwanted))
+    ones = {block for blocks in map(holding, wanted) if len(blocks) == 1 for block in blocks}
+    shares, known = np.zeros(len(page.blocks), np.float32), np.zeros(len(page.blocks), np.bool_)
+    shares[list(ones)] = 1
+    known[list(ones ^ zeros)] = True
+    return shares, known
 
 
 def _rows(truth: Path) -> list[dict[str, Any]]:
@@ -185,7 +222,7 @@ class Linear(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """All blocks of all pages: page, label, weight in training of each; bags of words of blocks and pages."""
+    """All blocks of all pages: page, fold, label, weight in training of each (0: not known); bags of words of blocks and pages."""
 
     pages: list[Page]
     page: NDArray[np.int64]
@@ -198,14 +235,15 @@ class Corpus(NamedTuple):
 
 
 def corpus(pages: list[Page]) -> Corpus:
-    """The pages' blocks; every page weighs the same, its blocks by a root of their words."""
+    """The pages' blocks; every page has its weight, its known blocks by a root of their words."""
     counts = [len(page.shares) for page in pages]
+    known = np.concatenate([page.known for page in pages])
     number = np.repeat(np.arange(len(pages)), counts)
     fold = np.repeat([page.fold for page in pages], counts)
     words = np.concatenate([page.scan.blocks[:, L.WORDS] for page in pages]) + 1.0
-    weight = words**0.6
-    weight /= np.bincount(number, weight)[number]
-    share = np.minimum(1, ROWS_PER_PAGE / np.bincount(number))[number]
+    weight = words**0.6 * known
+    weight *= (np.array([page.weight for page in pages]) / np.maximum(np.bincount(number, weight), 1e-9))[number]
+    share = np.minimum(1, ROWS_PER_PAGE / np.maximum(np.bincount(number, known), 1))[number]
     weight = np.where(np.random.default_rng(0).random(len(number)) < share, weight / share, 0)
     weight *= np.count_nonzero(weight) / weight.sum()
     return Corpus(
@@ -223,7 +261,7 @@ def corpus(pages: list[Page]) -> Corpus:
 def fit_linear(data: Corpus, without: int | None) -> Linear:
     """The linear models of all pages, or of those outside a fold."""
     rows = np.flatnonzero((data.weight > 0) & (data.fold != (-1 if without is None else without)))
-    heads = np.array([n for n, page in enumerate(data.pages) if page.fold != without])
+    heads = np.array([n for n, page in enumerate(data.pages) if page.fold != without and page.truth is not None])
     weight = np.minimum(data.weight, 10)
     classes, _ = fit_logistic(data.classes, rows, data.label, weight, BUCKETS, 4, 1e-3)
     texts, _ = fit_logistic(data.texts, rows, data.label, weight, BUCKETS, 4, 1e-3)
@@ -301,8 +339,9 @@ def unseen_texts(data: Corpus, rows: NDArray[np.float32], fold: int) -> dict[str
     for number, page in enumerate(data.pages):
         if page.fold == fold:
             seen = rows[data.page == number]
-            keep = chosen(page.scan, chances(page.scan, trees, seen))
-            texts[page.file] = text_of(page.scan, below_the_article(page.scan, keep, seen[0, FEATURES:]))
+            p = chances(page.scan, trees, seen)
+            keep = chosen(page.scan, p)
+            texts[page.file] = text_of(page.scan, below_the_article(page.scan, keep, p, seen[0, FEATURES:]))
     return texts
 
 
@@ -311,8 +350,8 @@ def unseen_f1(data: Corpus, rows: NDArray[np.float32]) -> dict[str, float]:
     texts = {file: text for fold in range(FOLDS) for file, text in unseen_texts(data, rows, fold).items()}
     scores: dict[str, list[float]] = {"all": []}
     for page in data.pages:
-        for name in ("all", PAGE_TYPES[page.kind]):
-            scores.setdefault(name, []).append(word_f1(texts[page.file], page.truth))
+        for name in ("all", PAGE_TYPES[page.kind]) if page.truth is not None else ():
+            scores.setdefault(name, []).append(word_f1(texts[page.file], page.truth or ""))
     return {name: round(float(np.mean(values)), 4) for name, values in scores.items()}
 
 
@@ -326,12 +365,14 @@ def main(arguments: list[str]) -> None:
     """Train, write the weights, print the F1 of unseen pages."""
     from safetensors.numpy import save_file
 
-    if len(arguments) != 3:
-        raise PunaError("usage: python -m puna.stages.curate.extraction.training PAGES TRUTH OUT")
-    folder, truth, out = map(Path, arguments)
-    data = corpus(read(folder, truth))
+    if len(arguments) < 3 or len(arguments) % 2 == 0:
+        raise PunaError("usage: python -m puna.stages.curate.extraction.training PAGES TRUTH [PAGES TRUTH ...] OUT")
+    *sets, out = map(Path, arguments)
+    weights_of = [1.0, *[FURTHER] * (len(sets) // 2 - 1)]
+    read_sets = [(folder, read(folder, labels, weight)) for folder, labels, weight in zip(sets[::2], sets[1::2], weights_of, strict=True)]
+    data = corpus([page for _, pages in read_sets for page in pages])
     rows = all_rows(data)
-    seen = " ".join(page_digest((folder / f"{page.file}.html").read_bytes()) for page in data.pages)
+    seen = " ".join(page_digest((folder / f"{page.file}.html").read_bytes()) for folder, pages in read_sets for page in pages)
     save_file(weights(data, rows), out, metadata={"trained_on": seen})
     print(unseen_f1(data, rows))
 

@@ -21,7 +21,7 @@ def left(body: str) -> str:
     return text_of(page, without_comments(page, np.ones(len(page.blocks), np.bool_)))
 
 
-@pytest.mark.parametrize("container", ['<div id="comments">', '<section class="post-comments">', '<ol class="commentList">', '<div id="disqus_thread">'])
+@pytest.mark.parametrize("container", ['<div id="comments">', '<section class="post-comments">', '<ol class="commentList">', '<div id="disqus_thread">', '<div id="comment-box" class="user post box">'])
 def test_comments_below_an_article_go(container):
     end = container[1:].split()[0] + ">"
     text = left(f"<article>{STORY}</article>{container}{SAID * 3}</{end}<p>The harbour is closed today</p>")
@@ -49,4 +49,4 @@ def test_only_pages_that_are_articles_beyond_doubt_lose_them():
     for kind, certain, goes in (("article", CERTAIN + 0.01, True), ("article", CERTAIN - 0.01, False), ("forum", 9.0, False)):
         own = types.copy()
         own[PAGE_TYPES.index(kind)] = certain
-        assert below_the_article(page, keep, own).all() != goes
+        assert below_the_article(page, keep, keep.astype(np.float32), own).all() != goes

@@ -23,7 +23,7 @@ from puna.stages.curate.extraction.scan import read_page, scan
 from puna.stages.curate.extraction.search import find
 from puna.stages.curate.extraction.tags import NUMBER
 from puna.stages.curate.extraction.text import text_of
-from puna.stages.curate.extraction.training import as_arrays
+from puna.stages.curate.extraction.training import Page, as_arrays, corpus, snippet_labels
 from puna.stages.curate.extraction.trees import LANES, logits, splits
 from puna.stages.curate.extraction.union import found_in
 from puna.stages.curate.extraction.whole import made_whole, with_headline
@@ -70,6 +70,9 @@ def whole(html: str) -> str:
         ('<p>k <span class="katex"><span class="katex-html">drawn</span></span>', "k"),
         ('<h2>Part<a class="headerlink" href="#p">¶</a></h2>', "Part"),
         ("<noscript>shown</noscript><template>too</template>", "shown\ntoo"),
+        # Markup that stands as text where a browser saved the page, or in a field to copy from.
+        ("<div></div><noscript> &lt;img src='x'&gt; no</noscript><textarea>&lt;a href='x'&gt;no&lt;/a&gt;</textarea><p>&lt;b&gt;", "<b>"),
+        ("<div></div><noscript>&lt; 3 is shown</noscript><textarea>a &lt;b&gt;</textarea>", "< 3 is shown\na <b>"),
         ("<title>T</title>", ""),
         ("", ""),
     ],
@@ -94,6 +97,14 @@ def test_elements_know_their_parents_blocks_and_flags():
     assert [bool(f & L.HIDDEN) for f in flags] == [False, False, True]
     assert page.elements[main + 1, L.TOKENS] - page.elements[main, L.TOKENS] == 3  # foo, bar, baz
     assert page.blocks[:, L.LINKED_WORDS].tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("style", "hides"), [("display:none", True), ("color:red;Visibility: hidden", True), ("visibility:visible", False), ("display:block", False)]
+)
+def test_styles_that_hide_are_known(style, hides):
+    page = read_page(HTMLTree.parse(f"<p style='{style}'>a"))
+    assert bool(page.elements[page.blocks[0, L.ELEMENT], L.FLAGS] & L.HIDDEN) == hides
 
 
 def _reference(html: str) -> str:
@@ -353,6 +364,26 @@ def test_labels_follow_the_truth_in_order_and_find_what_was_moved():
     shares, lengths = label(blocks, truth)
     assert lengths.tolist() == [len(re.findall(r"\w+", b)) for b in blocks]
     assert (shares > 0.5).tolist() == [False, True, True, False, True, True, False]
+
+
+def test_snippets_label_the_blocks_that_hold_them_and_no_others():
+    page = read_page(HTMLTree.parse("<p>Home<p>the story begins<p>and goes on<p>Home<p>said twice<p>said twice<p>and goes on, too</p>"))
+    wanted = ["story begins", "said twice", "goes on, too", "begins and", "Home"]
+    shares, known = snippet_labels(page, wanted, ["Home", "and goes on, too", "not there", " "])
+    # In two blocks, across two, wanted and unwanted alike: not known. Unwanted: wherever it stands.
+    assert known.tolist() == [True, True, False, True, False, False, False]
+    assert shares[known].tolist() == [0, 1, 0]
+
+
+def test_pages_weigh_as_they_are_told_and_only_by_known_blocks():
+    html = "<p>one two three<p>four five six<p>seven"
+    scan_of = read_page(HTMLTree.parse(html))
+    some = np.array([False, True, False])
+    whole_page = Page("a", scan_of, "four five six", 0, 0, some.astype(np.float32), np.ones(3, np.bool_), 1.0)
+    weight = corpus([whole_page, whole_page._replace(truth=None, known=some, weight=0.5)]).weight
+    assert weight[3] == weight[5] == 0
+    assert weight[4] == pytest.approx(weight[:3].sum() / 2)
+    assert weight[0] / weight[2] == pytest.approx((4 / 2) ** 0.6)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,238 @@
+"""Extraction on articles and news, beside trafilatura and Resiliparse, on pages from the evaluation sets of other extractors.
+
+    python tests/benchmarks/curation_articles.py --data FOLDER [--json]
+    python tests/benchmarks/curation_articles.py --data FOLDER --write OUT
+
+FOLDER holds `web_readability/test-pages.tar.zst` (source.html, expected.html), `web_newspaper/newspaper_goose.tar.zst` (newspaper's,
+newspaper4k's and goose's tests; expected texts of 100 words and more count) and `web_trafilatura/pages.tar.zst` with
+`evaldata.json.zst` (snippets that a text must or must not have). Pages are in two halves by a hash of their site: rules were made
+and weights trained on the half `development`, which `--write` writes out for training; figures are of the other half, `held_out`.
+
+F1 of bags of words is the mean over pages (`f1`). `shingles_f1` is the measure of Scrapinghub's article extraction benchmark: bags of
+4-grams of words, precision and recall averaged over pages, F1 of the two. Snippets: F1 over all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import re
+import sys
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / ".pkg"), str(Path(__file__).parent)]
+
+HALVES = ("development", "held_out")
+GRAM = 4  # words of a shingle
+MIN_WORDS = 100  # of an expected text that is a whole one
+WORD = re.compile(r"\w+")
+DIGITS = re.compile(r"[\W_]*\d*$")
+
+
+class ArticlePage(NamedTuple):
+    """A page: `truth` its expected text, or None where `wanted` and `unwanted` snippets are known instead."""
+
+    dataset: str
+    name: str
+    site: str
+    body: bytes
+    truth: str | None
+    wanted: tuple[str, ...] = ()
+    unwanted: tuple[str, ...] = ()
+
+    @property
+    def half(self) -> str:
+        """Whose half the page is in."""
+        return HALVES[hashlib.sha256(self.site.encode()).digest()[1] % 2]
+
+
+def read(folder: Path) -> list[ArticlePage]:
+    """All pages of the sets that are there, in order of set and name."""
+    makers = {"web_readability": _readability, "web_newspaper": _newspaper, "web_trafilatura": _trafilatura}
+    pages = [page for name, maker in makers.items() if (folder / name).is_dir() for page in maker(folder / name)]
+    return sorted(pages, key=lambda page: (page.dataset, page.name))
+
+
+def domain(address: str) -> str:
+    """The last two labels of an address's host."""
+    return ".".join((urlsplit(address).hostname or address).split(".")[-2:])
+
+
+def shingle_scores(text: str, truth: str) -> tuple[float, float]:
+    """Precision and recall of bags of 4-grams of words, as the article extraction benchmark of Scrapinghub has them for a page."""
+    found, wanted = _shingles(text), _shingles(truth)
+    right = (found & wanted).total()
+    if found == wanted:
+        return 1.0, 1.0
+    return right / found.total() if found else 0.0, right / wanted.total() if wanted else 0.0
+
+
+def _shingles(text: str) -> Counter[tuple[str, ...]]:
+    words = WORD.findall(text)
+    if len(words) < GRAM:
+        return Counter([tuple(words)] if words else [])
+    return Counter(zip(*(words[k:] for k in range(GRAM)), strict=False))
+
+
+def figures(pages: list[ArticlePage]) -> dict[str, float]:
+    """Figures of each set, by system: f1, shingles_precision, shingles_recall, shingles_f1 or snippets_...; pages of each set."""
+    import peers
+    from resiliparse.extract.html2text import extract_plain_text
+
+    from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
+    from puna.stages.curate.extraction.decode import decode
+
+    def ours(body: bytes) -> str:
+        try:
+            return page_text(body, "text/html", None, ExtractConfig()).text
+        except Unreadable:
+            return ""
+
+    ours(pages[0].body)
+    began = time.process_time()
+    texts = {"extract": [ours(page.body) for page in pages]}
+    found = {"extract_pages_s": len(pages) / (time.process_time() - began)}
+    texts["resiliparse"] = [str(extract_plain_text(decode(page.body, None, html=True), main_content=True)) for page in pages]
+    with tempfile.TemporaryDirectory() as scratch:
+        files = [Path(scratch) / f"{number}.html" for number in range(len(pages))]
+        for file, page in zip(files, pages, strict=True):
+            file.write_bytes(page.body)
+        theirs = peers.run("trafilatura", "peer_extract_trafilatura.py", files=[str(file) for file in files])
+    texts["trafilatura"] = theirs["texts"]
+    found["trafilatura_pages_s"] = len(pages) / theirs["seconds"]
+    for dataset in sorted({page.dataset for page in pages}):
+        chosen = [number for number, page in enumerate(pages) if page.dataset == dataset]
+        found[f"{dataset}_pages"] = float(len(chosen))
+        for system, made in texts.items():
+            scores = _scores([made[number] for number in chosen], [pages[number] for number in chosen])
+            found |= {f"{dataset}_{system}_{name}": value for name, value in scores.items()}
+    return found
+
+
+def _scores(texts: list[str], pages: list[ArticlePage]) -> dict[str, float]:
+    """The figures of one system on one set."""
+    from puna.stages.curate.extraction.training import word_f1
+
+    if pages[0].truth is None:
+        right = sum(snippet in text for text, page in zip(texts, pages, strict=True) for snippet in page.wanted)
+        wrong = sum(snippet in text for text, page in zip(texts, pages, strict=True) for snippet in page.unwanted)
+        wanted = sum(len(page.wanted) for page in pages)
+        return {
+            "snippets_precision": right / (right + wrong),
+            "snippets_recall": right / wanted,
+            "snippets_f1": 2 * right / (right + wrong + wanted),
+        }
+    pairs = [(text, page.truth or "") for text, page in zip(texts, pages, strict=True)]
+    shingles = [shingle_scores(text, truth) for text, truth in pairs]
+    precision, recall = (sum(side) / len(shingles) for side in zip(*shingles, strict=True))
+    found = {"f1": sum(word_f1(text, truth) for text, truth in pairs) / len(pairs)}
+    found |= {"shingles_precision": precision, "shingles_recall": recall}
+    return found | {"shingles_f1": 2 * precision * recall / (precision + recall)}
+
+
+def write(pages: list[ArticlePage], out: Path) -> None:
+    """Pages as the extractor's training reads them: `html/ID.html`, `truth.jsonl`."""
+    (out / "html").mkdir(parents=True, exist_ok=True)
+    rows = []
+    for page in pages:
+        name = f"{page.dataset}-{hashlib.sha256(page.name.encode()).hexdigest()[:12]}"
+        (out / "html" / f"{name}.html").write_bytes(page.body)
+        truth = {"main_content": page.truth, "with": page.wanted, "without": page.unwanted}
+        row = {"file_id": name, "url": f"http://{page.site}/", "_internal": {"page_type": {"primary": "article"}}, "ground_truth": truth}
+        rows.append(json.dumps(row) + "\n")
+    (out / "truth.jsonl").write_text("".join(rows), encoding="utf-8")
+
+
+# --- the sets --------------------------------------------------------------------------------------------
+
+
+def _files(archive: Path) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the files of a packed set."""
+    import zstandard
+
+    with archive.open("rb") as file, tarfile.open(fileobj=zstandard.ZstdDecompressor().stream_reader(file), mode="r|") as members:
+        for member in members:
+            content = members.extractfile(member)
+            if content is not None:
+                yield member.name, content.read()
+
+
+def _unpacked(file: Path) -> bytes:
+    import zstandard
+
+    with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(file.read_bytes())) as reader:
+        return bytes(reader.read())
+
+
+def _readability(folder: Path) -> Iterator[ArticlePage]:
+    from resiliparse.extract.html2text import extract_plain_text
+
+    pages: dict[str, dict[str, bytes]] = {}
+    for path, content in _files(folder / "test-pages.tar.zst"):
+        pages.setdefault(Path(path).parent.name, {})[Path(path).name] = content
+    for name, files in pages.items():
+        if {"source.html", "expected.html"} <= files.keys():
+            expected = files["expected.html"].decode("utf-8", "replace")
+            truth = extract_plain_text(expected, main_content=False, list_bullets=False, alt_texts=False)
+            yield ArticlePage("readability", name, DIGITS.sub("", name), files["source.html"], truth)
+
+
+def _newspaper(folder: Path) -> Iterator[ArticlePage]:
+    pages: dict[str, dict[str, bytes]] = {}
+    for path, content in _files(folder / "newspaper_goose.tar.zst"):
+        if Path(path).parent.name in ("html", "text", "txt", "content"):
+            pages.setdefault(f"{Path(path).parts[-5]}/{Path(path).stem}", {})[Path(path).suffix] = content
+    for name, files in pages.items():
+        if ".html" not in files:
+            continue
+        truth = files.get(".txt", b"").decode("utf-8", "replace")
+        if name.startswith("tgoose/") and ".json" in files:
+            truth = (json.loads(files[".json"])["expected"] or {}).get("cleaned_text") or ""
+        if len(WORD.findall(truth)) >= MIN_WORDS:
+            dataset = "goose" if name.startswith("tgoose/") else "newspaper"
+            site = DIGITS.sub("", Path(name).name.removeprefix("test_")).split(".")[0]
+            yield ArticlePage(dataset, name, site, files[".html"], truth)
+
+
+def _trafilatura(folder: Path) -> Iterator[ArticlePage]:
+    bodies = {Path(path).name: content for path, content in _files(folder / "pages.tar.zst")}
+    for address, known in json.loads(_unpacked(folder / "evaldata.json.zst")).items():
+        if known["file"] in bodies:
+            yield ArticlePage(
+                "trafilatura", known["file"], domain(address), bodies[known["file"]], None, tuple(known["with"]), tuple(known["without"])
+            )
+
+
+def main() -> None:
+    """Measure and print, or write the development half for training."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=os.environ.get("PUNA_ARTICLES_DATA"), help="folder of the sets")
+    parser.add_argument("--write", type=Path, metavar="OUT", help="write the half `development` for training instead")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.data is None or not read(Path(arguments.data)):
+        sys.exit("articles: no annotated pages; give --data FOLDER or set PUNA_ARTICLES_DATA (see --help)")
+    if arguments.write is not None:
+        write([page for page in read(Path(arguments.data)) if page.half == "development"], arguments.write)
+        return
+    found = figures([page for page in read(Path(arguments.data)) if page.half == "held_out"])
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        for name, value in found.items():
+            print(f"{name:44} {value:.4f}" if value < 2 else f"{name:44} {value:.0f}")
+
+
+if __name__ == "__main__":
+    main()
