@@ -1,86 +1,93 @@
 """Block sizes, warps and pipeline stages of the Triton kernels that multiply matrices, per GPU generation.
 
-Chosen by hand from registers and shared memory, which the ahead-of-time tests check; not yet tuned on a GPU.
+The table is `configurations.json`, whose every row says where it comes from: `machine` is the GPU on which `tune.py`
+measured it, or null where it was chosen by hand, from the registers and shared memory that the ahead-of-time tests check.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
+
+FILE = Path(__file__).parent / "configurations.json"
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A tile of `rows` x `columns` for `warps` warps, its loads `stages` deep; of a product, `depth` summed at once."""
+    """A tile of `rows` x `columns` for `warps` warps, its loads `stages` deep; of a product, `depth` summed at once.
+
+    `descriptors`: blocks are read through tensor descriptors; `specialize`: some warps load while others compute;
+    `library`: not this kernel but torch's own, where it takes the inputs.
+    """
 
     rows: int
     columns: int
     warps: int
     stages: int
     depth: int = 0
+    descriptors: bool = False
+    specialize: bool = False
+    library: bool = False
 
 
-# (kernel, compute capability, largest head width) -> configuration. Attention's rows are queries, its columns keys;
-# products of matrices have the width 0.
-TABLE: dict[tuple[str, int, int], Configuration] = {
-    ("attention_forward", 80, 64): Configuration(128, 64, 8, 3),
-    ("attention_forward", 80, 128): Configuration(128, 64, 8, 3),
-    ("attention_forward", 80, 256): Configuration(64, 32, 8, 2),
-    ("attention_forward", 90, 64): Configuration(128, 128, 8, 3),
-    ("attention_forward", 90, 128): Configuration(128, 128, 8, 2),
-    ("attention_forward_window", 90, 128): Configuration(128, 64, 8, 3),  # the window's mask needs registers
-    ("attention_forward", 90, 256): Configuration(128, 32, 8, 2),
-    ("attention_forward", 100, 64): Configuration(128, 64, 8, 3),
-    ("attention_forward", 100, 128): Configuration(128, 64, 8, 3),
-    ("attention_forward", 100, 256): Configuration(128, 32, 8, 2),
-    ("attention_query_gradient", 80, 64): Configuration(128, 64, 8, 2),
-    ("attention_query_gradient", 80, 128): Configuration(128, 32, 8, 2),
-    ("attention_query_gradient", 80, 256): Configuration(64, 32, 8, 1),
-    ("attention_query_gradient", 90, 64): Configuration(128, 64, 8, 2),
-    ("attention_query_gradient", 90, 128): Configuration(128, 64, 8, 2),
-    ("attention_query_gradient", 90, 256): Configuration(32, 64, 8, 1),
-    ("attention_query_gradient", 100, 64): Configuration(128, 64, 8, 3),
-    ("attention_query_gradient", 100, 128): Configuration(128, 64, 8, 2),
-    ("attention_query_gradient", 100, 256): Configuration(64, 32, 8, 1),
-    ("attention_key_gradient", 80, 64): Configuration(64, 128, 8, 2),
-    ("attention_key_gradient", 80, 128): Configuration(64, 64, 8, 2),
-    ("attention_key_gradient", 80, 256): Configuration(32, 64, 8, 1),
-    ("attention_key_gradient", 90, 64): Configuration(64, 128, 8, 2),
-    ("attention_key_gradient", 90, 128): Configuration(32, 128, 8, 2),
-    ("attention_key_gradient", 90, 256): Configuration(64, 32, 8, 1),
-    ("attention_key_gradient", 100, 64): Configuration(64, 128, 8, 2),
-    ("attention_key_gradient", 100, 128): Configuration(64, 128, 8, 2),
-    ("attention_key_gradient", 100, 256): Configuration(32, 64, 8, 1),
-    ("product", 80, 0): Configuration(128, 128, 8, 3, 32),
-    ("product", 90, 0): Configuration(128, 128, 8, 3, 64),
-    ("product", 100, 0): Configuration(128, 128, 8, 3, 64),
-    ("scaled_product", 80, 0): Configuration(128, 128, 8, 3, 64),
-    ("scaled_product", 90, 0): Configuration(128, 256, 8, 3, 128),
-    ("scaled_product", 100, 0): Configuration(128, 256, 8, 3, 128),
-}
-CAPABILITIES = (100, 90, 80)
+@dataclass(frozen=True)
+class Place:
+    """What a configuration is for. Attention's rows are queries, its columns keys, and `width` the largest head width of two
+    bytes a number; products of matrices have the width 0. `window`: the mask of a sliding window takes registers, too."""
+
+    kernel: str
+    capability: int
+    width: int = 0
+    window: bool = False
+
+
+def read(text: str) -> dict[Place, tuple[Configuration, str | None]]:
+    """The table of a JSON list: each place's configuration and the machine that it was measured on."""
+    table = {}
+    for row in json.loads(text):
+        place = Place(*(row.pop(name) for name in ("kernel", "capability", "width", "window")))
+        machine = row.pop("machine")
+        table[place] = (Configuration(**row), machine)
+    return table
+
+
+def written(table: dict[Place, tuple[Configuration, str | None]]) -> str:
+    """The inverse of `read`: a row to a line, so that a change is a line of a diff."""
+    rows: list[dict[str, Any]] = [vars(place) | vars(values) | {"machine": machine} for place, (values, machine) in table.items()]
+    return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
+
+
+@cache
+def table() -> dict[Place, tuple[Configuration, str | None]]:
+    """The table that is checked in."""
+    return read(FILE.read_text(encoding="utf-8"))
 
 
 def capability(device: torch.device) -> int:
     """80, 90, 100 …; without a GPU (the interpreter) the oldest that the table knows."""
     if device.type != "cuda":
-        return CAPABILITIES[-1]
+        return min(place.capability for place in table())
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
-@cache
-def configuration(kernel: str, capability: int, width: int, window: bool = False) -> Configuration:
-    """The entry for the newest generation not newer than `capability` and the smallest width that holds `width`.
+def place_of(kernel: str, capability: int, width: int = 0, window: bool = False) -> Place:
+    """The table's place of the newest generation not newer than `capability` and the smallest width that holds `width`.
 
-    Under a sliding `window`, an entry of its own comes before the plain one.
+    Under a sliding `window`, a place of its own comes before the plain one.
     """
-    for known in CAPABILITIES:
-        if known <= capability:
-            fitting = sorted(w for name, c, w in TABLE if name == kernel and c == known and w >= width)
-            if fitting:
-                key = (kernel, known, fitting[0])
-                return TABLE.get((f"{kernel}_window", *key[1:]), TABLE[key]) if window else TABLE[key]
-    raise ValueError(f"{kernel} has no configuration for width {width} on compute capability {capability / 10}")
+    known = [p for p in table() if p.kernel == kernel and p.capability <= capability and p.width >= width and p.window <= window]
+    if not known:
+        raise ValueError(f"{kernel} has no configuration for width {width} on compute capability {capability / 10}")
+    return min(known, key=lambda p: (-p.capability, p.width, not p.window))
+
+
+@cache
+def configuration(kernel: str, capability: int, width: int = 0, window: bool = False) -> Configuration:
+    """What a kernel is launched with; ValueError where the table has no place for it."""
+    return table()[place_of(kernel, capability, width, window)][0]

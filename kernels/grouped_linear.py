@@ -1,7 +1,8 @@
 """One product with a matrix of its own for each group of rows: the experts' layers of a mixture.
 
 Rows are sorted by group; offsets[e] : offsets[e + 1] are those of group e. On a GPU the offsets stay there: tiles that
-are too many in the grid stop at once, so nothing waits for the counts.
+are too many in the grid stop at once, so nothing waits for the counts. torch's own grouped product stands in for bf16 where
+`configurations.json` says so.
 
 Shapes: N rows, E groups, D inputs, F outputs.
 """
@@ -118,11 +119,26 @@ def _tiles(rows: int, offsets_E1: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return offsets_E1[near] + (tile - before) * size, torch.where(expert < E, expert, -1)
 
 
+def _library(left: Tensor, right: Tensor, offsets_E1: Tensor) -> Tensor:
+    """torch's grouped product: rows [N, D] by [E, D, F] to [N, F], or columns [F, N] by rows [N, D] to [E, F, D].
+
+    Groups may have any number of rows, as the axis that they cut is never the contiguous one of a factor.
+    """
+    return torch._grouped_mm(left, right, offs=offsets_E1[1:].to(torch.int32))
+
+
+def _library_takes(*factors: Tensor) -> bool:
+    """Whether torch's grouped product takes these: bf16 on a GPU, read in steps of 16 bytes."""
+    return all(x.is_cuda and x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 for x in factors)
+
+
 def _grouped_triton(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Tensor:
     x_ND = x_ND if x_ND.stride(1) == 1 else x_ND.contiguous()
     (N, D), F = x_ND.shape, w_EFD.shape[1]
+    tile = configuration("grouped_linear", capability(x_ND.device))
+    if tile.library and N and D % 8 == F % 8 == 0 and _library_takes(x_ND, w_EFD):
+        return _library(x_ND.contiguous(), w_EFD.transpose(1, 2), offsets_E1)
     y_NF = torch.empty(N, F, dtype=x_ND.dtype, device=x_ND.device)
-    tile = configuration("product", capability(x_ND.device), 0)
     if y_NF.numel():
         firsts, owners = _tiles(N, offsets_E1, tile.rows)
         _grouped_kernel[(-(-F // tile.columns), len(owners))](
@@ -136,8 +152,10 @@ def _grouped_triton(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Tensor:
 def _grouped_weights_triton(dy_NF: Tensor, x_ND: Tensor, offsets_E1: Tensor) -> Tensor:
     dy_NF, x_ND = (z if z.stride(1) == 1 else z.contiguous() for z in (dy_NF, x_ND))
     E, F, D = len(offsets_E1) - 1, dy_NF.shape[1], x_ND.shape[1]
+    tile = configuration("grouped_weights", capability(x_ND.device))
+    if tile.library and len(x_ND) and D % 8 == F % 8 == 0 and _library_takes(dy_NF, x_ND):
+        return _library(dy_NF.contiguous().T, x_ND.contiguous(), offsets_E1)
     dw_EFD = torch.empty(E, F, D, dtype=dy_NF.dtype, device=dy_NF.device)
-    tile = configuration("product", capability(x_ND.device), 0)
     _grouped_weights_kernel[(-(-D // tile.columns), -(-F // tile.rows), E)](
         dy_NF, x_ND, offsets_E1, dw_EFD, F, D, dy_NF.stride(0), x_ND.stride(0),
         M=tile.rows, C=tile.columns, K=tile.depth, PRECISION=_precision(x_ND), num_warps=tile.warps, num_stages=tile.stages,

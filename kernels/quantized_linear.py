@@ -172,7 +172,7 @@ def _product_triton(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor, dtype:
     if fp8 and a_TD.is_cuda and dtype == torch.bfloat16 and T and D % 16 == 0 and N % 16 == 0:
         return torch._scaled_mm(a_TD, b_ND.T, a_T[:, None], b_N[None], out_dtype=dtype, use_fast_accum=True)
     out_TN = torch.empty(T, N, dtype=dtype, device=a_TD.device)
-    tile = configuration("scaled_product", capability(a_TD.device), 0)
+    tile = configuration("scaled_product", capability(a_TD.device))
     if out_TN.numel():
         _product_kernel[(-(-T // tile.rows) * -(-N // tile.columns),)](
             a_TD, b_ND, a_T, b_N, out_TN, T, N, D, M=tile.rows, C=tile.columns, K=tile.depth, GROUP=8,

@@ -33,22 +33,21 @@ from puna.kernels import (  # noqa: E402
 )
 from puna.kernels.configurations import configuration  # noqa: E402
 
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # what one block may have
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # what one block may have
 # What multiplies matrices: with 16 rows, as in decoding, warps on their own; with 64 and more the newer units.
 TENSOR_CORES = {
     "narrow": dict.fromkeys((80, 90, 100), r"mma\.sync"),
-    "wide": {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"},
+    "wide": {80: r"mma\.sync", 86: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma", 120: r"mma\.sync"},
     "integers": {80: r"mma\.sync.*\.s8", 90: r"wgmma\.mma_async.*\.s8", 100: r"mma\.sync.*\.s8"},
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel: its arguments' types in order (`p` bf16 pointer, `f` fp32 pointer, `i` int32 pointer, `n` integer
-    divisible by 16, `x` float, `l` int64 pointer), the constants, warps and stages."""
+    """One kernel: its arguments' types in order, each a letter of `TYPES` or spelled out; the constants, warps and stages."""
 
     kernel: object
-    arguments: str
+    arguments: str | list[str]
     constants: dict[str, object]
     warps: int = 4
     stages: int = 3
@@ -136,10 +135,12 @@ def compiled(case: Case, capability: int, tmp_path: Path) -> Usage:
     function = case.kernel.compiled() if hasattr(case.kernel, "compiled") else case.kernel
     names = [name for name in function.arg_names if name not in case.constants]
     assert len(names) == len(case.arguments), f"{function.__name__}: {names}"
-    signature = {name: TYPES[kind] for name, kind in zip(names, case.arguments, strict=True)}
+    signature = {name: TYPES.get(kind, kind) for name, kind in zip(names, case.arguments, strict=True)}
     signature |= dict.fromkeys(case.constants, "constexpr")
     aligned = {
-        (function.arg_names.index(n),): [["tt.divisibility", 16]] for n, kind in zip(names, case.arguments, strict=True) if kind != "x"
+        (function.arg_names.index(n),): [["tt.divisibility", 16]]
+        for n, kind in zip(names, case.arguments, strict=True)
+        if kind != "x" and not kind.startswith("tensordesc")
     }
     source = ASTSource(
         fn=function, signature=signature, constexprs={(function.arg_names.index(n),): v for n, v in case.constants.items()}, attrs=aligned
@@ -172,27 +173,60 @@ def test_16_bytes_are_loaded_at_once_where_no_element_need_be_asked_about(name, 
     assert "ld.global.v4" in aligned and "ld.global.v4" not in any_address
 
 
-ATTENTION = {
-    "attention_forward": (attention_triton._forward_kernel, "pppiiiipf" + "nxnn" + "nnnnnnn"),
-    "attention_query_gradient": (attention_triton._query_gradient_kernel, "ppppiiiiffp" + "nxxnn" + "nnnnnnnnn"),
-    "attention_key_gradient": (attention_triton._key_gradient_kernel, "ppppiiiiffpp" + "nxxnn" + "nnnnnnnnnn"),
-}
+def attention_case(name, tuned, width, dtype="bf16", window=False, ordered=False, specialize=False):
+    """A kernel of attention as its launcher calls it for heads of `width`, grouped by four."""
 
+    def tile(rows, dtype=dtype, described=tuned.descriptors):
+        return f"tensordesc<{dtype}[{rows},{width}]>" if described else f"*{dtype}"
 
-@pytest.mark.parametrize(("capability", "window"), [(80, False), (90, False), (90, True), (100, False)])
-@pytest.mark.parametrize("name", ATTENTION)
-def test_attention(name, window, capability, tmp_path):
-    kernel, arguments = ATTENTION[name]
-    width = 128
-    tuned = configuration(name, capability, width, window)
+    M, N = tuned.rows, tuned.columns
     constants = {
-        "R": 4, "K": width, "V": width, "BLOCK_K": width, "BLOCK_V": width, "M": tuned.rows, "N": tuned.columns,
-        "WINDOW": window, "PRECISION": "tf32",
+        "R": 4, "K": width, "V": width, "BLOCK_K": width, "BLOCK_V": width, "M": M, "N": N, "WINDOW": window,
+        "PRECISION": "ieee" if dtype == "fp32" else "tf32", "DESCRIPTORS": tuned.descriptors,
     }  # fmt: skip
-    usage = compiled(Case(kernel, arguments, constants, tuned.warps, tuned.stages), capability, tmp_path)
+    read = [tile(M), tile(N), tile(N)]
+    if name == "attention_forward":
+        arguments, constants = [*read, *"iiii", f"*{dtype}", *"fnxnn", *"nnnnnnn"], constants | {"SPECIALIZE": specialize}
+        return Case(attention_triton._forward_kernel, arguments, constants, tuned.warps, tuned.stages)
+    arguments = [*read, tile(M), tile(M, "fp32", tuned.descriptors and not ordered), f"*{dtype}", f"*{dtype}", *"iiiiiiffnxxnn", *"nnnnnnnnnnn"]
+    return Case(attention_triton._backward_kernel, arguments, constants | {"ORDERED": ordered}, tuned.warps, tuned.stages)
+
+
+@pytest.mark.parametrize(("capability", "width", "window"), [
+    (80, 128, False), (86, 128, False), (90, 64, False), (90, 128, False), (90, 128, True), (100, 128, False), (120, 128, False),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["attention_forward", "attention_backward"])
+def test_attention(name, capability, width, window, tmp_path):
+    """No spills; blocks by the memory's engine where the table says so, dq added by it, too; and no address twice as wide as it need be."""
+    tuned = configuration(name, capability, width, window)
+    usage = compiled(attention_case(name, tuned, width, window=window), capability, tmp_path)
     assert usage.stack == 0 and usage.local == 0, usage
     assert usage.shared <= SHARED_BYTES[capability], usage
     assert re.search(TENSOR_CORES["wide"][capability], usage.ptx)
+    assert tuned.descriptors == (capability >= 90)
+    assert tuned.descriptors == ("cp.async.bulk.tensor.2d.shared" in usage.ptx)
+    if name == "attention_backward":
+        assert tuned.descriptors == ("cp.reduce.async.bulk.tensor.2d.global" in usage.ptx)
+        assert tuned.descriptors != ("add.f32" in "".join(re.findall(r"atom\.global\S*", usage.ptx)))
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_dq_in_turn(capability, tmp_path):
+    """The deterministic sum waits for and tells the next program by a counter; it may spill some registers, and must fit."""
+    tuned = configuration("attention_backward", capability, 128)
+    usage = compiled(attention_case("attention_backward", tuned, 128, ordered=True), capability, tmp_path)
+    assert usage.shared <= SHARED_BYTES[capability] and usage.stack <= 256, usage
+    assert "ld.global.gpu.acquire" in usage.ptx and "atom.global.gpu.release.add" in usage.ptx
+    assert re.search(TENSOR_CORES["wide"][capability], usage.ptx)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
+@pytest.mark.parametrize("name", ["attention_forward", "attention_backward"])
+def test_attention_in_fp32_fits_into_shared_memory(name, capability, tmp_path):
+    """Heads of 128 in fp32 take the room of heads of 256 in bf16."""
+    tuned = configuration(name, capability, 256)
+    usage = compiled(attention_case(name, tuned, 128, "fp32"), capability, tmp_path)
+    assert usage.shared <= SHARED_BYTES[capability], usage
 
 
 INT32, FP32 = triton.language.int32, triton.language.float32
@@ -201,9 +235,9 @@ TF32 = {"PRECISION": "tf32"}
 PRODUCTS = {
     "int8": (quantized_linear._product_kernel, "bbffpnnn", "scaled_product", SWEEP | {"SUM": INT32}, "integers"),
     "fp8": (quantized_linear._product_kernel, "eeffpnnn", "scaled_product", SWEEP | {"SUM": FP32}, "wide"),
-    "grouped": (grouped_linear._grouped_kernel, "pplllpnnnnn", "product", {"EVEN": True, "w_d": 1} | TF32, "wide"),
-    "grouped_input_gradient": (grouped_linear._grouped_kernel, "pplllpnnnnn", "product", {"EVEN": True, "w_f": 1} | TF32, "wide"),
-    "grouped_weights": (grouped_linear._grouped_weights_kernel, "pplpnnnn", "product", TF32, "wide"),
+    "grouped": (grouped_linear._grouped_kernel, "pplllpnnnnn", "grouped_linear", {"EVEN": True, "w_d": 1} | TF32, "wide"),
+    "grouped_input_gradient": (grouped_linear._grouped_kernel, "pplllpnnnnn", "grouped_linear", {"EVEN": True, "w_f": 1} | TF32, "wide"),
+    "grouped_weights": (grouped_linear._grouped_weights_kernel, "pplpnnnn", "grouped_weights", TF32, "wide"),
 }
 
 
@@ -213,7 +247,7 @@ def test_products_of_matrices(name, capability, tmp_path):
     kernel, arguments, table, constants, product = PRODUCTS[name]
     if capability == 80 and "e" in arguments:
         pytest.skip("this generation has no FP8")
-    tile = configuration(table, capability, 0)
+    tile = configuration(table, capability)
     constants = constants | {"M": tile.rows, "C": tile.columns, "K": tile.depth}
     usage = compiled(Case(kernel, arguments, constants, tile.warps, tile.stages), capability, tmp_path)
     assert usage.stack == 0 and usage.local == 0, usage

@@ -1,0 +1,188 @@
+"""Time the configurations of the Triton kernels on the GPU at hand, and write the best into `configurations.json`.
+
+    python -m puna.kernels.tune                    # prints what it would change
+    python -m puna.kernels.tune --write            # and writes it, each row with the GPU's name, torch's and Triton's version
+    python -m puna.kernels.tune --only attention   # the kernels whose name begins so
+
+A configuration that does not compile or takes more shared memory than there is is told and passed over; so is one whose
+results differ from those of the table's present one by more than rounding. Without a GPU there is nothing to time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from puna.kernels import configurations
+from puna.kernels.attention import ForestMask, attention
+from puna.kernels.configurations import Configuration, Place
+from puna.kernels.grouped_linear import grouped_linear
+from puna.kernels.quantized_linear import low_precision_linear
+
+Run = Callable[[], tuple[Tensor, ...]]
+GAIN = 0.02  # a configuration that is faster by less is noise, and leaves the table alone
+
+
+def candidates(place: Place) -> Iterator[Configuration]:
+    """The configurations that may be best for a place, whether or not they compile."""
+    if place.kernel.startswith("attention"):
+        reading = (False, True) if place.capability >= 90 else (False,)
+        # Of compute capability 9.0 Triton 3.7 specialises no tile worth having: it aborts on others than 64 x 64.
+        special = (False, True) if place.capability >= 100 and place.kernel == "attention_forward" else (False,)
+        sizes = product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3), reading, special)
+        tiles = (Configuration(m, n, w, s, 0, d, x) for m, n, w, s, d, x in sizes if d or not x)
+        yield from (values for values in tiles if _registers(place, values) <= 255)
+        return
+    if place.kernel.startswith("grouped"):
+        yield Configuration(128, 128, 8, 3, 64, library=True)
+    for m, n, depth, warps, stages in product((64, 128), (64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4)):
+        if m * n <= 32 * warps * 128 and stages * depth * (m + n) * (1 if place.kernel == "scaled_product" else 2) <= 227 << 10:
+            yield Configuration(m, n, warps, stages, depth)
+
+
+def _registers(place: Place, values: Configuration) -> float:
+    """What sums and scores take of a thread's 255 registers at least; what exceeds them is not worth compiling."""
+    own = values.rows if place.kernel == "attention_forward" else 2 * values.columns
+    return (own * place.width + values.rows * values.columns) / (32 * values.warps)
+
+
+def _attention(place: Place, device: torch.device, tokens: int) -> Run:
+    """Heads of the place's width, grouped by four, over one document; a window sees a quarter of it."""
+    heads = max(4, 4096 // max(place.width, 1))
+    mask = ForestMask.from_end(torch.full((tokens,), tokens, dtype=torch.int32)).to(device)
+    mask = mask.within(tokens // 4 if place.window else None)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, k, v = (torch.randn(tokens, n, place.width, device=device).to(dtype).requires_grad_() for n in (heads, heads // 4, heads // 4))
+    if place.kernel == "attention_forward":
+        return lambda: (attention(q.detach(), k.detach(), v.detach(), mask),)
+    upstream = torch.randn(tokens, heads, place.width, device=device).to(dtype)
+    # The forward's time is in it for all configurations alike; its layout holds the backward's blocks.
+    return lambda: torch.autograd.grad(attention(q, k, v, mask), (q, k, v), upstream)
+
+
+def _grouped(place: Place, device: torch.device, tokens: int) -> Run:
+    experts, width, inner = (64, 4096, 1792) if tokens > 1024 else (3, 32, 16)
+    cuts = (torch.distributions.Dirichlet(torch.full((experts,), 4.0)).sample().cumsum(0) * 2 * tokens).round().long()
+    cuts[-1] = 2 * tokens
+    offsets = torch.cat([cuts.new_zeros(1), cuts]).to(device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x, w = (torch.randn(s, device=device).to(dtype).requires_grad_() for s in ((2 * tokens, width), (experts, inner, width)))
+    if place.kernel == "grouped_linear":
+        return lambda: (grouped_linear(x.detach(), w.detach(), offsets),)
+    upstream = torch.randn(2 * tokens, inner, device=device).to(dtype)
+    return lambda: torch.autograd.grad(grouped_linear(x, w, offsets), (w,), upstream)
+
+
+def _scaled(place: Place, device: torch.device, tokens: int) -> Run:
+    """INT8, since FP8 has torch's own product."""
+    width, inner = (4096, 14336) if tokens > 1024 else (64, 48)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x, w = (torch.randn(rows, width, device=device).to(dtype) for rows in (tokens, inner))
+    return lambda: (low_precision_linear(x, w, "int8"),)
+
+
+def work(place: Place, device: torch.device, tokens: int = 8192) -> Run:
+    """What is timed for a place: a call of the kernel's operator on inputs of a usual size."""
+    makers = {"attention_forward": _attention, "attention_backward": _attention, "scaled_product": _scaled}
+    return makers.get(place.kernel, _grouped)(place, device, tokens)
+
+
+@contextmanager
+def tried(place: Place, values: Configuration) -> Iterator[None]:
+    """The table with other values in one place."""
+    table = configurations.table()
+    before = table.get(place)
+    table[place] = values, None
+    configurations.configuration.cache_clear()
+    try:
+        yield
+    finally:
+        if before is None:
+            del table[place]
+        else:
+            table[place] = before
+        configurations.configuration.cache_clear()
+
+
+def milliseconds(run: Run, rounds: int = 10) -> float:
+    """The shortest of `rounds` calls on the GPU, after two that compile and warm up."""
+    best = math.inf
+    for number in range(rounds + 2):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        torch.cuda.synchronize()
+        if number > 1:
+            best = min(best, start.elapsed_time(stop))
+    return best
+
+
+def differs(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """The largest difference, as a share of the largest number that is expected; NaN where a number is none."""
+    return max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in zip(ours, expected, strict=True))
+
+
+def best(
+    place: Place, run: Run, timed: Callable[[Run], float] = milliseconds, among: Callable[[Place], Iterator[Configuration]] = candidates
+) -> tuple[Configuration, float, float]:
+    """(the fastest configuration, its milliseconds, those of the table's present one). Says what became of each."""
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources
+
+    present = configurations.configuration(place.kernel, place.capability, place.width, place.window)
+    expected = run()
+    usual = timed(run)
+    found, shortest = present, usual
+    for values in among(place):
+        with tried(place, values):
+            try:
+                off = differs(run(), expected)
+                taken = timed(run) if off < 0.02 else math.nan
+            except (CompilationError, OutOfResources, RuntimeError) as error:  # what Triton's passes raise has no type of its own
+                print(f"  {values}: {type(error).__name__}", flush=True)
+                continue
+        print(f"  {values}: " + (f"{taken:.3f} ms" if off < 0.02 else f"WRONG by {off:.3g}"), flush=True)
+        if taken < shortest and taken < usual * (1 - GAIN):
+            found, shortest = values, taken
+    return found, shortest, usual
+
+
+def places(capability: int, begins: str) -> list[Place]:
+    """The table's places as a GPU of this capability uses them, each under its own capability."""
+    older = (p for p in configurations.table() if p.capability <= capability and p.kernel.startswith(begins))
+    return sorted({replace(p, capability=capability) for p in older}, key=lambda p: (p.kernel, p.width, p.window))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="NAME", help="kernels whose name begins with NAME")
+    parser.add_argument("--write", action="store_true", help="write the table")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise SystemExit("the tuner times kernels on a GPU, and there is none here")
+    import triton
+
+    device = torch.device("cuda")
+    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
+    table: dict[Place, Any] = dict(configurations.table())
+    for place in places(configurations.capability(device), options.only):
+        print(place, flush=True)
+        found, shortest, usual = best(place, work(place, device))
+        print(f"best: {found}, {shortest:.3f} ms; the table's: {usual:.3f} ms", flush=True)
+        table[place] = found, machine
+        torch.cuda.empty_cache()
+    if options.write:
+        configurations.FILE.write_text(configurations.written(table), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
