@@ -121,12 +121,13 @@ class Worker:
 
 
 class Answerer:
-    """Answers the requests of one model; `speculate` as in SamplingParams, for answers of free form."""
+    """Answers the requests of one model; `speculate` and `branches` as in SamplingParams, for answers of free form."""
 
     SAMPLED = ("temperature", "top_p", "top_k", "min_p", "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 
-    def __init__(self, worker: Worker, tokenizer: Tokenizer, name: str, seconds: float, speculate: int) -> None:
-        self.worker, self.tokenizer, self.name, self.seconds, self.speculate = worker, tokenizer, name, seconds, speculate
+    def __init__(self, worker: Worker, tokenizer: Tokenizer, name: str, seconds: float, speculate: int, branches: int) -> None:
+        self.worker, self.tokenizer, self.name, self.seconds = worker, tokenizer, name, seconds
+        self.speculate, self.branches = speculate, branches
         self.config = worker.engine.model.config
 
     async def completion(self, body: CompletionRequest) -> Response:
@@ -182,7 +183,7 @@ class Answerer:
             raise ApiError(400, "invalid_request_error", str(error), "response_format") from error
         return SamplingParams(
             **{**self.tokenizer.sampling, **given}, max_tokens=longest, seed=seed, stop=(*self.tokenizer.stop_ids, *texts), mask=mask,
-            speculate=self.speculate if mask is None else 0,
+            speculate=self.speculate if mask is None else 0, branches=self.branches,
         )  # fmt: skip
 
     @cached_property
@@ -210,13 +211,15 @@ async def _lines(reply: Reply, first: Event, events: AsyncGenerator[Event, None]
     yield "data: [DONE]\n\n"
 
 
-def application(engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None, speculate: int = 0) -> FastAPI:
-    """The server of one model; `speculate` as in SamplingParams, for answers of free form."""
+def application(
+    engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None, speculate: int = 0, branches: int = 1
+) -> FastAPI:
+    """The server of one model; `speculate` and `branches` as in SamplingParams, for answers of free form."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ValueError("a server needs a model with its tokenizer")
     worker = Worker(engine)
-    answerer = Answerer(worker, tokenizer, name, limits.seconds, speculate)
+    answerer = Answerer(worker, tokenizer, name, limits.seconds, speculate, branches)
 
     @asynccontextmanager
     async def running(_: FastAPI) -> AsyncIterator[None]:

@@ -50,6 +50,9 @@ SpeculateOption = Annotated[
 WeightsOption = Annotated[
     Weights, typer.Option(help="The layers' matrices: as they are, or in 8 bits: less memory, a little less exact (fp8: GPU from 8.9 on)")
 ]
+BranchesOption = Annotated[
+    int, typer.Option(min=1, max=16, help="With --speculate: guesses side by side, where what stood before went on in several ways")
+]
 DraftOption = Annotated[
     str | None, typer.Option(metavar="MODEL", help="A smaller model with the same tokenizer that guesses ahead; the distribution stays")
 ]
@@ -88,6 +91,13 @@ def _artifact(model: str, store: str) -> Artifact:
         raise PunaError(f"{model}: there is no such file or folder, and no such artifact: {error}") from error
 
 
+def ahead(speculate: int, branches: int, draft: str | None) -> dict[str, int]:
+    """Sampling parameters of guesses, from options."""
+    if draft is not None and branches > 1:
+        raise PunaError("--branches: a draft guesses one continuation; leave --draft or --branches out")
+    return {"speculate": guesses(speculate, draft), "branches": branches}
+
+
 def parameters(engine: Engine, default: dict[str, float], **given: Any) -> SamplingParams:
     """Sampling parameters from options, those that are None the model's own or `default`; what is out of range is one clear message."""
     from puna.models.generation import SamplingParams
@@ -110,13 +120,14 @@ def chat(
     weights: WeightsOption = "same",
     draft: DraftOption = None,
     speculate: SpeculateOption = 0,
+    branches: BranchesOption = 1,
     memory: MemoryOption = None,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Talk with a model; it keeps the conversation. /new begins another, Ctrl-C ends an answer, Ctrl-D the talk."""
     engine = opened(model, store, memory, weights, draft)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
-    params = parameters(engine, CHAT, **asked_of, speculate=guesses(speculate, draft))
+    params = parameters(engine, CHAT, **asked_of, **ahead(speculate, branches, draft))
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     while True:
@@ -185,6 +196,7 @@ def generate(
     weights: WeightsOption = "same",
     draft: DraftOption = None,
     speculate: SpeculateOption = 0,
+    branches: BranchesOption = 1,
     memory: MemoryOption = None,
     store: StoreOption = DEFAULT_STORE,
     as_json: Annotated[
@@ -199,7 +211,8 @@ def generate(
     engine = opened(model, store, memory, weights, draft)
     mask = None if schema is None else _mask(engine, schema)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed, "n": n}
-    params = parameters(engine, {"temperature": 0.7}, **asked_of, mask=mask, speculate=guesses(speculate, draft if mask is None else None))
+    guessing = ahead(speculate, branches, draft if mask is None else None)
+    params = parameters(engine, {"temperature": 0.7}, **asked_of, mask=mask, **guessing)
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     answers: list[list[tuple[Completion, dict[str, float]]]]
@@ -317,6 +330,7 @@ def api(
     weights: WeightsOption = "same",
     draft: DraftOption = None,
     speculate: SpeculateOption = 0,
+    branches: BranchesOption = 1,
     memory: MemoryOption = None,
     store: StoreOption = DEFAULT_STORE,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
@@ -329,5 +343,5 @@ def api(
     if supervised:
         end_with(sys.stdin.buffer)
     engine = opened(model, store, memory, weights, draft, sequences=sequences)
-    made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, guesses(speculate, draft))
+    made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, **ahead(speculate, branches, draft))
     uvicorn.run(made, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)

@@ -44,10 +44,15 @@ class ServingSettings(Settings):
         0, ge=0, le=64, description="Tokens guessed ahead at most, by a draft (0: 4), else from what stood before, which changes no answer"
     )
 
+    branches: int = Field(
+        1, ge=1, le=16, description="Guesses side by side, where what stood before went on in several ways; changes no answer either"
+    )
+
     @model_validator(mode="after")
     def _of_one_engine(self) -> ServingSettings:
-        if self.engine == "vllm" and (self.speculate or self.weights == "int8"):
-            raise ValueError("engine vllm is given no guesses, and quantises to fp8 alone: speculate must be 0, weights same or fp8")
+        if self.engine == "vllm" and (self.speculate or self.branches > 1 or self.weights == "int8"):
+            wanted = "speculate must be 0, branches 1, weights same or fp8"
+            raise ValueError(f"engine vllm is given no guesses, and quantises to fp8 alone: {wanted}")
         return self
 
     def unmet(self, where: str) -> list[str]:

@@ -155,7 +155,7 @@ class Engine:
                 hidden_ND, row = self._compute(work), -1
                 for answer in work:
                     self.scheduler.computed(answer, (hidden_ND, row + answer.count))
-                    row += answer.count + len(answer.guess)
+                    row += answer.count - 1 + sum(1 + len(guess) for guess in answer.guesses)
             ready = [answer for answer in work if answer.hidden is not None] + list(self.scheduler.fork())
             return self._draw(ready) if ready else []
 
@@ -169,22 +169,33 @@ class Engine:
             (hidden_ND, row), params, begin = answer.hidden, answer.request.params, len(answer.logprobs)
             if not parts or parts[-1][0] is not hidden_ND:
                 parts.append((hidden_ND, []))
-            for i in range(len(answer.guess) + 1):
-                before = [*answer.own, *answer.guess[:i]] if params.shifts else ()
-                draws.append(Draw(params, answer.uniforms[begin + i], answer.request.prompt, before))
-                parts[-1][1].append(row + i)
+            for number, guess in enumerate(answer.guesses):
+                for i in range(number > 0, len(guess) + 1):  # a branch's first row is that of the answer's last token, again
+                    before = [*answer.own, *guess[:i]] if params.shifts else ()
+                    draws.append(Draw(params, answer.uniforms[begin + i], answer.request.prompt, before))
+                    parts[-1][1].append(row + i)
+                row += len(guess) + 1
         try:
             rows = [hidden_ND if rows == list(range(len(hidden_ND))) else hidden_ND[rows] for hidden_ND, rows in parts]
             drawn = zip(*self._drawn(self.model.logits(rows[0] if len(rows) == 1 else torch.cat(rows)), draws), strict=True)
         except ValueError:
             self.clear()
             raise
-        return [event for answer in ready for event in self._take(answer, list(islice(drawn, len(answer.guess) + 1)))]
+        return [event for answer in ready for event in self._take(answer, drawn)]
 
-    def _take(self, answer: Answer, drawn: Sequence[tuple[int, float]]) -> Iterator[Event]:
-        """What was drawn after an answer's last token and its guesses, up to the first that was guessed wrong."""
+    def _take(self, answer: Answer, drawn: Iterator[tuple[int, float]]) -> Iterator[Event]:
+        """What was drawn after an answer's last token and its guesses, up to the first that was guessed wrong, or after the branch that
+        was begun rightly."""
         guess, answer.guess, answer.hidden = answer.guess, [], None
-        for right, (token, logprob) in enumerate(drawn):
+        rows = list(islice(drawn, len(guess) + 1))
+        if answer.branches:
+            first, taken = rows[0], None
+            for branch in answer.branches:
+                after = list(islice(drawn, len(branch.guess)))
+                if branch.guess[0] == first[0]:
+                    taken, guess, rows = branch, branch.guess, [first, *after]
+            self.scheduler.settle(answer, taken)
+        for right, (token, logprob) in enumerate(rows):
             answer.tokens.append(token)
             answer.logprobs.append(logprob)
             completion = self._completion(answer)
@@ -218,7 +229,11 @@ class Engine:
 
     def _compute(self, work: Sequence[Answer]) -> Tensor:
         """Hidden states [N, D] of what is due."""
-        due = [Stretch(answer.pages, answer.computed, answer.due) for answer in work]
+        due = []
+        for answer in work:
+            tokens = answer.tokens[answer.computed : answer.computed + answer.count]
+            places = (answer.pages, *(branch.pages for branch in answer.branches))
+            due += [Stretch(pages, answer.computed, [*tokens, *guess]) for pages, guess in zip(places, answer.guesses, strict=True)]
         return run(self.model, self.caches[0], due, self._loops[0])
 
     def _look(self) -> None:

@@ -17,10 +17,18 @@ from torch import Tensor
 from puna.kernels.paged_attention import PAGE
 from puna.models.generation.pages import OutOfPages, PagePool
 from puna.models.generation.sampling import SamplingParams
-from puna.models.generation.speculate import Lookup, Pace
+from puna.models.guesses import Lookup, Pace
 
 Hidden = tuple[Tensor, int]
 """Hidden states [N, D] of a step, and the row of an answer's last token; those after its guesses follow."""
+
+
+@dataclass(eq=False)
+class Branch:
+    """Another guess beside an answer's own, on pages that are the answer's up to a copy of its last one."""
+
+    pages: list[int]
+    guess: list[int]
 
 
 @dataclass(eq=False)
@@ -36,6 +44,7 @@ class Answer:
     hidden: Hidden | None = None  # once computed
     count: int = 0  # its next tokens that this step computes
     guess: list[int] = field(default_factory=list)  # what may follow them, computed with them
+    branches: list[Branch] = field(default_factory=list)  # computed from its last token on, each for itself
     pace: Pace | None = None  # at which guesses come
     drafted: int = 1 << 62  # of the computed tokens, those that a draft has computed, too
     logprobs: list[float] = field(default_factory=list)
@@ -46,9 +55,9 @@ class Answer:
         return self.tokens[len(self.request.prompt) :]
 
     @property
-    def due(self) -> list[int]:
-        """The tokens that this step computes."""
-        return [*self.tokens[self.computed : self.computed + self.count], *self.guess]
+    def guesses(self) -> list[list[int]]:
+        """Its own guess, and those of its branches."""
+        return [self.guess, *(branch.guess for branch in self.branches)]
 
     @cached_property
     def uniforms(self) -> list[float]:
@@ -94,6 +103,8 @@ class Scheduler:
                 f"a prompt of {len(request.prompt)} tokens with max_tokens={request.params.max_tokens} needs {pages} pages of {PAGE}"
                 f" tokens, the cache has {len(self.pool.references)}: give the engine more memory, or ask for fewer tokens"
             )
+        if self.drafted and request.params.branches > 1:
+            raise ValueError("a draft guesses one continuation, branches come from what stood before: leave one of them out")
         self.waiting.append(request)
         self.waiting.sort(key=lambda r: r.params.priority)
 
@@ -113,6 +124,7 @@ class Scheduler:
             if answer.computed + answer.count + len(answer.guess) <= answer.room or self._make_room(answer):
                 work.append(answer)
                 budget -= answer.count + len(answer.guess)
+                budget -= self._branch(answer, budget) if answer.guess and answer.request.params.branches > 1 else 0
         work = [answer for answer in work if answer.pages]
         while budget > 0 and len(self.running) < self.sequences and (admitted := self._admit()) is not None:
             admitted.count = min(len(admitted.tokens) - admitted.computed, budget)
@@ -149,6 +161,14 @@ class Scheduler:
             if request in self.waiting:
                 self.pool.share(answer.pages)
                 request.trunk, answer.room = (list(answer.pages), hidden), 0
+
+    def settle(self, answer: Answer, taken: Branch | None) -> None:
+        """An answer goes on with one of its branches, or with its own guess; the pages of the others are given up."""
+        for branch in answer.branches:
+            if branch is taken:
+                answer.pages, branch.pages, answer.room = branch.pages, answer.pages, 0
+            self.pool.release(branch.pages)
+        answer.branches = []
 
     def finish(self, answer: Answer) -> None:
         """Give up an answer's place; its pages stay in the tree while there is room."""
@@ -239,6 +259,22 @@ class Scheduler:
         most = min(most, params.max_tokens - len(answer.logprobs) - 1)
         return answer.pace.guess(answer.tokens, most) if most > 0 and self.pool.available > 2 * len(self.running) else []
 
+    def _branch(self, answer: Answer, budget: int) -> int:
+        """Give an answer branches beside its guess, where there is room for them; the tokens that they compute."""
+        index, begun = answer.computed // PAGE, budget
+        assert isinstance(answer.pace, Lookup)
+        for guess in answer.pace.guesses(answer.tokens, len(answer.guess), answer.request.params.branches)[1:]:
+            need = (answer.computed + len(guess)) // PAGE + 1 - index
+            if budget <= len(guess) or self.pool.available <= 2 * len(self.running) + need:
+                break
+            pages = [*answer.pages[:index], *(self.pool.take() for _ in range(need))]
+            self.pool.share(pages[:index])
+            source = answer.pages[index]  # which may itself be yet to be copied
+            self.copies.append((next((a for a, b in self.copies if b == source), source), pages[index]))
+            answer.branches.append(Branch(pages, guess))
+            budget -= 1 + len(guess)
+        return begun - budget
+
     def _pause(self, answer: Answer) -> None:
         self.running.remove(answer)
         self._give_back(answer)
@@ -249,6 +285,8 @@ class Scheduler:
     def _give_back(self, answer: Answer) -> None:
         self.pool.keep(answer.tokens[: answer.computed], answer.pages)
         # What was to be copied into a page that is given back need not be.
-        self.copies = [copy for copy in self.copies if copy[1] not in answer.pages]
+        given = {*answer.pages, *(page for branch in answer.branches for page in branch.pages)}
+        self.copies = [copy for copy in self.copies if copy[1] not in given]
+        self.settle(answer, None)
         self.pool.release(answer.pages)
         answer.pages, answer.computed, answer.room = [], 0, 0

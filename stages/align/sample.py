@@ -61,6 +61,8 @@ def needs(config: SampleConfig, facts: Facts) -> list[str]:
     """Chat templates, and the engine."""
     drafted = config.serving.engine == "vllm" and "draft" in facts.inputs
     refused = ["draft: engine vllm is given no guesses; leave the draft out"] if drafted else []
+    if config.serving.branches > 1 and "draft" in facts.inputs:
+        refused.append("serving.branches: a draft guesses one continuation; leave the draft out, or set branches to 1")
     return [*chat_template(facts, "models"), *config.serving.unmet("serving"), *refused]
 
 
@@ -151,7 +153,7 @@ def _params(tokenizer: Tokenizer, config: SampleConfig, name: str, run: StageRun
         run.metric(f"{key}_{name[:12]}", value)
     return SamplingParams(
         n=config.answers, max_tokens=config.max_tokens, stop=tokenizer.stop_ids, seed=run.seed("sample", name), speculate=speculate,
-        **drawn,
+        branches=config.serving.branches, **drawn,
     )
 
 

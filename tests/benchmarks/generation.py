@@ -172,7 +172,7 @@ ASKS = {
 
 
 def speculation(file: Path, rounds: int, draft: Path | None = None, most: int = 6) -> dict[str, Any]:
-    """CPU seconds without guesses over those with at most `most` from what stood before, and from a draft, the model itself in 8 bits
+    """CPU seconds without guesses over those with at most `most` from what stood before, of one or three continuations, and from a draft, the model itself in 8 bits
     where none is given; tokens for each step of the model, and the share of answers that stay the same."""
     from puna.models.checkpoint import load_with_tokenizer
     from puna.models.draft import DraftedEngine
@@ -191,7 +191,8 @@ def speculation(file: Path, rounds: int, draft: Path | None = None, most: int = 
                 way: str, ids: list[list[int]] = ids, temperature: float = temperature, found: dict[str, list[list[int]]] = found,
                 steps: dict[str, int] = steps,
             ) -> None:  # fmt: skip
-                params = SamplingParams(temperature=temperature, max_tokens=64, speculate=0 if way == "plain" else most)
+                speculate, branches = 0 if way == "plain" else most, 3 if way == "branches" else 1
+                params = SamplingParams(temperature=temperature, max_tokens=64, speculate=speculate, branches=branches)
                 found[way], steps[way] = [], 0
                 for prompt in ids:
                     engine = DraftedEngine(network, smaller, tokenizer) if way == "draft" else Engine(network, tokenizer)
@@ -201,8 +202,8 @@ def speculation(file: Path, rounds: int, draft: Path | None = None, most: int = 
                         steps[way] += 1
                     found[way].append(tokens)
 
-            took = best(rounds, **{way: lambda answers=answers, way=way: answers(way) for way in ("plain", "ngram", "draft")})
-            for way in ("ngram", "draft"):
+            took = best(rounds, **{way: lambda answers=answers, way=way: answers(way) for way in ("plain", "ngram", "branches", "draft")})
+            for way in ("ngram", "branches", "draft"):
                 name = f"speculative_speedup_{way}_{kind}_temperature_{temperature:g}"
                 figures[name] = took["plain"] / took[way]
                 figures[f"{name}_tokens_a_step"] = sum(map(len, found[way])) / steps[way]

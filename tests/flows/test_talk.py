@@ -94,7 +94,11 @@ def test_generate_holds_answers_to_a_schema_and_guesses_change_nothing(folder, t
     options = ["--n", "3", "--max-tokens", "60"]
     for line in puna("generate", folder, "to be", *options, "--schema", str(file)).splitlines():
         assert set(json.loads(line)) <= {"to", "be"}
-    assert puna("generate", folder, "to be", *options, "--speculate", "4") == puna("generate", folder, "to be", *options)
+    plain = puna("generate", folder, "to be", *options)
+    assert puna("generate", folder, "to be", *options, "--speculate", "4") == plain
+    assert puna("generate", folder, "to be", *options, "--speculate", "4", "--branches", "3") == plain
+    with pytest.raises(PunaError, match="--branches: a draft guesses one continuation"):
+        puna("generate", folder, "to be", "--draft", folder, "--branches", "3")
     file.write_text('{"not": {}}')
     with pytest.raises(PunaError, match=r"schema.json: the JSON schema cannot be kept to"):
         puna("generate", folder, "to be", "--schema", str(file))

@@ -36,7 +36,7 @@ class Pages(RuleBasedStateMachine):
             self.held[target] = self.held[source]
         self.scheduler.copies = []
         for answer in work:
-            for place, written in enumerate(answer.due, answer.computed):
+            for place, written in enumerate([*answer.tokens[answer.computed : answer.computed + answer.count], *answer.guess], answer.computed):
                 page = answer.pages[place // PAGE]
                 assert place % PAGE == 0 or self.scheduler.pool.references[page] == 1  # nobody else sees what is written
                 self.held[page, place % PAGE] = written

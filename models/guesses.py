@@ -8,6 +8,7 @@ token holds with its probability, which is all that speculative sampling (Leviat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 SIZES = (3, 2)  # tokens that must be the same before a guess; the longer first
 LONGEST_REST = 4
@@ -42,21 +43,24 @@ class Lookup(Pace):
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
-        self._seen: dict[tuple[int, ...], int] = {}  # where a run of tokens ended last
+        self._seen: dict[tuple[int, ...], list[int]] = {}  # where a run of tokens ended
         self._read = 0
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
         most = len(super().guess(tokens, most))
-        if not most:
-            return []
+        return next(iter(self.guesses(tokens, most, 1)), []) if most else []
+
+    def guesses(self, tokens: Sequence[int], most: int, count: int) -> list[list[int]]:
+        """At most `count` guesses that begin differently, the one after the longest and latest run of the same tokens first."""
         for end in range(self._read, len(tokens)):  # an end that has a token after it
             for size in SIZES:
                 if end >= size:
-                    self._seen[tuple(tokens[end - size : end])] = end
+                    self._seen.setdefault(tuple(tokens[end - size : end]), []).append(end)
         self._read = len(tokens)
-        ends = (self._seen.get(tuple(tokens[-size:])) for size in SIZES if len(tokens) >= size)
-        found = next((end for end in ends if end is not None), None)
-        if found is None:
-            return []
-        period = len(tokens) - found  # beyond the last token the guess goes on with itself
-        return [tokens[found + i % period] for i in range(most)]
+        found: dict[int, int] = {}  # the end of a run, by the token after it
+        for end in chain.from_iterable(reversed(self._seen.get(tuple(tokens[-size:]), ())) for size in SIZES if len(tokens) >= size):
+            found.setdefault(tokens[end], end)
+            if len(found) == count:
+                break
+        # Beyond the last token a guess goes on with itself.
+        return [[tokens[end + i % (len(tokens) - end)] for i in range(most)] for end in found.values()]
