@@ -101,16 +101,15 @@ def held_bytes(model: nn.Module) -> int:
 
 def merge(model: Transformer) -> None:
     """Add each adapter's product to its matrix, take the adapters out, and unpack what is in NF4; in place."""
-    from peft.tuners.lora import LoraLayer
-
     for name, module in list(model.named_modules()):
         if name.endswith(".base_layer"):
             continue
-        base = module.get_base_layer() if isinstance(module, LoraLayer) else module
+        adapted = hasattr(module, "get_delta_weight")  # PEFT's layers, without its import
+        base = module.get_base_layer() if adapted else module
         if isinstance(base, Nf4Linear):
             weight = base.unpacked()
             plain = base.plain(weight if base is module else weight + module.get_delta_weight("default").detach())
-        elif isinstance(module, LoraLayer):
+        elif adapted:
             module.merge()
             plain = base
         else:
