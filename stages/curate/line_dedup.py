@@ -180,8 +180,9 @@ def _remove(
         end = with_blank_lines(data, offsets, row, begin, end)
     made, bounds, empty = without_pieces(data, offsets, config.newlines, row, begin, end)
     ids, place = documents["id"].combine_chunks(), documents.schema.get_field_index("text")
-    kept = documents.set_column(place, documents.schema.field(place), strings(made, bounds))
-    kept = kept.filter(pa.array(~empty)) if empty.any() else kept
+    left = pa.array(~empty)
+    kept = documents.drop_columns("text").filter(left) if empty.any() else documents.drop_columns("text")
+    kept = kept.add_column(place, documents.schema.field(place), strings(made, bounds[np.append(~empty, True)]))
     removed = {
         "id": ids.take(pa.array(row)),
         "line": number,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from puna.stages.contract import Documents, Signals, StageRun, stage
 from puna.stages.curate.minhash.config import MinhashDedupConfig
-from puna.stages.curate.minhash.decide import Candidates, candidates
+from puna.stages.curate.minhash.decide import Candidates, Found, at_once, candidates
 from puna.stages.curate.minhash.index import INDEX, write_index
 from puna.stages.curate.minhash.sketch import shingled, signed, sketch
 from puna.stages.curate.rows.removal import DECIDED, remove
@@ -20,8 +20,11 @@ from puna.storage.exchange import Exchange, Partition, partitions
 
 __all__ = ["MinhashDedupConfig", "minhash_dedup"]
 
+COLUMNS = ("id", "fetched_at", "source", "text")
 SHARD_ROWS = 1 << 17
 """Documents of one job at most: it writes one file of every exchange."""
+AT_ONCE = 1 << 24
+"""Characters of documents that one worker compares in memory, in a third less time: none is read or shingled twice."""
 KEY_BYTES = 16
 SHINGLE_BYTES = 2
 """Shingles of a character of text take about so much room."""
@@ -36,26 +39,38 @@ def minhash_dedup(documents: Documents, signals: Signals | None, config: Minhash
     it is verified to be its near-duplicate: enough shared word runs, and no long passage of its own. Each removed document is
     so compared with its survivor itself, never along a chain. `duplicates` holds the evidence.
 
-    Keys of bands are regrouped by value, candidates by the component of candidates that they belong to: memory is bounded by
-    a worker's share, but for the edges between candidates, 16 bytes each, which one worker holds.
+    A small corpus is compared in memory. Of a larger one, keys of bands are regrouped by value, candidates by the component of
+    candidates that they belong to: memory is bounded by a worker's share, but for the edges between candidates, 16 bytes each,
+    which one worker holds.
     """
     if config.survivor == "best_score":
         check_score(signals, config)
+    threshold = config.threshold if config.verify else None
+    said: dict[str, Any] = {"method": config.method, "rule": "near_duplicate", "threshold": threshold}
+    score = signals if config.survivor == "best_score" else None
     parts = documents.parts(columns=["text"], rows=SHARD_ROWS)
+    if len(parts) == 1 and documents.record().characters <= AT_ONCE:
+        infos = remove(run, documents, _whole, [parts[0].of(COLUMNS)], score, config, config.chosen_device(), **said)
+        found = infos[0]["candidates"]
+    else:
+        members = _members(run, documents, parts, config)
+        components = _gathered(run, documents, parts, members, score, config)
+        infos, found = remove(run, documents, _decided, components.filled, config, **said), members.rows
+    if config.keep_index:
+        sketches = list(run.map(sketch, list(enumerate(run.parts(documents))), signals, config, config.chosen_device(), str(run.scratch)))
+        list(run.map(write_index, [run.folder / INDEX], sketches, config))
+    run.metric("candidates", found)
+    run.metric("clusters", sum(info["clusters"] for info in infos))
+    run.metric("kept_for_a_passage", sum(info["saved"] for info in infos))
+
+
+def _members(run: StageRun, documents: Artifact, parts: list[Part], config: MinhashDedupConfig) -> Exchange:
+    """The candidates of each part."""
     size = KEY_BYTES * config.bands * documents.rows()
     keys = run.exchange(_keys, parts, config, config.chosen_device(), by="key", partitions=partitions(size))
     edges = run.exchange(_edges, keys.filled, by="all", partitions=1)
     starts = np.array([part.start for part in parts], np.int64)
-    members = run.exchange(_components, edges.filled, starts, by="part", partitions=max(1, len(parts)))
-    components = _gathered(run, documents, parts, members, signals, config)
-    threshold = config.threshold if config.verify else None
-    infos = remove(run, documents, _decided, components.filled, config, method=config.method, rule="near_duplicate", threshold=threshold)
-    if config.keep_index:
-        sketches = list(run.map(sketch, list(enumerate(run.parts(documents))), signals, config, config.chosen_device(), str(run.scratch)))
-        list(run.map(write_index, [run.folder / INDEX], sketches, config))
-    run.metric("candidates", members.rows)
-    run.metric("clusters", sum(info["clusters"] for info in infos))
-    run.metric("kept_for_a_passage", sum(info["saved"] for info in infos))
+    return run.exchange(_components, edges.filled, starts, by="part", partitions=max(1, len(parts)))
 
 
 def check_score(signals: Artifact | None, config: MinhashDedupConfig) -> None:
@@ -109,10 +124,8 @@ def _gathered(
 ) -> Exchange:
     """The candidates with what deciding needs of them, by component."""
     each = SHINGLE_BYTES * 8 * documents.record().characters // max(1, documents.rows()) // 6 + 8 * config.bands * config.rows
-    columns = ("id", "fetched_at", "source", "text")
-    items = [(part.of(columns), own) for part, own in zip(parts, members.parts, strict=False) if own.runs]
-    score = signals if config.survivor == "best_score" else None
-    arguments = (score, config, config.chosen_device())
+    items = [(part.of(COLUMNS), own) for part, own in zip(parts, members.parts, strict=False) if own.runs]
+    arguments = (signals, config, config.chosen_device())
     return run.exchange(_candidates, items, *arguments, by="hash", partitions=partitions(members.rows * each))
 
 
@@ -135,7 +148,19 @@ def _decided(component: Partition, config: MinhashDedupConfig) -> tuple[pa.Table
     if not rows.num_rows:
         return DECIDED.empty_table(), {"clusters": 0, "saved": 0}
     members = Candidates.read(rows, config)
-    found, ids = members.decided(config), members.ids
+    return _evidence(members.decided(config), members.ids, config)
+
+
+def _whole(part: Part, signals: Artifact | None, config: MinhashDedupConfig, device: Any) -> tuple[pa.Table, dict[str, int]]:
+    """The documents that go of a corpus that is one part, and how many are candidates."""
+    table = part.read()
+    found, candidates = at_once(table, signals, config, device)
+    made, info = _evidence(found, table["id"], config)
+    return made, {**info, "candidates": candidates}
+
+
+def _evidence(found: Found, ids: pa.ChunkedArray, config: MinhashDedupConfig) -> tuple[pa.Table, dict[str, int]]:
+    """What was found as a table of DECIDED; and its numbers."""
     detail = [config.detail(ids[kept].as_py(), words) for kept, words in zip(found.kept.tolist(), found.new_words.tolist(), strict=True)]
     columns = {"id": ids.take(pa.array(found.removed)), "kept_id": ids.take(pa.array(found.kept)), "similarity": found.similarity}
     made = pa.table({**columns, "detail": pa.array(detail, pa.string())}, schema=DECIDED)

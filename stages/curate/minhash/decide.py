@@ -200,24 +200,31 @@ def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: Minha
 
     Rows are positions in `texts`. Takes about twice the texts' size; the stage takes any size.
     """
-    from puna.stages.curate.minhash.near_duplicates import components
-
     config = config or MinhashDedupConfig()
     column = texts if isinstance(texts, pa.ChunkedArray) else pa.chunked_array([pa.array(texts, pa.large_string())])
-    blocks = [shingled(column.slice(at, BLOCK_DOCUMENTS), config) for at in range(0, len(column), BLOCK_DOCUMENTS)]
-    if not blocks:
-        return Found.none()
-    pairs = [signed(block, config) for block in blocks]
+    nothing = np.zeros(len(column))
+    same = {"fetched_at": nothing.astype(np.int64), "source": pa.repeat("", len(column))}
+    return at_once(pa.table({"text": column, **same}), None, config)[0]
+
+
+def at_once(table: pa.Table, signals: Artifact | None, config: MinhashDedupConfig, device: Device = "cpu") -> tuple[Found, int]:
+    """The near-duplicates among documents in memory, and the number of candidates."""
+    from puna.stages.curate.minhash.near_duplicates import components
+
+    slices = [table.slice(at, BLOCK_DOCUMENTS) for at in range(0, len(table), BLOCK_DOCUMENTS)]
+    if not slices:
+        return Found.none(), 0
+    blocks = [shingled(rows["text"], config) for rows in slices]
+    pairs = [signed(block, config, device) for block in blocks]
     signatures, keys = (np.concatenate(columns) for columns in zip(*pairs, strict=True))
-    facts = np.zeros(len(column), FACTS)
-    facts["words"] = np.concatenate([block.words for block in blocks])
-    facts["shingles"] = np.concatenate([np.diff(block.offsets) for block in blocks])
-    filled, rows = np.flatnonzero(facts["shingles"]), np.arange(len(column))
+    facts = np.concatenate([facts_of(rows, block, signals, config) for rows, block in zip(slices, blocks, strict=True)])
+    filled, rows = np.flatnonzero(facts["shingles"]), np.arange(len(table))
     root = rows.copy()
     root[filled] = filled[components(keys[filled])]
-    members, bounds = together(root, rows, -facts["words"])
+    score = facts["score"] if config.survivor == "best_score" else None
+    members, bounds = together(root, *preference(config, rows, facts["words"], facts["fetched"], facts["preferred"], score))
     shingles = lambda places: flat([_slice(blocks, int(row)) for row in members[places]])  # noqa: E731
-    return decided(facts[members], signatures[members], bounds, config, shingles).of_rows(members)
+    return decided(facts[members], signatures[members], bounds, config, shingles).of_rows(members), len(members)
 
 
 def _slice(blocks: list[Shingles], row: int) -> NDArray[np.uint64]:

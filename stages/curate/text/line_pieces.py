@@ -227,7 +227,7 @@ def with_blank_lines(data: U8, offsets: I64, documents: I64, starts: I64, stops:
 
 @njit(cache=True)
 def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts: I64, stops: I64) -> tuple[U8, I64, NDArray[np.bool_]]:
-    """The texts without the given pieces: bytes, offsets, and which documents lost pieces and have no ink left.
+    """The texts without the given pieces: bytes, offsets, and which documents lost pieces and have no ink left, of which no byte is kept.
 
     Pieces are in order. A removed piece takes one separator with it.
     """
@@ -258,8 +258,10 @@ def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts
                 size += stop - at
             first, last = _stripped(out, begin, size)
             empty[d] = first == last
+            if empty[d]:
+                size = begin
         bounds[d + 1] = size
-    return out[:size].copy(), bounds, empty
+    return out[:size], bounds, empty
 
 
 @njit(cache=True)

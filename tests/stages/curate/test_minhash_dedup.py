@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
@@ -16,6 +17,12 @@ from puna.stages.curate.text.shingles import normalized
 from puna.storage import PunaError, Store
 
 START = datetime(2024, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture(autouse=True, params=["in memory", "by exchanges"])
+def path(request, monkeypatch):
+    if request.param == "by exchanges":
+        monkeypatch.setattr(sys.modules[minhash_dedup.function.__module__], "AT_ONCE", 0)
 
 
 def run(tmp_path, texts, config=None, sources=None, days=None, **how):
@@ -246,3 +253,21 @@ def test_the_table_of_characters_and_the_words_of_normal_texts():
     made = shingles.words_of(*shingles.packed([normalized(text) for text in texts]))
     expected = shingles.normal(*shingles.packed(texts))
     assert all(np.array_equal(one, other) for one, other in zip(made, expected, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"survivor": "latest"}, {"verify": False}, {"prefer_sources": ("books",)}])
+def test_small_and_large_corpora_are_compared_alike(tmp_path, monkeypatch, options):
+    generator = np.random.default_rng(5)
+    texts = []
+    for _ in range(60):
+        base = words(generator, int(generator.integers(60, 200)))
+        texts += [" ".join(edited(generator, base, int(generator.integers(0, 9)))) for _ in range(int(generator.integers(1, 5)))]
+    sources = ["books" if generator.random() < 0.3 else "web" for _ in texts]
+    days = generator.integers(0, 9, len(texts)).tolist()
+    found = []
+    for most in (0, 1 << 24):
+        monkeypatch.setattr(sys.modules[minhash_dedup.function.__module__], "AT_ONCE", most)
+        run(tmp_path / str(most), texts, MinhashDedupConfig(**options), sources, days)
+        (made,) = [one for one in Store.open(tmp_path / str(most)).artifacts() if one.manifest.stage == "minhash_dedup"]
+        found.append((made.data_digest, made.read("duplicates"), made.read("dropped"), made.manifest.metrics))
+    assert found[0] == found[1] and found[0][1].num_rows > 10
