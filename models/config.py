@@ -92,7 +92,8 @@ class ModelShape(Settings):
     tie_word_embeddings: bool = Field(False, description="The output layer shares the embedding's matrix")
     initializer_range: float = Field(0.02, gt=0, le=1, description="Standard deviation of the initial weights")
     zero_residual: bool = Field(
-        False, description="Start with layers that add nothing: what attention and feed-forward blocks write with (o_proj, down_proj) is 0"
+        False, description="Start with layers that add nothing, and tokens that are all as likely: what attention and feed-forward blocks "
+        "write with (o_proj, down_proj) is 0, and so is an output layer that is not the embedding's"
     )
     sliding_window: int | None = Field(None, ge=1, description="Tokens that a query sees, itself included; null: all before it")
     sliding_layers: tuple[int, ...] | None = Field(None, description="Layers with that window, counted from 0; null: all")

@@ -334,12 +334,13 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw all matrices from `generator`, in the order of their names; gains become one, biases zero, and with
-        `config.zero_residual` what layers write with (Zhang et al. 2019, Fixup; Goyal et al. 2017)."""
+        """Draw all matrices from `generator`, in the order of their names; gains become one, biases zero, and with `config.zero_residual`
+        what layers write with and an output layer of its own (Zhang et al. 2019, Fixup, which starts both so)."""
+        zero = ("o_proj", "down_proj", "lm_head") if self.config.zero_residual else ()
         for name, parameter in sorted(self.named_parameters()):
             if parameter.ndim == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            elif self.config.zero_residual and name.removesuffix(".weight").endswith(("o_proj", "down_proj")):
+            elif zero and name.removesuffix(".weight").endswith(zero):
                 parameter.zero_()
             else:
                 parameter.normal_(0.0, self.config.initializer_range, generator=generator)

@@ -32,6 +32,9 @@ class OptimizerSettings(Settings):
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the second moment")
     epsilon: float = Field(1e-8, gt=0, lt=1, description="Added to the root of AdamW's second moment")
     momentum: float = Field(0.95, ge=0, lt=1, description="Muon's momentum")
+    embedding_scale: float = Field(
+        1.0, gt=0, le=100, description="Learning rate of the token embeddings, of which a step moves few rows, over that of all else"
+    )
     galore_rank: int = Field(
         128, ge=1, description="Directions of a matrix's shorter side that GaLore keeps moments of; a matrix with no more has AdamW's"
     )

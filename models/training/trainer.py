@@ -250,12 +250,12 @@ def optimizers(
 ) -> list[AdamW | Muon | GaLore]:
     """AdamW for all weights, or Muon or GaLore for the matrices inside the layers and AdamW for the others.
 
-    Each group's `scale` multiplies its learning rate; `scales` has those that are not 1, by name.
+    Each group's `scale` multiplies its learning rate; `scales` has those that are not 1, by name; `embedding_scale` comes on top.
     """
     settings, rate = config.optimizer, config.schedule.learning_rate
     if unknown := sorted(scales.keys() - weights.keys()):
         raise ValueError(f"there is no trained parameter {unknown[0]} whose learning rate could be scaled")
-    plain = undecayed(model)
+    plain, embedded = undecayed(model), embeddings(model)
     inner = inner_matrices(model) & weights.keys() if settings.name != "adamw" else set()
     if settings.name == "galore":
         inner = {name for name in inner if min(weights[name].shape[-2:]) > settings.galore_rank}
@@ -263,7 +263,8 @@ def optimizers(
     def groups(names: list[str]) -> list[dict[str, Any]]:
         kinds: dict[tuple[float, bool], list[nn.Parameter]] = {}
         for name in names:
-            kinds.setdefault((scales.get(name, 1.0), name in plain), []).append(weights[name])
+            scale = scales.get(name, 1.0) * (settings.embedding_scale if name in embedded else 1.0)
+            kinds.setdefault((scale, name in plain), []).append(weights[name])
         return [
             {"params": kinds[key], "weight_decay": 0.0 if key[1] else settings.weight_decay, "scale": key[0]} for key in sorted(kinds)
         ]
@@ -295,10 +296,15 @@ def eight_bit_linears(model: nn.Module, kind: Kind) -> list[Linear]:
     return found
 
 
+def embeddings(model: nn.Module) -> set[str]:
+    """Names of the embeddings, an output layer that shares their matrix among them."""
+    matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {name for name, p in model.named_parameters() if id(p) in matrices}
+
+
 def undecayed(model: nn.Module) -> set[str]:
     """Names of the parameters without weight decay: vectors (norms, biases) and embeddings."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return {name for name, p in model.named_parameters() if p.ndim < 2 or id(p) in embeddings}
+    return {name for name, p in model.named_parameters() if p.ndim < 2} | embeddings(model)
 
 
 def _step_seed(seed: int, step: int) -> int:

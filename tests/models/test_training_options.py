@@ -189,6 +189,22 @@ def test_muon_trains_the_matrices_inside_the_layers_and_adamw_the_rest():
         }
 
 
+@pytest.mark.parametrize(("optimizer", "tied"), [("adamw", False), ("muon", False), ("muon", True)])
+def test_only_embeddings_move_at_a_rate_of_their_own(optimizer: str, tied: bool):
+    """AdamW's first step is the rate times the gradient's sign, so that one of three times the rate goes three times as far."""
+    moved = []
+    for scale in (1.0, 3.0):
+        made = model(CONFIG.replace(tie_word_embeddings=tied))
+        before = {name: p.detach().clone() for name, p in made.named_parameters()}
+        config = TrainConfig(steps=1, schedule={"learning_rate": 0.01, "shape": "constant"}, optimizer={"name": optimizer, "embedding_scale": scale})
+        train(made, o.LanguageModeling(), batches, config, seed=0)
+        moved.append({name: p.detach() - before[name] for name, p in made.named_parameters()})
+    for name, once in moved[0].items():
+        times = 3.0 if name == "model.embed_tokens.weight" else 1.0
+        torch.testing.assert_close(moved[1][name], times * once, rtol=1e-4, atol=1e-6)
+    assert moved[0]["model.embed_tokens.weight"].abs().max() == pytest.approx(0.01, rel=1e-3) and ("lm_head.weight" in moved[0]) == (not tied)
+
+
 def test_muon_learns_faster_than_nothing_and_resumes_to_the_same_bits(tmp_path: Path):
     config = TrainConfig(steps=12, schedule={"learning_rate": 0.02, "ema": 0.8}, optimizer={"name": "muon", "spike_window": 8}, compute={"activation_checkpointing": True})
 

@@ -1,5 +1,6 @@
 """The decoder against transformers' Llama on the same weights, and the forest against separate rows."""
 
+import math
 
 import pytest
 import torch
@@ -181,10 +182,21 @@ def test_layers_that_add_nothing_at_the_start_learn_all_the_same(variant):
     made = build(zero_residual=True, **variant)
     embedded = made.model.embed_tokens(ids(9))
     torch.testing.assert_close(made.hidden(Forest.pack([ids(9)])), made.model.norm(embedded))
-    made.cross_entropy(Forest.pack([ids(9)]), torch.arange(8), ids(9)[1:], torch.ones(8)).backward()
-    written = {name for name, p in made.named_parameters() if p.ndim > 1 and not p.detach().any()}
-    assert len(written) == 6 and all("o_proj" in name or "down_proj" in name for name in written)
-    assert all(dict(made.named_parameters())[name].grad.abs().max() > 1e-4 for name in written)
+    said = Forest.pack([ids(9)]), torch.arange(8), ids(9)[1:], torch.ones(8)
+    loss, weights = made.cross_entropy(*said), dict(made.named_parameters())
+    assert loss.item() == pytest.approx(8 * math.log(CONFIG.vocab_size))
+    written = {name for name, p in weights.items() if p.ndim > 1 and not p.detach().any()}
+    assert len(written) == 7 and all("o_proj" in name or "down_proj" in name or name == "lm_head.weight" for name in written)
+    # The output layer learns first, and through it the others.
+    for name in ("lm_head.weight", *written):
+        made.cross_entropy(*said).backward()
+        assert weights[name].grad.abs().max() > 1e-4
+        weights["lm_head.weight"].data.add_(weights["lm_head.weight"].grad, alpha=-0.1)
+
+
+def test_an_output_layer_that_is_the_embedding_is_drawn_whatever_the_layers_begin_with():
+    made = build(zero_residual=True, tie_word_embeddings=True)
+    assert made.lm_head.weight.std().item() == pytest.approx(CONFIG.initializer_range, rel=0.05)
 
 
 def test_impossible_shapes_are_refused():
