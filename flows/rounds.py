@@ -138,8 +138,9 @@ def controls(
 
     Arms of finetuning alone, from where the round starts and with as many updates as its finetuning and RL have together: on
     demonstrations; with the chosen answers; with synthetic ones, where there are any; and with one answer more to each prompt, drawn in
-    turn by each way to pick. DPO in place of RL, where the recipe names `dpo_instead`. And the round without one part: DPO, RL, the
-    reward model in RL. Each is averaged with the policy that the round begins with as the round itself is.
+    turn by each way to pick. DPO in place of RL, where the recipe names `dpo_instead`; where it names `sample_instead`, too, on pairs of
+    the finetuned model's own answers besides, whose checks are more labels, as those of RL are. And the round without one part: DPO,
+    RL, the reward model in RL. Each is averaged with the policy that the round begins with as the round itself is.
     """
     made, start = after.made, before.start or before.policy
     updates = replaced("more_steps", _updates_of_rl())
@@ -164,6 +165,13 @@ def controls(
 
     def dpo_instead() -> None:
         label, pairs = f"dpo_instead_{number}", list(after.preferences)
+        answers = step(
+            sample, f"sample_instead_{number}", field="sample_instead", number=number, off=True, serves="dpo_instead",
+            models=[made["sft"]], prompts=tasks,
+        )  # fmt: skip
+        if answers:
+            own = f"preferences_instead_{number}"
+            pairs.append(step(preferences, own, field="preferences", number=number, answers=answers, prompts=tasks))
         instead = step(dpo, label, field="dpo_instead", number=number, off=True, model=made["sft"], preferences=pairs)
         if instead:
             arm("dpo_instead", instead)

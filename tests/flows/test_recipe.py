@@ -133,6 +133,16 @@ def test_a_round_without_a_reward_model_has_no_arms_of_it() -> None:
     assert not [name for name in order if "reward_model" in name]
 
 
+def test_dpo_in_place_of_rl_learns_from_answers_of_the_finetuned_model_where_told() -> None:
+    recipe = load("demo", ["rounds=1", "sample_instead={answers: 4}"])
+    assert inputs_of(recipe, "sample_instead_1")["models"] == ("sft_1",) and config_of(recipe, "sample_instead_1").answers == 4
+    own = inputs_of(recipe, "preferences_instead_1")
+    assert own == {**inputs_of(recipe, "preferences_1"), "answers": ("sample_instead_1",)}
+    assert inputs_of(recipe, "dpo_instead_1")["preferences"] == ("preferences_1", "preferences_instead_1")
+    assert "sample_instead_1" not in labels(load("demo", ["rounds=1"]))
+    assert not [name for name in labels(load("demo", ["rounds=1", "dpo_instead=null"])) if "instead" in name]
+
+
 def test_a_name_is_a_flow_unless_it_says_stage() -> None:
     assert set(load_flows()) >= {"curate", "experiments", "pretrain", "align", "pipeline"}
     assert launch.chosen("pretrain") is FLOWS["pretrain"] is launch.chosen("flow:pretrain")
