@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 
 import torch
-from roofline_cases import Case, Function, Machine, cases
+from roofline_cases import Case, Function, Machine, cases, in_turn
 from roofline_checks import checks, more_checks
 from torch import Tensor
 
@@ -111,8 +111,9 @@ def measure(case: Case, machine: Machine, bandwidth: float, rate: float, budget:
         if phase and not wanted:
             return
         ready = {name: wrap(function) for name, function in functions.items()}
-        peak = _peak(ready["ours"], machine.device)
-        taken = milliseconds(ready, machine.device, budget)
+        with in_turn(case.in_turn):
+            peak = _peak(ready["ours"], machine.device)
+            taken = milliseconds(ready, machine.device, budget)
         ours = taken.pop("ours")
         peer = min(taken, key=taken.__getitem__) if taken else ""
         floor = 1e3 * max(size / bandwidth, flops / rate)
