@@ -181,9 +181,10 @@ class Answerer:
             mask = await asyncio.to_thread(self._mask, body.response_format)
         except ValueError as error:
             raise ApiError(400, "invalid_request_error", str(error), "response_format") from error
+        speculate, branches = (self.speculate, self.branches) if mask is None else (0, 1)
         return SamplingParams(
             **{**self.tokenizer.sampling, **given}, max_tokens=longest, seed=seed, stop=(*self.tokenizer.stop_ids, *texts), mask=mask,
-            speculate=self.speculate if mask is None else 0, branches=self.branches,
+            speculate=speculate, branches=branches,
         )  # fmt: skip
 
     @cached_property

@@ -95,6 +95,8 @@ def ahead(speculate: int, branches: int, draft: str | None) -> dict[str, int]:
     """Sampling parameters of guesses, from options."""
     if draft is not None and branches > 1:
         raise PunaError("--branches: a draft guesses one continuation; leave --draft or --branches out")
+    if branches > 1 and not speculate:
+        raise PunaError("--branches are guesses: say how many tokens by --speculate, or leave --branches out")
     return {"speculate": guesses(speculate, draft), "branches": branches}
 
 

@@ -8,7 +8,8 @@ Triton's interpreter runs the Triton versions on CPU tensors: how tests see them
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,17 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _LIBRARY = torch.library.Library("puna", "FRAGMENT")
 
 Function = Callable[..., Any]
+
+
+@contextmanager
+def in_turn(ordered: bool) -> Iterator[None]:
+    """torch's deterministic algorithms on or off; what has none warns, as torch's own products on a GPU may."""
+    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(ordered, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
 def operator(schema: str, portable: Function, triton: Function, fake: Function) -> Any:

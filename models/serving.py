@@ -50,6 +50,8 @@ class ServingSettings(Settings):
 
     @model_validator(mode="after")
     def _of_one_engine(self) -> ServingSettings:
+        if self.branches > 1 and not self.speculate:
+            raise ValueError(f"branches are guesses: set speculate, or leave branches at 1, not {self.branches}")
         if self.engine == "vllm" and (self.speculate or self.branches > 1 or self.weights == "int8"):
             wanted = "speculate must be 0, branches 1, weights same or fp8"
             raise ValueError(f"engine vllm is given no guesses, and quantises to fp8 alone: {wanted}")

@@ -58,6 +58,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.n < 1 or self.max_tokens < 1 or self.branches < 1:
             raise ValueError(f"n, max_tokens and branches must be at least 1, not {self.n}, {self.max_tokens} and {self.branches}")
+        if self.branches > 1 and not self.speculate:
+            raise ValueError(f"branches are guesses: set speculate, or leave branches at 1, not {self.branches}")
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature must be 0 or a positive number, not {self.temperature}")
         if not 0 < self.top_p <= 1:

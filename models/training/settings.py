@@ -121,6 +121,11 @@ class ComputeSettings(Settings):
     activation_checkpointing: bool = Field(
         False, description="Keep each layer's input only and compute the layer again in the backward pass: less memory, more time"
     )
+    deterministic: bool = Field(
+        False,
+        description="Sums on a GPU in the same order in every run, so that a resumed run ends with the same bits: attention's gradients "
+        "then wait for each other. On a CPU it is so always",
+    )
     micro_batch_tokens: int = Field(
         8192, ge=16, description="Tokens of one forward and backward pass; a larger step is split, and its gradients are added up"
     )

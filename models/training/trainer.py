@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from puna.kernels.adamw import clipping_factor, gradient_norm
+from puna.kernels.operators import in_turn
 from puna.kernels.quantized_linear import Kind, require_products
 from puna.models import accounting
 from puna.models.config import ModelConfig
@@ -139,7 +140,7 @@ class Trainer:
         tokens = sum(len(part) for part in micro)
         loss = torch.zeros((), device=self.device)
         metrics: dict[str, Tensor] = {}
-        with _seeded(seed, self.device):
+        with _seeded(seed, self.device), in_turn(True) if self.config.compute.deterministic else nullcontext():
             options = self._totals(micro)
             for part in micro:
                 share, values = self.objective(self.model, self._moved(part), **options)

@@ -18,6 +18,7 @@ TRL_LOSSES = ("sigmoid", "ipo", "hinge")
 LOSSES = (*TRL_LOSSES, "simpo", "orpo", "kto")
 TRL_ONLY: dict[str, tuple[object, ...]] = {
     "optimizer.name": ("adamw",),
+    "optimizer.embedding_scale": (1.0,),
     "optimizer.spike_window": (0,),
     "schedule.shape": ("cosine", "linear", "constant"),
     "schedule.final_ratio": (0.0,),
@@ -25,6 +26,7 @@ TRL_ONLY: dict[str, tuple[object, ...]] = {
     "schedule.average": (0,),
     "schedule.ema": (0.0,),
     "compute.linear_precision": ("same",),
+    "compute.deterministic": (False,),
 }
 """Settings that TRL's trainers have with these values only: with others they do something else than Puna, or nothing at all."""
 

@@ -56,7 +56,8 @@ def pretrain(tokens: Tokens, tokenizer: Tokenizer, config: PretrainConfig, run: 
     Attention stays inside each document. Every row is read once per epoch, in a new order each time. Phases
     follow each other: the first trains, later ones may lengthen the context; annealing takes the rate to 0 and
     averages the checkpoints on the way. A few training documents are set aside: their loss is in the log, and
-    the metrics hold it before and after averaging. After a crash it goes on from the last checkpoint, bit by bit.
+    the metrics hold it before and after averaging. After a crash it goes on from the last checkpoint: bit by bit, on a
+    GPU with `compute.deterministic`.
     """
     check_tokens(tokens, tokenizer)
     packed = Packed.read(tokens)

@@ -25,9 +25,11 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 
 import torch
-from roofline_cases import Case, Function, Machine, cases, in_turn
+from roofline_cases import Case, Function, Machine, cases
 from roofline_checks import checks, more_checks
 from torch import Tensor
+
+from puna.kernels.operators import in_turn
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -79,17 +78,6 @@ class Case:
     flops: tuple[float, float]
     peers: dict[str, Function] = field(default_factory=dict)
     in_turn: bool = False  # under torch's deterministic algorithms
-
-
-@contextmanager
-def in_turn(ordered: bool) -> Iterator[None]:
-    """torch's deterministic algorithms on or off; what has none warns, as torch's own products on a GPU may."""
-    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(ordered, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
 def compiled(function: Function, machine: Machine) -> dict[str, Function]:

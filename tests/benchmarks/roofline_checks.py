@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from roofline_cases import Function, Machine, in_turn
+from roofline_cases import Function, Machine
 from torch import Tensor
 
 from puna.kernels.adamw import adamw_, adamw_reference, clipping_factor, gradient_norm, gradient_norm_reference
@@ -28,7 +28,7 @@ from puna.kernels.moe import (
     top_k_routing,
     top_k_routing_reference,
 )
-from puna.kernels.operators import uses_triton
+from puna.kernels.operators import in_turn, uses_triton
 from puna.kernels.paged_attention import PAGE, PagedPlan, paged_attention, paged_attention_reference
 from puna.kernels.quantized_linear import low_precision_linear, quantize_rows_reference
 from puna.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference

@@ -99,6 +99,8 @@ def test_generate_holds_answers_to_a_schema_and_guesses_change_nothing(folder, t
     assert puna("generate", folder, "to be", *options, "--speculate", "4", "--branches", "3") == plain
     with pytest.raises(PunaError, match="--branches: a draft guesses one continuation"):
         puna("generate", folder, "to be", "--draft", folder, "--branches", "3")
+    with pytest.raises(PunaError, match="--branches are guesses: say how many tokens by --speculate"):
+        puna("generate", folder, "to be", "--branches", "3")
     file.write_text('{"not": {}}')
     with pytest.raises(PunaError, match=r"schema.json: the JSON schema cannot be kept to"):
         puna("generate", folder, "to be", "--schema", str(file))

@@ -510,6 +510,8 @@ def test_bad_requests_are_refused(model):
         Engine(Transformer(CONFIG, "scalar"))
     with pytest.raises(ValueError, match="over the model's 83 tokens"):
         DraftedEngine(model, Transformer(ModelConfig(**{**CONFIG.to_dict(), "vocab_size": 84})))
+    with pytest.raises(ValueError, match="branches are guesses: set speculate"):
+        SamplingParams(branches=2)
     with pytest.raises(ValueError, match="a draft guesses one continuation"):
         DraftedEngine(model, model).generate([[1]], SamplingParams(speculate=2, branches=2, stop=NEVER))
     with pytest.raises(ValueError, match="needs 7 pages of 16 tokens, the cache has 3"):

@@ -295,6 +295,21 @@ def test_a_layer_computed_again_keeps_no_graph_alive():
     assert made.model.balance is None
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_step_asks_torch_for_it_and_leaves_it_as_it_was(deterministic: bool):
+    seen: list[bool] = []
+
+    class Watched(o.LanguageModeling):
+        def __call__(self, *args, **options):
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            return super().__call__(*args, **options)
+
+    settings_ = TrainConfig(steps=1, schedule={"learning_rate": 0.01}, compute={"deterministic": deterministic})
+    with Trainer(model(), Watched(), settings_) as trainer:
+        trainer.step(1, batches(1), seed=0)
+    assert seen == [deterministic] * 2 and not torch.are_deterministic_algorithms_enabled()
+
+
 @pytest.mark.parametrize("config", [CONFIG, EXPERTS])
 def test_activation_checkpointing_changes_no_number(config: ModelConfig):
     results = []

@@ -171,6 +171,10 @@ def test_trl_is_refused_where_its_loss_would_be_another() -> None:
         DpoConfig(engine="trl", nll_normalization="tokens")
     with pytest.raises(ValueError, match="nll_normalization must be tokens"):
         DpoConfig(engine="trl", mask_format=False)
+    with pytest.raises(ValueError, match="optimizer.embedding_scale 1.0: training.optimizer.embedding_scale cannot be 32.0"):
+        SftConfig(engine="trl", training={"optimizer": {"embedding_scale": 32.0}})
+    with pytest.raises(ValueError, match="compute.deterministic False: training.compute.deterministic cannot be True"):
+        SftConfig(engine="trl", training={"compute": {"deterministic": True}})
     assert DpoConfig(engine="trl", nll_weight=0).mask_format and DpoConfig(engine="trl", mask_format=False, nll_normalization="tokens").nll_weight
 
 
