@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from puna.flows.look import StoreOption
+from puna.flows.opening import opened, served
 from puna.flows.server import end_with
 from puna.flows.settings import DEFAULT_STORE
-from puna.models.serving import Weights, engine_of, guesses
+from puna.models.serving import Offload, Weights, Work, guesses
 from puna.stages.contract import parse
 from puna.stages.conversations import shown
 from puna.stages.retrieve import passages as retrieved
@@ -21,13 +22,12 @@ from puna.stages.search import SearchConfig, Values
 from puna.stages.search import search as searched
 from puna.stages.verifiers.base import BoundedVerifier, Item, Question, attempt
 from puna.stages.verifiers.registry import from_json, from_text
-from puna.storage import Artifact, PunaError, Store
+from puna.storage import PunaError, Store
 
 if TYPE_CHECKING:
     from puna.models.generation import Completion, Engine, SamplingParams
     from puna.models.grammar import Mask
     from puna.models.tokenizer import Tokenizer
-    from puna.models.transformer import Transformer
 
 app = typer.Typer()
 
@@ -57,38 +57,17 @@ DraftOption = Annotated[
     str | None, typer.Option(metavar="MODEL", help="A smaller model with the same tokenizer that guesses ahead; the distribution stays")
 ]
 MemoryOption = Annotated[
-    float | None, typer.Option(min=0.01, help="Memory of keys and values, GB (default: 1.07, on a GPU half of what is free)")
+    float | None,
+    typer.Option(
+        min=0.01, help="Memory of keys and values, GB (default: 1.07, on a GPU half of what is free); with --offload that of weights, too"
+    ),
 ]
-
-
-def opened(model: str, store: str, memory: float | None, weights: Weights = "same", draft: str | None = None, **limits: Any) -> Engine:
-    """An engine of a model named as the commands take it."""
-    try:
-        network, tokenizer = _loaded(model, store)
-        smaller = None if draft is None else _loaded(draft, store)
-        return engine_of(network, tokenizer, weights, smaller, memory=None if memory is None else int(memory * 1e9), **limits)
-    except ValueError as error:
-        raise PunaError(f"{model}: {error}") from error
-
-
-def _loaded(model: str, store: str) -> tuple[Transformer, Tokenizer]:
-    from puna.models.checkpoint import CheckpointError, load_with_tokenizer
-    from puna.stages.training.train import device, frozen_dtype, load_model
-
-    if not Path(model).exists():
-        return load_model(_artifact(model, store), "lm", frozen=True)
-    try:
-        return load_with_tokenizer(model, "lm", frozen_dtype(), device())
-    except CheckpointError as error:
-        raise PunaError(f"{model}: {error}") from error
-
-
-def _artifact(model: str, store: str) -> Artifact:
-    try:
-        found = Store.existing(store)
-        return found.checked(found.resolve(model))
-    except PunaError as error:
-        raise PunaError(f"{model}: there is no such file or folder, and no such artifact: {error}") from error
+OffloadOption = Annotated[
+    Offload,
+    typer.Option(
+        help="Where layers wait that do not fit into --memory (default: most of what is free): on disk, or beside a GPU in the host's"
+    ),
+]
 
 
 def ahead(speculate: int, branches: int, draft: str | None) -> dict[str, int]:
@@ -124,10 +103,11 @@ def chat(
     speculate: SpeculateOption = 0,
     branches: BranchesOption = 1,
     memory: MemoryOption = None,
+    offload: OffloadOption = "none",
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Talk with a model; it keeps the conversation. /new begins another, Ctrl-C ends an answer, Ctrl-D the talk."""
-    engine = opened(model, store, memory, weights, draft)
+    engine = opened(model, store, served(weights, offload, memory), draft, lambda _, context: _talk(context, max_tokens))
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
     params = parameters(engine, CHAT, **asked_of, **ahead(speculate, branches, draft))
     start = [{"role": "system", "content": system}] if system else []
@@ -143,6 +123,12 @@ def chat(
         elif asked:
             messages.append({"role": "user", "content": asked})
             messages.append({"role": "assistant", "content": _answer(engine, messages, params)})
+
+
+def _talk(context: int, max_tokens: int) -> Work:
+    """A conversation of up to 8,192 tokens, where the model's context has room for them."""
+    answer = min(max_tokens, context - 1)
+    return Work(min(512, context - answer), answer, 1, min(context, 8192))
 
 
 def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingParams) -> str:
@@ -200,6 +186,7 @@ def generate(
     speculate: SpeculateOption = 0,
     branches: BranchesOption = 1,
     memory: MemoryOption = None,
+    offload: OffloadOption = "none",
     store: StoreOption = DEFAULT_STORE,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object per answer: prompt, text, tokens, logprobs, finished, and what it cost")
@@ -210,7 +197,11 @@ def generate(
     asked: list[Any] = list(prompts or ()) or [_parsed(number, line) for number, line in enumerate(sys.stdin, 1) if line.strip()]
     searching = _searching(search, n, verifier, expansions, temperature)
     given = asked if documents is None else _with_passages(asked, documents, passages, store)
-    engine = opened(model, store, memory, weights, draft)
+
+    def work(tokenizer: Tokenizer, context: int) -> Work:
+        return Work(max(len(ids) for ids in _ids(tokenizer, given, raw)), max_tokens, len(given) * n)
+
+    engine = opened(model, store, served(weights, offload, memory), draft, work)
     mask = None if schema is None else _mask(engine, schema)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed, "n": n}
     guessing = ahead(speculate, branches, draft if mask is None else None)
@@ -219,10 +210,7 @@ def generate(
     assert tokenizer is not None
     answers: list[list[tuple[Completion, dict[str, float]]]]
     try:
-        if raw:
-            ids = [[*tokenizer.lead, *tokenizer.encode(_plain(one))] for one in given]
-        else:
-            ids = [tokenizer.chat(_messages(one)) for one in given]
+        ids = _ids(tokenizer, given, raw)
         if searching is None:
             answers = [[(found, {"drawn": len(found.tokens)}) for found in row] for row in engine.generate(ids, params)]
         else:
@@ -239,6 +227,12 @@ def generate(
         drawn = sum(int(cost["drawn"]) for row in answers for _, cost in row)
         kept = sum(len(found.tokens) for row in answers for found, _ in row)
         typer.echo(f"{drawn:,} tokens drawn for {kept:,} of answers", err=True)
+
+
+def _ids(tokenizer: Tokenizer, prompts: list[Any], raw: bool) -> list[list[int]]:
+    if raw:
+        return [[*tokenizer.lead, *tokenizer.encode(_plain(one))] for one in prompts]
+    return [tokenizer.chat(_messages(one)) for one in prompts]
 
 
 def _messages(prompt: Any) -> list[dict[str, Any]]:
@@ -334,6 +328,7 @@ def api(
     speculate: SpeculateOption = 0,
     branches: BranchesOption = 1,
     memory: MemoryOption = None,
+    offload: OffloadOption = "none",
     store: StoreOption = DEFAULT_STORE,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
 ) -> None:
@@ -344,6 +339,10 @@ def api(
 
     if supervised:
         end_with(sys.stdin.buffer)
-    engine = opened(model, store, memory, weights, draft, sequences=sequences)
+
+    def work(_: Tokenizer, context: int) -> Work:
+        return Work(min(512, context // 2), min(512, context // 2), sequences or 64, min(context, 8192))
+
+    engine = opened(model, store, served(weights, offload, memory), draft, work, sequences)
     made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, **ahead(speculate, branches, draft))
     uvicorn.run(made, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)

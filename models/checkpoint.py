@@ -7,7 +7,7 @@ they write is read back, sharded or not, in fp32, fp16, bf16 or AWQ's four bits.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -71,13 +71,13 @@ def load(
     """
     path = Path(path)
     if path.suffix == GGUF:
-        return _from_gguf(path, lambda file: _built(file.config, file.state(file.config, dtype, device), head, path))
+        return _from_gguf(path, lambda file: built(file.config, file.state(file.config, dtype, device), head, path))
     config = read_config(path)
     try:
         state = from_disk(spelled_out(_read_tensors(path, dtype, device), dtype), config)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    return _built(config, state, head, path)
+    return built(config, state, head, path)
 
 
 def load_with_tokenizer(
@@ -103,7 +103,7 @@ def _from_gguf(path: Path, read: Callable[[GgufFile], T]) -> T:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _built(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path: Path) -> Transformer:
+def built(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path: Path) -> Transformer:
     """The model whose parameters are these tensors themselves."""
     found: Head = "scalar" if "score.weight" in state else "lm"
     with torch.device("meta"):
@@ -171,27 +171,28 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _read_tensors(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> dict[str, Tensor]:
+def weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
+    """The checkpoint's safetensors files, each with its open reader. CheckpointError for one that is missing or damaged."""
     index = folder / INDEX
     names = [WEIGHTS]
     if index.is_file():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    tensors: dict[str, Tensor] = {}
-
-    def placed(tensor: Tensor) -> Tensor:
-        return tensor.to(device, dtype if dtype and tensor.is_floating_point() else tensor.dtype)
-
     for name in names:
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{path} does not exist: weights are read from safetensors only")
         try:
             with safe_open(path, "pt") as file:
-                for key in file.keys():  # noqa: SIM118  it is no mapping
-                    tensors[key] = placed(file.get_tensor(key))
+                yield path, file
         except SafetensorError as error:
             raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
-    return tensors
+
+
+def _read_tensors(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> dict[str, Tensor]:
+    def placed(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype if dtype and tensor.is_floating_point() else tensor.dtype)
+
+    return {key: placed(file.get_tensor(key)) for _, file in weight_files(folder) for key in file.keys()}  # noqa: SIM118  no mapping
 
 
 def _check_tensors(model: Transformer, state: dict[str, Tensor], folder: Path) -> None:

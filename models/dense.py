@@ -8,15 +8,16 @@ model's own operators serve.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from puna.kernels.dense_layers import PROJECTIONS, DenseLayer, DenseLayers
 from puna.kernels.lazy import has_numba
 from puna.kernels.operators import INTERPRETED
 from puna.kernels.paged_attention import PAGE, PagedPlan
+from puna.models.config import ModelConfig
 from puna.models.quantised import QuantisedLinear
 from puna.models.transformer import Transformer, rotary_table
 
@@ -56,18 +57,34 @@ class Loops:
         return x_ND
 
 
-def loops(model: Transformer) -> Loops | None:
-    """The model by loops, where they can compute it: not with adapters, of which the loops know nothing."""
-    config = model.config
+class Pass(Protocol):
+    """A way through a model: embedded tokens, each layer's pages, plan and windows to hidden states."""
+
+    def __call__(
+        self, x_ND: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan, windows: Sequence[int | None]
+    ) -> Tensor: ...
+
+
+def loops(model: Transformer) -> Pass | None:
+    """The model by loops, where they can compute it: not with adapters, of which the loops know nothing. A model whose layers come and go
+    (`offload.py`) brings a way of its own."""
+    own: Pass | None = getattr(model.model, "by_loops", None)
+    if own is not None:
+        return own
+    return Loops(model) if fits(model.config, model.model.layers, list(model.parameters())) else None
+
+
+def fits(config: ModelConfig, blocks: nn.ModuleList, parameters: Sequence[Tensor]) -> bool:
+    """Whether loops can compute these layers of a model with these parameters."""
     if not has_numba() or INTERPRETED or config.parallel_block:
-        return None
-    small = [module for module in model.model.layers.modules() if isinstance(module, QuantisedLinear)]
+        return False
+    small = [module for module in blocks.modules() if isinstance(module, QuantisedLinear)]
     places = (SMALL if small else PLAIN) | {place for name, place in WEIGHTS.items() if name not in PROJECTIONS}
     needed = {place for place in places if not place.endswith(("bias", "q_norm.weight", "k_norm.weight"))}
-    plain = all(needed <= {name for name, _ in block.named_parameters()} <= places for block in model.model.layers)
+    plain = all(needed <= {name for name, _ in block.named_parameters()} <= places for block in blocks)
     bytes_ = {id(module.q) for module in small if module.q.dtype == torch.int8 and AVAILABLE}
-    alike = all((p.dtype == torch.float32 or id(p) in bytes_) and p.is_cpu and p.is_contiguous() for p in model.parameters())
-    return Loops(model) if plain and alike else None
+    alike = all((p.dtype == torch.float32 or id(p) in bytes_) and p.is_cpu and p.is_contiguous() for p in parameters)
+    return plain and alike
 
 
 def _dense_layers(model: Transformer) -> DenseLayers:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from pydantic import Field, model_validator
 
 from puna.models.settings import Settings
 
 if TYPE_CHECKING:
+    import torch
+
     from puna.models.generation import Completion, Engine, SamplingParams
     from puna.models.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
 Weights = Literal["same", "int8", "fp8"]
+Offload = Literal["none", "host", "disk"]
 AHEAD = 4
 """Tokens that a draft guesses where nothing else is said."""
 
@@ -47,11 +51,19 @@ class ServingSettings(Settings):
     branches: int = Field(
         1, ge=1, le=16, description="Guesses side by side, where what stood before went on in several ways; changes no answer either"
     )
+    offload: Offload = Field(
+        "none", description="Where layers wait that do not fit into memory: on disk, or beside a GPU in the host's; none: all must fit"
+    )
+    memory: float | None = Field(
+        None, gt=0, description="With offload, memory of weights, keys and values (null: most of what is free); else of keys and values, GB"
+    )
 
     @model_validator(mode="after")
     def _of_one_engine(self) -> ServingSettings:
         if self.branches > 1 and not self.speculate:
             raise ValueError(f"branches are guesses: set speculate, or leave branches at 1, not {self.branches}")
+        if self.offload != "none" and (self.engine == "vllm" or self.weights != "same"):
+            raise ValueError(f"offload {self.offload}: Puna's engine computes layers as they are read; set weights same, engine puna")
         if self.engine == "vllm" and (self.speculate or self.branches > 1 or self.weights == "int8"):
             wanted = "speculate must be 0, branches 1, weights same or fp8"
             raise ValueError(f"engine vllm is given no guesses, and quantises to fp8 alone: {wanted}")
@@ -90,6 +102,49 @@ def engine_of(
     if other.vocabulary.backend.get_vocab() != tokenizer.vocabulary.backend.get_vocab():
         raise ValueError("the draft has another tokenizer than the model: a token id would mean different texts to them")
     return DraftedEngine(model, smaller, tokenizer, **limits)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be answered: tokens of a prompt and of its answer, how many answers there are to be at once at most,
+    and the tokens of the longest prompt with its answer that must have room."""
+
+    prompt: int = 512
+    answer: int = 256
+    answers: int = 64
+    longest: int = 0
+
+
+class Offloaded(NamedTuple):
+    """A model whose layers do not all stay in memory, the limits of its engine, and the planner's choice in a line."""
+
+    model: Transformer
+    limits: dict[str, Any]
+    plan: str
+
+
+def offloaded_model(
+    folder: Path, place: tuple[torch.device, torch.dtype], offload: Offload, memory: float | None, work: Work,
+    step_tokens: int | None = None, draft: Transformer | None = None,
+) -> Offloaded:  # fmt: skip
+    """The model in a folder, within `memory` GB (None: most of what is free), a draft's share of them included, as is fastest for such
+    work; `step_tokens`: see `planner.choose`. ValueError where it cannot be, with what would fit."""
+    from puna.models.machine import free_memory
+    from puna.models.offload import Source, offloaded
+    from puna.models.planner import Rates, Shape, choose, measure
+
+    device, dtype = place
+    if offload == "none" or (offload == "host" and device.type != "cuda"):
+        raise ValueError(f"offload = {offload!r}: on a {device.type} the model's memory is the host's; set offload to disk")
+    room = free_memory(device) if memory is None else int(memory * 1e9)
+    source = Source(folder, dtype)
+    smaller = 0 if draft is None else sum(p.nbytes for p in draft.parameters())
+    shape = Shape.of(source, device, None if draft is None else draft.config)
+    choose(shape, room - smaller, Rates(1.0, 1.0, 1.0), work, step_tokens)  # what cannot be is refused before it is measured
+    plan = choose(shape, room - smaller, measure(source, offload, device), work, step_tokens)
+    model, _ = offloaded(source, offload, plan.streamed, device)
+    limits = {"sequences": plan.sequences, "step_tokens": plan.step_tokens, "memory": plan.pages}
+    return Offloaded(model, limits, plan.line(offload))
 
 
 def vllm_engine(folder: Path, tokenizer: Tokenizer, settings: ServingSettings) -> Generator:

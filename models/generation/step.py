@@ -15,7 +15,7 @@ from torch import Tensor
 
 from puna.kernels.kv_append import kv_append_
 from puna.kernels.paged_attention import PAGE, PagedPlan, new_pages, paged_attention
-from puna.models.dense import Loops
+from puna.models.dense import Pass
 from puna.models.transformer import Transformer
 
 
@@ -50,7 +50,7 @@ class Cache:
                     pages[target] = pages[source]
 
 
-def run(model: Transformer, cache: Cache, work: Sequence[Stretch], by_loops: Loops | None = None) -> Tensor:
+def run(model: Transformer, cache: Cache, work: Sequence[Stretch], by_loops: Pass | None = None) -> Tensor:
     """Compute the work; the hidden states [N, D] of its tokens, in order."""
     counts = np.array([len(one.tokens) for one in work])
     ids = torch.tensor([token for one in work for token in one.tokens])

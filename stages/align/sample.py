@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from puna.models.serving import Generator, ServingSettings, engine_of, guesses, vllm_engine
+from puna.models.serving import Generator, ServingSettings, Work, engine_of, guesses, vllm_engine
 from puna.stages.contract import Facts, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import answer_text, prompt_ids
 from puna.stages.draws import identifier
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import chat_template
-from puna.stages.training.train import load_model
+from puna.stages.training.train import load_model, load_served
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.stages.verifiers.base import Score, is_correct
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
@@ -24,6 +24,7 @@ from puna.storage import Artifact, PunaError
 if TYPE_CHECKING:
     from puna.models.generation import Completion, SamplingParams
     from puna.models.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
 
 STRETCH = 2048
 """Prompts that are answered together; the next ones are begun when their answers are on disk."""
@@ -110,8 +111,13 @@ def _answer(
     total = len(asked) * config.answers
     params = _params(tokenizer_of(artifact), config, artifact.data_digest, run, guesses(config.serving.speculate, draft))
     right = scored = finished = 0
-    loaded = cache(lambda: load_model(artifact, "lm", frozen=True))
     smaller = cache(lambda: None if draft is None else load_model(draft, "lm", frozen=True))
+
+    @cache
+    def loaded() -> tuple[Transformer, Tokenizer, dict[str, Any]]:
+        work = Work(max(len(ids) for _, ids in asked), config.max_tokens, min(STRETCH, len(asked)) * config.answers)
+        before = smaller()
+        return load_served(artifact, config.serving, work, run, draft=None if before is None else before[0])
 
     @cache
     def by_vllm() -> Generator:
@@ -121,7 +127,8 @@ def _answer(
         try:
             if config.serving.engine == "vllm":
                 return by_vllm()
-            return engine_of(*loaded(), config.serving.weights, smaller())
+            model, tokenizer, limits = loaded()
+            return engine_of(model, tokenizer, config.serving.weights, smaller(), **limits)
         except ValueError as error:
             raise PunaError(f"sample: {artifact.id}: {error}") from error
 

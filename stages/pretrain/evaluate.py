@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, JsonValue, model_validator
 
-from puna.models.serving import Generator, ServingSettings, engine_of, prepared, vllm_engine
+from puna.models.serving import Generator, ServingSettings, Work, engine_of, prepared, vllm_engine
 from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import answer_text, messages_of, prompt_ids, shown
 from puna.stages.pretrain import multiple_choice
@@ -20,7 +20,7 @@ from puna.stages.training import bits_per_byte, intervals
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.corpus import Chosen, rank
 from puna.stages.training.ngrams import NGrams, dictionary_bits
-from puna.stages.training.train import load_model
+from puna.stages.training.train import load_served
 from puna.stages.verifiers.base import Score, is_correct
 from puna.stages.verifiers.registry import from_json
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
@@ -128,7 +128,11 @@ def evaluate(
         raise PunaError("evaluate: a mixture without its documents; give both")
     import torch
 
-    network, tokenizer = load_model(model, "lm", frozen=True)
+    from puna.models.checkpoint import read_config
+
+    longest = read_config(model.path()).max_position_embeddings
+    work = Work(min(512, longest), config.answers.max_tokens, longest=min(longest, config.micro_batch_tokens))
+    network, tokenizer, limits = load_served(model, config.serving, work, run, config.micro_batch_tokens)
     try:
         prepared(network, config.serving.weights)
     except ValueError as error:
@@ -139,7 +143,7 @@ def evaluate(
         read = training_text(model, documents, mixture, tokenizer, context, config.pages.baseline_tokens, run)
         _bits(pages, read, network, tokenizer, context, config, run)
         _questions(pages, network, tokenizer, config, run)
-        _continuations(pages, network, tokenizer, config, run)
+        _continuations(pages, network, tokenizer, config, limits, run)
     if prompts is not None:
         engine: Generator
         if config.serving.engine == "vllm":
@@ -147,7 +151,7 @@ def evaluate(
             torch.cuda.empty_cache()
             engine = vllm_engine(model.path(), tokenizer, config.serving)
         else:
-            engine = engine_of(network, tokenizer, config.serving.weights)
+            engine = engine_of(network, tokenizer, config.serving.weights, **limits)
         _answers(prompts, judges or (), engine, tokenizer, config, run)
 
 
@@ -239,7 +243,9 @@ def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer
     run.metric("choice_chance", 1.0 / settings.options)
 
 
-def _continuations(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun) -> None:
+def _continuations(
+    pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, limits: dict[str, Any], run: StageRun
+) -> None:
     from puna.models.generation import Engine, SamplingParams
 
     shown: list[tuple[Chosen, str]] = []
@@ -251,7 +257,7 @@ def _continuations(pages: Sequence[Chosen], model: Transformer, tokenizer: Token
         return
     params = SamplingParams(temperature=0.8, max_tokens=64, stop=tuple(tokenizer.end), seed=run.seed("continuations"))
     prompts = [[*tokenizer.lead, *tokenizer.encode(text)] for _, text in shown]
-    written = Engine(model, tokenizer).generate(prompts, params)
+    written = Engine(model, tokenizer, **limits).generate(prompts, params)
     rows = []
     for (page, text), (completion,) in zip(shown, written, strict=True):
         own = page.text[len(text) : len(text) + 300]

@@ -19,6 +19,7 @@ from puna.storage import Artifact, PunaError
 if TYPE_CHECKING:
     import torch
 
+    from puna.models.serving import ServingSettings, Work
     from puna.models.tokenizer import Tokenizer
     from puna.models.training.settings import TrainConfig, TrainingSettings
     from puna.models.transformer import Transformer
@@ -183,6 +184,30 @@ def load_model(
     if model.head != head:
         raise PunaError(f"{artifact.id} is {HEADS[model.head]}, made by {artifact.manifest.stage}; give {HEADS[head]}")
     return on_threads(model), Tokenizer.load(artifact.path())
+
+
+def load_served(
+    artifact: Artifact,
+    serving: ServingSettings,
+    work: Work,
+    run: StageRun,
+    step_tokens: int | None = None,
+    draft: Transformer | None = None,
+) -> tuple[Transformer, Tokenizer, dict[str, Any]]:
+    """A language model as `serving` has it kept, its tokenizer, and the limits of its engine; of a model whose layers do not all stay in
+    memory a metric tells what was planned. `step_tokens`: tokens of the longest pass that is not the engine's."""
+    from puna.models.serving import offloaded_model
+    from puna.models.tokenizer import Tokenizer
+
+    if serving.offload == "none":
+        return *load_model(artifact, "lm", frozen=True), {} if serving.memory is None else {"memory": int(serving.memory * 1e9)}
+    try:
+        place = (device(), frozen_dtype())
+        found = offloaded_model(artifact.path(), place, serving.offload, serving.memory, work, step_tokens, draft)
+    except ValueError as error:
+        raise PunaError(f"{artifact.id}: {error}") from error
+    run.metric(f"offload_{artifact.data_digest[:12]}", found.plan)
+    return on_threads(found.model), Tokenizer.load(artifact.path()), found.limits
 
 
 def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:

@@ -166,3 +166,17 @@ def test_weights_in_8_bits_and_a_draft_are_a_matter_of_options(folder, tmp_path)
     save(MODEL, smaller, other)
     with pytest.raises(PunaError, match="the draft has another tokenizer than the model"):
         puna("generate", folder, "x", "--draft", str(smaller))
+
+
+def test_an_offloaded_models_plan_is_told_beside_the_same_answers(folder):
+    options = ["--n", "2", "--max-tokens", "8", "--seed", "5"]
+    wanted = puna("generate", folder, "to be", *options)
+    found = CliRunner().invoke(app, ["generate", folder, "to be", *options, "--offload", "disk", "--memory", "0.5"], catch_exceptions=False)
+    assert found.exit_code == 0 and found.stdout == wanted
+    assert found.stderr.startswith("all 1 layers fit into memory; 2 answers at once, ") and "tokens/s expected" in found.stderr
+    said = puna("chat", folder, "--temperature", "0", "--max-tokens", "9", "--offload", "disk", "--memory", "0.5", given="to be?\n")
+    (one,) = answers([{"role": "user", "content": "to be?"}], temperature=0, max_tokens=9)
+    assert one in said
+    for more, told in ((["--offload", "host"], "set offload to disk"), (["--offload", "disk", "--weights", "int8"], "set weights same")):
+        with pytest.raises(PunaError, match=told):
+            puna("generate", folder, "to be", *more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from puna.models import planner
 from puna.models.checkpoint import load
 from puna.models.serving import ServingSettings
 from puna.models.tokenizer import Tokenizer
@@ -133,6 +135,22 @@ def test_a_draft_changes_no_likeliest_answer_and_weights_in_8_bits_do(tmp_path: 
     )
     assert guessed.drop(["logprobs"]) == plain.drop(["logprobs"])
     assert quantised["id"] == plain["id"] and quantised["logprobs"] != plain["logprobs"]
+
+
+def test_layers_on_disk_change_no_answer(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = planner.choose
+    monkeypatch.setattr(planner, "choose", lambda shape, *given: dataclasses.replace(chosen(shape, *given), streamed=shape.config.num_hidden_layers))
+    store = Store.open(tmp_path)
+    model = tiny_model(store, 0)
+    given, config = {"models": [model], "prompts": asked(store)}, SampleConfig(answers=3, max_tokens=6)
+    whole, limited, read = (
+        execute(sample, config.replace(serving=serving), given, store)
+        for serving in (ServingSettings(), ServingSettings(memory=0.01), ServingSettings(offload="disk", memory=0.05))
+    )
+    assert whole.read() == limited.read() == read.read()
+    assert "tokens/s expected" in read.manifest.metrics[f"offload_{model.data_digest[:12]}"]
+    with pytest.raises(PunaError, match="memory = 1e-06 GB is too little even with all layers offloaded"):
+        execute(sample, config.replace(serving=ServingSettings(offload="disk", memory=1e-6)), given, store)
 
 
 def test_vllm_must_be_installed_and_takes_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 import torch
 from pydantic import Field
 
+from puna.models import planner
 from puna.models.checkpoint import load, save
 from puna.models.config import ModelConfig
+from puna.models.serving import ServingSettings
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages.align.prompts import PromptsConfig, Task, prompts
@@ -54,7 +57,7 @@ def table(artifact) -> dict[tuple[str, str], dict]:
     return {(row["task"], row["metric"]): row for row in artifact.read().to_pylist()}
 
 
-def test_pages(store, documents, mixture, model) -> None:
+def test_pages(store, documents, mixture, model, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [sentences(i, 20 + 5 * i) for i in range(20)]
     rows = [(i, "dry" if i % 2 else "wet", "heldout" if i >= 8 else "train", 1) for i in range(20)]
     given = {"model": model, "documents": documents(texts), "mixture": mixture(rows)}
@@ -85,6 +88,12 @@ def test_pages(store, documents, mixture, model) -> None:
     assert len(examples) == 2 and all(row["kind"] == "continuation" for row in examples)
     assert any(text.startswith(examples[0]["prompt"]) for text in texts[8:])
     assert made.manifest.metrics["choice_chance"] == pytest.approx(1 / 3)
+    # The same numbers with all layers on disk.
+    chosen = planner.choose
+    monkeypatch.setattr(planner, "choose", lambda shape, *given: dataclasses.replace(chosen(shape, *given), streamed=shape.config.num_hidden_layers))
+    from_disk = execute(evaluate, SETTINGS.replace(serving=ServingSettings(offload="disk", memory=0.1)), given, store)
+    assert from_disk.id != made.id and from_disk.data_digest == made.data_digest
+    assert "0 of 2 layers stay in memory" in from_disk.manifest.metrics[f"offload_{model.data_digest[:12]}"]
     # The same numbers whatever the parts.
     again = execute(evaluate, SETTINGS.model_copy(update={"seed": 0}), given, store, part_rows=3)
     assert again.data_digest == made.data_digest

@@ -1,0 +1,80 @@
+"""The engine of a model that a command names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from pydantic import ValidationError
+
+from puna.models.serving import Offload, ServingSettings, Weights, Work, engine_of, offloaded_model
+from puna.models.settings import problems
+from puna.storage import Artifact, PunaError, Store
+
+if TYPE_CHECKING:
+    from puna.models.generation import Engine
+    from puna.models.tokenizer import Tokenizer
+    from puna.models.transformer import Transformer
+
+
+def opened(
+    model: str, store: str, serving: ServingSettings, draft: str | None = None, work: Callable[[Tokenizer, int], Work] | None = None,
+    sequences: int | None = None,
+) -> Engine:  # fmt: skip
+    """An engine of a model named as the commands take it. `work`: what is to be answered, by tokenizer and longest context; where layers
+    are offloaded it is planned for, and told on standard error."""
+    try:
+        smaller = None if draft is None else _loaded(draft, store)
+        if serving.offload == "none":
+            memory = None if serving.memory is None else int(serving.memory * 1e9)
+            return engine_of(*_loaded(model, store), serving.weights, smaller, memory=memory, sequences=sequences)
+        return _offloaded(model, store, serving, smaller, work)
+    except ValueError as error:
+        raise PunaError(f"{model}: {error}") from error
+
+
+def _offloaded(
+    model: str, store: str, serving: ServingSettings, draft: tuple[Transformer, Tokenizer] | None,
+    work: Callable[[Tokenizer, int], Work] | None,
+) -> Engine:  # fmt: skip
+    from puna.models.checkpoint import read_config
+    from puna.models.tokenizer import Tokenizer
+    from puna.stages.training.train import device, frozen_dtype
+
+    folder = Path(model) if Path(model).exists() else _artifact(model, store).path()
+    context = read_config(folder).max_position_embeddings
+    tokenizer, place = Tokenizer.load(folder), (device(), frozen_dtype())
+    asked = Work(longest=context) if work is None else work(tokenizer, context)
+    found = offloaded_model(folder, place, serving.offload, serving.memory, asked, draft=None if draft is None else draft[0])
+    typer.echo(found.plan, err=True)
+    return engine_of(found.model, tokenizer, "same", draft, **found.limits)
+
+
+def served(weights: Weights, offload: Offload, memory: float | None) -> ServingSettings:
+    """Settings from options; PunaError where they do not fit together."""
+    try:
+        return ServingSettings(weights=weights, offload=offload, memory=memory)
+    except ValidationError as error:
+        raise PunaError(problems(error)) from error
+
+
+def _loaded(model: str, store: str) -> tuple[Transformer, Tokenizer]:
+    from puna.models.checkpoint import CheckpointError, load_with_tokenizer
+    from puna.stages.training.train import device, frozen_dtype, load_model
+
+    if not Path(model).exists():
+        return load_model(_artifact(model, store), "lm", frozen=True)
+    try:
+        return load_with_tokenizer(model, "lm", frozen_dtype(), device())
+    except CheckpointError as error:
+        raise PunaError(f"{model}: {error}") from error
+
+
+def _artifact(model: str, store: str) -> Artifact:
+    try:
+        found = Store.existing(store)
+        return found.checked(found.resolve(model))
+    except PunaError as error:
+        raise PunaError(f"{model}: there is no such file or folder, and no such artifact: {error}") from error

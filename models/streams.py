@@ -1,0 +1,245 @@
+"""A checkpoint's tensors read from disk layer by layer, ahead of need, into memory of their own.
+
+Reads go past the system's page cache where the file system allows (O_DIRECT): they are several times faster than faults of a memory map,
+and what is read takes the memory that it is given and no more. Elsewhere what was read is dropped from the page cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGN = 4096  # bytes at whose multiples direct reads begin
+CHUNK = 16 << 20  # bytes of one read
+GAP = 1 << 20  # bytes between two tensors that are read with them, rather than apart
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies: its bytes begin .. end - 1 of a file."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a buffer, in bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+class Extent(NamedTuple):
+    """Bytes of a file that go to a place in a buffer: `size` of them, `needed` at least."""
+
+    path: Path
+    offset: int
+    size: int
+    needed: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is read into one buffer, and where its tensors lie then."""
+
+    extents: tuple[Extent, ...]
+    places: tuple[Place, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the buffer."""
+        last = self.extents[-1]
+        return last.start + last.size
+
+    @staticmethod
+    def of(tensors: Mapping[str, Entry]) -> Layout:
+        """Tensors that lie near each other are read together."""
+        extents: list[Extent] = []
+        places = []
+        for name, one in sorted(tensors.items(), key=lambda item: (item[1].path, item[1].begin)):
+            last = extents[-1] if extents else None
+            if last is not None and last.path == one.path and one.begin <= last.offset + last.size + GAP:
+                start, offset = last.start, last.offset
+                extents.pop()
+            else:
+                start, offset = (0 if last is None else last.start + last.size), one.begin // ALIGN * ALIGN
+            extents.append(Extent(one.path, offset, -(-(one.end - offset) // ALIGN) * ALIGN, one.end - offset, start))
+            places.append(Place(name, one.dtype, one.shape, start + one.begin - offset))
+        return Layout(tuple(extents), tuple(places))
+
+
+def entries(path: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file that is known to be whole. ValueError for a type that no weights have."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(size))
+    found = {}
+    for name, one in header.items():
+        if name == "__metadata__":
+            continue
+        if one["dtype"] not in DTYPES:
+            raise ValueError(f"{path}: {name} is {one['dtype']}; weights that stay on disk are {', '.join(DTYPES)}")
+        begin, end = one["data_offsets"]
+        found[name] = Entry(path, DTYPES[one["dtype"]], tuple(one["shape"]), 8 + size + begin, 8 + size + end)
+    return found
+
+
+class Buffer:
+    """Memory that begins at a multiple of ALIGN."""
+
+    def __init__(self, size: int, pinned: bool = False) -> None:
+        whole = torch.empty(size + ALIGN, dtype=torch.uint8, pin_memory=pinned)
+        start = -whole.data_ptr() % ALIGN
+        self.bytes = memoryview(whole.numpy().data)[start : start + size]
+
+    def tensors(self, layout: Layout) -> dict[str, Tensor]:
+        """What a layout has put here, as it lies."""
+        return {
+            place.name: torch.frombuffer(self.bytes, dtype=place.dtype, count=_count(place.shape), offset=place.start).view(place.shape)
+            for place in layout.places
+        }
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+class Reader:
+    """Open files. OSError where one cannot be read."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.direct = True
+        self._files: dict[Path, int] = {}
+        self.close = weakref.finalize(self, _close, self._files)
+        for path in paths:
+            self._files[path] = self._open(path)
+
+    def _open(self, path: Path) -> int:
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            try:
+                os.preadv(file, [Buffer(ALIGN).bytes], 0)
+                return file
+            except OSError:
+                os.close(file)
+        except (OSError, AttributeError):  # of the file system; of the operating system
+            pass
+        self.direct = False
+        return os.open(path, os.O_RDONLY)
+
+    def fill(self, layout: Layout, buffer: Buffer) -> int:
+        """Read a layout; the bytes read. OSError names a file that has become shorter."""
+        total = 0
+        for path, offset, size, needed, start in layout.extents:
+            done = 0
+            while done < needed:
+                end = min(done + CHUNK, size)
+                got = os.preadv(self._files[path], [buffer.bytes[start + done : start + end]], offset + done)
+                if not got:
+                    raise OSError(f"{path} has become shorter while it is in use: import the model again")
+                done += got
+            if not self.direct and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._files[path], offset, size, os.POSIX_FADV_DONTNEED)
+            total += done
+        return total
+
+
+def _close(files: dict[Path, int]) -> None:
+    for file in files.values():
+        os.close(file)
+
+
+@dataclass
+class Counts:
+    """What a loader has done: bytes read, seconds that it read, and seconds that others waited for it."""
+
+    bytes: int = 0
+    reading: float = 0.0
+    waiting: float = 0.0
+
+    @property
+    def hidden(self) -> float:
+        """Share of the reading that something else was done in."""
+        return 1.0 - min(self.waiting / self.reading, 1.0) if self.reading else 0.0
+
+
+class Loader:
+    """A thread that reads layouts in their order, over and over, one ahead of the one in use.
+
+    It begins when the first is taken, and ends with this object.
+    """
+
+    def __init__(self, reader: Reader, layouts: Mapping[int, Layout], buffers: int = 2, pinned: bool = False) -> None:
+        self.layouts, self.counts = dict(layouts), Counts()
+        size = max(layout.size for layout in layouts.values())
+        self._free: queue.SimpleQueue[Buffer | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[tuple[int, Buffer] | OSError] = queue.SimpleQueue()
+        for _ in range(buffers):
+            self._free.put(Buffer(size, pinned))
+        work = (reader, self.layouts, self._free, self._ready, self.counts)
+        self._thread = threading.Thread(target=_load, args=work, name="puna-loader", daemon=True)
+        self.close = weakref.finalize(self, self._free.put, None)
+
+    def take(self, number: int) -> Buffer:
+        """A layout's buffer, once it is read; what was read before it and not taken is dropped. OSError where reading failed."""
+        if not self._thread.is_alive() and self._thread.ident is None:
+            self._thread.start()
+        before = time.perf_counter()
+        try:
+            while True:
+                found = self._ready.get()
+                if isinstance(found, OSError):
+                    self._ready.put(found)
+                    raise found
+                if found[0] == number:
+                    return found[1]
+                self._free.put(found[1])
+        finally:
+            self.counts.waiting += time.perf_counter() - before
+
+    def give(self, buffer: Buffer) -> None:
+        """A buffer whose tensors are no longer in use."""
+        self._free.put(buffer)
+
+
+def _load(
+    reader: Reader,
+    layouts: dict[int, Layout],
+    free: queue.SimpleQueue[Buffer | None],
+    ready: queue.SimpleQueue[tuple[int, Buffer] | OSError],
+    counts: Counts,
+) -> None:
+    """The thread; it holds nothing of its loader, which ends it."""
+    while True:
+        for number, layout in layouts.items():
+            buffer = free.get()
+            if buffer is None:
+                return
+            before = time.perf_counter()
+            try:
+                counts.bytes += reader.fill(layout, buffer)
+            except OSError as error:
+                ready.put(error)
+                return
+            counts.reading += time.perf_counter() - before
+            ready.put((number, buffer))
