@@ -139,8 +139,9 @@ def controls(
     Arms of finetuning alone, from where the round starts and with as many updates as its finetuning and RL have together: on
     demonstrations; with the chosen answers; with synthetic ones, where there are any; and with one answer more to each prompt, drawn in
     turn by each way to pick. DPO in place of RL, where the recipe names `dpo_instead`; where it names `sample_instead`, too, on pairs of
-    the finetuned model's own answers besides, whose checks are more labels, as those of RL are. And the round without one part: DPO,
-    RL, the reward model in RL. Each is averaged with the policy that the round begins with as the round itself is.
+    the finetuned model's own answers besides. Their checks are more labels, so that one more arm of finetuning learns from them: from one
+    checked answer of either model to each prompt. And the round without one part: DPO, RL, the reward model in RL. Each is averaged
+    with the policy that the round begins with as the round itself is.
     """
     made, start = after.made, before.start or before.policy
     updates = replaced("more_steps", _updates_of_rl())
@@ -155,15 +156,17 @@ def controls(
         label = f"sft_{name}_{number}"
         arm(name, step(sft, label, field="sft", number=number, through="model", adapt=updates, model=start, instructions=data))
 
-    def picked(pick: Pick) -> None:
-        one = step(
-            rejection_sample, f"pick_{pick}_{number}", field="pick", number=number, adapt=replaced("pick", pick),
-            answers=made["sample"], reward_model=made["reward_model"] if pick == "reward_model" else None, prompts=tasks,
+    def chosen_by(pick: Pick, answers: Output, label: str) -> Output:
+        return step(
+            rejection_sample, f"{label}_{number}", field="pick", number=number, adapt=replaced("pick", pick), answers=answers,
+            reward_model=made["reward_model"] if pick == "reward_model" else None, prompts=tasks,
         )  # fmt: skip
-        if one:
+
+    def picked(pick: Pick) -> None:
+        if one := chosen_by(pick, made["sample"], f"pick_{pick}"):
             tuned(f"pick_{pick}", [*base, one])
 
-    def dpo_instead() -> None:
+    def instead() -> None:
         label, pairs = f"dpo_instead_{number}", list(after.preferences)
         answers = step(
             sample, f"sample_instead_{number}", field="sample_instead", number=number, off=True, serves="dpo_instead",
@@ -172,9 +175,11 @@ def controls(
         if answers:
             own = f"preferences_instead_{number}"
             pairs.append(step(preferences, own, field="preferences", number=number, answers=answers, prompts=tasks))
-        instead = step(dpo, label, field="dpo_instead", number=number, off=True, model=made["sft"], preferences=pairs)
-        if instead:
-            arm("dpo_instead", instead)
+        policy = step(dpo, label, field="dpo_instead", number=number, off=True, model=made["sft"], preferences=pairs)
+        if policy:
+            arm("dpo_instead", policy)
+        if answers and checked and (more := chosen_by("verifier", answers, "pick_instead")):
+            tuned("pick_instead", [*base, checked, more])
 
     def rewarded(name: str, policy: Output, reward: Reward | None = None) -> None:
         trained = step(
@@ -183,9 +188,11 @@ def controls(
         )  # fmt: skip
         arm(name, trained)
 
+    # Made at once, for two arms that may be made at one time learn from it.
+    checked = chosen_by("verifier", made["sample"], "pick_verifier")
     arms: list[Callable[[], None]] = [partial(tuned, "gold", gold), *([partial(tuned, "chosen", base)] if made["chosen"] else [])]
     arms += [partial(tuned, "synthetic", [*base, made["synthesize"]])] if made["synthesize"] else []
-    arms += [partial(picked, pick) for pick in get_args(Pick) if pick != "reward_model" or made["reward_model"]] + [dpo_instead]
+    arms += [partial(picked, pick) for pick in get_args(Pick) if pick != "reward_model" or made["reward_model"]] + [instead]
     if made["policy"].labels != made["dpo"].labels:
         arms.append(partial(arm, "no_rl", made["dpo"]))
         if made["dpo"].labels != made["sft"].labels:

@@ -21,6 +21,7 @@ NAMES = {
     "pick_random": "gold + chosen + random pick",
     "pick_majority": "gold + chosen + majority",
     "pick_verifier": "gold + chosen + checked answers",
+    "pick_instead": "and checked answers of the finetuned model",
     "dpo_instead": "DPO in place of RL",
     "no_rl": "the round without RL",
     "no_dpo": "the round without DPO",
@@ -28,7 +29,9 @@ NAMES = {
     "round": "the round",
 }
 """Arms in the order of the table."""
-FINETUNED = ("before", "gold", "chosen", "synthetic", "pick_random", "pick_majority", "pick_verifier", "pick_reward_model")
+FINETUNED = (
+    "before", "gold", "chosen", "synthetic", "pick_random", "pick_majority", "pick_verifier", "pick_instead", "pick_reward_model",
+)  # fmt: skip
 WITHOUT_RL = (*FINETUNED, "dpo_instead", "no_rl")
 CLAIMS = {
     "the round over its strongest control": ("round", WITHOUT_RL),

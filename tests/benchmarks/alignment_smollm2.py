@@ -35,9 +35,9 @@ from puna.storage import Artifact, Store
 
 DATA = alignment.ROOT.parent / "shared" / "data"
 MODEL = "smollm2@latest"
-ORDER = ("before", "gold", "pick_random", "pick_verifier", "dpo_instead", "round")
+ORDER = ("before", "gold", "pick_random", "pick_verifier", "pick_instead", "dpo_instead", "round")
 """Arms from the model as it came to the round."""
-READ = ("before", "pick_verifier", "dpo_instead", "round")
+READ = ("before", "pick_verifier", "pick_instead", "dpo_instead", "round")
 """Arms whose perplexity is measured."""
 TITLE = re.compile(r"^ = [^=].* = \n", re.MULTILINE)
 """Begins an article of WikiText."""

@@ -129,7 +129,7 @@ def test_a_reward_model_given_several_times_is_an_ensemble() -> None:
 def test_a_round_without_a_reward_model_has_no_arms_of_it() -> None:
     order = labels(load("smollm2-135m", ["controls=true"], flow="align"), "align")
     arms = [name.removeprefix("control_").removesuffix("_1") for name in order if name.startswith("control_")]
-    assert arms == ["gold", "pick_random", "pick_majority", "pick_verifier", "dpo_instead", "no_rl"]
+    assert arms == ["gold", "pick_random", "pick_majority", "pick_verifier", "dpo_instead", "pick_instead", "no_rl"]
     assert not [name for name in order if "reward_model" in name]
 
 
@@ -139,6 +139,13 @@ def test_dpo_in_place_of_rl_learns_from_answers_of_the_finetuned_model_where_tol
     own = inputs_of(recipe, "preferences_instead_1")
     assert own == {**inputs_of(recipe, "preferences_1"), "answers": ("sample_instead_1",)}
     assert inputs_of(recipe, "dpo_instead_1")["preferences"] == ("preferences_1", "preferences_instead_1")
+    # What these checks cost DPO's arm, an arm of finetuning is given: a checked answer of either model to each prompt.
+    assert inputs_of(recipe, "pick_instead_1") == {**inputs_of(recipe, "pick_verifier_1"), "answers": ("sample_instead_1",)}
+    assert config_of(recipe, "pick_instead_1").pick == "verifier"
+    checked = inputs_of(recipe, "sft_pick_verifier_1")
+    assert inputs_of(recipe, "sft_pick_instead_1") == {**checked, "instructions": (*checked["instructions"], "pick_instead_1")}
+    assert config_of(recipe, "sft_pick_instead_1") == config_of(recipe, "sft_pick_verifier_1")
+    assert not [name for name in labels(load("demo", ["rounds=1", "sample_instead={}", "pick=null"])) if "pick" in name]
     assert "sample_instead_1" not in labels(load("demo", ["rounds=1"]))
     assert not [name for name in labels(load("demo", ["rounds=1", "dpo_instead=null"])) if "instead" in name]
 
