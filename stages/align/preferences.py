@@ -29,7 +29,7 @@ from puna.stages.align.sample import read_answers
 from puna.stages.contract import Answers, Figure, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import answering
 from puna.stages.draws import fraction, identifier
-from puna.stages.verifiers.base import Score, is_correct
+from puna.stages.verifiers.base import Score, ended, is_correct
 from puna.stages.verifiers.registry import from_json
 from puna.stages.verifiers.scoring import Scorer
 from puna.stages.verifiers.settings import ScoringConfig
@@ -235,7 +235,7 @@ def quality(answer: dict[str, Any], reference: str | None, config: PreferencesCo
     """0 to 1: the verifier's score and the annotator's taste, or else the closeness to the reference, weighted; the score alone
     where there is neither. An answer that was cut off is wrong.
     """
-    gold = float(answer["gold"]) if answer["finished"] else 0.0
+    gold = float(ended(answer["gold"], answer["finished"]) or 0.0)
     if config.taste is not None:
         beside = float(answer["liked"])
     elif reference is not None:

@@ -16,7 +16,7 @@ from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import chat_template
 from puna.stages.training.train import load_model, load_served
 from puna.stages.training.vocabulary import tokenizer_of
-from puna.stages.verifiers.base import Score, is_correct
+from puna.stages.verifiers.base import Score, ended, is_correct
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
 from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
@@ -74,8 +74,9 @@ def sample(
     """K answers per prompt from each model, with log-probabilities and gold scores (Llama 3, section 4.2.2).
 
     Answers to prompts without a verifier have no gold score, and neither has an answer whose verifier failed: the metric
-    `unscored_answers` counts the latter. `judges` are the models that verifiers name. `draft` is a smaller model with the same tokenizer,
-    which guesses ahead for each of the models: answers have the same distribution.
+    `unscored_answers` counts the latter. One that was cut off is scored as it stands; in the metrics it is wrong. `judges` are the
+    models that verifiers name. `draft` is a smaller model with the same tokenizer, which guesses ahead for each of the models: answers
+    have the same distribution.
 
     A model's own way of sampling is that of the generation_config.json that it was imported with; the metrics tell what was used, by
     name and model (`temperature_DIGEST`). Prompts that a model's chat template refuses are in `dropped`; see `bad_rows`.
@@ -142,9 +143,10 @@ def _answer(
             return _generate(artifact.data_digest, engine(), stretch, scorer, params, run, progress)
 
         made = run.once(f"{artifact.data_digest}-{start:09d}", make, ["gold", "finished"])
-        right += sum(map(is_correct, made["gold"].to_pylist()))
+        gold, whole = made["gold"].to_pylist(), made["finished"].to_pylist()
+        right += sum(map(is_correct, map(ended, gold, whole)))
         scored += len(made) - made["gold"].null_count
-        finished += sum(made["finished"].to_pylist())
+        finished += sum(whole)
     if scored:
         run.metric(f"accuracy_{artifact.data_digest[:12]}", right / scored)
     run.metric(f"finished_{artifact.data_digest[:12]}", finished / total)

@@ -21,7 +21,7 @@ from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.corpus import Chosen, rank
 from puna.stages.training.ngrams import NGrams, dictionary_bits
 from puna.stages.training.train import load_served
-from puna.stages.verifiers.base import Score, is_correct
+from puna.stages.verifiers.base import Score, ended, is_correct
 from puna.stages.verifiers.registry import from_json
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
 from puna.stages.verifiers.settings import ScoringConfig
@@ -114,7 +114,8 @@ def evaluate(
     included, beside those of counting: token n-grams of as much training text, without and with the counts of the page itself, and zstd
     with that text as its dictionary (see `baseline_tokens`); and multiple choice between the
     page's own continuation and those of others. Prompts: answers in the chat format, scored by the prompt's
-    verifier, for which `judges` are models that it may name; a prompt counts as solved at a score of 1. Where a
+    verifier, for which `judges` are models that it may name; a prompt counts as solved at a score of 1, and not by an answer that was
+    cut off (`cut_off_right` counts those whose text passes). Where a
     verifier fails on an answer, the answer is left out of the task's numbers and counted in `unscored_answers`. `variety` tells whether a
     task's answers follow one template: the mean share of an answer's runs of three words, its question's words left out, that no other
     answer has. Prompts that the chat
@@ -302,9 +303,12 @@ def _answers(
         tasted = [{**row, "verifier": json.dumps(taste)} for row in rows]
         liked = Scorer(tasted, config.answers.scoring, run, judges).scores(list(zip(tasted, texts, strict=True)))
     found = [
-        {**row, "text": text, "gold": score.value, "liked": like.value, "detail": score.detail, "finished": completion.finished}
+        {**row, "text": text, "gold": ended(score.value, completion.finished), "liked": like.value, "detail": score.detail,
+         "finished": completion.finished}
         for row, text, score, like, completion in zip(rows, texts, scores, liked, completions, strict=True)
-    ]
+    ]  # fmt: skip
+    passing = zip(scores, completions, strict=True)
+    run.metric("cut_off_right", sum(is_correct(score.value) and not completion.finished for score, completion in passing))
     _judge(found, config.answers.examples, run)
 
 

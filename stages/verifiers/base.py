@@ -11,7 +11,7 @@ from puna.stages.verifiers.tools import Tools
 from puna.storage import PunaError
 
 __all__ = [
-    "BoundedVerifier", "Item", "Question", "Score", "Verifier", "attempt", "checked", "is_correct", "reference_of", "to_json",
+    "BoundedVerifier", "Item", "Question", "Score", "Verifier", "attempt", "checked", "ended", "is_correct", "reference_of", "to_json",
 ]  # fmt: skip
 CORRECT = 1.0 - 1e-6
 """An answer counts as correct from this score on; verifiers give part marks below it."""
@@ -106,6 +106,11 @@ def reference_of(verifier: Verifier, given: str | None, question: Question) -> s
     if question.reference is None:
         raise PunaError(f"prompt {question.id}: verifier {verifier.name} needs `answer`, for the prompt has no reference")
     return question.reference
+
+
+def ended(value: float | None, finished: bool) -> float | None:
+    """The score of an answer of a model, by that of its text: one that was cut off is wrong, whatever stands there so far."""
+    return value if finished or value is None else 0.0
 
 
 def is_correct(value: float | None) -> bool:

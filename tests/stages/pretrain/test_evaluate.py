@@ -133,7 +133,7 @@ def found_pages(artifact) -> int:
 
 
 def test_answers_are_judged_by_the_scorer(store, model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine is replaced by one that knows two answers in three."""
+    """The engine is replaced by one that knows four of five answers and does not end one of these."""
     tasks = (Task(task="chain_sum", parameters={"min_digits": 1, "max_digits": 1}), Task(task="gcd"))
     asked = execute(prompts, PromptsConfig(tasks=tasks, train=4, heldout=9), {}, store)
     rows = {text_of(messages_of(row)): row for row in asked.read().to_pylist()}
@@ -151,26 +151,30 @@ def test_answers_are_judged_by_the_scorer(store, model, monkeypatch: pytest.Monk
             for ids in given:
                 (prompt,) = [p for p in rows if tokenizer.chat([{"role": "user", "content": p}]) == list(ids)]
                 order.append(prompt)
-                right = sum(rows[p]["task"] == rows[prompt]["task"] for p in order) % 3 != 0
-                text = rows[prompt]["reference"] if right else "no idea"
-                found.append([Completion([*tokenizer.encode(text), tokenizer.stop_ids[-1]], [], right)])
+                # The third answer is right as far as it goes, but was cut off; the fifth is wrong and ends.
+                number = sum(rows[p]["task"] == rows[prompt]["task"] for p in order)
+                text = rows[prompt]["reference"] if number != 5 else "no idea"
+                found.append([Completion([*tokenizer.encode(text), tokenizer.stop_ids[-1]], [], number != 3)])
             return found
 
     monkeypatch.setattr("puna.models.generation.Engine", Oracle)
     made = execute(evaluate, SETTINGS, {"model": model, "prompts": asked}, store)
     found = table(made)
-    # 5 per task, number 3 wrong: 4 of 5, twice.
+    # 5 per task, of which number 5 is wrong, and number 3, whose text is right, was cut off: 3 of 5, twice.
     for task, n in (("chain_sum", 5), ("gcd", 5), ("all", 10)):
         assert found[task, "accuracy"]["n"] == n
-        assert found[task, "accuracy"]["value"] == found[task, "finished"]["value"] == pytest.approx(0.8)
-        assert found[task, "accuracy"]["low"] == pytest.approx(intervals.wilson(4 * n // 5, n).low)
+        assert found[task, "accuracy"]["value"] == pytest.approx(0.6) and found[task, "finished"]["value"] == pytest.approx(0.8)
+        assert found[task, "accuracy"]["low"] == pytest.approx(intervals.wilson(3 * n // 5, n).low)
+    assert made.manifest.metrics["cut_off_right"] == 2
     assert all(rows[p]["split"] == "heldout" for p in order)
     assert not any(task.startswith("pages") for task, _ in found)
     examples = made.read("examples").to_pylist()
     assert len(examples) == 4
     for row in examples:
         detail = json.loads(row["detail"])
-        assert detail["reference"] == rows[row["prompt"]]["reference"] and (detail["score"] == 1.0) == (row["text"] == detail["reference"])
+        whole = order.index(row["prompt"]) % 5 != 2
+        assert detail["reference"] == rows[row["prompt"]]["reference"]
+        assert (detail["score"] == 1.0) == (row["text"] == detail["reference"] and whole)
 
 
 def test_a_real_engine_answers(store, model) -> None:
