@@ -23,6 +23,7 @@ from puna.stages.contract import Facts, Model, SeededConfig, StageRun, execute, 
 from puna.storage import Artifact, PunaError, Store
 
 from .test_engines import STEPS, instructions, preferences
+from .test_ppo_rewards import SETTINGS, asked
 
 Tiny = Callable[..., Artifact]
 nf4 = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs the extra qlora")
@@ -113,6 +114,33 @@ def test_training_is_that_of_adapters_beside_the_unpacked_matrices(tmp_path: Pat
         # The reference is the policy as training begins, 4 bits and all.
         assert made.manifest.metrics["first_margin"] == pytest.approx(0, abs=1e-6)
         assert made.manifest.metrics["heldout_margin"] == pytest.approx(expected.manifest.metrics["heldout_margin"], abs=1e-5)
+
+
+@nf4
+def test_the_reward_of_a_policy_in_4_bits_rises(tmp_path: Path, tiny_model: Tiny) -> None:
+    """Its adapters alone learn; reference and start are the policy as it is in 4 bits."""
+    store = Store.open(tmp_path)
+    start, rounded = both(store, tiny_model(store))
+    prompts = asked(store)
+    settings = {name: value for name, value in SETTINGS.items() if name != "critic_learning_rate"}
+    settings |= {"epochs": 2, "rollouts": 16, "schedule": {"learning_rate": 2e-2}}
+
+    def learned(model: Artifact, quantization: str, **changes: Any) -> Artifact:
+        config = GrpoConfig(method="lora", lora={"rank": 4, "quantization": quantization}, **settings | changes)
+        return execute(grpo, config, {"policy": model, "prompts": prompts}, store)
+
+    made = learned(start, "nf4")
+    assert made.manifest.metrics["first_kl"] == pytest.approx(0, abs=1e-6)
+    scores = made.read("training_log")["score"].to_pylist()
+    assert sum(scores[-4:]) / 4 > sum(scores[:2]) / 2 + 0.15, scores
+    before, after = (load(one.path()).state_dict() for one in (rounded, made))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "_proj" in name}
+    # The first rollout's answers are those of the unpacked matrices, and so is what is learned from them.
+    ours, wanted = (learned(one, name, rollouts=1) for one, name in ((start, "nf4"), (rounded, "none")))
+    assert ours.read("training_log")["score"].to_pylist() == wanted.read("training_log")["score"].to_pylist()
+    for name, tensor in load(wanted.path()).state_dict().items():
+        torch.testing.assert_close(load(ours.path()).state_dict()[name], tensor, atol=1e-4, rtol=0)
 
 
 @nf4
