@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 Compile = Callable[[Callable[..., Any]], Any]
+_one_thread = threading.RLock()
 
 
 class Placeholder:
@@ -16,14 +18,15 @@ class Placeholder:
         self._compiled: Any = None
 
     def compiled(self) -> Any:
-        """The compiled function; all placeholders among its file's globals are replaced too."""
-        if self._compiled is None:
-            self._compiled = self._compile(self.function)
-            scope = self.function.__globals__
-            for name, value in list(scope.items()):
-                if isinstance(value, Placeholder):
-                    scope[name] = value.compiled()
-        return self._compiled
+        """The compiled function; all placeholders among its file's globals are replaced too, before any thread gets it."""
+        with _one_thread:
+            if self._compiled is None:
+                self._compiled = self._compile(self.function)
+                scope = self.function.__globals__
+                for name, value in list(scope.items()):
+                    if isinstance(value, Placeholder):
+                        scope[name] = value.compiled()
+            return self._compiled
 
     def __getitem__(self, grid: Any) -> Any:
         return self.compiled()[grid]

@@ -1,0 +1,35 @@
+"""The first use of a kernel by several threads at once, as loops over rows make it."""
+
+import threading
+import time
+from types import FunctionType
+
+from puna.kernels.placeholder import Placeholder
+
+
+def test_no_thread_gets_a_kernel_whose_file_still_has_placeholders():
+    scope: dict[str, object] = {}
+    begun = threading.Barrier(2)
+
+    def compile(function):
+        time.sleep(0.02)  # as compilers take; the other thread asks meanwhile
+        return function
+
+    def code():
+        pass
+
+    for name in ("called", "helper", "another"):
+        scope[name] = Placeholder(FunctionType(code.__code__, scope, name), compile)
+    first, seen = scope["called"], []
+
+    def use():
+        begun.wait()
+        first.compiled()
+        seen.append([name for name in ("called", "helper", "another") if isinstance(scope[name], Placeholder)])
+
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [[], []]
