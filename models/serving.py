@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from puna.models.generation import Completion, Engine, SamplingParams
+    from puna.models.offload import Shelf
     from puna.models.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
@@ -116,11 +117,13 @@ class Work:
 
 
 class Offloaded(NamedTuple):
-    """A model whose layers do not all stay in memory, the limits of its engine, and the planner's choice in a line."""
+    """A model whose layers do not all stay in memory, the limits of its engine, the planner's choice in a line, and where the layers wait
+    that do not stay."""
 
     model: Transformer
     limits: dict[str, Any]
     plan: str
+    shelf: Shelf | None
 
 
 def offloaded_model(
@@ -142,9 +145,9 @@ def offloaded_model(
     shape = Shape.of(source, device, None if draft is None else draft.config)
     choose(shape, room - smaller, Rates(1.0, 1.0, 1.0), work, step_tokens)  # what cannot be is refused before it is measured
     plan = choose(shape, room - smaller, measure(source, offload, device), work, step_tokens)
-    model, _ = offloaded(source, offload, plan.streamed, device)
+    model, shelf = offloaded(source, offload, plan.streamed, device)
     limits = {"sequences": plan.sequences, "step_tokens": plan.step_tokens, "memory": plan.pages}
-    return Offloaded(model, limits, plan.line(offload))
+    return Offloaded(model, limits, plan.line(offload), shelf)
 
 
 def vllm_engine(folder: Path, tokenizer: Tokenizer, settings: ServingSettings) -> Generator:

@@ -9,10 +9,12 @@ from puna.kernels.placeholder import Placeholder
 
 def test_no_thread_gets_a_kernel_whose_file_still_has_placeholders():
     scope: dict[str, object] = {}
-    begun = threading.Barrier(2)
+    helping = threading.Event()
 
     def compile(function):
-        time.sleep(0.02)  # as compilers take; the other thread asks meanwhile
+        if function.__name__ != "called":
+            helping.set()
+            time.sleep(0.05)  # as compilers take; the other thread asks meanwhile
         return function
 
     def code():
@@ -23,13 +25,13 @@ def test_no_thread_gets_a_kernel_whose_file_still_has_placeholders():
     first, seen = scope["called"], []
 
     def use():
-        begun.wait()
         first.compiled()
         seen.append([name for name in ("called", "helper", "another") if isinstance(scope[name], Placeholder)])
 
     threads = [threading.Thread(target=use) for _ in range(2)]
-    for thread in threads:
-        thread.start()
+    threads[0].start()
+    helping.wait()
+    threads[1].start()
     for thread in threads:
         thread.join()
     assert seen == [[], []]
