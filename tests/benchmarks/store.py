@@ -1,4 +1,4 @@
-"""The store's figures, by part; each may be asked for alone, and a part that is not named is not run.
+"""The store's figures: all of them, or the parts that are named.
 
     python tests/benchmarks/store.py --json [--part NAME …] [--before CHECKOUT]
 
@@ -267,7 +267,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 def main() -> None:
     """Run the parts and print their figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", action="append", choices=PARTS, required=True, help="what to measure; may be given more than once")
+    parser.add_argument("--part", action="append", choices=PARTS, help="what to measure; may be given more than once; default: everything")
     parser.add_argument("--json", action="store_true", help="one object of named figures")
     for name, default in (("documents", 1_000_000), ("lines", 5), ("artifacts", 10_000), ("flips", 500), ("workers", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -283,7 +283,7 @@ def main() -> None:
         setattr(ASKED, name, getattr(ASKED, name).resolve())
     os.environ.setdefault("PUNA_SAMPLE", str(ASKED.sample))
     found: dict[str, Any] = {"cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
-    for part in ASKED.part:
+    for part in ASKED.part or PARTS:
         found |= PARTS[part]()
     found["load_after"] = os.getloadavg()[0]
     if ASKED.json:
