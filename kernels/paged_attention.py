@@ -347,19 +347,19 @@ def places(k_PSGK: Tensor, v_PSGV: Tensor) -> tuple[int, int, int, int]:
     return k_PSGK.data_ptr(), v_PSGV.data_ptr(), 4 * k_PSGK.stride(2), 4 * v_PSGV.stride(2)
 
 
-def _attend(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int) -> Tensor:
+def _attend(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int, scale: float) -> Tensor:
     N, H, K = q_NHK.shape
     G, V = v_PSGV.shape[2:]
     if not paged_for_loops(k_PSGK, v_PSGV):
-        return _attend_portable(q_NHK, k_PSGK, v_PSGV, plan, window)
+        return _attend_portable(q_NHK, k_PSGK, v_PSGV, plan, window, scale)
     q, out = q_NHK.to(torch.float32).contiguous(), torch.empty(N, H, V)
-    given = (G, H // G, K, V, q.data_ptr(), *places(k_PSGK, v_PSGV), *plan.arrays, window or 1 << 30, K**-0.5)
+    given = (G, H // G, K, V, q.data_ptr(), *places(k_PSGK, v_PSGV), *plan.arrays, window or 1 << 30, scale)
     scratch = plan.scratch(H // G, max(K, v_PSGV.stride(1)))
     run_rows(_attend_loop, -(-N // TILE) * G, TILE * H // G * K * PAGE * plan.tables.shape[1], *given, *scratch, out.data_ptr())
     return out.to(q_NHK.dtype)
 
 
-def _attend_portable(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int) -> Tensor:
+def _attend_portable(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int, scale: float) -> Tensor:
     """Torch operators, one sequence at a time."""
     _, H, K = q_NHK.shape
     G, V = v_PSGV.shape[2:]
@@ -371,7 +371,7 @@ def _attend_portable(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedP
         pages = plan.tables[number, : int(position.max()) // PAGE + 1].long().to(q_NHK.device)
         k_GKL = k_PSGK[pages].flatten(0, 1).permute(1, 2, 0).to(high)
         v_GLV = v_PSGV[pages].flatten(0, 1).transpose(0, 1).to(high)
-        q_GmK = (q_NHK[rows].to(high) * K**-0.5).view(len(rows), G, -1, K).transpose(0, 1).reshape(G, -1, K)
+        q_GmK = (q_NHK[rows].to(high) * scale).view(len(rows), G, -1, K).transpose(0, 1).reshape(G, -1, K)
         scores = torch.bmm(q_GmK, k_GKL).view(G, len(rows), -1, k_GKL.shape[2])
         key = torch.arange(k_GKL.shape[2], device=rows.device)
         hidden = key > position[:, None]
@@ -385,11 +385,13 @@ def _attend_portable(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedP
 # --- façade ----------------------------------------------------------------------------------------------
 
 
-def paged_attention(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v over what each query sees, without autograd. Returns [N, H, V] in q's dtype.
+def paged_attention(
+    q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int | None = None, scale: float | None = None
+) -> Tensor:
+    """softmax(scale q k^T) v over what each query sees, without autograd. Returns [N, H, V] in q's dtype. scale None: 1 / sqrt(K).
 
-    Pages are those of `new_pages`. With a `window` a query sees the last `window` tokens of its path, itself included. On a
-    CPU all that lies in the pages of a plan must be finite, also where nobody looks.
+    Pages are those of `new_pages`; others, as where values are a part of the keys, torch's operators read on a CPU. With a `window` a
+    query sees the last `window` tokens of its path, itself included. On a CPU all that lies in a plan's pages must be finite.
     """
     (N, H, K), (S, G) = q_NHK.shape, k_PSGK.shape[1:3]
     if k_PSGK.shape[:3] != v_PSGV.shape[:3] or k_PSGK.shape[3] != K or H % G or len(plan.sequence) != N or S != PAGE:
@@ -398,8 +400,9 @@ def paged_attention(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPl
         )
     if not N:
         return q_NHK.new_empty(0, H, v_PSGV.shape[3])
+    scale = K**-0.5 if scale is None else scale
     with torch.cuda.device_of(q_NHK):
         if not uses_triton(q_NHK):
-            return _attend(q_NHK, k_PSGK, v_PSGV, plan, window or 0)
+            return _attend(q_NHK, k_PSGK, v_PSGV, plan, window or 0, scale)
         tables, positions = plan.tables.to(q_NHK.device), plan.position.to(q_NHK.device)
-        return blocks.attend(q_NHK, k_PSGK, v_PSGV, tables, positions, *plan.items, TILE, window or 0)
+        return blocks.attend(q_NHK, k_PSGK, v_PSGV, tables, positions, *plan.items, TILE, window or 0, scale)

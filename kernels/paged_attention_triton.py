@@ -26,9 +26,12 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
     q, k, v, items, tables, positions, partial, logs, scale, window, width,
     q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head,
     S: tl.constexpr, H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    TAIL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One item, one key-value head, M of its queries: (query, head of the group) pairs are the rows."""
+    """One item, one key-value head, M of its queries: (query, head of the group) pairs are the rows.
+
+    With a TAIL the first V numbers of a key are the value, too, and read once; TAIL is a block for the other K - V.
+    """
     item = items + 6 * tl.program_id(0)
     group = tl.program_id(1)
     first = tl.load(item)
@@ -44,7 +47,12 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
     column = tl.arange(0, BLOCK)
     wide = tl.arange(0, BLOCK_V)
     at = q + (first + query)[:, None].to(tl.int64) * q_token + head[:, None] * q_head + column[None, :]
-    q_MK = tl.load(at, inside[:, None] & (column[None, :] < K), 0.0)
+    FIRST: tl.constexpr = V if TAIL else K
+    q_MK = tl.load(at, inside[:, None] & (column[None, :] < FIRST), 0.0)
+    if TAIL:
+        tail = tl.arange(0, TAIL)
+        at = q + (first + query)[:, None].to(tl.int64) * q_token + head[:, None] * q_head + V + tail[None, :]
+        q_MT = tl.load(at, inside[:, None] & (tail[None, :] < K - V), 0.0)
     position = tl.load(positions + first + query, inside, 0)
     k += group * k_head
     v += group * v_head
@@ -55,8 +63,13 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
         n = begin + tl.arange(0, N)
         page = tl.load(tables + n // S, n < stop, 0).to(tl.int64)
         there = (n < stop)[:, None]
-        k_NK = tl.load(k + (page * k_page + (n % S) * k_token)[:, None] + column[None, :], there & (column[None, :] < K), 0.0)
-        s = tl.dot(q_MK, tl.trans(k_NK), input_precision=PRECISION) * scale
+        key = k + (page * k_page + (n % S) * k_token)[:, None]
+        k_NK = tl.load(key + column[None, :], there & (column[None, :] < FIRST), 0.0)
+        s = tl.dot(q_MK, tl.trans(k_NK), input_precision=PRECISION)
+        if TAIL:
+            k_NT = tl.load(key + V + tail[None, :], there & (tail[None, :] < K - V), 0.0)
+            s = tl.dot(q_MT, tl.trans(k_NT), s, input_precision=PRECISION)
+        s *= scale
         seen = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window) & (n < stop)[None, :]
         s = tl.where(seen, s, float("-inf"))
         higher = tl.maximum(peak, tl.max(s, 1))
@@ -64,7 +77,10 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
         p = tl.exp2(s - base[:, None])
         decay = tl.exp2(peak - base)
         total = total * decay + tl.sum(p, 1)
-        v_NV = tl.load(v + (page * v_page + (n % S) * v_token)[:, None] + wide[None, :], there & (wide[None, :] < V), 0.0)
+        if TAIL:  # noqa: SIM108 - the branch that is not taken is not compiled
+            v_NV = k_NK
+        else:
+            v_NV = tl.load(v + (page * v_page + (n % S) * v_token)[:, None] + wide[None, :], there & (wide[None, :] < V), 0.0)
         acc = tl.dot(p.to(v_NV.dtype), v_NV, acc * decay[:, None], input_precision=PRECISION)
         peak = higher
     place = (slot + query).to(tl.int64) * H + head
@@ -96,8 +112,14 @@ def merge_kernel(partial, logs, parts, out, most, H: tl.constexpr, K: tl.constex
     tl.store(out + (query * H + head) * K + column, (acc / total).to(out.dtype.element_ty), column < K)
 
 
+def tokens(block: int, size: int) -> int:
+    """Keys that a program multiplies at once: as many as lie in shared memory twice, with numbers of so many bytes."""
+    return max(16, min(TOKENS, (64 << 10) // (block * size)))
+
+
 def attend(
-    q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, tables: Tensor, positions: Tensor, items: Tensor, parts: Tensor, most: int, window: int
+    q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, tables: Tensor, positions: Tensor, items: Tensor, parts: Tensor, most: int, window: int,
+    scale: float,
 ) -> Tensor:
     """Attention by the items and parts of a plan, of which an item has at most `most` queries. Returns [N, H, V] in q's dtype."""
     q = q_NHK.contiguous()
@@ -108,13 +130,15 @@ def attend(
     partial = torch.empty(slots, H, V, dtype=torch.float32, device=q.device)
     logs = torch.empty(slots, H, dtype=torch.float32, device=q.device)
     out = torch.empty(N, H, V, dtype=q.dtype, device=q.device)
-    block, block_v = (max(16, 1 << (width - 1).bit_length()) for width in (K, V))
+    latent = V < K and v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
+    block, block_v, tail = (max(16, 1 << (width - 1).bit_length()) for width in (V if latent else K, V, K - V if latent else 1))
     exact = q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     _piece_kernel[(len(items), G, -(-min(N, most) * R // ROWS))](
-        q, k, v, items, tables, positions, partial, logs, K**-0.5 * LOG2_E, window or 1 << 30, tables.shape[1],
+        q, k, v, items, tables, positions, partial, logs, scale * LOG2_E, window or 1 << 30, tables.shape[1],
         *q.stride()[:2], *k.stride()[:3], *v.stride()[:3],
-        S=S, H=H, R=R, K=K, V=V, BLOCK=block, BLOCK_V=block_v, M=ROWS, N=TOKENS, PRECISION="ieee" if exact else "tf32",
-        num_warps=4, num_stages=3,
+        S=S, H=H, R=R, K=K, V=V, BLOCK=block, BLOCK_V=block_v, TAIL=tail if latent else 0, M=ROWS,
+        N=tokens(block, q.element_size()), PRECISION="ieee" if exact else "tf32",
+        num_warps=4 if block <= 256 else 8, num_stages=3 if block <= 256 else 2,
     )  # fmt: skip
     merge_kernel[(N, H)](partial, logs, parts, out, parts.shape[1], H=H, K=V, BLOCK=block_v, num_warps=1)
     return out

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from puna.kernels.exact import exact
 from puna.kernels.lazy import has_numba, numba_jit, triton_jit
 from puna.kernels.loops import run_rows
 from puna.kernels.operators import differentiable, fused_on_cpu, operator
@@ -61,6 +62,8 @@ def _rotate_loop(part: Any, start: Any, stop: Any, heads: Any, half: Any, x: Any
 
 
 def _rotate(x_TNK: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    if exact():  # parts of wider rows are contiguous or not by their number
+        x_TNK = x_TNK.contiguous()
     if fused_on_cpu(x_TNK, cos, sin):
         out = torch.empty_like(x_TNK)
         T, N, K = x_TNK.shape

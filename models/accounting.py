@@ -158,8 +158,10 @@ def peak_bytes(
 
 
 def cache_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32") -> int:
-    """Keys and values of `tokens` tokens during generation, in bytes."""
+    """Keys and values of `tokens` tokens during generation, or the latents that they grow out of, in bytes."""
     width = config.num_key_value_heads * (config.head_dim + config.value_dim)
+    if config.mla is not None:
+        width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
     return ELEMENT_BYTES[precision] * config.num_hidden_layers * width * tokens
 
 

@@ -8,6 +8,7 @@ knows which layout a checkpoint has.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -34,6 +35,17 @@ Head = Literal["lm", "scalar"]
 # gives the forest mask, generation its cache; the rest of the model is the same for both.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Layer = Callable[[Tensor, Tensor, Tensor, Attend], tuple[Tensor, Tensor | None]]
+
+
+class OverLatents(ABC):
+    """An `Attend` for latent attention alone, which sees what keys and values grow out of, before they do (`latent.py`)."""
+
+    def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
+        raise TypeError(f"layer {layer} has keys and values, no latents")
+
+    @abstractmethod
+    def over_latents(self, layer: LatentAttention, q_THN: Tensor, q_THR: Tensor, latent_TL: Tensor, k_TR: Tensor) -> Tensor:
+        """What queries, their own parts and the rotated ones, see among the values [T, H, V] of latents and rotated parts of keys."""
 
 
 class Linear(nn.Linear):
@@ -118,7 +130,7 @@ class Attention(nn.Module):
 class LatentAttention(nn.Module):
     """Multi-head latent attention: a token's keys and values grow out of one narrow vector (DeepSeek-V2).
 
-    Only the part of a key that all heads share is rotated. `attend` sees keys and values spelled out per head.
+    Only the part of a key that all heads share is rotated. An `Attend` sees keys and values spelled out per head.
     """
 
     LATENT_EPS = 1e-6  # of the latent vectors' norms, whatever the model's own
@@ -145,14 +157,20 @@ class LatentAttention(nn.Module):
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD))) if low else self.q_proj(x_TD)
         q_THN, q_THR = q.view(T, -1, mla.qk_head_dim).split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1)
         latent, shared = self.kv_a_proj_with_mqa(x_TD).split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
-        kv = self.kv_b_proj(self.kv_a_layernorm(latent.contiguous()))
-        k_THN, v_THV = kv.view(T, -1, mla.qk_nope_head_dim + mla.v_head_dim).split(
-            [mla.qk_nope_head_dim, mla.v_head_dim], -1
-        )
-        k_THR = rope(shared[:, None], cos, sin).expand(-1, k_THN.shape[1], -1)
-        q_THK = torch.cat([q_THN, rope(q_THR, cos, sin)], -1)
-        k_THK = torch.cat([k_THN, k_THR], -1)
-        return self.o_proj(attend(self.layer, q_THK, k_THK, v_THV).flatten(1))
+        latent_TL, k_TR = self.kv_a_layernorm(latent.contiguous()), rope(shared[:, None], cos, sin)[:, 0]
+        q_THR = rope(q_THR, cos, sin)
+        if isinstance(attend, OverLatents):
+            seen_THV = attend.over_latents(self, q_THN, q_THR, latent_TL, k_TR)
+        else:
+            seen_THV = attend(self.layer, torch.cat([q_THN, q_THR], -1), *self.spelled_out(latent_TL, k_TR))
+        return self.o_proj(seen_THV.flatten(1))
+
+    def spelled_out(self, latent_TL: Tensor, k_TR: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [T, H, K] and values [T, H, V] of all heads, from latents and the rotated part that the heads' keys share."""
+        mla = self.mla
+        kv = self.kv_b_proj(latent_TL).view(len(latent_TL), -1, mla.qk_nope_head_dim + mla.v_head_dim)
+        k_THN, v_THV = kv.split([mla.qk_nope_head_dim, mla.v_head_dim], -1)
+        return torch.cat([k_THN, k_TR[:, None].expand(-1, k_THN.shape[1], -1)], -1), v_THV
 
     if TYPE_CHECKING:
         __call__ = forward

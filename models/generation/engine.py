@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from puna.kernels.exact import exact_passes
+from puna.models.cache import Cache
 from puna.models.dense import loops
 from puna.models.generation.pages import PagePool
 from puna.models.generation.sampling import Draw, SamplingParams, draw
 from puna.models.generation.schedule import Answer, Request, Scheduler
-from puna.models.generation.step import Cache, Stretch, run
+from puna.models.generation.step import Stretch, run
 from puna.models.machine import generation_room
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
@@ -155,7 +156,7 @@ class Engine:
                 hidden_ND, row = self._compute(work), -1
                 for answer in work:
                     self.scheduler.computed(answer, (hidden_ND, row + answer.count))
-                    row += answer.count - 1 + sum(1 + len(guess) for guess in answer.guesses)
+                    row += answer.count + (sum(1 + len(guess) for guess in answer.guesses) - 1 if answer.guess else 0)
             ready = [answer for answer in work if answer.hidden is not None] + list(self.scheduler.fork())
             return self._draw(ready) if ready else []
 
@@ -169,6 +170,10 @@ class Engine:
             (hidden_ND, row), params, begin = answer.hidden, answer.request.params, len(answer.logprobs)
             if not parts or parts[-1][0] is not hidden_ND:
                 parts.append((hidden_ND, []))
+            if not answer.guess:  # most answers of most steps
+                draws.append(Draw(params, answer.uniforms[begin], answer.request.prompt, answer.own if params.shifts else ()))
+                parts[-1][1].append(row)
+                continue
             for number, guess in enumerate(answer.guesses):
                 for i in range(number > 0, len(guess) + 1):  # a branch's first row is that of the answer's last token, again
                     before = [*answer.own, *guess[:i]] if params.shifts else ()
@@ -232,6 +237,9 @@ class Engine:
         due = []
         for answer in work:
             tokens = answer.tokens[answer.computed : answer.computed + answer.count]
+            if not answer.guess:
+                due.append(Stretch(answer.pages, answer.computed, tokens))
+                continue
             places = (answer.pages, *(branch.pages for branch in answer.branches))
             due += [Stretch(pages, answer.computed, [*tokens, *guess]) for pages, guess in zip(places, answer.guesses, strict=True)]
         return run(self.model, self.caches[0], due, self._loops[0])

@@ -104,7 +104,7 @@ def draw(logits_SV: Tensor, rows: Sequence[Draw], settled: Mapping[int, int] = {
     scale = torch.tensor([1.0 / (row.params.temperature or 1.0) for row in rows], dtype=wide(logits_SV.dtype))
     uniforms = torch.tensor([row.uniform if row.params.temperature else LIKELIEST for row in rows], dtype=torch.float64)
     tokens, lse = token_draw(logits_SV, scale, uniforms)
-    if not bool(lse.isfinite().all()):
+    if not all(map(math.isfinite, lse.tolist())):
         raise ValueError("the model's logits are not finite: its weights or its training have diverged")
     special = [i for i, row in enumerate(rows) if row.params.cuts or row.params.shifts]
     for cuts in (False, True) if special else ():

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from puna.kernels.kv_append import kv_append_
-from puna.kernels.paged_attention import PAGE, PagedPlan, new_pages, paged_attention
+from puna.kernels.paged_attention import PAGE, PagedPlan, paged_attention
+from puna.models.cache import Cache
 from puna.models.dense import Pass
+from puna.models.latent import LatentPages
 from puna.models.transformer import Transformer
 
 
@@ -25,29 +27,6 @@ class Stretch(NamedTuple):
     pages: Sequence[int]
     begin: int
     tokens: Sequence[int]
-
-
-class Cache:
-    """Keys and values of each layer in `count` pages."""
-
-    def __init__(self, model: Transformer, count: int) -> None:
-        config, weight = model.config, model.model.embed_tokens.weight
-        shape = (config.num_key_value_heads, config.head_dim, config.value_dim)
-        self.layers = [new_pages(count, *shape, weight.dtype, weight.device) for _ in range(config.num_hidden_layers)]
-        self.windows = config.windows
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all pages."""
-        return sum(pages.untyped_storage().nbytes() for layer in self.layers for pages in layer)
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages (from, to)."""
-        if pairs:
-            source, target = (list(pages) for pages in zip(*pairs, strict=True))
-            for layer in self.layers:
-                for pages in layer:
-                    pages[target] = pages[source]
 
 
 def run(model: Transformer, cache: Cache, work: Sequence[Stretch], by_loops: Pass | None = None) -> Tensor:
@@ -65,10 +44,13 @@ def run(model: Transformer, cache: Cache, work: Sequence[Stretch], by_loops: Pas
     if by_loops is not None and not torch.is_autocast_enabled("cpu"):
         return by_loops(x_ND, cache.layers, plan, cache.windows)
     where = torch.from_numpy(tables[sequence, position // PAGE].astype(np.int64) * PAGE + position % PAGE).to(device)
+    positions = torch.from_numpy(position.astype(np.int64)).to(device)
+    if cache.latents:
+        return model.model(x_ND, positions, LatentPages(cache.latents, plan, where))
 
     def attend(layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> Tensor:
         pages = cache.layers[layer]
         kv_append_(*pages, k_NGK, v_NGV, where)
         return paged_attention(q_NHK, *pages, plan, cache.windows[layer])
 
-    return model.model(x_ND, torch.from_numpy(position.astype(np.int64)).to(device), attend)
+    return model.model(x_ND, positions, attend)

@@ -95,7 +95,15 @@ CASES = {
     "paged_pieces": Case(
         paged_attention_triton._piece_kernel,
         "pppiiiffx" + "n" * 10,
-        {"S": 16, "H": 32, "R": 4, "K": 128, "V": 128, "BLOCK": 128, "BLOCK_V": 128, "M": paged_attention_triton.ROWS, "N": paged_attention_triton.TOKENS, "PRECISION": "tf32"},
+        {"S": 16, "H": 32, "R": 4, "K": 128, "V": 128, "BLOCK": 128, "BLOCK_V": 128, "TAIL": 0, "M": paged_attention_triton.ROWS, "N": paged_attention_triton.TOKENS, "PRECISION": "tf32"},
+        product="narrow",
+    ),
+    "paged_latents": Case(  # of DeepSeek-V3: 128 heads, latents of 512 and 64 rotated numbers
+        paged_attention_triton._piece_kernel,
+        "pppiiiffx" + "n" * 10,
+        {"S": 16, "H": 128, "R": 128, "K": 576, "V": 512, "BLOCK": 512, "BLOCK_V": 512, "TAIL": 64, "M": paged_attention_triton.ROWS, "N": paged_attention_triton.tokens(512, 2), "PRECISION": "tf32"},
+        warps=8,
+        stages=2,
         product="narrow",
     ),
     "paged_merge": Case(paged_attention_triton.merge_kernel, "ffipn", {"H": 32, "K": 128, "BLOCK": 128}, 1),

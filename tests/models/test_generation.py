@@ -10,12 +10,14 @@ import torch
 from puna.kernels.adamw import adamw_
 from puna.kernels.exact import exact_passes
 from puna.kernels.paged_attention import PAGE
+from puna.models.cache import Cache
 from puna.models.config import ModelConfig
 from puna.models.dense import loops
 from puna.models.draft import DraftedEngine, distribution, judged
 from puna.models.forest import Forest
-from puna.models.generation import Engine, SamplingParams, step
+from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.sampling import Draw, draw
+from puna.models.generation.step import run
 from puna.models.guesses import Lookup
 from puna.models.tokenizer import Tokenizer
 from puna.models.training.objectives.base import Targets
@@ -47,7 +49,7 @@ def drawn_logprobs(answers):
 
 def pages(model, count):
     """Bytes of so many pages."""
-    return count * step.Cache(model, 1).bytes
+    return count * Cache(model, 1).bytes
 
 
 def nothing_is_left(engine):
@@ -163,7 +165,7 @@ def test_greedy_equals_transformers(model):
 def computed(monkeypatch):
     """How many tokens each step computed."""
     counts = []
-    monkeypatch.setattr("puna.models.generation.engine.run", lambda *given: counts.append(sum(len(w.tokens) for w in given[2])) or step.run(*given))
+    monkeypatch.setattr("puna.models.generation.engine.run", lambda *given: counts.append(sum(len(w.tokens) for w in given[2])) or run(*given))
     return counts
 
 

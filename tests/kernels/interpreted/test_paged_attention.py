@@ -37,6 +37,19 @@ def test_shared_own_and_chunked_pages(within_budget, normal, monkeypatch, dtype,
     )
 
 
+@pytest.mark.parametrize(("H", "K", "V", "dtype"), [(8, 40, 32, torch.float16), (6, 26, 20, torch.float32)])
+def test_values_that_are_a_part_of_the_keys(within_budget, normal, monkeypatch, dtype, H, K, V):
+    """As latents are: one head for all queries, a scale of its own, and each number is read once."""
+    monkeypatch.setattr(module, "SPLIT", 32)
+    monkeypatch.setattr(module, "TILE", 4)
+    plan = PagedPlan(PLAN.tables, PLAN.sequence, PLAN.position)
+    inputs = [normal(*shape, seed=seed).detach() for seed, shape in enumerate(((len(PLAN.sequence), H, K), (8, PAGE, 1, K)))]
+    within_budget(
+        lambda q, k: paged_attention(q, k, k[..., :V], plan, scale=0.3),
+        lambda q, k: paged_attention_reference(q * (0.3 * K**0.5), k, k[..., :V], plan), inputs, dtype,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("shared", [0, 3])
 def test_programs_multiply_only_what_their_item_has(monkeypatch, normal, shared):
     """Sixteen answers with a query each, 8 heads to a key: the grid has 8 programs for an item, for the 128 rows of a stretch that all
