@@ -25,7 +25,7 @@ from puna.storage import Artifact, PunaError, Store
 if TYPE_CHECKING:
     from puna.stages.curate.reading.pages import Page
 
-PEEK_SECONDS = 1.0
+PEEK_SECONDS = 0.4
 """Time for reading the inputs' first pages, and as much again for their texts."""
 PEEK_CHARACTERS = 4000
 """Read of each page."""

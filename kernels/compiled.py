@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import dis
 import enum
+import glob
 import hashlib
+import inspect
 import os
+import pickle
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -21,9 +25,11 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile, _CacheLocator
+from numba.core import types
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.dispatcher import Dispatcher
 from numba.core.extending import _Intrinsic
+from numba.core.serialize import dumps
 
 from puna.kernels.placeholder import Placeholder
 
@@ -43,35 +49,72 @@ def njit(*, cache: bool = True, borrows: bool = False, **options: Any) -> Compil
     def compile(function: Callable[..., Any]) -> Any:
         loop = numba.njit(**options)(function)
         if cache:
-            loop._cache = LoopCache(function)
+            loop._cache = LoopCache(function, loop.targetoptions)
         return loop
 
     return compile
 
 
 class LoopCache(FunctionCache):  # type: ignore[misc]
-    """A loop's cache on disk; what it holds counts while the state of what the loop reaches is the same."""
+    """A loop's cache on disk: a file for each state of what the loop reaches, and each signature and processor."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         self._impl_class = _LoopCacheImpl
         super().__init__(function)
-        self._cache_file.__class__ = _Index
+        self._cache_file = _Files(Path(self._cache_path), self._impl.filename_base)
+        self._options = options
 
-    def _index_key(self, signature: Any, codegen: Any) -> Any:
+    def _index_key(self, signature: Any, codegen: Any) -> str:
         # Not before the loop's first use: then all names of its file are bound.
-        self._cache_file._source_stamp = state(self._py_func)
-        return super()._index_key(signature, codegen)
+        known = (state(self._py_func, self._options), numba.__version__, str(signature), _tuples(signature), codegen.magic_tuple())
+        return hashlib.sha256(repr(known).encode()).hexdigest()[:24]
 
 
-class _Index(IndexDataCacheFile):  # type: ignore[misc]
-    """What a loop was compiled for: signatures, which name the classes of tuples that it was handed."""
+class _Files:
+    """Compiled loops by key, each in a file of its own.
 
-    def _load_index(self) -> dict[Any, str]:
+    Numba keeps an index beside its files: of two processes that compile one loop for two signatures the later takes the
+    earlier's entry away, or gives its own entry the earlier's file; and another state of the code empties the index.
+    """
+
+    KEPT = 64  # of one loop: signatures times processors times states that are gone to and fro between
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+
+    def save(self, key: str, data: Any) -> None:
+        made = self._folder / f"{self._name}.{key}.nbc"
+        begun = made.with_suffix(f".{uuid.uuid4().hex[:16]}")
+        begun.write_bytes(dumps(data))
+        begun.replace(made)
+        stored = sorted(self._folder.glob(f"{glob.escape(self._name)}.*.nbc"), key=_written, reverse=True)
+        for old in stored[self.KEPT :]:
+            old.unlink(missing_ok=True)
+
+    def load(self, key: str) -> Any:
         try:
-            found: dict[Any, str] = super()._load_index()
-            return found
-        except (ImportError, AttributeError):
-            return {}  # another version of the program had such a class, this one has none
+            return pickle.loads((self._folder / f"{self._name}.{key}.nbc").read_bytes())  # noqa: S301 - machine code of our own, as numba reads it
+        except (FileNotFoundError, ImportError, AttributeError, EOFError, pickle.UnpicklingError):
+            return None  # not compiled yet, it names a class that is gone, or a disk was full
+
+    def flush(self) -> None:
+        for file in self._folder.glob(f"{glob.escape(self._name)}.*.nbc"):
+            file.unlink(missing_ok=True)
+
+
+def _written(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0  # another process has just removed it
+
+
+def _tuples(kind: Any) -> list[Any]:
+    """The classes of named tuples in a signature, with their fields: numba's text of a type has neither their module nor these."""
+    if isinstance(kind, types.BaseNamedTuple):
+        made = kind.instance_class
+        return [(made.__module__, made.__qualname__, kind.fields), *(_tuples(one) for one in kind.types)]
+    return [_tuples(one) for one in kind] if isinstance(kind, tuple | types.BaseTuple) else []
 
 
 class _Locator(_CacheLocator):  # type: ignore[misc]
@@ -121,21 +164,23 @@ def folder(root: Path) -> Path:
 # --- what a loop reaches ---------------------------------------------------------------------------------
 
 
-def state(function: Callable[..., Any]) -> str:
-    """Hash of everything that `function` is compiled of."""
+# Of a code object's flags those that say what the function is. Numba takes CO_OPTIMIZED away from a loop that runs under a profiler.
+MEANT = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def state(function: Callable[..., Any], options: dict[str, Any] | None = None) -> str:
+    """Hash of everything that `function` is compiled of, with these options."""
     found: dict[str, str] = {}
     todo: list[Any] = [function]
     seen: set[int] = set()
     while todo:
         following = todo.pop()
-        given = following.targetoptions if isinstance(following, Dispatcher) else {}
-        # A set's order differs from process to process.
-        options = repr([(name, sorted(value) if isinstance(value, set) else value) for name, value in sorted(given.items())])
+        given = following.targetoptions if isinstance(following, Dispatcher) else (options or {}) if following is function else {}
         plain = _plain(following)
         if id(plain) in seen:
             continue
         seen.add(id(plain))
-        parts = [_of_code(plain.__code__, plain.__doc__), options, *map(_of_value, plain.__defaults__ or ())]
+        parts = [_of_code(plain.__code__, plain.__doc__), _of_options(given), *map(_of_value, plain.__defaults__ or ())]
         for name, value in _named(plain):
             if _plain(value) is None:
                 parts.append(f"{name}={_of_value(value)}")
@@ -187,9 +232,14 @@ def _of_code(code: CodeType, documentation: str | None) -> str:
     if documentation is not None and constants[:1] == [documentation] and not used:
         constants[0] = None
     shown = [_of_code(c, None) if isinstance(c, CodeType) else _of_value(c) for c in constants]
-    signature = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    signature = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & MEANT)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     return "\n".join([code.co_code.hex(), code.co_exceptiontable.hex(), repr(signature), repr(names), *shown])
+
+
+def _of_options(given: dict[str, Any]) -> str:
+    """A loop's options; a set's order differs from process to process."""
+    return repr([(name, sorted(value) if isinstance(value, set) else value) for name, value in sorted(given.items())])
 
 
 def _of_value(value: Any) -> str:

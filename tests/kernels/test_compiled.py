@@ -98,6 +98,93 @@ def test_options_count(ask, tmp_path):
     assert ask() == (3 * (4 + 15), False)
 
 
+def test_options_of_the_loop_itself_count(ask, tmp_path):
+    change(tmp_path, "outer", "@c.njit()", "@c.njit(boundscheck=True)")
+    assert ask() == (3 * (4 + 15), False)
+    assert ask() == (3 * (4 + 15), True)
+
+
+def test_code_that_comes_back_is_not_compiled_again(ask, tmp_path):
+    change(tmp_path, "inner", "x + 1", "x + 3")
+    assert ask() == (3 * (8 + 15), False)
+    change(tmp_path, "inner", "x + 3", "x + 1")
+    assert ask() == (3 * (4 + 15), True)
+
+
+def test_a_profiler_changes_nothing(ask, tmp_path):
+    """Numba edits the flags of a loop's code object when it runs under a profiler."""
+    under = f"import cProfile\ndef work():\n    import outer\n    outer.outer(1); outer.outer(1)\n    {ASK.replace('import outer; ', '')}\ncProfile.Profile().runcall(work)"
+    again = "import numpy as np, cProfile, outer\ncProfile.Profile().runcall(outer.outer, 1)\nprint(outer.outer(np.float64(1)), 0)"
+    for words, hits in ((under, "1"), (again, "0")):
+        done = subprocess.run([sys.executable, "-c", words], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert done.stdout.split()[1] == hits
+    assert ask() == (3 * (4 + 15), True)
+    # What was compiled under it is found without it.
+    found = "import outer, numpy as np; print(outer.outer(np.float64(1)), sum(outer.outer.stats.cache_hits.values()))"
+    done = subprocess.run([sys.executable, "-c", found], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["57.0", "1"]
+
+
+def test_signatures_that_two_processes_compile_at_once_are_both_kept(ask, tmp_path):
+    words = "import outer; outer.outer({0}); print(0)"
+    kinds = ("1.0", "True", "2j")
+    begun = [subprocess.Popen([sys.executable, "-c", words.format(kind)], cwd=tmp_path, stdout=subprocess.DEVNULL) for kind in kinds]
+    assert [one.wait() for one in begun] == [0, 0, 0]
+    said = f"import outer; [outer.outer(x) for x in (1, {', '.join(kinds)})]; s = outer.outer.stats; print(sum(s.cache_hits.values()), sum(s.cache_misses.values()))"
+    done = subprocess.run([sys.executable, "-c", said], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["4", "0"]
+
+
+def test_the_fields_of_a_tuple_count(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(compiled.ROOT / ".pkg"))
+    (tmp_path / "loop.py").write_text("from puna.kernels.compiled import njit\n\n@njit()\ndef first(pair):\n    return pair.x\n")
+    said = []
+    for fields in ("x: int\n    y: int", "y: int\n    x: int"):
+        (tmp_path / "shapes.py").write_text(f"from typing import NamedTuple\n\nclass Pair(NamedTuple):\n    {fields}\n")
+        ask = [sys.executable, "-B", "-c", "import loop, shapes; print(loop.first(shapes.Pair(3, 4)))"]
+        said.append(subprocess.run(ask, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.split())
+    assert said == [["3"], ["4"]]
+
+
+STAGES = """
+import gc, sys, tempfile
+from compile import pages
+from puna.stages.contract.execute import execute
+from puna.stages.curate.extract import ExtractConfig, extract
+from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
+from puna.stages.curate.language import LanguageConfig, language
+from puna.storage import Store
+from numba.core.dispatcher import Dispatcher
+
+def work():
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store.open(folder)
+        made = execute(extract, ExtractConfig(), {"pages": store.import_table("pages", pages())}, store)
+        found = execute(language, LanguageConfig(), {"documents": made}, store)
+        execute(heuristics, HeuristicsConfig(), {"documents": made, "language": found}, store)
+
+if sys.argv[1] == "profile":
+    import cProfile
+    cProfile.Profile().runcall(work)
+else:
+    work()
+loops = [one for one in gc.get_objects() if isinstance(one, Dispatcher)]
+print(sum(sum(one.stats.cache_hits.values()) for one in loops), sum(sum(one.stats.cache_misses.values()) for one in loops))
+"""
+
+
+def test_stages_that_ran_before_compile_nothing(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(compiled.ROOT / ".pkg"))
+    said = []
+    for way in ("plain", "profile", "plain"):
+        done = subprocess.run([sys.executable, "-c", STAGES, way], cwd=compiled.ROOT / "deploy", capture_output=True, text=True, check=True)
+        said.append([int(word) for word in done.stdout.split()[-2:]])
+    loaded = said[1][0]  # what loops call is loaded with them
+    assert loaded > 20
+    assert said[1:] == [[loaded, 0], [loaded, 0]]
+
+
 def test_every_loop_is_compiled_by_it():
     rooms = [compiled.ROOT / room for room in ("kernels", "stages", "models")]
     direct = [file for room in rooms for file in room.rglob("*.py") if "from numba import" in file.read_text()]

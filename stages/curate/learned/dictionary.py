@@ -28,15 +28,16 @@ MAGIC, VERSION = 793712314, 12
 SOFTMAX, SUPERVISED = 3, 3
 HEAD = struct.Struct("<14i d 3i 2q")  # magic number, version, Args, t, then the sizes of the dictionary
 SHAPE = struct.Struct("<b2q")  # of a matrix that is not compressed
-ENTRY = struct.Struct("<qb")  # a name's count, and whether it is a label
+ENTRY = 10  # bytes behind a name: a zero, eight of its count, and whether it is a label
 WINDOW, NEGATIVES, UPDATE, SAMPLING = 5, 5, 100, 1e-4  # fastText's defaults, of which only the third counts here
 
 
 class Dictionary(NamedTuple):
-    """Words and then labels, the frequent ones first: `names`, `hashes` uint64[n], `counts` int64[n]; `labels`: how many of them are
-    labels, `tokens`: of the whole text."""
+    """Words and then labels, the frequent ones first: `bounds` int64[n, 2] of each name in `text`, `hashes` uint64[n], `counts` int64[n];
+    `labels`: how many of them are labels, `tokens`: of the whole text."""
 
-    names: list[bytes]
+    text: NDArray[np.uint8]
+    bounds: NDArray[np.int64]
     hashes: NDArray[np.uint64]
     counts: NDArray[np.int64]
     labels: int
@@ -45,7 +46,11 @@ class Dictionary(NamedTuple):
     @property
     def words(self) -> int:
         """How many of the names are no labels."""
-        return len(self.names) - self.labels
+        return len(self.bounds) - self.labels
+
+    def names(self, first: int = 0) -> list[bytes]:
+        """The names from one on: some hundred thousand objects, of which a model needs none but its labels'."""
+        return [self.text[start:stop].tobytes() for start, stop in self.bounds[first:].tolist()]
 
 
 class Settings(NamedTuple):
@@ -76,9 +81,9 @@ def dictionary_of(data: NDArray[np.uint8], min_count: int) -> Dictionary:
     order = _parted(keys)
     order = order[np.argsort(keys[order], kind="stable")]
     order = order[is_label[order] | (counts[order] >= min_count)]
-    text = data.tobytes()
-    names = [text[start:stop] if stop else END for start, stop in bounds[order].tolist()]
-    return Dictionary(names, hashes[order], counts[order], int(is_label.sum()), int(counts.sum()))
+    bounds[bounds[:, 1] == 0] = len(data), len(data) + len(END)
+    text = np.concatenate([data, np.frombuffer(END, np.uint8)])
+    return Dictionary(text, bounds[order], hashes[order], counts[order], int(is_label.sum()), int(counts.sum()))
 
 
 def first_weights(rows: int, dimension: int, seed: int) -> NDArray[np.float32]:
@@ -100,12 +105,11 @@ def write(model: Model, file: Path) -> None:
     known, about = model.dictionary, model.settings
     head = HEAD.pack(
         MAGIC, VERSION, about.dimension, WINDOW, about.epochs, about.min_count, NEGATIVES, about.ngrams, SOFTMAX, SUPERVISED,
-        about.buckets, 0, 0, UPDATE, SAMPLING, len(known.names), known.words, known.labels, known.tokens, -1,
+        about.buckets, 0, 0, UPDATE, SAMPLING, len(known.bounds), known.words, known.labels, known.tokens, -1,
     )  # fmt: skip
-    kinds = [0] * known.words + [1] * known.labels
-    rows = zip(known.names, known.counts.tolist(), kinds, strict=True)
     with file.open("wb") as out:
-        out.write(head + b"".join(name + b"\0" + ENTRY.pack(count, kind) for name, count, kind in rows))
+        out.write(head)
+        _written(known.text, known.bounds, known.counts, known.words).tofile(out)
         for matrix in (model.first, model.last):
             out.write(SHAPE.pack(0, *matrix.shape))
             matrix.tofile(out)
@@ -130,10 +134,9 @@ def read(file: Path) -> Model | None:
             return None
         found.append(np.frombuffer(text, np.float32, rows * dimension, at + SHAPE.size).reshape(rows, dimension))
         at = stop
-    names = [text[start:stop] for start, stop in bounds.tolist()]
-    hashes = _hashes(data, bounds)
     settings = Settings(dimension, epochs, min_count, ngrams, buckets)
-    return Model(settings, Dictionary(names, hashes, np.zeros(size, np.int64), labels, tokens), *found)
+    known = Dictionary(data, bounds, _hashes(data, bounds), np.zeros(size, np.int64), labels, tokens)
+    return Model(settings, known, *found)
 
 
 @njit(cache=True, borrows=True)
@@ -278,8 +281,27 @@ def _names(data: NDArray[np.uint8], at: int, count: int) -> tuple[NDArray[np.int
         while at < len(data) and data[at] != 0:
             at += 1
         bounds[n, 1] = at
-        at += 10  # the zero, eight bytes of a count, one of the kind
+        at += ENTRY
     return bounds, at
+
+
+@njit(cache=True)
+def _written(text: NDArray[np.uint8], bounds: NDArray[np.int64], counts: NDArray[np.int64], words: int) -> NDArray[np.uint8]:
+    """The names as they lie in a file, those from `words` on as labels."""
+    size = 0
+    for start, stop in bounds:
+        size += stop - start + ENTRY
+    found = np.zeros(size, np.uint8)
+    at = 0
+    for n in range(len(bounds)):
+        length = bounds[n, 1] - bounds[n, 0]
+        found[at : at + length] = text[bounds[n, 0] : bounds[n, 1]]
+        at += length + 1
+        for byte in range(8):
+            found[at + byte] = (counts[n] >> (8 * byte)) & 255
+        found[at + 8] = n >= words
+        at += ENTRY - 1
+    return found
 
 
 @njit(cache=True)

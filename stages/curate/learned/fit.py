@@ -66,7 +66,7 @@ class Scorer:
 
     def __init__(self, model: Model) -> None:
         known = model.dictionary
-        self.labels = [name.removeprefix(LABEL).decode() for name in known.names[known.words :]]
+        self.labels = [name.removeprefix(LABEL).decode() for name in known.names(known.words)]
         self._weights = _weights(known, model.settings, model.first, model.last)
 
     def probabilities(self, lines: list[str]) -> NDArray[np.float32]:

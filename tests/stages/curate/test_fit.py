@@ -91,10 +91,10 @@ def test_a_dictionary_is_fasttexts_own(tmp_path, count, most):
     ours = dictionary_of(np.fromfile(file, np.uint8), 1)
     theirs = fasttext.train_supervised(input=str(file), dim=8, epoch=0, thread=1, bucket=1000, wordNgrams=2, verbose=0)
     names, counts = theirs.get_words(include_freq=True)
-    assert [name.decode() for name in ours.names] == [*names, *theirs.get_labels()]
+    assert [name.decode() for name in ours.names()] == [*names, *theirs.get_labels()]
     assert ours.counts[: ours.words].tolist() == counts.tolist()
     again = read(written(fit(file, 0.1, 1, 2, 8, 1, 1000, 0), tmp_path / "ours.bin"))
-    assert again is not None and again.dictionary.names == ours.names and again.dictionary.hashes.tolist() == ours.hashes.tolist()
+    assert again is not None and again.dictionary.names() == ours.names() and again.dictionary.hashes.tolist() == ours.hashes.tolist()
 
 
 def test_what_fit_does_not_make_is_left_to_fasttext(lines, tmp_path):
