@@ -25,11 +25,11 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba.core import types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.dispatcher import Dispatcher
 from numba.core.extending import _Intrinsic
 from numba.core.serialize import dumps
+from numba.core.types import containers
 
 from puna.kernels.placeholder import Placeholder
 
@@ -111,10 +111,10 @@ def _written(file: Path) -> float:
 
 def _tuples(kind: Any) -> list[Any]:
     """The classes of named tuples in a signature, with their fields: numba's text of a type has neither their module nor these."""
-    if isinstance(kind, types.BaseNamedTuple):
+    if isinstance(kind, containers.BaseNamedTuple):
         made = kind.instance_class
         return [(made.__module__, made.__qualname__, kind.fields), *(_tuples(one) for one in kind.types)]
-    return [_tuples(one) for one in kind] if isinstance(kind, tuple | types.BaseTuple) else []
+    return [_tuples(one) for one in kind] if isinstance(kind, tuple | containers.BaseTuple) else []
 
 
 class _Locator(_CacheLocator):  # type: ignore[misc]
