@@ -141,7 +141,7 @@ class Answerer:
             ids = self.tokenizer.chat([message.turn() for message in body.messages], tools=body.tools)
         except ValueError as error:
             raise ApiError(400, "invalid_request_error", str(error), "messages") from error
-        room = self.config.max_position_embeddings - len(ids)
+        room = self.config.max_position_embeddings - len(ids) if self.worker.engine.kept is None else 1024
         longest = body.max_completion_tokens or body.max_tokens or max(1, min(room, 1024))
         return await self._answered(body, ids, longest, "chat.completion", body.logprobs)
 
@@ -163,7 +163,7 @@ class Answerer:
         if body.model not in (None, self.name):
             raise ApiError(404, "invalid_request_error", f"there is no model {body.model!r} here, only {self.name!r}", "model")
         context, V = self.config.max_position_embeddings, self.config.vocab_size
-        if len(ids) + longest > context:
+        if self.worker.engine.kept is None and len(ids) + longest > context:
             told = f"{len(ids)} tokens of the prompt and {longest} of the answer exceed the model's context of {context}"
             raise ApiError(400, "invalid_request_error", told, "max_tokens")
         if not all(0 <= token < V for token in (*ids, *body.logit_bias)):

@@ -29,7 +29,7 @@ def opened(
         smaller = None if draft is None else _loaded(draft, store)
         if serving.offload == "none":
             memory = None if serving.memory is None else int(serving.memory * 1e9)
-            return engine_of(*_loaded(model, store), serving.weights, smaller, memory=memory, sequences=sequences)
+            return engine_of(*_loaded(model, store), serving.weights, smaller, memory=memory, sequences=sequences, **serving.kept)
         return _offloaded(model, store, serving, smaller, work)
     except ValueError as error:
         raise PunaError(f"{model}: {error}") from error
@@ -49,13 +49,13 @@ def _offloaded(
     asked = Work(longest=context) if work is None else work(tokenizer, context)
     found = offloaded_model(folder, place, serving.offload, serving.memory, asked, draft=None if draft is None else draft[0])
     typer.echo(found.plan, err=True)
-    return engine_of(found.model, tokenizer, "same", draft, **found.limits)
+    return engine_of(found.model, tokenizer, "same", draft, **found.limits, **serving.kept)
 
 
-def served(weights: Weights, offload: Offload, memory: float | None) -> ServingSettings:
+def served(weights: Weights, offload: Offload, memory: float | None, sinks: int, window: int | None) -> ServingSettings:
     """Settings from options; PunaError where they do not fit together."""
     try:
-        return ServingSettings(weights=weights, offload=offload, memory=memory)
+        return ServingSettings(weights=weights, offload=offload, memory=memory, sinks=sinks, window=window)
     except ValidationError as error:
         raise PunaError(problems(error)) from error
 

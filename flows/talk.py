@@ -69,6 +69,14 @@ OffloadOption = Annotated[
     ),
 ]
 
+WindowOption = Annotated[
+    int | None,
+    typer.Option(
+        min=16, help="Tokens kept of the last ones, multiple of 16, and those of --sinks, for talks and answers beyond the model's context"
+    ),
+]
+SinksOption = Annotated[int, typer.Option(min=0, help="With --window: tokens kept from the beginning, a multiple of 16")]
+
 
 def ahead(speculate: int, branches: int, draft: str | None) -> dict[str, int]:
     """Sampling parameters of guesses, from options."""
@@ -104,10 +112,12 @@ def chat(
     branches: BranchesOption = 1,
     memory: MemoryOption = None,
     offload: OffloadOption = "none",
+    window: WindowOption = None,
+    sinks: SinksOption = 0,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Talk with a model; it keeps the conversation. /new begins another, Ctrl-C ends an answer, Ctrl-D the talk."""
-    engine = opened(model, store, served(weights, offload, memory), draft, lambda _, context: _talk(context, max_tokens))
+    engine = opened(model, store, served(weights, offload, memory, sinks, window), draft, lambda _, context: _talk(context, max_tokens))
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
     params = parameters(engine, CHAT, **asked_of, **ahead(speculate, branches, draft))
     start = [{"role": "system", "content": system}] if system else []
@@ -140,9 +150,11 @@ def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingPara
     events = None
     try:
         ids, context = engine.tokenizer.chat(messages), engine.model.config.max_position_embeddings
-        if len(ids) >= context:
-            raise PunaError(f"the conversation has {len(ids)} tokens, the model's context {context}: begin another")
-        events = engine.stream(ids, replace(params, max_tokens=min(params.max_tokens, context - len(ids))))
+        left = context - len(ids) if engine.kept is None else params.max_tokens
+        if left <= 0:
+            told = f"the conversation has {len(ids)} tokens, the model's context {context}"
+            raise PunaError(f"{told}: begin another, or keep the last alone by --window")
+        events = engine.stream(ids, replace(params, max_tokens=min(params.max_tokens, left)))
         for event in events:
             new = text.add(event.token, event.completion is not None)
             said += new
@@ -187,6 +199,8 @@ def generate(
     branches: BranchesOption = 1,
     memory: MemoryOption = None,
     offload: OffloadOption = "none",
+    window: WindowOption = None,
+    sinks: SinksOption = 0,
     store: StoreOption = DEFAULT_STORE,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object per answer: prompt, text, tokens, logprobs, finished, and what it cost")
@@ -201,7 +215,7 @@ def generate(
     def work(tokenizer: Tokenizer, context: int) -> Work:
         return Work(max(len(ids) for ids in _ids(tokenizer, given, raw)), max_tokens, len(given) * n)
 
-    engine = opened(model, store, served(weights, offload, memory), draft, work)
+    engine = opened(model, store, served(weights, offload, memory, sinks, window), draft, work)
     mask = None if schema is None else _mask(engine, schema)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed, "n": n}
     guessing = ahead(speculate, branches, draft if mask is None else None)
@@ -329,6 +343,8 @@ def api(
     branches: BranchesOption = 1,
     memory: MemoryOption = None,
     offload: OffloadOption = "none",
+    window: WindowOption = None,
+    sinks: SinksOption = 0,
     store: StoreOption = DEFAULT_STORE,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
 ) -> None:
@@ -343,6 +359,6 @@ def api(
     def work(_: Tokenizer, context: int) -> Work:
         return Work(min(512, context // 2), min(512, context // 2), sequences or 64, min(context, 8192))
 
-    engine = opened(model, store, served(weights, offload, memory), draft, work, sequences)
+    engine = opened(model, store, served(weights, offload, memory, sinks, window), draft, work, sequences)
     made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, **ahead(speculate, branches, draft))
     uvicorn.run(made, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)

@@ -20,7 +20,9 @@ class Cache:
         numbers, mla = range(config.num_hidden_layers), config.mla
         self.layers = [new_pages(count, *shape, *where) for _ in numbers if mla is None]
         self.latents = [new_latents(count, mla, *where) for _ in numbers if mla is not None]
-        self.windows = config.windows
+        self.windows, self.rotated = config.windows, [keys for keys, _ in self.layers]
+        if mla is not None:
+            self.rotated = [latents[..., mla.kv_lora_rank :] for latents in self.latents]
 
     @property
     def stores(self) -> list[Tensor]:

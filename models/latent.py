@@ -72,9 +72,9 @@ class LatentPages(OverLatents):
 
     def _attend(self, q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, scale: float | None = None) -> Tensor:
         """Over the pages at hand, put into the layout that attention reads; the layers of a step take turns at the room for it."""
-        shape = (*k_PSGK.shape[2:], v_PSGV.shape[3])
+        shape = G, K, V = (*k_PSGK.shape[2:], v_PSGV.shape[3])
         if shape not in self._room:
-            self._room[shape] = new_pages(len(k_PSGK), *shape, q_NHK.dtype, q_NHK.device)
+            self._room[shape] = new_pages(len(k_PSGK), G, K, V, q_NHK.dtype, q_NHK.device)
         for to, given in zip(self._room[shape], (k_PSGK, v_PSGV), strict=True):
             to.copy_(given)
         return paged_attention(q_NHK, *self._room[shape], self._at_hand[1], scale=scale)

@@ -59,16 +59,32 @@ class ServingSettings(Settings):
         None, gt=0, description="With offload, memory of weights, keys and values (null: most of what is free); else of keys and values, GB"
     )
 
+    window: int | None = Field(
+        None, ge=16, multiple_of=16,
+        description="Keep of a prompt with its answer the first `sinks` tokens and the last alone, this many at least, a quarter more at "
+        "most: for talks and answers longer than the model's context; null: all",
+    )  # fmt: skip
+    sinks: int = Field(0, ge=0, multiple_of=16, description="With a window: tokens kept from the beginning, on which attention rests")
+
     @model_validator(mode="after")
     def _of_one_engine(self) -> ServingSettings:
         if self.branches > 1 and not self.speculate:
             raise ValueError(f"branches are guesses: set speculate, or leave branches at 1, not {self.branches}")
+        if self.sinks and self.window is None:
+            raise ValueError(f"sinks {self.sinks}: tokens fall out behind them only with a window; set window, or leave sinks out")
+        if self.engine == "vllm" and self.window is not None:
+            raise ValueError(f"window {self.window}: vLLM is given none; set engine puna, or leave window out")
         if self.offload != "none" and (self.engine == "vllm" or self.weights != "same"):
             raise ValueError(f"offload {self.offload}: Puna's engine computes layers as they are read; set weights same, engine puna")
         if self.engine == "vllm" and (self.speculate or self.branches > 1 or self.weights == "int8"):
             wanted = "speculate must be 0, branches 1, weights same or fp8"
             raise ValueError(f"engine vllm is given no guesses, and quantises to fp8 alone: {wanted}")
         return self
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What the engine keeps of a sequence, as its limits."""
+        return {} if self.window is None else {"sinks": self.sinks, "window": self.window}
 
     def unmet(self, where: str) -> list[str]:
         """What is missing on this machine."""

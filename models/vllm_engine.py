@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from puna.models.generation.engine import Completion, Prompt, request_of
-from puna.models.generation.sampling import SamplingParams
+from puna.models.sampling_params import SamplingParams
 from puna.models.tokenizer import Tokenizer
 
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -28,10 +28,12 @@ from puna.kernels.exact import exact_passes
 from puna.models.cache import Cache
 from puna.models.dense import loops
 from puna.models.generation.pages import PagePool
-from puna.models.generation.sampling import Draw, SamplingParams, draw
+from puna.models.generation.sampling import Draw, draw
 from puna.models.generation.schedule import Answer, Request, Scheduler
 from puna.models.generation.step import Stretch, run
 from puna.models.machine import generation_room
+from puna.models.sampling_params import SamplingParams
+from puna.models.sinks import kept
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
@@ -67,15 +69,17 @@ class Engine:
 
     sequences: answers at work at once. step_tokens: tokens that one step computes at most, beside one for each answer.
     memory: bytes of keys and values. Each None: `generation_room` of the device. exact: see above; it needs fp32 on a CPU.
+    window: of each sequence keep the first `sinks` tokens and the last `window` alone, however long it becomes (`sinks.py`); None: all.
     """
 
     def __init__(
         self, model: Transformer, tokenizer: Tokenizer | None = None, sequences: int | None = None,
-        step_tokens: int | None = None, memory: int | None = None, exact: bool = False,
+        step_tokens: int | None = None, memory: int | None = None, exact: bool = False, sinks: int = 0, window: int | None = None,
     ) -> None:  # fmt: skip
         if model.head != "lm":
             raise ValueError(f"generation needs a language-model head, this model has a {model.head} head")
         self.model, self.tokenizer, self.exact, self._wanted = model, tokenizer, exact, (sequences, step_tokens, memory)
+        self.kept = kept(model.config, sinks, window, exact or len(self.models) > 1)
         self._weights: list[int] = []
         self._places: list[tuple[torch.device, torch.dtype]] = []
         self._look()
@@ -152,7 +156,9 @@ class Engine:
             if work:
                 for cache in self.caches:
                     cache.copy(self.scheduler.copies)
-                self.scheduler.copies = []
+                    if self.kept is not None and self.scheduler.turns:
+                        self.kept.turn_back(cache.rotated, list(chain(*self.scheduler.turns.values())), self.model.config)
+                self.scheduler.copies, self.scheduler.turns = [], {}
                 hidden_ND, row = self._compute(work), -1
                 for answer in work:
                     self.scheduler.computed(answer, (hidden_ND, row + answer.count))
@@ -238,10 +244,10 @@ class Engine:
         for answer in work:
             tokens = answer.tokens[answer.computed : answer.computed + answer.count]
             if not answer.guess:
-                due.append(Stretch(answer.pages, answer.computed, tokens))
+                due.append(Stretch(answer.pages, answer.place, tokens))
                 continue
             places = (answer.pages, *(branch.pages for branch in answer.branches))
-            due += [Stretch(pages, answer.computed, [*tokens, *guess]) for pages, guess in zip(places, answer.guesses, strict=True)]
+            due += [Stretch(pages, answer.place, [*tokens, *guess]) for pages, guess in zip(places, answer.guesses, strict=True)]
         return run(self.model, self.caches[0], due, self._loops[0])
 
     def _look(self) -> None:
@@ -262,7 +268,7 @@ class Engine:
             pages = max(1, memory // sum(Cache(model, 1).bytes for model in self.models))
             pages = min(pages, 1 << 18)  # four million tokens: a small model on a GPU would have lists of many more pages
             self.caches = [Cache(model, pages) for model in self.models]
-            self.scheduler = Scheduler(PagePool(pages), sequences, step_tokens, len(self.models) > 1)
+            self.scheduler = Scheduler(PagePool(pages), sequences, step_tokens, len(self.models) > 1, self.kept)
         self.scheduler.restart()
         self._loops, self._weights = [loops(model) for model in self.models], weights
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from puna.kernels.paged_attention import PAGE
 from puna.models.generation.pages import OutOfPages, PagePool
-from puna.models.generation.sampling import SamplingParams
 from puna.models.guesses import Lookup, Pace
+from puna.models.sampling_params import SamplingParams
+from puna.models.sinks import Kept
 
 Hidden = tuple[Tensor, int]
 """Hidden states [N, D] of a step, and the row of an answer's last token; those after its guesses follow."""
@@ -40,6 +41,8 @@ class Answer:
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
     computed: int = 0
+    fallen: int = 0  # of the computed tokens, those that fell out of the cache behind its sinks
+    sliding: bool = False  # its pages are being copied for that
     room: int = 0  # tokens to which its pages are known to be its own
     hidden: Hidden | None = None  # once computed
     count: int = 0  # its next tokens that this step computes
@@ -53,6 +56,11 @@ class Answer:
     def own(self) -> list[int]:
         """The tokens of the answer alone."""
         return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def place(self) -> int:
+        """Where in the cache its next token goes."""
+        return self.computed - self.fallen
 
     @property
     def guesses(self) -> list[list[int]]:
@@ -84,20 +92,23 @@ class Request:
 
 
 class Scheduler:
-    """Requests that wait, answers that run, and the pages between them. `drafted`: guesses are left to a draft."""
+    """Requests that wait, answers that run, and the pages between them. `drafted`: guesses are a draft's. `kept`: of each sequence."""
 
-    def __init__(self, pool: PagePool, sequences: int, step_tokens: int, drafted: bool = False) -> None:
-        self.pool, self.sequences, self.step_tokens, self.drafted = pool, sequences, step_tokens, drafted
+    def __init__(self, pool: PagePool, sequences: int, step_tokens: int, drafted: bool = False, kept: Kept | None = None) -> None:
+        self.pool, self.sequences, self.step_tokens, self.drafted, self.kept = pool, sequences, step_tokens, drafted, kept
         self.waiting: list[Request] = []  # by priority, then age
         self.paused: list[Answer] = []  # preempted, the oldest first
         self.running: list[Answer] = []  # the oldest first
         self.copies: list[tuple[int, int]] = []  # pages to copy before the next step
+        self.turns: dict[Answer, list[int]] = {}  # pages whose keys to turn back after that
         self.preemptions = 0
 
     def add(self, request: Request) -> None:
         """Wait for a place. ValueError where a whole answer would not fit into the cache."""
         # A trunk's last page stays while its first answer writes to a copy.
-        pages = -(-(len(request.prompt) + request.params.max_tokens) // PAGE) + (request.params.n > 1)
+        # So does a page that others see while tokens fall out before it.
+        tokens = len(request.prompt) + request.params.max_tokens
+        pages = -(-self._held(tokens) // PAGE) + (request.params.n > 1 or self._held(tokens) < tokens)
         if pages > len(self.pool.references):
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens with max_tokens={request.params.max_tokens} needs {pages} pages of {PAGE}"
@@ -119,15 +130,16 @@ class Scheduler:
         for answer in list(self.running):
             if not answer.pages or answer.hidden is not None:  # preempted by one before it; drawn from, not computed
                 continue
-            answer.count = min(len(answer.tokens) - answer.computed, max(budget, 1))
-            answer.guess = self._guess(answer, budget - answer.count) if answer.request.params.speculate else []
-            if answer.computed + answer.count + len(answer.guess) <= answer.room or self._make_room(answer):
+            left = self._left(answer)
+            answer.count = min(len(answer.tokens) - answer.computed, max(budget, 1), left)
+            answer.guess = self._guess(answer, min(budget, left) - answer.count) if answer.request.params.speculate else []
+            if answer.place + answer.count + len(answer.guess) <= answer.room or self._make_room(answer):
                 work.append(answer)
                 budget -= answer.count + len(answer.guess)
                 budget -= self._branch(answer, budget) if answer.guess and answer.request.params.branches > 1 else 0
         work = [answer for answer in work if answer.pages]
         while budget > 0 and len(self.running) < self.sequences and (admitted := self._admit()) is not None:
-            admitted.count = min(len(admitted.tokens) - admitted.computed, budget)
+            admitted.count = min(len(admitted.tokens) - admitted.computed, budget, self._left(admitted))
             if not self._make_room(admitted):
                 break
             work.append(admitted)
@@ -144,6 +156,7 @@ class Scheduler:
                 self.pool.share(pages)
                 answer = self._begin(request)
                 answer.pages, answer.computed, answer.hidden = list(pages), len(request.prompt), hidden
+                answer.fallen = 0 if self.kept is None else self.kept.fallen(answer.computed)
                 yield answer
 
     def computed(self, answer: Answer, hidden: Hidden) -> None:
@@ -155,7 +168,7 @@ class Scheduler:
         answer.hidden = hidden
         if answer.logprobs and answer.count == 1:
             return
-        self.pool.keep(answer.tokens, answer.pages)
+        self._keep(answer)
         if not answer.logprobs:
             request.leading = False
             if request in self.waiting:
@@ -181,7 +194,7 @@ class Scheduler:
             self._pause(answer)
         for request in self.waiting:
             self._fell(request)
-        self.copies = []
+        self.copies, self.turns = [], {}
         self.pool.forget()
 
     def cancel(self, request: Request) -> None:
@@ -202,7 +215,7 @@ class Scheduler:
             return None
         tokens = paused.tokens if paused else request.prompt
         pages = self.pool.match(tokens[:-1])  # the last token is computed anyhow: its hidden state is wanted
-        need = -(-(len(tokens) + 1) // PAGE) - len(pages)
+        need = -(-self._held(len(tokens) + 1) // PAGE) - len(pages)
         if self.running and self.pool.available < need + len(self.running):  # a page for each that runs
             self.pool.release(pages)
             return None
@@ -231,11 +244,12 @@ class Scheduler:
 
     def _make_room(self, answer: Answer) -> bool:
         """Pages of its own for what is due of an answer, where need be by pausing the youngest, at last itself."""
-        end = answer.computed + answer.count + len(answer.guess)
         while answer not in self.paused:
             try:
-                index = answer.computed // PAGE
-                if index < len(answer.pages) and answer.computed % PAGE and (copy := self.pool.writable(answer.pages, index)):
+                if self.kept is not None:
+                    self._slide(answer, self.kept)
+                index, end = answer.place // PAGE, answer.place + answer.count + len(answer.guess)
+                if index < len(answer.pages) and answer.place % PAGE and (copy := self.pool.writable(answer.pages, index)):
                     self.copies.append(copy)
                 while len(answer.pages) * PAGE < end:
                     answer.pages.append(self.pool.take())
@@ -261,10 +275,10 @@ class Scheduler:
 
     def _branch(self, answer: Answer, budget: int) -> int:
         """Give an answer branches beside its guess, where there is room for them; the tokens that they compute."""
-        index, begun = answer.computed // PAGE, budget
+        index, begun = answer.place // PAGE, budget
         assert isinstance(answer.pace, Lookup)
         for guess in answer.pace.guesses(answer.tokens, len(answer.guess), answer.request.params.branches)[1:]:
-            need = (answer.computed + len(guess)) // PAGE + 1 - index
+            need = (answer.place + len(guess)) // PAGE + 1 - index
             if budget <= len(guess) or self.pool.available <= 2 * len(self.running) + need:
                 break
             pages = [*answer.pages[:index], *(self.pool.take() for _ in range(need))]
@@ -283,10 +297,36 @@ class Scheduler:
         self.paused.insert(0, answer)
 
     def _give_back(self, answer: Answer) -> None:
-        self.pool.keep(answer.tokens[: answer.computed], answer.pages)
+        self._keep(answer)
+        self.turns.pop(answer, None)
         # What was to be copied into a page that is given back need not be.
         given = {*answer.pages, *(page for branch in answer.branches for page in branch.pages)}
         self.copies = [copy for copy in self.copies if copy[1] not in given]
         self.settle(answer, None)
         self.pool.release(answer.pages)
-        answer.pages, answer.computed, answer.room = [], 0, 0
+        answer.pages, answer.computed, answer.fallen, answer.sliding, answer.room = [], 0, 0, False, 0
+
+    def _keep(self, answer: Answer) -> None:
+        """Into the tree with its pages, as long as they hold its tokens from the first on."""
+        if not answer.fallen and not answer.sliding:
+            self.pool.keep(answer.tokens[: answer.computed], answer.pages)
+
+    def _held(self, tokens: int) -> int:
+        """How many of so many tokens of a sequence the cache holds at most."""
+        return tokens if self.kept is None else min(tokens, self.kept.room)
+
+    def _left(self, answer: Answer) -> int:
+        """Tokens that an answer may compute before others fall out."""
+        return 1 << 62 if self.kept is None else self.kept.room - answer.place or self.kept.step
+
+    def _slide(self, answer: Answer, kept: Kept) -> None:
+        """Pages behind the sinks fall out once the cache is full, and what stays is turned back, on pages of the answer's own."""
+        if answer.place < kept.room:
+            return
+        first, end, answer.sliding = kept.sinks // PAGE, (kept.sinks + kept.step) // PAGE, True
+        for index in reversed(range(end, len(answer.pages))):  # leaves of the tree before what they hang on
+            if copy := self.pool.writable(answer.pages, index):
+                self.copies.append(copy)
+        self.pool.release(answer.pages[first:end])
+        del answer.pages[first:end]
+        answer.fallen, answer.sliding, self.turns[answer] = answer.fallen + kept.step, False, answer.pages[first:]

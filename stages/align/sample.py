@@ -64,6 +64,8 @@ def needs(config: SampleConfig, facts: Facts) -> list[str]:
     refused = ["draft: engine vllm is given no guesses; leave the draft out"] if drafted else []
     if config.serving.branches > 1 and "draft" in facts.inputs:
         refused.append("serving.branches: a draft guesses one continuation; leave the draft out, or set branches to 1")
+    if config.serving.window is not None and "draft" in facts.inputs:
+        refused.append("serving.window: a draft needs all tokens; leave the draft out, or window")
     return [*chat_template(facts, "models"), *config.serving.unmet("serving"), *refused]
 
 

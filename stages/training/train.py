@@ -200,14 +200,15 @@ def load_served(
     from puna.models.tokenizer import Tokenizer
 
     if serving.offload == "none":
-        return *load_model(artifact, "lm", frozen=True), {} if serving.memory is None else {"memory": int(serving.memory * 1e9)}
+        own = {} if serving.memory is None else {"memory": int(serving.memory * 1e9)}
+        return *load_model(artifact, "lm", frozen=True), own | serving.kept
     try:
         place = (device(), frozen_dtype())
         found = offloaded_model(artifact.path(), place, serving.offload, serving.memory, work, step_tokens, draft)
     except ValueError as error:
         raise PunaError(f"{artifact.id}: {error}") from error
     run.metric(f"offload_{artifact.data_digest[:12]}", found.plan)
-    return on_threads(found.model), Tokenizer.load(artifact.path()), found.limits
+    return on_threads(found.model), Tokenizer.load(artifact.path()), found.limits | serving.kept
 
 
 def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:

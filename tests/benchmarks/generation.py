@@ -7,7 +7,8 @@ at temperature 1 from the whole vocabulary after prompts of 32 tokens; ours keep
 8 query and 4 key-value heads, feed-forward 704, vocabulary 8192. `greedy` figures take the likeliest tokens instead.
 `--smollm FILE` compares greedy tokens of SmolLM2-135M-Instruct (a GGUF file) for 200 prompts of 64 new tokens each; `--speculate
 FILE` tells what guessing ahead saves when it answers questions, and when it repeats a text, one prompt after the other, by n-grams and by
-a draft; `--quantised FILE --text FILE` what weights in 8 bits change in likelihoods and answers.
+a draft; `--quantised FILE --text FILE` what weights in 8 bits change in likelihoods and answers, `--sinks FILE --text FILE` what a cache of the last
+tokens with and without sinks makes of a text longer than the context.
 """
 
 from __future__ import annotations
@@ -279,6 +280,41 @@ def quantised(file: Path, text: Path, tokens: int) -> dict[str, Any]:
     return figures
 
 
+class Reader(Engine):
+    """An engine that keeps the log-probs of a prompt's tokens as it computes it; the only request's."""
+
+    def _compute(self, work: Any) -> torch.Tensor:
+        hidden_ND = super()._compute(work)
+        (answer,) = work
+        following = torch.tensor(answer.request.prompt[answer.computed + 1 : answer.computed + answer.count + 1])
+        logits_NV = self.model.logits(hidden_ND[: len(following)]).float()
+        self.logprobs = [*getattr(self, "logprobs", []), logits_NV.log_softmax(-1).gather(1, following[:, None])[:, 0]]
+        return hidden_ND
+
+
+def sinks(file: Path, text: Path, tokens: int, window: int = 512) -> dict[str, Any]:
+    """Perplexity of a text of so many tokens, of its stretches of 2,048, read at one go: by a cache of the last `window` to 1.25 `window`
+    tokens, the same with 16 sinks, and by all tokens before; and memory of keys and values. The context is the model's own."""
+    from puna.models.checkpoint import load_with_tokenizer
+
+    network, tokenizer = load_with_tokenizer(file)
+    ids = tokenizer.encode(text.read_text(encoding="utf-8"))[: tokens + 1]
+    figures: dict[str, Any] = {"context": network.config.max_position_embeddings, "tokens": len(ids) - 1}
+    ways: dict[str, dict[str, Any]] = {"last": {"window": window}, "sinks": {"window": window, "sinks": 16}, "all": {}}
+    for name, way in ways.items():
+        engine = Reader(network, step_tokens=256, **way)
+        started = time.process_time()
+        engine.generate([ids], SamplingParams(temperature=0, max_tokens=1, stop=()))
+        figures[f"{name}_seconds"] = time.process_time() - started
+        found = torch.cat(engine.logprobs)
+        figures[f"{name}_perplexity"] = float((-found.mean()).exp())
+        for at in range(0, len(found), 2048):
+            figures[f"{name}_perplexity_from_{at}"] = float((-found[at : at + 2048].mean()).exp())
+        pool = engine.scheduler.pool
+        figures[f"{name}_megabytes"] = pool.peak * engine.caches[0].bytes / len(pool.references) / 1e6
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
@@ -287,14 +323,17 @@ def main() -> None:
     parser.add_argument("--smollm", type=Path, metavar="FILE", help="SmolLM2-135M-Instruct as a GGUF file; nothing else is measured")
     parser.add_argument("--speculate", type=Path, metavar="FILE", help="the same model; what guessing ahead saves, and nothing else")
     parser.add_argument("--quantised", type=Path, metavar="FILE", help="the same model; what 8-bit weights change, and nothing else")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="with --quantised: the text that is read")
-    parser.add_argument("--tokens", type=int, default=4096, help="with --quantised: tokens of it")
+    parser.add_argument("--sinks", type=Path, metavar="FILE", help="the same model; perplexity beyond its context, and nothing else")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="with --quantised or --sinks: the text that is read")
+    parser.add_argument("--tokens", type=int, default=4096, help="with --quantised or --sinks: tokens of it")
     parser.add_argument("--draft", type=Path, metavar="PATH", help="with --speculate: a smaller model that guesses (default: the model in INT8)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, Any] = {}
     if options.smollm:
         figures |= smollm(options.smollm)
+    elif options.sinks:
+        figures |= sinks(options.sinks, options.text, options.tokens)
     elif options.quantised:
         figures |= quantised(options.quantised, options.text, options.tokens)
     elif options.speculate:

@@ -66,6 +66,21 @@ def streamed(lines):
     return [json.loads(one) for one in data[:-1]]
 
 
+def test_a_window_lets_answers_leave_the_context():
+    """512 tokens where the context is 256, and the default length is what the answer may have."""
+    from starlette.testclient import TestClient
+
+    model = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
+    engine, prompt = Engine(model, TOKENIZER, sinks=16, window=64), list(range(3, 80)) * 4
+    with TestClient(application(engine, "tiny", Limits(body=50_000))) as client:
+        made = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 512, "temperature": 0}).json()
+        whole = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "to be " * 200}], "temperature": 0}).json()
+    stop = tuple(TOKENIZER.stop_ids)
+    ((answer,),) = Engine(model, TOKENIZER, sinks=16, window=64).generate([prompt], SamplingParams(temperature=0, max_tokens=512, stop=stop))
+    assert made["choices"][0]["text"] == shown(answer.tokens) and made["usage"]["completion_tokens"] == len(answer.tokens)
+    assert whole["usage"]["prompt_tokens"] > 256 and 0 < whole["usage"]["completion_tokens"] <= 1024
+
+
 def test_chat(client):
     messages = [{"role": "user", "content": "to be?"}]
     made = client.post("/v1/chat/completions", json={"messages": messages, "seed": 3, "max_tokens": 12, "n": 2, "logprobs": True}).json()

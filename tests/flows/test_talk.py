@@ -168,6 +168,23 @@ def test_weights_in_8_bits_and_a_draft_are_a_matter_of_options(folder, tmp_path)
         puna("generate", folder, "x", "--draft", str(smaller))
 
 
+def test_a_window_lets_talks_leave_the_context(folder):
+    """The context is 512 tokens. A talk and an answer go beyond it, with the engine's own tokens."""
+    asked = [{"role": "user", "content": "to be " * 300}]
+    assert len(TOKENIZER.chat(asked)) > 512
+    with pytest.raises(PunaError, match="keep the last alone by --window"):
+        puna("chat", folder, given="to be " * 300 + "\n")
+    options, how = ["--temperature", "0", "--max-tokens", "300"], SamplingParams(temperature=0, max_tokens=300)
+    ((expected,),) = Engine(MODEL, TOKENIZER, sinks=16, window=64).generate([TOKENIZER.chat([{**asked[0], "content": "to be " * 299 + "to be"}])], how)
+    text = TOKENIZER.decode(expected.tokens, skip_special_tokens=True)
+    window = ["--sinks", "16", "--window", "64"]
+    assert puna("chat", folder, *options, *window, given="to be " * 300 + "\n").rstrip("\n").removeprefix("> ") == text.rstrip("\n")
+    assert puna("generate", folder, "to be " * 299 + "to be", *options, *window) == text + "\n"
+    for more, told in ((["--sinks", "16"], "only with a window"), (["--window", "20"], "multiple of 16"), ([*window, "--draft", folder], "a draft"), (["--window", "4096"], "context has 512")):
+        with pytest.raises(PunaError, match=told):
+            puna("generate", folder, "to be", *more)
+
+
 def test_an_offloaded_models_plan_is_told_beside_the_same_answers(folder):
     options = ["--n", "2", "--max-tokens", "8", "--seed", "5"]
     wanted = puna("generate", folder, "to be", *options)

@@ -7,20 +7,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from puna.kernels.paged_attention import PAGE
 from puna.models.generation.pages import PagePool
-from puna.models.generation.sampling import SamplingParams
 from puna.models.generation.schedule import Request, Scheduler
+from puna.models.sampling_params import SamplingParams
+from puna.models.sinks import Kept
 
 
 class Pages(RuleBasedStateMachine):
-    """The scheduler without a model: each page remembers the tokens that were written to it."""
+    """The scheduler without a model: each page remembers the tokens that were written to it, and by which position each is turned."""
 
-    @initialize(count=st.integers(7, 30), sequences=st.integers(1, 6), step_tokens=st.integers(1, 60))
-    def begin(self, count, sequences, step_tokens):
-        self.scheduler = Scheduler(PagePool(count), sequences, step_tokens)
-        self.held = np.full((count, PAGE), -1)
+    @initialize(count=st.integers(7, 30), sequences=st.integers(1, 6), step_tokens=st.integers(1, 60), kept=st.sampled_from([None, None, Kept(16, 16), Kept(0, 32), Kept(16, 32)]))
+    def begin(self, count, sequences, step_tokens, kept):
+        self.scheduler = Scheduler(PagePool(count), sequences, step_tokens, kept=kept)
+        self.held, self.turned = np.full((count, PAGE), -1), np.zeros((count, PAGE), int)
         self.asked, self.cancelled, self.finished = [], set(), 0
 
-    @rule(length=st.integers(1, 50), n=st.integers(1, 4), new=st.integers(1, 40), branch=st.integers(0, 3), ahead=st.integers(0, 9), priority=st.integers(0, 1))
+    @rule(length=st.integers(1, 70), n=st.integers(1, 4), new=st.integers(1, 40), branch=st.integers(0, 3), ahead=st.integers(0, 9), priority=st.integers(0, 1))
     def ask(self, length, n, new, branch, ahead, priority):
         """Prompts that begin alike for some pages, and then do not."""
         prompt = [token if token < 20 else 100 * branch + token for token in range(length)]
@@ -33,13 +34,16 @@ class Pages(RuleBasedStateMachine):
         """Compute what is due, start what can be, draw, some of it as guessed; one in eight answers ends by itself."""
         work = self.scheduler.plan()
         for source, target in self.scheduler.copies:
-            self.held[target] = self.held[source]
-        self.scheduler.copies = []
+            self.held[target], self.turned[target] = self.held[source], self.turned[source]
+        for pages in self.scheduler.turns.values():
+            assert all(self.scheduler.pool.references[page] == 1 and page not in self.scheduler.pool.nodes for page in pages)
+            self.turned[pages] -= self.scheduler.kept.step
+        self.scheduler.copies, self.scheduler.turns = [], {}
         for answer in work:
-            for place, written in enumerate([*answer.tokens[answer.computed : answer.computed + answer.count], *answer.guess], answer.computed):
+            for place, written in enumerate([*answer.tokens[answer.computed : answer.computed + answer.count], *answer.guess], answer.place):
                 page = answer.pages[place // PAGE]
                 assert place % PAGE == 0 or self.scheduler.pool.references[page] == 1  # nobody else sees what is written
-                self.held[page, place % PAGE] = written
+                self.held[page, place % PAGE], self.turned[page, place % PAGE] = written, place
             self.scheduler.computed(answer, object())
         for number, answer in enumerate([answer for answer in work if answer.hidden is not None] + list(self.scheduler.fork())):
             held = answer.guess[:right]
@@ -88,13 +92,17 @@ class Pages(RuleBasedStateMachine):
     def every_page_holds_its_tokens(self):
         if not hasattr(self, "scheduler"):
             return
-        pending = {target for _, target in self.scheduler.copies}
+        pending, kept = {target for _, target in self.scheduler.copies}, self.scheduler.kept
         for answer in self.scheduler.running:
-            for place in range(answer.computed):
-                page = answer.pages[place // PAGE]
-                assert page in pending or self.held[page, place % PAGE] == answer.tokens[place]
-        for page, (before, tokens) in self.scheduler.pool.nodes.items():
-            assert tuple(self.held[page]) == tokens and (before == -1 or before in self.scheduler.pool.nodes)
+            assert kept is None or answer.place <= kept.room
+            for place in range(answer.place):
+                page, number = answer.pages[place // PAGE], place if kept is None or place < kept.sinks else place + answer.fallen
+                assert page in pending or self.held[page, place % PAGE] == answer.tokens[number]
+                assert page in pending or self.turned[page, place % PAGE] == place
+        nodes = self.scheduler.pool.nodes
+        for page, (before, tokens) in nodes.items():
+            assert tuple(self.held[page]) == tokens and (before == -1 or before in nodes)
+            assert self.turned[page, 0] == (0 if before == -1 else self.turned[before, 0] + PAGE)
 
     def teardown(self):
         """What was asked is answered, unless it was cancelled, and then all pages can be had."""
@@ -110,5 +118,5 @@ class Pages(RuleBasedStateMachine):
         assert self.finished >= wanted
 
 
-Pages.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+Pages.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestPages = Pages.TestCase

@@ -153,6 +153,20 @@ def test_layers_on_disk_change_no_answer(tmp_path: Path, tiny_model: Tiny, monke
         execute(sample, config.replace(serving=ServingSettings(offload="disk", memory=1e-6)), given, store)
 
 
+def test_a_window_forgets_and_takes_no_draft(tmp_path: Path, tiny_model: Tiny) -> None:
+    store, config = Store.open(tmp_path), SampleConfig(answers=3, max_tokens=90)
+    given = {"models": [tiny_model(store, 0)], "prompts": asked(store)}
+    serving = ServingSettings(sinks=16, window=16)
+    whole, short = (execute(sample, one, given, store).read() for one in (config, config.replace(serving=serving)))
+    assert whole["id"] == short["id"] and whole["tokens"] != short["tokens"]
+    assert sample.needs is not None
+    unmet = sample.needs(config.replace(serving=serving), Facts({"draft": (InputFacts("model", None, None),)}, 1 << 40, None))
+    assert unmet == ["serving.window: a draft needs all tokens; leave the draft out, or window"]
+    for refused, told in (({"sinks": 16}, "only with a window"), ({"engine": "vllm", "window": 64}, "vLLM is given none"), ({"window": 40}, "multiple of 16")):
+        with pytest.raises(ValueError, match=told):
+            ServingSettings(**refused)
+
+
 def test_vllm_must_be_installed_and_takes_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("puna.models.serving.find_spec", lambda name: None)
     facts = Facts({"draft": (InputFacts("model", None, None),)}, 1 << 40, None)

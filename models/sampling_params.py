@@ -1,0 +1,76 @@
+"""What a prompt's answers are asked for with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import Tensor
+
+Mask = Callable[[Sequence[int]], Tensor]  # an answer's tokens so far -> [V] bool on CPU, True where the next may be
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to answer a prompt.
+
+    n: answers. temperature: divides the logits; 0 takes the likeliest token. top_k: draw from the k likeliest tokens only (0: all). top_p:
+    from the smallest set of likeliest tokens whose probability reaches it (nucleus sampling, Holtzman et al. 2020). min_p: from tokens at
+    least that likely compared with the likeliest (Nguyen et al. 2024). max_tokens: longest answer. stop: token ids and texts that end an
+    answer; None is the tokenizer's end of turn. seed: with the prompt's tokens and the answer's number all that the draws depend on.
+    repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the answer (Keskar et al. 2019).
+    presence_penalty, frequency_penalty: subtracted from the logit of a token of the answer, once or for each time it occurs. logit_bias:
+    added to logits, by token id. mask: which tokens may follow an answer's tokens. speculate: tokens that a step may guess ahead
+    (`guesses.py`). branches: guesses side by side, where what stood before went on in several ways. priority: waiting requests with the
+    lowest number are begun first.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 64
+    stop: tuple[int | str, ...] | None = None
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    mask: Mask | None = None
+    speculate: int = 0
+    branches: int = 1
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.max_tokens < 1 or self.branches < 1:
+            raise ValueError(f"n, max_tokens and branches must be at least 1, not {self.n}, {self.max_tokens} and {self.branches}")
+        if self.branches > 1 and not self.speculate:
+            raise ValueError(f"branches are guesses: set speculate, or leave branches at 1, not {self.branches}")
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature must be 0 or a positive number, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie in [0, 1], not {self.min_p}")
+        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
+            raise ValueError(f"repetition_penalty must be a positive number, not {self.repetition_penalty}")
+        if not all(map(math.isfinite, (self.presence_penalty, self.frequency_penalty, *self.logit_bias.values()))):
+            raise ValueError("presence_penalty, frequency_penalty and logit_bias must be finite numbers")
+        if negative := [name for name in ("top_k", "seed", "speculate") if getattr(self, name) < 0]:
+            raise ValueError(f"{negative[0]} must not be negative, not {getattr(self, negative[0])}")
+        if self.speculate and self.mask is not None:
+            raise ValueError("speculate guesses what a mask may forbid: give one of them")
+
+    @cached_property
+    def cuts(self) -> bool:
+        """Whether a draw is from a part of the tokens."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @cached_property
+    def shifts(self) -> bool:
+        """Whether logits are changed before a draw."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        return bool(penalties or self.logit_bias or self.mask is not None)

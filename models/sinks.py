@@ -1,0 +1,81 @@
+"""Generation without end in bounded memory: a cache of the first tokens, the attention's sinks, and of the last (StreamingLLM, Xiao et al.
+2024).
+
+Positions count within the cache, as in the paper's 3.2. A key is kept turned by its position there, so tokens fall out some at a time:
+what stays behind them is turned back by as many positions, each key a few times in its life. Which tokens a token sees follows from its
+number alone, not from chunks, pauses or what runs beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from puna.kernels.operators import wide
+from puna.kernels.paged_attention import PAGE
+from puna.models.config import ModelConfig
+from puna.models.transformer import rotary_table
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a cache keeps of a sequence: its first `sinks` tokens and at least its last `window`, both in whole pages.
+
+    `step` tokens fall out at once, a quarter of the window, when the cache holds `room`. ValueError where it cannot be so.
+    """
+
+    sinks: int
+    window: int
+
+    def __post_init__(self) -> None:
+        if self.window < PAGE or self.sinks < 0 or self.window % PAGE or self.sinks % PAGE:
+            raise ValueError(f"sinks and window are whole pages of {PAGE} tokens, window one at least, not {self.sinks} and {self.window}")
+
+    @property
+    def step(self) -> int:
+        """Tokens that fall out at once."""
+        return max(PAGE, self.window // 4 // PAGE * PAGE)
+
+    @property
+    def room(self) -> int:
+        """Tokens that the cache holds of a sequence at most."""
+        return self.sinks + self.window + self.step
+
+    def fallen(self, computed: int) -> int:
+        """How many of so many computed tokens have fallen out."""
+        return -(-max(0, computed - self.room) // self.step) * self.step
+
+    def check(self, config: ModelConfig) -> None:
+        """ValueError where a model cannot have such a cache."""
+        if any(config.windows):
+            raise ValueError(f"the model has a sliding window of its own, {config.sliding_window} tokens: leave sinks and window out")
+        if self.room > config.max_position_embeddings:
+            raise ValueError(
+                f"sinks {self.sinks} and window {self.window} hold up to {self.room} tokens, a quarter of the window falls out at once: "
+                f"the model's context has {config.max_position_embeddings}"
+            )
+
+    def turn_back(self, keys: Sequence[Tensor], pages: Sequence[int], config: ModelConfig) -> None:
+        """Turn the keys in these pages back by `step` positions. keys: what is rotated of each layer's pages, [P, S, G, K]."""
+        numbers = torch.tensor(pages, device=keys[0].device)
+        cos, sin = rotary_table(config, torch.tensor([self.step], device=keys[0].device), wide(keys[0].dtype))
+        for keys_PSGK in keys:
+            first, second = keys_PSGK[numbers].to(cos.dtype).chunk(2, -1)
+            turned = torch.cat([first * cos + second * sin, second * cos - first * sin], -1)
+            keys_PSGK[numbers] = turned.to(keys_PSGK.dtype)
+
+
+def kept(config: ModelConfig, sinks: int, window: int | None, whole: bool) -> Kept | None:
+    """What an engine keeps; None: all. `whole`: exact passes or a draft need all. ValueError where the model cannot have such a cache."""
+    if window is None:
+        if sinks:
+            raise ValueError(f"sinks = {sinks}: tokens fall out of the cache behind them only with a window; set one, or leave sinks out")
+        return None
+    if whole:
+        raise ValueError(f"window = {window}: a draft, or log-probs that are the trainer's (exact), need all tokens; leave one of them out")
+    found = Kept(sinks, window)
+    found.check(config)
+    return found
