@@ -75,9 +75,14 @@ def export(
     format: Annotated[
         str | None,
         typer.Option(
-            help="Of a model: hf (default), gguf or adapter. Of data: parquet (default) or jsonl; datasketch: an index of near-duplicates",
+            help="Of a model: hf (default), gguf, awq (4 bits) or adapter. Of data: parquet (default) or jsonl; datasketch: an index of "
+            "near-duplicates",
             metavar="FORMAT",
         ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With awq: plain text like what the model will read, 8,192 tokens", exists=True, dir_okay=False),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
@@ -88,11 +93,13 @@ def export(
 
     opened = existing(store)
     artifact = opened.checked(opened.resolve(identity))
-    formats = ("hf", "gguf", "adapter") if artifact.kind == "model" else ("parquet", "jsonl", "datasketch")
+    formats = ("hf", "gguf", "awq", "adapter") if artifact.kind == "model" else ("parquet", "jsonl", "datasketch")
     if format is not None and format not in formats:
         raise PunaError(f"--format {format}: {artifact.id} goes out as {' or '.join(formats)}")
+    if text is not None and format != "awq":
+        raise PunaError("--text chooses the scales of --format awq; leave it out")
     if artifact.kind == "model":
-        files = export_model(artifact, folder, cast("Format", format or "hf"))
+        files = export_model(artifact, folder, cast("Format", format or "hf"), text)
     elif format == "datasketch":
         files = [_export_index(artifact, folder)]
     else:

@@ -240,8 +240,9 @@ def draft_ceiling(rounds: int) -> dict[str, float]:
 
 
 def quantised(file: Path, text: Path, tokens: int) -> dict[str, Any]:
-    """Weights in bf16, INT8 and FP8 beside fp32: the KL divergence of next tokens' distributions from those of fp32 in nats, the share of
+    """Weights in bf16, INT8, FP8 and four bits, rounded to the nearest (int4) and by AWQ after 8,192 tokens of the text's end, beside fp32: the KL divergence of next tokens' distributions from those of fp32 in nats, the share of
     positions at which the likeliest token is the same, the mean log-prob of the text, and right sums of 200, after four examples."""
+    from puna.models.awq_search import packed
     from puna.models.checkpoint import load_with_tokenizer
     from puna.models.forest import Forest
     from puna.models.quantised import quantise
@@ -253,9 +254,14 @@ def quantised(file: Path, text: Path, tokens: int) -> dict[str, Any]:
     asked = [[*tokenizer.lead, *tokenizer.encode(f"3 + 4 = 7\n12 + 5 = 17\n20 + 16 = 36\n8 + 9 = 17\n{a} + {b} =")] for a, b in pairs]
     figures: dict[str, Any] = {}
     kept: list[torch.Tensor] = []
-    for kind in ("fp32", "bf16", "int8", "fp8"):
+    whole_text = tokenizer.encode(text.read_text(encoding="utf-8"))
+    read = [whole_text[at : at + 512] for at in range(len(whole_text) - 8192, len(whole_text), 512)]
+    for kind in ("fp32", "bf16", "int8", "fp8", "int4", "awq"):
         if kind == "bf16":
             network = load_with_tokenizer(file, dtype=torch.bfloat16)[0]
+        elif kind in ("int4", "awq"):
+            network = load_with_tokenizer(file)[0]
+            figures[f"{kind}_seconds"] = best(1, packed=lambda network=network, kind=kind: packed(network, read, kind == "awq"))["packed"]
         elif kind != "fp32":
             network = quantise(load_with_tokenizer(file)[0], kind)
         kl = same = likelihood = count = 0.0

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from puna.flows.cli import app
+from puna.models.awq_search import packed, stretches
 from puna.models.checkpoint import load, load_with_tokenizer, save
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
@@ -76,6 +79,26 @@ def test_a_checkpoint_of_transformers_comes_in_and_goes_out(name: str, dtype: to
     back = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     asked = back.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert asked == twin.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) == made(name).chat(messages)
+
+
+def test_four_bits_go_out_by_a_text_and_come_in(tmp_path: Path, store: Store):
+    """By the command; what cannot be is told without a file left behind."""
+    tokenizer = made("qwen2_5")
+    config = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)
+    save(Transformer(config, generator=torch.Generator().manual_seed(0)), tmp_path / "own", tokenizer)
+    model, text = imported(tmp_path / "own", store), tmp_path / "text.txt"
+    command = ["export", model.id, str(tmp_path / "out"), "--store", str(store.root)]
+    text.write_text("What is the capital of Peru? " * 20)
+    for more, told in ((["--format", "awq"], "give a text file"), (["--text", str(text)], "--text chooses the scales"), (["--format", "awq", "--text", str(text)], "too short")):
+        with pytest.raises(PunaError, match=told):
+            CliRunner().invoke(app, [*command, *more], catch_exceptions=False)
+        assert not (tmp_path / "out").exists()
+    text.write_text("What is the capital of Peru? " * 400)
+    assert CliRunner().invoke(app, [*command, "--format", "awq", "--text", str(text)], catch_exceptions=False).exit_code == 0
+    imported(tmp_path / "out", store)
+    again, (expected, words) = load(tmp_path / "out"), load_with_tokenizer(model.path())
+    for name, one in packed(expected, stretches(words.encode(text.read_text()))).items():
+        assert torch.equal(again.get_parameter(f"{name}weight"), one.weight())
 
 
 def test_gguf_comes_in_and_goes_out(tmp_path: Path, store: Store):
