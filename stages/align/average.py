@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from puna.models.training.settings import AverageMethod
-from puna.stages.align.rewards import ENSEMBLE, REWARDS, Ensemble, Reward, rewards_of
+from puna.stages.align.rewards import CENTER, ENSEMBLE, REWARDS, Center, Ensemble, Reward, rewards_of
 from puna.stages.contract import Facts, Figure, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import prompt_ids
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
@@ -21,6 +21,7 @@ from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
+    from puna.models.generation import Completion
     from puna.models.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
@@ -40,6 +41,7 @@ class SearchConfig(StageConfig):
     floor: float = Field(
         0.0, ge=0, le=100, description="With reward product: added to the sigmoid, so that a right answer counts whatever its number"
     )
+    center: Center = Field("start", description=CENTER)
     ensemble: Ensemble = Field("mean", description=ENSEMBLE)
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
@@ -78,9 +80,9 @@ def average(
 
     Reward models, with the weights given or equal, become one that costs what one costs (WARM, Ramé et al. 2024).
     `prompts`: a development set, by whose mean reward of answers the weights are chosen (`search.reward`: of the verifiers,
-    `reward_model`, or both); one that is empty chooses nothing, and the evaluation's prompts must not be among it. Of equal rewards
-    the more even weights win. `base`: the model that the differences of `ties` are from. Metrics: `weight_N` of each model and, of a
-    search, `development_score`, the mean reward, beside that of equal weights.
+    `reward_model`, or both; the first model is the one before training); one that is empty chooses nothing, and the evaluation's prompts
+    must not be among it. Of equal rewards the more even weights win. `base`: the model that the differences of `ties` are from. Metrics:
+    `weight_N` of each model and, of a search, `development_score`, the mean reward, beside that of equal weights.
     """
     from puna.models.training.average import average_checkpoints
 
@@ -133,6 +135,8 @@ def _searched(
     states = [load_model(model, "lm")[0].state_dict() for model in models]
     origin = load_model(base, "lm")[0].state_dict() if base else None
     answering = _Development(prompts, reward_models, judges, tokenizer, config, run)
+    if config.search.reward == "product" and config.search.center == "start":
+        run.metric("center", answering.center(network))
     scores = []
     for number, weights in enumerate(trials):
         try:
@@ -188,10 +192,17 @@ class _Development:
             seed=run.seed("development"),
         )
 
+    def center(self, network: Transformer) -> float:
+        """Center the rewards by a model's answers from now on."""
+        self._rewards = self._rewards.centered(self._ids, self._answers(network))
+        return self._rewards.center
+
     def score(self, network: Transformer) -> float:
         """Mean reward; an answer whose verifier fails counts as 0."""
+        found = [reward for (reward,) in self._rewards(self._ids, self._answers(network))]
+        return sum(found) / len(found)
+
+    def _answers(self, network: Transformer) -> list[list[Completion]]:
         from puna.models.generation import Engine
 
-        made = Engine(network, self._tokenizer).generate(self._ids, self._params)
-        found = [reward for (reward,) in self._rewards(self._ids, made)]
-        return sum(found) / len(found)
+        return Engine(network, self._tokenizer).generate(self._ids, self._params)

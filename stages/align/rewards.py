@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from puna.stages.conversations import answer_text
@@ -28,8 +29,44 @@ ENSEMBLE = (
 )
 REWARDS = (
     "What an answer is rewarded by: the reward model's number; the score of the prompt's verifier, 0 to 1; "
-    "or product: the score times the sum of `floor` and the sigmoid of the number"
+    "or product: the score times the sum of `floor` and the sigmoid of the number, less its `center`"
 )
+Center = Literal["start", "zero"]
+CENTER = (
+    "With reward product: the number whose sigmoid is one half. Preferences tell differences of numbers only, so that 0 means nothing. "
+    "start: the mean over right answers of the model before training (InstructGPT, Ouyang et al. 2022, section 3.5, centers alike); zero: 0"
+)
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The rewards of answers to prompts, given as ids. `gold`: the verifiers' scores; `numbers`: the reward models' number.
+
+    With both: the score times the sum of `floor` and the sigmoid of the number less `center`.
+    """
+
+    gold: Scores | None
+    numbers: Scores | None
+    floor: float = 0.0
+    center: float = 0.0
+
+    def __call__(self, prompts: Ids, completions: Completions) -> list[list[float]]:
+        """A reward for each answer to each prompt."""
+        if self.gold is None or self.numbers is None:
+            alone = self.gold or self.numbers
+            assert alone is not None
+            return [list(some) for some in alone(prompts, completions)]
+        both = zip(self.gold(prompts, completions), self.numbers(prompts, completions), strict=True)
+        return [[score * (self.floor + sigmoid(number, self.center)) for score, number in zip(*pair, strict=True)] for pair in both]
+
+    def centered(self, prompts: Ids, completions: Completions) -> Rewards:
+        """With the mean number of these answers as center, each weighing what the verifiers score it; the same where none has a score."""
+        if self.gold is None or self.numbers is None:
+            return self
+        both = zip(self.gold(prompts, completions), self.numbers(prompts, completions), strict=True)
+        pairs = [(score, number) for some in both for score, number in zip(*some, strict=True)]
+        weight = math.fsum(score for score, _ in pairs)
+        return replace(self, center=math.fsum(score * number for score, number in pairs) / weight) if weight else self
 
 
 def rewards_of(
@@ -41,24 +78,10 @@ def rewards_of(
     micro_batch_tokens: int,
     floor: float = 0.0,
     ensemble: Ensemble = "mean",
-) -> Scores:
-    """The rewards of answers to prompts, given as ids: the verifier's score, the reward models' number, or the product of the score
-    and the sum of `floor` and the number's sigmoid. `asked` are the ids of `rows`.
-    """
+) -> Rewards:
+    """Rewards by the verifier's score, the reward models' number, or both; `asked` are the ids of `rows`."""
     gold = None if scorer is None else gold_of(scorer, rows, asked, tokenizer)
-    numbers = ensemble_of(reward_models, micro_batch_tokens, ensemble) if reward_models else None
-
-    def rewards(prompts: Ids, completions: Completions) -> list[list[float]]:
-        if gold is None:
-            assert numbers is not None
-            return [list(some) for some in numbers(prompts, completions)]
-        scores = gold(prompts, completions)
-        if numbers is None:
-            return scores
-        both = zip(scores, numbers(prompts, completions), strict=True)
-        return [[score * (floor + sigmoid(number)) for score, number in zip(*pair, strict=True)] for pair in both]
-
-    return rewards
+    return Rewards(gold, ensemble_of(reward_models, micro_batch_tokens, ensemble) if reward_models else None, floor)
 
 
 def ensemble_of(models: Sequence[Transformer], micro_batch_tokens: int, how: Ensemble) -> Scores:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from puna.models.training.settings import RolloutSettings
 from puna.stages.align.lora import adapted
-from puna.stages.align.rewards import ENSEMBLE, REWARDS, Completions, Ensemble, Ids, Reward, Scores, gold_of, rewards_of
+from puna.stages.align.rewards import CENTER, ENSEMBLE, REWARDS, Center, Ensemble, Reward, gold_of, rewards_of
 from puna.stages.align.settings import AdapterConfig
 from puna.stages.contract import Facts, Figure, StageRun
 from puna.stages.conversations import prompt_ids
@@ -21,6 +21,10 @@ from puna.stages.verifiers.scoring import Scorer
 from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
 
+if TYPE_CHECKING:
+    from puna.models.transformer import Transformer
+    from puna.stages.align.rewards import Completions, Ids, Rewards, Scores
+
 
 class RolloutsConfig(RolloutSettings, AdapterConfig):
     """How answers are sampled, what they are rewarded by, and what of the policy is trained."""
@@ -29,6 +33,7 @@ class RolloutsConfig(RolloutSettings, AdapterConfig):
     floor: float = Field(
         0.0, ge=0, le=100, description="With reward product: added to the sigmoid, so that a right answer counts whatever its number"
     )
+    center: Center = Field("start", description=CENTER)
     ensemble: Ensemble = Field("mean", description=ENSEMBLE)
     gold: bool = Field(
         False,
@@ -85,6 +90,8 @@ def optimize(
     frozen = [copy.deepcopy(scalar).requires_grad_(False).to(dtype) for scalar in used]
     judging = None if config.reward == "reward_model" else scorer
     rewards = rewards_of(judging, frozen, rows, asked, tokenizer, config.compute.micro_batch_tokens, config.floor, config.ensemble)
+    if config.reward == "product" and config.center == "start":
+        rewards = _centered(rewards, model, asked, tokenizer.stop_ids, config, run)
     valuing = (scalars[0] if scalars else load_model(policy, "scalar", new=True)[0]) if critic else None
     reference = copy.deepcopy(model).requires_grad_(False).to(dtype)
     with divergence_named(run.stage), adapted(model, config, run) as scales:
@@ -105,6 +112,21 @@ def optimize(
             run.metric(f"first_{name}", log[0][name])
             run.metric(f"final_{name}", log[-1][name])
     save_model(model, tokenizer, run.folder)
+
+
+def _centered(rewards: Rewards, policy: Transformer, asked: Ids, stop: Sequence[int], config: RolloutsConfig, run: StageRun) -> Rewards:
+    """Centered by the answers of the policy, which is not trained yet, to as many prompts as a rollout has. A run that goes on from a
+    checkpoint finds the same center.
+    """
+    from puna.models.generation import Engine, SamplingParams
+
+    some = [asked[i] for i in run.generator("center").permutation(len(asked))[: config.prompts].tolist()]
+    params = SamplingParams(
+        n=config.answers, temperature=config.temperature, max_tokens=config.max_tokens, stop=tuple(stop), seed=run.seed("center")
+    )
+    centered = rewards.centered(some, Engine(policy).generate(some, params))
+    run.metric("center", centered.center)
+    return centered
 
 
 def _gold(scores: Scores) -> Callable[[Ids, Completions], dict[str, float]]:

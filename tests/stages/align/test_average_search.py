@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,7 +92,9 @@ def _seed(config: AverageConfig, store: Store) -> int:
 
 
 def test_the_weights_may_be_chosen_by_the_reward_of_reinforcement_learning(tmp_path: Path, tiny_model: Callable[..., Artifact]) -> None:
-    """The verifier's score times floor plus sigmoid of the reward model's number, of every average made and asked one by one."""
+    """The verifier's score times floor plus sigmoid of the reward model's number, less its mean over right answers of the first model, of
+    every average made and asked one by one.
+    """
     from puna.models.generation import Engine, SamplingParams
     from puna.models.training.rollouts import reward_model_scorer
     from puna.stages.training.train import load_model
@@ -106,14 +109,17 @@ def test_the_weights_may_be_chosen_by_the_reward_of_reinforcement_learning(tmp_p
     states = [load_model(model, "lm")[0].state_dict() for model in models]
     asked = [prompt_ids(tokenizer, row) for row in sorted(questions.read().to_pylist(), key=lambda row: row["id"])]
     params = SamplingParams(temperature=1.0, max_tokens=5, stop=tokenizer.stop_ids, seed=_seed(config, store))
-    rewards = []
-    for weights in grid(2, 2):
+
+    def answered(weights: tuple[float, ...]) -> list[tuple[bool, float]]:
         network.load_state_dict(averaged(states, weights))
         answers = Engine(network, tokenizer).generate(asked, params)
         right = [bool(re.search("[a-m]", tokenizer.decode(one.tokens, skip_special_tokens=True))) for (one,) in answers]
-        found = [number for (number,) in numbers(asked, answers)]
-        rewards.append(sum(r * (0.25 + 1 / (1 + math.exp(-x))) for r, x in zip(right, found, strict=True)) / len(asked))
+        return list(zip(right, [number for (number,) in numbers(asked, answers)], strict=True))
+
+    center = statistics.fmean(number for right, number in answered((1.0, 0.0)) if right)
+    rewards = [sum(r * (0.25 + 1 / (1 + math.exp(center - x))) for r, x in answered(weights)) / len(asked) for weights in grid(2, 2)]
     assert len(set(rewards)) == 3 and made.manifest.metrics["development_score"] == pytest.approx(max(rewards), abs=1e-5)
+    assert made.manifest.metrics["center"] == pytest.approx(center, abs=1e-5)
     best = list(grid(2, 2))[rewards.index(max(rewards))]
     assert (made.manifest.metrics["weight_1"], made.manifest.metrics["weight_2"]) == pytest.approx(best)
     with pytest.raises(PunaError, match="search.reward=product needs a reward_model"):

@@ -123,13 +123,17 @@ class RewardsConfig(SeededConfig):
 
 @stage(kind="evaluation", version="1")
 def rewards_stage(reward_model: Model, prompts: Prompts, config: RewardsConfig, run: StageRun) -> None:
-    """The three rewards of the same answers."""
+    """The three rewards of the same answers, and the last by other centers."""
     rows, tokenizer = prompts.read().to_pylist(), Tokenizer.load(reward_model.path())
     asked = [prompt_ids(tokenizer, row) for row in rows]
     scorer, network = Scorer(rows, ScoringConfig(), run), load(reward_model.path(), "scalar")
     answers = [[completion(tokenizer, text) for text in ("abc", "xyz", "q a")] for _ in rows]
     for some in ((scorer, []), (None, [network]), (scorer, [network])):
-        FOUND.append(rewards_of(*some, rows, asked, tokenizer, 4096)(asked, answers))
+        found = rewards_of(*some, rows, asked, tokenizer, 4096, floor=0.25)
+        FOUND.append(found(asked, answers))
+    # Of the first answers to the first prompt two are right; of the second, alone, none is.
+    FOUND.append(found.centered(asked[:1], answers[:1])(asked, answers))
+    FOUND.append(found.centered(asked[:1], [answers[0][1:2]])(asked, answers))
     run.write_rows([])
 
 
@@ -144,15 +148,34 @@ def test_the_product_is_the_score_times_the_probability(tmp_path: Path, tiny_mod
     FOUND.clear()
     prompts = asked(store, count=2)
     execute(rewards_stage, RewardsConfig(), {"reward_model": judge, "prompts": prompts}, store)
-    scores, numbers, products = FOUND
+    scores, numbers, products, centered, without_right = FOUND
     assert scores == [[1.0, 0.0, 1.0]] * 2
     network, tokenizer = load(judge.path(), "scalar"), Tokenizer.load(judge.path())
     for row, some in zip(prompts.read().to_pylist(), numbers, strict=True):
         for text, number in zip(("abc", "xyz", "q a"), some, strict=True):
             ids = [*prompt_ids(tokenizer, row), *tokenizer.encode(text), tokenizer.stop_ids[0]]
             assert number == pytest.approx(float(network.scalar(network.hidden(Forest.pack([ids])))[-1].detach()), abs=1e-4)
-    wanted = [score / (1 + math.exp(-number)) for row, line in zip(scores, numbers, strict=True) for score, number in zip(row, line, strict=True)]
-    assert [one for line in products for one in line] == pytest.approx(wanted) and wanted[0] > 0
+    assert without_right == products
+    for found, center in ((products, 0.0), (centered, (numbers[0][0] + numbers[0][2]) / 2)):
+        rows = [zip(*lines, strict=True) for lines in zip(scores, numbers, strict=True)]
+        wanted = [[score * (0.25 + 1 / (1 + math.exp(center - number))) for score, number in row] for row in rows]
+        assert [one for line in found for one in line] == pytest.approx([one for line in wanted for one in line])
+    assert centered != products
+
+
+def test_the_product_is_centered_by_the_start(tmp_path: Path, tiny_model: Tiny) -> None:
+    """With one rollout whose rate is next to nothing the numbers' center is that of the policy, trained or not; `zero` has none."""
+    store = Store.open(tmp_path)
+    model = tiny_model(store)
+    given = {"policy": model, "prompts": asked(store), "reward_model": rewarding(store, model)}
+    few: dict[str, Any] = {"reward": "product", "rollouts": 1, "prompts": 6, "answers": 8, "max_tokens": 4, "unfinished_penalty": 0.0}
+    still, fast = (
+        execute(grpo, GrpoConfig(schedule={"learning_rate": rate, "warmup_steps": 0, "shape": "constant"}, **few), given, store).manifest.metrics
+        for rate in (1e-9, 3e-2)
+    )
+    zero = execute(grpo, GrpoConfig(center="zero", **few), given, store).manifest.metrics
+    assert still["center"] == fast["center"] != 0 and "center" not in zero
+    assert still["first_score"] != zero["first_score"]
 
 
 @stage(kind="evaluation", version="1")
