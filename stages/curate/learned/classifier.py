@@ -283,7 +283,8 @@ def _train(
 def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool) -> Iterator[pa.Table]:
     """The labelled documents of the job's fold (`inside`), or of the others, file by file."""
     for file in files:
-        table = pq.read_table(file, columns=["fold", job.name, *columns])
+        with pq.ParquetFile(file, pre_buffer=False) as source:  # read_table is made for datasets: a fifth of the time here is its own
+            table = source.read(columns=["fold", job.name, *columns])
         here = pc.equal(table["fold"], job.fold)
         yield table.filter(pc.and_(here if inside else pc.invert(here), pc.is_in(table[job.name], pa.array(job.classes))))
 

@@ -13,9 +13,10 @@ import re
 CODE_START = re.compile(
     r">>>|\.\.\. |[$%#@] ?\w|//|/\*|</?\w|(?:def|class|import|return|raise|yield|elif|assert|await|async|lambda|public|private|static|"
     r"void|const|var|let|fn|func|struct|enum|#include) |from \S+ import |(?:if|for|while|with|except|try|else|switch)\b.*[:{]$|"
-    r"(?:pass|break|continue|else:|try:|finally:)$|(?:SELECT|INSERT INTO|UPDATE|DELETE FROM|CREATE|DROP|ALTER|FROM|WHERE|JOIN|VALUES) |"
-    r"[\w.]+(?:\[.*\])?(?:: ?[\w.\[\], |]+)? ?[-+*/|&]?= ?\S|[\w.]+\(.*\)[,:;]?$"
+    r"(?:pass|break|continue|else:|try:|finally:)$|(?:SELECT|INSERT INTO|UPDATE|DELETE FROM|CREATE|DROP|ALTER|FROM|WHERE|JOIN|VALUES) "
 )
+CODE_ASSIGNMENT = re.compile(r"[\w.]+(?:\[.*\])?(?:: ?[\w.\[\], |]+)? ?[-+*/|&]?= ?\S")
+CODE_CALL = re.compile(r"[\w.]+\(.*\)[,:;]?$")
 # "name (string, required)", as references of programs introduce a parameter.
 CODE_PARAMETER = re.compile(
     r"[A-Za-z_]\w*(?:\.\w+)* \((?:str|string|int|integer|long|float|double|number|bool|boolean|bytes|blob|list|tuple|dict|map|array|object|"
@@ -30,7 +31,10 @@ def looks_like_code(line: str) -> bool:
     """Whether a line (without the white space around it) is more likely code than prose or boilerplate."""
     if line.startswith(("•", "–")):
         return False
-    if CODE_START.match(line) or CODE_PARAMETER.match(line) or line[-1] in "{}([\\" or not any(map(str.isalnum, line)):
+    if CODE_START.match(line) or line[-1] in "{}([\\" or not any(map(str.isalnum, line)):
+        return True
+    # A plain search spares most lines a pattern.
+    if ("=" in line and CODE_ASSIGNMENT.match(line)) or (")" in line and (CODE_CALL.match(line) or CODE_PARAMETER.match(line))):
         return True
     if line[-1] == ";" and line.count(" ") < STATEMENT_WORDS:  # the items of a list in prose end so too
         return True
