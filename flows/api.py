@@ -28,6 +28,7 @@ from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.engine import Event
 from puna.models.generation.schedule import Request as Asked
 from puna.models.grammar import Grammar, Mask
+from puna.models.prefill import SplitEngine
 from puna.models.text_stream import TextStream
 from puna.models.tokenizer import Tokenizer
 
@@ -45,7 +46,7 @@ class Worker:
     """The thread that runs the engine."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.engine, self._split = engine, engine if isinstance(engine, SplitEngine) else None
         self.active = 0  # requests that wait or are answered
         self.counts = {"requests": 0, "prompt_tokens": 0, "generated_tokens": 0, "cancelled": 0}
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -58,6 +59,8 @@ class Worker:
     def stop(self) -> None:
         self._orders.put(None)
         self._thread.join()
+        if self._split is not None:
+            self._split.close()
 
     async def answer(self, ids: list[int], params: SamplingParams, seconds: float) -> AsyncGenerator[Event, None]:
         """The request's tokens as they come. ApiError where the engine refuses it or its time is up."""
@@ -99,7 +102,7 @@ class Worker:
 
     def _run(self) -> None:
         while True:
-            while not self._orders.empty() or self.engine.scheduler.idle:
+            while not self._orders.empty() or (self.engine.scheduler.idle and not (self._split and self._split.busy)):
                 order = self._orders.get()
                 if order is None:
                     return
@@ -112,6 +115,9 @@ class Worker:
             for event in events:
                 if (tell := self._tell.get(id(event.request))) is not None:
                     tell(event)
+            for request, why in self._split.failed() if self._split else ():
+                if (tell := self._tell.pop(id(request), None)) is not None:
+                    tell(ApiError(500, "server_error", why))
 
     def _fail(self, error: Exception) -> None:
         for tell in self._tell.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from pydantic import ValidationError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def opened(
     model: str, store: str, serving: ServingSettings, draft: str | None = None, work: Callable[[Tokenizer, int], Work] | None = None,
-    sequences: int | None = None,
+    **limits: Any,
 ) -> Engine:  # fmt: skip
     """An engine of a model named as the commands take it. `work`: what is to be answered, by tokenizer and longest context; where layers
     are offloaded it is planned for, and told on standard error."""
@@ -29,15 +29,17 @@ def opened(
         smaller = None if draft is None else _loaded(draft, store)
         if serving.offload == "none":
             memory = None if serving.memory is None else int(serving.memory * 1e9)
-            return engine_of(*_loaded(model, store), serving.weights, smaller, memory=memory, sequences=sequences, **serving.kept)
-        return _offloaded(model, store, serving, smaller, work)
+            return engine_of(*_loaded(model, store), serving.weights, smaller, memory=memory, **serving.kept, **limits)
+        if limits.get("prefill_threads"):
+            raise PunaError("--prefill-threads: a process for prompts needs a model whose layers all stay in memory: leave --offload out")
+        return _offloaded(model, store, serving, smaller, work, limits.get("step_tokens"))
     except ValueError as error:
         raise PunaError(f"{model}: {error}") from error
 
 
 def _offloaded(
     model: str, store: str, serving: ServingSettings, draft: tuple[Transformer, Tokenizer] | None,
-    work: Callable[[Tokenizer, int], Work] | None,
+    work: Callable[[Tokenizer, int], Work] | None, step_tokens: int | None,
 ) -> Engine:  # fmt: skip
     from puna.models.checkpoint import read_config
     from puna.models.tokenizer import Tokenizer
@@ -47,7 +49,8 @@ def _offloaded(
     context = read_config(folder).max_position_embeddings
     tokenizer, place = Tokenizer.load(folder), (device(), frozen_dtype())
     asked = Work(longest=context) if work is None else work(tokenizer, context)
-    found = offloaded_model(folder, place, serving.offload, serving.memory, asked, draft=None if draft is None else draft[0])
+    smaller = None if draft is None else draft[0]
+    found = offloaded_model(folder, place, serving.offload, serving.memory, asked, step_tokens, smaller)
     typer.echo(found.plan, err=True)
     return engine_of(found.model, tokenizer, "same", draft, **found.limits, **serving.kept)
 

@@ -337,6 +337,15 @@ def api(
     queue: Annotated[int, typer.Option(min=1, help="Requests that wait or are answered at once; more are told to come later")] = 256,
     seconds: Annotated[float, typer.Option(min=1, help="Longest time for one request, seconds")] = 600,
     sequences: Annotated[int | None, typer.Option(min=1, help="Answers computed at once (default: 64, on a GPU 256)")] = None,
+    step_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens of prompts computed in one step, which answers in the making wait for (default: 2048, on a GPU 8192)"
+        ),
+    ] = None,
+    prefill_threads: Annotated[
+        int, typer.Option(min=0, max=256, help="Threads of a process of its own for long prompts, on a CPU; 0: there is none")
+    ] = 0,
     weights: WeightsOption = "same",
     draft: DraftOption = None,
     speculate: SpeculateOption = 0,
@@ -359,6 +368,7 @@ def api(
     def work(_: Tokenizer, context: int) -> Work:
         return Work(min(512, context // 2), min(512, context // 2), sequences or 64, min(context, 8192))
 
-    engine = opened(model, store, served(weights, offload, memory, sinks, window), draft, work, sequences)
+    limits = {"sequences": sequences, "step_tokens": step_tokens, "prefill_threads": prefill_threads}
+    engine = opened(model, store, served(weights, offload, memory, sinks, window), draft, work, **limits)
     made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, **ahead(speculate, branches, draft))
     uvicorn.run(made, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)

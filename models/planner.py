@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 
@@ -27,7 +28,7 @@ from puna.models.transformer import rotary_table
 
 STEP_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 PROBE_TOKENS = 256
-PROBE_BYTES = 1 << 30  # read from disk at most to know its rate
+PROBE_LAYERS = 5
 
 
 @dataclass(frozen=True)
@@ -172,14 +173,13 @@ def measure(source: Source, level: Level, device: torch.device) -> Rates:
 
 
 def _disk_rate(source: Source) -> float:
-    """Bytes per second that layers are read with, by some of them."""
-    buffer, done = Buffer(source.read_bytes), 0
-    before = time.perf_counter()
-    for layout in source.layouts:
-        done += source.reader.fill(layout, buffer)
-        if done >= PROBE_BYTES:
-            break
-    return done / (time.perf_counter() - before)
+    """Bytes per second that layers are read with: the median of some, since others use the disk now and then."""
+    buffer, rates = Buffer(source.read_bytes), []
+    for layout in source.layouts[:PROBE_LAYERS]:
+        before = time.perf_counter()
+        done = source.reader.fill(layout, buffer)
+        rates.append(done / (time.perf_counter() - before))
+    return median(rates)
 
 
 def _compute_seconds(shell: Shell, source: Source, tokens: int, device: torch.device) -> float:

@@ -105,14 +105,20 @@ def prepared(model: Transformer, weights: Weights) -> Transformer:
 
 
 def engine_of(
-    model: Transformer, tokenizer: Tokenizer, weights: Weights = "same", draft: tuple[Transformer, Tokenizer] | None = None, **limits: Any
-) -> Engine:
-    """An engine with its `limits`, of a model whose weights are changed in place. ValueError where they cannot be, and where a draft has
-    other tokens than the model."""
+    model: Transformer, tokenizer: Tokenizer, weights: Weights = "same", draft: tuple[Transformer, Tokenizer] | None = None,
+    prefill_threads: int = 0, **limits: Any,
+) -> Engine:  # fmt: skip
+    """An engine with its `limits`, of a model whose weights are changed in place; with `prefill_threads` long prompts of submitted requests
+    are computed by a process of their own. ValueError where they cannot be, and where a draft has other tokens than the model."""
     from puna.models.draft import DraftedEngine
     from puna.models.generation import Engine
+    from puna.models.prefill import SplitEngine
 
     prepared(model, weights)
+    if prefill_threads:
+        if draft is not None:
+            raise ValueError("a draft reads the prompts, too: leave it out, or have no process for prompts")
+        return SplitEngine(model, tokenizer, prefill_threads, **limits)
     if draft is None:
         return Engine(model, tokenizer, **limits)
     smaller, other = draft
