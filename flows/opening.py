@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from pydantic import ValidationError
 
-from puna.models.serving import Offload, ServingSettings, Weights, Work, engine_of, offloaded_model
+from puna.models.serving import Offload, ServingSettings, Weights, engine_of, offloaded_model
 from puna.models.settings import problems
+from puna.models.workload import Work
 from puna.storage import Artifact, PunaError, Store
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ def opened(
         smaller = None if draft is None else _loaded(draft, store)
         if serving.offload == "none":
             memory = None if serving.memory is None else int(serving.memory * 1e9)
-            return engine_of(*_loaded(model, store), serving.weights, smaller, memory=memory, **serving.kept, **limits)
+            network, tokenizer = _loaded(model, store)
+            return engine_of(network, tokenizer, serving.weights, smaller, memory=memory, **serving.kept, **limits)
         if limits.get("prefill_threads"):
             raise PunaError("--prefill-threads: a process for prompts needs a model whose layers all stay in memory: leave --offload out")
         return _offloaded(model, store, serving, smaller, work, limits.get("step_tokens"))

@@ -14,7 +14,8 @@ from puna.flows.look import StoreOption
 from puna.flows.opening import opened, served
 from puna.flows.server import end_with
 from puna.flows.settings import DEFAULT_STORE
-from puna.models.serving import Offload, Weights, Work, guesses
+from puna.models.serving import Offload, Weights, guesses
+from puna.models.workload import Work
 from puna.stages.contract import parse
 from puna.stages.conversations import shown
 from puna.stages.retrieve import passages as retrieved

@@ -22,9 +22,9 @@ from puna.models.accounting import Precision, cache_bytes, forward_flops
 from puna.models.config import ModelConfig
 from puna.models.offload import Level, Shell, Source
 from puna.models.parameters import matrix_parameters
-from puna.models.serving import Work
 from puna.models.streams import Buffer
 from puna.models.transformer import rotary_table
+from puna.models.workload import Work
 
 STEP_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 PROBE_TOKENS = 256

@@ -208,7 +208,8 @@ def share(tensors: Iterable[Tensor], empty: bool = False) -> None:
     """Move tensors into one stretch of shared memory, where they stay the same objects; of `empty` ones, all zeros, only the shape."""
     found = list({id(tensor): tensor for tensor in tensors}.values())
     sizes = [-(-_extent(tensor) * tensor.element_size() // 64) * 64 for tensor in found]
-    whole = torch.empty(sum(sizes), dtype=torch.uint8).share_memory_()
+    # Zeros that take memory as they are first written; share_memory_ of a tensor would copy one.
+    whole = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(sum(sizes)))
     start = 0
     for tensor, size in zip(found, sizes, strict=True):
         room = whole[start : start + size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), start // tensor.element_size())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from puna.models.offload import Shelf
     from puna.models.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
+    from puna.models.workload import Work
 
 Weights = Literal["same", "int8", "fp8"]
 Offload = Literal["none", "host", "disk"]
@@ -125,17 +125,6 @@ def engine_of(
     if other.vocabulary.backend.get_vocab() != tokenizer.vocabulary.backend.get_vocab():
         raise ValueError("the draft has another tokenizer than the model: a token id would mean different texts to them")
     return DraftedEngine(model, smaller, tokenizer, **limits)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is to be answered: tokens of a prompt and of its answer, how many answers there are to be at once at most,
-    and the tokens of the longest prompt with its answer that must have room."""
-
-    prompt: int = 512
-    answer: int = 256
-    answers: int = 64
-    longest: int = 0
 
 
 class Offloaded(NamedTuple):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from puna.models.serving import Generator, ServingSettings, Work, engine_of, guesses, vllm_engine
+from puna.models.serving import Generator, ServingSettings, engine_of, guesses, vllm_engine
+from puna.models.workload import Work
 from puna.stages.contract import Facts, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import answer_text, prompt_ids
 from puna.stages.draws import identifier

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, JsonValue, model_validator
 
-from puna.models.serving import Generator, ServingSettings, Work, engine_of, prepared, vllm_engine
+from puna.models.serving import Generator, ServingSettings, engine_of, prepared, vllm_engine
+from puna.models.workload import Work
 from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import answer_text, messages_of, prompt_ids, shown
 from puna.stages.pretrain import multiple_choice

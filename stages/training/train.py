@@ -19,10 +19,11 @@ from puna.storage import Artifact, PunaError
 if TYPE_CHECKING:
     import torch
 
-    from puna.models.serving import ServingSettings, Work
+    from puna.models.serving import ServingSettings
     from puna.models.tokenizer import Tokenizer
     from puna.models.training.settings import TrainConfig, TrainingSettings
     from puna.models.transformer import Transformer
+    from puna.models.workload import Work
 
 CHECKPOINT_STEPS = 50
 """Steps between checkpoints of a run; they change no result."""

@@ -86,7 +86,8 @@ def by_puna(args: argparse.Namespace, mapped: bool) -> dict[str, Any]:
     from puna.models.checkpoint import load
     from puna.models.generation import Engine, SamplingParams
     from puna.models.offload import Disk
-    from puna.models.serving import Work, offloaded_model
+    from puna.models.serving import offloaded_model
+    from puna.models.workload import Work
 
     told: dict[str, Any] = {}
     shelf = None

@@ -10,8 +10,8 @@ from puna.models.checkpoint import load, save
 from puna.models.config import ModelConfig
 from puna.models.offload import Source
 from puna.models.planner import Rates, Shape, choose, measure, pass_seconds
-from puna.models.serving import Work
 from puna.models.transformer import Transformer
+from puna.models.workload import Work
 
 CONFIG = ModelConfig(vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=10, num_attention_heads=4, num_key_value_heads=4)
 LAYER, REST = 100_000_000, 50_000_000

@@ -32,7 +32,7 @@ def prompts(lengths, seed=0):
     return [generator.integers(0, CONFIG.vocab_size, length).tolist() for length in lengths]
 
 
-def run(engine, requests, until=60.0):
+def run(engine, requests, until=300.0):
     """Step until all have ended; their answers, or why there are none."""
     found, told, end = {id(request): {} for request in requests}, {}, time.monotonic() + until
     while any(id(request) not in told and len(found[id(request)]) < request.params.n for request in requests):
@@ -175,3 +175,14 @@ def test_what_cannot_be_shared_is_refused(tmp_path):
     model, _ = offloaded(Source(tmp_path, torch.float32), "disk", 1, torch.device("cpu"))
     with pytest.raises(ValueError, match="leave offload or this out"):
         SplitEngine(model)
+
+
+def test_shared_tensors_stay_the_same_objects_and_pages_begin_as_zeros():
+    given = [torch.arange(6.0).view(2, 3).T, torch.tensor([7], dtype=torch.int8)]
+    before, kept = [one.clone() for one in given], list(given)
+    prefill.share(given)
+    assert all(one.is_shared() and torch.equal(one, other) for one, other in zip(given, before, strict=True)) and given[0].stride() == (1, 3)
+    torch.full((1 << 20,), float("nan"))  # what is free holds garbage
+    pages = torch.full((1 << 10, 4), 3.0)
+    prefill.share([pages], empty=True)
+    assert pages.is_shared() and not pages.any() and kept == given

@@ -1,0 +1,16 @@
+"""What a model is asked, as far as a plan depends on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be answered: tokens of a prompt and of its answer, how many answers there are to be at once at most,
+    and the tokens of the longest prompt with its answer that must have room."""
+
+    prompt: int = 512
+    answer: int = 256
+    answers: int = 64
+    longest: int = 0
