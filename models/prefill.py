@@ -12,6 +12,7 @@ import multiprocessing
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -150,10 +151,8 @@ class SplitEngine(Engine):
             self._queue.popleft()
 
     def _send(self, what: tuple[list[int], int, list[int]] | None) -> None:
-        try:
+        with suppress(OSError):  # it has died, which the next step sees
             self._pipe.send(what)
-        except OSError:  # it has died, which the next step sees
-            logging.getLogger(__name__).debug("the process for prompts is gone")
 
     def _take_over(self) -> None:
         """Take the prompt that was computed, or given up."""
