@@ -191,7 +191,9 @@ def _refused(path: Path, whole: Path, is_folder: bool) -> str | None:
         path.name.encode()
     except UnicodeEncodeError:
         return "has a name that is not UTF-8; rename it"
-    if path.is_symlink() and (is_folder or not path.resolve().is_relative_to(whole)):
+    if path.is_symlink() and is_folder:
+        return f"is a link to the folder {os.readlink(path)!r}, and such links are not followed; give the folder itself, or remove the link"
+    if path.is_symlink() and not path.resolve().is_relative_to(whole):
         return f"is a link to {os.readlink(path)!r}, which leads out of the folder; give the file itself, or remove the link"
     return None if is_folder or path.is_file() else "is no file (a pipe, socket, device or a link to nothing); remove it"
 
