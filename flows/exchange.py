@@ -82,7 +82,7 @@ def export(
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With awq: plain text like what the model will read, 8,192 tokens", exists=True, dir_okay=False),
+        typer.Option(metavar="FILE", help="With awq: plain text like what the model will read, 8,192 tokens"),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
@@ -98,6 +98,8 @@ def export(
         raise PunaError(f"--format {format}: {artifact.id} goes out as {' or '.join(formats)}")
     if text is not None and format != "awq":
         raise PunaError("--text chooses the scales of --format awq; leave it out")
+    if text is not None and not text.is_file():
+        raise PunaError(f"--text {text}: there is no such file")
     if artifact.kind == "model":
         files = export_model(artifact, folder, cast("Format", format or "hf"), text)
     elif format == "datasketch":
