@@ -38,7 +38,11 @@ def puna(store: str | Path, *words: str, checkout: Path = ROOT, **environment: s
     )
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stderr[-3000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")], json.loads(done.stderr.splitlines()[-1])
+    cost = json.loads(done.stderr.splitlines()[-1])
+    if (checkout / "flows").resolve() not in Path(code := cost.pop("code")).resolve().parents:
+        # Where `.pkg/puna` has no `__init__.py`, one that is installed comes first; an empty one mends it.
+        sys.exit(f"{checkout} was to be measured, {code} ran: make {checkout}/.pkg/puna/__init__.py")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")], cost
 
 
 def inputs(folder: Path, pattern: str = "*.warc.gz") -> list[str]:

@@ -3,7 +3,7 @@
     python tests/benchmarks/store_usage.py [--stages] run curate --recipe demo …
 
 `driver_cpu_s`: CPU seconds of this process, imports included; `workers_cpu_s`: of its children; `peak_mb`: resident memory of
-this process and of the largest child, at most. `--stages`: before it, a line for each stage, and for what lies between and behind
+this process and of the largest child, at most; `code`: which `puna` ran. `--stages`: before it, a line for each stage, and for what lies between and behind
 them (the report above all), with the CPU seconds of this process and its resident memory: before, and at most (Linux).
 """
 
@@ -87,7 +87,7 @@ def main() -> None:
     print(json.dumps({
         "seconds": time.perf_counter() - started, "driver_cpu_s": own.ru_utime + own.ru_stime,
         "workers_cpu_s": others.ru_utime + others.ru_stime, "driver_peak_mb": peak, "worker_peak_mb": others.ru_maxrss / 1024,
-        "load": os.getloadavg()[0],
+        "load": os.getloadavg()[0], "code": sys.modules["puna.flows.cli"].__file__,
     }), file=sys.stderr)  # fmt: skip
     sys.exit(status)
 
