@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from puna.models.training.settings import TrainConfig
 from puna.models.training.spikes import spike_limits
-from puna.models.training.state import load_state, save_state
+from puna.models.training.state import load_record, load_state, save_state
 from puna.models.training.trainer import Row, Trainer
 
 __all__ = ["Row", "TrainConfig", "TrainLog", "TrainingDiverged", "Trainer", "train", "weights_digest"]
@@ -69,7 +69,7 @@ def train(
     }
     was_training = model.training
     average: dict[str, Tensor] = {}
-    with Trainer(model, objective, config, rate_scales) as trainer:
+    with Trainer(model, objective, as_begun(config, checkpoint_dir), rate_scales) as trainer:
         first, log = _resume(checkpoint_dir, trainer, average, identity)
         averaged_steps = config.averaged_steps()
         model.train()
@@ -86,7 +86,7 @@ def train(
                 step == config.steps or (checkpoint_every and step % checkpoint_every == 0)
             ):
                 tensors = trainer.tensors() | {f"average.{name}": value for name, value in average.items()}
-                save_state(checkpoint_dir, step, tensors, {**identity, "log": log})
+                save_state(checkpoint_dir, step, tensors, {**identity, "precision": trainer.precision, "log": log})
             if on_step is not None:
                 on_step(row)
         trainer.assign(average)
@@ -102,6 +102,18 @@ def weights_digest(model: nn.Module) -> str:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         digest.update(value.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def as_begun(config: TrainConfig, folder: Path | None) -> TrainConfig:
+    """`config` in the precision of the checkpoint under `folder`, if there is one.
+
+    `fastest` is measured where a process starts: without this a training that was killed could go on in another precision.
+    """
+    record = None if folder is None else load_record(folder)
+    if record is None or "precision" not in record:
+        return config
+    compute = config.compute.model_copy(update={"precision": record["precision"]})
+    return config.model_copy(update={"compute": compute})
 
 
 def check_identity(folder: Path | None, record: dict[str, Any], identity: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from puna.kernels.advantages import advantages
-from puna.models.training.loop import Row, Trainer, TrainLog, check_identity, check_skips, weights_digest
+from puna.models.training.loop import Row, Trainer, TrainLog, as_begun, check_identity, check_skips, weights_digest
 from puna.models.training.objectives.base import Targets, sum_segments
 from puna.models.training.objectives.ppo import Ppo, PpoBatch, Value, group_advantages, token_values, whiten
 from puna.models.training.packing import pack
@@ -77,9 +77,11 @@ def train_ppo(
     """
     config = rollouts.config
     objective = Ppo(config.clip, config.entropy_weight, config.temperature, dual_clip=config.dual_clip)
+    own = as_begun(config.training(config.schedule.learning_rate), checkpoint_dir)
+    critics = as_begun(config.training(config.critic_learning_rate), checkpoint_dir)
     trainers = {
-        "policy": Trainer(rollouts.policy, objective, config.training(config.schedule.learning_rate), rate_scales),
-        "critic": Trainer(critic, Value(config.value_clip), config.training(config.critic_learning_rate)),
+        "policy": Trainer(rollouts.policy, objective, own, rate_scales),
+        "critic": Trainer(critic, Value(config.value_clip), critics),
     }
 
     def estimate(found: Sampled, numbers: dict[str, float]) -> Estimate:
@@ -114,7 +116,8 @@ def train_grpo(
     """
     config = rollouts.config
     objective = Ppo(config.clip, config.entropy_weight, config.temperature, config.clip_high, config.dual_clip)
-    trainers = {"policy": Trainer(rollouts.policy, objective, config.training(config.schedule.learning_rate), rate_scales)}
+    own = as_begun(config.training(config.schedule.learning_rate), checkpoint_dir)
+    trainers = {"policy": Trainer(rollouts.policy, objective, own, rate_scales)}
 
     def estimate(found: Sampled, numbers: dict[str, float]) -> Estimate:
         kl = sum_segments(found.logprobs - found.reference, found.lengths)
@@ -148,7 +151,8 @@ def _train(
             check_skips(log, 2)
             if checkpoint_dir is not None:
                 tensors = {f"{who}.{name}": value for who, u in trainers.items() for name, value in u.tensors().items()}
-                save_state(checkpoint_dir, rollout, tensors, {**identity, "numbers": numbers, "log": log})
+                found = {**identity, "precision": trainers["policy"].precision, "numbers": numbers, "log": log}
+                save_state(checkpoint_dir, rollout, tensors, found)
             if on_step is not None:
                 on_step(log[-1])
     return log

@@ -15,6 +15,8 @@ from torch import Tensor
 
 TENSORS = "state.safetensors"
 RECORD = "state.json"
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What reading a damaged checkpoint raises."""
 
 
 def save_state(folder: Path, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> Path:
@@ -51,18 +53,41 @@ def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
 
     One whose checksums are wrong is removed with a warning: the training then begins anew rather than with other numbers.
     """
-    for path in sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []:
+    for path in _newest_first(folder):
         try:
-            data = json.loads((path / RECORD).read_text(encoding="utf-8"))
-            text, checksums = data["record"], data["checksums"]
+            text, checksum = _record(path)
             tensors = (path / TENSORS).read_bytes()
-            if checksums == {TENSORS: _checksum(tensors), RECORD: _checksum(text.encode())}:
+            if checksum == _checksum(tensors):
                 return load(tensors), json.loads(text)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except DAMAGE:
             pass
         warnings.warn(f"{path}: the state of the training is damaged; it is removed, and the training begins anew", stacklevel=2)
         shutil.rmtree(path)
     return None
+
+
+def load_record(folder: Path) -> dict[str, Any] | None:
+    """The record alone of the checkpoint that `load_state` would look at first; None if there is none, or it is damaged."""
+    for path in _newest_first(folder)[:1]:
+        try:
+            record: dict[str, Any] = json.loads(_record(path)[0])
+            return record
+        except DAMAGE:
+            pass
+    return None
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
+
+
+def _record(path: Path) -> tuple[str, str]:
+    """A checkpoint's record as text, and the checksum of its tensors; ValueError where the record's own is wrong."""
+    data = json.loads((path / RECORD).read_text(encoding="utf-8"))
+    text, checksums = data["record"], data["checksums"]
+    if set(checksums) != {TENSORS, RECORD} or checksums[RECORD] != _checksum(text.encode()):
+        raise ValueError(f"{path}: the record's checksum is wrong")
+    return text, checksums[TENSORS]
 
 
 def _checksum(data: bytes) -> str:

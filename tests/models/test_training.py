@@ -258,6 +258,26 @@ def test_bf16_keeps_fp32_weights(tmp_path: Path):
     assert weights_digest(resumed) == weights_digest(half)
 
 
+def test_a_training_goes_on_in_the_precision_that_it_was_begun_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    settings = {"steps": 4, "learning_rate": 1e-2}
+    whole, parted = model(), model()
+    train(whole, o.LanguageModeling(), batches, TrainConfig(**nested(precision="bf16", **settings)), 0)
+
+    def stop(row: dict) -> None:
+        if row["step"] == 2:
+            raise Stop
+
+    # As a machine that is busy when the second process starts would have it.
+    fastest = TrainConfig(**nested(precision="fastest", **settings))
+    monkeypatch.setattr("puna.models.machine.bf16_pays", lambda: True)
+    with pytest.raises(Stop):
+        train(model(), o.LanguageModeling(), batches, fastest, 0, tmp_path, 1, stop)
+    monkeypatch.setattr("puna.models.machine.bf16_pays", lambda: False)
+    log = train(parted, o.LanguageModeling(), batches, fastest, 0, tmp_path)
+    assert [row["precision_bits"] for row in log] == [16] * 4
+    assert weights_digest(parted) == weights_digest(whole)
+
+
 def test_precision_follows_the_device_and_where_asked_what_pays(monkeypatch: pytest.MonkeyPatch):
     def on(precision: str) -> list[str]:
         return [ComputeSettings(precision=precision).precision_on(device) for device in ("cuda", "cpu")]
