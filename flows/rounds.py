@@ -163,7 +163,7 @@ def controls(
         )  # fmt: skip
 
     def picked(pick: Pick) -> None:
-        if one := chosen_by(pick, made["sample"], f"pick_{pick}"):
+        if one := checked if pick == "verifier" else chosen_by(pick, made["sample"], f"pick_{pick}"):
             tuned(f"pick_{pick}", [*base, one])
 
     def instead() -> None:
