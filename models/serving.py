@@ -74,6 +74,8 @@ class ServingSettings(Settings):
             raise ValueError(f"sinks {self.sinks}: tokens fall out behind them only with a window; set window, or leave sinks out")
         if self.engine == "vllm" and self.window is not None:
             raise ValueError(f"window {self.window}: vLLM is given none; set engine puna, or leave window out")
+        if self.engine == "vllm" and self.memory is not None:
+            raise ValueError(f"memory {self.memory:g}: vLLM is told a share of the GPU, gpu_memory; leave memory out")
         if self.offload != "none" and (self.engine == "vllm" or self.weights != "same"):
             raise ValueError(f"offload {self.offload}: Puna's engine computes layers as they are read; set weights same, engine puna")
         if self.engine == "vllm" and (self.speculate or self.branches > 1 or self.weights == "int8"):
