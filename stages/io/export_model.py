@@ -80,7 +80,7 @@ def _write_awq(artifact: Artifact, part: Path, text: Path) -> None:
     try:
         model, tokenizer = load_with_tokenizer(artifact.path())
         write(model, tokenizer, stretches(tokenizer.encode(text.read_text(encoding="utf-8"))), part)
-    except OSError as error:
-        raise PunaError(f"export: {text} cannot be read: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise PunaError(f"export: {text} cannot be read as text: {error}") from error
     except (CheckpointError, ValueError) as error:
         raise PunaError(f"export: {artifact.id}: {error}") from error

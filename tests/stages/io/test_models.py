@@ -93,6 +93,9 @@ def test_four_bits_go_out_by_a_text_and_come_in(tmp_path: Path, store: Store):
         with pytest.raises(PunaError, match=told):
             CliRunner().invoke(app, [*command, *more], catch_exceptions=False)
         assert not (tmp_path / "out").exists()
+    text.write_bytes(b"\xff\xfe" * 40)
+    with pytest.raises(PunaError, match=r"text\.txt cannot be read as text"):
+        CliRunner().invoke(app, [*command, "--format", "awq", "--text", str(text)], catch_exceptions=False)
     text.write_text("What is the capital of Peru? " * 400)
     assert CliRunner().invoke(app, [*command, "--format", "awq", "--text", str(text)], catch_exceptions=False).exit_code == 0
     imported(tmp_path / "out", store)
