@@ -147,16 +147,21 @@ class _LoopCacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
 
 @cache
 def folder(root: Path) -> Path:
-    """Where compiled loops lie: NUMBA_CACHE_DIR, the checkout, or if that is read-only, the user's cache. OSError: nowhere."""
+    """Where compiled loops lie: NUMBA_CACHE_DIR, the checkout, or if that is read-only, the user's cache. OSError: nowhere.
+
+    They are pickles of machine code: outside the checkout a folder that is not this user's is passed over.
+    """
     if given := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(given)
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "puna"
-    for base in (root / ".loops", home, Path(tempfile.gettempdir()) / "puna"):
+    own = root / ".loops"
+    for base in (own, home, Path(tempfile.gettempdir()) / f"puna-{os.getuid()}"):
         try:
-            base.mkdir(parents=True, exist_ok=True)
+            base.mkdir(mode=0o755, parents=True, exist_ok=True)
+            strange = base != own and base.stat().st_uid != os.getuid()
         except OSError:
             continue
-        if os.access(base, os.W_OK):
+        if os.access(base, os.W_OK) and not strange:
             return base
     raise OSError(f"no place for compiled loops: neither {root / '.loops'} nor {home} can be written; set NUMBA_CACHE_DIR")
 
