@@ -107,7 +107,7 @@ def _attention_loop(
     part: Any, start: Any, stop: Any, N: Any, D: Any, G: Any, R: Any, K: Any, eps: Any, x: Any, weights: Any, cos: Any, sin: Any,
     k_pages: Any, v_pages: Any, k_head: Any, v_head: Any, tables: Any, W: Any, sequence: Any, position: Any,
     stretches: Any, begins: Any, window: Any, scale: Any, small: Any, small_part: Any, normed: Any, q: Any, kv: Any,
-    packed: Any, scores: Any, out: Any,
+    walk: Any, packed: Any, scores: Any, out: Any,
 ) -> None:  # fmt: skip
     """Key-value heads start .. stop - 1 with their queries. `cos`, `sin` are tables by position."""
     input_norm, q_w, k_w, v_w, q_bias, k_bias, v_bias, q_norm, k_norm, q_scale, k_scale, v_scale, q_sums, k_sums, v_sums = weights
@@ -135,7 +135,7 @@ def _attention_loop(
         for tile in range(len(begins) - 1):
             attend_head(
                 g, tile, G, R, K, K, q, keys, values, tables, W, sequence, position, stretches, begins, window, scale,
-                packed[part].ctypes.data, scores[part].ctypes.data, wide, out,
+                walk[part], packed[part].ctypes.data, scores[part].ctypes.data, wide, out,
             )  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def _norm_loop(part: Any, start: Any, stop: Any, D: Any, x: Any, norm: Any, eps:
 def _layers_loop(
     N: Any, D: Any, G: Any, R: Any, K: Any, eps: Any, x: Any, F: Any, weights: Any, pages: Any, windows: Any, cos: Any, sin: Any,
     tables: Any, W: Any, sequence: Any, position: Any, stretches: Any, begins: Any, scale: Any, small: Any, small_part: Any,
-    normed: Any, q: Any, kv: Any, packed: Any, scores: Any, seen: Any, inner: Any, panel: Any,
+    normed: Any, q: Any, kv: Any, walk: Any, packed: Any, scores: Any, seen: Any, inner: Any, panel: Any,
 ) -> None:  # fmt: skip
     """All layers on one thread, for few tokens: a loop's call from Python takes 4 us, a sixth of its work for one token. With many
     tokens the loops are slower here than called one by one, by 8 % at 64."""
@@ -198,7 +198,7 @@ def _layers_loop(
             0, 0, G, N, D, G, R, K, eps, x,
             (w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9], w[10], w[11], w[12], w[13], w[14]), cos, sin,
             k_pages, v_pages, k_head, v_head, tables, W, sequence, position, stretches, begins, windows[i], scale,
-            small, small_part, normed, q, kv, packed, scores, seen,
+            small, small_part, normed, q, kv, walk, packed, scores, seen,
         )  # fmt: skip
         o, o_bias, norm, gate, up, down, o_scale, gate_scale, up_scale, down_scale, o_sums, gate_sums, up_sums, down_sums = (
             w[15], w[16], w[17], w[18], w[19], w[20], w[21], w[22], w[23], w[24], w[25], w[26], w[27], w[28],

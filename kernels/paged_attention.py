@@ -60,7 +60,7 @@ if has_numba():
 PAGE = 16  # tokens of a page: one wide vector of scores
 TILE = 16  # neighbouring queries that are computed together
 KEPT = 8  # pages of values that stay in the first cache while a tile's queries take turns at them
-SPARE = 8  # numbers behind a table that may be read and are not used
+SPARE = 8  # numbers behind a list of pages that may be read and are not used
 SPLIT = 1024  # tokens of one piece on a GPU
 
 
@@ -88,27 +88,26 @@ class PagedPlan:
 
     @cached_property
     def arrays(self) -> tuple[Any, ...]:
-        """What the loops read: tables [B W + some], W, sequences, positions, and stretches [stretches, 4] of (first query, end, first page,
+        """What the loops read: tables [B W], W, sequences, positions, and stretches [stretches, 4] of (first query, end, first page,
         end) with where those of each tile of queries begin. A tile is cut like the tree of its paths: its queries' common pages, then
         those of neighbours that go on together."""
         tables, sequence, position = (t.numpy() for t in (self.tables, self.sequence, self.position))
-        flat = np.zeros(tables.size + SPARE, np.int32)
-        flat[: tables.size] = tables.ravel()
+        flat = np.ascontiguousarray(tables).ravel()
         tiles = -(-len(sequence) // TILE)
         stretches, begins = np.empty((2 * TILE * tiles, 4), np.int32), np.empty(tiles + 1, np.int32)
         _stretches(flat, tables.shape[1], sequence, position, stretches, begins)
         return flat, tables.shape[1], sequence, position, stretches, begins
 
-    def scratch(self, R: int, width: int) -> tuple[Any, Any]:
-        """Room for a tile's queries and scores, with one vector more a row, on each thread; the layers of a step share it."""
+    def scratch(self, R: int, width: int) -> tuple[Any, Any, Any]:
+        """Room for a tile's pages, queries, and scores with one vector more a row, on each thread; the layers of a step share it."""
         if (R, width) not in self._scratch:
-            threads, tokens = torch.get_num_threads(), PAGE * (self.tables.shape[1] + 1)
-            queries, scores = (np.empty((threads, TILE * R, size), np.float32) for size in (width, tokens))
-            self._scratch[R, width] = queries, scores
+            threads, W = torch.get_num_threads(), self.tables.shape[1]
+            queries, scores = (np.empty((threads, TILE * R, size), np.float32) for size in (width, PAGE * (W + 1)))
+            self._scratch[R, width] = np.empty((threads, TILE * W + SPARE), np.int32), queries, scores
         return self._scratch[R, width]
 
     @cached_property
-    def _scratch(self) -> dict[tuple[int, int], tuple[Any, Any]]:
+    def _scratch(self) -> dict[tuple[int, int], tuple[Any, Any, Any]]:
         return {}
 
     @cached_property
@@ -202,41 +201,39 @@ def _stretches(tables: Any, W: Any, sequence: Any, position: Any, stretches: Any
 
 
 @numba_jit
-def _scores(M: Any, K: Any, a: Any, table: Any, length: Any, coming: Any, pages: Any, out: Any, wide: Any) -> None:
+def _scores(M: Any, K: Any, a: Any, table: Any, length: Any, pages: Any, out: Any, wide: Any) -> None:
     """Scores of M queries with the keys of a table's pages, by address."""
     size, j = 4 * K * PAGE, 0
     many = TALL_WIDTH if M >= TALL else FEW_WIDTH
     while j < length:
-        left, at, to = length - j, table + 4 * j, out + 4 * PAGE * j
-        after = at + 4 * many if left > many else coming
-        if left < many:
-            scores_one(M, K, a, 4 * K, at, after, pages, size, to, wide)
+        at, to = table + 4 * j, out + 4 * PAGE * j
+        if length - j < many:
+            scores_one(M, K, a, 4 * K, at, pages, size, to, wide)
             j += 1
         elif M >= TALL:
-            scores_tall(M, K, a, 4 * K, at, after, pages, size, to, wide)
+            scores_tall(M, K, a, 4 * K, at, pages, size, to, wide)
             j += TALL_WIDTH
         else:
-            scores_few(M, K, a, 4 * K, at, after, pages, size, to, wide)
+            scores_few(M, K, a, 4 * K, at, pages, size, to, wide)
             j += FEW_WIDTH
 
 
 @numba_jit
-def _values(M: Any, lanes: Any, p: Any, wide: Any, table: Any, length: Any, coming: Any, pages: Any, out: Any) -> None:
+def _values(M: Any, lanes: Any, p: Any, wide: Any, table: Any, length: Any, pages: Any, out: Any) -> None:
     """Add the values of a table's pages, weighted by M rows of p, to M sums at `out`, by address."""
     size, many = 4 * PAGE * lanes, PAGE * (TALL_WIDTH if M >= TALL else FEW_WIDTH)
     for j in range(0, length, KEPT):
-        at, some, row = table + 4 * j, min(KEPT, length - j), p + 4 * PAGE * j
-        after, d = at + 4 * KEPT if j + KEPT < length else coming, 0
+        at, some, row, d = table + 4 * j, min(KEPT, length - j), p + 4 * PAGE * j, 0
         while d < lanes:
             b, to = pages + 4 * d, out + 4 * d
             if lanes - d < many:
-                values_one(M, some, row, wide, at, after, b, size, 4 * lanes, to, 4 * lanes)
+                values_one(M, some, row, wide, at, b, size, 4 * lanes, to, 4 * lanes)
                 d += PAGE
             elif M >= TALL:
-                values_tall(M, some, row, wide, at, after, b, size, 4 * lanes, to, 4 * lanes)
+                values_tall(M, some, row, wide, at, b, size, 4 * lanes, to, 4 * lanes)
                 d += PAGE * TALL_WIDTH
             else:
-                values_few(M, some, row, wide, at, after, b, size, 4 * lanes, to, 4 * lanes)
+                values_few(M, some, row, wide, at, b, size, 4 * lanes, to, 4 * lanes)
                 d += PAGE * FEW_WIDTH
 
 
@@ -273,10 +270,11 @@ def _powers(row: Any, low: Any, begin: Any, length: Any, scale: Any) -> Any:
 @numba_jit
 def attend_head(
     g: Any, tile: Any, G: Any, R: Any, K: Any, V: Any, q: Any, k: Any, v: Any, tables: Any, W: Any, sequence: Any, position: Any,
-    stretches: Any, begins: Any, window: Any, scale: Any, packed: Any, scores: Any, wide: Any, out: Any,
+    stretches: Any, begins: Any, window: Any, scale: Any, walk: Any, packed: Any, scores: Any, wide: Any, out: Any,
 ) -> None:  # fmt: skip
     """Key-value head g, a tile of queries: scores by page, powers by row, sums of values by page. By address; `k`, `v` are where the
-    head's own pages begin, rows of `scores` are `wide` bytes, `packed` has room for a tile's queries and for its sums of values.
+    head's own pages begin, rows of `scores` are `wide` bytes, `packed` has room for a tile's queries and for its sums of values, `walk`
+    for its pages in the order in which they are read.
 
     Every page is multiplied whole and in one way; what a query does not see then counts as an exact zero. So the order of
     operations for a query depends on its position and its path alone.
@@ -287,21 +285,25 @@ def attend_head(
         lowest = min(lowest, max(0, position[n] + 1 - window))
         for c in range(0, heads, LANES):
             store_first(packed + 4 * ((n - first) * heads + c), load_first(q + 4 * ((n * G + g) * heads + c), heads - c), heads - c)
-    lowest = lowest // PAGE  # pages before it nobody sees
+    lowest, count = lowest // PAGE, 0  # pages before it nobody sees
+    for s in range(begins[tile], begins[tile + 1]):
+        for j in range(max(stretches[s, 2], lowest), stretches[s, 3]):
+            walk[count] = tables[W * sequence[stretches[s, 0]] + j]
+            count += 1
+    walk[count : count + SPARE] = walk[0]
     for turn in range(2):
+        count = 0
         for s in range(begins[tile], begins[tile + 1]):
-            a, b, end = stretches[s, 0], stretches[s, 1], stretches[s, 3]
-            begin = max(stretches[s, 2], lowest)
-            if begin >= end:
+            a, b, begin = stretches[s, 0], stretches[s, 1], max(stretches[s, 2], lowest)
+            M, length, table = (b - a) * R, stretches[s, 3] - begin, walk.ctypes.data + 4 * count
+            row = scores + (a - first) * R * wide + 4 * PAGE * begin
+            if length <= 0:
                 continue
-            table, row = tables.ctypes.data + 4 * (W * sequence[a] + begin), scores + (a - first) * R * wide + 4 * PAGE * begin
-            coming, M = table, (b - a) * R
-            if s + 1 < begins[tile + 1]:
-                coming = tables.ctypes.data + 4 * (W * sequence[stretches[s + 1, 0]] + max(stretches[s + 1, 2], lowest))
             if turn == 0:
-                _scores(M, K, packed + 4 * (a - first) * heads, table, end - begin, coming, k, row, wide)
+                _scores(M, K, packed + 4 * (a - first) * heads, table, length, k, row, wide)
             else:
-                _values(M, lanes, row, wide, table, end - begin, coming, v, packed + 4 * (a - first) * R * lanes)
+                _values(M, lanes, row, wide, table, length, v, packed + 4 * (a - first) * R * lanes)
+            count += length
         for m in range((last - first) * R):
             n = first + m // R
             if turn == 0:
@@ -320,17 +322,17 @@ def attend_head(
 @numba_jit
 def _attend_loop(
     part: Any, start: Any, stop: Any, G: Any, R: Any, K: Any, V: Any, q: Any, k: Any, v: Any, k_head: Any, v_head: Any,
-    tables: Any, W: Any, sequence: Any, position: Any, stretches: Any, begins: Any, window: Any, scale: Any, packed: Any, scores: Any,
-    out: Any,
+    tables: Any, W: Any, sequence: Any, position: Any, stretches: Any, begins: Any, window: Any, scale: Any, walk: Any, packed: Any,
+    scores: Any, out: Any,
 ) -> None:  # fmt: skip
     """Items start .. stop - 1: of each tile of queries each key-value head."""
     wide = 4 * scores.shape[2]
-    rows, table = scores[part].ctypes.data, packed[part].ctypes.data
+    rows, queries = scores[part].ctypes.data, packed[part].ctypes.data
     for item in range(start, stop):
         g, keys, values = item % G, k + item % G * k_head, v + item % G * v_head
         attend_head(
             g, item // G, G, R, K, V, q, keys, values, tables, W, sequence, position, stretches, begins, window, scale,
-            table, rows, wide, out,
+            walk[part], queries, rows, wide, out,
         )  # fmt: skip
 
 

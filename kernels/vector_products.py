@@ -86,6 +86,9 @@ def _dots(rows: int, columns: int) -> Any:
 dots_tile, dots_row, dots_column, dots_one = _dots(*TILE), _dots(1, TILE[1]), _dots(TILE[0], 1), _dots(1, 1)
 
 
+AHEAD = 4  # pages of attention between the one that is multiplied and the one that is asked for
+
+
 def _by_rows(builder: Any, count: Any, rows: int, tile: Any) -> None:
     """Write tile(m, r) for rows m .. m + r - 1: `rows`, a power of two, as often as it fits, then what is left by smaller powers."""
     with cgutils.for_range(builder, builder.sdiv(count, llvm.INT(rows))) as loop:
@@ -117,16 +120,16 @@ def _multiply(builder: Any, left: list[Any], vectors: list[Any], sums: list[Any]
 
 def _page_scores(width: int, rows: int) -> Any:
     """out[m, 16 j : 16 j + 16] = sum over c < depth of a[m, c] b_j[c, 0:16] for `width` pages b_j of a table: by address and stride in
-    bytes. One chain of fused products for each number, in the order of c. The pages of the table `coming` are asked for on the way: a
-    line for each that is multiplied, where a burst of them would keep the core from its work."""
+    bytes. One chain of fused products for each number, in the order of c. The pages that stand `AHEAD` places further in the table are
+    asked for on the way: a line for each that is multiplied, where a burst of them would keep the core from its work."""
 
     @intrinsic
     def scores(
-        typing: Any, count: Any, depth: Any, a: Any, a_row: Any, table: Any, coming: Any, pages: Any, size: Any, out: Any, out_row: Any
+        typing: Any, count: Any, depth: Any, a: Any, a_row: Any, table: Any, pages: Any, size: Any, out: Any, out_row: Any
     ) -> Any:  # fmt: skip
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            count, depth, a, a_row, table, coming, pages, size, out, out_row = args
-            right, later = ([_page(builder, place, j, pages, size) for j in range(width)] for place in (table, coming))
+            count, depth, a, a_row, table, pages, size, out, out_row = args
+            right, later = ([_page(builder, table, j + more, pages, size) for j in range(width)] for more in (0, AHEAD))
 
             def tile(m: Any, r: int) -> None:
                 left = [builder.add(a, builder.mul(a_row, builder.add(m, llvm.INT(i)))) for i in range(r)]
@@ -148,23 +151,22 @@ def _page_scores(width: int, rows: int) -> Any:
             _by_rows(builder, count, rows, tile)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 10), code
+        return types.void(*[types.intp] * 9), code
 
     return scores
 
 
 def _page_sums(width: int, rows: int) -> Any:
     """out[m, 0 : 16 width] += sum over pages i < length of a table and their rows c < 16 of a[m, 16 i + c] b_i[c, 0 : 16 width]: by
-    address and stride in bytes. One chain of fused products for each number, in the order of i and c. The next page is asked for on the
-    way, after the last the first of the table `coming`."""
+    address and stride in bytes. One chain of fused products for each number, in the order of i and c. The page that stands `AHEAD`
+    places further in the table is asked for on the way."""
 
     @intrinsic
     def values(
-        typing: Any, count: Any, length: Any, a: Any, a_row: Any, table: Any, coming: Any, pages: Any, size: Any, b_row: Any,
-        out: Any, out_row: Any,
+        typing: Any, count: Any, length: Any, a: Any, a_row: Any, table: Any, pages: Any, size: Any, b_row: Any, out: Any, out_row: Any
     ) -> Any:  # fmt: skip
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            count, length, a, a_row, table, coming, pages, size, b_row, out, out_row = args
+            count, length, a, a_row, table, pages, size, b_row, out, out_row = args
 
             def tile(m: Any, r: int) -> None:
                 sums = [cgutils.alloca_once(builder, llvm.VECTOR) for _ in range(r * width)]
@@ -174,9 +176,7 @@ def _page_sums(width: int, rows: int) -> Any:
                     builder.store(builder.load(place, align=4), sum_)
                 with cgutils.for_range(builder, length) as outer:
                     here = builder.add(table, builder.mul(outer.index, llvm.INT(4)))
-                    last = builder.icmp_signed("==", builder.add(outer.index, llvm.INT(1)), length)
-                    after = builder.select(last, coming, builder.add(here, llvm.INT(4)))
-                    b, later = (_page(builder, place, 0, pages, size) for place in (here, after))
+                    b, later = (_page(builder, here, j, pages, size) for j in (0, AHEAD))
                     line = builder.mul(outer.index, llvm.INT(4 * llvm.LANES))
                     left = [builder.add(builder.add(a, builder.mul(a_row, builder.add(m, llvm.INT(i)))), line) for i in range(r)]
                     with cgutils.for_range(builder, llvm.INT(llvm.LANES)) as inner:
@@ -192,7 +192,7 @@ def _page_sums(width: int, rows: int) -> Any:
             _by_rows(builder, count, rows, tile)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 11), code
+        return types.void(*[types.intp] * 10), code
 
     return values
 
