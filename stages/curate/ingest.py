@@ -21,8 +21,8 @@ from puna.stages.contract import External, ExternalFile, StageConfig, StageRun, 
 from puna.stages.curate.reading import readers
 from puna.stages.curate.reading.pages import Page, Rejected, page_id, rejected_id, repeated_id
 from puna.stages.curate.reading.warc import read_warc
-from puna.stages.curate.reading.warc_frames import GZIP_MAGIC, ZSTD_DICTIONARY_MAGIC, ZSTD_MAGIC
-from puna.stages.reading.files import COMPRESSED, suffix
+from puna.stages.curate.reading.warc_frames import ZSTD_DICTIONARY_MAGIC
+from puna.stages.reading.files import COMPRESSED, GZIP_MAGIC, ZSTD_MAGIC, suffix
 from puna.stages.reading.hub import Job, jobs_of
 from puna.stages.reading.rows import SIDECARS
 from puna.storage import PunaError

@@ -6,6 +6,8 @@ import gzip
 import io
 import lzma
 import zlib
+from collections.abc import Iterator
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 from urllib.parse import quote
@@ -13,6 +15,11 @@ from urllib.parse import quote
 import zstandard
 
 COMPRESSED = (".gz", ".zst", ".xz")
+GZIP_MAGIC = b"\x1f\x8b\x08"
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+CHUNK_BYTES = 1 << 20
+SLICE_BYTES = 512
+"""Of zstd that is unpacked at once: four bytes of it may stand for 128 KiB, and the library has no bound of its own."""
 DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)
 """What reading a damaged or truncated file raises."""
 
@@ -26,33 +33,55 @@ def suffix(name: str) -> str:
 class _Pieces(io.RawIOBase):
     """What a decompressor gives, piece by piece: what comes before a fault is not lost with it."""
 
-    def __init__(self, source: Any) -> None:
-        self._source = source
+    def __init__(self, source: Any, pieces: Iterator[bytes]) -> None:
+        self._source, self._pieces, self._left = source, pieces, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, room: Any) -> int:
-        piece = self._source.read1(len(room))
-        room[: len(piece)] = piece
-        return len(piece)
+        while not self._left and (piece := next(self._pieces, None)) is not None:
+            self._left = memoryview(piece)
+        size = min(len(room), len(self._left))
+        room[:size], self._left = self._left[:size], self._left[size:]
+        return size
 
     def close(self) -> None:
         self._source.close()
         super().close()
 
 
+def zstd_pieces(data: Iterator[bytes]) -> Iterator[bytes]:
+    """What zstd's frames hold that come as `data`, piece by piece; EOFError: they end inside one."""
+    engine = None
+    for packed in sliced(data):
+        left = packed
+        while left:
+            engine = engine or zstandard.ZstdDecompressor().decompressobj()
+            yield engine.decompress(left)
+            left = engine.unused_data if engine.eof else b""
+            engine = None if engine.eof else engine
+    if engine is not None:
+        raise EOFError("the file ends inside a zstd frame")
+
+
+def sliced(data: Iterator[bytes]) -> Iterator[bytes]:
+    """The same bytes in slices of `SLICE_BYTES` at most."""
+    for chunk in data:
+        for at in range(0, len(chunk), SLICE_BYTES):
+            yield chunk[at : at + SLICE_BYTES]
+
+
 def unpacked(handle: BinaryIO, name: str) -> io.BufferedReader:
     """The file's bytes, decompressed as its name says."""
     ending = PurePosixPath(name.lower()).suffix
     raw: Any = handle
-    if ending == ".gz":
-        raw = _Pieces(gzip.GzipFile(fileobj=handle))
-    elif ending == ".xz":
-        raw = _Pieces(lzma.LZMAFile(handle))  # noqa: SIM115  closed with the reader around it
+    if ending in (".gz", ".xz"):
+        file: Any = gzip.GzipFile(fileobj=handle) if ending == ".gz" else lzma.LZMAFile(handle)  # noqa: SIM115  closed by what is around it
+        raw = _Pieces(file, iter(partial(file.read1, CHUNK_BYTES), b""))
     elif ending == ".zst":
-        raw = zstandard.ZstdDecompressor().stream_reader(handle, read_across_frames=True)
-    return io.BufferedReader(raw, 1 << 20)
+        raw = _Pieces(handle, zstd_pieces(iter(partial(handle.read, CHUNK_BYTES), b"")))
+    return io.BufferedReader(raw, CHUNK_BYTES)
 
 
 def address(source: str, name: str) -> str:

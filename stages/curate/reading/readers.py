@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from puna.stages.curate.reading.bodies import gunzipped
 from puna.stages.curate.reading.pages import Page, Rejected
 from puna.stages.reading.dates import moment
 from puna.stages.reading.files import DAMAGE, address, address_of, field_at, suffix, unpacked
@@ -33,6 +34,8 @@ DATE_COLUMNS = (
 )  # fmt: skip
 """Fields that usually hold the time of a row, the best first."""
 BATCH_ROWS = 1024
+PACKED_ROOM = 1 << 16
+"""Packed bytes that are read of a page beyond twice those that it may unpack to."""
 
 
 class Columns:
@@ -64,7 +67,10 @@ def read_file(handle: BinaryIO, source: str, name: str, max_bytes: int) -> Itera
         yield Rejected("content_type", name, f"{name}: no media type is known for this kind of file")
         return
     try:
-        body = unpacked(handle, name).read(max_bytes + 1)
+        if name.lower().endswith(".gz"):
+            body = gunzipped(handle.read(2 * max_bytes + PACKED_ROOM), max_bytes)
+        else:
+            body = unpacked(handle, name).read(max_bytes + 1)
     except DAMAGE as error:
         yield Rejected("truncated_record", name, f"{name}: {error}")
         return

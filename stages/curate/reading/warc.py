@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import re
-import zlib
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-from fastwarc.stream_io import BrotliReader
 from fastwarc.warc import WarcRecord
 
+from puna.stages.curate.reading.bodies import decoded
 from puna.stages.curate.reading.pages import Page, Rejected
-from puna.stages.curate.reading.warc_frames import GZIP_MAGIC, MAX_HEADER_BYTES, ZSTD_MAGIC, frames, unzstd
+from puna.stages.curate.reading.warc_frames import MAX_HEADER_BYTES, frames
 from puna.stages.reading.dates import microseconds
 
-GZIP, ZLIB = 31, 15  # zlib's window bits for either header
-GZIP_HEADER = 10  # bytes, at least
+STATUS = re.compile(r"(?:HTTP/\d(?:\.\d)?|ICY) +(\d{3})(?!\d)", re.IGNORECASE)
+HEADER_END = re.compile(rb"\r?\n\r?\n")
+HEADER_LINE = re.compile(r"\r?\n(?![ \t])")  # a line that begins with a blank goes on with the one before
 SCHEMES = ("http", "https", "ftp", "file", "")
 SCRIPTS = re.compile(r"text/x-(?:(?:java|ecma|live|j)script|component|cross-domain-policy)")
 
@@ -37,13 +36,13 @@ def read_warc(handle: BinaryIO, name: str, max_body_bytes: int) -> Iterator[Page
             continue
         found: Page | Rejected
         try:
-            found = _page(record, where, said, frame.data, max_body_bytes)
+            found = _page(record, where, said, max_body_bytes)
         except Exception as error:  # noqa: BLE001 - what nobody foresaw costs this record, not those after it
             found = Rejected("failed", where, f"{said}: {type(error).__name__}: {error}")
         yield found
 
 
-def _page(record: Any, where: str, said: str, data: bytes, limit: int) -> Page | Rejected:
+def _page(record: Any, where: str, said: str, limit: int) -> Page | Rejected:
     kind = record.headers.get("WARC-Type", "").lower()
     url = (record.headers.get("WARC-Target-URI") or "").strip("<> ")
     said = f"{said}: {kind or 'no type'} {url}".rstrip()
@@ -56,7 +55,7 @@ def _page(record: Any, where: str, said: str, data: bytes, limit: int) -> Page |
         return Rejected("not_a_page", where, f"{said}: {why}")
     header = (record.headers.get("Content-Type") or "").strip()
     if kind == "response" and header.lower().startswith("application/http"):
-        return _response(record, where, said, url, fetched, data, limit)
+        return _response(record.reader.read(), where, said, url, fetched, limit)
     if kind == "response" and not url.startswith(("http://", "https://")):
         return Rejected("not_a_response", where, f"{said}: not an HTTP response")
     media, charset = media_type(header)
@@ -81,89 +80,24 @@ def _of_media(page: Page, said: str) -> Page | Rejected:
     return Rejected("not_a_page", page.where, f"{said}: {page.content_type}") if SCRIPTS.fullmatch(page.content_type) else page
 
 
-def _response(record: Any, where: str, said: str, url: str, fetched: int, data: bytes, limit: int) -> Page | Rejected:
-    try:
-        record.parse_http(auto_decode="transfer")
-        body = record.reader.read()
-    except OSError:
-        # Archives often hold the body already decoded, with the old headers.
-        record = WarcRecord.from_bytes(data)
-        try:
-            record.parse_http(auto_decode="none")
-            body = record.reader.read()
-        except OSError as error:
-            return Rejected("malformed_record", where, f"{said}: {error}")
-    status = record.http_headers.status_code if record.http_headers is not None else None
+def _response(block: bytes, where: str, said: str, url: str, fetched: int, limit: int) -> Page | Rejected:
+    end = HEADER_END.search(block, 0, MAX_HEADER_BYTES)
+    first, *lines = HEADER_LINE.split(block[: end.start() if end else MAX_HEADER_BYTES].decode("utf-8", "replace"))
+    status = STATUS.match(first)
     if status is None:
         return Rejected("malformed_record", where, f"{said}: no HTTP status line")
-    if not 200 <= status < 300:
-        return Rejected("http_status", where, said, float(status))
+    if not 200 <= int(status[1]) < 300:
+        return Rejected("http_status", where, said, float(status[1]))
+    fields: dict[str, str] = {}
+    for name, _, value in (line.partition(":") for line in lines):
+        fields.setdefault(name.strip().lower(), value.strip())
+    encodings = f"{fields.get('content-encoding', '')},{fields.get('transfer-encoding', '')}"
     try:
-        body = _decoded(body, (record.http_headers.get("Content-Encoding") or "").lower(), limit)
+        body = decoded(block[end.end() :] if end else b"", encodings.lower(), limit)
     except ValueError as error:
         return Rejected("undecodable_body", where, f"{said}: {error}")
-    media, charset = media_type(record.http_headers.get("Content-Type") or "")
+    media, charset = media_type(fields.get("content-type", ""))
     return _of_media(Page(url, fetched, media, charset, body, where), said)
-
-
-def _decoded(body: bytes, encodings: str, limit: int) -> bytes:
-    """Undo the content encodings; a body that plainly is not encoded is returned as it is. ValueError: it is damaged."""
-    for encoding in reversed([e.strip() for e in encodings.split(",") if e.strip()]):
-        if encoding in ("gzip", "x-gzip"):
-            body = _inflate(body, GZIP, encoding, limit) if body[:2] == GZIP_MAGIC[:2] else body
-        elif encoding == "deflate":
-            body = _inflate(body, ZLIB, encoding, limit) if body[:1] == b"\x78" else body
-        elif encoding == "zstd":
-            body = unzstd(body, limit) if body[:4] == ZSTD_MAGIC else body
-        elif encoding == "br":
-            body = body if body.lstrip()[:1] == b"<" else _unbrotli(body, limit)
-        elif encoding != "identity":
-            raise ValueError(f"unknown content encoding {encoding!r}")
-    return body
-
-
-def _inflate(body: bytes, bits: int, encoding: str, limit: int) -> bytes:
-    engine = zlib.decompressobj(bits)
-    try:
-        out = engine.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise ValueError(f"damaged {encoding} body ({error})") from error
-    if len(out) > limit:
-        raise ValueError(f"the {encoding} body unpacks to more than {limit} bytes")
-    try:
-        whole = engine.eof or (bits == GZIP and _whole_without_trailer(body, limit))
-    except zlib.error:  # its header does not end where it says
-        whole = False
-    if not whole:
-        raise ValueError(f"truncated {encoding} body")
-    return out
-
-
-def _whole_without_trailer(body: bytes, limit: int) -> bool:
-    """Whether of a gzip body only (some of) the checksum and the length at its end are missing."""
-    if len(body) <= GZIP_HEADER:
-        return False
-    flags, at = body[3], GZIP_HEADER
-    if flags & 4:  # extra field
-        at += 2 + int.from_bytes(body[at : at + 2], "little")
-    for flag in (8, 16):  # name, comment
-        if flags & flag:
-            at = body.find(b"\0", at) + 1
-    engine = zlib.decompressobj(-ZLIB)
-    engine.decompress(body[at + 2 * (flags >> 1 & 1) :], limit + 1)
-    return engine.eof
-
-
-def _unbrotli(body: bytes, limit: int) -> bytes:
-    try:
-        out: bytes = BrotliReader(io.BytesIO(body)).read(limit + 1)
-    except OSError as error:
-        raise ValueError(f"damaged br body ({error})") from error
-    if body and not out:
-        raise ValueError("damaged br body")
-    if len(out) > limit:
-        raise ValueError(f"the br body unpacks to more than {limit} bytes")
-    return out
 
 
 def media_type(header: str) -> tuple[str, str | None]:

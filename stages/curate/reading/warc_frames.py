@@ -16,13 +16,14 @@ from typing import BinaryIO
 
 import zstandard
 
+from puna.stages.curate.reading.bodies import unzstd
+from puna.stages.reading.files import GZIP_MAGIC, SLICE_BYTES, ZSTD_MAGIC
+
 CHUNK_BYTES = 1 << 20
 OUTPUT_BYTES = 1 << 24
 OVERRUNS = 8
 """Members that may run on over the next ones to the end of the file: for each the rest is read again, so there is an end to it."""
 MAX_HEADER_BYTES = 1 << 16
-GZIP_MAGIC = b"\x1f\x8b\x08"
-ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 ZSTD_DICTIONARY_MAGIC = b"\x5d\x2a\x4d\x18"
 ANY_LENGTH = re.compile(rb"^[ \t]*content-length[ \t]*:[^\d\n]*(\d{1,4000})", re.IGNORECASE | re.MULTILINE)
 LENGTH = re.compile(rb"^content-length[ \t]*:[ \t]*0*(\d{1,18})[ \t]*\r?$", re.IGNORECASE | re.MULTILINE)
@@ -137,51 +138,69 @@ def _next_member(handle: BinaryIO, offset: int, data: bytes, damaged: int) -> tu
 
 
 def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
-    """Decompressed zstd frames; a dictionary may come first, in a skippable frame (WARC-Zstandard)."""
-    dictionary = None
-    offset, data = 0, handle.read(CHUNK_BYTES)
-    if data[:4] == ZSTD_DICTIONARY_MAGIC:
-        size = int.from_bytes(data[4:8], "little")
-        while len(data) < 8 + size and (more := handle.read(CHUNK_BYTES)):
-            data += more
-        raw = data[8 : 8 + size]
-        try:
-            raw = unzstd(raw, OUTPUT_BYTES) if raw[:4] == ZSTD_MAGIC else raw
-        except ValueError as error:
-            yield 0, Damage(f"the archive's dictionary cannot be read: {error}")
-            return
-        dictionary = zstandard.ZstdCompressionDict(raw)
-        offset, data = 8 + size, data[8 + size :] or handle.read(CHUNK_BYTES)
+    """Decompressed zstd frames, slice by slice; after a damaged one, reading goes on at the next frame's magic number.
+
+    A dictionary may come first, in a skippable frame (WARC-Zstandard).
+    """
+    offset, damages = 0, 0
+    try:
+        dictionary, offset = _dictionary(handle)
+    except (ValueError, EOFError, zstandard.ZstdError) as error:
+        yield 0, Damage(f"the archive's dictionary cannot be read: {error}")
+        return
     decompressor = zstandard.ZstdDecompressor(dict_data=dictionary)
-    while data:
-        member, position, engine = offset, offset, decompressor.decompressobj()
+    while packed := handle.read(SLICE_BYTES):
+        member, engine = offset, decompressor.decompressobj()
+        held = bytearray()  # a small frame is let out only when its checksum, if it has one, was right
         try:
             while not engine.eof:
-                out = engine.decompress(data)
-                if out:
-                    yield member, out
-                left = engine.unused_data if engine.eof else b""
-                position += len(data) - len(left)
-                data = left or handle.read(CHUNK_BYTES)
-                if not data and not engine.eof:
+                if not packed:
+                    yield member, bytes(held)
                     yield member, Damage("the file ends inside a zstd frame")
                     return
-            offset = position
+                held += engine.decompress(packed)
+                offset += len(packed)
+                if len(held) >= OUTPUT_BYTES:
+                    yield member, bytes(held)
+                    held.clear()
+                packed = b"" if engine.eof else handle.read(SLICE_BYTES)
+            yield member, bytes(held)
+            offset -= len(engine.unused_data)
         except zstandard.ZstdError as error:
-            yield member, Damage(f"damaged zstd data ({error}); nothing after it is read")
-            return
+            if "checksum" not in str(error):
+                yield member, bytes(held)
+            yield member, Damage(f"damaged zstd data ({error})")
+            damages += 1
+            # The damage may have taken the next frames for its own, which is looked for a few times only.
+            offset = _next_frame(handle, member + len(ZSTD_MAGIC) if damages <= OVERRUNS else offset)
+        handle.seek(offset)
 
 
-def unzstd(body: bytes, limit: int) -> bytes:
-    """Unpack one zstd stream; ValueError when it is damaged or larger than `limit` bytes."""
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
-            out: bytes = reader.read(limit + 1)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"damaged zstd body ({error})") from error
-    if len(out) > limit:
-        raise ValueError(f"the zstd body unpacks to more than {limit} bytes")
-    return out
+def _dictionary(handle: BinaryIO) -> tuple[zstandard.ZstdCompressionDict | None, int]:
+    """The dictionary that an archive begins with, and how many bytes it takes; `handle` stands behind it."""
+    head = handle.read(8)
+    if head[:4] != ZSTD_DICTIONARY_MAGIC:
+        handle.seek(0)
+        return None, 0
+    size = int.from_bytes(head[4:], "little")
+    if size > OUTPUT_BYTES:
+        raise ValueError(f"{size} bytes are announced, {OUTPUT_BYTES} are read at most")
+    raw = handle.read(size)
+    raw = unzstd(raw, OUTPUT_BYTES) if raw[:4] == ZSTD_MAGIC else raw
+    return zstandard.ZstdCompressionDict(raw), 8 + size
+
+
+def _next_frame(handle: BinaryIO, offset: int) -> int:
+    """Offset of the first frame from `offset` on, or of the end of the file."""
+    handle.seek(offset)
+    data = b""
+    while more := handle.read(CHUNK_BYTES):
+        data += more
+        if (found := data.find(ZSTD_MAGIC)) >= 0:
+            return offset + found
+        tail = data[1 - len(ZSTD_MAGIC) :]
+        offset, data = offset + len(data) - len(tail), tail
+    return offset + len(data)
 
 
 def _frames(buffer: _Buffer, max_record_bytes: int) -> Iterator[Frame]:
@@ -346,26 +365,13 @@ class _Buffer:
             self.damage = None
             self._drop(len(self._data))
             return
-        if self.cut:
-            self.cut = False
-            self._after_cut()
-            return
         while True:
-            if match := RECORD_START.search(self._data, 1):
-                self._drop(match.start() + 1)
+            match, end = RECORD_START.search(self._data, 1), self._member_end()
+            found = [at for at in (match and match.start() + 1, end) if at is not None]
+            if found:
+                self._drop(min(found))
                 return
             self._drop(max(0, len(self._data) - len(b"\nWARC/1.0\r")))
             if not self._more():
                 self._drop(len(self._data))
                 return
-
-
-    def _after_cut(self) -> None:
-        """Drop what is left of a record that its member's end cuts off, up to the next record in the member or behind it."""
-        end = self._member_end()
-        if end is not None:
-            match = RECORD_START.search(self._data, 1, end)
-            self._drop(match.start() + 1 if match else end)
-
-
-# --- records ---------------------------------------------------------------------------------------------

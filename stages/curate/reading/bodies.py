@@ -1,0 +1,132 @@
+"""Bodies of pages as they were sent, and packed files: undone up to a bound, whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+import zlib
+from collections.abc import Callable
+
+import zstandard
+from fastwarc.stream_io import BrotliReader
+
+from puna.stages.reading.files import GZIP_MAGIC, ZSTD_MAGIC, zstd_pieces
+
+GZIP, ZLIB, RAW = 31, 15, -15  # zlib's window bits for either header, and for none
+TRAILER = 8  # bytes of checksum and length behind a member of gzip
+CHUNK = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r?\n")
+LINE_END = re.compile(rb"\r?\n")
+HEAD_BYTES = 10  # of a chunk, at most, but for what may be said beside its size
+
+
+def decoded(body: bytes, encodings: str, limit: int) -> bytes:
+    """Undo encodings, listed in the order in which they were applied; a body that plainly is not encoded is returned as it is.
+
+    ValueError: it is damaged, cut off, larger than `limit` bytes, or nobody knows the encoding.
+    """
+    for encoding in reversed([e.strip() for e in encodings.split(",") if e.strip()]):
+        if encoding == "identity" or body[:1024].lstrip()[:1] == b"<":
+            continue
+        if encoding not in DECODERS:
+            raise ValueError(f"unknown content encoding {encoding!r}")
+        try:
+            body = DECODERS[encoding](body, limit)
+        except (zlib.error, zstandard.ZstdError, OSError) as error:
+            raise ValueError(f"damaged {encoding} body ({error})") from error
+        except EOFError as error:
+            raise ValueError(f"truncated {encoding} body") from error
+        if len(body) > limit:
+            raise ValueError(f"the {encoding} body unpacks to more than {limit} bytes")
+    return body
+
+
+def gunzipped(body: bytes, limit: int) -> bytes:
+    """The members of gzip one after another, at most one byte more than `limit`; what is behind them that is none is left out.
+
+    EOFError: it ends inside one. Where only (some of) the last one's checksum and length are missing, nothing of what was packed is.
+    """
+    out, member = b"", True
+    while member and len(out) <= limit:
+        engine = zlib.decompressobj(GZIP)
+        piece = engine.decompress(body, limit + 1 - len(out))
+        out += piece
+        if not engine.eof and len(out) <= limit and not _lacks_trailer_alone(engine, piece):
+            raise EOFError("it ends inside a gzip member")
+        body = engine.unused_data
+        member = body.startswith(GZIP_MAGIC)
+    return out
+
+
+def _lacks_trailer_alone(engine: zlib._Decompress, piece: bytes) -> bool:
+    """Whether a member that gave `piece` ends as soon as it is told the rest of the checksum and the length of that."""
+    trailer = struct.pack("<II", zlib.crc32(piece), len(piece) & 0xFFFFFFFF)
+    for missing in range(1, TRAILER + 1):
+        twin = engine.copy()
+        try:
+            if twin.decompress(trailer[-missing:]) == b"" and twin.eof:
+                return True
+        except zlib.error:
+            continue
+    return False
+
+
+def _inflated(body: bytes, limit: int) -> bytes:
+    """A body of the encoding deflate, which some servers send without zlib's header."""
+    bare = body[:1] != b"\x78"
+    engine = zlib.decompressobj(RAW if bare else ZLIB)
+    try:
+        out = engine.decompress(body, limit + 1)
+    except zlib.error:
+        if bare:
+            return body
+        raise
+    if engine.eof or len(out) > limit:
+        return out
+    if bare:
+        return body
+    raise EOFError("it ends inside the data")
+
+
+def unzstd(body: bytes, limit: int) -> bytes:
+    """The frames of zstd one after another, at most one slice's worth more than `limit`; EOFError: it ends inside one."""
+    out = bytearray()
+    for piece in zstd_pieces(iter([body])):
+        out += piece
+        if len(out) > limit:
+            break
+    return bytes(out)
+
+
+def _joined(body: bytes, limit: int) -> bytes:
+    """The chunks of a body, which may be cut off in a later one than the first; what is no chain of chunks is as it is."""
+    pieces: list[bytes] = []
+    at = 0
+    while head := CHUNK.match(body, at):
+        size, start = int(head[1], 16), head.end()
+        if size == 0:
+            return b"".join(pieces) if pieces or not body[start:].strip() else body
+        pieces.append(body[start : start + size])
+        end = LINE_END.match(body, start + size)
+        at = end.end() if end else start + size
+        if end is None:
+            break
+    left = len(body) - at  # of a cut body nothing, or the beginning of a head
+    return b"".join(pieces) if len(pieces) > 1 and left < HEAD_BYTES else body
+
+
+def _unbrotli(body: bytes, limit: int) -> bytes:
+    out: bytes = BrotliReader(io.BytesIO(body)).read(limit + 1)
+    if body and not out:
+        raise OSError("nothing in it")
+    return out
+
+
+DECODERS: dict[str, Callable[[bytes, int], bytes]] = {
+    "gzip": lambda body, limit: gunzipped(body, limit) if body.startswith(GZIP_MAGIC[:2]) else body,
+    "deflate": _inflated,
+    "zstd": lambda body, limit: unzstd(body, limit) if body.startswith(ZSTD_MAGIC) else body,
+    "br": _unbrotli, "chunked": _joined,
+}
+"""Each gives a body that is not encoded so as it is, but for Brotli, which has no sign of its own."""
+DECODERS["x-gzip"] = DECODERS["gzip"]
