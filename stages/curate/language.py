@@ -11,9 +11,9 @@ from pydantic import Field, field_validator
 
 from puna.stages.contract import Classifier, Documents, StageConfig, StageRun, declare_signal, stage
 from puna.stages.curate.identification.scripts import script
-from puna.stages.curate.identification.vote import NO_LANGUAGE, NO_SCRIPT, Found, vote
+from puna.stages.curate.identification.vote import NO_LANGUAGE, NO_SCRIPT, Found, group_numbers, vote, voters
 from puna.stages.curate.learned.trained import trained
-from puna.stages.curate.rules.languages import LanguageRow, as_table, canonical, groups, read_rows, row_of, with_rows
+from puna.stages.curate.rules.languages import LanguageRow, Names, as_table, read_rows, row_of, shipped_names, with_rows
 from puna.stages.curate.signals.own import Failures
 from puna.stages.curate.text.characters import letters_and_capitals
 from puna.stages.curate.text.code_lines import looks_like_code
@@ -88,10 +88,13 @@ def _identify(
     if classifier is not None:
         trained(classifier, "language")
     found, failed = [], []
+    names = Names.of(config.rows) if config.rows else shipped_names()
+    group = group_numbers(voters().languages, names.groups) if config.rows and classifier is None else None
     for identity, source, text in zip(*(documents[name].to_pylist() for name in ("id", "source", "text")), strict=True):
         try:
             seen = None if source in config.code_sources else shown(text, config.max_characters)
-            found.append(NONE if seen is None else vote(seen) if classifier is None else _classified(classifier, identity, seen))
+            said = NONE if seen is None else vote(seen, group) if classifier is None else _classified(classifier, identity, seen, names)
+            found.append(said)
         except (PunaError, ImportError):  # of the machine or the classifier, not of the document
             raise
         except Exception as error:  # noqa: BLE001 - one document may fail in any way, and the others go on
@@ -107,12 +110,11 @@ def _signals(ids: pa.ChunkedArray, found: list[Found]) -> pa.Table:
     return pa.table({"id": ids, **columns, "script": pa.array(scripts, pa.string())})
 
 
-def _classified(classifier: Artifact, identity: str, seen: str) -> Found:
+def _classified(classifier: Artifact, identity: str, seen: str, names: Names) -> Found:
     """What a classifier of one's own finds."""
     model = trained(classifier, "language")
     found = model.probabilities([identity], [seen])[0]
-    codes = [canonical(name) for name in model.classes]
-    known = groups()
+    codes, known = [names.canonical(name) for name in model.classes], names.groups
     best = codes[int(found.argmax())]
     together = sum(float(p) for code, p in zip(codes, found, strict=True) if known.get(code, code) == known.get(best, best))
     return Found(best, min(together, 1.0), script(seen) or NO_SCRIPT)

@@ -91,16 +91,16 @@ def udhr_documents() -> list[tuple[str, str, int, str]]:
 
 def code_of(name: str) -> str:
     """ISO 639's code of a language that NTREX or UDHR names."""
-    from puna.stages.curate.rules.languages import canonical
+    from puna.stages.curate.rules.languages import shipped_names
 
     name = name.split("-")[0]
-    return OTHER_CODES.get(name) or canonical(name)
+    return OTHER_CODES.get(name) or shipped_names().canonical(name)
 
 
 def identification() -> dict[str, float]:
     """Accuracy and speed."""
     from puna.stages.curate.identification.vote import vote
-    from puna.stages.curate.rules.languages import groups
+    from puna.stages.curate.rules.languages import shipped_names
 
     sentences, documents = [], []
     for name, found in ntrex().items():
@@ -110,7 +110,7 @@ def identification() -> dict[str, float]:
         random.Random(1).shuffle(own)
         sentences += [(name, sentence) for sentence in own[:SAMPLE]]
     vote(documents[0][1])
-    figures, known = {}, groups()
+    figures, known = {}, shipped_names().groups
     for kind, sample in (("sentences", sentences), ("documents", documents)):
         started = time.process_time()
         said = [vote(text).language for _, text in sample]

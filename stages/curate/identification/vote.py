@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from puna.stages.curate.identification.grams import advantages, grams
 from puna.stages.curate.identification.scripts import ARAB, CODES, HANI, MYMR, ZAWGYI, is_zawgyi, script_share
-from puna.stages.curate.rules.languages import canonical, groups, shipped
+from puna.stages.curate.rules.languages import shipped, shipped_names
 from puna.stages.curate.text.characters import code_points
 from puna.storage import PunaError
 
@@ -101,14 +102,18 @@ def voters() -> Voters:
     labels = grams().labels
     languages = tuple(sorted({*labels, *of_cld2, *of_lid}))
     places = {code: at for at, code in enumerate(languages)}
-    known = groups()
-    names = [known.get(code, code) for code in languages]
-    numbers = {name: number for number, name in enumerate(sorted(set(names)))}
     cld2, lid176 = (np.array([code in own for code in languages]) for own in (of_cld2, of_lid))
     by_cld2, by_lid = (of.weight * np.log(np.where(own, of.least, of.unknown)) for own, of in ((cld2, CLD2), (lid176, LID)))
     columns = np.array([places[label] for label in labels], np.int64)
-    group = np.array([numbers[name] for name in names])
+    group = group_numbers(languages, shipped_names().groups)
     return Voters(languages, places, columns, by_cld2, by_lid, ALONE * ~(cld2 | lid176), group, _alone(of_cld2 | of_lid))
+
+
+def group_numbers(languages: Sequence[str], groups: Mapping[str, str]) -> NDArray[np.int64]:
+    """A number for each language, int64[n]: those of one group have the same."""
+    names = [groups.get(code, code) for code in languages]
+    numbers = {name: number for number, name in enumerate(sorted(set(names)))}
+    return np.array([numbers[name] for name in names])
 
 
 def _alone(known: set[str]) -> dict[int, str]:
@@ -124,11 +129,14 @@ def _alone(known: set[str]) -> dict[int, str]:
 @lru_cache(maxsize=1024)
 def _code(code: str) -> str:
     code = code.split("-")[0]
-    return OWN_CODES.get(code) or canonical(code)
+    return OWN_CODES.get(code) or shipped_names().canonical(code)
 
 
-def vote(text: str) -> Found:
-    """The language of a text of letters, of one line or many; of a long one, of pieces of it."""
+def vote(text: str, group: NDArray[np.int64] | None = None) -> Found:
+    """The language of a text of letters, of one line or many; of a long one, of pieces of it.
+
+    `group`: numbers of the voters' languages, where those that are confused are not the shipped table's.
+    """
     text = _sample(text)
     codes = code_points(text)
     number, share = script_share(codes)
@@ -161,7 +169,8 @@ def vote(text: str) -> Found:
     if number == HANI and known.languages[chosen] in SINITIC:
         cantonese = sum(map(text.count, CANTONESE)) > sum(map(text.count, MANDARIN))
         chosen = known.places[SINITIC[cantonese]]
-    together = float(chance[known.group == known.group[chosen]].sum() / chance.sum())
+    group = known.group if group is None else group
+    together = float(chance[group == group[chosen]].sum() / chance.sum())
     return Found(known.languages[chosen], min(together, 1.0), script)
 
 

@@ -12,6 +12,7 @@ import csv
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -117,23 +118,30 @@ def row_of(table: Mapping[str, LanguageRow], language: str, script: str) -> Lang
     return found or LanguageRow(factors=dict.fromkeys(SCALED))
 
 
+class Names(NamedTuple):
+    """`codes`: code of ISO 639, or of an identifier → the code that is used here; `groups`: language → the group of languages that it
+    is confused with."""
+
+    codes: Mapping[str, str]
+    groups: Mapping[str, str]
+
+    @classmethod
+    def of(cls, own: Iterable[LanguageRow] = ()) -> Names:
+        """Those of the table that comes with Puna, with rows of one's own over it."""
+        rows = [*shipped().values(), *own]
+        codes = {code: row.language for row in rows for code in row.codes} | {row.language: row.language for row in rows if row.language}
+        return cls(codes, {row.language: row.group for row in rows if row.group})
+
+    def canonical(self, label: str) -> str:
+        """The language of a label of any identifier: `eng_Latn`, `eng` and `en` are `en`."""
+        code = label.removeprefix("__label__").replace("_", "-").split("-")[0]
+        return self.codes.get(code, code)
+
+
 @lru_cache(maxsize=1)
-def canonical_codes() -> dict[str, str]:
-    """Code of ISO 639 → the code that is used here."""
-    found = {code: row.language for row in shipped().values() for code in row.codes}
-    return found | {row.language: row.language for row in shipped().values() if row.language}
-
-
-def canonical(label: str) -> str:
-    """The language of a label of any identifier: `eng_Latn`, `eng` and `en` are `en`."""
-    code = label.removeprefix("__label__").replace("_", "-").split("-")[0]
-    return canonical_codes().get(code, code)
-
-
-@lru_cache(maxsize=1)
-def groups() -> dict[str, str]:
-    """Language → the group of languages that it is confused with."""
-    return {row.language: row.group for row in shipped().values() if row.group}
+def shipped_names() -> Names:
+    """Those of the table that comes with Puna."""
+    return Names.of()
 
 
 def as_table(found: Iterable[tuple[str, str, int, LanguageRow]]) -> pa.Table:

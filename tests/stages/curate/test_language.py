@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from datetime import UTC, datetime
 
 import pyarrow as pa
 import pytest
 
-from puna.stages.contract import execute
+from puna.stages.contract import External, execute
 from puna.stages.curate import language as module
-from puna.stages.curate.identification.vote import vote
+from puna.stages.curate.identification.vote import group_numbers, vote, voters
 from puna.stages.curate.language import LanguageConfig, identify, language
-from puna.stages.curate.rules.languages import SCALED, canonical, read_rows, shipped, with_rows
+from puna.stages.curate.rules.languages import SCALED, read_rows, shipped, shipped_names, with_rows
+from puna.stages.curate.train_classifier import ImportClassifierConfig, import_classifier
 from puna.storage import PunaError, Store
 
 SENTENCES = {
@@ -48,10 +50,10 @@ def test_the_beginning_and_the_end_of_a_long_text_decide():
 
 
 def test_a_document_that_breaks_an_identifier_is_undetermined_and_the_others_go_on(tmp_path, make_documents, monkeypatch):
-    def broken(text):
+    def broken(text, group):
         if "Brücke" in text:
             raise ValueError("no such text")
-        return vote(text)
+        return vote(text, group)
 
     monkeypatch.setattr(module, "vote", broken)
     store = Store.open(tmp_path)
@@ -168,6 +170,40 @@ def test_rows_of_ones_own_lie_over_the_table(tmp_path):
     assert table["qaa-Latn"].factors == before["-Latn"].factors and not table["qaa-Latn"].stop_words
 
 
+def test_codes_and_groups_of_ones_own_rows_count(tmp_path, make_documents):
+    """An identifier's code that only the user knows, and two languages that only the user takes for one another."""
+    import fasttext
+
+    words = {"xq1": "kala mato suri", "deu": "der die und", "xq2": "kala mato veri"}
+    draws = random.Random(0)
+    lines = [f"__label__{name} {' '.join(draws.choices(said.split(), k=30))}" for name, said in words.items() for _ in range(200)]
+    draws.shuffle(lines)
+    (tmp_path / "train.txt").write_text("\n".join(lines))
+    fasttext.train_supervised(str(tmp_path / "train.txt"), epoch=5, dim=4, thread=1, verbose=0).save_model(str(tmp_path / "lid.bin"))
+    (tmp_path / "mine.tsv").write_text("language\tscript\tcodes\tgroup\nqab\tLatn\txq1 xq2\tkalaic\nqac\tLatn\t\tkalaic\n", encoding="utf-8")
+    store = Store.open(tmp_path / "store")
+    texts = ["kala mato kala mato kala mato kala mato kala mato kala mato", "der die und der die und der die und der die"]
+    documents = make_documents(store, [(str(n), "web", text) for n, text in enumerate(texts)])
+    made = execute(import_classifier, ImportClassifierConfig(purpose="language"), {"model": External.resolve(str(tmp_path / "lid.bin"))[0]}, store)
+
+    def found(rows):
+        config = LanguageConfig(rows=rows)
+        given = {"documents": documents, "classifier": made}
+        rows_ = execute(language, config, given, store).read(columns=["language", "language_score"]).to_pylist()
+        return sorted((row["language"], row["language_score"]) for row in rows_)
+
+    (_, german), (unknown, alone) = found(())
+    assert unknown in ("xq1", "xq2") and alone < 0.8
+    assert [name for name, _ in found(str(tmp_path / "mine.tsv"))] == ["de", "qab"]
+    assert found(str(tmp_path / "mine.tsv"))[1][1] > 0.95 and found(str(tmp_path / "mine.tsv"))[0][1] == german
+
+
+def test_languages_that_the_user_groups_count_together_in_the_vote():
+    group = group_numbers(voters().languages, {**shipped_names().groups, "de": "x", "nds": "x", "nl": "x", "lb": "x"})
+    text = "De Raat besluut tokamen Week, wat de ole Brüch över den Stroom repareert warrt."
+    assert vote(text, group).language == vote(text).language and vote(text, group).score > vote(text).score
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -188,5 +224,6 @@ def test_every_row_of_the_table_is_sound():
     for row in table.values():
         assert set(row.factors) == set(SCALED), row.key
         assert all(word == word.lower() for word in row.stop_words) and row.evidence, row.key
+    canonical = shipped_names().canonical
     assert canonical("__label__eng_Latn") == canonical("eng") == canonical("en") == "en"
     assert canonical("hrv_Latn") == "hr" and canonical("xyz_Latn") == "xyz"
