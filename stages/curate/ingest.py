@@ -168,9 +168,10 @@ def check_inputs(inputs: list[External], config: IngestConfig) -> None:
 
     Parquet files and JSON lines must have the named columns, and not all of the inputs may be without rows.
     """
-    found = [_has_rows(job, config) for job in _jobs(inputs, config)]
-    if not any(found):
-        raise PunaError(f"the inputs {', '.join(external.uri for external in inputs)} have no rows: there is nothing to read")
+    found = [_first(job, config) for job in _jobs(inputs, config)]
+    if not any(one is True for one in found):
+        wrong = next((f" that can be read: {one.detail}" for one in found if isinstance(one, Rejected)), ": there is nothing to read")
+        raise PunaError(f"the inputs {', '.join(external.uri for external in inputs)} have no rows{wrong}")
 
 
 def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[list[Page], float]:
@@ -198,14 +199,19 @@ def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[
     return pages, min(1.0, read / total) if total else 0.0
 
 
-def _has_rows(job: Job, config: IngestConfig) -> bool:
-    """Whether a file may hold pages; of JSON and CSV it reads up to the first one."""
+def _first(job: Job, config: IngestConfig) -> bool | Rejected:
+    """Whether a file may hold pages; of JSON and CSV it reads up to the first, and tells why a row is none where there is none."""
     if job.file is None or job.format not in ("parquet", "jsonl", "csv", "tsv"):
         return job.file is None or job.file.bytes > 0
+    wrong: Rejected | None = None
     with job.file.open() as handle:
         if job.format == "parquet":
             return bool(pq.ParquetFile(handle).metadata.num_rows)
-        return any(isinstance(row, Page) for row in _rows(job, handle, job.file.shown, config))
+        for row in _rows(job, handle, job.file.shown, config):
+            if isinstance(row, Page):
+                return True
+            wrong = wrong or row
+    return wrong or False
 
 
 def _rows(job: Job, handle: BinaryIO, name: str, config: IngestConfig) -> Iterator[Page | Rejected]:

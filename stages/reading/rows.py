@@ -42,6 +42,17 @@ class Fault(NamedTuple):
     reason: str
 
 
+class Unread(NamedTuple):
+    """In place of a value that Python cannot hold: the rule, and words for a reader."""
+
+    rule: str
+    reason: str
+
+
+UNREADABLE = (ValueError, OverflowError, KeyError)
+"""Of bytes that are no text; of a date that is out of range; of a time zone that nobody knows."""
+
+
 def format_of(name: str, head: bytes) -> str | None:
     """The format that a file's name tells, or else its first bytes; None where neither does."""
     known = FORMATS.get(suffix(name))
@@ -262,23 +273,37 @@ def _arrow(handle: BinaryIO, name: str) -> Iterator[Row | Fault]:
 
 
 def _batch(batch: Any, before: int) -> Iterator[Row | Fault]:
+    for number, fields in enumerate(records(batch), before + 1):
+        wrong = next(((name, value) for name, value in fields.items() if isinstance(value, Unread)), None)
+        yield Row(number, fields) if wrong is None else Fault(number, wrong[0], *wrong[1])
+
+
+def records(batch: Any) -> list[dict[str, Any]]:
+    """The rows of a batch of Arrow's, of `values`."""
+    columns = [values(column) for column in batch.columns]
+    return [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def values(column: Any) -> list[Any]:
+    """The values of an array of Arrow's; one that Python cannot hold is `Unread`."""
+    import pyarrow as pa
+
+    if pa.types.is_timestamp(column.type) and column.type.unit == "ns":  # pandas writes such, Python has microseconds
+        column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
     try:
-        rows = batch.to_pylist()
-    except UnicodeDecodeError:
-        yield from (_row(batch, index, before + index + 1) for index in range(batch.num_rows))
-        return
-    yield from (Row(before + index + 1, row) for index, row in enumerate(rows))
+        found: list[Any] = column.to_pylist()
+    except UNREADABLE:
+        found = [_value(one) for one in column]
+    return found
 
 
-def _row(batch: Any, index: int, number: int) -> Row | Fault:
-    """One row of a batch of which some text is no UTF-8."""
-    fields = {}
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        try:
-            fields[name] = column[index].as_py()
-        except UnicodeDecodeError as error:
-            return Fault(number, name, "invalid_utf8", f"holds bytes that are not UTF-8: {error}")
-    return Row(number, fields)
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return Unread("invalid_utf8", f"holds bytes that are not UTF-8: {error}")
+    except UNREADABLE as error:
+        return Unread("wrong_type", f"holds what cannot be read: {error}")
 
 
 def stream_rows(rows: Any) -> Iterator[Row | Fault]:

@@ -52,6 +52,8 @@ def test_inputs_without_rows_are_refused(tmp_path: Path) -> None:
     for files in ((nothing,), (table,), (nothing, table)):
         with pytest.raises(PunaError, match="have no rows: there is nothing to read"):
             checked(*files)
+    with pytest.raises(PunaError, match=r"have no rows that can be read: .*pretty\.jsonl, line 1: Expecting property name"):
+        checked(nothing, jsonl(tmp_path / "pretty.jsonl", "{", '"text": "a page"', "}"))
     checked(nothing, jsonl(tmp_path / "rows.jsonl", '{"text": "a page"}'))
 
 

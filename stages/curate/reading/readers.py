@@ -14,7 +14,7 @@ from puna.stages.curate.reading.bodies import gunzipped
 from puna.stages.curate.reading.pages import Page, Rejected
 from puna.stages.reading.dates import moment
 from puna.stages.reading.files import DAMAGE, address, address_of, field_at, suffix, unpacked
-from puna.stages.reading.rows import Fault, Row, array_rows, is_array, read_rows
+from puna.stages.reading.rows import Fault, Row, Unread, array_rows, is_array, read_rows, records, values
 from puna.storage import PunaError
 
 MEDIA_TYPES = {
@@ -167,31 +167,41 @@ def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max
     A text that many rows share, which the format says in a bit each, is held once, and not at all above `max_bytes`.
     """
     import pyarrow as pa
-    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     chosen = parquet_columns(handle, name, columns)
-    number = 0
-    try:
-        file = pq.ParquetFile(handle, read_dictionary=[columns.body])
-        for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=chosen):
-            place = batch.schema.get_field_index(columns.body)
-            if place < 0 or not _are_shared_texts(batch.schema.field(place).type):
-                for row in batch.to_pylist():
-                    yield _row(row, source, name, number, columns)
-                    number += 1
-                continue
-            texts, others = batch.column(place), batch.select([n for n in chosen if n != columns.body])
-            sizes = pc.binary_length(texts.dictionary)
-            held = pc.if_else(pc.greater(sizes, max_bytes), None, texts.dictionary).to_pylist()
-            for which, row in zip(texts.indices.to_pylist(), others.to_pylist() if others.num_columns else [{}] * len(texts), strict=True):
-                if which is not None and held[which] is None and (size := sizes[which].as_py()) is not None:
-                    yield Rejected("body_too_large", f"{name}#{number}", f"{name}, row {number}", float(size), float(max_bytes))
-                else:
-                    yield _row({**row, columns.body: None if which is None else held[which]}, source, name, number, columns)
-                number += 1
-    except (pa.ArrowInvalid, OSError) as error:
-        raise PunaError(f"{name}, after row {number}: damaged Parquet file ({error})") from error
+    file = pq.ParquetFile(handle)
+    shared = [path for number in range(len(file.schema)) if (path := file.schema.column(number).path) == columns.body]
+    file = pq.ParquetFile(handle, read_dictionary=shared)
+    end = 0
+    for group in range(file.num_row_groups):
+        number, end = end, end + file.metadata.row_group(group).num_rows
+        try:
+            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=chosen, row_groups=[group]):
+                yield from _of_batch(batch, source, name, number, columns, max_bytes)
+                number += batch.num_rows
+        except (pa.ArrowException, OSError) as error:
+            said = f"{name}, rows {number} to {end - 1}: the Parquet file is damaged ({error})"
+            yield Rejected("truncated_record", f"{name}#{number}", said)
+
+
+def _of_batch(batch: Any, source: str, name: str, number: int, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
+    """The pages of a batch of a Parquet file whose first row is `number`."""
+    import pyarrow.compute as pc
+
+    place = batch.schema.get_field_index(columns.body)
+    if place < 0 or not _are_shared_texts(batch.schema.field(place).type):
+        yield from (_row(row, source, name, at, columns) for at, row in enumerate(records(batch), number))
+        return
+    texts, others = batch.column(place), batch.drop_columns(columns.body)
+    sizes = pc.binary_length(texts.dictionary)
+    held = values(pc.if_else(pc.greater(sizes, max_bytes), None, texts.dictionary))
+    rows = records(others) if others.num_columns else [{}] * len(texts)
+    for at, (which, row) in enumerate(zip(texts.indices.to_pylist(), rows, strict=True), number):
+        if which is not None and held[which] is None and (size := sizes[which].as_py()) is not None:
+            yield Rejected("body_too_large", f"{name}#{at}", f"{name}, row {at}", float(size), float(max_bytes))
+        else:
+            yield _row({**row, columns.body: None if which is None else held[which]}, source, name, at, columns)
 
 
 def _are_shared_texts(kind: Any) -> bool:
@@ -211,7 +221,7 @@ def read_arrow(handle: BinaryIO, source: str, name: str, columns: Columns) -> It
         reader = pa.ipc.open_stream(handle)
         chosen = _chosen(reader.schema.names, name, columns)
         for batch in reader:
-            for row in batch.select(chosen).to_pylist():
+            for row in records(batch.select(chosen)):
                 yield _row(row, source, name, number, columns)
                 number += 1
     except (pa.ArrowInvalid, OSError) as error:
@@ -243,11 +253,11 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
         except UnicodeEncodeError as error:  # JSON may hold halves of surrogate pairs
             return Rejected("malformed_record", where, f"{name}, row {number}: {error}")
     if not isinstance(body, bytes):
-        return Rejected("malformed_record", where, f"{name}, row {number}: {columns.body} holds {type(body).__name__}, not text")
+        return Rejected("malformed_record", where, f"{name}, row {number}: {columns.body} {_held(body)}")
     url = field_at(row, columns.url or "url")
     if not isinstance(url, str) or "://" not in url:
         if columns.url is not None and not isinstance(url, str):
-            return Rejected("malformed_record", where, f"{name}, row {number}: {columns.url} holds {type(url).__name__}, not text")
+            return Rejected("malformed_record", where, f"{name}, row {number}: {columns.url} {_held(url)}")
         url = address_of(url if isinstance(url, str) else "", source, name, number)
     if not _encodable(url):
         return Rejected("malformed_record", where, f"{name}, row {number}: the address {url!r} is not Unicode text")
@@ -258,6 +268,10 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
     if at is None:
         return Rejected("malformed_record", where, f"{name}, row {number}: {column} holds {field_at(row, column or '')!r}, not a date")
     return Page(url, at, columns.content_type, "utf-8", body, where)
+
+
+def _held(value: Any) -> str:
+    return value.reason if isinstance(value, Unread) else f"holds {type(value).__name__}, not text"
 
 
 def _encodable(text: str) -> bool:

@@ -12,7 +12,7 @@ from puna.stages.contract import External, ExternalFile
 from puna.stages.curate.reading.readers import DATE_COLUMNS
 from puna.stages.reading.dates import moment
 from puna.stages.reading.files import suffix
-from puna.stages.reading.rows import SIDECARS, Row, read_rows
+from puna.stages.reading.rows import SIDECARS, Row, read_rows, records
 from puna.storage import PunaError
 
 TEXT = ("text", "content", "body", "raw_content", "document", "article", "maintext", "plain_text", "markdown", "passage", "page_content")
@@ -93,13 +93,13 @@ def _rows(file: ExternalFile) -> Iterator[dict[str, Any]]:
         if suffix(file.name) == ".parquet":
             try:
                 for batch in pq.ParquetFile(handle).iter_batches(batch_size=1):  # rows may share one long text
-                    yield from batch.to_pylist()
+                    yield from records(batch)
             except (pa.ArrowInvalid, OSError) as error:
                 raise PunaError(f"{file.shown}: not a readable Parquet file ({error})") from error
         elif suffix(file.name) == ".arrow":
             try:
                 for batch in pa.ipc.open_stream(handle):
-                    yield from batch.slice(0, ROWS).to_pylist()
+                    yield from records(batch.slice(0, ROWS))
             except (pa.ArrowInvalid, OSError) as error:
                 raise PunaError(f"{file.shown}: not a readable Arrow file ({error})") from error
         else:

@@ -15,6 +15,7 @@ import zlib
 from datetime import UTC, datetime
 from functools import partial
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -27,6 +28,7 @@ from puna.stages.curate.ingest import IngestConfig, ingest
 from puna.stages.curate.reading import warc, warc_frames
 from puna.stages.curate.reading.pages import Page, Rejected
 from puna.stages.curate.reading.readers import Columns, read_parquet
+from puna.stages.curate.reading.sniff import sniff
 from puna.stages.curate.reading.warc import media_type, read_warc
 from puna.stages.curate.reading.warc_frames import frames
 from puna.stages.reading.dates import moment
@@ -404,6 +406,58 @@ def test_numbers_that_rows_share_are_no_texts(tmp_path):
     with (tmp_path / "numbers.parquet").open("rb") as file:
         found = list(read_parquet(file, "s", "numbers", Columns("text", None, None, None), 1 << 20))
     assert [record.rule for record in found] == ["malformed_record"] * 3
+
+
+def unsound(kind, sound, wrong):
+    """An Arrow array of 40 values as bytes say them, the one at 5 `wrong`."""
+    values_ = np.array([wrong if at == 5 else sound for at in range(40)], np.int32 if kind == pa.date32() else np.int64)
+    return pa.Array.from_buffers(kind, 40, [None, pa.py_buffer(values_)])
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_values_that_python_cannot_hold_cost_their_row_at_most(tmp_path, kind):
+    """Of the text the row; of an address and of a date that nobody named only themselves; of other columns nothing."""
+    encoded = pa.array([f"page {n} \xff".encode("latin-1" if n == 5 else "utf-8") for n in range(40)], pa.binary())
+    broken = pa.Array.from_buffers(pa.string(), 40, encoded.buffers())
+    texts = [f"page {n}" for n in range(40)]
+    day = 1_700_000_000
+    for number, columns in enumerate([
+        {"text": broken}, {"text": texts, "url": broken}, {"text": texts, "other": broken},
+        {"text": texts, "date": unsound(pa.timestamp("us"), day * 10**6, 2**62)}, {"text": texts, "date": unsound(pa.date32(), 19_000, 2**31 - 1)},
+        {"text": texts, "date": unsound(pa.timestamp("us", tz="Mars/Phobos"), day * 10**6, 0)},
+        {"text": texts, "date": unsound(pa.timestamp("ns"), day * 10**9, day * 10**9 + 1001)},
+    ]):  # fmt: skip
+        table, file = pa.table(columns), tmp_path / f"{number}.{kind}"
+        if kind == "parquet":
+            pq.write_table(table, file)
+        else:
+            with pa.ipc.new_stream(file, table.schema) as out:
+                out.write_table(table)
+        sniff(External.resolve(str(file))[0])
+        made = read(tmp_path, file, store=f"{number}.store")
+        assert rules(made) == (["malformed_record"] if number == 0 else []), number
+        rows = {row["body"].decode(): row["fetched_at"] for row in made.read().to_pylist()}
+        assert len(rows) == 39 + (number > 0)
+    assert rows["page 5"] == datetime.fromtimestamp(day, UTC).replace(microsecond=1) and rows["page 4"] == datetime.fromtimestamp(day, UTC)
+
+
+def test_a_damaged_part_of_a_parquet_file_costs_its_rows_alone(tmp_path):
+    texts = [random.Random(n).randbytes(300).hex() for n in range(40)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "t.parquet", row_group_size=8, compression="snappy", use_dictionary=False)
+    meta = pq.ParquetFile(tmp_path / "t.parquet").metadata.row_group(2).column(0)
+    damaged = bytearray((tmp_path / "t.parquet").read_bytes())
+    damaged[meta.data_page_offset + 40 : meta.data_page_offset + meta.total_compressed_size] = b"\xff" * (meta.total_compressed_size - 40)
+    (tmp_path / "t.parquet").write_bytes(damaged)
+    made = read(tmp_path, tmp_path / "t.parquet")
+    assert {row["body"].decode() for row in made.read().to_pylist()} == {*texts[:16], *texts[24:]}
+    (row,) = made.read("dropped").to_pylist()
+    assert row["rule"] == "truncated_record" and "t.parquet, rows 16 to 23: the Parquet file is damaged" in row["detail"]
+
+
+def test_a_column_of_lists_is_no_text(tmp_path):
+    pq.write_table(pa.table({"text": [["a", "b"], ["c"]]}), tmp_path / "t.parquet")
+    with pytest.raises(PunaError, match="no page is kept.*2 malformed_record"):
+        read(tmp_path, tmp_path / "t.parquet")
 
 
 def test_html_columns_and_places_of_rows_without_address(tmp_path):
