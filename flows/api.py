@@ -22,6 +22,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from puna.flows.api_shapes import ApiError, ChatRequest, CompletionRequest, Reply, ResponseFormat, Sampled
 from puna.models.generation import Engine, SamplingParams
@@ -31,6 +32,8 @@ from puna.models.grammar import Grammar, Mask
 from puna.models.prefill import SplitEngine
 from puna.models.text_stream import TextStream
 from puna.models.tokenizer import Tokenizer
+
+CLIENT_GONE = 499  # as nginx logs it; nobody is told
 
 
 @dataclass(frozen=True)
@@ -136,38 +139,54 @@ class Answerer:
         self.speculate, self.branches = speculate, branches
         self.config = worker.engine.model.config
 
-    async def completion(self, body: CompletionRequest) -> Response:
+    async def completion(self, body: CompletionRequest, request: Request) -> Response:
         """The text that follows another."""
         ids = [*self.tokenizer.lead, *self.tokenizer.encode(body.prompt)] if isinstance(body.prompt, str) else body.prompt
-        return await self._answered(body, ids, body.max_tokens, "text_completion", body.logprobs not in (None, False))
+        scored = body.logprobs is not None and body.logprobs is not False
+        return await self._answered(body, request, ids, body.max_tokens, "text_completion", scored)
 
-    async def chat(self, body: ChatRequest) -> Response:
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
         """The next turn of a conversation."""
+        turns = [message.turn() for message in body.messages]
         try:
-            ids = self.tokenizer.chat([message.turn() for message in body.messages], tools=body.tools)
+            ids = self.tokenizer.chat(turns, tools=body.tools)
+            if body.tools and ids == self.tokenizer.chat(turns):
+                raise ApiError(400, "invalid_request_error", "the model's chat template has no place for tools", "tools")
         except ValueError as error:
             raise ApiError(400, "invalid_request_error", str(error), "messages") from error
         room = self.config.max_position_embeddings - len(ids) if self.worker.engine.kept is None else 1024
         longest = body.max_completion_tokens or body.max_tokens or max(1, min(room, 1024))
-        return await self._answered(body, ids, longest, "chat.completion", body.logprobs)
+        return await self._answered(body, request, ids, longest, "chat.completion", body.logprobs)
 
-    async def _answered(self, body: Sampled, ids: list[int], longest: int, kind: str, logprobs: bool) -> Response:
+    async def _answered(self, body: Sampled, request: Request, ids: list[int], longest: int, kind: str, logprobs: bool) -> Response:
         texts = self._checked(body, ids, longest)
         events = self.worker.answer(ids, await self._params(body, longest, texts), self.seconds)
         streams = {number: TextStream(self.tokenizer, texts) for number in range(body.n)}
         reply = Reply(kind, self.name, ids, streams, self.tokenizer if logprobs else None)
         if not body.stream:
-            async for event in events:
-                reply.add(event)
+            gone = asyncio.ensure_future(request.receive())  # behind the body comes nothing but word that the client has left
+            try:
+                async for event in events:
+                    reply.add(event)
+                    if gone.done():
+                        await events.aclose()
+                        return Response(status_code=CLIENT_GONE)
+            finally:
+                gone.cancel()
             return JSONResponse(reply.whole())
         first = await anext(events)  # what is refused is told as an error, not in a stream
         usage = body.stream_options is not None and body.stream_options.include_usage
         return StreamingResponse(_lines(reply, first, events, usage), media_type="text/event-stream")
 
+    def check(self, model: str) -> None:
+        """ApiError where another model is meant."""
+        if model != self.name:
+            raise ApiError(404, "invalid_request_error", f"there is no model {model!r} here, only {self.name!r}", "model")
+
     def _checked(self, body: Sampled, ids: list[int], longest: int) -> list[str]:
         """The texts that end an answer; ApiError where the request does not fit the model."""
-        if body.model not in (None, self.name):
-            raise ApiError(404, "invalid_request_error", f"there is no model {body.model!r} here, only {self.name!r}", "model")
+        if body.model is not None:
+            self.check(body.model)
         context, V = self.config.max_position_embeddings, self.config.vocab_size
         if self.worker.engine.kept is None and len(ids) + longest > context:
             told = f"{len(ids)} tokens of the prompt and {longest} of the answer exceed the model's context of {context}"
@@ -188,10 +207,13 @@ class Answerer:
         except ValueError as error:
             raise ApiError(400, "invalid_request_error", str(error), "response_format") from error
         speculate, branches = (self.speculate, self.branches) if mask is None else (0, 1)
-        return SamplingParams(
-            **{**self.tokenizer.sampling, **given}, max_tokens=longest, seed=seed, stop=(*self.tokenizer.stop_ids, *texts), mask=mask,
-            speculate=speculate, branches=branches,
-        )  # fmt: skip
+        try:
+            return SamplingParams(
+                **{**self.tokenizer.sampling, **given}, max_tokens=longest, seed=seed, stop=(*self.tokenizer.stop_ids, *texts), mask=mask,
+                speculate=speculate, branches=branches,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ApiError(400, "invalid_request_error", str(error)) from error
 
     @cached_property
     def _grammar(self) -> Grammar:
@@ -205,8 +227,8 @@ class Answerer:
 
 async def _lines(reply: Reply, first: Event, events: AsyncGenerator[Event, None], usage: bool) -> AsyncIterator[str]:
     """A stream of events; `usage`: the last one tells what was used."""
-    yield reply.line(first)
     try:
+        yield reply.line(first)
         async for event in events:
             yield reply.line(event)
     except ApiError as error:
@@ -243,15 +265,24 @@ def application(
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"][1:]) or None
+        field = None if first["type"] == "json_invalid" else ".".join(str(part) for part in first["loc"][1:]) or None
         return await told(_, ApiError(400, "invalid_request_error", f"{field or 'body'}: {first['msg']}", field))
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        said = f"{request.method} {request.url.path}: {error.detail}"
+        return await told(request, ApiError(error.status_code, "invalid_request_error", said))
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return await told(request, ApiError(500, "server_error", f"the server failed: {type(error).__name__}"))
 
     @app.middleware("http")
     async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
         try:
             if key is not None and request.url.path.startswith("/v1/"):
-                given = request.headers.get("authorization", "").removeprefix("Bearer ")
-                if not hmac.compare_digest(given.encode(), key.encode()):
+                scheme, _, given = request.headers.get("authorization", "").partition(" ")
+                if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
                     raise ApiError(401, "authentication_error", "the key is missing or wrong: send Authorization: Bearer KEY")
             length = request.headers.get("content-length")
             if request.method == "POST" and (length is None or not length.isdigit() or int(length) > limits.body):
@@ -277,16 +308,23 @@ def application(
         }
         return PlainTextResponse("".join(f"{name} {value}\n" for name, value in values.items()))
 
+    own = {"id": name, "object": "model", "created": 0, "owned_by": "puna"}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "puna"}]}
+        return {"object": "list", "data": [own]}
+
+    @app.get("/v1/models/{asked:path}")
+    async def model(asked: str) -> dict[str, Any]:
+        answerer.check(asked)
+        return own
 
     @app.post("/v1/completions")
-    async def completions(body: CompletionRequest) -> Response:
-        return await answerer.completion(body)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await answerer.completion(body, request)
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest) -> Response:
-        return await answerer.chat(body)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await answerer.chat(body, request)
 
     return app

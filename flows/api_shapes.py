@@ -18,6 +18,7 @@ class ApiError(Exception):
     """What a client is told in OpenAI's shape."""
 
     def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
+        message = message.encode("utf-8", "backslashreplace").decode()  # it may repeat halves of surrogate pairs
         super().__init__(message)
         self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
@@ -73,6 +74,13 @@ class Sampled(BaseModel):
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     logit_bias: dict[int, float] = Field(default_factory=dict)
     user: str | None = Field(None, description="Of the client; not looked at")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _said(cls, given: Any) -> Any:
+        """What is null is not said; ValueError for halves of surrogate pairs, which are no text."""
+        json.dumps(given, ensure_ascii=False, default=str).encode()
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
 class CompletionRequest(Sampled):

@@ -315,6 +315,7 @@ def _parsed(number: int, line: str) -> Any:
     """A prompt of standard input: text, or messages."""
     try:
         found = json.loads(line)
+        json.dumps(found, ensure_ascii=False).encode()  # JSON may hold halves of surrogate pairs
     except ValueError as error:
         raise PunaError(f"standard input, line {number} is not JSON: {error}") from error
     if isinstance(found, dict):

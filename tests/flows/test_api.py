@@ -1,6 +1,7 @@
 """The HTTP server, over a socket: OpenAI's shapes, errors, streams, clients that go away."""
 
 import asyncio
+import copy
 import json
 import os
 import signal
@@ -123,17 +124,82 @@ def test_a_stream_brings_the_same_text_and_nothing_of_a_stop_text(client):
         ({"logit_bias": {"99999": 1}}, 400, "token ids lie in"),
         ({"best_of": 3}, 400, "best_of"),
         ({"messages": [{"role": "user", "content": "x" * 6000}]}, 413, "at most 5000 bytes"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "surrogates not allowed"),
+        ({"logit_bias": {"5": float("nan")}}, 400, "must be finite numbers"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "has no place for tools"),
     ],
 )
 def test_what_is_wrong_is_told_in_openais_shape(client, change, status, said):
     for stream in (False, True):
-        reply = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}], "stream": stream, **change})
+        body = json.dumps({"messages": [{"role": "user", "content": "a"}], "stream": stream, **change})
+        reply = client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
         error = reply.json()["error"]
         assert reply.status_code == status and said in error["message"]
         assert set(error) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "said"),
+    [
+        ("GET", "/v1/nothing", b"", 404, "GET /v1/nothing: Not Found"),
+        ("GET", "/v1/models/gpt", b"", 404, "no model 'gpt'"),
+        ("GET", "/v1/completions", b"", 405, "Method Not Allowed"),
+        ("POST", "/v1/completions", b"{no JSON", 400, "body: JSON decode error"),
+        ("POST", "/v1/completions", b"[" * 4000, 400, "There was an error parsing the body"),
+        ("POST", "/v1/completions", b"null", 400, "body: Field required"),
+    ],
+)
+def test_whatever_is_sent_is_answered_in_openais_shape(client, method, path, body, status, said):
+    reply = client.request(method, path, content=body, headers={"Content-Type": "application/json"})
+    error = reply.json()["error"]
+    assert reply.status_code == status and said in error["message"] and error["type"] == "invalid_request_error" and error["param"] != "1"
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_what_breaks_the_server_is_told_in_openais_shape():
+    model = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
+    tokenizer = copy.copy(TOKENIZER)
+    tokenizer.encode = lambda text: {}[text]
+    with TestClient(application(Engine(model, tokenizer), "tiny"), raise_server_exceptions=False) as broken:
+        reply = broken.post("/v1/completions", json={"prompt": "to be"})
+    assert reply.status_code == 500 and reply.json()["error"] == {"message": "the server failed: KeyError", "type": "server_error", "param": None, "code": None}
+
+
+def test_null_is_as_good_as_nothing(client):
+    """Clients write out what they leave open."""
+    body = {"messages": [{"role": "user", "content": "to be?"}], "seed": 3, "max_tokens": 6}
+    fields = ("temperature", "top_p", "n", "stream", "stop", "logit_bias", "logprobs", "tools", "presence_penalty", "response_format", "user", "model")
+    made = [client.post("/v1/chat/completions", json=one).json()["choices"] for one in (body, body | dict.fromkeys(fields))]
+    assert made[0] == made[1]
+
+
+def test_log_probs_are_told_where_no_others_are_asked_for(client):
+    """OpenAI's 0 asks for those of the drawn tokens alone, false for none."""
+    body = {"prompt": TOKENIZER.encode("to be"), "seed": 1, "max_tokens": 4}
+    found = [client.post("/v1/completions", json={**body, "logprobs": asked}).json()["choices"][0]["logprobs"] for asked in (0, 1, False, None)]
+    assert found[0] == found[1] and len(found[0]["token_logprobs"]) == len(found[0]["tokens"]) > 0 and found[2:] == [None, None]
+
+
+def test_a_whole_answer_that_nobody_waits_for_any_more_is_cancelled(url, engine, monkeypatch):
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.02) or step())
+
+    def count(what):
+        return int(next(line.split()[1] for line in httpx.get(f"{url}/metrics").text.splitlines() if line.startswith(f"puna_{what}")))
+
+    before, eos = count("cancelled"), TOKENIZER.stop_ids
+    body = {"prompt": TOKENIZER.encode("to be"), "max_tokens": 240, "seed": 1, "logit_bias": {str(token): -100 for token in eos}}
+    with httpx.Client(timeout=0.4) as leaving, pytest.raises(httpx.ReadTimeout):
+        leaving.post(f"{url}/v1/completions", json=body, headers={"Authorization": "Bearer secret"})
+    until = time.monotonic() + 60
+    while not (count("active") == 0 and engine.scheduler.idle) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert count("cancelled") == before + 1
+
+
 def test_keys_and_what_needs_none(client, url):
+    assert httpx.get(f"{url}/v1/models", headers={"Authorization": "secret"}).status_code == 401
+    assert httpx.get(f"{url}/v1/models", headers={"Authorization": "bearer secret"}).status_code == 200
     assert httpx.get(f"{url}/v1/models").status_code == 401
     assert httpx.get(f"{url}/v1/models", headers={"Authorization": "Bearer wrong"}).json()["error"]["type"] == "authentication_error"
     assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
@@ -198,7 +264,7 @@ def test_openais_client_chats_and_streams(openai_client):
     made = openai_client.completions.create(model="tiny", prompt=TOKENIZER.encode("to be"), seed=2, max_tokens=5, logprobs=1)
     assert made.choices[0].text == shown(plain.tokens)
     assert made.choices[0].logprobs.token_logprobs == pytest.approx(plain.logprobs, abs=1e-5)
-    assert [model.id for model in openai_client.models.list()] == ["tiny"]
+    assert [model.id for model in openai_client.models.list()] == ["tiny"] and openai_client.models.retrieve("tiny").id == "tiny"
 
 
 def test_openais_client_gets_json_of_a_schema(openai_client):
