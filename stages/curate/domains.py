@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,9 @@ from puna.stages.contract import Classifier, Documents, Facts, Figure, InputFact
 from puna.stages.curate.learned.classifier import ClassifierConfig, Labels, Scores, out_of_fold, prepare
 from puna.stages.curate.learned.trained import About, Trained, trained
 from puna.storage import Artifact, PunaError
+
+if TYPE_CHECKING:
+    from puna.stages.curate.text.listed import Listed
 
 declare_signal("domain", str, "", "knowledge type")
 declare_signal("domain_score", float, "probability", "probability of that knowledge type, by a model that did not see the document")
@@ -42,10 +45,10 @@ class TrainDomainsConfig(ClassifierConfig):
 
 
 class Lexicon(NamedTuple):
-    """`types` str; `hashes` uint64[n] sorted, `type_of` int64[n]: the seed words and the type each points to."""
+    """`types` str; `words`: the n seed words; `type_of` int64[n]: the type each points to."""
 
     types: list[str]
-    hashes: NDArray[np.uint64]
+    words: Listed
     type_of: NDArray[np.int64]
 
 
@@ -69,11 +72,11 @@ def seed_words() -> tuple[list[str], dict[str, int]]:
 @lru_cache(maxsize=1)
 def lexicon() -> Lexicon:
     """The seed words by their hashes."""
+    from puna.stages.curate.text.listed import listed
     from puna.stages.curate.text.words import folded_hashes
 
     types, owner = seed_words()
-    pairs = sorted(zip(folded_hashes(list(owner)).tolist(), owner.values(), strict=True))
-    return Lexicon(types, np.array([v for v, _ in pairs], np.uint64), np.array([t for _, t in pairs], np.int64))
+    return Lexicon(types, listed(folded_hashes(list(owner))), np.array(list(owner.values()), np.int64))
 
 
 def looked_at(text: str) -> NDArray[np.int64]:
@@ -86,11 +89,10 @@ def looked_at(text: str) -> NDArray[np.int64]:
 def seed_counts(text: str) -> NDArray[np.int64]:
     """Different seed words of each type in `text`, int64[types]."""
     from puna.stages.curate.text.characters import code_points
-    from puna.stages.curate.text.words import found_among, split_codes
+    from puna.stages.curate.text.listed import words_held
 
-    words = lexicon()
-    found = found_among(split_codes(code_points(text)).folded, words.hashes)
-    return np.bincount(words.type_of[found], minlength=len(words.types))
+    known = lexicon()
+    return np.bincount(known.type_of[words_held(code_points(text), known.words)], minlength=len(known.types))
 
 
 def seed_label(counts: NDArray[np.int64], min_seeds: int, max_second: float) -> str | None:

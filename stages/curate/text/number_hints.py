@@ -1,4 +1,5 @@
-"""What a text may have of personal data, from one pass over its characters: a search that cannot find anything is spared."""
+"""What a text may have of personal data, and where its long numbers are, each from one pass over its characters: a search that cannot
+find anything is spared."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
+from puna.stages.curate.text.characters import code_points
 
 
 class Hint(IntFlag):
@@ -32,11 +34,45 @@ AT, HIDDEN_AT, DIGIT, NUMBERS, IBAN, IPV4, IPV6, TEN, TWELVE, SSN, ABROAD = (int
 # IS_WORD: letters, digits and what else stands in a word, of ASCII. IS_SIGN: what is looked for itself
 IS_DIGIT, IS_BETWEEN, IS_LETTER, IS_WORD, IS_SIGN = 1, 2, 4, 8, 16
 LONG = 6  # characters between the first and the last digit of NUMBERS
+IN_PHONES = "+ext"  # what a phone number may have besides digits and what stands between them: a plus, the words of its extension
+PHONE_DIGITS = 7  # of a phone number, at least
+IN_PHONE, OF_PHONE = 1, 2  # a character of phone numbers; a digit of them
 
 
 def hints(text: str) -> Hint:
     """What the text may have."""
     return Hint(int(_hints(np.frombuffer(text.encode("utf-16-le", "surrogatepass"), np.uint16), _roles())))
+
+
+def phone_stretches(text: str) -> list[tuple[int, int]]:
+    """Start and stop of each stretch of the characters of phone numbers, as long as it can be, that has the digits of one."""
+    found: list[tuple[int, int]] = list(map(tuple, _stretches(code_points(text), _in_phones()).tolist()))
+    return found
+
+
+@functools.cache
+def _in_phones() -> NDArray[np.uint8]:
+    """Whether a code point of two bytes is in phone numbers, and whether it is a digit; at the end of all others, some of which are."""
+    roles = np.append(_roles(), np.uint8(IS_DIGIT))
+    found = np.where(roles & IS_DIGIT, IN_PHONE | OF_PHONE, np.where(roles & IS_BETWEEN, IN_PHONE, 0)).astype(np.uint8)
+    found[[ord(character) for character in IN_PHONES]] = IN_PHONE
+    return found
+
+
+@njit(cache=True)
+def _stretches(codes: NDArray[np.uint32], kinds: NDArray[np.uint8]) -> NDArray[np.int64]:
+    found, count = np.empty((len(codes) // PHONE_DIGITS + 1, 2), np.int64), 0
+    start, digits = 0, 0
+    for at in range(len(codes) + 1):
+        kind = np.uint8(0) if at == len(codes) else kinds[min(codes[at], np.uint32(len(kinds) - 1))]
+        if kind:
+            digits += kind & OF_PHONE != 0
+            continue
+        if digits >= PHONE_DIGITS:
+            found[count, 0], found[count, 1] = start, at
+            count += 1
+        start, digits = at + 1, 0
+    return found[:count]
 
 
 @functools.cache

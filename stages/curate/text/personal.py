@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from puna.stages.curate.text.number_hints import Hint, hints
+from puna.stages.curate.text.number_hints import Hint, hints, phone_stretches
 from puna.stages.curate.text.postal import postal_addresses
 
 
@@ -213,6 +213,7 @@ NORTH_AMERICAN = re.compile(
 FRENCH = re.compile(EDGE + r"0[1-9](?P<s>[ .-])\d\d(?:(?P=s)\d\d){3}" + END)
 NATIONAL = re.compile(EDGE + r"(?<!\w\()(?:00[1-9]|0|\(0|\(?[1-9])\d{0,9}\)?(?:[ .\-/]{1,2}\(?\d{1,8}\)?){0,5}" + EXTENSION + END)
 PHONE_FORMS = ((INTERNATIONAL, Hint.ABROAD, 9, 20), (NORTH_AMERICAN, Hint.TEN, 10, 16), (FRENCH, Hint.TEN, 10, 10))  # digits
+BEHIND = 2  # characters behind a number that its forms look at
 FICTION = re.compile(r"555\D?01\d\d$")
 
 
@@ -221,16 +222,16 @@ YEARS = re.compile(r"(?:19|20)\d\d\D{1,2}(?:19|20)\d\d|\d{1,2}[./-]\d{1,2}[./-](
 
 def phones(text: str) -> Iterator[Span]:
     """Phone numbers: international ones, the fixed North American and French groupings, others beside a word like `tel`."""
-    seen = hints(text)
+    seen, stretches = hints(text), phone_stretches(text)
     for pattern, needed, least, most in PHONE_FORMS:
         if not seen & needed:
             continue
-        for match in pattern.finditer(text):
+        for match in _within(stretches, pattern, text):
             digits = sum(map(str.isdecimal, match[0]))
             short = digits == 8 and pattern is INTERNATIONAL and SAYS_PHONE.search(text[max(0, match.start() - 32) : match.start()])
             if (least <= digits <= most or short) and not FICTION.search(match[0]):
                 yield Span(match.start(), match.end(), "phone")
-    for match in NATIONAL.finditer(text):
+    for match in _within(stretches, NATIONAL, text):
         if match.end() - match.start() < 7:
             continue
         if not 7 <= sum(map(str.isdecimal, match[0])) <= 16 or YEARS.fullmatch(match[0]) or FICTION.search(match[0]):
@@ -240,6 +241,12 @@ def phones(text: str) -> Iterator[Span]:
         before = text[max(0, match.start() - 32) : match.start()]
         if SAYS_PHONE.search(before) or SAID_PHONE.match(text, match.end()):
             yield Span(match.start(), match.end(), "phone")
+
+
+def _within(stretches: list[tuple[int, int]], pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    """The matches of a form in stretches of a text out of which none of its matches reaches."""
+    for start, stop in stretches:
+        yield from pattern.finditer(text, start, stop + BEHIND)
 
 
 # --- postal addresses ------------------------------------------------------------------------------------

@@ -23,11 +23,12 @@ UNIT = (
 
 # 221B Baker Street, Suite 4; 1600 N. Main St. NW; 350 5th Ave
 ENGLISH_KINDS = (
-    r"(?:Street|St|Avenue|Ave|Road|Rd|Boulevard|Blvd|Lane|Ln|Drive|Dr|Court|Ct|Square|Sq|Place|Pl|Terrace|Crescent|Close|Way|Parkway|"
-    r"Pkwy|Highway|Hwy|Circle|Cir|Trail|Walk|Row|Gardens|Green|Grove|Hill|Quay|Mews|Broadway|Turnpike|Plaza)\b\.?"
-)
+    "Street", "St", "Avenue", "Ave", "Road", "Rd", "Boulevard", "Blvd", "Lane", "Ln", "Drive", "Dr", "Court", "Ct", "Square", "Sq", "Place",
+    "Pl", "Terrace", "Crescent", "Close", "Way", "Parkway", "Pkwy", "Highway", "Hwy", "Circle", "Cir", "Trail", "Walk", "Row", "Gardens",
+    "Green", "Grove", "Hill", "Quay", "Mews", "Broadway", "Turnpike", "Plaza",
+)  # fmt: skip
 ENGLISH = (
-    rf"{NUMBER} (?:[NSEW]{{1,2}}\.? )?(?:(?:{NAME}|\d{{1,3}}(?:st|nd|rd|th)|of|the) ){{0,4}}?{ENGLISH_KINDS}"
+    rf"{NUMBER} (?:[NSEW]{{1,2}}\.? )?(?:(?:{NAME}|\d{{1,3}}(?:st|nd|rd|th)|of|the) ){{0,4}}?(?:{'|'.join(ENGLISH_KINDS)})\b\.?"
     rf"(?: [NSEW]{{1,2}}\b\.?)?(?:{GAP}{UNIT})?"
 )
 BOX = r"(?:P\.? ?O\.? Box|Post Office Box|Postfach|Postbus|Apartado|BP) \d{1,7}(?: \d{2,3})*"
@@ -57,7 +58,7 @@ ROMANCE = (
 FORMS: tuple[tuple[re.Pattern[str], Words | None], ...] = tuple(
     (re.compile(rf"{form}(?!\w)"), words)
     for form, words in (
-        (ENGLISH, None),
+        (ENGLISH, Words(*(f" {kind}" for kind in ENGLISH_KINDS))),
         (BOX, Words("Box ", "Postfach ", "Postbus ", "Apartado ", "BP ")),
         (ROMANCE, None),
         (FRENCH, Words(*(f" {kind} " for kind in FRENCH_KINDS))),  # it would be tried at every number

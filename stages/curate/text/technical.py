@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
 from puna.stages.curate.text.characters import code_points
-from puna.stages.curate.text.words import folded_hashes, found_among, split_codes
+from puna.stages.curate.text.listed import Listed, listed, words_held
+from puna.stages.curate.text.words import folded_hashes
 
 SEEDS = Path(__file__).parents[1] / "data" / "reasoning.txt"
 NEWLINE, BACKSLASH = 10, 92
@@ -47,10 +48,10 @@ FORMULA_BOUNDS = np.array(FORMULA_RANGES, np.uint32)
 
 
 @lru_cache(maxsize=1)
-def reasoning_hashes() -> NDArray[np.uint64]:
-    """Hashes of the words of deduction of all languages, uint64[n], sorted."""
+def reasoning_words() -> Listed:
+    """The words of deduction of all languages."""
     lines = [line for line in SEEDS.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
-    return np.unique(np.concatenate([folded_hashes(line.partition(":")[2].split()) for line in lines]))
+    return listed(np.unique(np.concatenate([folded_hashes(line.partition(":")[2].split()) for line in lines])))
 
 
 def measured(text: str) -> Technical:
@@ -59,8 +60,7 @@ def measured(text: str) -> Technical:
     if not len(codes):
         return Technical(0, 0, 0, 0)
     lines, code = code_lines(codes)
-    words = found_among(split_codes(codes).folded, reasoning_hashes())
-    return Technical(lines, code, formula_marks(codes), int(words.sum()))
+    return Technical(lines, code, formula_marks(codes), int(words_held(codes, reasoning_words()).sum()))
 
 
 @njit(cache=True)

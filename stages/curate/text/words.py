@@ -181,6 +181,22 @@ def split_ranges(
     return count
 
 
+@njit(cache=True, borrows=True)
+def folded_hash(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np.uint32], first: int, last: int) -> np.uint64:
+    """`Words.folded` of the word first..last."""
+    value, digit = np.uint64(0), False
+    for at in range(first, last):
+        code = codes[at]
+        if flags[code] & DECIMAL:
+            if not digit:
+                value = value * BASE + np.uint64(ZERO) + ONE
+            digit = True
+        else:
+            value = value * BASE + np.uint64(lower[code]) + ONE
+            digit = False
+    return np.uint64(mix(value))
+
+
 @njit(cache=True)
 def describe(
     codes: NDArray[np.uint32],
@@ -207,21 +223,10 @@ def describe(
             every &= here
             some |= here
         value = hashes[last] - hashes[first] * power[last - first]
-        folded = value
-        if some & (CASED | DECIMAL):
-            folded, digit = np.uint64(0), False
-            for at in range(first, last):
-                code = codes[at]
-                if flags[code] & DECIMAL:
-                    if not digit:
-                        folded = folded * BASE + np.uint64(ZERO) + ONE
-                    digit = True
-                else:
-                    folded = folded * BASE + np.uint64(lower[code]) + ONE
-                    digit = False
+        folded = folded_hash(codes, flags, lower, first, last) if some & (CASED | DECIMAL) else mix(value)
         out_hash[word] = value
         out_power[word] = power[last - first]
-        out_folded[word] = mix(folded)
+        out_folded[word] = folded
         out_flags[word] = (IS_SYMBOL if every & SYMBOL else 0) | (HAS_LETTER if some & ALPHABETIC else 0)
 
 
@@ -266,23 +271,6 @@ def spaced(text: str) -> str:
     flags, _ = tables()
     codes: bytes = _spaced(code_points(text.lower()), flags, weights()).tobytes()
     return codes.decode("utf-32-le", "surrogatepass")
-
-
-@njit(cache=True)
-def found_among(words: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Which of the `known` hashes (sorted) are among those of some words."""
-    found = np.zeros(len(known), np.bool_)
-    for word in words:
-        low, high = 0, len(known)
-        while low < high:
-            middle = (low + high) >> 1
-            if known[middle] < word:
-                low = middle + 1
-            else:
-                high = middle
-        if low < len(known) and known[low] == word:
-            found[low] = True
-    return found
 
 
 def split(text: str) -> list[str]:

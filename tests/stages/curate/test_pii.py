@@ -17,7 +17,7 @@ from puna.stages.contract import execute
 from puna.stages.curate import pii as module
 from puna.stages.curate.pii import PiiConfig, pii
 from puna.stages.curate.text import personal
-from puna.stages.curate.text.number_hints import Hint, hints
+from puna.stages.curate.text.number_hints import Hint, hints, phone_stretches
 from puna.stages.curate.text.personal import FINDERS, NEEDED, find, luhn, masked
 from puna.storage import Store
 
@@ -103,6 +103,20 @@ def test_a_search_that_is_spared_would_have_found_nothing(text):
         assert seen & needed or not pattern.search(text)
     assert Hint.NUMBERS in seen or not personal.NUMBERS.search(text)
     assert [m.span() for m in personal._around("@", personal.EMAIL, text)] == [m.span() for m in personal.EMAIL.finditer(text)]
+
+
+PHONE_PIECES = [*"0123456789" * 3, *" .-/()+ext,:a#€_\n", "(212) 555-0199", "+49 30 ", "01 23 45 67 89", "1 800 ", "٣", "\U0001d7d8", " ext. 12", "x7", "tel "]
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.lists(st.sampled_from(PHONE_PIECES), max_size=40).map("".join))
+def test_stretches_hold_whatever_a_form_of_phone_numbers_finds_in_the_whole_text(text):
+    stretches = phone_stretches(text)
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(stretches))
+    for pattern in (personal.NATIONAL, *(form for form, *_ in personal.PHONE_FORMS)):
+        whole = [m.span() for m in pattern.finditer(text) if sum(map(str.isdecimal, m[0])) >= 7]
+        parts = [m.span() for m in personal._within(stretches, pattern, text) if sum(map(str.isdecimal, m[0])) >= 7]
+        assert parts == whole
 
 
 def test_addresses_of_any_length_are_found_around_their_sign():
