@@ -2,8 +2,8 @@
 
 The layers that do not stay come in turn while those before them compute: from disk into one of two buffers, by a thread; to a GPU into
 one of two sets of weights, by a stream of copies from pinned memory. `planner.py` chooses how many stay. What is computed, and in which
-order, is what a model in memory computes, so answers have the same bits. Keys and values stay in memory: each step reads all of them, as
-it reads the weights, and an answer whose pages must go is computed again (`schedule.py`).
+order, is what a model in memory computes, so answers have the same bits. On a CPU keys and values may come in turn, too
+(`streamed_cache.py`), so that more answers share what is brought for a pass.
 """
 
 from __future__ import annotations
@@ -272,8 +272,8 @@ def spread(streamed: int, layers: int) -> list[int]:
     return [i for i in range(layers) if (i + 1) * streamed // layers > i * streamed // layers]
 
 
-def offloaded(source: Source, level: Level, streamed: int, device: torch.device) -> tuple[Transformer, Shelf | None]:
-    """The model with all but `streamed` of its layers on the device, and where those are."""
+def offloaded(source: Source, level: Level, streamed: int, device: torch.device, keys: bool = False) -> tuple[Transformer, Shelf | None]:
+    """The model with all but `streamed` of its layers on the device, and where those are; with `keys` keys and values come in turn, too."""
     model, layers = source.take_empty(), source.config.num_hidden_layers
     numbers = spread(streamed, layers)
     state = source.rest(device)
@@ -283,15 +283,15 @@ def offloaded(source: Source, level: Level, streamed: int, device: torch.device)
     if source.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     model.requires_grad_(False)
+    cuda = device.type == "cuda"
+    if (numbers or keys) and not cuda and _by_loops(source, model):
+        model.model.by_loops = ExactPass(model)  # type: ignore[assignment]
+    model.model.streamed_keys = keys  # type: ignore[assignment]
     if not numbers:
         return model, None
-    cuda = device.type == "cuda"
     shelf = Host(source, numbers) if level == "host" else Disk(source, numbers, 3 if cuda else 2, cuda)
     compute: Compute = Copies(shelf, source, numbers, device) if cuda else in_turn(shelf, source)
-    twin = nn.ModuleList(Streamed(compute, n) if n in numbers else block for n, block in enumerate(model.model.layers))
-    if not cuda and _by_loops(source, model):
-        model.model.by_loops = ExactPass(model)  # type: ignore[assignment]
-    model.model.layers = twin
+    model.model.layers = nn.ModuleList(Streamed(compute, n) if n in numbers else block for n, block in enumerate(model.model.layers))
     return model, shelf
 
 

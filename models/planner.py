@@ -3,8 +3,9 @@ et al. 2023).
 
 A pass through the model takes as long as the longer of two things that overlap: bringing the layers that do not stay, whatever the number
 of tokens, and computing all layers, each as long as its weights take to be read from memory or its products to be multiplied. Memory for
-one more answer is memory for less of the weights, so every division is weighed by the tokens per second that it gives. The rates are
-measured at start, with the model's own first layer.
+one more answer is memory for less of the weights, so every division is weighed by the tokens per second that it gives. Keys and values of
+layers can come, too, which leaves room for more answers and is more to bring. The rates are measured at start, with the model's own first
+layer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
+from shutil import disk_usage
 from statistics import median
+from tempfile import gettempdir
 
 import torch
 
@@ -53,20 +57,27 @@ class Shape:
     brought: int
     beside: int
     token: int  # keys and values of a token, those of a draft with them
+    moving: int = 0  # of these, a layer's that need not stay
+    disk: int = 0  # room for those that do not
 
     @staticmethod
     def of(source: Source, device: torch.device, draft: ModelConfig | None = None) -> Shape:
-        """Two buffers beside a CPU, with a layer spelled out where it lies in another dtype; two layers on a GPU."""
+        """Two buffers beside a CPU, with a layer spelled out where it lies in another dtype; two layers on a GPU, where keys and values
+        stay. So do latents, which are small."""
         beside = 2 * source.read_bytes + (0 if source.as_it_lies else source.layer_bytes)
         if device.type == "cuda":
             beside = 2 * source.layer_bytes
         precision: Precision = "fp32" if source.dtype == torch.float32 else "bf16"
         token = sum(cache_bytes(config, 1, precision) for config in (source.config, draft) if config is not None)
-        return Shape(source.config, source.dtype.itemsize, source.layer_bytes, source.rest_bytes, source.read_bytes, beside, token)
+        stay = device.type == "cuda" or source.config.mla is not None
+        moving = 0 if stay else cache_bytes(source.config, 1, precision) // source.config.num_hidden_layers
+        read, disk = source.read_bytes, disk_usage(gettempdir()).free * 9 // 10
+        return Shape(source.config, source.dtype.itemsize, source.layer_bytes, source.rest_bytes, read, beside, token, moving, disk)
 
-    def kept(self, tokens: int) -> int:
-        """Keys and values of so many tokens of one answer."""
-        return (-(-tokens // PAGE) + 1) * PAGE * self.token
+    def kept(self, tokens: int, streams: bool = False) -> int:
+        """Keys and values of so many tokens of one answer: in memory, where they come in turn, those of two layers."""
+        gone = self.moving * max(0, self.config.num_hidden_layers - 2) if streams else 0
+        return (-(-tokens // PAGE) + 1) * PAGE * (self.token - gone)
 
     def scratch(self, step_tokens: int, answers: int) -> int:
         """What a step needs while it computes: one layer's numbers for its tokens, and the answers' logits, four times in fp32."""
@@ -81,9 +92,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was chosen: layers that do not stay, answers at once, tokens a step, bytes of keys and values; and what is to be expected."""
+    """What was chosen: layers that do not stay, whether keys and values do not, answers at once, tokens a step, bytes of keys and values
+    in memory; and what is to be expected."""
 
     streamed: int
+    keys: bool
     layers: int
     sequences: int
     step_tokens: int
@@ -96,9 +109,10 @@ class Plan:
     def line(self, level: Level) -> str:
         """The choice in one line."""
         where = f"{self.layers - self.streamed} of {self.layers} layers stay in memory, {self.streamed} come from {level} for each pass"
+        keys = f" that come from {gettempdir()} in turn" if self.keys else ""
         return (
             f"{where if self.streamed else f'all {self.layers} layers fit into memory'}; {self.sequences} answers at once, "
-            f"{self.step_tokens} tokens a step, {self.pages / 1e9:.2f} GB of keys and values, {self.memory / 1e9:.2f} GB in all: "
+            f"{self.step_tokens} tokens a step, {self.pages / 1e9:.2f} GB of keys and values{keys}, {self.memory / 1e9:.2f} GB in all: "
             f"{self.tokens_per_second:.3g} tokens/s expected, {self.step_seconds:.3g} s a step, bound by {self.bound}"
         )
 
@@ -112,18 +126,20 @@ def choose(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int
     plans = list(_plans(shape, memory, rates, work, step_tokens))
     if not plans:
         longest = max(work.prompt + work.answer, work.longest)
-        least = shape.rest + shape.beside + shape.kept(longest) + shape.scratch(step_tokens or STEP_TOKENS[0], 1)
+        least = shape.rest + shape.beside + shape.kept(longest, shape.moving > 0) + shape.scratch(step_tokens or STEP_TOKENS[0], 1)
         raise ValueError(
             f"memory = {memory / 1e9:.3g} GB is too little even with all layers offloaded: one answer of {longest} tokens with its "
             f"prompt needs {least / 1e9:.3g} GB; give more memory, or ask for fewer tokens"
         )
-    return max(plans, key=lambda plan: (plan.tokens_per_second, -plan.sequences))
+    return max(plans, key=lambda plan: (plan.tokens_per_second, -plan.keys, -plan.sequences))
 
 
 def _plans(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int | None) -> Iterator[Plan]:
-    each, longest, layers = shape.kept(work.prompt + work.answer), shape.kept(work.longest), shape.config.num_hidden_layers
-    for tokens in STEP_TOKENS if step_tokens is None else (step_tokens,):
+    ways = product(STEP_TOKENS if step_tokens is None else (step_tokens,), (False, True) if shape.moving else (False,))
+    layers = shape.config.num_hidden_layers
+    for tokens, keys in ways:
         for answers in range(1, work.answers + 1):
+            each, longest = shape.kept(work.prompt + work.answer, keys), shape.kept(work.longest, keys)
             pages = max(answers * each, longest)
             left = memory - shape.rest - shape.scratch(max(tokens, answers), answers) - pages
             if left >= layers * shape.layer:
@@ -132,28 +148,33 @@ def _plans(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int
                 streamed = layers - min((left - shape.beside) // shape.layer, layers - 1)
             else:
                 break
+            if keys and pages * layers * shape.moving > shape.disk * (shape.token - (layers - 2) * shape.moving):
+                break
             waves = -(-work.answers // answers)
             prefill = -(-answers * work.prompt // tokens)
-            first = pass_seconds(shape, rates, streamed, min(tokens, answers * work.prompt), work.prompt // 2, 0)[0]
-            step, bound = pass_seconds(shape, rates, streamed, answers, work.prompt + work.answer // 2, answers)
+            size = min(tokens, answers * work.prompt)
+            first = pass_seconds(shape, rates, streamed, size, work.prompt // 2, 0, keys)[0]
+            step, bound = pass_seconds(shape, rates, streamed, answers, work.prompt + work.answer // 2, answers, keys)
             seconds = waves * (prefill * first + work.answer * step)
             spent = memory - left + (layers - streamed) * shape.layer + (shape.beside if streamed else 0)
             speed = work.answers * work.answer / seconds
-            yield Plan(streamed, layers, answers, tokens, pages, spent, speed, step, bound)
+            yield Plan(streamed, keys, layers, answers, tokens, pages, spent, speed, step, bound)
 
 
-def pass_seconds(shape: Shape, rates: Rates, streamed: int, tokens: int, context: int, drawn: int) -> tuple[float, str]:
+def pass_seconds(
+    shape: Shape, rates: Rates, streamed: int, tokens: int, context: int, drawn: int, keys: bool = False
+) -> tuple[float, str]:
     """Seconds of a pass over so many tokens behind `context` others each, `drawn` of them drawn from, and what it is bound by."""
     config = shape.config
-    bringing = streamed * shape.brought / rates.bringing
+    moving = max(drawn, 1) * context + max(tokens, PAGE * drawn) if keys else 0  # tokens that are seen, and pages that go back
+    bringing = (streamed * shape.brought + moving * config.num_hidden_layers * shape.moving) / rates.bringing
     head = config.vocab_size * config.hidden_size
     matrices = 2 * (matrix_parameters(config) - head) * tokens
     attention = forward_flops(config, [context + 1]) - forward_flops(config, [context]) - 2 * matrix_parameters(config)
     weights = config.num_hidden_layers * shape.layer
     reading = (weights + (head * shape.element if drawn else 0) + (shape.kept(context) * drawn)) / rates.bandwidth
     multiplying = (matrices + attention * tokens + 2 * head * drawn) / rates.flops
-    longest = max((bringing, "bringing layers"), (reading, "reading weights"), (multiplying, "products"))
-    return longest
+    return max((bringing, "bringing layers"), (reading, "reading weights"), (multiplying, "products"))
 
 
 def measure(source: Source, level: Level, device: torch.device) -> Rates:

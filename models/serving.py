@@ -158,7 +158,7 @@ def offloaded_model(
     shape = Shape.of(source, device, None if draft is None else draft.config)
     choose(shape, room - smaller, Rates(1.0, 1.0, 1.0), work, step_tokens)  # what cannot be is refused before it is measured
     plan = choose(shape, room - smaller, measure(source, offload, device), work, step_tokens)
-    model, shelf = offloaded(source, offload, plan.streamed, device)
+    model, shelf = offloaded(source, offload, plan.streamed, device, plan.keys)
     limits = {"sequences": plan.sequences, "step_tokens": plan.step_tokens, "memory": plan.pages}
     return Offloaded(model, limits, plan.line(offload), shelf)
 

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from puna.kernels.exact import exact_passes
-from puna.models.cache import Cache
 from puna.models.dense import loops
 from puna.models.generation.pages import PagePool
 from puna.models.generation.sampling import Draw, draw
@@ -34,6 +33,7 @@ from puna.models.generation.step import Stretch, run
 from puna.models.machine import generation_room
 from puna.models.sampling_params import SamplingParams
 from puna.models.sinks import kept
+from puna.models.streamed_cache import cache_of
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
@@ -157,7 +157,7 @@ class Engine:
                 for cache in self.caches:
                     cache.copy(self.scheduler.copies)
                     if self.kept is not None and self.scheduler.turns:
-                        self.kept.turn_back(cache.rotated, list(chain(*self.scheduler.turns.values())), self.model.config)
+                        cache.turn_back(self.kept, list(chain(*self.scheduler.turns.values())))
                 self.scheduler.copies, self.scheduler.turns = [], {}
                 hidden_ND, row = self._compute(work), -1
                 for answer in work:
@@ -265,9 +265,9 @@ class Engine:
         if self._places != places:
             self._places = places
             sequences, step_tokens, memory = generation_room(places[0][0], *self._wanted)
-            pages = max(1, memory // sum(Cache(model, 1).bytes for model in self.models))
+            pages = max(1, memory // sum(cache_of(model, 1).bytes for model in self.models))
             pages = min(pages, 1 << 18)  # four million tokens: a small model on a GPU would have lists of many more pages
-            self.caches = [Cache(model, pages) for model in self.models]
+            self.caches = [cache_of(model, pages) for model in self.models]
             self.scheduler = Scheduler(PagePool(pages), sequences, step_tokens, len(self.models) > 1, self.kept)
         self.scheduler.restart()
         self._loops, self._weights = [loops(model) for model in self.models], weights

@@ -41,16 +41,17 @@ def run(model: Transformer, cache: Cache, work: Sequence[Stretch], by_loops: Pas
     device = model.model.embed_tokens.weight.device
     plan = PagedPlan(torch.from_numpy(tables), torch.from_numpy(sequence), torch.from_numpy(position), device)
     x_ND = model.model.embed_tokens(ids.to(device))
-    if by_loops is not None and not torch.is_autocast_enabled("cpu"):
-        return by_loops(x_ND, cache.layers, plan, cache.windows)
-    where = torch.from_numpy(tables[sequence, position // PAGE].astype(np.int64) * PAGE + position % PAGE).to(device)
-    positions = torch.from_numpy(position.astype(np.int64)).to(device)
-    if cache.latents:
-        return model.model(x_ND, positions, LatentPages(cache.latents, plan, where))
+    with cache.opened(plan) as layers:
+        if by_loops is not None and not torch.is_autocast_enabled("cpu"):
+            return by_loops(x_ND, layers, plan, cache.windows)
+        where = torch.from_numpy(tables[sequence, position // PAGE].astype(np.int64) * PAGE + position % PAGE).to(device)
+        positions = torch.from_numpy(position.astype(np.int64)).to(device)
+        if cache.latents:
+            return model.model(x_ND, positions, LatentPages(cache.latents, plan, where))
 
-    def attend(layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> Tensor:
-        pages = cache.layers[layer]
-        kv_append_(*pages, k_NGK, v_NGV, where)
-        return paged_attention(q_NHK, *pages, plan, cache.windows[layer])
+        def attend(layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> Tensor:
+            pages = layers[layer]
+            kv_append_(*pages, k_NGK, v_NGV, where)
+            return paged_attention(q_NHK, *pages, plan, cache.windows[layer])
 
-    return model.model(x_ND, positions, attend)
+        return model.model(x_ND, positions, attend)

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/offload.py --folder /path/with/room --layers 36 --memory 4 --json
 
 A Llama of width 4096 (708 MB a layer in fp32) with random weights is written to the folder once. Each way runs in a process of its own:
-`puna` with `--memory` GB, `mapped` is Puna without a planner, whose weights are the files' memory map and come by the system's page cache,
+`puna` with `--memory` GB, `weights` the same with keys and values that all stay in memory, `mapped` is Puna without a planner, whose weights are the files' memory map and come by the system's page cache,
 `accelerate` is transformers with `device_map="auto"`, `--memory` GB for weights and the rest on disk. All answer `--prompts` prompts of
 `--prompt` tokens with `--answer` tokens each, the likeliest, at once. `seconds` is the whole, `pass_seconds` a step of decoding; `hidden` is
 the share of reading that other work was done in, `expected` what the planner promised. For the last two the page cache is as large as the
@@ -19,19 +19,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-WAYS = ("puna", "mapped", "accelerate")
+WAYS = ("puna", "weights", "mapped", "accelerate")
 
 
-def write(folder: Path, layers: int, width: int, dtype: torch.dtype) -> None:
+def write(folder: Path, layers: int, width: int, groups: int, dtype: torch.dtype) -> None:
     """A checkpoint with a file for each layer; random weights, small enough for finite numbers."""
     from safetensors.torch import save_file
 
-    inner, keys, vocabulary = width * 43 // 16, width // 4, 32000
+    inner, keys, vocabulary = width * 43 // 16, 128 * groups, 32000
     shapes = {
         "input_layernorm": (width,), "post_attention_layernorm": (width,), "self_attn.q_proj": (width, width),
         "self_attn.k_proj": (keys, width), "self_attn.v_proj": (keys, width), "self_attn.o_proj": (width, width),
@@ -55,7 +56,7 @@ def write(folder: Path, layers: int, width: int, dtype: torch.dtype) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": vocabulary, "hidden_size": width,
-        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": width // 128, "num_key_value_heads": width // 512,
+        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": width // 128, "num_key_value_heads": groups,
         "head_dim": 128, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
         "hidden_act": "silu", "torch_dtype": str(dtype).removeprefix("torch."), "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
@@ -82,7 +83,8 @@ def warm_up() -> None:
         Engine(model, exact=exact).generate(prompts(2, 100, 512), SamplingParams(max_tokens=3, temperature=0, stop=()))
 
 
-def by_puna(args: argparse.Namespace, mapped: bool) -> dict[str, Any]:
+def by_puna(args: argparse.Namespace, mapped: bool = False, stay: bool = False) -> dict[str, Any]:
+    from puna.models import planner
     from puna.models.checkpoint import load
     from puna.models.generation import Engine, SamplingParams
     from puna.models.offload import Disk
@@ -92,6 +94,9 @@ def by_puna(args: argparse.Namespace, mapped: bool) -> dict[str, Any]:
     told: dict[str, Any] = {}
     shelf = None
     warm_up()
+    if stay:
+        own = planner.Shape.of
+        planner.Shape.of = staticmethod(lambda *given: replace(own(*given), moving=0))  # type: ignore[method-assign]
     if mapped:
         engine = Engine(load(args.folder))
     else:
@@ -142,6 +147,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--groups", type=int, help="key-value heads of width 128 (default: a quarter of the query heads)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the files; all compute in fp32")
     parser.add_argument("--memory", type=float, default=4.0)
     parser.add_argument("--prompts", type=int, default=1)
@@ -154,14 +160,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         ways: dict[str, Callable[[], dict[str, Any]]] = {
-            "puna": lambda: by_puna(args, False), "mapped": lambda: by_puna(args, True), "accelerate": lambda: by_accelerate(args),
+            "puna": lambda: by_puna(args), "weights": lambda: by_puna(args, stay=True), "mapped": lambda: by_puna(args, mapped=True),
+            "accelerate": lambda: by_accelerate(args),
         }  # fmt: skip
         begun = time.perf_counter()
         found = ways[args.one]()
         print(json.dumps(found | {"all_seconds": time.perf_counter() - begun, "peak_gb": peak()}))
         return
     if not (args.folder / "config.json").exists():
-        write(args.folder, args.layers, args.width, getattr(torch, args.dtype))
+        write(args.folder, args.layers, args.width, args.groups or args.width // 512, getattr(torch, args.dtype))
     told = {}
     for way in args.ways:
         if args.drop:
