@@ -22,26 +22,29 @@ if TYPE_CHECKING:
 
 def opened(
     model: str, store: str, serving: ServingSettings, draft: str | None = None, work: Callable[[Tokenizer, int], Work] | None = None,
-    **limits: Any,
+    draft_weights: Weights = "same", **limits: Any,
 ) -> Engine:  # fmt: skip
     """An engine of a model named as the commands take it. `work`: what is to be answered, by tokenizer and longest context; where layers
     are offloaded it is planned for, and told on standard error."""
+    if draft is None and draft_weights != "same":
+        raise PunaError("--draft-weights: there is no draft; name one by --draft, or leave this out")
     try:
         smaller = None if draft is None else _loaded(draft, store)
         if serving.offload == "none":
             memory = None if serving.memory is None else int(serving.memory * 1e9)
             network, tokenizer = _loaded(model, store)
-            return engine_of(network, tokenizer, serving.weights, smaller, memory=memory, **serving.kept, **limits)
+            kept = {"memory": memory, **serving.kept, **limits}
+            return engine_of(network, tokenizer, serving.weights, smaller, draft_weights=draft_weights, **kept)
         if limits.get("prefill_threads"):
             raise PunaError("--prefill-threads: a process for prompts needs a model whose layers all stay in memory: leave --offload out")
-        return _offloaded(model, store, serving, smaller, work, limits.get("step_tokens"))
+        return _offloaded(model, store, serving, smaller, work, limits.get("step_tokens"), draft_weights)
     except ValueError as error:
         raise PunaError(f"{model}: {error}") from error
 
 
 def _offloaded(
     model: str, store: str, serving: ServingSettings, draft: tuple[Transformer, Tokenizer] | None,
-    work: Callable[[Tokenizer, int], Work] | None, step_tokens: int | None,
+    work: Callable[[Tokenizer, int], Work] | None, step_tokens: int | None, draft_weights: Weights,
 ) -> Engine:  # fmt: skip
     from puna.models.checkpoint import read_config
     from puna.models.tokenizer import Tokenizer
@@ -54,7 +57,7 @@ def _offloaded(
     smaller = None if draft is None else draft[0]
     found = offloaded_model(folder, place, serving.offload, serving.memory, asked, step_tokens, smaller)
     typer.echo(found.plan, err=True)
-    return engine_of(found.model, tokenizer, "same", draft, **found.limits, **serving.kept)
+    return engine_of(found.model, tokenizer, "same", draft, draft_weights=draft_weights, **found.limits, **serving.kept)
 
 
 def served(weights: Weights, offload: Offload, memory: float | None, sinks: int, window: int | None) -> ServingSettings:

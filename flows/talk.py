@@ -59,6 +59,9 @@ BranchesOption = Annotated[
 DraftOption = Annotated[
     str | None, typer.Option(metavar="MODEL", help="A smaller model with the same tokenizer that guesses ahead; the distribution stays")
 ]
+DraftWeightsOption = Annotated[
+    Weights, typer.Option(help="Those of --draft; the model itself in int8 is a draft that saves time where one prompt is answered")
+]
 MemoryOption = Annotated[
     float | None,
     typer.Option(
@@ -111,6 +114,7 @@ def chat(
     seed: SeedOption = 0,
     weights: WeightsOption = "same",
     draft: DraftOption = None,
+    draft_weights: DraftWeightsOption = "same",
     speculate: SpeculateOption = 0,
     branches: BranchesOption = 1,
     memory: MemoryOption = None,
@@ -120,7 +124,8 @@ def chat(
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Talk with a model; it keeps the conversation. /new begins another, Ctrl-C ends an answer, Ctrl-D the talk."""
-    engine = opened(model, store, served(weights, offload, memory, sinks, window), draft, lambda _, context: _talk(context, max_tokens))
+    serving = served(weights, offload, memory, sinks, window)
+    engine = opened(model, store, serving, draft, lambda _, context: _talk(context, max_tokens), draft_weights)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
     params = parameters(engine, CHAT, **asked_of, **ahead(speculate, branches, draft))
     start = [{"role": "system", "content": system}] if system else []
@@ -198,6 +203,7 @@ def generate(
     passages: Annotated[int, typer.Option(min=1, help="With --documents: passages for each prompt, of 150 words at most")] = 3,
     weights: WeightsOption = "same",
     draft: DraftOption = None,
+    draft_weights: DraftWeightsOption = "same",
     speculate: SpeculateOption = 0,
     branches: BranchesOption = 1,
     memory: MemoryOption = None,
@@ -218,7 +224,7 @@ def generate(
     def work(tokenizer: Tokenizer, context: int) -> Work:
         return Work(max(len(ids) for ids in _ids(tokenizer, given, raw)), max_tokens, len(given) * n)
 
-    engine = opened(model, store, served(weights, offload, memory, sinks, window), draft, work)
+    engine = opened(model, store, served(weights, offload, memory, sinks, window), draft, work, draft_weights)
     mask = None if schema is None else _mask(engine, schema)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed, "n": n}
     guessing = ahead(speculate, branches, draft if mask is None else None)
@@ -352,6 +358,7 @@ def api(
     ] = 0,
     weights: WeightsOption = "same",
     draft: DraftOption = None,
+    draft_weights: DraftWeightsOption = "same",
     speculate: SpeculateOption = 0,
     branches: BranchesOption = 1,
     memory: MemoryOption = None,
@@ -376,6 +383,6 @@ def api(
     if step_tokens is None and offload == "none" and device().type == "cpu":
         step_tokens = SERVED_AT_ONCE
     limits = {"sequences": sequences, "step_tokens": step_tokens, "prefill_threads": prefill_threads}
-    engine = opened(model, store, served(weights, offload, memory, sinks, window), draft, work, **limits)
+    engine = opened(model, store, served(weights, offload, memory, sinks, window), draft, work, draft_weights, **limits)
     made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, **ahead(speculate, branches, draft))
     uvicorn.run(made, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)

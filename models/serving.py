@@ -108,10 +108,11 @@ def prepared(model: Transformer, weights: Weights) -> Transformer:
 
 def engine_of(
     model: Transformer, tokenizer: Tokenizer, weights: Weights = "same", draft: tuple[Transformer, Tokenizer] | None = None,
-    prefill_threads: int = 0, **limits: Any,
+    prefill_threads: int = 0, draft_weights: Weights = "same", **limits: Any,
 ) -> Engine:  # fmt: skip
-    """An engine with its `limits`, of a model whose weights are changed in place; with `prefill_threads` long prompts of submitted requests
-    are computed by a process of their own. ValueError where they cannot be, and where a draft has other tokens than the model."""
+    """An engine with its `limits`, of a model and a draft whose weights are changed in place; with `prefill_threads` long prompts of
+    submitted requests are computed by a process of their own. ValueError where they cannot be, and where a draft has other tokens than
+    the model."""
     from puna.models.draft import DraftedEngine
     from puna.models.generation import Engine
     from puna.models.prefill import SplitEngine
@@ -126,7 +127,7 @@ def engine_of(
     smaller, other = draft
     if other.vocabulary.backend.get_vocab() != tokenizer.vocabulary.backend.get_vocab():
         raise ValueError("the draft has another tokenizer than the model: a token id would mean different texts to them")
-    return DraftedEngine(model, smaller, tokenizer, **limits)
+    return DraftedEngine(model, prepared(smaller, draft_weights), tokenizer, **limits)
 
 
 class Offloaded(NamedTuple):

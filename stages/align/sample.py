@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from puna.models.serving import Generator, ServingSettings, engine_of, guesses, vllm_engine
+from puna.models.serving import Generator, ServingSettings, Weights, engine_of, guesses, vllm_engine
 from puna.models.workload import Work
 from puna.stages.contract import Facts, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import answer_text, prompt_ids
@@ -56,6 +56,7 @@ class SampleConfig(BadRowsConfig, SeededConfig):
     max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
     split: Literal["train", "heldout"] = Field("train", description="Which prompts are answered")
     serving: ServingSettings = Field(ServingSettings(), description="How the models compute their answers")
+    draft_weights: Weights = Field("same", description="A draft's matrices: as they are, or in 8 bits, in which a model guesses for itself")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
 
@@ -67,6 +68,8 @@ def needs(config: SampleConfig, facts: Facts) -> list[str]:
         refused.append("serving.branches: a draft guesses one continuation; leave the draft out, or set branches to 1")
     if config.serving.window is not None and "draft" in facts.inputs:
         refused.append("serving.window: a draft needs all tokens; leave the draft out, or window")
+    if config.draft_weights != "same" and "draft" not in facts.inputs:
+        refused.append("draft_weights: there is no draft; give one as --input draft=…, or leave this out")
     return [*chat_template(facts, "models"), *config.serving.unmet("serving"), *refused]
 
 
@@ -132,7 +135,7 @@ def _answer(
             if config.serving.engine == "vllm":
                 return by_vllm()
             model, tokenizer, limits = loaded()
-            return engine_of(model, tokenizer, config.serving.weights, smaller(), **limits)
+            return engine_of(model, tokenizer, config.serving.weights, smaller(), draft_weights=config.draft_weights, **limits)
         except ValueError as error:
             raise PunaError(f"sample: {artifact.id}: {error}") from error
 

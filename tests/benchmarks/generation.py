@@ -333,6 +333,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, metavar="FILE", help="with --quantised or --sinks: the text that is read")
     parser.add_argument("--tokens", type=int, default=4096, help="with --quantised or --sinks: tokens of it")
     parser.add_argument("--draft", type=Path, metavar="PATH", help="with --speculate: a smaller model that guesses (default: the model in INT8)")
+    parser.add_argument("--most", type=int, default=6, help="with --speculate: tokens guessed at most")
     options = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, Any] = {}
@@ -343,7 +344,7 @@ def main() -> None:
     elif options.quantised:
         figures |= quantised(options.quantised, options.text, options.tokens)
     elif options.speculate:
-        figures |= speculation(options.speculate, options.rounds, options.draft)
+        figures |= speculation(options.speculate, options.rounds, options.draft, options.most)
     else:
         parts = {"speed": beside_transformers, "exact": exactness, "draft": draft_ceiling}
         for name, measure in parts.items():

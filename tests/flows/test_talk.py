@@ -161,6 +161,11 @@ def test_weights_in_8_bits_and_a_draft_are_a_matter_of_options(folder, tmp_path)
     engine = Engine(quantise(Transformer(SHAPE, generator=torch.Generator().manual_seed(0)), "int8"), TOKENIZER)
     (expected,) = engine.generate([TOKENIZER.chat([{"role": "user", "content": "to be"}])], SamplingParams(n=2, max_tokens=30, temperature=0.7))
     assert [row["logprobs"] for row in rows] == [answer.logprobs for answer in expected] and puna("generate", folder, *options, "--weights", "int8") != plain
+    own = ["--draft", folder, "--draft-weights", "int8"]
+    assert puna("generate", folder, *greedy, *own) == puna("generate", folder, *greedy)
+    assert puna("generate", folder, *options, *own) != puna("generate", folder, *options, *own[:2])  # guessed by another distribution
+    with pytest.raises(PunaError, match="--draft-weights: there is no draft; name one by --draft"):
+        puna("generate", folder, "to be", *own[2:])
     other = Tokenizer.train(["something else is said here, of other words"], 280)
     assert other.vocab_size == TOKENIZER.vocab_size
     save(MODEL, smaller, other)

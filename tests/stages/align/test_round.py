@@ -129,11 +129,15 @@ def test_sampling_refuses_one_model_twice_and_an_empty_split(tmp_path: Path, tin
 def test_a_draft_changes_no_likeliest_answer_and_weights_in_8_bits_do(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     given = {"models": [tiny_model(store, 0)], "prompts": asked(store)}
-    plain, guessed, quantised = (
-        execute(sample, SampleConfig(answers=3, max_tokens=6, temperature=0, serving=ServingSettings(weights=weights)), given | more, store).read()
-        for weights, more in (("same", {}), ("same", {"draft": tiny_model(store, 1)}), ("int8", {}))
+    config = SampleConfig(answers=3, max_tokens=6, temperature=0)
+    plain, guessed, own, quantised = (
+        execute(sample, config.replace(serving=ServingSettings(weights=weights), draft_weights=drafts), given | more, store).read()
+        for weights, drafts, more in (("same", "same", {}), ("same", "same", {"draft": tiny_model(store, 1)}), ("same", "int8", {"draft": given["models"][0]}), ("int8", "same", {}))
     )
-    assert guessed.drop(["logprobs"]) == plain.drop(["logprobs"])
+    assert guessed.drop(["logprobs"]) == own.drop(["logprobs"]) == plain.drop(["logprobs"])
+    assert sample.needs is not None
+    unmet = sample.needs(config.replace(draft_weights="int8"), Facts({}, 1 << 40, None))
+    assert unmet == ["draft_weights: there is no draft; give one as --input draft=…, or leave this out"]
     assert quantised["id"] == plain["id"] and quantised["logprobs"] != plain["logprobs"]
 
 
