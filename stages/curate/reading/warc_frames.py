@@ -172,7 +172,8 @@ def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
             yield member, Damage(f"damaged zstd data ({error})")
             damages += 1
             # The damage may have taken the next frames for its own, which is looked for a few times only.
-            offset = _next_frame(handle, member + len(ZSTD_MAGIC) if damages <= OVERRUNS else offset)
+            behind = member + len(ZSTD_MAGIC)
+            offset = _next_frame(handle, behind if damages <= OVERRUNS else max(behind, offset))
         handle.seek(offset)
 
 

@@ -294,6 +294,12 @@ def test_a_damaged_frame_of_zstd_costs_its_record_alone():
         assert "truncated_record" in [one.rule for one in found if isinstance(one, Rejected)]
 
 
+def test_many_damaged_frames_of_zstd_come_to_an_end():
+    wrong = zstandard.compress(page(0))[:4] + b"\xff" * 8
+    found = list(read_warc(io.BytesIO(wrong * 40 + zstandard.compress(page(1))), "x", 1 << 20))
+    assert [one.url[-1] for one in found if isinstance(one, Page)] == ["1"] and len(found) > 9
+
+
 def test_a_frame_of_zstd_is_unpacked_piece_by_piece():
     """In 20 kB half a gigabyte, of which a record may have a megabyte."""
     bomb = zstandard.compress(page(0) + b"0" * (500 << 20), level=1)
