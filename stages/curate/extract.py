@@ -207,5 +207,5 @@ def _check_burden(html: bytes, config: ExtractConfig) -> Burden:
     if tags + copies > config.max_elements:
         raise Unreadable("extract_too_many_elements", "the page has too many elements", float(tags + copies), float(config.max_elements))
     if attributes > MAX_ATTRIBUTES:
-        raise Unreadable("extract_too_many_attributes", "a tag has too many attributes", float(attributes), float(MAX_ATTRIBUTES))
+        raise Unreadable("extract_too_many_attributes", "tags have too many attributes", float(attributes), float(MAX_ATTRIBUTES))
     return found

@@ -25,6 +25,7 @@ OPTIONS = flags("option optgroup")
 FORMATTING = flags("b big code em font i nobr s small strike strong tt u")
 OPAQUE = flags("script style textarea title xmp iframe noembed noframes")
 FOREIGN = flags("svg math")
+MANY_ATTRIBUTES = 100
 # A start of one of these ends drawings and formulas.
 BREAKS_OUT = flags(
     "b big blockquote body br center code dd div dl dt em embed h1 h2 h3 h4 h5 h6 head hr i img li menu meta nobr ol p pre ruby s small "
@@ -33,8 +34,8 @@ BREAKS_OUT = flags(
 
 
 class Burden(NamedTuple):
-    """Tags of a page; elements nested or formatting left open at a time, at most; attributes of a tag, at most; elements opened again;
-    options of lists to choose from."""
+    """Tags of a page; elements nested or formatting left open at a time, at most; attributes of a tag, at most, or of one that costs as
+    much as all with many; elements opened again; options of lists to choose from."""
 
     tags: int
     depth: int
@@ -100,7 +101,7 @@ def _after_comment(html: NDArray[np.uint8], at: int) -> int:
 @njit(cache=True)
 def _burden(html: NDArray[np.uint8]) -> tuple[int, int, int, int, int]:
     size = len(html)
-    tags = depth = deepest = formatting = most = widest = copies = foreign = options = at = 0
+    tags = depth = deepest = formatting = most = widest = squares = copies = foreign = options = at = 0
     while at < size:
         if html[at] != 60:
             at += 1
@@ -114,6 +115,7 @@ def _burden(html: NDArray[np.uint8]) -> tuple[int, int, int, int, int]:
         attributes, at = _attributes(html, at)
         tags += 1
         widest = max(widest, attributes)
+        squares += attributes * attributes if attributes > MANY_ATTRIBUTES else 0
         options += OPTIONS[tag] and not closing
         if FOREIGN[tag]:
             foreign = max(0, foreign + (-1 if closing else 1))
@@ -133,4 +135,4 @@ def _burden(html: NDArray[np.uint8]) -> tuple[int, int, int, int, int]:
                 if html[at] == 60 and at + 1 < size and html[at + 1] == 47 and tag_name(html, at + 2)[0] == tag:
                     break
                 at += 1
-    return tags, max(deepest, most), widest, copies, options
+    return tags, max(deepest, most), max(widest, int(squares**0.5)), copies, options

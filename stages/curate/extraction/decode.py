@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import codecs
 
-BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
+BOMS = (
+    (codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF32_LE, "utf-32-le"), (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"),
+)  # fmt: skip
+BEGINNINGS = {b"<\0": "utf-16-le", b"\0<": "utf-16-be"}
+"""How HTML begins in characters of two bytes without a mark."""
 
 
 def decode(body: bytes, charset: str | None, html: bool) -> str:
@@ -19,8 +24,11 @@ def decode(body: bytes, charset: str | None, html: bool) -> str:
         if body.startswith(mark):
             return body[len(mark) :].decode(name, "replace")
     given = map_encoding_to_html5(charset, fallback_utf8=False) if charset else None
-    if given in ("utf-16-le", "utf-16-be", "iso2022_jp"):
-        return bytes_to_str(body, given, errors="replace")
+    wide = BEGINNINGS.get(body[:2]) if html else None
+    if given in ("utf-16-le", "utf-16-be") and b"\0" not in body:  # no line end and no tag: the server is wrong
+        given = None
+    if wide or given in ("utf-16-le", "utf-16-be", "iso2022_jp"):
+        return bytes_to_str(body, wide or given, errors="replace")
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError:

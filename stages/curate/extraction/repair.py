@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from puna.kernels.compiled import njit
 
 C1 = re.compile("[\x80-\x9f]")
+MEANT = {code: bytes([code]).decode("cp1252", "ignore") for code in range(0x80, 0xA0)}
+"""What Windows-1252 has in the places of C1 controls."""
 FIRST, LATER, CONTROL = 1, 2, 4  # roles of a character, see `_roles`; LATER is FIRST << 1
 MEANT_A_SPACE = re.compile("Ã(?=[ \u00a0])")  # "à" whose second byte became a space; some languages write "Ã" at a word's end
 
@@ -26,11 +28,7 @@ def repaired(text: str) -> str:
     pair, control = _told(text)
     if pair:
         text = _decoded_again(text)
-    if control or (pair and C1.search(text)):
-        from ftfy.fixes import fix_c1_controls
-
-        return C1.sub("", fix_c1_controls(text))
-    return text
+    return text.translate(MEANT) if control or (pair and C1.search(text)) else text
 
 
 def _decoded_again(text: str) -> str:

@@ -30,6 +30,7 @@ RELATIONS = "=<>≤≥≠≈≡∈⊂→⇒∼"
 BETWEEN = {"mtr": " & ", "mtable": r" \\ "}
 MAX_NESTING = 50  # of one formula
 MAX_FORMULAS = 2000  # of a page, in time that stays short; what is beyond stays as it was
+MAX_SIGNS = 50_000  # elements of a page's formulas, so too
 MAX_STEPS = 3  # from a cell to its table: row, body, table
 
 
@@ -47,8 +48,11 @@ def prepared(tree: Any, html: str) -> str:
     for element in document.query_selector_all(NUMBERS)[:]:  # a slice is a list; the collection makes all elements anew for each
         element.parent.remove_child(element)  # not destroyed: what is in it may be among them as well
         changed = True
-    nested = set(document.query_selector_all("math math")[:])
+    nested, signs = set(document.query_selector_all("math math")[:]), 0
     for math in document.query_selector_all("math")[:MAX_FORMULAS]:
+        signs += len(math.query_selector_all("*"))
+        if signs > MAX_SIGNS:
+            break
         if math not in nested and math.query_selector("annotation") is None and (text := tex(math)):
             _replaced(tree, math, "pre" if math.getattr("display") == "block" else "span", text)
             changed = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime
 
+import ftfy.fixes
 import pyarrow as pa
 import pytest
 
@@ -128,6 +129,17 @@ def test_character_sets(body, charset, expected):
     assert decode(body, charset, html=False) == expected
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32"])
+def test_pages_in_wide_characters_need_not_say_so(encoding):
+    html = f"<!doctype html><title>x</title><p>{GERMAN}</p>"
+    assert decode(html.encode(encoding), None, html=True).lstrip("\ufeff") == html
+
+
+def test_a_server_that_calls_bytes_utf_16_is_not_believed():
+    html = f"<!doctype html><title>x</title><p>{GERMAN}</p>"
+    assert decode(html.encode(), "utf-16", html=True) == decode(html.encode(), "utf-16le", html=False) == html
+
+
 def test_the_page_names_its_character_set():
     html = '<html><head><meta charset="windows-1251"></head><body>' + "<p>Съешь ещё этих мягких французских булок, да выпей чаю.</p>" * 5
     assert "французских" in decode(html.encode("windows-1251"), None, html=True)
@@ -174,6 +186,8 @@ def test_text_that_was_decoded_wrongly_is_decoded_right(text, wrong):
 
 def test_c1_controls_are_what_windows_meant_or_go():
     assert repaired("It\x92s 5\x80 \x81here\x85") == "It’s 5€ here…"
+    every = "".join(map(chr, range(0x80, 0xA0)))
+    assert repaired(every) == "".join(c for c in ftfy.fixes.fix_c1_controls(every) if c not in every)
 
 
 @pytest.mark.parametrize("extractor", ["model", "resiliparse", "union"])

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from puna.stages.curate.extract import ExtractConfig, html_text
+from puna.stages.curate.extraction import technical
 
 BEFORE = "<p>To sort a list in Python, call the function sorted, which returns a new list, in the order of its items.</p>"
 AFTER = "<p>This works because the function compares the numbers of the list with each other, one after another.</p>"
@@ -105,6 +106,13 @@ def test_formulas_on_lines_of_their_own_are_kept():
     annotated = '<math><semantics><mi>x</mi><annotation encoding="application/x-tex">x^2</annotation></semantics></math>'
     found = text(f"<p>It was the Greeks who said that the value of {annotated} is known to all of us.</p>")
     assert "value of x^2 is" in found
+
+
+def test_signs_of_formulas_beyond_a_bound_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(technical, "MAX_SIGNS", 20)
+    one = "<p>A half of it is <math><mfrac><mi>a</mi><mi>b</mi></mfrac></math>, as has been shown before, and so it goes on and on.</p>"
+    text = html_text(f"<html><body><article>{one * 12}</article></body></html>", ExtractConfig()).text
+    assert (text.count(r"\frac{a}{b}"), text.count("A half of it")) == (20 // 3, 12)
 
 
 def test_nested_and_broken_markup_is_read():

@@ -56,12 +56,13 @@ def test_beginnings_of_records_cost_themselves_alone():
         "<i><b></i>x" * 90_000,
         "<nobr>x<div>" * 90_000,
         "<a " + " ".join(f"x{n}" for n in range(140_000)) + ">",
+        ("<p " + " ".join(f"x{n}" for n in range(4_000)) + ">x") * 100,
         "<template>" * 100_000,
         "<table><tr><td>" * 60_000,
         "<p>x" * 500_000,
         "<svg><p>" + "<g/>" * 200_000,
     ],
-    ids=["fonts", "bold", "italics", "nobr", "attributes", "templates", "tables", "paragraphs", "drawings"],
+    ids=["fonts", "bold", "italics", "nobr", "attributes", "attributes of many", "templates", "tables", "paragraphs", "drawings"],
 )
 def test_pages_built_to_hang_a_parser_are_named(bomb):
     with pytest.raises(Unreadable) as why:
