@@ -28,7 +28,7 @@ def decode(body: bytes, charset: str | None, html: bool) -> str:
     if given in ("utf-16-le", "utf-16-be") and b"\0" not in body:  # no line end and no tag: the server is wrong
         given = None
     if wide or given in ("utf-16-le", "utf-16-be", "iso2022_jp"):
-        return bytes_to_str(body, wide or given, errors="replace")
+        return bytes_to_str(body, wide or given or "utf-8", errors="replace")
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError:
