@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
-from puna.stages.curate.signals.definitions.notices import MIN_LEGAL_PHRASES
+from puna.stages.curate.signals.definitions.notices import MIN_LEGAL_PHRASES, MIN_SPOKEN_PHRASES, NOTICE_WORDS, SPEAKERS
 from puna.stages.curate.signals.definitions.views import entries
 from puna.stages.curate.text.hash_table import contains, mix, place, table_of
 from puna.stages.curate.text.words import BASE, IS_SYMBOL, folded_hashes
 
 NEWLINE = 0x0A
-KINDS = {"legal": 1, "notice": 2}
+LEGAL, SPOKEN, NOTICE = 1, 2, 3
 
 
 class Phrases(NamedTuple):
@@ -37,7 +37,7 @@ def listed_phrases() -> Phrases:
         value = 0
         for folded in folded_hashes(words).tolist():
             value = (value * int(BASE) + folded) % 2**64
-        found[value] = KINDS[kind]
+        found[value] = NOTICE if kind == "notice" else LEGAL if SPEAKERS.isdisjoint(words) else SPOKEN
         begins.add(folded_hashes(words[:1])[0])
     keys = table_of(found)
     kinds = np.zeros(len(keys), np.uint8)
@@ -61,7 +61,7 @@ def notice_numbers(
             words[count], of_line[count] = folded[word], line
             count += 1
     seen = np.zeros(len(listed.keys), np.bool_)
-    different, legal, legal_to, noticed_to = 0, 0, 0, 0
+    different, spoken, legal, legal_to, noticed_to = 0, 0, 0, 0, 0
     noticed = np.zeros(count, np.bool_)
     for i in range(count):
         if not contains(listed.begins, words[i]):
@@ -73,8 +73,9 @@ def notice_numbers(
             where = place(listed.keys, key)
             if listed.keys[where] != key:
                 continue
-            if listed.kinds[where] == 1:
+            if listed.kinds[where] != NOTICE:
                 different += not seen[where]
+                spoken += not seen[where] and listed.kinds[where] == SPOKEN
                 seen[where] = True
                 legal += max(k + 1 - max(legal_to, i), 0)
                 legal_to = max(legal_to, k + 1)
@@ -89,4 +90,5 @@ def notice_numbers(
             last += 1
         said += last - first if some else 0
         first = last
-    return (legal / max(count, 1) if different >= MIN_LEGAL_PHRASES else 0.0), said / max(count, 1)
+    enough = different >= MIN_LEGAL_PHRASES and spoken >= MIN_SPOKEN_PHRASES
+    return (legal / max(count, 1) if enough else 0.0), min(said, NOTICE_WORDS) / max(count, 1)

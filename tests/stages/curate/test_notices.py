@@ -46,7 +46,36 @@ def test_a_policy_goes_and_an_article_about_policies_stays() -> None:
     assert dropped(POLICY) == ["notices.max_legal"]
     assert dropped(ARTICLE) == []
     # Its words of law are no fewer: it is who speaks to whom that differs.
-    assert notices.phrases(ARTICLE, "legal")[1] >= 3
+    assert len(notices.phrases(ARTICLE, "legal")[1]) >= 3
+
+
+# Its phrases are those of terms, and nobody is spoken to.
+STATUTE = """Section 12. (1) The Commission may at any time require a person to produce such documents, in accordance with this section, as
+are specified in the notice. (2) Nothing in this section compels the production of a document which is protected under the laws of the
+State. Section 13. (1) The terms of an order have effect from the effective date stated in it, and an order may be amended from time
+to time. (2) Proceedings may be brought without prior notice to any person except where notice is required by law."""
+ERRORS = """Page not found: how the web learned to say no
+
+The page that most people have read is not a page. When Tim Berners-Lee decided that a link may break, the server had to say so, and the
+words that engineers found, that the requested URL was not found on this server, were meant for engineers. Writers came later.
+
+Some sites apologise, some joke. A museum in Oslo shows another missing painting every day, and tells in a few lines who took it; its
+readers are said to mistype addresses with intent. Where a page no longer exists another number would be the right one, which
+hardly anybody uses, since to know that something is gone for ever one must have kept a record of it.
+
+Engineers of safety added a twist of their own. To answer that access is not allowed tells a thief that there is something to be
+had, so that many servers say it is not there. The opposite lie is as old: a page that says the page you are looking for is gone,
+and reports success, so that machines which count pages count it as one of the living. Whoever keeps a catalogue of the web has
+learned to look at the words and not at the number."""
+
+
+def test_a_law_and_an_article_on_errors_stay() -> None:
+    assert len(notices.phrases(STATUTE, "legal")[1]) >= notices.MIN_LEGAL_PHRASES and dropped(STATUTE) == []
+    text = "\n".join(paragraph.replace("\n", " ") for paragraph in ERRORS.split("\n\n"))
+    ratio = [notices.notice_ratio(text), measure(pa.array([text]), "universal", 5, 0.5).values["notice_ratio"][0]]
+    # Title and paragraphs have a phrase, of 10, 51, 66 and 88 words; of a notice no more than 100 are counted.
+    assert ratio == pytest.approx([100 / (10 + 51 + 66 + 88)] * 2) and dropped(text) == []
+    assert dropped("\n".join(text.split("\n")[:2])) == ["notices.max_notice"]
 
 
 def test_a_notice_goes_with_its_lines_and_not_with_those_of_a_page_around_it() -> None:

@@ -9,11 +9,15 @@ from puna.stages.curate.signals.definitions.counts import folded
 from puna.stages.curate.signals.definitions.views import entries, plain_words
 
 MIN_LEGAL_PHRASES = 8
+MIN_SPOKEN_PHRASES = 2
+SPEAKERS = frozenset(("we", "us", "our", "you", "your"))
+"""Terms and policies speak to their reader; laws, and articles about them, say many of the same phrases to nobody."""
+NOTICE_WORDS = 100
 
 
 @lru_cache(maxsize=4)
-def phrases(text: str, kind: str) -> tuple[frozenset[int], int]:
-    """Which of the plain words are part of a listed phrase, by number, and how many different phrases there are."""
+def phrases(text: str, kind: str) -> tuple[frozenset[int], frozenset[tuple[str, ...]]]:
+    """Which of the plain words are part of a listed phrase, by number, and the phrases that there are."""
     listed = {entry[1:] for entry in entries("notices.txt") if entry[0] == kind}
     words = tuple(map(folded, plain_words(text)))
     inside: set[int] = set()
@@ -23,23 +27,29 @@ def phrases(text: str, kind: str) -> tuple[frozenset[int], int]:
             if words[at : at + size] in listed:
                 seen.add(words[at : at + size])
                 inside |= set(range(at, at + size))
-    return frozenset(inside), len(seen)
+    return frozenset(inside), frozenset(seen)
 
 
 @signal(unit="fraction of words", compiled="heuristics")
 def legal_phrase_ratio(text: str) -> float:
-    """Words in phrases of terms of use, privacy and cookie policies; 0 for a text with fewer than 8 different ones."""
-    inside, different = phrases(text, "legal")
-    return len(inside) / max(len(plain_words(text)), 1) if different >= MIN_LEGAL_PHRASES else 0.0
+    """Words in phrases of terms of use, privacy and cookie policies; 0 for a text with fewer than 8 different ones, or with fewer than 2
+    that have we or you in them.
+    """
+    inside, said = phrases(text, "legal")
+    spoken = sum(not SPEAKERS.isdisjoint(phrase) for phrase in said)
+    enough = len(said) >= MIN_LEGAL_PHRASES and spoken >= MIN_SPOKEN_PHRASES
+    return len(inside) / max(len(plain_words(text)), 1) if enough else 0.0
 
 
 @signal(unit="fraction of words", compiled="heuristics")
 def notice_ratio(text: str) -> float:
-    """Words of lines with a phrase that stands in place of a page: JavaScript or a login is asked for, or there is an error."""
+    """Words of lines with a phrase that stands in place of a page: JavaScript or a login is asked for, or there is an error. At most 100
+    count: a notice is short, and what goes on is an article about such things.
+    """
     inside, _ = phrases(text, "notice")
     first = said = 0
     for line in text.split("\n"):
         size = len(plain_words(line))
         said += size if any(word in inside for word in range(first, first + size)) else 0
         first += size
-    return said / max(first, 1)
+    return min(said, NOTICE_WORDS) / max(first, 1)
