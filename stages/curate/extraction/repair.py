@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ C1 = re.compile("[\x80-\x9f]")
 MEANT = {code: bytes([code]).decode("cp1252", "ignore") for code in range(0x80, 0xA0)}
 """What Windows-1252 has in the places of C1 controls."""
 FIRST, LATER, CONTROL = 1, 2, 4  # roles of a character, see `_roles`; LATER is FIRST << 1
+ACCENTED = re.compile("[\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f]")
 MEANT_A_SPACE = re.compile("Ã(?=[ \u00a0])")  # "à" whose second byte became a space; some languages write "Ã" at a word's end
 
 
@@ -33,7 +35,6 @@ def repaired(text: str) -> str:
 
 def _decoded_again(text: str) -> str:
     """The text with the lines that have a suspicious pair repaired, where one of them is bad beyond doubt."""
-    from ftfy import fix_encoding
     from ftfy.badness import is_bad
 
     lines = text.split("\n")
@@ -41,8 +42,20 @@ def _decoded_again(text: str) -> str:
     if not any(is_bad(MEANT_A_SPACE.sub("", lines[place])) for place in suspicious):
         return text
     for place in suspicious:
-        lines[place] = fix_encoding(lines[place])
+        lines[place] = _undone(lines[place])
     return "\n".join(lines)
+
+
+def _undone(line: str) -> str:
+    """The line decoded once more; as it is where that leaves more letters with accents alone than it undoes: they would be undone, too.
+
+    "STAÐ“" ends a quotation in Icelandic capitals, and is how the Cyrillic "Г" looks when it is misread.
+    """
+    from ftfy import fix_encoding
+
+    fixed = fix_encoding(line)
+    sound = Counter(ACCENTED.findall(line)) & Counter(ACCENTED.findall(fixed))
+    return fixed if len(line) - len(fixed) >= sound.total() else line
 
 
 def _told(text: str) -> tuple[bool, bool]:

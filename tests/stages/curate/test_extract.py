@@ -162,6 +162,8 @@ SOUND = (
     "Œuvre à prix réduit : « l’été » coûte 5 € — ça alors…", "A MAÇÃ DO JOÃO É ÓTIMA, NÃO É?", "Các bạn có khỏe không? Ồ, tôi khỏe.",
     "Zażółć gęślą jaźń – „cytat”", "Съешь ещё этих мягких французских булок", "Рішення № 5 — «Січень»", "ΑΘΗΝΑ: Ά, τι ωραία μέρα…",
     "今日は良い天気ですね。", "AKPEKPEGÃ LE GBEƑÃ ƉEM", "Þetta er ágætt, sagði Ævar", "x² ± ½ × 3 ÷ 2° → ∞", "naïve café №1 ™ © ®", "ครับ ภาษาไทย",
+    # Capitals and quotation marks that look like misread Cyrillic, or a misread letter.
+    "RÁÐHERRANN SAGÐI AÐ BRÚIN VÆRI „REIÐUBÚIÐ“.", "OLMOOŠVUOIGÂDVUOĐÂI ALMOSMAAILMLÂŠ JULGÁŠTUS",
 )  # fmt: skip
 
 
