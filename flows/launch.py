@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,10 +81,14 @@ def run(request: Request, store: Store) -> None:
     A server that shows the store, or that PREFECT_API_URL names, is told of it as it goes; the work never waits for that.
     """
     found = chosen(request.what)
-    if isinstance(found, Flow):
-        run_flow(found, request, store)
-    else:
-        run_stage(found, request, store)
+    gc.freeze()  # what is imported stays: no collection of garbage looks through it
+    try:
+        if isinstance(found, Flow):
+            run_flow(found, request, store)
+        else:
+            run_stage(found, request, store)
+    finally:
+        gc.unfreeze()
 
 
 def run_flow(flow: Flow, request: Request, store: Store) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import re
 import unicodedata
 
 # They move, store, compile or check values and decide none: their versions are in no key.
@@ -31,8 +32,8 @@ def version_in_key(module: str) -> str:
         return ""
     if module in ("re", "unicodedata"):
         return f"unicode {unicodedata.unidata_version}"
-    # Most distributions are named as their module is; the table of all modules takes half a second to make.
-    found = _version(module) or ", ".join(sorted({_version(name) for name in _distributions().get(module, ())}))
+    # Most distributions are named as their module is.
+    found = _version(module) or ", ".join(sorted({one.version for one in importlib.metadata.distributions() if _brings(one, module)}))
     return ".".join(found.split(".")[:2]) if module in NUMERIC else found
 
 
@@ -43,10 +44,14 @@ def installed() -> dict[str, str]:
     return {name: version for name, version in found.items() if version}
 
 
-@functools.cache
-def _distributions() -> dict[str, list[str]]:
-    """Top-level module → the distributions that it comes from."""
-    return dict(importlib.metadata.packages_distributions())
+def _brings(distribution: importlib.metadata.Distribution, module: str) -> bool:
+    """Whether a top-level module comes from a distribution, as `packages_distributions` tells: it reads every file's name as a path,
+    which takes half a second."""
+    declared = (distribution.read_text("top_level.txt") or "").split()
+    if declared:
+        return module in declared
+    files = distribution.read_text("RECORD") or distribution.read_text("SOURCES.txt") or ""
+    return re.search(rf"^\"?{re.escape(module)}(?:/[^\n]*)?\.py\b", files, re.MULTILINE) is not None
 
 
 def _version(distribution: str) -> str:

@@ -33,8 +33,10 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 def puna(store: str | Path, *words: str, checkout: Path = ROOT, **environment: str) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """What `puna run` made, and what it cost (see `store_usage.py`)."""
     command = [sys.executable, str(HERE / "store_usage.py"), "run", *words, "--store", str(store), "--json"]
+    # An installed package is not compiled for each process, either.
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
-        command, cwd=checkout, env={**os.environ, "PYTHONPATH": str(checkout / ".pkg"), **environment}, capture_output=True, text=True
+        command, cwd=checkout, env={**given, "PYTHONPATH": str(checkout / ".pkg"), **environment}, capture_output=True, text=True
     )
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stderr[-3000:]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -380,6 +381,13 @@ def test_data_files_are_found_through_path_expressions(tree: Path) -> None:
     before = version()
     edit(tree, "data/two.txt", "two", "2")
     assert version() != before
+
+
+def test_a_module_is_brought_by_the_distributions_that_importlib_names() -> None:
+    installed = list(importlib.metadata.distributions())
+    for module, names in importlib.metadata.packages_distributions().items():
+        assert {one.metadata["Name"] for one in installed if libraries._brings(one, module)} == set(names), module
+    assert not any(libraries._brings(one, "no_such_module") for one in installed)
 
 
 def test_versions_of_libraries_that_decide_content_count(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,8 @@ def _word_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: int, 
                 break
             at += 1
             continue
+        if here & SPACE:
+            break
         ahead = at
         while ahead < stop and not flags[codes[ahead]] & WORD and _joins(codes, flags, ahead, stop):
             ahead += 1
