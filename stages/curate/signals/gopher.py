@@ -17,26 +17,24 @@ GAP = np.uint64(0x20) + ONE  # the space between the words of an n-gram
 @njit(cache=True)
 def character_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[int, int, int, int, int]:
     """Numbers of `#`, of ellipses, of newlines, of letters and digits, and the longest line's length."""
-    hashes, ellipses, newlines, alphanumeric, longest, start, run = 0, 0, 0, 0, 0, 0, 0
+    hashes, ellipses, newlines, alphanumeric, longest, start, dots, dot = 0, 0, 0, 0, 0, 0, 0, -2
     for at in range(len(codes)):
         code = codes[at]
-        if flags[code] & ALPHANUMERIC:
-            alphanumeric += 1
-            run = 0
-        elif code == DOT:
-            run += 1
-            if run == 3:
-                ellipses += 1
-                run = 0
-        else:
-            run = 0
+        alphanumeric += flags[code] & ALPHANUMERIC != 0
+        if code == NEWLINE or code == DOT or code == HASH_SIGN or code == ELLIPSIS:  # noqa: SIM109 - one branch, where `in` makes four
             if code == NEWLINE:
                 newlines += 1
                 longest = max(longest, at - start)
                 start = at + 1
+            elif code == DOT:
+                dots = dots + 1 if dot == at - 1 else 1
+                dot = at
+                if dots == 3:
+                    ellipses += 1
+                    dots = 0
             elif code == HASH_SIGN:
                 hashes += 1
-            elif code == ELLIPSIS:
+            else:
                 ellipses += 1
     return hashes, ellipses, newlines, alphanumeric, max(longest, len(codes) - start)
 

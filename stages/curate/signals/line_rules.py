@@ -40,10 +40,12 @@ MARKS = packed_phrases(("edit", "citation needed"))
 PHRASE_CODES = packed_phrases(tuple(PHRASES))
 PHRASE_KINDS = np.array(list(PHRASES.values()), np.int64)
 PHRASE_STARTS = np.cumsum([0, *(len(phrase) + 1 for phrase in PHRASES)])[:-1]
-# Where the first two letters of a phrase meet, it is looked for.
-BEGINS = np.zeros((128, 128), np.bool_)
-for _phrase in PHRASES:
-    BEGINS[ord(_phrase[0]), ord(_phrase[1])] = True
+# Where the first two letters of a phrase meet, it is looked for: bit i of `FIRST` and of `SECOND` says that a character is the first, or
+# the second, of the i-th pair, in either case. No character but those of ASCII has one of these letters as its lower case.
+PAIRS = tuple(dict.fromkeys(phrase[:2] for phrase in PHRASES))
+FIRST, SECOND = (
+    np.array([sum(1 << i for i, pair in enumerate(PAIRS) if chr(c).lower() == pair[at]) for c in range(129)], np.uint8) for at in (0, 1)
+)
 
 
 @njit(cache=True)
@@ -60,15 +62,14 @@ def starts_with(codes: NDArray[np.uint32], lower: NDArray[np.uint32], at: int, s
 @njit(cache=True)
 def phrase_kinds(codes: NDArray[np.uint32], lower: NDArray[np.uint32], a: int, b: int) -> int:
     """Which kinds of C4's phrases a..b contains, as bits."""
-    found = 0
-    code = lower[codes[a]] if a < b else 0
-    for at in range(a, b - 1):
-        following = lower[codes[at + 1]]
-        if code < 128 and following < 128 and BEGINS[code, following]:
+    found, before = 0, np.uint8(0)
+    for at in range(a, b):
+        code = min(codes[at], np.uint32(128))
+        if before & SECOND[code]:
             for number in range(len(PHRASE_STARTS)):
-                if starts_with(codes, lower, at, b, PHRASE_CODES, PHRASE_STARTS[number]):
+                if starts_with(codes, lower, at - 1, b, PHRASE_CODES, PHRASE_STARTS[number]):
                     found |= PHRASE_KINDS[number]
-        code = following
+        before = FIRST[code]
     return found
 
 

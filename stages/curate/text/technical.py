@@ -81,16 +81,16 @@ def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
                     code += 1
             shown = marks = digits = letters = last = opened = closed = item = 0
             continue
+        # Without a branch: most characters are letters, and every word ends in another.
         kind = IS[min(codes[at], np.uint32(SMALL))]
-        if not kind & IS_SPACE:
-            item |= 1 if shown == 0 and codes[at] == BULLET else 0
-            opened += 1 if codes[at] == OPEN else 0
-            closed += 1 if codes[at] == CLOSE else 0
-            shown += 1
-            marks += 1 if kind & IS_MARK else 0
-            digits += 1 if kind & IS_DIGIT else 0
-            letters += 1 if kind & IS_LETTER else 0
-            last = kind
+        item |= shown == 0 and codes[at] == BULLET
+        opened += codes[at] == OPEN
+        closed += codes[at] == CLOSE
+        shown += kind & IS_SPACE == 0
+        marks += kind & IS_MARK != 0
+        digits += kind & IS_DIGIT != 0
+        letters += kind & IS_LETTER != 0
+        last = last if kind & IS_SPACE else kind
     return lines, code
 
 
