@@ -13,8 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from puna.flows.console import summary
+from puna.flows.fate import fate
 from puna.flows.settings import DEFAULT_STORE
-from puna.storage import Artifact, PunaError, Store, catalog, database, maintenance
+from puna.storage import Artifact, PunaError, Store, database, maintenance
 from puna.storage import explain as explaining
 from puna.storage.runs import RunLog
 from puna.storage.schemas import known_kind
@@ -239,40 +240,6 @@ def why(
         return print_rows(rows, True)
     for row in rows:
         typer.echo(f"{row['stage']:20s} {row['artifact'][:12]}  {row['what']}")
-
-
-def fate(store: Store, document: str) -> list[dict[str, Any]]:
-    """What happened to a document, in the order of the stages."""
-    with catalog.connect(store) as opened:
-        connection = opened.connection
-        opened.view("pages", "documents", "signals", "dropped", "duplicates", "removed_lines", "mixture")
-        ids = connection.execute(
-            "select id from pages where starts_with(id, ?) or url = ? union select id from documents where starts_with(id, ?) or url = ?",
-            [document] * 4,
-        ).fetchall()
-        if len(ids) != 1:
-            raise PunaError(
-                f"{document}: {'no page or document has this id or URL' if not ids else f'{len(ids)} documents fit; give more digits'}"
-            )
-        order = {a.key: (index, a) for index, a in enumerate(store.artifacts())}
-        identity = ids[0][0]
-        rows = []
-        for table, columns in (
-            ("pages", "url, source"), ("documents", "length(text) as characters"), ("signals", "* exclude (id, artifact)"),
-            ("dropped", "rule, value, threshold, detail"), ("duplicates", "kept_id, method, similarity"),
-            ("removed_lines", "line, text, rule, value"), ("mixture", "category, split, repeats"),
-        ):  # fmt: skip
-            result = connection.execute(f"select artifact, {columns} from {table} where id = ?", [identity])
-            names = [d[0] for d in result.description or []]
-            for values in result.fetchall():
-                found = {n: v for n, v in zip(names[1:], values[1:], strict=True) if v is not None}
-                verb = {"dropped": "dropped", "duplicates": "duplicate", "signals": "scored", "removed_lines": "line removed"}.get(
-                    table, "kept"
-                )
-                shown = ", ".join(f"{n}={v:.4g}" if isinstance(v, float) else f"{n}={v}" for n, v in found.items())
-                stage = order[values[0]][1].manifest.stage
-                rows.append({"stage": stage, "artifact": values[0], "verb": verb, "values": found, "what": f"{verb}: {shown}"})
-    return sorted(rows, key=lambda row: order[row["artifact"]][0])
 
 
 @app.command()

@@ -54,11 +54,9 @@ def _documents(store: Store, name: str | None) -> Artifact:
 
 
 def _text(file: str) -> str:
-    if file == "-":
-        return sys.stdin.read()
     path = Path(file)
     try:
-        body = path.read_bytes()
+        body = sys.stdin.buffer.read() if file == "-" else path.read_bytes()
     except OSError as error:
         raise PunaError(f"{file} cannot be read: {error.strerror}") from error
     try:

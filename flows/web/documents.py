@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from puna.flows.look import fate
+from puna.flows.fate import fate
 from puna.flows.report.markup import Content, Html, excerpt, number, percent, section, table, tag
 from puna.flows.web.frame import artifact_link, field, option, page, plain
 from puna.flows.web.near import near_form, resembled
