@@ -143,11 +143,11 @@ def out_of_fold(
             )
         text = str(run.scratch / f"{folder.name}-{fold}.txt")
         jobs.append(_Job(fold, name, tuple(classes), _quota(usable, config), text, str(folder / FOLD.format(fold)), positive))
-    told, counted_ = np.zeros((len(classes), len(classes)), np.int64), np.zeros((2, FINEST + 1), np.int64)
-    for confused, (side, place, number) in run.map(_train, jobs, examples.files, config, rows=len(jobs)):
+    told, counted_ = np.zeros((len(classes), len(classes)), np.int64), np.zeros(2 * (FINEST + 1), np.int64)
+    for confused, places, number in run.map(_train, jobs, examples.files, config, rows=len(jobs)):
         told += confused
-        counted_[side, place] += number
-    return Scores(classes, told, counted_)
+        counted_[places] += number
+    return Scores(classes, told, counted_.reshape(2, -1))
 
 
 # --- measuring -------------------------------------------------------------------------------------------
@@ -155,14 +155,12 @@ def out_of_fold(
 
 def counted(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Positives (row 0) and negatives by their scores in [0, 1], in steps of a millionth: int64[2, FINEST + 1]."""
-    counts = np.zeros((2, FINEST + 1), np.int64)
-    _count(counts, scores, positive)
-    return counts
+    return np.bincount(_places(scores, positive), minlength=2 * (FINEST + 1)).reshape(2, -1)
 
 
-def _count(counts: NDArray[np.int64], scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> None:
-    """Add more scores to what `counted` gave."""
-    np.add.at(counts, ((~positive).astype(np.int64), np.rint(scores * FINEST).astype(np.int64)), 1)
+def _places(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Where each score is counted in the rows of `counted`, one behind the other."""
+    return np.where(positive, 0, FINEST + 1) + np.rint(scores * FINEST).astype(np.int64)
 
 
 def auc(counts: NDArray[np.int64]) -> float:
@@ -258,8 +256,8 @@ def _prepare(
 
 def _train(
     job: _Job, files: list[str], config: ClassifierConfig
-) -> tuple[NDArray[np.int64], tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-    """Train one model, keep it; how it scores the labelled documents of its fold: `told`, and what is not 0 in `counted`."""
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Train one model, keep it; how it scores the labelled documents of its fold: `told`, and what is not 0 in `counted` and where."""
     _write_text(job, files)
     c = config
     model = fit(Path(job.text), c.learning_rate, c.epochs, c.word_ngrams, c.dimension, c.min_count, c.buckets, c.seed)
@@ -267,7 +265,7 @@ def _train(
     write(model, Path(job.model))
     scorer = Scorer(model)
     classes, index = list(job.classes), {name: at for at, name in enumerate(job.classes)}
-    told, counts = np.zeros((len(classes), len(classes)), np.int64), np.zeros((2, FINEST + 1), np.int64)
+    told, places = np.zeros((len(classes), len(classes)), np.int64), [np.zeros(0, np.int64)]
     for rows in _rows(job, files, ["line"], inside=True):
         for at in range(0, len(rows), BATCH):
             batch = rows.slice(at, BATCH)
@@ -275,18 +273,18 @@ def _train(
             own = np.array([index[name] for name in batch[job.name].to_pylist()])
             np.add.at(told, (own, values.argmax(axis=1)), 1)
             if job.positive:
-                _count(counts, values[:, index[job.positive]], own == index[job.positive])
-    side, place = np.nonzero(counts)
-    return told, (side, place, counts[side, place])
+                places.append(_places(values[:, index[job.positive]], own == index[job.positive]))
+    return told, *np.unique(np.concatenate(places), return_counts=True)
 
 
-def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool) -> Iterator[pa.Table]:
-    """The labelled documents of the job's fold (`inside`), or of the others, file by file."""
+def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool, chosen: pa.Array | None = None) -> Iterator[pa.Table]:
+    """The labelled documents of the job's fold (`inside`), or of the others, file by file; `chosen`: those with these ids alone."""
     for file in files:
         with pq.ParquetFile(file, pre_buffer=False) as source:  # read_table is made for datasets: a fifth of the time here is its own
             table = source.read(columns=["fold", job.name, *columns])
         here = pc.equal(table["fold"], job.fold)
-        yield table.filter(pc.and_(here if inside else pc.invert(here), pc.is_in(table[job.name], pa.array(job.classes))))
+        wanted = pc.and_(here if inside else pc.invert(here), pc.is_in(table[job.name], pa.array(job.classes)))
+        yield table.filter(wanted if chosen is None else pc.and_(wanted, pc.is_in(table["id"], chosen)))
 
 
 def _write_text(job: _Job, files: list[str]) -> None:
@@ -304,10 +302,10 @@ def _write_text(job: _Job, files: list[str]) -> None:
         for draw, identity in heapq.nsmallest(count, found):
             # Each copy of a document has its own place in the order.
             order += [((draw + copy * GOLDEN) % 1.0, identity, name) for copy in range(copies)]
-    chosen = {identity for _, identity, _ in order}
+    chosen = pa.array({identity for _, identity, _ in order}, pa.string())
     lines: dict[str, str] = {}
-    for rows in _rows(job, files, ["id", "line"], inside=False):
-        lines.update((i, line) for i, line in zip(rows["id"].to_pylist(), rows["line"].to_pylist(), strict=True) if i in chosen)
+    for rows in _rows(job, files, ["id", "line"], inside=False, chosen=chosen):
+        lines.update(zip(rows["id"].to_pylist(), rows["line"].to_pylist(), strict=True))
     with Path(job.text).open("w", encoding="utf-8") as out:
         for _, identity, name in sorted(order):
             out.write(f"__label__{name} {lines[identity]}\n")
