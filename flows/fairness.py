@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from puna.flows.trace import load
 from puna.stages.contract import execute
@@ -25,10 +23,13 @@ from puna.stages.curate.language import LanguageConfig, language
 from puna.stages.curate.rules.decide import factors_of, fires
 from puna.stages.curate.rules.groups import active_rules
 from puna.stages.curate.select import SelectConfig, select
+from puna.stages.reading.rows import Fault, format_of, read_rows
 from puna.storage import PunaError, Store
 
 GOOD = "good"
 NEAR = 0.1
+MOST_BYTES = 1 << 26
+"""Of a row."""
 SENTENCE_END = re.compile(r"(?<=[.!?。！？।։።])\s*|\n+")
 
 
@@ -49,30 +50,22 @@ class Fairness:
 
 
 def read_labelled(path: Path) -> list[Labelled]:
-    """The documents of a JSON-lines or Parquet file with the fields language, text and, where some are spoilt, kind."""
-    if path.suffix == ".parquet":
-        rows: Iterable[tuple[int, Any]] = enumerate(pq.read_table(path).to_pylist(), 1)
-    else:
-        try:
-            lines = path.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PunaError(f"fairness: {path} cannot be read: {error}") from error
-        rows = ((number, _parsed(path, number, line)) for number, line in enumerate(lines, 1) if line.strip())
+    """The documents of a file of rows (JSON lines, Parquet, CSV) with the fields language, text and, where some are spoilt, kind."""
     found: list[Labelled] = []
-    for number, row in rows:
-        if not isinstance(row, dict) or not all(isinstance(row.get(name), str) and row[name] for name in ("language", "text")):
-            raise PunaError(f"fairness: {path}: row {number} needs the fields language and text, each some text")
-        found.append(Labelled(row["language"], row["text"], row.get("kind") or GOOD))
+    try:
+        with path.open("rb") as handle:
+            for row in read_rows(handle, f"fairness: {path}", format_of(path.name, b"") or "json", MOST_BYTES):
+                if isinstance(row, Fault):
+                    raise PunaError(f"fairness: {path}: row {row.number}{' ' if row.field else ''}{row.field} {row.reason}")
+                fields = row.fields
+                if not all(isinstance(fields.get(name), str) and fields[name] for name in ("language", "text")):
+                    raise PunaError(f"fairness: {path}: row {row.number} needs the fields language and text, each some text")
+                found.append(Labelled(fields["language"], fields["text"], fields.get("kind") or GOOD))
+    except OSError as error:
+        raise PunaError(f"fairness: {path} cannot be read: {error.strerror or error}") from error
     if not any(document.kind == GOOD for document in found):
         raise PunaError(f"fairness: {path} has no good document (kind {GOOD}, or no kind)")
     return found
-
-
-def _parsed(path: Path, number: int, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise PunaError(f"fairness: {path}: line {number} is no JSON: {error}") from error
 
 
 def repeats(text: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -107,8 +109,16 @@ def test_the_command_reads_a_file_and_names_what_is_wrong(tmp_path):
     assert found.exit_code == 0, found.output
     figures = json.loads(found.stdout)["figures"]
     assert figures["languages"] == 2 and figures["mean_kept"] == 1
-    for text, said in (("{", "line 1 is no JSON"), ('{"language": "en"}', "row 1 needs the fields language and text"),
+    for text, said in (("{", "row 1 is no JSON"), ('{"language": "en", "text": "\\ud800"}', "row 1 text holds bytes or halves"), ('{"language": "en"}', "row 1 needs the fields language and text"),
                        ('{"language": "en", "text": "x", "kind": "menu"}', "has no good document")):  # fmt: skip
         file.write_text(text, encoding="utf-8")
         with pytest.raises(PunaError, match=said):
             read_labelled(file)
+    table = tmp_path / "documents.parquet"
+    with pytest.raises(PunaError, match="documents.parquet cannot be read: No such file"):
+        read_labelled(table)
+    table.write_bytes(b"PAR1 no")
+    with pytest.raises(PunaError, match="not a readable Parquet file"):
+        read_labelled(table)
+    pq.write_table(pa.table({"language": ["en"], "text": ["x"]}), table)
+    assert read_labelled(table) == [Labelled("en", "x")]
