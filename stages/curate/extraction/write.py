@@ -11,6 +11,7 @@ from puna.stages.curate.extraction.layout import Scan
 from puna.stages.curate.extraction.search import find, has
 
 MAX_INDENT = 200  # spaces before the first character of a line of code
+FIRST_MARK = 0xD8  # the lowest first byte of a mark that is a letter to `_in_word`
 
 
 @njit(cache=True, borrows=True)
@@ -114,12 +115,15 @@ def write(page: Scan, start: int, stop: int) -> None:
             text[out] = 32
             out += 1
         text[out] = c
-        out, space, last = out + 1, 0, int(c)
+        out, space, last = out + 1, 0, int(c) if c < 128 or c >= 192 else last
         chars += int(c < 128 or c >= 192)
         if kind:
             word, in_word = (word ^ np.uint64(kind)) * L.PRIME, True
             upper += int(65 <= c <= 90)
             digits += kind == 48
+            if c >= FIRST_MARK:
+                mark = _mark(html, at, c)
+                commas, stops, last = commas + (mark == 44), stops + (mark > 0 and mark != 44), mark if mark else last
             if 0xE3 <= c <= 0xED:  # most letters of Chinese, Japanese and Korean: two make a word, about
                 wide += at & 1
             elif (c == 0xE0 or c == 0xE1) and at < len(html) and _is_unspaced(c, html[at]):
@@ -141,7 +145,23 @@ def write(page: Scan, start: int, stop: int) -> None:
         block[L.STOPS] += stops
         if s[L.IN_LINK]:
             block[L.LINKED_CHARS] += chars
-            block[L.LINKED_WORDS] += words
+            block[L.LINKED_WORDS] += words + wide
+
+
+@njit(cache=True, borrows=True)
+def _mark(html: NDArray[np.uint8], at: int, first: int) -> int:
+    """The ASCII mark that means what the character does whose first byte stands before `at`: a sentence's end or a comma; 0 for letters."""
+    second, third = int(html[at]) if at < len(html) else 0, int(html[at + 1]) if at + 1 < len(html) else 0
+    if first == 0xE3 and second == 0x80:  # Chinese and Japanese
+        return 44 if third == 0x81 else 46 if third == 0x82 else 0
+    if first == 0xEF and second == 0xBC:  # ASCII's own, of full width
+        mark = third - 0x81 + 33
+        return mark if mark == 33 or mark == 44 or mark == 46 or mark == 63 else 0
+    if first == 0xE0 and second == 0xA5:  # of India
+        return 46 if third == 0xA4 or third == 0xA5 else 0
+    if first == 0xD8:  # Arabic
+        return 44 if second == 0x8C else 63 if second == 0x9F else 0
+    return 46 if first == 0xDB and second == 0x94 else 0  # Urdu
 
 
 @njit(cache=True, borrows=True)

@@ -165,6 +165,31 @@ def test_four_letters_of_a_script_without_spaces_are_about_a_word(language):
     assert abs(int(page.blocks[0, L.WORDS]) - 100) <= 1  # one is counted at the end of the run, as after any letters
 
 
+@pytest.mark.parametrize(
+    ("text", "stops", "commas", "last"),
+    [
+        ("船は正午に港を出た。静かだった！", 2, 0, "!"),
+        ("船在中午离开了，港口？很安静．", 2, 1, "."),
+        ("海、山、川", 0, 2, ""),
+        ("जहाज चला गया। फिर लौटा॥", 2, 0, "."),
+        ("غادرت السفينة، فهل عادت؟", 1, 1, "?"),
+        ("جہاز چلا گیا۔", 1, 0, "."),
+        ("（注）と「話」", 0, 0, ""),
+        ("A ship, and gone.", 1, 1, "."),
+    ],
+)
+def test_marks_of_other_scripts_end_sentences_and_clauses(text, stops, commas, last):
+    block = read_page(HTMLTree.parse(f"<p>{text}")).blocks[0]
+    assert (block[L.STOPS], block[L.COMMAS]) == (stops, commas)
+    assert chr(block[L.LAST]) == last if last else block[L.LAST] >= 128
+
+
+@pytest.mark.parametrize("text", ["長い見出しが続く", "ข่าวอื่นที่น่าสนใจ", "a plain title"])
+def test_all_words_of_a_link_are_linked_in_any_script(text):
+    block = read_page(HTMLTree.parse(f"<p><a href=x>{text}</a></p>")).blocks[0]
+    assert block[L.LINKED_WORDS] == block[L.WORDS] > 0
+
+
 def searched(monkeypatch, module):
     """A list of how far each search of `module` looked."""
     steps = []
