@@ -158,13 +158,13 @@ def _title_words(page: Scan) -> NDArray[np.uint64]:
 
 
 @njit(cache=True, borrows=True)
-def _focus(page: Scan, mass: NDArray[np.float64]) -> int:
-    """The deepest element that holds more than half of the text with sentences."""
+def focus(page: Scan, mass: NDArray[np.float64], share: float) -> int:
+    """The deepest element that holds more than a share of the text with sentences; `mass` [blocks + 1]: running sum of its words."""
     elements = page.elements
     best = 0
     total = mass[-1]
     for e in range(1, len(elements)):
-        if elements[e, L.END] > elements[e, L.FIRST] and mass[elements[e, L.END]] - mass[elements[e, L.FIRST]] > 0.5 * total:
+        if elements[e, L.END] > elements[e, L.FIRST] and mass[elements[e, L.END]] - mass[elements[e, L.FIRST]] > share * total:
             best = e
     return best
 
@@ -191,7 +191,7 @@ def block_features(
     """Features [blocks, count], see `names`; own, path [elements], text [blocks]: the linear models' scores."""
     n = len(page.blocks)
     out = np.zeros((n, count), np.float32)
-    totals, focus = _totals(page, text)
+    totals, held = _totals(page, text)
     head = h1 = -1
     for b in range(n):
         row = out[b]
@@ -205,7 +205,7 @@ def block_features(
                 h1 = b
         k = _neighbours(page, b, totals, path, text, row, k)
         k = _containers(page, b, totals, row, k)
-        k = _place(page, b, focus, totals, row, k)
+        k = _place(page, b, held, totals, row, k)
         row[k:] = totals.page
     return out
 
@@ -239,14 +239,14 @@ def _totals(page: Scan, text: NDArray[np.float32]) -> tuple[Totals, int]:
     about[4], about[5], about[10] = ratio(about[4], total), ratio(about[5], total), mass[n]
     for e in range(len(elements)):
         about[11] += elements[e, L.TAG] == T_MAIN or elements[e, L.TAG] == T_ARTICLE
-    focus = e = _focus(page, mass)
+    held = e = focus(page, mass, 0.5)
     inside = np.zeros(len(elements), np.bool_)
     while e >= 0:
         inside[e] = True
         e = elements[e, L.PARENT]
     copies, before = groups(text_keys(page))
     group, sign = group_sums(paths, values), group_sums(signs, values)
-    return Totals(sums, group, sign, paths, groups(paths)[1], copies, before, _title_words(page), inside, about), focus
+    return Totals(sums, group, sign, paths, groups(paths)[1], copies, before, _title_words(page), inside, about), held
 
 
 @njit(cache=True, borrows=True)
@@ -356,7 +356,7 @@ def _containers(page: Scan, b: int, totals: Totals, row: NDArray[np.float32], k:
 
 
 @njit(cache=True, borrows=True)
-def _place(page: Scan, b: int, focus: int, totals: Totals, row: NDArray[np.float32], k: int) -> int:
+def _place(page: Scan, b: int, held: int, totals: Totals, row: NDArray[np.float32], k: int) -> int:
     """The blocks of the same kind, the way to the element that the page is about, and copies."""
     elements, sums, group = page.elements, totals.sums, totals.group[b]
     total = sums[len(page.blocks), 0]
@@ -366,9 +366,9 @@ def _place(page: Scan, b: int, focus: int, totals: Totals, row: NDArray[np.float
     common = page.blocks[b, L.ELEMENT]
     while common > 0 and not totals.inside[common]:
         common = elements[common, L.PARENT]
-    words = sums[elements[focus, L.END], 0] - sums[elements[focus, L.FIRST], 0]
-    linked = sums[elements[focus, L.END], 1] - sums[elements[focus, L.FIRST], 1]
-    row[k + 9], row[k + 10] = common == focus, elements[focus, L.DEPTH] - elements[common, L.DEPTH]
+    words = sums[elements[held, L.END], 0] - sums[elements[held, L.FIRST], 0]
+    linked = sums[elements[held, L.END], 1] - sums[elements[held, L.FIRST], 1]
+    row[k + 9], row[k + 10] = common == held, elements[held, L.DEPTH] - elements[common, L.DEPTH]
     row[k + 11], row[k + 12] = ratio(words, total), ratio(linked, words)
     words = sums[elements[common, L.END], 0] - sums[elements[common, L.FIRST], 0]
     linked = sums[elements[common, L.END], 1] - sums[elements[common, L.FIRST], 1]

@@ -1,8 +1,9 @@
 """The extractor's model: which blocks of a page are its content.
 
 Two linear models score the words of classes and of texts, one guesses the type of the page from its head, and boosted
-trees judge each block by these, by its text, its containers, its neighbours and the blocks of its kind. The page keeps
-the blocks that give the highest expected F1 of words.
+trees judge each block by these, by its text, its containers, its neighbours and the blocks of its kind; where the page is
+likely an article, trees that learned from articles and see more of a block (`article`) have a say. The page keeps the
+blocks that give the highest expected F1 of words.
 
 The weights are made by `training.py` from labelled pages; NOTICE beside them tells of the labels.
 """
@@ -20,18 +21,21 @@ from puna.kernels.compiled import njit
 from puna.stages.curate.extraction import features
 from puna.stages.curate.extraction import layout as L
 from puna.stages.curate.extraction.alike import agreed, once
+from puna.stages.curate.extraction.article import article_features
 from puna.stages.curate.extraction.comments import without_comments
 from puna.stages.curate.extraction.cut import best_cut
 from puna.stages.curate.extraction.layout import Scan
 from puna.stages.curate.extraction.tags import NUMBER
 from puna.stages.curate.extraction.teasers import without_teasers
 from puna.stages.curate.extraction.trees import Splits, Trees, logits, splits
+from puna.stages.curate.extraction.units import without_units
 from puna.stages.curate.extraction.whole import made_whole
 
 WEIGHTS = Path(__file__).parent / "extractor.safetensors"
 PAGE_TYPES = ("article", "forum", "product", "collection", "listing", "documentation", "service")
 TYPE_BUCKETS = 1 << 12
 CERTAIN = np.log(2)  # twice as probable as not
+LIKELY = np.float32(0.5)  # the trees for articles have as much of a say as the chance to be one is above this
 BODY_SALT = np.uint64(0x9E3779B97F4A7C15)
 FEATURES = len(features.names())
 T_HTML, T_BODY = NUMBER["html"], NUMBER["body"]
@@ -45,6 +49,7 @@ class Model(NamedTuple):
     type_weights: NDArray[np.float32]  # [TYPE_BUCKETS, page types]
     type_bias: NDArray[np.float32]  # [page types]
     trees: Splits
+    articles: Splits  # see `article.names` after what `trees` see
 
 
 @lru_cache(maxsize=1)
@@ -54,7 +59,8 @@ def load() -> Model:
 
     found = load_file(WEIGHTS)
     linear = {name: found[name].astype(np.float32) for name in Model._fields if name in found}
-    return Model(**linear, trees=splits(Trees(**{field: found[f"trees.{field}"] for field in Trees._fields})))
+    trees, articles = (splits(Trees(**{field: found[f"{name}.{field}"] for field in Trees._fields})) for name in ("trees", "articles"))
+    return Model(**linear, trees=trees, articles=articles)
 
 
 @njit(cache=True)
@@ -92,9 +98,20 @@ def block_rows(
     return rows
 
 
-def chances(page: Scan, trees: Splits, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Chance of each block to be content [blocks], from what the trees see of it."""
-    found: NDArray[np.float32] = 1 / (1 + np.exp(-agreed(page, logits(trees, rows))))
+def article_chance(types: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Chance of pages to be articles [...], from logits of their types [..., page types]."""
+    odds = np.exp(types - types.max(-1, keepdims=True))
+    found: NDArray[np.float32] = odds[..., PAGE_TYPES.index("article")] / odds.sum(-1)
+    return found
+
+
+def chances(page: Scan, rows: NDArray[np.float32], types: NDArray[np.float32], trees: Splits, articles: Splits) -> NDArray[np.float32]:
+    """Chance of each block to be content [blocks], from what the trees see of it (`block_rows`) and the page's type."""
+    scores = logits(trees, rows)
+    say = article_chance(types) - LIKELY
+    if say > 0:
+        scores += say * (logits(articles, np.concatenate([rows, article_features(page)], axis=1)) - scores)
+    found: NDArray[np.float32] = 1 / (1 + np.exp(-agreed(page, scores)))
     return found
 
 
@@ -102,7 +119,7 @@ def judge(page: Scan, model: Model) -> tuple[NDArray[np.float32], NDArray[np.flo
     """Chance of each block to be content [blocks], and logits of the page's type [page types]."""
     types = model.type_bias + model.type_weights[page_words(page)].sum(0)
     rows = block_rows(page, model.class_weights, model.text_weights, types)
-    return chances(page, model.trees, rows), types
+    return chances(page, rows, types, model.trees, model.articles), types
 
 
 def chosen(page: Scan, p: NDArray[np.float32]) -> NDArray[np.bool_]:
@@ -119,11 +136,11 @@ def content(page: Scan, model: Model) -> NDArray[np.bool_]:
 
 
 def below_the_article(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32], types: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """`keep` [blocks] without teasers where the page is an article, and without readers' comments where it is one beyond doubt.
+    """`keep` [blocks] without cards and teasers of other articles on an article, and without comments where it is one beyond doubt.
 
     `p` [blocks]: the chance of each to be content; `types` [page types]: logits of the page's type.
     """
     if PAGE_TYPES[int(types.argmax())] != "article":
         return keep
-    left: NDArray[np.bool_] = without_teasers(page, keep, p)
+    left: NDArray[np.bool_] = without_teasers(page, without_units(page, keep, p), p)
     return without_comments(page, left) if types.max() >= CERTAIN else left

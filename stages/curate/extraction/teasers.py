@@ -1,7 +1,8 @@
 """What stands below an article and is about others: teasers, lists of what else to read, other articles' beginnings.
 
 The article's body is the deepest element that holds most of its prose. What is kept after the end of that element stays only
-where the trees have little doubt about it; before it stand the lead and the first picture, which are looked at no further.
+where the trees have little doubt about it, or where it has the tags and classes of the body's paragraphs: an article may be
+cut into sections. Before the body stand the lead and the first picture, which are looked at no further.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
 from puna.stages.curate.extraction import layout as L
+from puna.stages.curate.extraction.groups import group_sums
 from puna.stages.curate.extraction.layout import Scan
 
 PROSE = 0.7  # of the kept prose stands in the body
 LONG = 20  # words of a block that is prose without a sentence's end; scripts have stops of their own
 ENOUGH = 100  # kept words of a body that can do without what is below it
 SURE = 0.75  # from this chance on a block below the body stays
+OWN = 0.1  # of the body's prose stands under a path that is the body's own
 
 
 @njit(cache=True)
@@ -36,6 +39,12 @@ def without_teasers(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32])
             first, end = a, z
     out = keep.copy()
     if kept[end] - kept[first] >= ENOUGH:
+        paths, inside = np.empty(n, np.uint64), np.zeros((n, 1), np.float32)
+        for b in range(n):
+            paths[b] = page.signs[blocks[b, L.ELEMENT], 1]
+            if first <= b < end:
+                inside[b, 0] = prose[b + 1] - prose[b]
+        same = group_sums(paths, inside)
         for b in range(end, n):
-            out[b] = keep[b] and p[b] >= SURE
+            out[b] = keep[b] and (p[b] >= SURE or same[b, 0] >= OWN * (prose[end] - prose[first]))
     return out

@@ -23,16 +23,19 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-from puna.kernels.compiled import njit
 from puna.stages.curate.extraction import layout as L
+from puna.stages.curate.extraction.article import FEATURES as ARTICLE_FEATURES
+from puna.stages.curate.extraction.article import article_features
 from puna.stages.curate.extraction.decode import decode
 from puna.stages.curate.extraction.features import BUCKETS
 from puna.stages.curate.extraction.labels import label
 from puna.stages.curate.extraction.layout import Scan
+from puna.stages.curate.extraction.linear import Bags, bags, class_bags, fit_logistic, text_bags
 from puna.stages.curate.extraction.model import (
     FEATURES,
     PAGE_TYPES,
     TYPE_BUCKETS,
+    article_chance,
     below_the_article,
     block_rows,
     chances,
@@ -54,6 +57,9 @@ OPTIONS: dict[str, Any] = {
     "bagging_freq": 1, "min_data_in_leaf": 50, "lambda_l2": 5, "max_bin": 63, "verbose": -1, "num_threads": 1, "seed": 1,
     "deterministic": True, "force_row_wise": True,
 }  # fmt: skip
+ARTICLE_ROUNDS, ARTICLE_OPTIONS = 320, OPTIONS | {"learning_rate": 0.06}
+LEAST = 0.1  # pages that are less likely to be articles do not train the trees for articles
+SEEN = FEATURES + len(PAGE_TYPES)  # columns that the trees of all pages see; those for articles see all
 
 
 class Page(NamedTuple):
@@ -155,63 +161,6 @@ def word_f1(text: str, truth: str) -> float:
 # --- linear models ---------------------------------------------------------------------------------------
 
 
-class Bags(NamedTuple):
-    """Rows of bucket numbers, one after the other."""
-
-    starts: NDArray[np.int64]
-    buckets: NDArray[np.int32]
-
-
-def bags(rows: list[NDArray[Any]]) -> Bags:
-    """Rows as one array."""
-    return Bags(np.append(0, np.cumsum([len(row) for row in rows])), np.concatenate(rows).astype(np.int32))
-
-
-def _bucket(words: NDArray[np.uint64]) -> NDArray[np.int64]:
-    return ((words ^ (words >> np.uint64(29))) & np.uint64(BUCKETS - 1)).astype(np.int64)
-
-
-def class_bags(page: Scan) -> list[NDArray[np.int32]]:
-    """Buckets of the tags and class words of each block's elements, up to the root."""
-    elements, tokens = page.elements, _bucket(page.tokens)
-    stops = np.append(elements[1:, L.TOKENS], len(tokens))
-    paths: dict[int, NDArray[np.int32]] = {-1: np.zeros(0, np.int32)}
-    for e in range(len(elements)):
-        tag = (int(elements[e, L.TAG]) * 2654435761 + 12345) & (BUCKETS - 1)
-        own = np.append(tokens[elements[e, L.TOKENS] : stops[e]], tag).astype(np.int32)
-        paths[e] = np.concatenate([paths[int(elements[e, L.PARENT])], own])
-    return [paths[int(e)] for e in page.blocks[:, L.ELEMENT]]
-
-
-def text_bags(page: Scan) -> list[NDArray[np.int64]]:
-    """Buckets of each block's distinct words."""
-    stops = page.blocks[:, L.HASHES]
-    buckets = _bucket(page.hashes)
-    return [np.unique(buckets[a:b]) for a, b in zip(np.append(0, stops[:-1]), stops, strict=True)]
-
-
-@njit(cache=True)
-def fit_logistic(
-    data: Bags, chosen: NDArray[np.int64], y: NDArray[np.float32], w: NDArray[np.float32], size: int, epochs: int, l2: float
-) -> tuple[NDArray[np.float32], float]:
-    """Weights [size] and bias of a logistic regression over the chosen bags, by AdaGrad (rate 0.05)."""
-    weights, squares, bias = np.zeros(size, np.float32), np.full(size, np.float32(1e-3), np.float32), 0.0
-    np.random.seed(0)
-    for _ in range(epochs):
-        for row in np.random.permutation(chosen):
-            z = bias
-            for k in range(data.starts[row], data.starts[row + 1]):
-                z += weights[data.buckets[k]]
-            slope = (1 / (1 + np.exp(-z)) - y[row]) * w[row]
-            for k in range(data.starts[row], data.starts[row + 1]):
-                bucket = data.buckets[k]
-                step = slope + l2 * weights[bucket]
-                squares[bucket] += step * step
-                weights[bucket] -= 0.05 * step / np.sqrt(squares[bucket])
-            bias -= 0.0025 * slope
-    return weights, bias
-
-
 class Linear(NamedTuple):
     """The linear models' weights, as in `Model`."""
 
@@ -272,20 +221,34 @@ def fit_linear(data: Corpus, without: int | None) -> Linear:
 
 
 def rows_of(page: Page, linear: Linear) -> NDArray[np.float32]:
-    """What the first trees see of a page."""
+    """What the trees for articles see of a page; those of all pages see the first columns, `SEEN`."""
     types = linear.type_bias + linear.type_weights[page_words(page.scan)].sum(0)
-    return block_rows(page.scan, linear.class_weights, linear.text_weights, types)
+    rows = block_rows(page.scan, linear.class_weights, linear.text_weights, types)
+    return np.concatenate([rows, article_features(page.scan)], axis=1)
 
 
 # --- trees -----------------------------------------------------------------------------------------------
 
 
-def fit_trees(rows: NDArray[np.float32], data: Corpus, without: int | None) -> Trees:
-    """Boosted trees of all pages, or of those outside a fold."""
+def fit_trees(rows: NDArray[np.float32], data: Corpus, without: int | None) -> tuple[Trees, Trees]:
+    """Boosted trees of all pages and those for articles, or the same of pages outside a fold."""
+    chance = article_chance(rows[:, FEATURES:SEEN])
+    weight = data.weight * np.where(chance < LEAST, 0, chance)
+    weight *= np.count_nonzero(weight) / weight.sum()
+    inside = data.fold != (-1 if without is None else without)
+    return (
+        _fitted(rows[:, :SEEN], data.label, data.weight * inside, OPTIONS, ROUNDS),
+        _fitted(rows, data.label, weight * inside, ARTICLE_OPTIONS, ARTICLE_ROUNDS),
+    )
+
+
+def _fitted(
+    rows: NDArray[np.float32], label: NDArray[np.float32], weight: NDArray[np.float32], options: dict[str, Any], rounds: int
+) -> Trees:
     import lightgbm
 
-    used = (data.weight > 0) & (data.fold != (-1 if without is None else without))
-    made = lightgbm.train(OPTIONS, lightgbm.Dataset(rows[used], data.label[used], weight=data.weight[used]), ROUNDS)
+    used = weight > 0
+    made = lightgbm.train(options, lightgbm.Dataset(rows[used], label[used], weight=weight[used]), rounds)
     return as_arrays([tree["tree_structure"] for tree in made.dump_model()["tree_info"]])
 
 
@@ -322,8 +285,8 @@ def as_arrays(structures: list[dict[str, Any]]) -> Trees:
 
 
 def all_rows(data: Corpus) -> NDArray[np.float32]:
-    """What the trees see of every block, each page scored by linear models that did not see it."""
-    rows = np.empty((len(data.page), FEATURES + len(PAGE_TYPES)), np.float32)
+    """What the trees see of every block (`rows_of`), each page scored by linear models that did not see it."""
+    rows = np.empty((len(data.page), SEEN + ARTICLE_FEATURES), np.float32)
     for fold in range(FOLDS):
         linear = fit_linear(data, fold)
         for number, page in enumerate(data.pages):
@@ -334,14 +297,15 @@ def all_rows(data: Corpus) -> NDArray[np.float32]:
 
 def unseen_texts(data: Corpus, rows: NDArray[np.float32], fold: int) -> dict[str, str]:
     """Texts of a fold's pages, by file, by trees that did not see the fold."""
-    trees = splits(fit_trees(rows, data, fold))
+    trees, articles = map(splits, fit_trees(rows, data, fold))
     texts = {}
     for number, page in enumerate(data.pages):
         if page.fold == fold:
             seen = rows[data.page == number]
-            p = chances(page.scan, trees, seen)
+            types = seen[0, FEATURES:SEEN]
+            p = chances(page.scan, seen[:, :SEEN], types, trees, articles)
             keep = chosen(page.scan, p)
-            texts[page.file] = text_of(page.scan, below_the_article(page.scan, keep, p, seen[0, FEATURES:]))
+            texts[page.file] = text_of(page.scan, below_the_article(page.scan, keep, p, types))
     return texts
 
 
@@ -358,7 +322,9 @@ def unseen_f1(data: Corpus, rows: NDArray[np.float32]) -> dict[str, float]:
 def weights(data: Corpus, rows: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
     """The weights file's arrays, of models that saw all pages."""
     found: dict[str, NDArray[Any]] = {name: values.astype(np.float16) for name, values in fit_linear(data, None)._asdict().items()}
-    return found | {f"trees.{field}": values for field, values in fit_trees(rows, data, None)._asdict().items()}
+    for name, trees in zip(("trees", "articles"), fit_trees(rows, data, None), strict=True):
+        found |= {f"{name}.{field}": values for field, values in trees._asdict().items()}
+    return found
 
 
 def main(arguments: list[str]) -> None:

@@ -45,6 +45,12 @@ def test_what_is_no_teaser_below_an_article_stays(body, below):
     assert "ayor resigns" in left(body, below)
 
 
+def test_a_second_section_of_the_article_is_no_teaser():
+    section = f"<section>{STORY}</section>"
+    text = left(f"<main><section>{STORY * 3}</section>{section.replace('ship', 'boat')}<aside>{OTHERS}</aside></main>", below=0.1)
+    assert text.count("boat") == 8 and "ayor" not in text
+
+
 def test_only_articles_lose_what_stands_below():
     page = read_page(HTMLTree.parse(f"<html><body>{BODY}{OTHERS}</body></html>"))
     keep, p = np.ones(len(page.blocks), np.bool_), np.full(len(page.blocks), 0.5, np.float32)
