@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from datetime import UTC, datetime
 
 import pyarrow as pa
@@ -171,31 +170,24 @@ def test_rows_of_ones_own_lie_over_the_table(tmp_path):
 
 
 def test_codes_and_groups_of_ones_own_rows_count(tmp_path, make_documents):
-    """An identifier's code that only the user knows, and two languages that only the user takes for one another."""
+    """An identifier that was not trained gives its three classes a third each, and so the first one."""
     import fasttext
 
-    words = {"xq1": "kala mato suri", "deu": "der die und", "xq2": "kala mato veri"}
-    draws = random.Random(0)
-    lines = [f"__label__{name} {' '.join(draws.choices(said.split(), k=30))}" for name, said in words.items() for _ in range(200)]
-    draws.shuffle(lines)
-    (tmp_path / "train.txt").write_text("\n".join(lines))
-    fasttext.train_supervised(str(tmp_path / "train.txt"), epoch=5, dim=4, thread=1, verbose=0).save_model(str(tmp_path / "lid.bin"))
-    (tmp_path / "mine.tsv").write_text("language\tscript\tcodes\tgroup\nqab\tLatn\txq1 xq2\tkalaic\nqac\tLatn\t\tkalaic\n", encoding="utf-8")
+    (tmp_path / "train.txt").write_text("__label__aq1 kala mato\n__label__aq2 kala veri\n__label__deu der die\n" * 5)
+    fasttext.train_supervised(str(tmp_path / "train.txt"), epoch=0, dim=4, thread=1, verbose=0).save_model(str(tmp_path / "lid.bin"))
     store = Store.open(tmp_path / "store")
-    texts = ["kala mato kala mato kala mato kala mato kala mato kala mato", "der die und der die und der die und der die"]
-    documents = make_documents(store, [(str(n), "web", text) for n, text in enumerate(texts)])
-    made = execute(import_classifier, ImportClassifierConfig(purpose="language"), {"model": External.resolve(str(tmp_path / "lid.bin"))[0]}, store)
+    given = {"documents": make_documents(store, [("0", "web", "kala mato veri kala mato veri kala mato veri kala mato veri")])}
+    model = External.resolve(str(tmp_path / "lid.bin"))[0]
+    given["classifier"] = execute(import_classifier, ImportClassifierConfig(purpose="language"), {"model": model}, store)
 
     def found(rows):
-        config = LanguageConfig(rows=rows)
-        given = {"documents": documents, "classifier": made}
-        rows_ = execute(language, config, given, store).read(columns=["language", "language_score"]).to_pylist()
-        return sorted((row["language"], row["language_score"]) for row in rows_)
+        (tmp_path / "mine.tsv").write_text(rows, encoding="utf-8")
+        (row,) = execute(language, LanguageConfig(rows=str(tmp_path / "mine.tsv")), given, store).read().to_pylist()
+        return row["language"], pytest.approx(row["language_score"], abs=1e-3)
 
-    (_, german), (unknown, alone) = found(())
-    assert unknown in ("xq1", "xq2") and alone < 0.8
-    assert [name for name, _ in found(str(tmp_path / "mine.tsv"))] == ["de", "qab"]
-    assert found(str(tmp_path / "mine.tsv"))[1][1] > 0.95 and found(str(tmp_path / "mine.tsv"))[0][1] == german
+    assert found("language\tscript\n") == ("aq1", 1 / 3)
+    assert found("language\tscript\tcodes\nqab\tLatn\taq1\nqac\tLatn\taq2\n") == ("qab", 1 / 3)
+    assert found("language\tscript\tcodes\tgroup\nqab\tLatn\taq1\tmine\nqac\tLatn\taq2\tmine\n") == ("qab", 2 / 3)
 
 
 def test_languages_that_the_user_groups_count_together_in_the_vote():
