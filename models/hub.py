@@ -158,7 +158,9 @@ class PunaModel(PunaPreTrainedModel):
         """
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if kwargs.get(name, getattr(self.config, name, False)):
-                raise ValueError(f"{name} is not supported: layers keep none of them; leave it out of the call and of the configuration")
+                # TRL asks for routers' logits wherever the balance of experts has a weight.
+                where = "configuration (TRL: router_aux_loss_coef=0)" if name == "output_router_logits" else "configuration"
+                raise ValueError(f"{name} is not supported: layers keep none of them; leave it out of the call and of the {where}")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if attention_mask is not None and attention_mask.ndim != 2:

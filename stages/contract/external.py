@@ -169,7 +169,11 @@ def _local(root: Path) -> list[str]:
     place = root.resolve()
     whole = place.parents[list(place.parts)[::-1].index("snapshots")] if "snapshots" in place.parts[-4:] else place
     found = []
-    for folder, folders, names in os.walk(root):
+
+    def closed(error: OSError) -> None:  # else what is in the folder would be missing without a word
+        raise PunaError(f"input {root}: {error.filename} cannot be read ({error.strerror}); make it readable, or move it away") from error
+
+    for folder, folders, names in os.walk(root, onerror=closed) if root.is_dir() else ():
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in [*folders, *names]:
             path = Path(folder, name)
@@ -222,8 +226,12 @@ def _files(uri: str) -> Iterator[ExternalFile]:
     names = [address[len(root) :].lstrip("/") or PurePosixPath(public(address)).name for address in addresses]
     # Hashing leaves the interpreter's lock, and a remote file system mostly waits.
     with ThreadPoolExecutor() as pool:
-        for name, address, found in zip(names, addresses, pool.map(_digested, addresses, repeat(system)), strict=True):
-            yield ExternalFile(name, system.unstrip_protocol(address), *found)
+        try:
+            for name, address, found in zip(names, addresses, pool.map(_digested, addresses, repeat(system)), strict=True):
+                yield ExternalFile(name, system.unstrip_protocol(address), *found)
+        except OSError as error:
+            said = without_secrets(str(error), uri)
+            raise PunaError(f"input {public(uri)}: a file cannot be read ({said}); make it readable, or move it away") from None
 
 
 def _digested(address: str, system: Any) -> tuple[int, str, str]:

@@ -179,6 +179,8 @@ def test_what_is_not_computed_is_refused():
     for name in ("output_hidden_states", "output_router_logits"):
         with pytest.raises(ValueError, match=f"{name} is not supported"):
             hub(input_ids=ids, **{name: True})
+    with pytest.raises(ValueError, match="TRL: router_aux_loss_coef=0"):
+        hub(input_ids=ids, output_router_logits=True)
     with pytest.raises(ValueError, match=r"attention_mask must be \[batch, tokens\]"):
         hub(input_ids=ids, attention_mask=mask[:, None, None])
     with pytest.raises(ValueError, match="mlp_bias = True is not supported"):

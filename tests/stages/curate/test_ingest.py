@@ -23,7 +23,7 @@ import xxhash
 import zstandard
 from fastwarc.warc import ArchiveIterator
 
-from puna.stages.contract import External, execute
+from puna.stages.contract import External, execute, external
 from puna.stages.curate.ingest import IngestConfig, ingest
 from puna.stages.curate.reading import warc, warc_frames
 from puna.stages.curate.reading.pages import Page, Rejected
@@ -244,6 +244,33 @@ def test_links_and_special_files_are_refused_by_name(tmp_path):
     open(os.fsencode(folder) + b"/b\xff.txt", "wb").close()
     with pytest.raises(PunaError, match="not UTF-8"):
         External.resolve(str(folder))
+
+
+def test_what_may_not_be_read_is_named(tmp_path, monkeypatch):
+    """A folder would be passed over otherwise, with all that is in it."""
+    (tmp_path / "in" / "closed").mkdir(parents=True)
+    for name in ("a.txt", "closed/b.txt"):
+        (tmp_path / "in" / name).write_text("a page")
+    scandir, digested = os.scandir, external._digested
+
+    def looked_at(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", looked_at)
+        with pytest.raises(PunaError, match=r"closed cannot be read \(Permission denied\)"):
+            External.resolve(str(tmp_path / "in"))
+
+    def read_at(address, system):
+        if address.endswith("b.txt"):
+            raise PermissionError(13, "Permission denied", address)
+        return digested(address, system)
+
+    monkeypatch.setattr(external, "_digested", read_at)
+    with pytest.raises(PunaError, match=r"a file cannot be read \(.*Permission denied.*b\.txt"):
+        External.resolve(str(tmp_path / "in"))
 
 
 def test_frames_equal_fastwarc_on_a_sound_archive():
