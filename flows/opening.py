@@ -38,7 +38,7 @@ def opened(
         if limits.get("prefill_threads"):
             raise PunaError("--prefill-threads: a process for prompts needs a model whose layers all stay in memory: leave --offload out")
         return _offloaded(model, store, serving, smaller, work, limits.get("step_tokens"), draft_weights)
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         raise PunaError(f"{model}: {error}") from error
 
 

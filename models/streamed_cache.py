@@ -36,7 +36,7 @@ def cache_of(model: Transformer, count: int) -> Cache:
 
 
 class StreamedCache(Cache):
-    """A cache whose layers share two buffers. OSError where the disk has no room for them."""
+    """A cache whose layers share two buffers. ValueError where the disk has no room for them."""
 
     def __init__(self, model: Transformer, count: int) -> None:
         super().__init__(model, count, in_turn=True)
@@ -50,7 +50,7 @@ class StreamedCache(Cache):
             os.posix_fallocate(self._file.fileno(), 0, size)
         except OSError as error:
             folder = tempfile.gettempdir()
-            raise OSError(f"{folder} has no room for {size / 1e9:.3g} GB of keys and values: set TMPDIR to another folder") from error
+            raise ValueError(f"{folder} has no room for {size / 1e9:.3g} GB of keys and values: set TMPDIR to another folder") from error
         self._thread = ThreadPoolExecutor(1, "puna-keys")
         self._writes: list[Future[None]] = []
         self._copies: list[tuple[int, int]] = []

@@ -190,7 +190,7 @@ def test_a_window_lets_talks_leave_the_context(folder):
             puna("generate", folder, "to be", *more)
 
 
-def test_an_offloaded_models_plan_is_told_beside_the_same_answers(folder):
+def test_an_offloaded_models_plan_is_told_beside_the_same_answers(folder, tmp_path):
     options = ["--n", "2", "--max-tokens", "8", "--seed", "5"]
     wanted = puna("generate", folder, "to be", *options)
     found = CliRunner().invoke(app, ["generate", folder, "to be", *options, "--offload", "disk", "--memory", "0.5"], catch_exceptions=False)
@@ -202,3 +202,6 @@ def test_an_offloaded_models_plan_is_told_beside_the_same_answers(folder):
     for more, told in ((["--offload", "host"], "set offload to disk"), (["--offload", "disk", "--weights", "int8"], "set weights same")):
         with pytest.raises(PunaError, match=told):
             puna("generate", folder, "to be", *more)
+    save(MODEL, tmp_path)
+    with pytest.raises(PunaError, match=r"tokenizer\.json does not exist"):
+        puna("generate", str(tmp_path), "to be", "--offload", "disk")

@@ -142,7 +142,7 @@ def test_a_full_disk_is_told_at_the_start(folder, monkeypatch):
     model = streaming(folder)
     files = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"has no room for [\d.e-]+ GB of keys and values: set TMPDIR to another folder"):
+    with pytest.raises(ValueError, match=r"has no room for [\d.e-]+ GB of keys and values: set TMPDIR to another folder"):
         Engine(model)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == files
