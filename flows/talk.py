@@ -136,10 +136,12 @@ def chat(
         except (EOFError, KeyboardInterrupt):
             typer.echo()
             return
+        except UnicodeDecodeError as error:
+            raise PunaError(f"standard input is no Unicode text: {error}") from error
         if asked == "/new":
             messages = list(start)
         elif asked:
-            messages.append({"role": "user", "content": asked})
+            messages.append({"role": "user", "content": _unicode(asked, "standard input")})
             messages.append({"role": "assistant", "content": _answer(engine, messages, params)})
 
 
@@ -217,7 +219,8 @@ def generate(
 ) -> None:
     """Answer prompts, many at once. A line of standard input is a JSON text, a list of messages, or an object with `prompt`
     or `messages`."""
-    asked: list[Any] = list(prompts or ()) or [_parsed(number, line) for number, line in enumerate(sys.stdin, 1) if line.strip()]
+    asked: list[Any] = [_unicode(text, "PROMPT") for text in prompts or ()]
+    asked = asked or [_parsed(number, line) for number, line in enumerate(sys.stdin.buffer, 1) if line.strip()]
     searching = _searching(search, n, verifier, expansions, temperature)
     given = asked if documents is None else _with_passages(asked, documents, passages, store)
 
@@ -233,7 +236,10 @@ def generate(
     assert tokenizer is not None
     answers: list[list[tuple[Completion, dict[str, float]]]]
     try:
-        ids = _ids(tokenizer, given, raw)
+        ids, context = _ids(tokenizer, given, raw), engine.model.config.max_position_embeddings
+        if engine.kept is None and (longest := max(map(len, ids))) + max_tokens > context:
+            told = f"{longest} tokens of a prompt and {max_tokens} of its answer exceed the model's context of {context}"
+            raise PunaError(f"{told}: ask for fewer by --max-tokens, or keep the last alone by --window")
         if searching is None:
             answers = [[(found, {"drawn": len(found.tokens)}) for found in row] for row in engine.generate(ids, params)]
         else:
@@ -317,18 +323,27 @@ def _mask(engine: Engine, file: Path) -> Mask:
         raise PunaError(f"{file}: {error}") from error
 
 
-def _parsed(number: int, line: str) -> Any:
+def _parsed(number: int, line: bytes) -> Any:
     """A prompt of standard input: text, or messages."""
     try:
         found = json.loads(line)
-        json.dumps(found, ensure_ascii=False).encode()  # JSON may hold halves of surrogate pairs
     except ValueError as error:
         raise PunaError(f"standard input, line {number} is not JSON: {error}") from error
+    _unicode(json.dumps(found, ensure_ascii=False), f"standard input, line {number}")
     if isinstance(found, dict):
         found = found.get("messages", found.get("prompt"))
     if not isinstance(found, str) and not (isinstance(found, list) and found and all(isinstance(one, dict) for one in found)):
         raise PunaError(f"standard input, line {number}: give a text, a list of messages, or an object with prompt or messages")
     return found
+
+
+def _unicode(text: str, where: str) -> str:
+    """The text; PunaError where it holds bytes that are no UTF-8, or halves of surrogate pairs, as JSON may."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PunaError(f"{where} is no Unicode text: {error}") from error
+    return text
 
 
 def _plain(prompt: Any) -> str:

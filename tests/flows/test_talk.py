@@ -50,6 +50,12 @@ def test_chat_keeps_the_conversation_until_a_new_one(folder):
     assert said == "\n".join([one, two, three, "", ""])
 
 
+def test_what_a_terminal_gives_that_is_no_text_is_one_message(folder):
+    for command, given in ((["chat", folder], b"\xff\xfe\n"), (["generate", folder, "\udcff"], b"")):
+        with pytest.raises(PunaError, match="is no Unicode text"):
+            CliRunner(charset="utf-8").invoke(app, command, input=given, catch_exceptions=False)
+
+
 def test_generate_answers_prompts_and_lines_alike(folder):
     options = ["--n", "2", "--max-tokens", "8", "--seed", "5", "--json"]
     rows = [json.loads(line) for line in puna("generate", folder, "to be", "the question", *options).splitlines()]
@@ -79,11 +85,16 @@ def test_a_model_is_sampled_in_its_own_way_unless_told(folder, tmp_path):
         (["FOLDER"], '"a"\n7\n', "line 2: give a text"),
         (["FOLDER", "a", "--top-p", "0"], "", "top_p must lie in"),
         (["FOLDER", "--raw"], '[{"role": "user", "content": "a"}]\n', "--raw goes on from texts"),
-        (["FOLDER", "a", "--memory", "0.01", "--max-tokens", "999999"], "", "give the engine more memory"),
+        (["LONG", "a", "--memory", "0.01", "--max-tokens", "999999"], "", "give the engine more memory"),
+        (["FOLDER", "a", "--max-tokens", "512"], "", "of its answer exceed the model's context of 512: ask for fewer by --max-tokens"),
+        (["FOLDER"], '"\\ud800"\n', "standard input, line 1 is no Unicode text"),
     ],
 )
 def test_what_is_wrong_is_one_message(folder, tmp_path, args, given, message):
     args = [folder if arg == "FOLDER" else arg for arg in args]
+    if args[0] == "LONG":
+        args[0] = str(tmp_path / "long")
+        save(Transformer(SHAPE.replace(max_position_embeddings=1 << 20)), tmp_path / "long", TOKENIZER)
     with pytest.raises(PunaError, match=message):
         CliRunner().invoke(app, ["generate", *args, "--store", str(tmp_path / "none")], input=given, catch_exceptions=False)
 
