@@ -8,14 +8,13 @@ with rows of one's own, of as few columns as one likes.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from puna.storage import PunaError
 
@@ -45,6 +44,12 @@ class LanguageRow(BaseModel):
     factors: Mapping[str, float | None] = Field({}, description="Signal → factor of English's threshold; null: no basis, the rule abstains")
     evidence: str = Field("", description="Where the row is from")
 
+    @field_validator("stop_words")
+    @classmethod
+    def _lowered(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        """As texts are looked at."""
+        return tuple(word.lower() for word in words)
+
     @property
     def key(self) -> str:
         """Name of the row: language and script."""
@@ -57,16 +62,22 @@ def read_rows(file: str | Path) -> tuple[LanguageRow, ...]:
     Columns are the fields of a row and the signals in `SCALED`: a number is a factor, `-` says that the rule abstains, and what is
     empty or no column is as in the row that this one replaces. Lists are words between blanks.
     """
-    rows = []
-    known = (*LanguageRow.model_fields, *SCALED)
+    rows: list[LanguageRow] = []
+    names: list[str] = []
+    known = [name for name in (*LanguageRow.model_fields, *SCALED) if name != "factors"]
     try:
-        with open(file, encoding="utf-8", newline="") as lines:
-            table = csv.DictReader((line for line in lines if not line.startswith("#")), delimiter="\t", quoting=csv.QUOTE_NONE)
-            for name in table.fieldnames or ():
-                if name not in known or name == "factors":
-                    raise PunaError(f"{file}: there is no column {name!r}; the columns are {', '.join(n for n in known if n != 'factors')}")
-            for number, cells in enumerate(table, 2):
-                rows.append(_row({name: cell or "" for name, cell in cells.items() if name}, f"{file}: row {number}"))
+        with open(file, encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                cells = line.rstrip("\n").split("\t")
+                if line.startswith("#") or not any(cells):
+                    continue
+                if wrong := [] if names else [name for name in cells if name not in known]:
+                    raise PunaError(f"{file}: there is no column {wrong[0]!r}; the columns are {', '.join(known)}")
+                if names and len(cells) > len(names):
+                    raise PunaError(f"{file}: line {number} has {len(cells)} cells, the line of names has {len(names)}")
+                if names:
+                    rows.append(_row(dict(zip(names, cells, strict=False)), f"{file}: line {number}"))
+                names = names or cells
     except (OSError, UnicodeDecodeError) as error:
         raise PunaError(f"{file}: cannot be read as a table of languages: {error}") from error
     return tuple(rows)

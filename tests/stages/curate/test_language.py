@@ -200,14 +200,22 @@ def test_languages_that_the_user_groups_count_together_in_the_vote():
     ("text", "said"),
     [
         ("language\tscrpt\nde\tLatn\n", "there is no column 'scrpt'"),
-        ("language\tscript\twords\nde\tLatn\tmany\n", "row 2: words is 'many'"),
-        ("language\tscript\twords\nde\tLatn\t-1\n", "row 2: words is -1"),
+        ("language\tscript\twords\nde\tLatn\tmany\n", "line 2: words is 'many'"),
+        ("# mine\n\n# too\nlanguage\tscript\twords\nfr\tLatn\t1\n\nde\tLatn\tmany\n", "line 7: words is 'many'"),
+        ("language\tscript\twords\nde\tLatn\t1\t2\n", "line 2 has 4 cells, the line of names has 3"),
+        ("language\tscript\twords\nde\tLatn\t-1\n", "line 2: words is -1"),
     ],
 )
 def test_a_wrong_row_is_named(tmp_path, text, said):
     (tmp_path / "mine.tsv").write_text(text, encoding="utf-8")
     with pytest.raises(PunaError, match=said):
         read_rows(tmp_path / "mine.tsv")
+
+
+def test_a_table_as_editors_write_it(tmp_path):
+    (tmp_path / "mine.tsv").write_bytes("\ufefflanguage\tscript\tstop_words\r\nde\tLatn\tDas Über\r\n".encode())
+    (row,) = read_rows(tmp_path / "mine.tsv")
+    assert (row.key, row.stop_words) == ("de-Latn", ("das", "über"))
 
 
 def test_every_row_of_the_table_is_sound():
