@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from puna.kernels.compiled import njit
 from puna.stages.curate.text.characters import code_points
 from puna.stages.curate.text.hash_table import contains, mix
-from puna.stages.curate.text.words import IS_SYMBOL, split_codes
+from puna.stages.curate.text.words import BASE, IS_SYMBOL, split_codes
 
 
 class Hashed(NamedTuple):
@@ -36,13 +36,17 @@ def gram_hashes(words: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
     """Hash of each n-gram of words, uint64[max(len(words) - n + 1, 0)]."""
     out = np.empty(max(len(words) - n + 1, 0), np.uint64)
     mixed = np.empty(len(words), np.uint64)
+    value, leaving = np.uint64(0), np.uint64(1)
+    for _ in range(n):
+        leaving *= BASE
+    # Polynomial in the words: the next one is added to the last n, and the first of these is taken off.
     for k in range(len(words)):
         mixed[k] = mix(words[k])
-    for i in range(len(out)):
-        value = np.uint64(n)
-        for k in range(i, i + n):
-            value = mix(value + mixed[k])
-        out[i] = value
+        value = value * BASE + mixed[k]
+        if k >= n:
+            value -= mixed[k - n] * leaving
+        if k >= n - 1:
+            out[k - n + 1] = mix(value + np.uint64(n))
     return out
 
 
