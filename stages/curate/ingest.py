@@ -142,16 +142,15 @@ def _sorted(rows: pa.Table) -> tuple[dict[str, pa.Table], dict[str, Any]]:
     """In a worker: the pages and dropped rows of a range of ids, sorted by id, and counts of them; an id that comes again is dropped."""
     ids = rows["id"].to_pylist()
     first = np.array([at == 0 or ids[at] != ids[at - 1] for at in range(len(ids))], bool)
-    once = rows.filter(pa.array(first))
-    is_page = pc.is_valid(once["body"])
-    pages = once.filter(is_page).select(table_schema("pages").schema.names)
+    is_page = np.asarray(pc.is_valid(rows["body"]), bool)
+    pages = rows.select(table_schema("pages").schema.names).filter(pa.array(first & is_page))
     schema = table_schema("dropped").schema
     again, number = [], 0
     for at in np.flatnonzero(~first).tolist():
         number = 1 if first[at - 1] else number + 1
         what = rows["url"][at].as_py() or rows["rule"][at].as_py()
         again.append({"id": repeated_id(ids[at], number), "rule": "duplicate_record", "detail": f"{ids[at]}: {what}"})
-    other = once.filter(pc.invert(is_page)).select(schema.names).cast(schema)
+    other = rows.select(schema.names).filter(pa.array(first & ~is_page)).cast(schema)
     dropped = pa.concat_tables([other, pa.Table.from_pylist(again, schema=schema)])
     size = pc.sum(pc.binary_length(pages["body"]).cast(pa.int64())).as_py() or 0
     return {"pages": pages, "dropped": dropped}, {"bytes": size, "rules": dict(Counter(dropped["rule"].to_pylist()))}
