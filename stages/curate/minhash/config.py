@@ -105,7 +105,9 @@ class MinhashDedupConfig(SignatureConfig):
 
     def detail(self, survivor: str, new_words: int) -> str:
         """A removal in words."""
-        return f"of {survivor}, longest passage of its own: {new_words} words" if self.verify else f"of {survivor}, not verified"
+        by = {"longest": "length", "latest": "time of fetching", "best_score": self.score}[self.survivor]
+        told = f"longest passage of its own: {new_words} words" if self.verify else "not verified"
+        return f"of {survivor}, preferred by {'source, then ' if self.prefer_sources else ''}{by}; {told}"
 
     def criteria(self) -> Criteria:
         """What the kernel needs to verify a pair."""

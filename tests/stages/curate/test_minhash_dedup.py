@@ -168,6 +168,13 @@ def test_who_survives(tmp_path, survivor, kept):
     assert len(evidence) == 2
 
 
+def test_the_evidence_says_by_what_the_survivor_is_preferred():
+    said = {survivor: MinhashDedupConfig(survivor=survivor).detail("a", 3) for survivor in ("longest", "latest")}
+    assert said["longest"] == "of a, preferred by source, then length; longest passage of its own: 3 words"
+    assert said["latest"] == "of a, preferred by source, then time of fetching; longest passage of its own: 3 words"
+    assert MinhashDedupConfig(prefer_sources=(), verify=False).detail("a", 0) == "of a, preferred by length; not verified"
+
+
 def test_ties_go_to_the_smallest_id_and_preferred_sources_come_first(tmp_path):
     texts = [" ".join(f"w{n}" for n in range(50))] * 3
     assert {k for k, _ in run(tmp_path, texts).values()} == {0}
@@ -222,8 +229,10 @@ def test_the_best_score_survives_whatever_the_length(tmp_path):
         signals = store.import_table("signals", pa.table({"id": [str(n) for n in range(4)], "quality": pa.array(scores, pa.float64())}))
         config = MinhashDedupConfig(survivor="best_score", **fields)
         made = execute(minhash_dedup, config, {"documents": documents, "signals": signals}, store)
-        assert set(made.read("duplicates")["kept_id"].to_pylist()) == set(made.read()["id"].to_pylist())
-        return made.read()["id"].to_pylist()
+        kept = made.read()["id"].to_pylist()
+        assert set(made.read("duplicates")["kept_id"].to_pylist()) == set(kept)
+        assert all(said.startswith(f"of {kept[0]}, preferred by source, then quality; ") for said in made.read("dropped")["detail"].to_pylist())
+        return kept
 
     assert survivor([0.1, 0.9, 0.3, 0.2]) == ["1"]
     assert survivor([0.9, 0.1, 0.3, None]) == ["0"]
