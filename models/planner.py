@@ -33,6 +33,7 @@ from puna.models.workload import Work
 STEP_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 PROBE_TOKENS = 256
 PROBE_LAYERS = 5
+OWN = 8_000_000  # bytes of the interpreter's own objects and of what its allocators hold back: 3 to 7 MB were seen beside the rest
 EXPOSED = 0.25  # of the shorter of bringing and computing: .09 to .46 of the reading was waited for in tests/benchmarks/offload.py
 
 
@@ -128,7 +129,7 @@ def choose(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int
     plans = list(_plans(shape, memory, rates, work, step_tokens))
     if not plans:
         longest = max(work.prompt + work.answer, work.longest)
-        least = shape.rest + shape.beside + shape.kept(longest, shape.moving > 0) + shape.scratch(step_tokens or STEP_TOKENS[0], 1)
+        least = OWN + shape.rest + shape.beside + shape.kept(longest, shape.moving > 0) + shape.scratch(step_tokens or STEP_TOKENS[0], 1)
         raise ValueError(
             f"memory = {memory / 1e9:.3g} GB is too little even with all layers offloaded: one answer of {longest} tokens with its "
             f"prompt needs {least / 1e9:.3g} GB; give more memory, or ask for fewer tokens"
@@ -145,7 +146,7 @@ def _plans(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int
         for answers in range(1, work.answers + 1):
             each, longest = shape.kept(work.prompt + work.answer, keys), shape.kept(work.longest, keys)
             pages = max(answers * each, longest)
-            left = memory - shape.rest - shape.scratch(max(tokens, answers), answers) - pages
+            left = memory - OWN - shape.rest - shape.scratch(max(tokens, answers), answers) - pages
             if left >= layers * shape.layer:
                 streamed = 0
             elif left >= shape.beside:
