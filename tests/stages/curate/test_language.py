@@ -11,6 +11,8 @@ from puna.stages.contract import External, execute
 from puna.stages.curate import language as module
 from puna.stages.curate.identification.vote import group_numbers, vote, voters
 from puna.stages.curate.language import LanguageConfig, identify, language
+from puna.stages.curate.learned.dictionary import write
+from puna.stages.curate.learned.fit import fit
 from puna.stages.curate.rules.languages import SCALED, read_rows, shipped, shipped_names, with_rows
 from puna.stages.curate.train_classifier import ImportClassifierConfig, import_classifier
 from puna.storage import PunaError, Store
@@ -171,10 +173,8 @@ def test_rows_of_ones_own_lie_over_the_table(tmp_path):
 
 def test_codes_and_groups_of_ones_own_rows_count(tmp_path, make_documents):
     """An identifier that was not trained gives its three classes a third each, and so the first one."""
-    import fasttext
-
     (tmp_path / "train.txt").write_text("__label__aq1 kala mato\n__label__aq2 kala veri\n__label__deu der die\n" * 5)
-    fasttext.train_supervised(str(tmp_path / "train.txt"), epoch=0, dim=4, thread=1, verbose=0).save_model(str(tmp_path / "lid.bin"))
+    write(fit(tmp_path / "train.txt", 0.1, 0, 1, 4, 1, 0, 0), tmp_path / "lid.bin")
     store = Store.open(tmp_path / "store")
     given = {"documents": make_documents(store, [("0", "web", "kala mato veri kala mato veri kala mato veri kala mato veri")])}
     model = External.resolve(str(tmp_path / "lid.bin"))[0]
