@@ -127,21 +127,28 @@ def _object(number: int, value: Any) -> Row | Fault:
     return Fault(number, "", "not_an_object", f"is a {type(value).__name__}, not an object with fields")
 
 
+def next_line(source: io.BufferedReader, max_bytes: int) -> tuple[bytes, bool]:
+    """The next line, and whether it is longer than `max_bytes`: then its beginning, and the rest is passed over."""
+    line = rest = source.readline(max_bytes + 1)
+    too_long = len(line) > max_bytes and not line.endswith(b"\n")
+    while too_long and rest and not rest.endswith(b"\n"):
+        rest = source.readline(max_bytes)
+    return line, too_long
+
+
 def _lines(source: io.BufferedReader, max_row_bytes: int) -> Iterator[Row | Fault]:
     """One object per line; blank lines do not count as rows."""
     number = 0
     while True:
         number += 1
         try:
-            line = source.readline(max_row_bytes + 1)
+            line, too_long = next_line(source, max_row_bytes)
         except DAMAGE as error:
             yield Fault(number, "", "truncated_file", f"the file cannot be read on from here: {error}")
             return
         if not line:
             return
-        if len(line) > max_row_bytes and not line.endswith(b"\n"):
-            while (rest := source.readline(max_row_bytes)) and not rest.endswith(b"\n"):
-                pass
+        if too_long:
             yield Fault(number, "", "row_too_large", f"is longer than {max_row_bytes} bytes")
         elif line.strip():
             yield _parsed(number, line)

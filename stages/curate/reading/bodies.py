@@ -15,6 +15,7 @@ from puna.stages.reading.files import GZIP_MAGIC, ZSTD_MAGIC, zstd_pieces
 
 GZIP, ZLIB, RAW = 31, 15, -15  # zlib's window bits for either header, and for none
 TRAILER = 8  # bytes of checksum and length behind a member of gzip
+PACKED_BYTES = 1 << 12  # of gzip, unpacked at once: what stands behind a member is copied, and a body may be many small ones
 CHUNK = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r?\n")
 LINE_END = re.compile(rb"\r?\n")
 HEAD_BYTES = 10  # of a chunk, at most, but for what may be said beside its size
@@ -46,16 +47,17 @@ def gunzipped(body: bytes, limit: int) -> bytes:
 
     EOFError: it ends inside one. Where only (some of) the last one's checksum and length are missing, nothing of what was packed is.
     """
-    out, member = b"", True
+    out, at, member = bytearray(), 0, True
     while member and len(out) <= limit:
-        engine = zlib.decompressobj(GZIP)
-        piece = engine.decompress(body, limit + 1 - len(out))
-        out += piece
-        if not engine.eof and len(out) <= limit and not _lacks_trailer_alone(engine, piece):
+        engine, first = zlib.decompressobj(GZIP), len(out)
+        while not engine.eof and at < len(body) and len(out) <= limit:
+            packed = body[at : at + PACKED_BYTES]
+            out += engine.decompress(packed, limit + 1 - len(out))
+            at += len(packed) - len(engine.unused_data)
+        if not engine.eof and len(out) <= limit and not _lacks_trailer_alone(engine, bytes(out[first:])):
             raise EOFError("it ends inside a gzip member")
-        body = engine.unused_data
-        member = body.startswith(GZIP_MAGIC)
-    return out
+        member = body.startswith(GZIP_MAGIC, at)
+    return bytes(out)
 
 
 def _lacks_trailer_alone(engine: zlib._Decompress, piece: bytes) -> bool:

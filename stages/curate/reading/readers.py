@@ -14,7 +14,7 @@ from puna.stages.curate.reading.bodies import gunzipped
 from puna.stages.curate.reading.pages import Page, Rejected
 from puna.stages.reading.dates import moment
 from puna.stages.reading.files import DAMAGE, address, address_of, field_at, suffix, unpacked
-from puna.stages.reading.rows import Fault, Row, Unread, array_rows, is_array, read_rows, records, values
+from puna.stages.reading.rows import Fault, Row, Unread, array_rows, is_array, next_line, read_rows, records, values
 from puna.storage import PunaError
 
 MEDIA_TYPES = {
@@ -93,10 +93,7 @@ def read_jsonl(handle: BinaryIO, source: str, name: str, columns: Columns, max_b
     while True:
         number += 1
         try:
-            line = rest = lines.readline(max_bytes + 1)
-            too_long = len(line) > max_bytes and not line.endswith(b"\n")
-            while too_long and rest and not rest.endswith(b"\n"):
-                rest = lines.readline(max_bytes)
+            line, too_long = next_line(lines, max_bytes)
         except DAMAGE as error:
             yield Rejected("truncated_record", f"{name}#{number}", f"{name}, line {number + 1}: {error}")
             return

@@ -145,10 +145,11 @@ def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
     offset, damages = 0, 0
     try:
         dictionary, offset = _dictionary(handle)
+        decompressor = zstandard.ZstdDecompressor(dict_data=dictionary)
+        decompressor.decompressobj()  # which looks into the dictionary
     except (ValueError, EOFError, zstandard.ZstdError) as error:
         yield 0, Damage(f"the archive's dictionary cannot be read: {error}")
         return
-    decompressor = zstandard.ZstdDecompressor(dict_data=dictionary)
     while packed := handle.read(SLICE_BYTES):
         member, engine = offset, decompressor.decompressobj()
         held = bytearray()  # a small frame is let out only when its checksum, if it has one, was right
@@ -195,7 +196,7 @@ def _next_frame(handle: BinaryIO, offset: int) -> int:
     """Offset of the first frame from `offset` on, or of the end of the file."""
     handle.seek(offset)
     data = b""
-    while more := handle.read(CHUNK_BYTES):
+    while more := handle.read(SLICE_BYTES):  # the next one may be near, many times
         data += more
         if (found := data.find(ZSTD_MAGIC)) >= 0:
             return offset + found
@@ -254,6 +255,7 @@ class _Buffer:
         self._members = members
         self._data = bytearray()
         self._starts: deque[tuple[int, int]] = deque()  # (bytes ever dropped or held before a block, its offset)
+        self._records: deque[int] = deque()  # bytes ever dropped or held before a member that begins with a record
         self._dropped = 0
         self.damage: str | None = None
         self.cut = False
@@ -279,7 +281,10 @@ class _Buffer:
         offset, data = block
         if not self._data:
             self._starts.clear()
-        self._starts.append((self._dropped + len(self._data), offset))
+        place = self._dropped + len(self._data)
+        if self._members and isinstance(data, bytes) and data.startswith(b"WARC/") and self._starts and self._starts[-1][1] != offset:
+            self._records.append(place)
+        self._starts.append((place, offset))
         if isinstance(data, Damage):
             self.damage = data.reason
             return False
@@ -323,10 +328,9 @@ class _Buffer:
 
         Members of a fixed size, as bgzip makes them, end anywhere.
         """
-        if not self._members or not self._starts:
-            return None
-        after = (before - self._dropped for before, offset in self._starts if offset != self._starts[0][1])
-        return next((at for at in after if self._data[at : at + 5] == b"WARC/"), None)
+        while self._records and self._records[0] <= self._dropped:
+            self._records.popleft()
+        return self._records[0] - self._dropped if self._records else None
 
     def take(self, count: int) -> bytes | None:
         """The first `count` bytes, or None (nothing is dropped) when there are fewer in the file or in the member."""
@@ -367,12 +371,12 @@ class _Buffer:
             self._drop(len(self._data))
             return
         while True:
-            match, end = RECORD_START.search(self._data, 1), self._member_end()
+            match, end = RECORD_START.search(self._data), self._member_end()
             found = [at for at in (match and match.start() + 1, end) if at is not None]
             if found:
                 self._drop(min(found))
                 return
-            self._drop(max(0, len(self._data) - len(b"\nWARC/1.0\r")))
+            self._drop(max(0, len(self._data) - (START_BYTES - 1)))
             if not self._more():
                 self._drop(len(self._data))
                 return

@@ -289,6 +289,21 @@ def test_large_records_garbage_and_missing_lengths_are_passed_over():
     assert [r.rule for r in found if isinstance(r, Rejected)] == ["record_too_large", "malformed_record", "malformed_record"]
 
 
+def test_the_record_behind_a_bad_one_is_found_wherever_pieces_of_the_file_end(monkeypatch):
+    bad = b"WARC/1.0\r\nWARC-Type: response\r\n\r\n" + b"x" * 60 + b"\r\n"
+    for size in range(40, 140):
+        monkeypatch.setattr(warc_frames, "CHUNK_BYTES", size)
+        wrong, good = read_warc(io.BytesIO(bad + page(1)), "x", 1 << 20)
+        assert (wrong.rule, good.url[-1]) == ("malformed_record", "1"), size
+
+
+def test_small_members_without_end_in_a_record_come_to_an_end():
+    head = record(b"y" * 60_000).partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+    data = gzip.compress(head) + gzip.compress(b"x") * 40_000 + gzip.compress(page(1))
+    cut, good = read_warc(io.BytesIO(data), "x", 1 << 20)
+    assert (cut.rule, good.url[-1]) == ("truncated_record", "1") and "member" in cut.detail
+
+
 def test_a_record_that_announces_two_lengths_is_refused_before_anyone_believes_the_larger():
     twice = page(1).replace(b"\r\n\r\n", b"\r\nContent-Length: 99999999999\r\n\r\n", 1)
     first, wrong, last = read_warc(io.BytesIO(page(0) + twice + page(2)), "x", 1 << 20)
@@ -304,6 +319,9 @@ def test_zstd_archives_with_a_dictionary():
         head = b"\x5d\x2a\x4d\x18" + len(payload).to_bytes(4, "little") + payload
         found = list(read_warc(io.BytesIO(head + b"".join(packer.compress(r) for r in samples[:3])), "x", 1 << 20))
         assert [r.url[-1] for r in found] == ["0", "1", "2"]
+    wrong = b"\x5d\x2a\x4d\x18" + (64).to_bytes(4, "little") + raw[:4] + b"\xff" * 60
+    (only,) = read_warc(io.BytesIO(wrong + packer.compress(samples[0])), "x", 1 << 20)
+    assert only.rule == "truncated_record" and "the archive's dictionary cannot be read" in only.detail
 
 
 def test_a_damaged_frame_of_zstd_costs_its_record_alone():
@@ -677,6 +695,7 @@ SENT = {
     "deflate, no header": (DEFLATED, "deflate", ""),
     "deflate, decoded": (b"a text", "deflate", ""),
     "gzip in members": (gzip.compress(TEXT[:99]) + gzip.compress(TEXT[99:]), "gzip", ""),
+    "gzip in empty members": (gzip.compress(b"") * 200_000 + gzip.compress(TEXT), "gzip", ""),
     "gzip, something behind it": (gzip.compress(TEXT) + b"<!-- 12 ms -->", "x-gzip", ""),
     "gzip twice": (gzip.compress(gzip.compress(TEXT)), "gzip, gzip", ""),
     "zstd in frames": (zstandard.compress(TEXT[:99]) + zstandard.compress(TEXT[99:]), "zstd", ""),
@@ -694,7 +713,7 @@ SENT = {
 @pytest.mark.parametrize("how", SENT)
 def test_bodies_are_read_as_they_were_sent(how):
     sent, encoding, transfer = SENT[how]
-    (only,) = read_warc(io.BytesIO(record(sent, Content_Encoding=encoding, Transfer_Encoding=transfer)), "x", 1 << 20)
+    (only,) = read_warc(io.BytesIO(record(sent, Content_Encoding=encoding, Transfer_Encoding=transfer)), "x", 8 << 20)
     assert isinstance(only, Page) and only.body == (TEXT if len(sent) > 20 else sent)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import random
 from pathlib import Path
@@ -172,6 +174,16 @@ def test_arrays_are_read_whatever_the_size_of_a_piece(tmp_path: Path, monkeypatc
             with file.open("rb") as handle:
                 found = list(module.read_rows(handle, "rows.json", "json", 1 << 20))
             assert found == [module.Row(n, fields) for n, fields in enumerate(expected, 1)]
+
+
+def test_a_packed_file_that_ends_inside_a_long_row_is_told_with_its_row() -> None:
+    from puna.stages.reading.rows import Fault, Row, read_rows
+
+    letters = "".join(random.Random(0).choices("0123456789abcdef", k=1 << 20))
+    packed = gzip.compress(f'{{"a": 1}}\n{{"a": "{letters}"}}\n'.encode())
+    assert [type(one) for one in read_rows(io.BytesIO(packed), "rows.jsonl.gz", "json", 1000)] == [Row, Fault]
+    first, fault = read_rows(io.BytesIO(packed[:-1000]), "rows.jsonl.gz", "json", 1000)
+    assert first == Row(1, {"a": 1}) and isinstance(fault, Fault) and (fault.number, fault.rule) == (2, "truncated_file")
 
 
 def test_nothing_to_import_is_an_error(tmp_path: Path) -> None:
