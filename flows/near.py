@@ -12,6 +12,7 @@ import typer
 from puna.flows.look import JsonOption, StoreOption, existing, print_rows
 from puna.flows.settings import DEFAULT_STORE
 from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
+from puna.stages.curate.ingest import sniffed
 from puna.stages.curate.minhash.near import described, resembling
 from puna.storage import Artifact, PunaError, Store
 
@@ -59,7 +60,8 @@ def _text(file: str) -> str:
         body = sys.stdin.buffer.read() if file == "-" else path.read_bytes()
     except OSError as error:
         raise PunaError(f"{file} cannot be read: {error.strerror}") from error
+    media = sniffed(body) if file == "-" else "text/html" if path.suffix.lower() in HTML else ""
     try:
-        return page_text(body, "text/html" if path.suffix.lower() in HTML else "text/plain", None, ExtractConfig()).text
+        return page_text(body, media or "text/plain", None, ExtractConfig()).text
     except Unreadable as why:
         raise PunaError(f"{file}: {why.detail}") from why

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import re
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +10,7 @@ from pydantic import Field
 
 from puna.stages.contract import Pages, StageConfig, StageRun, stage
 from puna.stages.curate.extraction.bounds import Burden, burden
-from puna.stages.curate.extraction.decode import decode
+from puna.stages.curate.extraction.decode import WIDE_MARKS, decode
 from puna.stages.curate.extraction.layout import DEPTH
 from puna.stages.curate.extraction.library import library_text
 from puna.stages.curate.extraction.model import content, load
@@ -28,7 +27,7 @@ CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f\u00ad\u200b\u2060\ufeff\ufffe\uff
 SPACES = " \t\u00a0"
 LINE_END_SPACE = re.compile(r"(?<![ \t\u00a0])[ \t\u00a0]+$", re.MULTILINE)  # linear: only the first of a run is tried
 BLANK_LINES = re.compile(r"\n{3,}")
-MAX_ATTRIBUTES = 5000  # of one tag; the parser compares each with all
+MAX_ATTRIBUTES = 5000  # of one tag, or of many that cost as much; the parser compares each with all
 MAX_OPTIONS = 2000  # of a page; the parser looks for each through all before it
 OPTION = re.compile(r"<opt(?:ion|group)\b[^<>]*>[^<]*|</opt(?:ion|group)\s*>", re.IGNORECASE)
 
@@ -143,7 +142,7 @@ def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfi
         title, text, origin = html_text(decode(body, charset, html=True), config)
         text = _without_trailing_space(CONTROLS.sub("", repaired(text)))
     elif media.startswith("text/"):
-        wide = body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or (charset or "").startswith("utf-16")
+        wide = body.startswith(WIDE_MARKS) or (charset or "").startswith("utf-16")
         if not wide and body.count(0) > len(body) // 1000:
             raise Unreadable("extract_binary", "the file is not text", float(body.count(0)), float(len(body) // 1000))
         text = decode(body, charset, html=False)

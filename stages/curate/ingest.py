@@ -326,7 +326,7 @@ def _judged(record: Page | Rejected, config: IngestConfig, accepted: dict[str, b
     if len(record.body) > config.max_body_bytes:
         size, limit = float(len(record.body)), float(config.max_body_bytes)
         return Rejected("body_too_large", record.where, f"{record.where}: {record.url}", size, limit)
-    media = record.content_type or _sniffed(record.body)
+    media = record.content_type or sniffed(record.body)
     if media not in accepted:
         accepted[media] = any(fnmatch.fnmatchcase(media, pattern) for pattern in config.content_types)
     if not accepted[media]:
@@ -334,7 +334,7 @@ def _judged(record: Page | Rejected, config: IngestConfig, accepted: dict[str, b
     return record._replace(content_type=media)
 
 
-def _sniffed(body: bytes) -> str:
+def sniffed(body: bytes) -> str:
     """The media type of a page whose server gave none: HTML by its first tag, else nothing."""
     head = body[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     return "text/html" if head.startswith((b"<!doctype html", b"<html")) else ""

@@ -79,8 +79,12 @@ def test_the_command_reads_text_and_pages_and_names_what_is_wrong(stood, tmp_pat
     assert set(index.keys) == {row[0] for row in rows} - {"5empty"}
     refused = CliRunner().invoke(app, ["export", made.id, str(tmp_path / "new"), "--format", "datasketch", "--store", str(store.root)])
     assert "keep_index=true" in str(refused.exception) and not (tmp_path / "new").exists()
-    given = [CliRunner().invoke(app, ["near", "-", "--store", str(store.root)], input=what) for what in (rows[5][3].encode(), b"\x00\xff" * 2000)]
-    assert rows[5][0] in given[0].stdout and str(given[1].exception) == "-: the file is not text"
+    inputs = (rows[5][3].encode(), file.read_bytes(), b"\x00\xff" * 2000)
+    given = [CliRunner().invoke(app, ["near", "-", made.id, "--json", "--store", str(store.root)], input=what) for what in inputs]
+    for told in given[:2]:  # a page is known by its first tag
+        best = json.loads(told.stdout)["found"][0]
+        assert best["id"] == rows[5][0] and best["similarity"] == 1
+    assert str(given[2].exception) == "-: the file is not text"
     (tmp_path / "other.txt").write_text("nothing like any of these documents is written here at all")
     assert "nothing like it" in run(str(tmp_path / "other.txt")).stdout and indexed.id in run(str(tmp_path / "other.txt")).stdout
     for words, told in ((("none.txt",), "none.txt cannot be read"), ((str(file), "signals/1"), "signals/1")):

@@ -29,7 +29,7 @@ def names() -> list[str]:
     found += [f"branch_{name}" for name in ("words", "linked", "stops", "blocks", "alike", "tag", "prose", "images")]
     found += [f"alike^{k}" for k in range(ABOVE)]
     found += [f"unit_{name}" for name in ("alike", "words", "linked", "images", "blocks")]
-    found += ["images±1", "images±2", "paragraph-", "paragraph+", "words_since_paragraph", "words_to_paragraph"]
+    found += ["images-1", "images±2", "paragraph-", "paragraph+", "words_since_paragraph", "words_to_paragraph"]
     found += ["same_parent-", "same_parent+", "in_main", "from_main", "main_share"]
     return [*found, "words_said", "rare_words_said", "first"]
 

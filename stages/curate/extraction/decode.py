@@ -8,6 +8,7 @@ BOMS = (
     (codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF32_LE, "utf-32-le"), (codecs.BOM_UTF32_BE, "utf-32-be"),
     (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"),
 )  # fmt: skip
+WIDE_MARKS = tuple(mark for mark, name in BOMS if name != "utf-8")
 BEGINNINGS = {b"<\0": "utf-16-le", b"\0<": "utf-16-be"}
 """How HTML begins in characters of two bytes without a mark."""
 
@@ -27,8 +28,10 @@ def decode(body: bytes, charset: str | None, html: bool) -> str:
     wide = BEGINNINGS.get(body[:2]) if html else None
     if given in ("utf-16-le", "utf-16-be") and b"\0" not in body:  # no line end and no tag: the server is wrong
         given = None
-    if wide or given in ("utf-16-le", "utf-16-be", "iso2022_jp"):
-        return bytes_to_str(body, wide or given or "utf-8", errors="replace")
+    if given in ("utf-16-le", "utf-16-be", "iso2022_jp"):
+        wide = wide or given
+    if wide:
+        return bytes_to_str(body, wide, errors="replace")
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError:

@@ -212,7 +212,7 @@ def block_features(
 
 @njit(cache=True)
 def _totals(page: Scan, text: NDArray[np.float32]) -> tuple[Totals, int]:
-    """Sums over the page, and the element that it is about (`_focus`)."""
+    """Sums over the page, and the element that it is about (`focus`)."""
     blocks, elements = page.blocks, page.elements
     n = len(blocks)
     sums, mass = np.zeros((n + 1, 4), np.float64), np.zeros(n + 1, np.float64)

@@ -135,6 +135,11 @@ def test_pages_in_wide_characters_need_not_say_so(encoding):
     assert decode(html.encode(encoding), None, html=True).lstrip("\ufeff") == html
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+def test_a_text_in_wide_characters_is_no_binary(encoding):
+    assert page_text(f"\ufeff{GERMAN}".encode(encoding), "text/plain", None, CONFIG) == page_text(GERMAN.encode(), "text/plain", None, CONFIG)
+
+
 def test_a_server_that_calls_bytes_utf_16_is_not_believed():
     html = f"<!doctype html><title>x</title><p>{GERMAN}</p>"
     assert decode(html.encode(), "utf-16", html=True) == decode(html.encode(), "utf-16le", html=False) == html
