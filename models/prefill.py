@@ -58,7 +58,8 @@ class SplitEngine(Engine):
     def __init__(self, model: Transformer, tokenizer: Tokenizer | None = None, threads: int = 1, **limits: Any) -> None:
         if any(parameter.device.type != "cpu" for parameter in model.parameters()):
             raise ValueError("a process for prompts shares weights and pages with this one: it needs a model on a CPU")
-        if getattr(model.model, "by_loops", None) is not None or any(not list(layer.parameters()) for layer in model.model.layers):
+        come = getattr(model.model, "by_loops", None) is not None or getattr(model.model, "streamed_keys", False)
+        if come or any(not list(layer.parameters()) for layer in model.model.layers):
             raise ValueError("a process for prompts needs a model whose layers all stay in memory: leave offload or this out")
         if limits.get("window") is not None:
             raise ValueError("a process for prompts computes them whole: leave the window or this out")

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from puna.models.transformer import Transformer
 Runs = list[tuple[int, int]]
 """Pages begin .. end - 1, each."""
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Io = Callable[[int, list[Any], int], int]
 
 
 def cache_of(model: Transformer, count: int) -> Cache:
@@ -85,11 +86,15 @@ class StreamedCache(Cache):
 
     def read(self, number: int, runs: Runs) -> Future[None]:
         """Have pages of a layer read into its buffer."""
-        return self._thread.submit(_move, os.preadv, self._file.fileno(), number * self._layer_size, self._bytes[number % 2], runs)
+        return self._submit(os.preadv, number, runs)
 
     def write(self, number: int, runs: Runs) -> Future[None]:
         """Have pages of a layer written from its buffer."""
-        return self._thread.submit(_move, os.pwritev, self._file.fileno(), number * self._layer_size, self._bytes[number % 2], runs)
+        return self._submit(os.pwritev, number, runs)
+
+    def _submit(self, io: Io, number: int, runs: Runs) -> Future[None]:
+        # The file, not its number, which another file may have when pages of a cache that is gone are still to be written.
+        return self._thread.submit(_move, io, self._file, number * self._layer_size, self._bytes[number % 2], runs)
 
 
 class Turns(Layers):
@@ -115,11 +120,15 @@ class Turns(Layers):
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         if number != self._number:
-            self._leave()
-            self._number = number
-            self._coming.pop(0).result()
-            self._cache.arrive(number, *self._todo)
+            self._turn(number)
         return self._cache.layers[number]
+
+    def _turn(self, number: int) -> None:
+        """The next layer is here, as soon as it has come."""
+        self._leave()
+        self._number = number
+        self._coming.pop(0).result()
+        self._cache.arrive(number, *self._todo)
 
     def _leave(self) -> None:
         """What has changed of the layer that has computed goes back, and the one after the next comes to its place."""
@@ -129,7 +138,10 @@ class Turns(Layers):
                 self._coming.append(self._cache.read(self._number + 2, self._seen))
 
     def close(self) -> list[Future[None]]:
-        """The last layer goes back; all that is being written."""
+        """The last layer goes back; all that is being written. After a step that failed the layers that it did not come to are copied
+        and turned, too, since that is asked for once."""
+        for number in range(self._number + 1, len(self)):
+            self._turn(number)
         self._leave()
         return self._written
 
@@ -145,12 +157,12 @@ def _bytes(pages: Tensor) -> Bytes:
     return torch.empty(0, dtype=torch.uint8).set_(pages.untyped_storage()).numpy()
 
 
-def _move(io: Callable[[int, list[Any], int], int], file: int, at: int, parts: Sequence[Bytes], runs: Runs) -> None:
+def _move(io: Io, file: IO[bytes], at: int, parts: Sequence[Bytes], runs: Runs) -> None:
     """Read or write pages of keys, then of values, of each head, from `at` on in the file."""
     for part in parts:
         for head in part:
             for begin, end in runs:
                 some, place, done = head[begin:end].reshape(-1), at + begin * head.shape[1], 0
                 while done < len(some):
-                    done += io(file, [some[done:]], place + done)
+                    done += io(file.fileno(), [some[done:]], place + done)
             at += head.nbytes

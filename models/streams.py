@@ -169,7 +169,6 @@ class Reader:
             total += done
         return total
 
-
     def _at_hand(self, path: Path, some: memoryview, offset: int) -> int:
         """Take what the page cache holds; its bytes, in whole pages, after which direct reads can go on."""
         if path not in self._cached:

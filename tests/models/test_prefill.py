@@ -10,7 +10,7 @@ import torch
 
 from puna.models import prefill
 from puna.models.checkpoint import save
-from puna.models.config import ModelConfig
+from puna.models.config import ModelConfig, Moe
 from puna.models.generation import Engine, SamplingParams
 from puna.models.offload import Source, offloaded
 from puna.models.prefill import SplitEngine
@@ -173,8 +173,12 @@ def test_what_cannot_be_shared_is_refused(tmp_path):
         engine_of(fresh(), Tokenizer.train(["to be"], 280), draft=(fresh(), Tokenizer.train(["to be"], 280)), prefill_threads=1)
     save(fresh(), tmp_path)
     model, _ = offloaded(Source(tmp_path, torch.float32), "disk", 1, torch.device("cpu"))
-    with pytest.raises(ValueError, match="leave offload or this out"):
-        SplitEngine(model)
+    mixture = CONFIG.replace(model_type="mixtral", moe=Moe(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48))
+    save(Transformer(mixture), tmp_path / "mixture")
+    streaming, _ = offloaded(Source(tmp_path / "mixture", torch.float32), "disk", 0, torch.device("cpu"), keys=True)
+    for network in (model, streaming):
+        with pytest.raises(ValueError, match="leave offload or this out"):
+            SplitEngine(network)
 
 
 def test_shared_tensors_stay_the_same_objects_and_pages_begin_as_zeros():

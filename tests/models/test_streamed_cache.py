@@ -7,11 +7,12 @@ import os
 import threading
 import time
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
 
-from puna.models import streamed_cache
+from puna.models import offload, streamed_cache
 from puna.models.cache import Cache
 from puna.models.checkpoint import load, save
 from puna.models.config import ModelConfig, Moe
@@ -133,6 +134,41 @@ def test_nothing_is_left_behind(folder):
     while (threads() or len(os.listdir("/proc/self/fd")) > files) and time.monotonic() < until:
         time.sleep(0.01)
     assert not threads() and len(os.listdir("/proc/self/fd")) == files
+
+
+def test_pages_of_a_cache_that_is_gone_go_to_no_other_file(folder, tmp_path):
+    """The next file that is opened has the number of one that was closed."""
+    cache, go_on = cache_of(streaming(folder), 4), threading.Event()
+    cache._thread.submit(go_on.wait)
+    written = cache.write(0, [(0, 4)])
+    del cache
+    gc.collect()
+    with (tmp_path / "other").open("wb"):
+        go_on.set()
+        written.result()
+    assert (tmp_path / "other").stat().st_size == 0
+
+
+@pytest.mark.parametrize("kept", [{}, {"sinks": 16, "window": 64}], ids=["all", "window"])
+@pytest.mark.parametrize("every", [7, 9])
+def test_a_step_that_is_interrupted_is_computed_again(folder, monkeypatch, every, kept):
+    """Each once, in its second or fourth layer of five: those with pages to copy and with keys to turn back, too."""
+    params = dataclasses.replace(PARAMS, max_tokens=150)
+    wanted = Engine(load(folder), **kept).generate(ASKED[:2], params)
+    engine, own, calls, found = Engine(streaming(folder), **kept), offload.kv_append_, [], {}
+
+    def interrupted(*given):
+        calls.append(given)
+        if len(calls) % every == 0:
+            raise KeyboardInterrupt
+        own(*given)
+
+    monkeypatch.setattr(offload, "kv_append_", interrupted)
+    requests = [engine.submit(prompt, params) for prompt in ASKED[:2]]
+    while not engine.scheduler.idle:
+        with suppress(KeyboardInterrupt):
+            found |= {(event.request, event.number): event.completion for event in engine.step() if event.completion is not None}
+    assert [[found[request, number] for number in range(2)] for request in requests] == wanted
 
 
 def test_a_full_disk_is_told_at_the_start(folder, monkeypatch):
