@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from puna.models.training.settings import TrainConfig
+from puna.models.training.settings import ComputeSettings, TrainConfig
 from puna.models.training.spikes import spike_limits
 from puna.models.training.state import load_record, load_state, save_state
 from puna.models.training.trainer import Row, Trainer
@@ -69,7 +69,7 @@ def train(
     }
     was_training = model.training
     average: dict[str, Tensor] = {}
-    with Trainer(model, objective, as_begun(config, checkpoint_dir), rate_scales) as trainer:
+    with Trainer(model, objective, config.replace(compute=as_begun(config.compute, checkpoint_dir)), rate_scales) as trainer:
         first, log = _resume(checkpoint_dir, trainer, average, identity)
         averaged_steps = config.averaged_steps()
         model.train()
@@ -104,16 +104,15 @@ def weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def as_begun(config: TrainConfig, folder: Path | None) -> TrainConfig:
-    """`config` in the precision of the checkpoint under `folder`, if there is one.
+def as_begun(compute: ComputeSettings, folder: Path | None) -> ComputeSettings:
+    """`compute` in the precision of the checkpoint under `folder`, if there is one.
 
     `fastest` is measured where a process starts: without this a training that was killed could go on in another precision.
     """
     record = None if folder is None else load_record(folder)
     if record is None or "precision" not in record:
-        return config
-    compute = config.compute.model_copy(update={"precision": record["precision"]})
-    return config.model_copy(update={"compute": compute})
+        return compute
+    return compute.replace(precision=record["precision"])
 
 
 def check_identity(folder: Path | None, record: dict[str, Any], identity: dict[str, Any]) -> None:

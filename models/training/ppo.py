@@ -77,11 +77,10 @@ def train_ppo(
     """
     config = rollouts.config
     objective = Ppo(config.clip, config.entropy_weight, config.temperature, dual_clip=config.dual_clip)
-    own = as_begun(config.training(config.schedule.learning_rate), checkpoint_dir)
-    critics = as_begun(config.training(config.critic_learning_rate), checkpoint_dir)
+    begun = config.replace(compute=as_begun(config.compute, checkpoint_dir))
     trainers = {
-        "policy": Trainer(rollouts.policy, objective, own, rate_scales),
-        "critic": Trainer(critic, Value(config.value_clip), critics),
+        "policy": Trainer(rollouts.policy, objective, begun.training(config.schedule.learning_rate), rate_scales),
+        "critic": Trainer(critic, Value(config.value_clip), begun.training(config.critic_learning_rate)),
     }
 
     def estimate(found: Sampled, numbers: dict[str, float]) -> Estimate:
@@ -116,8 +115,8 @@ def train_grpo(
     """
     config = rollouts.config
     objective = Ppo(config.clip, config.entropy_weight, config.temperature, config.clip_high, config.dual_clip)
-    own = as_begun(config.training(config.schedule.learning_rate), checkpoint_dir)
-    trainers = {"policy": Trainer(rollouts.policy, objective, own, rate_scales)}
+    begun = config.replace(compute=as_begun(config.compute, checkpoint_dir))
+    trainers = {"policy": Trainer(rollouts.policy, objective, begun.training(config.schedule.learning_rate), rate_scales)}
 
     def estimate(found: Sampled, numbers: dict[str, float]) -> Estimate:
         kl = sum_segments(found.logprobs - found.reference, found.lengths)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from puna.stages.align.kto import measure_kto, train_kto
 from puna.stages.align.lora import adapted
 from puna.stages.align.rankings import labelled, pairs_of, ranked, read_preferences, render_ranked
-from puna.stages.align.reference import Reference, kept, precision, targets_of
+from puna.stages.align.reference import Reference, kept, targets_of
 from puna.stages.align.settings import DpoConfig
 from puna.stages.contract import Facts, Model, Preferences, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
 from puna.stages.training.needs import chat_template, trained
-from puna.stages.training.train import Example, fit, load_model, row_limit, save_model
+from puna.stages.training.train import Example, fit, load_model, row_limit, save_model, training_precision
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
     held = [row for row in rows if row["split"] == "heldout"]
     heldout = [one.example for one in render_ranked(tokenizer, held, limit, bad, tiers_of)]
     bad.write(run)
-    reference = Reference(config, run, kept(preferences, model, config))
+    reference = Reference(config, run, kept(preferences, model, config, run))
     known = reference.of(policy, heldout)
     if config.engine == "trl":
         from puna.stages.align.trl_engine import hub_tokenizer, train_dpo
@@ -103,10 +103,10 @@ def _measure(model: Transformer, examples: list[Example], known: list[list[float
     from puna.models.training.packing import pack
     from puna.models.training.trainer import computing_in
 
-    found, pairs = {"accuracy": 0.0, "margin": 0.0}, 0
+    found, pairs, precision = {"accuracy": 0.0, "margin": 0.0}, 0, training_precision(config.training.compute, run)
     for row in pack([len(example) for example in examples], config.training.compute.micro_batch_tokens):
         batch = collate([(examples[i], known[i]) for i in row], config)
-        with torch.no_grad(), computing_in(model, precision(config)):
+        with torch.no_grad(), computing_in(model, precision):
             _, metrics = objective(config)(model, batch.to(next(model.parameters()).device))
         pairs += len(batch.chosen)
         for name in found:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from puna.stages.contract import StageRun
 from puna.stages.draws import identifier
-from puna.stages.training.train import Example, by_answer, device
+from puna.stages.training.train import Example, by_answer, training_precision
 from puna.storage import Artifact
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Reference:
         missing = [i for i, some in enumerate(names) if not all(name in self._known for name in some)]
         self.computed += sum(len(names[i]) for i in missing)
         size = config.training.compute.micro_batch_tokens
-        with computing_in(model, precision(config)):
+        with computing_in(model, training_precision(config.training.compute, self._run)):
             found = summed(
                 model, [examples[i] for i in missing], config.mask_format, size, lambda done, total: self._run.progress(done, total, note)
             )
@@ -71,14 +71,9 @@ def summed(
     return by_answer(examples, micro_batch_tokens, compute, progress)
 
 
-def precision(config: DpoConfig) -> Precision:
-    """What the policy computes in while it is trained here."""
-    return config.training.compute.precision_on(device().type)
-
-
-def kept(preferences: Sequence[Artifact], model: Artifact, config: DpoConfig) -> dict[str, float]:
+def kept(preferences: Sequence[Artifact], model: Artifact, config: DpoConfig, run: StageRun) -> dict[str, float]:
     """What stage `reference_logprobs` wrote beside these preferences of this model in this precision, by the names of `written`."""
-    name = name_of(model, config.mask_format, precision(config))
+    name = name_of(model, config.mask_format, training_precision(config.training.compute, run))
     tables = [artifact.read("scores").to_pylist() for artifact in preferences if "scores" in artifact.tables]
     return {row["id"]: row["value"] for rows in tables for row in rows if row["name"] == name}
 

@@ -16,7 +16,16 @@ from puna.stages.contract import Facts, Figure, StageRun
 from puna.stages.conversations import prompt_ids
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.stages.training.needs import chat_template, one_tokenizer, trained
-from puna.stages.training.train import check_one_tokenizer, context_limit, device, divergence_named, load_model, save_model, write_log
+from puna.stages.training.train import (
+    CHECKPOINTS,
+    check_one_tokenizer,
+    context_limit,
+    divergence_named,
+    load_model,
+    save_model,
+    training_precision,
+    write_log,
+)
 from puna.stages.verifiers.scoring import Scorer
 from puna.stages.verifiers.settings import ScoringConfig
 from puna.storage import Artifact, PunaError
@@ -82,7 +91,7 @@ def optimize(
     model, tokenizer = load_model(policy, "lm", quantization=config.quantization)
     scalars = [load_model(one, "scalar")[0] for one in sorted(reward_models, key=lambda one: one.data_digest)]
     # What is only asked computes as the policy does: a KL divergence to fp32 would have bf16's rounding in it.
-    dtype = DTYPES[config.compute.precision_on(device().type)]
+    dtype = DTYPES[training_precision(config.compute, run)]
     within = context_limit(model, config.max_tokens)
     rows, asked = _asked(prompts, lambda row: prompt_ids(tokenizer, row), within, config, run)
     scorer = Scorer(rows, config.scoring, run, judges, needed=run.stage) if config.scored else None
@@ -99,7 +108,7 @@ def optimize(
         log = drive(
             Rollouts(model, reference, rewards, asked, tokenizer.stop_ids, config, run.seed("loop"), watch),
             *([valuing] if valuing is not None else []),
-            checkpoint_dir=run.scratch / "training",
+            checkpoint_dir=run.scratch / CHECKPOINTS,
             on_step=lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"),
             rate_scales=scales,
         )

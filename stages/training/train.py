@@ -19,12 +19,15 @@ from puna.storage import Artifact, PunaError
 if TYPE_CHECKING:
     import torch
 
+    from puna.models.machine import Precision
     from puna.models.serving import ServingSettings
     from puna.models.tokenizer import Tokenizer
-    from puna.models.training.settings import TrainConfig, TrainingSettings
+    from puna.models.training.settings import ComputeSettings, TrainConfig, TrainingSettings
     from puna.models.transformer import Transformer
     from puna.models.workload import Work
 
+CHECKPOINTS = "training"
+"""Folder of a run's checkpoints in its scratch."""
 CHECKPOINT_STEPS = 50
 """Steps between checkpoints of a run; they change no result."""
 
@@ -256,12 +259,19 @@ def fit(
             config,
             run.seed("loop"),
             rate_scales=scales,
-            checkpoint_dir=run.scratch / "training",
+            checkpoint_dir=run.scratch / CHECKPOINTS,
             checkpoint_every=CHECKPOINT_STEPS,
             on_step=lambda row: run.progress(row["step"], config.steps, f"loss {row['loss']:.3f}"),
         )
     write_log(log, run)
     return list(log)
+
+
+def training_precision(compute: ComputeSettings, run: StageRun) -> Precision:
+    """What this run trains in: if it goes on from a checkpoint, what it was begun in."""
+    from puna.models.training.loop import as_begun
+
+    return as_begun(compute, run.scratch / CHECKPOINTS).precision_on(device().type)
 
 
 def write_log(log: Sequence[dict[str, float]], run: StageRun) -> None:

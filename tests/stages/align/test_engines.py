@@ -331,6 +331,27 @@ def test_a_policy_in_bf16_begins_where_its_reference_is(tmp_path: Path, tiny_mod
     assert metrics["first_margin"] == pytest.approx(0.0, abs=1e-5)
 
 
+def test_a_killed_run_keeps_its_reference(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the precision that it was begun in, on a machine that is busy when the second process starts."""
+    monkeypatch.setattr(training, "CHECKPOINT_STEPS", 1)
+    stores = [Store.open(tmp_path / name) for name in ("whole", "killed")]
+    given = {"model": tiny_model(stores[0]), "preferences": [preferences(stores[0]), preferences(stores[0], 6, split="heldout")]}
+    config = DpoConfig(training={**STEPS, "compute": {"precision": "fastest"}}, beta=1.0)
+
+    class Killer:
+        def progress(self, stage: str, done: float, total: float, note: str) -> None:
+            if note.startswith("loss"):
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr("puna.models.machine.bf16_pays", lambda: True)
+    whole = execute(dpo, config, given, stores[0])
+    with pytest.raises(KeyboardInterrupt):
+        execute(dpo, config, given, stores[1], listener=Killer())
+    monkeypatch.setattr("puna.models.machine.bf16_pays", lambda: False)
+    made = execute(dpo, config, given, stores[1])
+    assert made.data_digest == whole.data_digest and made.manifest.metrics["heldout_margin"] == whole.manifest.metrics["heldout_margin"]
+
+
 def test_kept_reference_logprobs_are_read_and_not_computed_again(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     model, pairs = tiny_model(store), preferences(store, 24, edited=True)
