@@ -177,13 +177,13 @@ class Engine:
             if not parts or parts[-1][0] is not hidden_ND:
                 parts.append((hidden_ND, []))
             if not answer.guess:  # most answers of most steps
-                draws.append(Draw(params, answer.uniforms[begin], answer.request.prompt, answer.own if params.shifts else ()))
+                draws.append(Draw(params, answer.uniform(begin), answer.request.prompt, answer.own if params.shifts else ()))
                 parts[-1][1].append(row)
                 continue
             for number, guess in enumerate(answer.guesses):
                 for i in range(number > 0, len(guess) + 1):  # a branch's first row is that of the answer's last token, again
                     before = [*answer.own, *guess[:i]] if params.shifts else ()
-                    draws.append(Draw(params, answer.uniforms[begin + i], answer.request.prompt, before))
+                    draws.append(Draw(params, answer.uniform(begin + i), answer.request.prompt, before))
                     parts[-1][1].append(row + i)
                 row += len(guess) + 1
         try:

@@ -20,6 +20,7 @@ from puna.models.guesses import Lookup, Pace
 from puna.models.sampling_params import SamplingParams
 from puna.models.sinks import Kept
 
+UNIFORMS = 256  # random numbers that are drawn together
 Hidden = tuple[Tensor, int]
 """Hidden states [N, D] of a step, and the row of an answer's last token; those after its guesses follow."""
 
@@ -51,6 +52,7 @@ class Answer:
     pace: Pace | None = None  # at which guesses come
     drafted: int = 1 << 62  # of the computed tokens, those that a draft has computed, too
     logprobs: list[float] = field(default_factory=list)
+    _uniforms: list[float] = field(default_factory=list)
 
     @property
     def own(self) -> list[int]:
@@ -68,11 +70,14 @@ class Answer:
         return [self.guess, *(branch.guess for branch in self.branches)]
 
     @cached_property
-    def uniforms(self) -> list[float]:
-        """Its private random numbers, one for each of its tokens."""
-        params = self.request.params
-        found: list[float] = np.random.default_rng([params.seed, self.number, *self.request.words]).random(params.max_tokens).tolist()
-        return found
+    def _random(self) -> np.random.Generator:
+        return np.random.default_rng([self.request.params.seed, self.number, *self.request.words])
+
+    def uniform(self, number: int) -> float:
+        """The private random number of its token of this number. They are drawn as it grows: `max_tokens` may be any number."""
+        while number >= len(self._uniforms):
+            self._uniforms += self._random.random(UNIFORMS).tolist()
+        return self._uniforms[number]
 
 
 @dataclass(eq=False)

@@ -1,7 +1,8 @@
 """A cache of sinks and a window against dense attention over exactly the tokens that are kept, at the paper's positions."""
 
 import dataclasses
-from itertools import pairwise
+from contextlib import closing
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from puna.models.cache import Cache
 from puna.models.config import Mla, ModelConfig
 from puna.models.draft import DraftedEngine
 from puna.models.generation import Engine, SamplingParams
+from puna.models.generation.schedule import UNIFORMS
 from puna.models.sinks import Kept
 from puna.models.transformer import Transformer, rotary_table
 
@@ -69,6 +71,14 @@ def dense_logprobs(model, tokens, sinks, window, step):
         hidden = model.model(x_1D, torch.tensor([0]), attend)  # at position 0 nothing is rotated
         found.append(model.logits(hidden).log_softmax(-1)[0, following].item())
     return found
+
+
+def test_an_answer_may_be_asked_for_without_end():
+    """Its first tokens, more than random numbers are drawn at once, are those of a shorter one."""
+    engine, params = engine_of(model_of("grouped"), sinks=16, window=32), SamplingParams(max_tokens=2 * UNIFORMS + 9, stop=(), seed=4)
+    ((wanted,),) = engine.generate(ASKED[:1], params)
+    with closing(engine.stream(ASKED[0], dataclasses.replace(params, max_tokens=10**15))) as events:
+        assert [event.token for event in islice(events, params.max_tokens)] == wanted.tokens
 
 
 @pytest.mark.parametrize("name", MODELS)
