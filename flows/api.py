@@ -271,7 +271,7 @@ def application(
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
         said = f"{request.method} {request.url.path}: {error.detail}"
-        return await told(request, ApiError(error.status_code, "invalid_request_error", said))
+        return JSONResponse(ApiError(error.status_code, "invalid_request_error", said).body, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:

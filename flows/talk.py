@@ -128,7 +128,7 @@ def chat(
     engine = opened(model, store, serving, draft, lambda _, context: _talk(context, max_tokens), draft_weights)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
     params = parameters(engine, CHAT, **asked_of, **ahead(speculate, branches, draft))
-    start = [{"role": "system", "content": system}] if system else []
+    start = [{"role": "system", "content": _unicode(system, "--system")}] if system else []
     messages = list(start)
     while True:
         try:
@@ -221,6 +221,8 @@ def generate(
     or `messages`."""
     asked: list[Any] = [_unicode(text, "PROMPT") for text in prompts or ()]
     asked = asked or [_parsed(number, line) for number, line in enumerate(sys.stdin.buffer, 1) if line.strip()]
+    if not asked:
+        raise PunaError("there is no prompt: give one as an argument, or a line of standard input for each")
     searching = _searching(search, n, verifier, expansions, temperature)
     given = asked if documents is None else _with_passages(asked, documents, passages, store)
 

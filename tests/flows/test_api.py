@@ -153,7 +153,7 @@ def test_whatever_is_sent_is_answered_in_openais_shape(client, method, path, bod
     reply = client.request(method, path, content=body, headers={"Content-Type": "application/json"})
     error = reply.json()["error"]
     assert reply.status_code == status and said in error["message"] and error["type"] == "invalid_request_error" and error["param"] != "1"
-    assert set(error) == {"message", "type", "param", "code"}
+    assert set(error) == {"message", "type", "param", "code"} and reply.headers.get("allow") == ("POST" if status == 405 else None)
 
 
 def test_what_breaks_the_server_is_told_in_openais_shape():

@@ -51,7 +51,7 @@ def test_chat_keeps_the_conversation_until_a_new_one(folder):
 
 
 def test_what_a_terminal_gives_that_is_no_text_is_one_message(folder):
-    for command, given in ((["chat", folder], b"\xff\xfe\n"), (["generate", folder, "\udcff"], b"")):
+    for command, given in ((["chat", folder], b"\xff\xfe\n"), (["chat", folder, "--system", "\udcff"], b"a\n"), (["generate", folder, "\udcff"], b"")):
         with pytest.raises(PunaError, match="is no Unicode text"):
             CliRunner(charset="utf-8").invoke(app, command, input=given, catch_exceptions=False)
 
@@ -80,7 +80,8 @@ def test_a_model_is_sampled_in_its_own_way_unless_told(folder, tmp_path):
 @pytest.mark.parametrize(
     ("args", "given", "message"),
     [
-        (["nowhere/model"], "", "nowhere"),
+        (["nowhere/model", "a"], "", "nowhere"),
+        (["FOLDER"], "\n", "there is no prompt: give one as an argument, or a line of standard input for each"),
         (["FOLDER"], "{\n", "line 1 is not JSON"),
         (["FOLDER"], '"a"\n7\n', "line 2: give a text"),
         (["FOLDER", "a", "--top-p", "0"], "", "top_p must lie in"),
