@@ -48,7 +48,7 @@ class StreamedCache(Cache):
         self._layer_size = sum(part.nbytes for part in self._bytes[0])
         size = self._layer_size * len(self.layers)
         try:
-            os.posix_fallocate(self._file.fileno(), 0, size)
+            _allot(self._file.fileno(), size)
         except OSError as error:
             folder = tempfile.gettempdir()
             raise ValueError(f"{folder} has no room for {size / 1e9:.3g} GB of keys and values: set TMPDIR to another folder") from error
@@ -144,6 +144,14 @@ class Turns(Layers):
             self._turn(number)
         self._leave()
         return self._written
+
+
+def _allot(file: int, size: int) -> None:
+    """Give a file its size. macOS cannot claim the room: there a full disk is told by the first write that does not fit."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    else:
+        os.ftruncate(file, size)
 
 
 def runs(pages: Sequence[int]) -> Runs:

@@ -116,6 +116,15 @@ def test_two_layers_are_in_memory_and_the_others_in_a_file_of_their_size(folder,
     assert os.listdir(tmp_path / "spare") == []  # nothing to be left, however the process ends
 
 
+def test_a_system_that_cannot_claim_room_gives_the_same(folder, monkeypatch):
+    wanted = Engine(load(folder)).generate(ASKED, PARAMS)
+    monkeypatch.delattr(os, "posix_fallocate")
+    engine = Engine(streaming(folder), memory=pages(streaming(folder), 400))
+    assert engine.generate(ASKED, PARAMS) == wanted
+    (cache,) = engine.caches
+    assert os.fstat(cache._file.fileno()).st_size == 5 * cache._layer_size
+
+
 def test_nothing_is_left_behind(folder):
     def threads():
         return [thread for thread in threading.enumerate() if thread.name.startswith("puna-keys")]
