@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -154,8 +154,7 @@ class Answerer:
                 raise ApiError(400, "invalid_request_error", "the model's chat template has no place for tools", "tools")
         except ValueError as error:
             raise ApiError(400, "invalid_request_error", str(error), "messages") from error
-        room = self.config.max_position_embeddings - len(ids) if self.worker.engine.kept is None else 1024
-        longest = body.max_completion_tokens or body.max_tokens or max(1, min(room, 1024))
+        longest = body.max_completion_tokens or body.max_tokens or max(1, self.worker.engine.room(len(ids), 1024))
         return await self._answered(body, request, ids, longest, "chat.completion", body.logprobs)
 
     async def _answered(self, body: Sampled, request: Request, ids: list[int], longest: int, kind: str, logprobs: bool) -> Response:
@@ -188,7 +187,7 @@ class Answerer:
         if body.model is not None:
             self.check(body.model)
         context, V = self.config.max_position_embeddings, self.config.vocab_size
-        if self.worker.engine.kept is None and len(ids) + longest > context:
+        if self.worker.engine.room(len(ids), longest) < longest:
             told = f"{len(ids)} tokens of the prompt and {longest} of the answer exceed the model's context of {context}"
             raise ApiError(400, "invalid_request_error", told, "max_tokens")
         if not all(0 <= token < V for token in (*ids, *body.logit_bias)):
@@ -240,6 +239,33 @@ async def _lines(reply: Reply, first: Event, events: AsyncGenerator[Event, None]
     yield "data: [DONE]\n\n"
 
 
+def _told(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(error.body, error.status, headers)
+
+
+def _tell_errors(app: FastAPI) -> None:
+    """Have every error told in OpenAI's shape."""
+
+    @app.exception_handler(ApiError)
+    async def told(_: Request, error: ApiError) -> Response:
+        return _told(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        field = None if first["type"] == "json_invalid" else ".".join(str(part) for part in first["loc"][1:]) or None
+        return _told(ApiError(400, "invalid_request_error", f"{field or 'body'}: {first['msg']}", field))
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        said = f"{request.method} {request.url.path}: {error.detail}"
+        return _told(ApiError(error.status_code, "invalid_request_error", said), error.headers)
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> Response:
+        return _told(ApiError(500, "server_error", f"the server failed: {type(error).__name__}"))
+
+
 def application(
     engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None, speculate: int = 0, branches: int = 1
 ) -> FastAPI:
@@ -258,24 +284,7 @@ def application(
 
     app = FastAPI(title="Puna", lifespan=running, docs_url=None, redoc_url=None, openapi_url=None)
 
-    @app.exception_handler(ApiError)
-    async def told(_: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body, error.status)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        field = None if first["type"] == "json_invalid" else ".".join(str(part) for part in first["loc"][1:]) or None
-        return await told(_, ApiError(400, "invalid_request_error", f"{field or 'body'}: {first['msg']}", field))
-
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
-        said = f"{request.method} {request.url.path}: {error.detail}"
-        return JSONResponse(ApiError(error.status_code, "invalid_request_error", said).body, error.status_code, error.headers)
-
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        return await told(request, ApiError(500, "server_error", f"the server failed: {type(error).__name__}"))
+    _tell_errors(app)
 
     @app.middleware("http")
     async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -290,7 +299,7 @@ def application(
             if request.method == "POST" and worker.active >= limits.queue:
                 raise ApiError(429, "rate_limit_error", f"{worker.active} requests are at work, as many as may be: try again later")
         except ApiError as error:
-            return await told(request, error)
+            return _told(error)
         return await go_on(request)
 
     @app.get("/health")

@@ -159,12 +159,12 @@ def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingPara
     said, text = "", TextStream(engine.tokenizer)
     events = None
     try:
-        ids, context = engine.tokenizer.chat(messages), engine.model.config.max_position_embeddings
-        left = context - len(ids) if engine.kept is None else params.max_tokens
-        if left <= 0:
-            told = f"the conversation has {len(ids)} tokens, the model's context {context}"
+        ids = engine.tokenizer.chat(messages)
+        left = engine.room(len(ids), params.max_tokens)
+        if not left:
+            told = f"the conversation has {len(ids)} tokens, the model's context {engine.model.config.max_position_embeddings}"
             raise PunaError(f"{told}: begin another, or keep the last alone by --window")
-        events = engine.stream(ids, replace(params, max_tokens=min(params.max_tokens, left)))
+        events = engine.stream(ids, replace(params, max_tokens=left))
         for event in events:
             new = text.add(event.token, event.completion is not None)
             said += new
@@ -238,10 +238,8 @@ def generate(
     assert tokenizer is not None
     answers: list[list[tuple[Completion, dict[str, float]]]]
     try:
-        ids, context = _ids(tokenizer, given, raw), engine.model.config.max_position_embeddings
-        if engine.kept is None and (longest := max(map(len, ids))) + max_tokens > context:
-            told = f"{longest} tokens of a prompt and {max_tokens} of its answer exceed the model's context of {context}"
-            raise PunaError(f"{told}: ask for fewer by --max-tokens, or keep the last alone by --window")
+        ids = _ids(tokenizer, given, raw)
+        _check_room(engine, max(map(len, ids)), max_tokens)
         if searching is None:
             answers = [[(found, {"drawn": len(found.tokens)}) for found in row] for row in engine.generate(ids, params)]
         else:
@@ -258,6 +256,14 @@ def generate(
         drawn = sum(int(cost["drawn"]) for row in answers for _, cost in row)
         kept = sum(len(found.tokens) for row in answers for found, _ in row)
         typer.echo(f"{drawn:,} tokens drawn for {kept:,} of answers", err=True)
+
+
+def _check_room(engine: Engine, prompt: int, answer: int) -> None:
+    """PunaError where the longest prompt and its answer do not fit into the model's context."""
+    if engine.room(prompt, answer) < answer:
+        context = engine.model.config.max_position_embeddings
+        told = f"{prompt} tokens of a prompt and {answer} of its answer exceed the model's context of {context}"
+        raise PunaError(f"{told}: ask for fewer by --max-tokens, or keep the last alone by --window")
 
 
 def _ids(tokenizer: Tokenizer, prompts: list[Any], raw: bool) -> list[list[int]]:

@@ -109,6 +109,10 @@ class Engine:
                     progress(done, len(found) * params.n)
         return [[row[number] for number in sorted(row)] for row in found.values()]
 
+    def room(self, prompt: int, wanted: int) -> int:
+        """How many of `wanted` tokens an answer to a prompt of so many can have: what the model's context leaves; with a window all."""
+        return wanted if self.kept is not None else min(wanted, max(0, self.model.config.max_position_embeddings - prompt))
+
     def stream(self, prompt: Prompt, params: SamplingParams) -> Generator[Event, None, None]:
         """The tokens of the answers as they are drawn; closing the iterator cancels the request."""
         self._look()
