@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from puna.models.config import ModelConfig
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages.contract import SeededConfig, StageRun, execute, stage
-from puna.storage import Artifact
+from puna.storage import Artifact, Store
 
 TEXT = "state the final answer to the following problem 1 + 2 - 3 user assistant question say and "
 
@@ -33,6 +34,27 @@ def tiny(config: TinyConfig, run: StageRun) -> None:
 def tiny_model() -> Callable[..., Artifact]:
     """`tiny_model(store, seed)`: a committed model."""
     return lambda store, seed=0: execute(tiny, TinyConfig(seed=seed), {}, store)
+
+
+@pytest.fixture
+def killed_and_resumed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Artifact, Artifact]]:
+    """`killed_and_resumed(stage, config, given, stores, when)`: what a whole run makes in the first store, and in the second one that
+    is killed where `when(done, note)` holds of its progress and goes on, on a machine that is busy by then: bf16 pays no more."""
+
+    def run(stage: Callable[..., Artifact], config: SeededConfig, given: dict[str, Any], stores: list[Store], when: Callable[[float, str], bool]) -> tuple[Artifact, Artifact]:
+        class Killer:
+            def progress(self, stage: str, done: float, total: float, note: str) -> None:
+                if when(done, note):
+                    raise KeyboardInterrupt
+
+        monkeypatch.setattr("puna.models.machine.bf16_pays", lambda: True)
+        whole = execute(stage, config, given, stores[0])
+        with pytest.raises(KeyboardInterrupt):
+            execute(stage, config, given, stores[1], listener=Killer())
+        monkeypatch.setattr("puna.models.machine.bf16_pays", lambda: False)
+        return whole, execute(stage, config, given, stores[1])
+
+    return run
 
 
 @pytest.fixture(autouse=True)

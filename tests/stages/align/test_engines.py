@@ -331,24 +331,13 @@ def test_a_policy_in_bf16_begins_where_its_reference_is(tmp_path: Path, tiny_mod
     assert metrics["first_margin"] == pytest.approx(0.0, abs=1e-5)
 
 
-def test_a_killed_run_keeps_its_reference(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_keeps_its_reference(tmp_path: Path, tiny_model: Tiny, killed_and_resumed: Callable[..., tuple[Artifact, Artifact]], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the precision that it was begun in, on a machine that is busy when the second process starts."""
     monkeypatch.setattr(training, "CHECKPOINT_STEPS", 1)
     stores = [Store.open(tmp_path / name) for name in ("whole", "killed")]
     given = {"model": tiny_model(stores[0]), "preferences": [preferences(stores[0]), preferences(stores[0], 6, split="heldout")]}
     config = DpoConfig(training={**STEPS, "compute": {"precision": "fastest"}}, beta=1.0)
-
-    class Killer:
-        def progress(self, stage: str, done: float, total: float, note: str) -> None:
-            if note.startswith("loss"):
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr("puna.models.machine.bf16_pays", lambda: True)
-    whole = execute(dpo, config, given, stores[0])
-    with pytest.raises(KeyboardInterrupt):
-        execute(dpo, config, given, stores[1], listener=Killer())
-    monkeypatch.setattr("puna.models.machine.bf16_pays", lambda: False)
-    made = execute(dpo, config, given, stores[1])
+    whole, made = killed_and_resumed(dpo, config, given, stores, lambda done, note: note.startswith("loss"))
     assert made.data_digest == whole.data_digest and made.manifest.metrics["heldout_margin"] == whole.manifest.metrics["heldout_margin"]
 
 

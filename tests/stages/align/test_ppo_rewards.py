@@ -92,24 +92,14 @@ def test_a_policy_in_bf16_begins_where_its_reference_is(tmp_path: Path, tiny_mod
     assert row["kl"] == 0 and load(made.path()).model.embed_tokens.weight.dtype == torch.float32
 
 
-def test_a_killed_run_goes_on_in_the_precision_that_it_was_begun_in(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_goes_on_in_the_precision_that_it_was_begun_in(tmp_path: Path, tiny_model: Tiny, killed_and_resumed: Callable[..., tuple[Artifact, Artifact]]) -> None:
     """With the reference and the reward model, which are not trained, on a machine that is busy when the second process starts."""
     stores = [Store.open(tmp_path / name) for name in ("whole", "killed")]
     model = tiny_model(stores[0])
     given = {"policy": model, "prompts": asked(stores[0]), "reward_model": rewarding(stores[0], model)}
     config = PpoConfig(reward="product", **SETTINGS | {"rollouts": 3, "kl_coefficient": 0.1, "compute": {"precision": "fastest"}})
-
-    class Killer:
-        def progress(self, stage: str, done: float, total: float, note: str) -> None:
-            if done == 2:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr("puna.models.machine.bf16_pays", lambda: True)
-    whole = execute(ppo, config, given, stores[0])
-    with pytest.raises(KeyboardInterrupt):
-        execute(ppo, config, given, stores[1], listener=Killer())
-    monkeypatch.setattr("puna.models.machine.bf16_pays", lambda: False)
-    assert execute(ppo, config, given, stores[1]).data_digest == whole.data_digest
+    whole, made = killed_and_resumed(ppo, config, given, stores, lambda done, note: done == 2)
+    assert made.data_digest == whole.data_digest
 
 
 def test_ppo_trains_adapters(tmp_path: Path, tiny_model: Tiny) -> None:
