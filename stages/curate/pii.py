@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field, PositiveInt
 
 from puna.stages.contract import Documents, StageConfig, StageRun, stage
-from puna.stages.curate.text.personal import find, masked
+from puna.stages.curate.text.number_hints import hints
+from puna.stages.curate.text.personal import find, masked, needed
+from puna.stages.curate.text.strings import buffers
 from puna.storage.schemas import table_schema
 
 Entity = Literal["email", "iban", "card", "ssn", "ip_address", "address", "phone"]
@@ -45,43 +48,51 @@ def pii(documents: Documents, config: PiiConfig, run: StageRun) -> None:
 
 def _mask(documents: pa.Table, config: PiiConfig) -> dict[str, pa.Table]:
     """Masked documents of a part, how much was masked in each, and what was dropped."""
-    texts: list[str] = []
-    keep: list[bool] = []
+    ids, texts = documents.column("id"), documents.column("text")
+    sizes = pc.binary_length(texts).to_numpy()
+    in_code = np.asarray(pc.is_in(documents.column("source"), pa.array(config.code_sources, pa.string())))
+    searched, searched_in_code = ((*wanted, *config.drop) for wanted in (config.entities, config.code_entities))
+    seen = hints(*buffers(texts))
+    keep, changed = np.ones(len(sizes), np.bool_), np.zeros(len(sizes), np.bool_)
+    clean: list[str] = []
     scores: list[dict[str, Any]] = []
     dropped: list[dict[str, Any]] = []
-    columns = [documents.column(name).to_pylist() for name in ("id", "source", "text")]
-    for identity, source, text, size in zip(*columns, pc.binary_length(documents.column("text")).to_pylist(), strict=True):
-        if size > config.max_text_bytes:
-            keep.append(False)
-            texts.append("")
-            row = {"id": identity, "rule": "pii_failed", "value": float(size), "threshold": float(config.max_text_bytes)}
-            dropped.append({**row, "detail": "the text is too long to be searched, bytes"})
+    # A text in which there can be nothing is not looked at.
+    possible = seen & np.where(in_code, needed(searched_in_code), needed(searched)) != 0
+    for row in np.flatnonzero(possible | (sizes > config.max_text_bytes)).tolist():
+        identity = ids[row].as_py()
+        if sizes[row] > config.max_text_bytes:
+            keep[row] = False
+            said = {"id": identity, "rule": "pii_failed", "value": float(sizes[row]), "threshold": float(config.max_text_bytes)}
+            dropped.append({**said, "detail": "the text is too long to be searched, bytes"})
             continue
-        wanted = config.code_entities if source in config.code_sources else config.entities
+        text = texts[row].as_py()
         try:
-            spans = find(text, tuple({*wanted, *config.drop}))
+            spans = find(text, searched_in_code if in_code[row] else searched, int(seen[row]))
         except Exception as error:  # noqa: BLE001 - one document may fail in any way, and the others go on
-            keep.append(False)
-            texts.append(text)
+            keep[row] = False
             dropped.append({"id": identity, "rule": "pii_failed", "detail": f"{type(error).__name__}: {error}"})
             continue
         counts = Counter(span.entity for span in spans)
         over = next((kind for kind, limit in sorted(config.drop.items()) if counts[kind] >= limit), None)
-        keep.append(over is None)
         if over is not None:
-            limit = config.drop[over]
+            keep[row], limit = False, config.drop[over]
             detail = f"{counts[over]} of kind {over}, dropped from {limit} on"
             dropped.append({"id": identity, "rule": f"pii_{over}", "value": counts[over], "threshold": limit, "detail": detail})
-            texts.append(text)
             continue
+        wanted = config.code_entities if in_code[row] else config.entities
         spans = [span for span in spans if span.entity in wanted]
-        texts.append(masked(text, spans) if spans else text)
+        if spans:
+            changed[row] = True
+            clean.append(masked(text, spans))
         for entity, count in sorted(Counter(span.entity for span in spans).items()):
             scores.append({"id": identity, "name": f"masked_{entity}", "value": float(count)})
-    place = documents.schema.get_field_index("text")
-    clean = documents.set_column(place, documents.schema.field(place), pa.array(texts, pa.string()))
+    if clean:
+        place = documents.schema.get_field_index("text")
+        masks = pc.replace_with_mask(texts, pa.array(changed), pa.array(clean, texts.type))
+        documents = documents.set_column(place, documents.schema.field(place), masks)
     return {
-        "documents": clean.filter(pa.array(keep, pa.bool_())),
+        "documents": documents if keep.all() else documents.filter(pa.array(keep)),
         "scores": pa.Table.from_pylist(scores, schema=table_schema("scores").schema),
         "dropped": pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema),
     }

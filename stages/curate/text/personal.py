@@ -9,11 +9,12 @@ from __future__ import annotations
 import ipaddress
 import re
 from bisect import bisect
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, reduce
+from operator import or_
 from typing import NamedTuple
 
-from puna.stages.curate.text.number_hints import Hint, hints, phone_stretches
+from puna.stages.curate.text.number_hints import IBAN_LENGTHS, Hint, hints_of, phone_stretches
 from puna.stages.curate.text.postal import postal_addresses
 
 
@@ -77,15 +78,6 @@ def _around(sign: str, pattern: re.Pattern[str], text: str) -> Iterator[re.Match
 
 # A pattern that begins with what is rare, here a digit, is found several times as fast as one that begins with what stood before.
 IBAN_DIGITS = re.compile(r"\d{2}(?<=[A-Za-z]{2}\d{2})(?<![\w-][A-Za-z]{2}\d{2})(?= ?[A-Za-z0-9]{4})")
-IBAN_LENGTHS = {
-    "AD": 24, "AE": 23, "AL": 28, "AT": 20, "AZ": 28, "BA": 20, "BE": 16, "BG": 22, "BH": 22, "BR": 29, "BY": 28, "CH": 21,
-    "CR": 22, "CY": 28, "CZ": 24, "DE": 22, "DK": 18, "DO": 28, "EE": 20, "EG": 29, "ES": 24, "FI": 18, "FO": 18, "FR": 27,
-    "GB": 22, "GE": 22, "GI": 23, "GL": 18, "GR": 27, "GT": 28, "HR": 21, "HU": 28, "IE": 22, "IL": 23, "IQ": 23, "IS": 26,
-    "IT": 27, "JO": 30, "KW": 30, "KZ": 20, "LB": 28, "LC": 32, "LI": 21, "LT": 20, "LU": 20, "LV": 21, "LY": 25, "MC": 27,
-    "MD": 24, "ME": 22, "MK": 19, "MR": 27, "MT": 31, "MU": 30, "NL": 18, "NO": 15, "PK": 24, "PL": 28, "PS": 29, "PT": 25,
-    "QA": 29, "RO": 24, "RS": 22, "SA": 24, "SC": 31, "SE": 24, "SI": 19, "SK": 24, "SM": 27, "ST": 25, "SV": 28, "TL": 23,
-    "TN": 24, "TR": 26, "UA": 29, "VA": 22, "VG": 24, "XK": 20,
-}  # fmt: skip
 
 
 def ibans(text: str) -> Iterator[Span]:
@@ -222,7 +214,7 @@ YEARS = re.compile(r"(?:19|20)\d\d\D{1,2}(?:19|20)\d\d|\d{1,2}[./-]\d{1,2}[./-](
 
 def phones(text: str) -> Iterator[Span]:
     """Phone numbers: international ones, the fixed North American and French groupings, others beside a word like `tel`."""
-    seen, stretches = hints(text), phone_stretches(text)
+    seen, stretches = hints_of(text), phone_stretches(text)
     for pattern, needed, least, most in PHONE_FORMS:
         if not seen & needed:
             continue
@@ -289,17 +281,22 @@ NUMBERS = re.compile(r"\d[\d .()/\-]{5,}\d")
 
 
 NEEDED = {
-    "email": Hint.AT | Hint.HIDDEN_AT, "iban": Hint.IBAN, "card": Hint.TWELVE, "ssn": Hint.SSN, "ip_address": Hint.IPV4 | Hint.IPV6,
-    "address": Hint.DIGIT, "phone": Hint.NUMBERS,
+    "email": int(Hint.AT | Hint.HIDDEN_AT), "iban": int(Hint.IBAN), "card": int(Hint.TWELVE), "ssn": int(Hint.SSN),
+    "ip_address": int(Hint.IPV4 | Hint.IPV6), "address": int(Hint.STREET), "phone": int(Hint.PHONE),
 }  # fmt: skip
 """A text without any of these has nothing of the kind."""
 
 
-def find(text: str, entities: tuple[str, ...]) -> list[Span]:
-    """Spans of the wanted entities, in text order, none overlapping another."""
+def needed(entities: Iterable[str]) -> int:
+    """The hints of which a text has one if it has something of these kinds."""
+    return reduce(or_, (NEEDED[entity] for entity in entities), 0)
+
+
+def find(text: str, entities: tuple[str, ...], seen: int | None = None) -> list[Span]:
+    """Spans of the wanted entities, in text order, none overlapping another. `seen`: the text's hints, where they are known."""
     found: list[Span] = []
-    seen = hints(text)
-    numbers = Hint.NUMBERS in seen and NUMBERS.search(text) is not None
+    seen = hints_of(text) if seen is None else seen
+    numbers = bool(seen & Hint.NUMBERS) and NUMBERS.search(text) is not None
     for entity, finder in FINDERS.items():
         if entity not in entities or not seen & NEEDED[entity] or (entity in ("card", "ssn", "phone") and not numbers):
             continue

@@ -32,6 +32,7 @@ ENGLISH = (
     rf"(?: [NSEW]{{1,2}}\b\.?)?(?:{GAP}{UNIT})?"
 )
 BOX = r"(?:P\.? ?O\.? Box|Post Office Box|Postfach|Postbus|Apartado|BP) \d{1,7}(?: \d{2,3})*"
+BOXES = ("Box", "Postfach", "Postbus", "Apartado", "BP")
 # Hauptstraße 12a; Am Alten Markt 3; Keizersgracht 112; Storgatan 5
 GERMANIC_ENDS = (
     "straße", "strasse", "str.", "weg", "platz", "allee", "gasse", "ufer", "damm", "ring", "markt", "straat", "laan", "gracht", "plein",
@@ -50,16 +51,21 @@ FRENCH = (
     rf"(?:(?:de|du|des|la|le|les|l['’]|d['’]) ?){{0,3}}{NAME}(?:[ -](?:(?:de la|de|du|des|la|le|les) )?{NAME}){{0,3}}"
 )
 # Calle de Alcalá, 45; Via Garibaldi 7; Rua Augusta, 1508
+ROMANCE_KINDS = (
+    "Calle", "C/", "Avenida", "Avda.", "Av.", "Plaza", "Paseo", "Carrera", "Via", "Viale", "Piazza", "Corso", "Largo", "Rua", "Praça",
+    "Travessa",
+)  # fmt: skip
+ROMANCE_SMALL = ("de", "del", "da", "do", "dos", "das", "di", "della", "dei", "la", "las", "los", "el")
 ROMANCE = (
-    r"(?:Calle|C/|Avenida|Avda\.|Av\.|Plaza|Paseo|Carrera|Via|Viale|Piazza|Corso|Largo|Rua|Praça|Travessa) ?"
-    rf"(?:(?:de|del|da|do|dos|das|di|della|dei|la|las|los|el) ){{0,3}}{NAME}(?: (?:(?:de|del|da|do|di) )?{NAME}){{0,3}}"
+    rf"(?:{'|'.join(map(re.escape, ROMANCE_KINDS))}) ?(?:(?:{'|'.join(ROMANCE_SMALL)}) ){{0,3}}"
+    rf"{NAME}(?: (?:(?:de|del|da|do|di) )?{NAME}){{0,3}}"
     r",? (?:n\.?[º°] ?)?\d{1,5}"
 )
 FORMS: tuple[tuple[re.Pattern[str], Words | None], ...] = tuple(
     (re.compile(rf"{form}(?!\w)"), words)
     for form, words in (
         (ENGLISH, Words(*(f" {kind}" for kind in ENGLISH_KINDS))),
-        (BOX, Words("Box ", "Postfach ", "Postbus ", "Apartado ", "BP ")),
+        (BOX, Words(*(f"{box} " for box in BOXES))),
         (ROMANCE, None),
         (FRENCH, Words(*(f" {kind} " for kind in FRENCH_KINDS))),  # it would be tried at every number
     )

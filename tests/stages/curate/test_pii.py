@@ -17,8 +17,9 @@ from puna.stages.contract import execute
 from puna.stages.curate import pii as module
 from puna.stages.curate.pii import PiiConfig, pii
 from puna.stages.curate.text import personal
-from puna.stages.curate.text.number_hints import Hint, hints, phone_stretches
+from puna.stages.curate.text.number_hints import Hint, hints, hints_of, phone_stretches
 from puna.stages.curate.text.personal import FINDERS, NEEDED, find, luhn, masked
+from puna.stages.curate.text.strings import buffers
 from puna.storage import Store
 
 ALL = tuple(FINDERS)
@@ -95,14 +96,46 @@ PIECES = [
 @settings(max_examples=600, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=40).map("".join))
 def test_a_search_that_is_spared_would_have_found_nothing(text):
-    seen = hints(text)
-    assert (Hint.HIDDEN_AT in seen) == (personal.HIDDEN_AT.search(text) is not None)
+    seen = hints_of(text)
+    assert bool(seen & Hint.HIDDEN_AT) == (personal.HIDDEN_AT.search(text) is not None)
     for entity, finder in FINDERS.items():
         assert seen & NEEDED[entity] or not list(finder(text))
     for pattern, needed, _, _ in personal.PHONE_FORMS:
         assert seen & needed or not pattern.search(text)
-    assert Hint.NUMBERS in seen or not personal.NUMBERS.search(text)
+    assert seen & Hint.NUMBERS or not personal.NUMBERS.search(text)
     assert [m.span() for m in personal._around("@", personal.EMAIL, text)] == [m.span() for m in personal.EMAIL.finditer(text)]
+
+
+STREET_PIECES = [
+    "12", "221B", "7 a", "12-14a", "5", " ", " ", " ", ", ", ",", "\n", ".", "(", "é", "٣", "ǅ", "10115 Berlin", "75002 Paris", "N. ", "NW ", "Main ", "of ", "the ", "5th ",
+    "Street", "Ave", "Broadway", "Straße", "Hauptstraße ", "Alte Gasse ", "storgatan ", "str. ", "Am ", "An der ", "Markt ", "Unter den ", "Linden ", "P.O. Box ", "Postfach ",
+    "bis ", "ter, ", "rue ", "place ", "allée ", "de ", "la ", "l'", "Paix", "Calle", "Calle ", "C/ ", "C/", "Avda. ", "Via ", "dei ", "Praça ", "do ", "Augusta", "n.º ", "nº", "n° ",
+    "Address: ", "tel ", "+49 30 1234567", "a@b.com", "x" * 40,
+]  # fmt: skip
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.lists(st.sampled_from(STREET_PIECES), max_size=16).map("".join))
+def test_an_address_stands_at_a_number_beside_a_word_of_addresses(text):
+    assert hints_of(text) & Hint.STREET or not list(FINDERS["address"](text))
+
+
+def test_the_forms_at_their_longest_are_seen():
+    name = "É" + "ö" * 30
+    for text in (
+        f"Address: 12 a NW. {name} {name} {name} {name} Street", f"Address: 12-14a {' '.join([name] * 4)} Mews.", f"Address: 5 bis, boulevard de la {name}",
+        f"Address: Carrera de la de {name} de {name} de {name} da {name}, n.º 5", f"Address: Praça{name} do {name}, nº5", f"Address: Unter den {name} {name[:20]} 5", f"Adresse: {name}vägen 5",
+    ):  # fmt: skip
+        assert [span.entity for span in FINDERS["address"](text)] == ["address"]
+        assert hints_of(text) & Hint.STREET
+
+
+def test_hints_of_texts_together_are_those_of_each():
+    texts = ["".join(pieces) for pieces in itertools.permutations(["12", " Main Street", "@b.com", "+4", "00-12-3456"], 4)]
+    column = pa.chunked_array([texts]).slice(7)
+    together = hints(*buffers(column)).tolist()
+    assert together == [hints_of(text) for text in texts[7:]]
+    assert len(set(together)) > 10
 
 
 PHONE_PIECES = [*"0123456789" * 3, *" .-/()+ext,:a#€_\n", "(212) 555-0199", "+49 30 ", "01 23 45 67 89", "1 800 ", "٣", "\U0001d7d8", " ext. 12", "x7", "tel "]
@@ -149,7 +182,7 @@ def test_spans_are_ordered_apart_and_masking_keeps_the_rest(text):
 
 def test_a_page_of_numbers_is_searched_to_its_end():
     """A search that starts again at each number would take hours."""
-    text = "1234567 " * 20_000 + "A-" * 20_000 + "Am Rue A, 1 " * 5_000 + "1 A " * 9_000 + "+1 2 3 " * 5_000 + "a@" * 20_000 + "1.2.3." * 20_000 + "ab:" * 20_000
+    text = "1234567 " * 20_000 + "A-" * 20_000 + "Am Rue A, 1 " * 5_000 + "1 A " * 9_000 + "+1 2 3 " * 5_000 + "a@" * 20_000 + "1.2.3." * 20_000 + "ab:" * 20_000 + "º1" * 50_000 + "A" * 50_000 + " 1A" * 20_000 + "@" + "a" * 50_000
     assert find(text, ALL) == []
 
 
@@ -213,14 +246,14 @@ def test_span_f1_on_labelled_sentences():
 
 
 def test_a_document_that_cannot_be_searched_is_dropped_by_name(tmp_path, make_documents, monkeypatch):
-    def broken(text, entities):
-        if text == "b":
+    def broken(text, entities, seen):
+        if text == "b@c.com":
             raise RecursionError("too deep")
-        return find(text, entities)
+        return find(text, entities, seen)
 
     monkeypatch.setattr(module, "find", broken)
     store = Store.open(tmp_path)
-    made = execute(pii, PiiConfig(), {"documents": make_documents(store, [("a", "web", "a"), ("b", "web", "b")])}, store)
+    made = execute(pii, PiiConfig(), {"documents": make_documents(store, [("a", "web", "a"), ("b", "web", "b@c.com")])}, store)
     assert made.read()["id"].to_pylist() == ["a"]
     assert [(r["id"], r["rule"], r["detail"]) for r in made.read("dropped").to_pylist()] == [("b", "pii_failed", "RecursionError: too deep")]
 
