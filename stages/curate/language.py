@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import Field, field_validator
 
 from puna.stages.contract import Classifier, Documents, StageConfig, StageRun, declare_signal, stage
+from puna.stages.curate.identification.prose import WINDOWS, Prose, prose
 from puna.stages.curate.identification.scripts import script
 from puna.stages.curate.identification.vote import NO_LANGUAGE, NO_SCRIPT, Found, group_numbers, vote, voters
 from puna.stages.curate.learned.trained import trained
@@ -17,6 +20,7 @@ from puna.stages.curate.rules.languages import LanguageRow, Names, as_table, rea
 from puna.stages.curate.signals.own import Failures
 from puna.stages.curate.text.characters import letters_and_capitals
 from puna.stages.curate.text.code_lines import looks_like_code
+from puna.stages.curate.text.strings import buffers
 from puna.storage import Artifact, PunaError
 
 declare_signal("language", str, "ISO 639 code", "most probable language")
@@ -24,14 +28,9 @@ declare_signal("language_score", float, "probability", "probability of that lang
 declare_signal("script", str, "ISO 15924 code", "script of most letters; Qaag: Burmese in the Zawgyi encoding")
 NONE = Found(NO_LANGUAGE, 1.0, NO_SCRIPT)
 UNDETERMINED = Found("und", 0.0, NO_SCRIPT)
-WINDOWS = 4
-PROSE = 0.75
 ENOUGH = 40
 PROGRAM_ENOUGH = 120
 MIN_PROGRAM_LINES = 5
-BULLETS = "•–-* "
-MARK = re.compile(r"[^\w\s]|[\d_]")
-MARKS = "".join(filter(MARK.match, map(chr, range(128)))).encode()
 
 
 class LanguageConfig(StageConfig):
@@ -90,9 +89,12 @@ def _identify(
     found, failed = [], []
     names = Names.of(config.rows) if config.rows else shipped_names()
     group = group_numbers(voters().languages, names.groups) if config.rows and classifier is None else None
-    for identity, source, text in zip(*(documents[name].to_pylist() for name in ("id", "source", "text")), strict=True):
+    ids, texts = documents["id"].to_pylist(), documents["text"]
+    wanted = ~np.asarray(pc.is_in(documents["source"], pa.array(config.code_sources, pa.string())))
+    read = prose(*buffers(texts), wanted, config.max_characters)
+    for row, identity in enumerate(ids):
         try:
-            seen = None if source in config.code_sources else shown(text, config.max_characters)
+            seen = shown(texts[row].as_py, read, row, config.max_characters) if wanted[row] else None
             said = NONE if seen is None else vote(seen, group) if classifier is None else _classified(classifier, identity, seen, names)
             found.append(said)
         except (PunaError, ImportError):  # of the machine or the classifier, not of the document
@@ -122,22 +124,26 @@ def _classified(classifier: Artifact, identity: str, seen: str, names: Names) ->
 
 def identify(text: str, max_characters: int = 10_000) -> Found:
     """Language, score and script of `text`, as the stage finds them."""
-    seen = shown(text, max_characters)
+    data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
+    found = prose(data, np.array([0, len(data)]), np.array([True]), max_characters)
+    seen = shown(lambda: text, found, 0, max_characters)
     return NONE if seen is None else vote(seen)
 
 
-def shown(text: str, max_characters: int) -> str | None:
-    """What a classifier of languages is shown of `text`; None where there is nothing in a language."""
-    sample = _sample(text, max_characters)
-    lines = [line for line in map(str.strip, sample.splitlines()) if line]
-    prose = " ".join(filter(_is_prose, lines))
-    letters, capitals = letters_and_capitals(prose)
-    seen = prose
-    if letters < PROGRAM_ENOUGH and 2 * sum(map(looks_like_code, lines)) > max(len(lines), MIN_PROGRAM_LINES):
-        return None
-    if letters < ENOUGH:
-        seen = " ".join(sample.split())
-        letters, capitals = letters_and_capitals(seen)
+def shown(text: Callable[[], str], found: Prose, number: int, max_characters: int) -> str | None:
+    """What a classifier of languages is shown of the text that has this number in `found`; None where there is nothing in a language.
+
+    `text` gives the text itself, for which is asked where it has little prose.
+    """
+    seen, letters, capitals = found.of(number), found.letters[number], found.capitals[number]
+    if letters < PROGRAM_ENOUGH:
+        sample = _sample(text(), max_characters)
+        lines = [line for line in map(str.strip, sample.splitlines()) if line]
+        if 2 * sum(map(looks_like_code, lines)) > max(len(lines), MIN_PROGRAM_LINES):
+            return None
+        if letters < ENOUGH:
+            seen = " ".join(sample.split())
+            letters, capitals = letters_and_capitals(seen)
     if not letters:
         return None
     # Classifiers have seen little text in capitals.
@@ -151,16 +157,3 @@ def _sample(text: str, limit: int) -> str:
     size = limit // WINDOWS
     starts = [i * (len(text) - size) // (WINDOWS - 1) for i in range(WINDOWS)]
     return "\n".join(text[start : start + size] for start in starts)
-
-
-def _is_prose(line: str) -> bool:
-    """Whether a line (without the white space around it) is mostly letters and spaces, has several words (or is written
-    without spaces), and is no code.
-
-    A list's bullet is no word: names in a list are no prose.
-    """
-    line = line.lstrip(BULLETS)
-    if len(line) < 4 or (" " not in line and line.isascii()):
-        return False
-    marks = len(line) - len(line.encode().translate(None, MARKS)) if line.isascii() else len(MARK.findall(line))
-    return marks <= (1 - PROSE) * len(line) and not looks_like_code(line)

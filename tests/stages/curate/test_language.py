@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from puna.stages.contract import External, execute
 from puna.stages.curate import language as module
+from puna.stages.curate.identification.prose import prose
 from puna.stages.curate.identification.vote import group_numbers, vote, voters
 from puna.stages.curate.language import LanguageConfig, identify, language
 from puna.stages.curate.learned.dictionary import write
 from puna.stages.curate.learned.fit import fit
 from puna.stages.curate.rules.languages import SCALED, read_rows, shipped, shipped_names, with_rows
+from puna.stages.curate.text.code_lines import BLOCKS, QUERIES, STATEMENTS, WHOLE, looks_like_code, may_be_code
 from puna.stages.curate.train_classifier import ImportClassifierConfig, import_classifier
 from puna.storage import PunaError, Store
 
@@ -75,6 +81,56 @@ def test_line_ends_and_capitals_do_not_matter():
 
 def test_the_prose_of_a_manual_decides_not_its_code():
     assert identify(f"{SENTENCES['de']}\n{CODE * 40}{SENTENCES['de']}")[0] == "de"
+
+
+# --- prose -----------------------------------------------------------------------------------------------
+
+
+def is_prose(line):
+    """The definition, in plain Python; `line` has no white space around it."""
+    line = line.lstrip("•–-* ")
+    if len(line) < 4 or (" " not in line and line.isascii()):
+        return False
+    marks = len(re.findall(r"[^\w\s]|[\d_]", line))
+    return marks <= 0.25 * len(line) and not looks_like_code(line)
+
+
+def plainly(text, limit):
+    """The prose of a text, its letters, and how many are capitals."""
+    size = limit // 4
+    windows = [text] if len(text) <= limit else [text[i * (len(text) - size) // 3 :][:size] for i in range(4)]
+    found = " ".join(line for window in windows for line in map(str.strip, window.splitlines()) if line and is_prose(line))
+    letters = [c for c in found if c.isalnum() and not c.isdecimal()]
+    return found, len(letters), sum(map(str.isupper, letters))
+
+
+LINE_PIECES = [
+    "The council", "decides", "Über die Brücke", "市議会は来週", "สภา", "ABC", "²", "٣", "\U0001d7d8", "\ud800", "\u00a0", "\u2028", "\x85", "\x1c", "\r\n", "\n", "\n", "\t", " ",
+    " ", " ", "•", "–", "-", "* ", "_", "3", "42", ".", ", ", ";", ":", "=", " = ", "(", ")", "),", "):", "{", "[", "\\", ">>> ", "... ", "$ a", "@", "#", "//", "</p", "<",
+    "def ", "class ", "from x import ", "for ", "while", "else:", "pass", "SELECT ", "INSERT INTO ", "#include ", "name (string)", "f(x)", "a.b", "x" * 30, "Name (list, required)",
+]  # fmt: skip
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.lists(st.lists(st.sampled_from(LINE_PIECES), max_size=30).map("".join), min_size=1, max_size=5), st.sampled_from([100, 101, 10_000]))
+def test_prose_is_that_of_the_definition(texts, limit):
+    encoded = [text.encode("utf-8", "surrogatepass") for text in ["before", *texts]]
+    offsets = np.cumsum([0, *map(len, encoded)])[1:]
+    wanted = np.arange(len(texts)) % 4 != 3
+    found = prose(np.frombuffer(b"".join(encoded), np.uint8), offsets, wanted, limit)
+    for n, text in enumerate(texts):
+        assert (found.of(n), found.letters[n], found.capitals[n]) == (plainly(text, limit) if wanted[n] else ("", 0, 0))
+
+
+def test_what_may_be_code_is_asked():
+    for line in (
+        *(f"{word} some words here" for word in (*STATEMENTS, *BLOCKS, *WHOLE, *QUERIES, "from a import")), "from a import b here", "for a in some words:", "pass", "else:",
+        ">>> some words", "... some words", "$ls and so on", "% some words", "# some words", "@name some words", "//some words", "/* some words", "<p some words", "</p some words",
+        "name.of(some words)", "name.of(some words),", "name.of(some words):", "name.of(some words);", "some words;", "name (string, required)",
+    ):  # fmt: skip
+        data = np.frombuffer(line.encode(), np.uint8)
+        assert may_be_code(data, 0, len(data)) or not looks_like_code(line)
+    assert sum(bool(may_be_code(np.frombuffer(text.encode(), np.uint8), 0, len(text))) for text in (SENTENCES["en"], "formal words", "(words) here", "Passed.")) == 0
 
 
 def test_names_in_a_list_are_no_prose():
