@@ -28,6 +28,7 @@ MAGIC, VERSION = 793712314, 12
 SOFTMAX, SUPERVISED = 3, 3
 HEAD = struct.Struct("<14i d 3i 2q")  # magic number, version, Args, t, then the sizes of the dictionary
 SHAPE = struct.Struct("<b2q")  # of a matrix that is not compressed
+LINE = 16  # numbers of a cache line
 ENTRY = 10  # bytes behind a name: a zero, eight of its count, and whether it is a label
 WINDOW, NEGATIVES, UPDATE, SAMPLING = 5, 5, 100, 1e-4  # fastText's defaults, of which only the third counts here
 
@@ -88,8 +89,16 @@ def dictionary_of(data: NDArray[np.uint8], min_count: int) -> Dictionary:
 
 def first_weights(rows: int, dimension: int, seed: int) -> NDArray[np.float32]:
     """fastText's weights before training, float32[rows, dimension]."""
-    found: NDArray[np.float32] = _first_weights(rows, dimension, max(seed % 2147483647, 1))
+    found = aligned(rows, dimension)
+    _draw(found.reshape(-1), np.float64(np.float32(1.0 / dimension)), max(seed % 2147483647, 1))
     return found
+
+
+def aligned(rows: int, dimension: int) -> NDArray[np.float32]:
+    """Zeros float32[rows, dimension] from the beginning of a cache line on, so that a row of 16 is one; numpy asks for large pages."""
+    room = np.zeros(rows * dimension + LINE, np.float32)
+    start = -room.ctypes.data % (4 * LINE) // 4
+    return room[start : start + rows * dimension].reshape(rows, dimension)
 
 
 def table(hashes: NDArray[np.uint64], labels: int) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
@@ -154,44 +163,60 @@ def mixed(state: np.uint64, c: int) -> np.uint64:
 @njit(cache=True)
 def _entries(data: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
     """Different words as they first occur: hashes, where each lies [n, 2] (nowhere: the end of a line), how often, whether a label."""
-    ended = OFFSET
-    for c in END:
-        ended = mixed(ended, c)
-    slots = np.full(1 << 12, -1, np.int64)
-    hashes, bounds, counts = np.empty(1 << 11, np.uint64), np.empty((1 << 11, 2), np.int64), np.zeros(1 << 11, np.int64)
-    number, start, state = 0, -1, OFFSET
-    for at in range(len(data)):
-        c = data[at]
-        if not is_space(c):
-            start = at if start < 0 else start
-            state = mixed(state, c)
-            continue
-        for turn in range(2):
-            if (turn == 0 and start < 0) or (turn == 1 and c != NEWLINE):
-                continue
-            if turn == 1:
-                start, stop, state = 0, 0, ended
-            else:
-                stop = at
-            slot = np.int64(state & np.uint64(len(slots) - 1))
-            while slots[slot] >= 0 and hashes[slots[slot]] != state:
-                slot = (slot + 1) & (len(slots) - 1)
-            if slots[slot] < 0:
-                if number == len(hashes):
-                    hashes, counts = np.concatenate((hashes, hashes)), np.concatenate((counts, np.zeros(number, np.int64)))
-                    bounds, slots = np.concatenate((bounds, bounds)), _spread(hashes[:number], 4 * number)
-                    slot = np.int64(state & np.uint64(len(slots) - 1))
-                    while slots[slot] >= 0:
-                        slot = (slot + 1) & (len(slots) - 1)
-                slots[slot], hashes[number], bounds[number, 0], bounds[number, 1] = number, state, start, stop
-                number += 1
-            counts[slots[slot]] += 1
-            start, state = -1, OFFSET
+    slots, hashes = np.full(1 << 12, -1, np.int64), np.empty(1 << 11, np.uint64)
+    bounds, counts = np.empty((1 << 11, 2), np.int64), np.zeros(1 << 11, np.int64)
+    at, number = _entered(data, 0, 0, slots, hashes, bounds, counts)
+    while at < len(data):
+        slots = _spread(hashes[:number], 2 * len(slots))
+        hashes, bounds, counts = np.concatenate((hashes, hashes)), np.concatenate((bounds, bounds)), np.concatenate((counts, 0 * counts))
+        at, number = _entered(data, at, number, slots, hashes, bounds, counts)
     is_label = np.zeros(number, np.bool_)
     for n in range(number):
         first, last = bounds[n]
         is_label[n] = last - first >= len(IS_LABEL) and (data[first : first + len(IS_LABEL)] == IS_LABEL).all()
     return hashes[:number].copy(), bounds[:number].copy(), counts[:number].copy(), is_label
+
+
+@njit(cache=True, borrows=True)
+def _entered(
+    data: NDArray[np.uint8], at: int, number: int, slots: NDArray[np.int64], hashes: NDArray[np.uint64], bounds: NDArray[np.int64],
+    counts: NDArray[np.int64],
+) -> tuple[int, int]:  # fmt: skip
+    """Count the words from the byte `at` on; the first byte that is not counted, and how many words there are: it stops before a word
+    for which there may be no room."""
+    ended = OFFSET
+    for c in END:
+        ended = mixed(ended, c)
+    size = len(data)
+    while at < size and number + 1 < len(hashes):
+        start, state = at, OFFSET
+        while at < size and not is_space(data[at]):
+            state = mixed(state, data[at])
+            at += 1
+        if at == size:
+            break  # no line without its end
+        if at > start:
+            number = _counted(state, start, at, number, slots, hashes, bounds, counts)
+        if data[at] == NEWLINE:
+            number = _counted(ended, 0, 0, number, slots, hashes, bounds, counts)
+        at += 1
+    return at, number
+
+
+@njit(cache=True, borrows=True)
+def _counted(
+    state: np.uint64, start: int, stop: int, number: int, slots: NDArray[np.int64], hashes: NDArray[np.uint64], bounds: NDArray[np.int64],
+    counts: NDArray[np.int64],
+) -> int:  # fmt: skip
+    """Count the word start..stop with this hash; how many words there are."""
+    slot = np.int64(state & np.uint64(len(slots) - 1))
+    while slots[slot] >= 0 and hashes[slots[slot]] != state:
+        slot = (slot + 1) & (len(slots) - 1)
+    if slots[slot] < 0:
+        slots[slot], hashes[number], bounds[number, 0], bounds[number, 1] = number, state, start, stop
+        number += 1
+    counts[slots[slot]] += 1
+    return number
 
 
 @njit(cache=True)
@@ -259,17 +284,15 @@ def _cut(keys: NDArray[np.int64], order: NDArray[np.int64], first: int, last: in
 
 
 @njit(cache=True)
-def _first_weights(rows: int, dimension: int, seed: int) -> NDArray[np.float32]:
+def _draw(found: NDArray[np.float32], bound: float, seed: int) -> None:
     """`std::minstd_rand` and `std::uniform_real_distribution<double>` of libstdc++, two numbers a draw."""
-    found = np.zeros(rows * dimension, np.float32)
-    bound, span, state = np.float64(np.float32(1.0 / dimension)), 2147483646.0, np.int64(seed)
-    for i in range(rows * dimension // 10):
+    span, state = 2147483646.0, np.int64(seed)
+    for i in range(len(found) // 10):
         state = state * 48271 % 2147483647
         low = np.float64(state - 1)
         state = state * 48271 % 2147483647
         drawn = (low + np.float64(state - 1) * span) / (span * span)
         found[i] = np.float32(drawn * (bound + bound) - bound)
-    return found.reshape(rows, dimension)
 
 
 @njit(cache=True)

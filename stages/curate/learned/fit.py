@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
+from puna.kernels.vectors import LANES, add, fill, load, load_first, prefetch, store, store_first, times
 from puna.stages.curate.learned.dictionary import (
     END,
     LABEL,
@@ -36,6 +37,8 @@ KEPT = 1 << 27  # numbers of a training's lines that are kept in memory: 512 MiB
 OFFSET32, PRIME32 = np.uint32(2166136261), np.uint32(16777619)  # FNV-1a with 32 bits, as fastText, makes n-grams
 NGRAM = np.uint64(116049371)
 NO_WORD = np.int32(-1)
+NUMBER = 4  # bytes of one in fp32
+AHEAD = 32  # rows that are asked for before they are added: they come from memory in no order
 
 
 class Weights(NamedTuple):
@@ -72,7 +75,8 @@ class Scorer:
     def probabilities(self, lines: list[str]) -> NDArray[np.float32]:
         """What fastText gives for each label [lines, labels]; each line is words with spaces between, in which no label occurs."""
         data = np.frombuffer("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass"), np.uint8)
-        found: NDArray[np.float32] = _score(data, self._weights, len(lines))
+        most = max(map(len, lines), default=0) // 2 + 2  # tokens of a line, its end included
+        found: NDArray[np.float32] = _score(data, self._weights, len(lines), most)
         return found
 
 
@@ -131,14 +135,14 @@ def _number(weights: Weights, state: np.uint64) -> np.int32:
 def _line(data: NDArray[np.uint8], at: int, weights: Weights, scratch: Scratch) -> tuple[int, int, int, int]:
     """Read a line, which ends in a word of its own (`</s>`): its label, tokens, rows (in `scratch`), and where the next line begins."""
     rows, hashes = scratch.rows, scratch.hashes
-    label, tokens, known, words = -1, 0, 0, 0
-    state, short, inside, ended = OFFSET, OFFSET32, False, False
+    first, width = weights.first.ctypes.data, NUMBER * weights.first.shape[1]
+    label, tokens, known, words, ended = -1, 0, 0, 0, False
     while not ended:
-        c = data[at]
-        if not is_space(c):
-            state, short, inside, at = mixed(state, c), _with32(short, c), True, at + 1
-            continue
-        if not inside:
+        state, short, start, c = OFFSET, OFFSET32, at, data[at]
+        while not is_space(c):
+            state, short, at = mixed(state, c), _with32(short, c), at + 1
+            c = data[at]
+        if at == start:
             at += 1
             if c != NEWLINE:
                 continue
@@ -151,16 +155,18 @@ def _line(data: NDArray[np.uint8], at: int, weights: Weights, scratch: Scratch) 
             label = -2 - number
         else:
             if number >= 0:
+                prefetch(first + width * np.int64(number))
                 rows[known] = number
                 known += 1
             hashes[words] = np.uint64(np.int64(np.int32(short)))
             words += 1
-        state, short, inside = OFFSET, OFFSET32, False
     for i in range(words):
         gram = hashes[i]
         for j in range(i + 1, min(words, i + weights.ngrams)):
             gram = gram * NGRAM + hashes[j]
-            rows[known] = weights.words + np.int64(gram % np.uint64(weights.buckets))
+            row = weights.words + np.int64(gram % np.uint64(weights.buckets))
+            prefetch(first + width * row)
+            rows[known] = row
             known += 1
     return label, tokens, known, at
 
@@ -172,16 +178,46 @@ def _with32(state: np.uint32, c: int) -> np.uint32:
 
 
 @njit(cache=True, borrows=True)
-def _forward(rows: NDArray[np.int32], weights: Weights, scratch: Scratch) -> bool:
-    """The mean of a line's rows, and the probabilities of the labels; whether its numbers are numbers."""
-    first, last, hidden, output = weights.first, weights.last, scratch.hidden, scratch.output
-    hidden[:] = 0
-    for row in rows:
-        for k in range(len(hidden)):
-            hidden[k] += first[row, k]
-    share, highest = np.float32(1.0 / len(rows)), np.float32(-np.inf)
-    for k in range(len(hidden)):
-        hidden[k] *= share
+def _mean(rows: NDArray[np.int32], count: int, first: NDArray[np.float32], into: NDArray[np.float32]) -> None:
+    """Write the mean of the first `count` of some rows, added in their order, to `into`; the rows behind them come next."""
+    size, width = len(into), NUMBER * len(into)
+    share = fill(np.float32(1.0 / count))
+    for k in range(0, size, LANES):
+        at, out, left = first.ctypes.data + NUMBER * k, into.ctypes.data + NUMBER * k, size - k
+        whole, total = left >= LANES, fill(np.float32(0))
+        for i in range(count):
+            if i + AHEAD < len(rows):
+                prefetch(at + width * np.int64(rows[i + AHEAD]))
+            row = at + width * np.int64(rows[i])
+            total = add(total, load(row) if whole else load_first(row, left))
+        if whole:
+            store(out, times(total, share))
+        else:
+            store_first(out, times(total, share), left)
+
+
+@njit(cache=True, borrows=True)
+def _add(rows: NDArray[np.int32], count: int, first: NDArray[np.float32], grad: NDArray[np.float32]) -> None:
+    """Add `grad` to the first `count` of some rows."""
+    size, width = len(grad), NUMBER * len(grad)
+    for k in range(0, size, LANES):
+        at, left = first.ctypes.data + NUMBER * k, size - k
+        whole, more = left >= LANES, load_first(grad.ctypes.data + NUMBER * k, left)
+        for i in range(count):
+            row = at + width * np.int64(rows[i])
+            if whole:
+                store(row, add(load(row), more))
+            else:
+                store_first(row, add(load_first(row, left), more), left)
+
+
+@njit(cache=True, borrows=True)
+def _forward(rows: NDArray[np.int32], count: int, weights: Weights, scratch: Scratch) -> bool:
+    """The mean of a line's `count` rows, and the probabilities of the labels; whether its numbers are numbers. Behind these in `rows` lie
+    those of the next line, as far as they are known."""
+    last, hidden, output = weights.last, scratch.hidden, scratch.output
+    _mean(rows, count, weights.first, hidden)
+    highest = np.float32(-np.inf)
     for c in range(len(output)):
         dot = np.float32(0)
         for k in range(len(hidden)):
@@ -199,10 +235,10 @@ def _forward(rows: NDArray[np.int32], weights: Weights, scratch: Scratch) -> boo
 
 
 @njit(cache=True, borrows=True)
-def _step(rows: NDArray[np.int32], label: int, rate: np.float32, weights: Weights, scratch: Scratch) -> bool:
-    """One step of descent on a line; whether its numbers are numbers."""
-    first, last, hidden, grad = weights.first, weights.last, scratch.hidden, scratch.grad
-    if not _forward(rows, weights, scratch):
+def _step(rows: NDArray[np.int32], count: int, label: int, rate: np.float32, weights: Weights, scratch: Scratch) -> bool:
+    """One step of descent on a line (see `_forward`); whether its numbers are numbers."""
+    last, hidden, grad = weights.last, scratch.hidden, scratch.grad
+    if not _forward(rows, count, weights, scratch):
         return False
     grad[:] = 0
     for c in range(len(last)):
@@ -210,12 +246,10 @@ def _step(rows: NDArray[np.int32], label: int, rate: np.float32, weights: Weight
         for k in range(len(grad)):
             grad[k] += alpha * last[c, k]
             last[c, k] += alpha * hidden[k]
-    share = np.float32(1.0 / len(rows))
+    share = np.float32(1.0 / count)
     for k in range(len(grad)):
         grad[k] *= share
-    for row in rows:
-        for k in range(len(grad)):
-            first[row, k] += grad[k]
+    _add(rows, count, weights.first, grad)
     return True
 
 
@@ -239,7 +273,7 @@ def _descend(data: NDArray[np.uint8], weights: Weights, rate: float, epochs: int
         here = np.float32(rate * (1.0 - np.float64(progress)))
         if line < lines:
             label, tokens, last = about[line]
-            rows = kept[first:last]
+            rows, known = kept[first:], last - first
             first, line = last, line + 1
             at = behind if line == lines else at
         else:
@@ -250,7 +284,7 @@ def _descend(data: NDArray[np.uint8], weights: Weights, rate: float, epochs: int
                 kept[first : first + known] = rows
                 first, line, lines, behind = first + known, line + 1, lines + 1, at
                 about[lines - 1] = label, tokens, first
-        if label >= 0 and len(rows) > 0 and not _step(rows, label, here, weights, scratch):
+        if label >= 0 and known > 0 and not _step(rows, known, label, here, weights, scratch):
             return False
         since += tokens
         if since > UPDATE:
@@ -259,14 +293,14 @@ def _descend(data: NDArray[np.uint8], weights: Weights, rate: float, epochs: int
 
 
 @njit(cache=True)
-def _score(data: NDArray[np.uint8], weights: Weights, count: int) -> NDArray[np.float32]:
-    """Probabilities [lines, labels]; 0 where a line has no word that is known."""
-    scratch = _scratch(_sizes(data)[1], weights)
+def _score(data: NDArray[np.uint8], weights: Weights, count: int, longest: int) -> NDArray[np.float32]:
+    """Probabilities [lines, labels] of lines of at most `longest` tokens; 0 where a line has no word that is known."""
+    scratch = _scratch(longest, weights)
     found = np.zeros((count, len(weights.last)), np.float32)
     at = 0
     for n in range(count):
         _, _, known, at = _line(data, at, weights, scratch)
-        if known > 0 and _forward(scratch.rows[:known], weights, scratch):
+        if known > 0 and _forward(scratch.rows[:known], known, weights, scratch):
             for c in range(len(weights.last)):
                 # fastText hands logarithms on, of a little more.
                 found[n, c] = np.exp(np.float32(np.log(np.float64(scratch.output[c]) + 1e-5)))
