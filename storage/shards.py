@@ -35,6 +35,8 @@ GROUP_BYTES = 8 << 20
 """Raw bytes at which a row group ends, however few rows it has."""
 LEVEL = 1
 """Of zstd's compression: level 3 stores a seventh less and takes half as long again."""
+UNLIKE = frozenset({"id", "url", "title", "text", "body", "detail"})
+"""Columns whose values hardly repeat. A dictionary saves nothing there, and Arrow reads texts out of one into memory that grows piece by piece."""
 GROWTH = 0.6
 """Exponent of the number of shards in the size of a table: larger tables have more shards and larger ones."""
 ORDER = pa.schema({"source": pa.int32(), "row": pa.int32()})
@@ -193,7 +195,8 @@ class ShardWriter:
         self.schema = schema
         self._rolling = digest.Rolling(schema)
         self._sink = Sink(self._path)
-        self._writer = pq.ParquetWriter(self._sink, schema, compression="zstd", compression_level=LEVEL)
+        alike = [f"{f.name}.list.element" if pa.types.is_list(f.type) else f.name for f in schema if f.name not in UNLIKE]
+        self._writer = pq.ParquetWriter(self._sink, schema, compression="zstd", compression_level=LEVEL, use_dictionary=alike)
 
     def add(self, rows: pa.Table, facts: pa.Table | None = None) -> None:
         """Take rows that follow those before, with their facts where these are known; PunaError where two have one key."""
