@@ -36,7 +36,7 @@ GROUP_BYTES = 8 << 20
 LEVEL = 1
 """Of zstd's compression: level 3 stores a seventh less and takes half as long again."""
 UNLIKE = frozenset({"id", "url", "title", "text", "body", "detail"})
-"""Columns whose values hardly repeat. A dictionary saves nothing there, and Arrow reads texts out of one into memory that grows piece by piece."""
+"""Columns whose values hardly repeat: a dictionary saves nothing, and Arrow reads texts out of one into memory that grows piecemeal."""
 GROWTH = 0.6
 """Exponent of the number of shards in the size of a table: larger tables have more shards and larger ones."""
 ORDER = pa.schema({"source": pa.int32(), "row": pa.int32()})
