@@ -274,9 +274,11 @@ def test_small_and_large_corpora_are_compared_alike(tmp_path, monkeypatch, optio
     sources = ["books" if generator.random() < 0.3 else "web" for _ in texts]
     days = generator.integers(0, 9, len(texts)).tolist()
     found = []
-    for most in (0, 1 << 24):
+    for most, part in ((0, 1 << 17), (1 << 24, 1 << 17), (1 << 24, 16)):
         monkeypatch.setattr(sys.modules[minhash_dedup.function.__module__], "AT_ONCE", most)
-        run(tmp_path / str(most), texts, MinhashDedupConfig(**options), sources, days)
-        (made,) = [one for one in Store.open(tmp_path / str(most)).artifacts() if one.manifest.stage == "minhash_dedup"]
+        monkeypatch.setattr(sys.modules[minhash_dedup.function.__module__], "SHARD_ROWS", part)
+        folder = tmp_path / f"{most}-{part}"
+        run(folder, texts, MinhashDedupConfig(**options), sources, days)
+        (made,) = [one for one in Store.open(folder).artifacts() if one.manifest.stage == "minhash_dedup"]
         found.append((made.data_digest, made.read("duplicates"), made.read("dropped"), made.manifest.metrics))
-    assert found[0] == found[1] and found[0][1].num_rows > 10
+    assert found[0] == found[1] == found[2] and found[0][1].num_rows > 10
