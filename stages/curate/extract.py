@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
@@ -10,25 +12,22 @@ from pydantic import Field
 
 from puna.stages.contract import Pages, StageConfig, StageRun, stage
 from puna.stages.curate.extraction.bounds import Burden, burden
-from puna.stages.curate.extraction.decode import WIDE_MARKS, decode
-from puna.stages.curate.extraction.layout import DEPTH
+from puna.stages.curate.extraction.clean import MISREAD, all_cleaned, cleaned, plain
+from puna.stages.curate.extraction.decode import WIDE_MARKS, decode, utf8
+from puna.stages.curate.extraction.layout import BLOCK, page_of
 from puna.stages.curate.extraction.library import library_text
 from puna.stages.curate.extraction.model import content, load
-from puna.stages.curate.extraction.repair import repaired
-from puna.stages.curate.extraction.scan import read_page
+from puna.stages.curate.extraction.scan import read_pages, serialised
 from puna.stages.curate.extraction.technical import hinted, prepared
-from puna.stages.curate.extraction.text import text_of
+from puna.stages.curate.extraction.text import texts_of
 from puna.stages.curate.extraction.union import Origin, united
-from puna.stages.curate.extraction.whole import with_headline
 from puna.storage.schemas import table_schema
 
 HTML_TYPES = ("text/html", "application/xhtml+xml")
-CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f\u00ad\u200b\u2060\ufeff\ufffe\uffff]")
-SPACES = " \t\u00a0"
-LINE_END_SPACE = re.compile(r"(?<![ \t\u00a0])[ \t\u00a0]+$", re.MULTILINE)  # linear: only the first of a run is tried
-BLANK_LINES = re.compile(r"\n{3,}")
 MAX_ATTRIBUTES = 5000  # of one tag, or of many that cost as much; the parser compares each with all
 MAX_OPTIONS = 2000  # of a page; the parser looks for each through all before it
+TOGETHER = 1 << 18  # bytes of pages that are read together
+FAILURES = (ValueError, RuntimeError)  # of the parser and of numbers that do not fit
 OPTION = re.compile(r"<opt(?:ion|group)\b[^<>]*>[^<]*|</opt(?:ion|group)\s*>", re.IGNORECASE)
 
 
@@ -91,6 +90,22 @@ class PageText(NamedTuple):
     origin: Origin | None = None
 
 
+class _Found(NamedTuple):
+    """`PageText` in UTF-8."""
+
+    title: str | None
+    text: bytes
+    origin: Origin | None = None
+
+
+class _Parsed(NamedTuple):
+    """A page for the model: its title, its tree written out, Resiliparse's text where that is asked for."""
+
+    title: str | None
+    html: bytes
+    library: str
+
+
 @stage(kind="documents", filters="pages")
 def extract(pages: Pages, config: ExtractConfig, run: StageRun) -> None:
     """Turn pages into documents: the main content of HTML, plain text and code as they are.
@@ -105,25 +120,25 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
     """Documents and dropped rows of a part of `pages`."""
     kept: list[int] = []
     titles: list[str | None] = []
-    texts: list[str] = []
+    texts: list[bytes] = []
     dropped: list[dict[str, Any]] = []
     scores: list[dict[str, Any]] = []
-    columns = [pages.column(name).to_pylist() for name in ("id", "url", "content_type", "charset", "body")]
-    for index, (identity, url, media, charset, body) in enumerate(zip(*columns, strict=True)):
-        try:
-            title, text, origin = page_text(body, media, charset, config)
-        except Unreadable as why:
-            row = {"id": identity, "rule": why.rule, "value": why.value, "threshold": why.threshold, "detail": f"{url}: {why.detail}"}
-            dropped.append(row)
-            continue
-        except Exception as error:  # noqa: BLE001 - one page may fail in any way, and the others go on
-            dropped.append({"id": identity, "rule": "extract_failed", "detail": f"{url}: {type(error).__name__}: {error}"})
-            continue
-        kept.append(index)
-        titles.append(title)
-        texts.append(text)
-        if origin is not None:
-            scores += [{"id": identity, "name": f"words_{name}", "value": float(value)} for name, value in origin._asdict().items()]
+    bodies = (body.as_py() for body in pages.column("body"))
+    rows = zip(bodies, *(pages.column(name).to_pylist() for name in ("content_type", "charset")), strict=True)
+    names = zip(*(pages.column(name).to_pylist() for name in ("id", "url")), strict=True)
+    for index, (found, (identity, url)) in enumerate(zip(_found(rows, config), names, strict=True)):
+        if isinstance(found, Unreadable):
+            why = {"rule": found.rule, "value": found.value, "threshold": found.threshold, "detail": f"{url}: {found.detail}"}
+            dropped.append({"id": identity, **why})
+        elif isinstance(found, Exception):
+            dropped.append({"id": identity, "rule": "extract_failed", "detail": f"{url}: {type(found).__name__}: {found}"})
+        else:
+            kept.append(index)
+            titles.append(found.title)
+            texts.append(found.text)
+            if found.origin is not None:
+                origin = found.origin._asdict().items()
+                scores += [{"id": identity, "name": f"words_{name}", "value": float(value)} for name, value in origin]
     documents = pages.select(["id", "url", "fetched_at", "source"]).take(pa.array(kept, pa.int64()))
     documents = documents.append_column("title", pa.array(titles, pa.string())).append_column("text", pa.array(texts, pa.string()))
     made = {"documents": documents, "dropped": pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)}
@@ -134,67 +149,123 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
 
 def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfig) -> PageText:
     """Title and text of one page; raises Unreadable."""
-    title: str | None = None
-    origin: Origin | None = None
-    if media in HTML_TYPES:
-        if len(body) > config.max_body_bytes:
-            raise Unreadable("extract_too_large", "the page is too large", float(len(body)), float(config.max_body_bytes))
-        title, text, origin = html_text(decode(body, charset, html=True), config)
-        text = _without_trailing_space(CONTROLS.sub("", repaired(text)))
-    elif media.startswith("text/"):
-        wide = body.startswith(WIDE_MARKS) or (charset or "").startswith("utf-16")
-        if not wide and body.count(0) > len(body) // 1000:
-            raise Unreadable("extract_binary", "the file is not text", float(body.count(0)), float(len(body) // 1000))
-        text = decode(body, charset, html=False)
-        text = CONTROLS.sub("", repaired(text).replace("\r\n", "\n").replace("\r", "\n"))
-    else:
+    (found,) = _found([(body, media, charset)], config)
+    if isinstance(found, Exception):
+        raise found
+    return PageText(found.title, found.text.decode(), found.origin)
+
+
+def _found(rows: Iterable[tuple[bytes, str, str | None]], config: ExtractConfig) -> list[_Found | Exception]:
+    """What each page gives (body, media type, character set), in order: any of them may fail in any way, and the others go on.
+
+    Pages for the model are parsed one by one and read together, in bytes up to `TOGETHER`; a larger one is read alone.
+    """
+    found: dict[int, _Found | Exception] = {}
+    waiting: dict[int, _Parsed] = {}
+    size = 0
+    for number, (body, media, charset) in enumerate(rows):
+        try:
+            made = _of_html(body, charset, config) if media in HTML_TYPES else _of_text(body, media, charset, config)
+        except Exception as error:  # noqa: BLE001 - see above
+            found[number] = error
+            continue
+        if isinstance(made, _Found):
+            found[number] = made
+            continue
+        if size + len(made.html) > TOGETHER:
+            found |= _read(waiting, config)
+            waiting, size = {}, 0
+        waiting[number], size = made, size + len(made.html)
+    found |= _read(waiting, config)
+    return [found[number] for number in range(len(found))]
+
+
+def _read(pages: dict[int, _Parsed], config: ExtractConfig) -> dict[int, _Found | Exception]:
+    """What parsed pages give, by number; where reading them together fails, each is read alone."""
+    try:
+        return dict(zip(pages, _by_model(list(pages.values()), config), strict=True)) if pages else {}
+    except Exception as error:  # noqa: BLE001 - as above
+        if len(pages) > 1:
+            return {number: made for number, page in pages.items() for made in _read({number: page}, config).values()}
+        failed = Unreadable("extract_failed", f"{type(error).__name__}: {error}") if isinstance(error, FAILURES) else error
+        return dict.fromkeys(pages, failed)
+
+
+def _of_text(body: bytes, media: str, charset: str | None, config: ExtractConfig) -> _Found:
+    """Plain text and code as they are; raises Unreadable."""
+    if not media.startswith("text/"):
         raise Unreadable("extract_content_type", f"no text is known in {media}")
+    wide = body.startswith(WIDE_MARKS) or (charset or "").startswith("utf-16")
+    if not wide and body.count(0) > len(body) // 1000:
+        raise Unreadable("extract_binary", "the file is not text", float(body.count(0)), float(len(body) // 1000))
+    text = plain(decode(body, charset, html=False).replace("\r\n", "\n").replace("\r", "\n"))
+    return _Found(None, _readable(text, config))
+
+
+def _readable(text: str, config: ExtractConfig) -> bytes:
+    """The text in UTF-8; raises Unreadable where there is nothing to read."""
     if not text.strip():
         raise Unreadable("extract_empty", "there is no text")
     bad = text.count("\ufffd") / len(text)
     if bad > config.max_replacement_fraction:
         raise Unreadable("extract_encoding", "the text cannot be decoded", bad, config.max_replacement_fraction)
-    return PageText(title, text, origin)
+    return text.encode()
 
 
-def _without_trailing_space(text: str) -> str:
-    """The text without white space at the ends of lines and without more than one blank line; plain searches spare most texts a pattern."""
-    if any(space + "\n" in text or text.endswith(space) for space in SPACES):
-        text = LINE_END_SPACE.sub("", text)
-    return (BLANK_LINES.sub("\n\n", text) if "\n\n\n" in text else text).strip("\n")
-
-
-def html_text(html: str, config: ExtractConfig) -> PageText:
-    """Title and main text of an HTML page; raises Unreadable where the page is built to hang a parser."""
+def _of_html(body: bytes, charset: str | None, config: ExtractConfig) -> _Parsed | _Found:
+    """Parse a page for the model, or take Resiliparse's text; raises Unreadable where the page is built to hang a parser."""
     from resiliparse.parse.html import HTMLParserException, HTMLTree
 
-    encoded = html.encode("utf-8", "replace")
-    if _check_burden(encoded, config).options > MAX_OPTIONS:
-        html = OPTION.sub("", html)
+    if len(body) > config.max_body_bytes:
+        raise Unreadable("extract_too_large", "the page is too large", float(len(body)), float(config.max_body_bytes))
+    html = utf8(body, charset)
+    if _check_burden(html, config).options > MAX_OPTIONS:
+        html = OPTION.sub("", html.decode()).encode()
     try:
-        tree = HTMLTree.parse(html)
-        title = CONTROLS.sub("", repaired(tree.title or "")).strip() or None
-        if config.code_and_maths and hinted(encoded):
-            html = prepared(tree, html)
+        tree = HTMLTree.parse_from_bytes(html, "utf-8")
+        title = tree.title or ""
+        title = (title if title.isascii() and title.isprintable() else plain(title)).strip()
+        if config.code_and_maths and hinted(html) and prepared(tree, len(html.decode())):
+            html = serialised(tree)
+        library = library_text(html.decode(), config.fallback_fraction) if config.extractor != "model" else ""
         if config.extractor == "resiliparse":
-            return PageText(title, library_text(html, config.fallback_fraction))
-        page = read_page(tree)
-        depth = int(page.elements[:, DEPTH].max())
-        if depth > config.max_depth:
-            raise Unreadable("extract_too_deep", "the elements are nested too deep", float(depth), float(config.max_depth))
-        if len(page.blocks) > config.max_blocks:
-            raise Unreadable(
-                "extract_too_many_blocks", "the page has too many blocks of text", float(len(page.blocks)), float(config.max_blocks)
-            )
-        keep = content(page, load())
-        if config.headline:
-            keep = with_headline(page, keep)
-        if config.extractor == "model":
-            return PageText(title, text_of(page, keep))
-        keep, origin = united(page, keep, library_text(html, config.fallback_fraction))
-        return PageText(title, text_of(page, keep), origin)
-    except (HTMLParserException, ValueError, RuntimeError) as error:
+            return _Found(title or None, _readable(cleaned(library), config))
+        return _Parsed(title or None, serialised(tree), library)
+    except (HTMLParserException, *FAILURES) as error:
         raise Unreadable("extract_failed", f"{type(error).__name__}: {error}") from error
+
+
+def _by_model(parsed: list[_Parsed], config: ExtractConfig) -> list[_Found | Exception]:
+    """What the model takes of pages, or it and Resiliparse."""
+    pages, measures = read_pages([page.html for page in parsed], config.max_depth, config.max_blocks)
+    keep = content(pages, load(), config.headline)
+    origins: list[Origin | None] = [None] * len(parsed)
+    if config.extractor == "union":
+        for number, (a, z) in enumerate(pairwise(pages.starts[:, BLOCK].tolist())):
+            keep[a:z], origins[number] = united(page_of(pages, number), keep[a:z], parsed[number].library)
+    raw, ends = texts_of(pages, keep)
+    texts, places, doubts = all_cleaned(raw, ends)
+    found: list[_Found | Exception] = []
+    for number, (depth, blocks) in enumerate(measures.tolist()):
+        try:
+            _check_measures(depth, blocks, config)
+            text = texts[places[number] : places[number + 1]].tobytes()
+            if doubts[number] & MISREAD:
+                text = cleaned(raw[ends[number] : ends[number + 1]].tobytes().decode("utf-8", "replace")).encode()
+            if doubts[number]:
+                text = _readable(text.decode("utf-8", "replace"), config)
+            found.append(_Found(parsed[number].title, text, origins[number]))
+        except Unreadable as why:
+            found.append(why)
+    return found
+
+
+def _check_measures(depth: int, blocks: int, config: ExtractConfig) -> None:
+    """Refuse a page whose tree is beyond the bounds."""
+    if depth > config.max_depth:
+        raise Unreadable("extract_too_deep", "the elements are nested too deep", float(depth), float(config.max_depth))
+    if blocks > config.max_blocks:
+        raise Unreadable("extract_too_many_blocks", "the page has too many blocks of text", float(blocks), float(config.max_blocks))
 
 
 def _check_burden(html: bytes, config: ExtractConfig) -> Burden:

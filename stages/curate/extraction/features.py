@@ -186,11 +186,13 @@ class Totals(NamedTuple):
 
 @njit(cache=True)
 def block_features(
-    page: Scan, own: NDArray[np.float32], path: NDArray[np.float32], text: NDArray[np.float32], count: int
-) -> NDArray[np.float32]:
-    """Features [blocks, count], see `names`; own, path [elements], text [blocks]: the linear models' scores."""
+    page: Scan, own: NDArray[np.float32], path: NDArray[np.float32], text: NDArray[np.float32], out: NDArray[np.float32]
+) -> None:
+    """Fill in the features, see `names`, in the first columns of `out` [blocks, ...], which is zeros.
+
+    own, path [elements], text [blocks]: the linear models' scores.
+    """
     n = len(page.blocks)
-    out = np.zeros((n, count), np.float32)
     totals, held = _totals(page, text)
     head = h1 = -1
     for b in range(n):
@@ -206,8 +208,7 @@ def block_features(
         k = _neighbours(page, b, totals, path, text, row, k)
         k = _containers(page, b, totals, row, k)
         k = _place(page, b, held, totals, row, k)
-        row[k:] = totals.page
-    return out
+        row[k : k + len(totals.page)] = totals.page
 
 
 @njit(cache=True)

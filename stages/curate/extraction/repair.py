@@ -27,18 +27,18 @@ def repaired(text: str) -> str:
     """The text with its doubly encoded lines decoded once more, and what Windows-1252 has in the places of C1 controls."""
     if text.isascii():
         return text
-    pair, control = _told(text)
-    if pair:
-        text = _decoded_again(text)
-    return text.translate(MEANT) if control or (pair and C1.search(text)) else text
+    units = np.frombuffer(text.encode("utf-16-le", "surrogatepass"), np.uint16)
+    suspicious, control = _looked_at(units, roles())
+    if len(suspicious):
+        text = _decoded_again(text, suspicious.tolist())
+    return text.translate(MEANT) if control or (len(suspicious) and C1.search(text)) else text
 
 
-def _decoded_again(text: str) -> str:
-    """The text with the lines that have a suspicious pair repaired, where one of them is bad beyond doubt."""
+def _decoded_again(text: str, suspicious: list[int]) -> str:
+    """The text with its suspicious lines repaired, by number, where one of them is bad beyond doubt."""
     from ftfy.badness import is_bad
 
     lines = text.split("\n")
-    suspicious = [place for place, line in enumerate(lines) if not line.isascii() and _told(line)[0]]
     if not any(is_bad(MEANT_A_SPACE.sub("", lines[place])) for place in suspicious):
         return text
     for place in suspicious:
@@ -58,14 +58,8 @@ def _undone(line: str) -> str:
     return fixed if len(line) - len(fixed) >= sound.total() else line
 
 
-def _told(text: str) -> tuple[bool, bool]:
-    """Whether the text has a pair such as double encoding makes, and whether it has a C1 control."""
-    pair, control = _looked_at(np.frombuffer(text.encode("utf-16-le", "surrogatepass"), np.uint16), _roles())
-    return bool(pair), bool(control)
-
-
 @functools.cache
-def _roles() -> NDArray[np.uint8]:
+def roles() -> NDArray[np.uint8]:
     """Of each UTF-16 unit: `FIRST`, the first byte of a character in UTF-8 is it in some encoding of one byte a character; `LATER`,
     a later byte is; `CONTROL`, it is a C1 control."""
     import ftfy.bad_codecs  # noqa: F401 - it names the encodings with no gaps
@@ -80,12 +74,19 @@ def _roles() -> NDArray[np.uint8]:
 
 
 @njit(cache=True)
-def _looked_at(units: NDArray[np.uint16], roles: NDArray[np.uint8]) -> tuple[int, int]:
-    """Whether a unit that is `FIRST` stands before one that is `LATER`; whether there is a `CONTROL`. Not 0 where it is so."""
-    pair = control = before = np.int64(0)
+def _looked_at(units: NDArray[np.uint16], roles: NDArray[np.uint8]) -> tuple[NDArray[np.int64], bool]:
+    """Numbers of the lines with a unit that is `FIRST` before one that is `LATER`; whether there is a `CONTROL`."""
+    lines = 1
+    for unit in units:
+        lines += unit == 10
+    found, count, line = np.empty(lines, np.int64), 0, 0
+    control = before = np.int64(0)
     for unit in units:
         role = np.int64(roles[unit] if unit >= 0x80 else 0)
-        pair |= before << 1 & role
+        if before << 1 & role and (count == 0 or found[count - 1] != line):
+            found[count] = line
+            count += 1
         control |= role & CONTROL
         before = role & FIRST
-    return int(pair), int(control)
+        line += unit == 10
+    return found[:count], bool(control)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from puna.kernels.compiled import njit
 from puna.stages.curate.extraction import layout as L
 from puna.stages.curate.extraction.attributes import attributes, types
-from puna.stages.curate.extraction.layout import TAG_BIT, Scan
+from puna.stages.curate.extraction.layout import TAG_BIT, Pages, Scan, page_of
 from puna.stages.curate.extraction.search import find, is_space, tag_name
 from puna.stages.curate.extraction.tags import IS_BLOCK, IS_RAW, IS_SPACED, IS_VOID, NUMBER
 from puna.stages.curate.extraction.write import boundary, formula, write
@@ -25,49 +25,90 @@ T_A, T_BR, T_IMG, T_INPUT, T_LI, T_OL, T_TD, T_TH, T_TR = (
 )
 T_PRE, T_TEXTAREA, T_TITLE, T_SVG, T_HEAD = (NUMBER[name] for name in ["pre", "textarea", "title", "svg", "head"])
 QUOTES = L.BIT["noscript"] | L.BIT["textarea"]
+NO_BOUND = 1 << 62
 
 
 def read_page(tree: Any) -> Scan:
     """The blocks and elements of a page that Resiliparse has parsed."""
+    return scan(serialised(tree))
+
+
+def serialised(tree: Any) -> bytes:
+    """A page that Resiliparse has parsed, written out again."""
     document = tree.document
-    return scan(document.html.encode("utf-8", "replace") if document is not None else b" ")
+    return document.html.encode("utf-8", "replace") if document is not None else b" "
 
 
 def scan(html: bytes) -> Scan:
     """The blocks and elements of a page; `html` is the serialisation of a parsed tree, UTF-8."""
-    data = np.frombuffer(html, np.uint8)
-    tags = html.count(b"<") + 2
-    page = Scan(
-        data,
-        np.zeros(L.STATES, np.int64),
-        np.empty(len(data) + 8 * tags + 64, np.uint8),
-        np.empty(1024, np.uint8),
-        np.zeros((tags, L.COLUMNS), np.int64),
-        np.zeros((tags, 2), np.uint64),
-        np.empty(min(len(data) // 2, L.MAX_TOKENS * tags) + 64, np.uint64),
-        np.zeros((tags + 1, L.HASHES + 1), np.int64),
-        np.empty(len(data) // 2 + 64, np.uint64),
-        np.empty(256, np.uint64),
+    return page_of(read_pages([html])[0], 0)  # type: ignore[no-any-return]
+
+
+def read_pages(htmls: list[bytes], max_depth: int = NO_BOUND, max_blocks: int = NO_BOUND) -> tuple[Pages, NDArray[np.int64]]:
+    """The pages' blocks and elements; and each page's depth and number of blocks [pages, 2]. One beyond a bound is left empty."""
+    ends = np.zeros(len(htmls) + 1, np.int64)
+    np.cumsum([len(html) for html in htmls], out=ends[1:])
+    return _read(np.frombuffer(b"".join(htmls), np.uint8), ends, max_depth, max_blocks)  # type: ignore[no-any-return]
+
+
+@njit(cache=True)
+def _read(html: NDArray[np.uint8], ends: NDArray[np.int64], max_depth: int, max_blocks: int) -> tuple[Pages, NDArray[np.int64]]:
+    n = len(ends) - 1
+    tags, words = np.full(n, 2, np.int64), np.empty(n, np.int64)  # of each page, at most
+    for p in range(n):
+        for at in range(ends[p], ends[p + 1]):
+            tags[p] += html[at] == 60
+        words[p] = min((ends[p + 1] - ends[p]) // 2, L.MAX_TOKENS * tags[p]) + 64
+    every = tags.sum()
+    pages = Pages(
+        html,
+        np.zeros((n, L.STATES), np.int64),
+        np.empty(len(html) + 8 * every + 64 * n, np.uint8),
+        np.empty(n * L.MAX_TITLE, np.uint8),
+        np.empty((every, L.COLUMNS), np.int64),
+        np.empty((every, 2), np.uint64),
+        np.empty(words.sum(), np.uint64),
+        np.empty((every + n, L.HASHES + 1), np.int64),
+        np.empty(len(html) // 2 + 64 * n, np.uint64),
+        np.empty(n * L.MAX_HEAD_WORDS, np.uint64),
+        np.zeros((n + 1, L.TABLES), np.int64),
     )
-    _scan(page)
-    s = page.state
-    return page._replace(
-        text=page.text[: s[L.OUT]],
-        title=page.title[: s[L.TITLE_STOP]],
-        elements=page.elements[: s[L.ELEMENTS]],
-        signs=page.signs[: s[L.ELEMENTS]],
-        tokens=page.tokens[: s[L.TOKEN]],
-        blocks=page.blocks[: s[L.BLOCKS]],
-        hashes=page.hashes[: s[L.HASH]],
-        page=page.page[: s[L.PAGE_TOKEN]],
-    )
+    found = np.zeros((n, 2), np.int64)
+    for p in range(n):
+        state = pages.states[p]
+        at, end = pages.starts[p], pages.starts[p + 1]
+        at[L.HTML] = ends[p]
+        size = ends[p + 1] - ends[p]
+        page = Scan(
+            html[ends[p] : ends[p + 1]],
+            state,
+            pages.text[at[L.TEXT] : at[L.TEXT] + size + 8 * tags[p] + 64],
+            pages.title[at[L.TITLE] : at[L.TITLE] + L.MAX_TITLE],
+            pages.elements[at[L.ROOT] : at[L.ROOT] + tags[p]],
+            pages.signs[at[L.ROOT] : at[L.ROOT] + tags[p]],
+            pages.tokens[at[L.WORD] : at[L.WORD] + words[p]],
+            pages.blocks[at[L.BLOCK] : at[L.BLOCK] + tags[p] + 1],
+            pages.hashes[at[L.TEXT_WORD] : at[L.TEXT_WORD] + size // 2 + 64],
+            pages.page[at[L.HEAD_WORD] : at[L.HEAD_WORD] + L.MAX_HEAD_WORDS],
+        )
+        _scan(page)
+        found[p, 1] = state[L.BLOCKS]
+        for e in range(state[L.ELEMENTS]):
+            found[p, 0] = max(found[p, 0], page.elements[e, L.DEPTH])
+        end[:], end[L.HTML] = at, ends[p + 1]
+        if found[p, 0] <= max_depth and found[p, 1] <= max_blocks:
+            end[L.TEXT], end[L.TITLE] = at[L.TEXT] + state[L.OUT], at[L.TITLE] + state[L.TITLE_STOP]
+            end[L.ROOT], end[L.WORD] = at[L.ROOT] + state[L.ELEMENTS], at[L.WORD] + state[L.TOKEN]
+            end[L.BLOCK], end[L.TEXT_WORD] = at[L.BLOCK] + state[L.BLOCKS], at[L.TEXT_WORD] + state[L.HASH]
+            end[L.HEAD_WORD] = at[L.HEAD_WORD] + state[L.PAGE_TOKEN]
+    return pages, found
 
 
 @njit(cache=True)
 def _scan(page: Scan) -> None:
     s, html = page.state, page.html
-    page.elements[0, L.PARENT] = -1
-    page.signs[0] = L.OFFSET
+    page.elements[0], page.elements[0, L.PARENT] = 0, -1
+    page.signs[0], page.blocks[0] = L.OFFSET, 0
     s[L.ELEMENTS], s[L.SKIP], s[L.FORMULA_AT], s[L.NEXT_GAP] = 1, -1, -1, L.BLANK
     size = len(html)
     while s[L.AT] < size:
@@ -145,6 +186,7 @@ def _start_tag(page: Scan) -> None:
         s[L.SPACE] = 1  # links side by side are words of their own
     parent, element = s[L.CURRENT], s[L.ELEMENTS]
     s[L.ELEMENTS] += 1
+    elements[element] = 0
     elements[element, L.TAG], elements[element, L.PARENT], elements[element, L.DEPTH] = tag, parent, elements[parent, L.DEPTH] + 1
     elements[element, L.FIRST], elements[element, L.TOKENS] = s[L.BLOCKS], s[L.TOKEN]
     elements[element, L.FLAGS] = elements[parent, L.FLAGS] | TAG_BIT[tag]

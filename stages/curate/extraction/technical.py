@@ -39,11 +39,11 @@ def hinted(html: bytes) -> bool:
     return HINTS.any_in(html)
 
 
-def prepared(tree: Any, html: str) -> str:
-    """Rewrite code and maths of the page `html` that Resiliparse has parsed, in place; returns the page as it is then."""
+def prepared(tree: Any, size: int) -> bool:
+    """Rewrite code and maths of a page of `size` characters that Resiliparse has parsed, in place; returns whether there was any."""
     document = tree.document
     if document is None:
-        return html
+        return False
     changed = False
     for element in document.query_selector_all(NUMBERS)[:]:  # a slice is a list; the collection makes all elements anew for each
         element.parent.remove_child(element)  # not destroyed: what is in it may be among them as well
@@ -60,10 +60,10 @@ def prepared(tree: Any, html: str) -> str:
         _replaced(tree, script, "pre", script.text)
         changed = True
     for listings in (_tables, _editors):
-        for node, lines in listings(document, len(html)):
+        for node, lines in listings(document, size):
             _replaced(tree, node, "pre", "\n".join(lines))
             changed = True
-    return str(document.html) if changed else html
+    return changed
 
 
 def _tables(document: Any, most: int) -> list[tuple[Any, list[str]]]:

@@ -7,22 +7,30 @@ from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
 from puna.stages.curate.extraction import layout as L
-from puna.stages.curate.extraction.layout import Scan
+from puna.stages.curate.extraction.layout import Pages, Scan, alone, page_of
 
 CELL_BYTES = 200  # longer cells are of tables made for layout: they stand on lines of their own
 
 
 def text_of(page: Scan, keep: NDArray[np.bool_]) -> str:
     """The kept blocks, with blank lines between paragraphs, tabs between cells, and numbers or bullets before list items."""
-    joined: NDArray[np.uint8] = _join(page, keep)
-    return joined.tobytes().decode("utf-8", "replace")
+    return texts_of(alone(page), keep)[0].tobytes().decode("utf-8", "replace")  # type: ignore[no-any-return]
 
 
 @njit(cache=True)
-def _join(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.uint8]:
+def texts_of(pages: Pages, keep: NDArray[np.bool_]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """The pages' texts one after the other, and where each begins and the last ends [pages + 1]; `keep` [blocks of all pages]."""
+    n, starts = len(pages.starts) - 1, pages.starts[:, L.BLOCK]
+    out, ends = np.empty(len(pages.text) + 16 * len(keep) + 16, np.uint8), np.zeros(n + 1, np.int64)
+    for number in range(n):
+        ends[number + 1] = _join(page_of(pages, number), keep[starts[number] : starts[number + 1]], out, ends[number])
+    return out[: ends[n]], ends
+
+
+@njit(cache=True, borrows=True)
+def _join(page: Scan, keep: NDArray[np.bool_], out: NDArray[np.uint8], at: int) -> int:
+    """Write a page's text at a place; returns where it ends."""
     blocks = page.blocks
-    out = np.empty(len(page.text) + 16 * len(blocks) + 16, np.uint8)
-    at = 0
     before = -1  # bytes of the kept block before
     gap = L.TAB
     for b in range(len(blocks)):
@@ -47,10 +55,10 @@ def _join(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.uint8]:
             out[at] = page.text[k]
             at += 1
         before, gap = size, L.TAB
-    return out[:at]
+    return at
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _mark(out: NDArray[np.uint8], at: int, marker: int) -> int:
     """Write the bullet (-1) or the number of a list item; returns where it ends."""
     if marker < 0:

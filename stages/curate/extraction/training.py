@@ -29,18 +29,18 @@ from puna.stages.curate.extraction.article import article_features
 from puna.stages.curate.extraction.decode import decode
 from puna.stages.curate.extraction.features import BUCKETS
 from puna.stages.curate.extraction.labels import label
-from puna.stages.curate.extraction.layout import Scan
+from puna.stages.curate.extraction.layout import Scan, alone
 from puna.stages.curate.extraction.linear import Bags, bags, class_bags, fit_logistic, text_bags
 from puna.stages.curate.extraction.model import (
     FEATURES,
     PAGE_TYPES,
+    SEEN,
     TYPE_BUCKETS,
     article_chance,
-    below_the_article,
-    block_rows,
     chances,
-    chosen,
+    kept,
     page_words,
+    seen,
 )
 from puna.stages.curate.extraction.scan import read_page
 from puna.stages.curate.extraction.text import text_of
@@ -59,7 +59,6 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 ARTICLE_ROUNDS, ARTICLE_OPTIONS = 320, OPTIONS | {"learning_rate": 0.06}
 LEAST = 0.1  # pages that are less likely to be articles do not train the trees for articles
-SEEN = FEATURES + len(PAGE_TYPES)  # columns that the trees of all pages see; those for articles see all
 
 
 class Page(NamedTuple):
@@ -221,9 +220,8 @@ def fit_linear(data: Corpus, without: int | None) -> Linear:
 
 
 def rows_of(page: Page, linear: Linear) -> NDArray[np.float32]:
-    """What the trees for articles see of a page; those of all pages see the first columns, `SEEN`."""
-    types = linear.type_bias + linear.type_weights[page_words(page.scan)].sum(0)
-    rows = block_rows(page.scan, linear.class_weights, linear.text_weights, types)
+    """What the trees for articles see of a page; those of all pages see the first `SEEN` columns."""
+    rows, _ = seen(alone(page.scan), *linear)
     return np.concatenate([rows, article_features(page.scan)], axis=1)
 
 
@@ -301,11 +299,10 @@ def unseen_texts(data: Corpus, rows: NDArray[np.float32], fold: int) -> dict[str
     texts = {}
     for number, page in enumerate(data.pages):
         if page.fold == fold:
-            seen = rows[data.page == number]
-            types = seen[0, FEATURES:SEEN]
-            p = chances(page.scan, seen[:, :SEEN], types, trees, articles)
-            keep = chosen(page.scan, p)
-            texts[page.file] = text_of(page.scan, below_the_article(page.scan, keep, p, types))
+            pages, own = alone(page.scan), np.ascontiguousarray(rows[data.page == number, :SEEN])
+            types = np.ascontiguousarray(own[:1, FEATURES:])
+            keep = kept(pages, chances(pages, own, types, trees, articles), types, False)
+            texts[page.file] = text_of(page.scan, keep)
     return texts
 
 

@@ -25,6 +25,7 @@ def boundary(page: Scan, gap: int) -> None:
         s[L.BLOCKS] += 1
         s[L.OPEN] = s[L.SPACE] = s[L.BREAKS] = 0
         s[L.NEXT_GAP] = gap
+        page.blocks[s[L.BLOCKS]] = 0
         page.blocks[s[L.BLOCKS], L.START] = s[L.OUT]
     elif s[L.NEXT_GAP] == L.LINE:
         s[L.NEXT_GAP] = gap

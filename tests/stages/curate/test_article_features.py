@@ -11,6 +11,7 @@ from resiliparse.parse.html import HTMLTree
 from puna.stages.curate.extraction import layout as L
 from puna.stages.curate.extraction import model
 from puna.stages.curate.extraction.article import ABOVE, LONG, PROBES, _alike, article_features, names
+from puna.stages.curate.extraction.layout import alone
 from puna.stages.curate.extraction.model import PAGE_TYPES, article_chance, chances
 from puna.stages.curate.extraction.scan import read_page
 from puna.stages.curate.extraction.training import as_arrays
@@ -114,4 +115,4 @@ def test_the_trees_for_articles_have_as_much_of_a_say_as_the_page_is_likelier_on
     rows = np.zeros((len(page.blocks), model.FEATURES + len(PAGE_TYPES)), np.float32)
     general, articles = (splits(as_arrays([{"leaf_value": value}])) for value in (2.0, -1.0))  # 3 apart
     types = np.log(np.array([chance, *[(1 - chance) / 6] * 6], np.float32))
-    np.testing.assert_allclose(chances(page, rows, types, general, articles), 1 / (1 + np.exp(-logit)), rtol=1e-5)
+    np.testing.assert_allclose(chances(alone(page), rows, types[None], general, articles), 1 / (1 + np.exp(-logit)), rtol=1e-5)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import re
 from datetime import UTC, datetime
+from itertools import pairwise
 
 import ftfy.fixes
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from puna.stages.contract import execute
-from puna.stages.curate.extract import LINE_END_SPACE, MAX_OPTIONS, ExtractConfig, Unreadable, extract, page_text
+from puna.stages.curate import extract as extract_module
+from puna.stages.curate.extract import MAX_OPTIONS, ExtractConfig, Unreadable, extract, page_text
 from puna.stages.curate.extraction.bounds import burden
+from puna.stages.curate.extraction.clean import CONTROLS, DOUBTFUL, MISREAD, all_cleaned, cleaned
 from puna.stages.curate.extraction.decode import decode
 from puna.stages.curate.extraction.library import library_text
 from puna.stages.curate.extraction.repair import repaired
+from puna.stages.curate.extraction.scan import read_pages
 from puna.storage import Store
 
 CONFIG = ExtractConfig()
@@ -208,12 +214,12 @@ def test_a_page_keeps_its_text_and_not_its_many_options(extractor, option):
 
 
 def test_a_page_that_raises_anything_is_dropped_and_the_others_go_on(tmp_path, monkeypatch):
-    def failing(body, *rest):
+    def failing(body, *rest, **more):
         if b"odd" in body:
             raise KeyError("odd")
-        return page_text(body, *rest)
+        return decode(body, *rest, **more)
 
-    monkeypatch.setattr("puna.stages.curate.extract.page_text", failing)
+    monkeypatch.setattr("puna.stages.curate.extract.decode", failing)
     when = datetime(2024, 1, 1, tzinfo=UTC)
     rows = [
         {"id": f"{n:02d}", "url": f"https://x.org/{n}", "fetched_at": when, "content_type": "text/plain", "charset": "utf-8",
@@ -228,9 +234,70 @@ def test_a_page_that_raises_anything_is_dropped_and_the_others_go_on(tmp_path, m
     ]
 
 
-def test_white_space_goes_from_the_ends_of_lines_only():
-    lines = ["a \t b", "c  ", " \u00a0", "", "  d\t\u00a0\t"]
-    assert LINE_END_SPACE.sub("", "\n".join(lines)) == "\n".join(line.rstrip(" \t\u00a0") for line in lines)
+def cleaned_by_patterns(text):
+    """What `cleaned` says, by regular expressions."""
+    text = "".join(c for c in repaired(text) if not CONTROLS.match(c))
+    text = "\n".join(line.rstrip(" \t\u00a0") for line in text.split("\n"))
+    return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_white_space_and_controls_go_from_the_ends_of_lines_and_texts(seed):
+    pieces = ["a", "word", " ", "\t", "\n", "\n\n", "\u00a0", "\x00", "\r", "\x7f", "\u00ad", "\u200b", "\ufeff", "\uffff", "é", "à", "Ã", "©", "Ã©", "\x92",
+              "Â", "»", "中", "\u3000", "𝄞", "\u2028", "\ufffd", "\x85"]  # fmt: skip
+    choose = random.Random(seed)
+    texts = ["".join(choose.choices(pieces, k=choose.randrange(12))) for _ in range(2000)]
+    assert [cleaned(text) for text in texts] == [cleaned_by_patterns(text) for text in texts]
+    data = [text.encode() for text in texts]
+    out, ends, doubts = all_cleaned(np.frombuffer(b"".join(data), np.uint8), np.cumsum([0, *map(len, data)]))
+    found = [out[a:z].tobytes().decode() for a, z in pairwise(ends)]
+    for text, one, doubt in zip(texts, found, doubts, strict=True):
+        if not doubt & MISREAD:
+            assert (repaired(text), one) == (text, cleaned_by_patterns(text))
+        assert doubt & DOUBTFUL or (one.strip() and "\ufffd" not in one)
+    assert {0, MISREAD, DOUBTFUL} <= set(doubts.tolist())
+
+
+def site(seed):
+    """Pages of many kinds: small and large, in other encodings, empty, hostile, plain."""
+    choose = random.Random(seed)
+    pieces = [PARAGRAPH, "<h2>A part</h2>", "<li><a href=/x>Elsewhere</a>", "<pre>x = 1\n\n\n  y </pre>", "<table><tr><td>1<td>2</table>",
+              '<div class="comment">Thanks a lot!</div>', "<p>Ã©tÃ© caf\u00e9 \u2014 na\u00efve</p>", "<p>El perro y el gato.</p>", "<div>"]  # fmt: skip
+    for _ in range(60):
+        body = "".join(choose.choices(pieces, k=choose.choice([0, 1, 5, 40, 300])))
+        name = choose.choice(["utf-8", "utf-8", "utf-8", "windows-1252", "utf-16"])
+        yield body.encode(name, "replace"), choose.choice(["text/html"] * 5 + ["text/plain"]), choose.choice([name, None])
+    yield b"<div>" * 2000, "text/html", None
+    yield f"<main>{PARAGRAPH * 900}</main>".encode(), "text/html", None
+
+
+def outcomes(rows, config):
+    return [(type(one), str(one)) if isinstance(one, Exception) else one for one in extract_module._found(rows, config)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("config", [{}, {"extractor": "union"}, {"headline": True, "max_blocks": 1000}], ids=str)
+def test_pages_give_the_same_text_whatever_they_are_read_with(monkeypatch, seed, config):
+    rows, settings = list(site(seed)), ExtractConfig(**config)
+    together = outcomes(rows, settings)
+    assert {one[0] for one in together if len(one) == 2} == {Unreadable} and sum(len(one) == 3 for one in together) > 30
+    assert outcomes(rows[::-1], settings)[::-1] == together
+    assert [one for row in rows for one in outcomes([row], settings)] == together
+    monkeypatch.setattr(extract_module, "TOGETHER", 5000)
+    assert outcomes(rows, settings) == together
+
+
+def test_a_page_that_spoils_the_reading_of_others_fails_alone(monkeypatch):
+    rows = [(f"<main>{PARAGRAPH}<p>{name}".encode(), "text/html", None) for name in ("one", "odd", "two")]
+    expected = outcomes(rows, CONFIG)
+
+    def failing(htmls, *bounds):
+        if any(b"odd" in html for html in htmls):
+            raise MemoryError("odd")
+        return read_pages(htmls, *bounds)
+
+    monkeypatch.setattr(extract_module, "read_pages", failing)
+    assert outcomes(rows, CONFIG) == [expected[0], (MemoryError, "odd"), expected[2]]
 
 
 def test_the_stage_keeps_or_drops_every_page(tmp_path):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from puna.stages.curate.extract import ExtractConfig, html_text
+from puna.stages.curate.extract import ExtractConfig, page_text
 from puna.stages.curate.extraction import technical
 
 BEFORE = "<p>To sort a list in Python, call the function sorted, which returns a new list, in the order of its items.</p>"
@@ -17,7 +17,7 @@ LINES = "def f(x):\n    return 1\n\nf(2)"
 
 def text(body, **config):
     page = f"<html><head><title>t</title></head><body><main>{BEFORE}{body}{AFTER}</main></body></html>"
-    return html_text(page, ExtractConfig(**config)).text
+    return page_text(page.encode(), "text/html", "utf-8", ExtractConfig(**config)).text
 
 
 def cells(number, line):
@@ -111,8 +111,8 @@ def test_formulas_on_lines_of_their_own_are_kept():
 def test_signs_of_formulas_beyond_a_bound_stay_as_they_are(monkeypatch):
     monkeypatch.setattr(technical, "MAX_SIGNS", 20)
     one = "<p>A half of it is <math><mfrac><mi>a</mi><mi>b</mi></mfrac></math>, as has been shown before, and so it goes on and on.</p>"
-    text = html_text(f"<html><body><article>{one * 12}</article></body></html>", ExtractConfig()).text
-    assert (text.count(r"\frac{a}{b}"), text.count("A half of it")) == (20 // 3, 12)
+    found = text(one * 12)
+    assert (found.count(r"\frac{a}{b}"), found.count("A half of it")) == (20 // 3, 12)
 
 
 def test_nested_and_broken_markup_is_read():

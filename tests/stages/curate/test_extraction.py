@@ -18,6 +18,7 @@ from puna.stages.curate.extraction.bounds import burden
 from puna.stages.curate.extraction.cut import LEVELS, TOGETHER, best_cut
 from puna.stages.curate.extraction.groups import group_sums, groups
 from puna.stages.curate.extraction.labels import label
+from puna.stages.curate.extraction.layout import alone
 from puna.stages.curate.extraction.model import content, judge, load
 from puna.stages.curate.extraction.scan import read_page, scan
 from puna.stages.curate.extraction.search import find
@@ -150,7 +151,7 @@ def test_no_text_of_the_tree_is_lost_or_made_up(pieces):
 )
 def test_any_bytes_are_read(data):
     page = scan(data)  # not even what a parser wrote
-    keep = content(page, load())
+    keep = content(alone(page), load())
     assert len(text_of(page, keep)) <= 4 * len(data) + 64
     starts, stops = page.blocks[:, L.START], page.blocks[:, L.STOP]
     assert (starts <= stops).all() and (stops[:-1] <= starts[1:]).all()
@@ -370,9 +371,9 @@ def test_the_model_prefers_sentences_to_menus():
     menu = "".join(f"<li><a href=/{n}>Menu {n}</a></li>" for n in range(8))
     text = "<p>The llama is a domesticated animal of the Andes, kept for its wool and to carry loads over the mountains.</p>"
     page = read_page(HTMLTree.parse(f"<body><div class=menu><ul>{menu}</ul></div><div class=content><h1>Llamas</h1>{text * 4}</div>"))
-    p, types = judge(page, load())
+    p, types = judge(alone(page), load())
     assert p[-4:].min() > p[:8].max()
-    assert types.shape == (7,)
+    assert types.shape == (1, 7)
 
 
 def test_labels_follow_the_truth_in_order_and_find_what_was_moved():
