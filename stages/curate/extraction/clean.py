@@ -47,15 +47,15 @@ def _cleaned(
 @njit(cache=True, borrows=True)
 def _clean(text: NDArray[np.uint8], out: NDArray[np.uint8], start: int, roles: NDArray[np.uint8]) -> tuple[int, int]:
     """Write a text from `start` on; returns where it ends, and the doubts about it."""
-    at, end, before = 0, start, 0  # before: the role of the character before
+    at, end, before = 0, start, np.int64(0)  # before: the role of the character before
     misread, sound, seen = False, True, False  # seen: something that is no white space
     while at < len(text):
         c, length, role = np.int64(text[at]), 1, np.int64(0)
         if c >= 0x80:
             c, length = _character(text, at)
             role = np.int64(roles[c] if 0 <= c < 1 << 16 else 0)
-            misread |= before << 1 & role > 0 or role & CONTROL > 0
-            sound &= c >= 0 and c != 0xFFFD
+            misread |= bool(before << 1 & role or role & CONTROL)
+            sound &= bool(c >= 0 and c != 0xFFFD)
         before = role & FIRST
         if c == LINE_END:
             end = _line_end(out, start, end)
