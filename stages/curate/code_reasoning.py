@@ -105,8 +105,8 @@ def _score(documents: pa.Table, classifier: Artifact) -> pa.Table:
     """Signals of a part."""
     about = trained(classifier, "code_reasoning")
     rows = about.scored(documents)
-    ids, texts = (documents[name].take(rows).to_pylist() for name in ("id", "text"))
-    counts = [measured(text[: about.about.max_characters]) for text in texts]
+    ids, texts = documents["id"].take(rows).to_pylist(), documents["text"].take(rows)
+    counts = measured(texts, about.about.max_characters)
     columns: dict[str, tuple[pa.DataType, list[float | None]]] = {
         "code_line_fraction": (pa.float64(), [round(found.code_lines / max(found.lines, 1), DIGITS) for found in counts]),
         "formulas": (pa.int64(), [found.formulas for found in counts]),
@@ -132,7 +132,7 @@ def _labels(documents: pa.Table, graded: dict[str, Artifact] | None, config: Tra
     """Of each kind, which documents are of it: by their grades, or by what the text counts."""
     found: dict[str, list[bool | None]] = {}
     if graded is None:
-        counts = [measured(text[: config.max_characters]) for text in documents["text"].to_pylist()]
+        counts = measured(documents["text"], config.max_characters)
         found = {kind: [_label(kind, one, config) for one in counts] for kind in KINDS}
     for kind, artifact in (graded or {}).items():
         name = JUDGEMENT.format(kind)

@@ -86,13 +86,12 @@ def looked_at(text: str) -> NDArray[np.int64]:
     return np.bincount([owner[word] for word in words if word in owner], minlength=len(types))
 
 
-def seed_counts(text: str) -> NDArray[np.int64]:
-    """Different seed words of each type in `text`, int64[types]."""
-    from puna.stages.curate.text.characters import code_points
-    from puna.stages.curate.text.listed import words_held
+def seed_counts(texts: pa.Array | pa.ChunkedArray, characters: int) -> NDArray[np.int64]:
+    """Different seed words of each type in the first so many characters of each text, int64[texts, types]."""
+    from puna.stages.curate.text.listed import kinds_held
 
     known = lexicon()
-    return np.bincount(known.type_of[words_held(code_points(text), known.words)], minlength=len(known.types))
+    return kinds_held(texts, characters, known.words, known.type_of, len(known.types))
 
 
 def seed_label(counts: NDArray[np.int64], min_seeds: int, max_second: float) -> str | None:
@@ -169,8 +168,8 @@ def domains(documents: Documents, classifier: Classifier, config: DomainsConfig,
 
 def _seeds(documents: pa.Table, config: TrainDomainsConfig) -> Labels:
     """The label of each document."""
-    texts = (text[: config.max_characters] for text in documents["text"].to_pylist())
-    return {NAME: [seed_label(seed_counts(text), config.min_seeds, config.max_second) for text in texts]}
+    counts = seed_counts(documents["text"], config.max_characters)
+    return {NAME: [seed_label(found, config.min_seeds, config.max_second) for found in counts]}
 
 
 def _type(table: pa.Table, classifier: Artifact) -> tuple[pa.Table, dict[str, int]]:
@@ -183,8 +182,8 @@ def _type(table: pa.Table, classifier: Artifact) -> tuple[pa.Table, dict[str, in
     seeds: list[str | None] = [None] * len(ids)
     rows = model.scored(table)
     if rows and model.classes:
-        texts = table["text"].take(rows).to_pylist()
-        counts = np.array([seed_counts(text[: model.about.max_characters]) for text in texts])
+        texts = table["text"].take(rows)
+        counts = seed_counts(texts, model.about.max_characters)
         known = [lexicon().types.index(name) for name in model.classes]
         joint = model.probabilities([ids[row] for row in rows], texts) * (1.0 + counts[:, known]) ** 2
         joint /= joint.sum(axis=1, keepdims=True)

@@ -115,7 +115,7 @@ def _signals(ids: pa.ChunkedArray, found: list[Found]) -> pa.Table:
 def _classified(classifier: Artifact, identity: str, seen: str, names: Names) -> Found:
     """What a classifier of one's own finds."""
     model = trained(classifier, "language")
-    found = model.probabilities([identity], [seen])[0]
+    found = model.probabilities([identity], pa.array([seen]))[0]
     codes, known = [names.canonical(name) for name in model.classes], names.groups
     best = codes[int(found.argmax())]
     together = sum(float(p) for code, p in zip(codes, found, strict=True) if known.get(code, code) == known.get(best, best))

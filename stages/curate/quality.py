@@ -87,7 +87,7 @@ def _score(part: Part, classifier: Artifact, positive: str) -> pa.Table:
     about: Trained = trained(classifier, "quality")
     rows = about.scored(table)
     chosen = table.take(pa.array(rows, pa.int64()))
-    found = about.probabilities(chosen["id"].to_pylist(), chosen["text"].to_pylist())
+    found = about.probabilities(chosen["id"].to_pylist(), chosen["text"])
     return scores_of(table["id"], rows, found[:, about.classes.index(positive)])
 
 

@@ -139,11 +139,10 @@ def classify(documents: Documents, classifier: Classifier, config: ClassifyConfi
 def _classify(documents: pa.Table, classifier: Artifact) -> pa.Table:
     """Signals of a part."""
     about = trained(classifier, "classify")
-    ids, texts = documents["id"].to_pylist(), documents["text"].to_pylist()
-    rows = about.scored(documents)
+    ids, rows = documents["id"].to_pylist(), about.scored(documents)
     names: list[str | None] = [None] * len(ids)
     values: list[float | None] = [None] * len(ids)
-    for row, one in zip(rows, about.probabilities([ids[row] for row in rows], [texts[row] for row in rows]), strict=True):
+    for row, one in zip(rows, about.probabilities([ids[row] for row in rows], documents["text"].take(rows)), strict=True):
         names[row], values[row] = about.classes[int(one.argmax())], float(one.max())
     columns = {"classifier_label": pa.array(names, pa.string()), "classifier_score": pa.array(values, pa.float64())}
     return pa.table({"id": documents["id"], **columns})

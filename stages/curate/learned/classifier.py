@@ -29,7 +29,6 @@ from puna.stages.draws import folds, uniform
 from puna.storage import Artifact, Part, PunaError
 
 FOLD = "fold-{}.bin"
-BATCH = 1024
 MAX_REPEATS = 10
 GOLDEN = 0.6180339887498949
 FINEST = 1_000_000
@@ -234,8 +233,7 @@ def _prepare(
     if not file.exists():
         labels = {name: pa.array(found, pa.string()) for name, found in label(table, *args).items()}
         having = functools.reduce(pc.or_, (pc.is_valid(found) for found in labels.values()))
-        ids, texts = (table[name].filter(having).to_pylist() for name in ("id", "text"))
-        lines = [spaced(text[: config.max_characters]) for text in texts]
+        ids, lines = table["id"].filter(having).to_pylist(), spaced(table["text"].filter(having), config.max_characters)
         columns = {name: found.filter(having) for name, found in labels.items()}
         made = {
             "id": pa.array(ids, pa.string()),
@@ -243,7 +241,7 @@ def _prepare(
             "draw": uniform(ids, config.seed, "training"),
         }
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        pq.write_table(pa.table(made | {"line": pa.array(lines, pa.string())} | columns), temporary, compression="lz4")
+        pq.write_table(pa.table(made | {"line": lines} | columns), temporary, compression="lz4")
         os.replace(temporary, file)
     found = pq.read_table(file)
     names = [name for name in found.column_names if name not in ("id", "fold", "draw", "line")]
@@ -267,13 +265,11 @@ def _train(
     classes, index = list(job.classes), {name: at for at, name in enumerate(job.classes)}
     told, places = np.zeros((len(classes), len(classes)), np.int64), [np.zeros(0, np.int64)]
     for rows in _rows(job, files, ["line"], inside=True):
-        for at in range(0, len(rows), BATCH):
-            batch = rows.slice(at, BATCH)
-            values = predict(scorer, batch["line"].to_pylist(), classes)
-            own = np.array([index[name] for name in batch[job.name].to_pylist()])
-            np.add.at(told, (own, values.argmax(axis=1)), 1)
-            if job.positive:
-                places.append(_places(values[:, index[job.positive]], own == index[job.positive]))
+        values = predict(scorer, rows["line"], classes)
+        own = np.array([index[name] for name in rows[job.name].to_pylist()], np.int64)
+        np.add.at(told, (own, values.argmax(axis=1)), 1)
+        if job.positive:
+            places.append(_places(values[:, index[job.positive]], own == index[job.positive]))
     return told, *np.unique(np.concatenate(places), return_counts=True)
 
 
@@ -311,14 +307,14 @@ def _write_text(job: _Job, files: list[str]) -> None:
             out.write(f"__label__{name} {lines[identity]}\n")
 
 
-def predict(model: Any, lines: list[str], classes: list[str]) -> NDArray[np.float64]:
+def predict(model: Any, lines: pa.Array | pa.ChunkedArray, classes: list[str]) -> NDArray[np.float64]:
     """Probability of every class for each line, float64[lines, classes], by a `Scorer` or by fastText itself."""
     if isinstance(model, Scorer):
         rows = model.probabilities(lines)[:, [model.labels.index(name) for name in classes]].astype(np.float64)
     else:
         # A list, because fastText 0.9.3 cannot predict a single string under numpy 2.
         index, rows = {f"__label__{name}": at for at, name in enumerate(classes)}, np.zeros((len(lines), len(classes)))
-        for row, names, values in zip(rows, *model.predict(lines, k=len(classes)), strict=True):
+        for row, names, values in zip(rows, *model.predict(lines.to_pylist(), k=len(classes)), strict=True):
             row[[index[name] for name in names]] = values
     # fastText's softmax table leaves sums a little off one; six digits are what it has.
     found: NDArray[np.float64] = np.round(np.clip(rows / np.maximum(rows.sum(axis=1, keepdims=True), 1e-12), 0, 1), 6)

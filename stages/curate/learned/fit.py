@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
@@ -30,6 +31,7 @@ from puna.stages.curate.learned.dictionary import (
     mixed,
     table,
 )
+from puna.stages.curate.text.strings import buffers
 from puna.storage import PunaError
 
 UPDATE = 100  # tokens after which the learning rate falls
@@ -72,11 +74,9 @@ class Scorer:
         self.labels = [name.removeprefix(LABEL).decode() for name in known.names(known.words)]
         self._weights = _weights(known, model.settings, model.first, model.last)
 
-    def probabilities(self, lines: list[str]) -> NDArray[np.float32]:
+    def probabilities(self, lines: pa.Array | pa.ChunkedArray) -> NDArray[np.float32]:
         """What fastText gives for each label [lines, labels]; each line is words with spaces between, in which no label occurs."""
-        data = np.frombuffer("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass"), np.uint8)
-        most = max(map(len, lines), default=0) // 2 + 2  # tokens of a line, its end included
-        found: NDArray[np.float32] = _score(data, self._weights, len(lines), most)
+        found: NDArray[np.float32] = _score(*buffers(lines), self._weights)
         return found
 
 
@@ -132,19 +132,18 @@ def _number(weights: Weights, state: np.uint64) -> np.int32:
 
 
 @njit(cache=True, borrows=True)
-def _line(data: NDArray[np.uint8], at: int, weights: Weights, scratch: Scratch) -> tuple[int, int, int, int]:
-    """Read a line, which ends in a word of its own (`</s>`): its label, tokens, rows (in `scratch`), and where the next line begins."""
+def _line(data: NDArray[np.uint8], at: int, stop: int, weights: Weights, scratch: Scratch) -> tuple[int, int, int, int]:
+    """Read a line, whose end is a word of its own (`</s>`): its label, tokens, rows (in `scratch`), and where the next line begins."""
     rows, hashes = scratch.rows, scratch.hashes
     first, width = weights.first.ctypes.data, NUMBER * weights.first.shape[1]
     label, tokens, known, words, ended = -1, 0, 0, 0, False
     while not ended:
-        state, short, start, c = OFFSET, OFFSET32, at, data[at]
-        while not is_space(c):
-            state, short, at = mixed(state, c), _with32(short, c), at + 1
-            c = data[at]
+        state, short, start = OFFSET, OFFSET32, at
+        while at < stop and not is_space(data[at]):
+            state, short, at = mixed(state, data[at]), _with32(short, data[at]), at + 1
         if at == start:
             at += 1
-            if c != NEWLINE:
+            if at <= stop and data[start] != NEWLINE:
                 continue
             ended = True
             for e in END:
@@ -277,7 +276,7 @@ def _descend(data: NDArray[np.uint8], weights: Weights, rate: float, epochs: int
             first, line = last, line + 1
             at = behind if line == lines else at
         else:
-            label, tokens, known, at = _line(data, at, weights, scratch)
+            label, tokens, known, at = _line(data, at, len(data), weights, scratch)
             rows = scratch.rows[:known]
             fits = fits and first + known <= len(kept)
             if fits:
@@ -293,13 +292,15 @@ def _descend(data: NDArray[np.uint8], weights: Weights, rate: float, epochs: int
 
 
 @njit(cache=True)
-def _score(data: NDArray[np.uint8], weights: Weights, count: int, longest: int) -> NDArray[np.float32]:
-    """Probabilities [lines, labels] of lines of at most `longest` tokens; 0 where a line has no word that is known."""
-    scratch = _scratch(longest, weights)
-    found = np.zeros((count, len(weights.last)), np.float32)
-    at = 0
-    for n in range(count):
-        _, _, known, at = _line(data, at, weights, scratch)
+def _score(data: NDArray[np.uint8], offsets: NDArray[np.int64], weights: Weights) -> NDArray[np.float32]:
+    """Probabilities [lines, labels]; 0 where a line has no word that is known."""
+    longest = 0
+    for n in range(len(offsets) - 1):
+        longest = max(longest, offsets[n + 1] - offsets[n])
+    scratch = _scratch(longest // 2 + 2, weights)
+    found = np.zeros((len(offsets) - 1, len(weights.last)), np.float32)
+    for n in range(len(found)):
+        _, _, known, _ = _line(data, offsets[n], offsets[n + 1], weights, scratch)
         if known > 0 and _forward(scratch.rows[:known], known, weights, scratch):
             for c in range(len(weights.last)):
                 # fastText hands logarithms on, of a little more.

@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from puna.stages.curate.learned.classifier import BATCH, FOLD, predict
+from puna.stages.curate.learned.classifier import FOLD, predict
 from puna.stages.curate.learned.dictionary import read
 from puna.stages.curate.learned.fit import Scorer
 from puna.stages.curate.text.words import spaced
@@ -68,25 +68,25 @@ class Trained:
         """Rows of the documents that are scored, by their column `source`."""
         return [row for row, source in enumerate(documents["source"].to_pylist()) if source not in self.about.exempt_sources]
 
-    def probabilities(self, ids: list[str], texts: list[str]) -> NDArray[np.float64]:
+    def probabilities(self, ids: list[str], texts: pa.Array | pa.ChunkedArray) -> NDArray[np.float64]:
         """Probability of each class for each document, float64[n, classes]."""
         return self.of_lines(ids, self.lines(texts))
 
-    def lines(self, texts: list[str]) -> list[str]:
+    def lines(self, texts: pa.Array | pa.ChunkedArray) -> pa.Array:
         """Documents as the models read them."""
-        read = (text[: self.about.max_characters] for text in texts)
-        return [spaced(text) if self.about.split else " ".join(text.split()) for text in read]
+        most = self.about.max_characters
+        if self.about.split:
+            return spaced(texts, most)
+        return pa.array([" ".join(text[:most].split()) for text in texts.to_pylist()], pa.string())
 
-    def of_lines(self, ids: list[str], lines: list[str]) -> NDArray[np.float64]:
+    def of_lines(self, ids: list[str], lines: pa.Array) -> NDArray[np.float64]:
         """`probabilities` of documents that `lines` gave: several classifiers may read the same."""
         found = np.zeros((len(ids), len(self.classes)))
         of_fold = folds(ids, self.about.seed, self.about.folds)
         for fold in np.unique(of_fold).tolist():
             rows = np.flatnonzero(of_fold == fold)
-            for at in range(0, len(rows), BATCH):
-                chosen = rows[at : at + BATCH]
-                model = _model(str(self.folder / FOLD.format(fold)), self.about.split)
-                found[chosen] = predict(model, [lines[row] for row in chosen.tolist()], self.classes)
+            model = _model(str(self.folder / FOLD.format(fold)), self.about.split)
+            found[rows] = predict(model, lines.take(pa.array(rows)), self.classes)
         return found
 
 

@@ -40,6 +40,7 @@ SINGLE_RANGES = (
 )  # fmt: skip
 
 
+CAPITAL_SIGMA, DOTTED_I = 0x3A3, 0x130  # the lower case of the first depends on its neighbours, that of the second is two characters
 JOINERS, SEPARATORS = "\u00ad\u200c\u200d\u200e\u200f\u2060\ufeff", "\u200b\u0f0b\u0f0c"
 
 
@@ -121,7 +122,52 @@ def _letters_and_capitals(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) 
     return letters, capitals
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
+def cut(data: NDArray[np.uint8], first: int, last: int, characters: int) -> int:
+    """Where the first so many characters of the valid UTF-8 in data[first:last] end."""
+    at, missing = first, characters
+    while missing > 0 and at < last:
+        stop, missing = min(at + missing, last), 0
+        for byte in range(at, stop):
+            missing += data[byte] & 0xC0 == 0x80
+        at = stop
+    while at < last and data[at] & 0xC0 == 0x80:
+        at += 1
+    return at
+
+
+@njit(cache=True, borrows=True)
+def encode(codes: NDArray[np.uint32], data: NDArray[np.uint8], at: int) -> int:
+    """Write code points as UTF-8 from data[at] on; returns where they end."""
+    for k in range(len(codes)):
+        code = codes[k]
+        if code < 0x80:
+            data[at] = code
+            at += 1
+        elif code < 0x800:
+            data[at], data[at + 1] = 0xC0 | code >> 6, 0x80 | code & 0x3F
+            at += 2
+        elif code < 0x10000:
+            data[at], data[at + 1], data[at + 2] = 0xE0 | code >> 12, 0x80 | code >> 6 & 0x3F, 0x80 | code & 0x3F
+            at += 3
+        else:
+            data[at], data[at + 1] = 0xF0 | code >> 18, 0x80 | code >> 12 & 0x3F
+            data[at + 2], data[at + 3] = 0x80 | code >> 6 & 0x3F, 0x80 | code & 0x3F
+            at += 4
+    return at
+
+
+@njit(cache=True, borrows=True)
+def lowered(codes: NDArray[np.uint32], lower: NDArray[np.uint32]) -> bool:
+    """Put code points into lower case, each by itself; whether that is what `str.lower` makes of the text, too."""
+    alone = True
+    for at in range(len(codes)):
+        alone = alone and codes[at] != CAPITAL_SIGMA and codes[at] != DOTTED_I
+        codes[at] = lower[codes[at]]
+    return alone
+
+
+@njit(cache=True, borrows=True)
 def decode(data: NDArray[np.uint8], first: int, last: int, codes: NDArray[np.uint32]) -> int:
     """Write the code points of the valid UTF-8 in data[first:last] to `codes`; returns how many."""
     at, size = first, 0

@@ -1,15 +1,17 @@
-"""Which words of a list a text has, by one compiled pass over its characters."""
+"""How many words of a list texts have, by one compiled pass over their characters."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
-from puna.stages.curate.text.characters import tables
+from puna.stages.curate.text.characters import cut, decode, tables
 from puna.stages.curate.text.hash_table import mix, place, table_of
+from puna.stages.curate.text.strings import buffers
 from puna.stages.curate.text.unspaced import weights
 from puna.stages.curate.text.words import folded_hash, split_ranges
 
@@ -32,22 +34,33 @@ def listed(folded: NDArray[np.uint64]) -> Listed:
     return Listed(keys, numbers, len(folded))
 
 
-def words_held(codes: NDArray[np.uint32], words: Listed) -> NDArray[np.bool_]:
-    """Which of the words a text, given as code points, has in any case, bool[size]."""
-    flags, lower = tables()
-    found: NDArray[np.bool_] = _words_held(codes, flags, lower, weights(), words)
+def kinds_held(
+    texts: pa.Array | pa.ChunkedArray, characters: int, words: Listed, kinds: NDArray[np.int64], count: int
+) -> NDArray[np.int64]:
+    """How many different words of each kind the first so many characters of each text have in any case, int64[texts, count]; `kinds`: of
+    each word its kind."""
+    data, offsets = buffers(texts)
+    found: NDArray[np.int64] = _kinds_held(data, offsets, characters, *tables(), weights(), words, kinds, count)
     return found
 
 
 @njit(cache=True)
-def _words_held(
-    codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np.uint32], breaks: NDArray[np.int8], words: Listed
-) -> NDArray[np.bool_]:
-    start, stop = np.empty(len(codes), np.int32), np.empty(len(codes), np.int32)
-    found = np.zeros(words.size, np.bool_)
-    for word in range(split_ranges(codes, flags, breaks, start, stop)):
-        key = mix(folded_hash(codes, flags, lower, start[word], stop[word]))
-        where = place(words.keys, key)
-        if words.keys[where] == key:
-            found[words.numbers[where]] = True
+def _kinds_held(
+    data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: int, flags: NDArray[np.uint16], lower: NDArray[np.uint32],
+    breaks: NDArray[np.int8], words: Listed, kinds: NDArray[np.int64], count: int,
+) -> NDArray[np.int64]:  # fmt: skip
+    texts, longest = len(offsets) - 1, 0
+    for n in range(texts):
+        longest = max(longest, min(offsets[n + 1] - offsets[n], characters))
+    codes, start, stop = np.empty(longest, np.uint32), np.empty(longest, np.int32), np.empty(longest, np.int32)
+    found, seen = np.zeros((texts, count), np.int64), np.full(words.size, -1, np.int64)  # in which text a word was seen last
+    for n in range(texts):
+        many = decode(data, offsets[n], cut(data, offsets[n], offsets[n + 1], characters), codes)
+        for word in range(split_ranges(codes[:many], flags, breaks, start, stop)):
+            key = mix(folded_hash(codes, flags, lower, start[word], stop[word]))
+            where = place(words.keys, key)
+            number = words.numbers[where]
+            if words.keys[where] == key and seen[number] != n:
+                seen[number] = n
+                found[n, kinds[number]] += 1
     return found

@@ -12,11 +12,13 @@ from string import ascii_letters, digits, whitespace
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
-from puna.stages.curate.text.characters import code_points
-from puna.stages.curate.text.listed import Listed, listed, words_held
+from puna.stages.curate.text.characters import cut, decode
+from puna.stages.curate.text.listed import Listed, kinds_held, listed
+from puna.stages.curate.text.strings import buffers
 from puna.stages.curate.text.words import folded_hashes
 
 SEEDS = Path(__file__).parents[1] / "data" / "reasoning.txt"
@@ -54,16 +56,28 @@ def reasoning_words() -> Listed:
     return listed(np.unique(np.concatenate([folded_hashes(line.partition(":")[2].split()) for line in lines])))
 
 
-def measured(text: str) -> Technical:
-    """Code and reasoning in `text`."""
-    codes = code_points(text)
-    if not len(codes):
-        return Technical(0, 0, 0, 0)
-    lines, code = code_lines(codes)
-    return Technical(lines, code, formula_marks(codes), int(words_held(codes, reasoning_words()).sum()))
+def measured(texts: pa.Array | pa.ChunkedArray, characters: int) -> list[Technical]:
+    """Code and reasoning in the first so many characters of each text."""
+    words = reasoning_words()
+    held = kinds_held(texts, characters, words, np.zeros(words.size, np.int64), 1)
+    return [Technical(*found) for found in np.hstack([_counted(*buffers(texts), characters), held]).tolist()]
 
 
 @njit(cache=True)
+def _counted(data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: int) -> NDArray[np.int64]:
+    """The first three numbers of `Technical` of each text, int64[texts, 3]."""
+    texts, longest = len(offsets) - 1, 0
+    for n in range(texts):
+        longest = max(longest, min(offsets[n + 1] - offsets[n], characters))
+    codes, found = np.empty(longest, np.uint32), np.zeros((texts, 3), np.int64)
+    for n in range(texts):
+        many = decode(data, offsets[n], cut(data, offsets[n], offsets[n + 1], characters), codes)
+        found[n, 0], found[n, 1] = code_lines(codes[:many])
+        found[n, 2] = formula_marks(codes[:many])
+    return found
+
+
+@njit(cache=True, borrows=True)
 def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
     """Lines that are not blank, and those of them that read as code.
 
@@ -94,7 +108,7 @@ def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
     return lines, code
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def formula_marks(codes: NDArray[np.uint32]) -> int:
     """Commands of TeX (a backslash and a letter) and characters that only formulas have."""
     found = 0

@@ -17,6 +17,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
@@ -32,13 +34,18 @@ from puna.stages.curate.text.characters import (
     UPPER,
     WORD,
     code_points,
+    cut,
+    decode,
+    encode,
+    lowered,
     tables,
 )
 from puna.stages.curate.text.hash_table import ONE, mix
+from puna.stages.curate.text.strings import buffers, strings
 from puna.stages.curate.text.unspaced import ROOM, begins_word, weights
 
 BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying by it loses nothing
-DOT, HYPHEN, COMMA, APOSTROPHE, QUOTE, DOUBLE_QUOTE, ZERO = 0x2E, 0x2D, 0x2C, 0x27, 0x2019, 0x22, 0x30
+DOT, HYPHEN, COMMA, APOSTROPHE, QUOTE, DOUBLE_QUOTE, ZERO, BLANK = 0x2E, 0x2D, 0x2C, 0x27, 0x2019, 0x22, 0x30, 0x20
 TILDE, COLON, LESS, EQUALS, GREATER, SLASH, PLUS, STAR, CARET = 0x7E, 0x3A, 0x3C, 0x3D, 0x3E, 0x2F, 0x2B, 0x2A, 0x5E
 
 IS_SYMBOL = 1  # every character is punctuation or a symbol
@@ -251,28 +258,43 @@ def split_codes(codes: NDArray[np.uint32]) -> Words:
     return words
 
 
+def spaced(texts: pa.Array | pa.ChunkedArray, characters: int) -> pa.Array:
+    """The words of the first so many characters of each text in lower case, a space between them: `" ".join(split(text.lower()))`."""
+    data, offsets = buffers(texts)
+    out, bounds, alone = _spaced(data, offsets, characters, *tables(), weights())
+    lines = strings(out, bounds)
+    if alone.all():
+        return lines
+    others = pa.array(~alone)
+    lower = [text[:characters].lower() for text in texts.filter(others).to_pylist()]
+    return pc.replace_with_mask(lines, others, spaced(pa.array(lower, pa.string()), max(map(len, lower))))
+
+
 @njit(cache=True)
-def _spaced(codes: NDArray[np.uint32], flags: NDArray[np.uint16], breaks: NDArray[np.int8]) -> NDArray[np.uint32]:
-    """The words one after another, a space between them."""
-    start, stop = np.empty(len(codes), np.int32), np.empty(len(codes), np.int32)
-    count = split_ranges(codes, flags, breaks, start, stop)
-    out = np.empty(len(codes) + count, np.uint32)
-    size = 0
-    for word in range(count):
-        if word:
-            out[size] = 0x20
-            size += 1
-        for at in range(start[word], stop[word]):
-            out[size] = codes[at]
-            size += 1
-    return out[:size]
-
-
-def spaced(text: str) -> str:
-    """The words of `text` in lower case, a space between them: `" ".join(split(text.lower()))`."""
-    flags, _ = tables()
-    codes: bytes = _spaced(code_points(text.lower()), flags, weights()).tobytes()
-    return codes.decode("utf-32-le", "surrogatepass")
+def _spaced(
+    data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: int, flags: NDArray[np.uint16], lower: NDArray[np.uint32],
+    breaks: NDArray[np.int8],
+) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_]]:  # fmt: skip
+    """The bytes of the lines of words, where each begins and the last ends, and which are right: see `characters.lowered`."""
+    texts = len(offsets) - 1
+    longest = size = 0
+    for n in range(texts):
+        here = offsets[n + 1] - offsets[n]
+        # A lower case has at most half as many bytes more (U+023A, two for three).
+        longest, size = max(longest, min(here, characters)), size + min(4 * characters, here + here // 2) + min(here, characters)
+    codes, start, stop = np.empty(longest, np.uint32), np.empty(longest, np.int32), np.empty(longest, np.int32)
+    out, bounds, alone = np.empty(size, np.uint8), np.zeros(texts + 1, np.int64), np.empty(texts, np.bool_)
+    for n in range(texts):
+        many = decode(data, offsets[n], cut(data, offsets[n], offsets[n + 1], characters), codes)
+        alone[n] = lowered(codes[:many], lower)
+        at = bounds[n]
+        for word in range(split_ranges(codes[:many], flags, breaks, start, stop)):
+            if word:
+                out[at] = BLANK
+                at += 1
+            at = encode(codes[start[word] : stop[word]], out, at)
+        bounds[n + 1] = at
+    return out[: bounds[texts]], bounds, alone
 
 
 def split(text: str) -> list[str]:

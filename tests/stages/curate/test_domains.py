@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from puna.stages.contract import execute
@@ -30,8 +31,10 @@ def trained_and_applied(store, documents, **settings):
 
 
 def count(text):
-    assert looked_at(text).tolist() == seed_counts(text).tolist()
-    return {name: int(n) for name, n in zip(lexicon().types, seed_counts(text), strict=True) if n}
+    # Texts are counted apart, and no further than they are read.
+    twice, once, none = seed_counts(pa.array([f"{text} {text}", text, f"{' ' * len(text)}{text}"]), len(text)).tolist()
+    assert twice == once == looked_at(text).tolist() and not any(none)
+    return {name: n for name, n in zip(lexicon().types, once, strict=True) if n}
 
 
 def test_seed_words_of_several_languages():
@@ -106,7 +109,7 @@ def test_the_types_are_the_product_of_classifier_and_seed_words(tmp_path, make_d
     model = trained(classifier, "domains")
     found = {row["id"]: row for row in made.read().to_pylist()}
     for identity, _, text in rows:
-        (alone,) = model.probabilities([identity], [text])
+        (alone,) = model.probabilities([identity], pa.array([text]))
         counts = np.array([count(text[:1500]).get(name, 0) for name in model.classes])
         joint = alone * (1 + counts) ** 2
         assert found[identity]["domain"] == model.classes[int(joint.argmax())]

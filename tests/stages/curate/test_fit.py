@@ -10,6 +10,7 @@ from pathlib import Path
 
 import fasttext
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from puna.stages.curate.learned import fit as learned
@@ -71,7 +72,7 @@ def test_models_are_fasttexts_own(lines, tmp_path, monkeypatch, rate, epochs, ng
     write(ours, tmp_path / "ours.bin")
     theirs.save_model(str(tmp_path / "theirs.bin"))
     shown = [*texts, "", "nobody knows this", "alpha alpha alpha"]
-    found, wanted = (predict(model, shown, ["drei", "one", "two"]) for model in (Scorer(ours), theirs))
+    found, wanted = (predict(model, pa.array(shown), ["drei", "one", "two"]) for model in (Scorer(ours), theirs))
     if platform.machine() == "x86_64":  # elsewhere compilers make one rounding of a product and a sum
         assert (tmp_path / "ours.bin").read_bytes() == (tmp_path / "theirs.bin").read_bytes()
         assert found.tolist() == wanted.tolist()

@@ -96,7 +96,7 @@ def test_scores_tell_the_sources_apart(tmp_path, make_documents, themed):
     # A text that nobody trained on, in every fold.
     ids = [f"new {n}" for n in range(20)]
     found = trained(classifier, "quality")
-    assert {found.classes[at] for at in found.probabilities(ids, ["click here buy now ! ! !"] * 20).argmax(axis=1)} == {"other"}
+    assert {found.classes[at] for at in found.probabilities(ids, pa.array(["click here buy now ! ! !"] * 20)).argmax(axis=1)} == {"other"}
 
 
 def test_scores_are_out_of_fold(tmp_path, make_documents):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puna.stages.curate.text.characters import JOINER, SEPARATOR, TERMINAL, code_points, tables
-from puna.stages.curate.text.words import BASE, HAS_LETTER, IS_SYMBOL, split, split_codes
+from puna.stages.curate.text.words import BASE, HAS_LETTER, IS_SYMBOL, spaced, split, split_codes
 
 CASES = {
     "Hello,  world!\n": ["Hello", ",", "world", "!"],
@@ -62,6 +63,16 @@ def test_hashes_are_polynomials_of_the_words(text):
         assert power == pow(int(BASE), len(word), 2**64)
         assert bool(flags & HAS_LETTER) == any(c.isalpha() for c in word)
         assert not (flags & IS_SYMBOL and flags & HAS_LETTER)
+
+
+LOWER = st.text(st.one_of(st.sampled_from("aAΣσİI ÉȺ\u2126.'\n日"), st.characters(exclude_categories=["Cs"])), max_size=40)
+
+
+@settings(deadline=None)  # the first call compiles
+@given(st.lists(LOWER, max_size=5), st.integers(1, 30))
+def test_lines_of_words_in_lower_case(texts, characters):
+    expected = [" ".join(split(text[:characters].lower())) for text in texts]
+    assert spaced(pa.array(["cut off", *texts], pa.string())[1:], characters).to_pylist() == expected
 
 
 def test_folding_ignores_case_and_digits():
