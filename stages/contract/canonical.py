@@ -22,9 +22,10 @@ SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 
 
 def canonical(node: ast.AST) -> tuple[ast.AST, list[ast.AST]]:
-    """The statement without those, and the annotations of its classes' fields: what they name is reached, they do not count.
+    """The statement without those, and the annotations of its classes' fields: what they name is reached, they do not count, but for
+    what `Annotated` adds to a type (a rule of `select` stands there).
 
-    The tree itself is changed; doing it again changes nothing more.
+    The tree itself is changed.
     """
     worker = _Canonical()
     return worker.visit(node), worker.annotations
@@ -147,7 +148,9 @@ class _Canonical(ast.NodeTransformer):
         marks = {n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(node.annotation) if isinstance(n, ast.Name | ast.Attribute)}
         # These make no field of a dataclass.
         special = sorted(marks & {"ClassVar", "InitVar", "KW_ONLY"})
-        node.annotation = ast.Constant(" ".join(special))
+        added = [] if in_function else [made for item in _added(node.annotation) if not _is_bare_field(made := self.visit(item))]
+        word = ast.Constant(" ".join(special))
+        node.annotation = ast.Tuple([word, *added], ast.Load()) if added else word
         node.target = self.visit(node.target)
         node.value = node.value and self.visit(node.value)
         if in_function:
@@ -227,6 +230,19 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
     first = body[0] if body else None
     is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
     return (body[1:] or [ast.Pass()]) if is_text else body
+
+
+def _added(annotation: ast.expr) -> Iterator[ast.expr]:
+    """What `Annotated` adds to a type, anywhere in an annotation."""
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
+            name = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+            yield from node.slice.elts[1:] if name == "Annotated" else ()
+
+
+def _is_bare_field(node: ast.AST) -> bool:
+    """A `Field` that only bounds or describes."""
+    return isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Field" and not node.args and not node.keywords
 
 
 def _is_text(node: ast.expr) -> bool:

@@ -123,6 +123,37 @@ def test_comments_docstrings_and_unrelated_code_do_not_count(tree: Path, name: s
 
 
 @pytest.mark.parametrize(
+    ("old", "new", "counts"),
+    [
+        ("""Drop("words", "<")""", """Drop("words", ">")""", True),
+        ("Field(le=9)", "Field(le=10)", False),
+        ("float", "int", False),
+    ],
+)
+def test_what_is_added_to_a_fields_type_counts(tree: Path, old: str, new: str, counts: bool) -> None:
+    (tree / "stages/work.py").write_text(
+        textwrap.dedent(
+            """
+            from typing import Annotated
+
+            class Drop:
+                def __init__(self, signal, when):
+                    self.when = when
+
+            class Config:
+                most: Annotated[float, Drop("words", "<"), Field(le=9)] | None = None
+
+            def work(documents, config, run):
+                return documents
+            """
+        )
+    )
+    before = version()
+    edit(tree, "stages/work.py", old, new)
+    assert (version() != before) == counts
+
+
+@pytest.mark.parametrize(
     ("name", "old", "new", "symbol"),
     [
         ("stages/work.py", "LIMIT = 3", "LIMIT = 4", "puna.stages.work.LIMIT"),
