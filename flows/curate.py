@@ -22,7 +22,8 @@ from puna.stages.curate.line_dedup import line_dedup
 from puna.stages.curate.minhash_dedup import minhash_dedup
 from puna.stages.curate.pii import pii
 from puna.stages.curate.quality import quality
-from puna.stages.curate.select import select
+from puna.stages.curate.rules.groups import RuleGroup
+from puna.stages.curate.select import SelectConfig, select
 from puna.stages.curate.semantic_dedup import semantic_dedup
 from puna.stages.curate.substring_dedup import substring_dedup
 from puna.stages.curate.train_classifier import train_classifier
@@ -33,6 +34,11 @@ from puna.storage import Artifact, PunaError
 Sourced = Annotated[Output, Kind("documents", sources=True)]
 APPLIED = ("language", "code_reasoning", "domains", "quality")
 """Steps that apply a classifier."""
+BY_MODELS = SelectConfig.model_validate(
+    {name: None for name, field in SelectConfig.model_fields.items() if isinstance(field.default, RuleGroup)}
+    | {"code_reasoning": {}, "quality": {}}
+)
+"""The rules once all models have judged, which spare pages with code: the others were applied before."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,8 @@ def curate(
     languages = step(language, documents=found, classifier=given.get("language"))
     trained = given.get("code_reasoning") or _train(train_code_reasoning, "code_reasoning", found)
     technical = step(code_reasoning, documents=found, classifier=trained)
-    signals = [languages, technical, step(heuristics, documents=found, language=languages)]
-    found = step(select, documents=found, signals=signals)
+    measured = step(heuristics, documents=found, language=languages)
+    found = step(select, documents=found, signals=[languages, technical, measured])
     found = step(pii, documents=found)
     deduplicated = found = step(minhash_dedup, documents=found)
     found = step(semantic_dedup, off=True, documents=found)
@@ -72,9 +78,9 @@ def curate(
     found = step(substring_dedup, off=True, documents=found)
     trained = given.get("domains") or _train(train_domains, "domains", found)
     types = step(domains, documents=found, classifier=trained)
-    trained = given.get("quality") or _train(train_classifier, "quality", found)
-    scores = [types, technical, step(quality, documents=found, classifier=trained, language=languages)]
-    found = step(select, "select_model", documents=found, signals=scores)
+    trained = given.get("quality") or _train(train_classifier, "quality", found, off=True)
+    scores = [measured, types, technical, step(quality, documents=found, classifier=trained, language=languages)]
+    found = step(select, "select_model", default=BY_MODELS, documents=found, signals=scores)
     found = step(decontaminate, documents=found, prompts=held_out)
     publish("domains", types)
     return Curated(publish("documents", found), types, deduplicated)
@@ -111,6 +117,9 @@ def _by_purpose(classifiers: Sequence[Output]) -> dict[str, Output]:
     return given
 
 
-def _train(stage: Stage, purpose: str, documents: Output) -> Output:
-    """Train what the step `purpose` applies, where the recipe has that step; the next crawl takes NAME_classifier@latest."""
-    return publish(f"{purpose}_classifier", step(stage, f"train_{purpose}", serves=purpose, documents=documents))
+def _train(stage: Stage, purpose: str, documents: Output, off: bool = False) -> Output:
+    """Train what the step `purpose` applies, where the recipe has that step; the next crawl takes NAME_classifier@latest.
+
+    `off`: only where the recipe names the training; the step has a model of its own.
+    """
+    return publish(f"{purpose}_classifier", step(stage, f"train_{purpose}", off=off, serves=purpose, documents=documents))

@@ -1,4 +1,4 @@
-"""Quality: how much a document reads like good ones, by a classifier, after Llama 3 and DCLM."""
+"""Quality: how good a document is to learn from, by the model that comes with Puna or by a classifier, after Llama 3 and DCLM."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import Field
 
-from puna.stages.contract import Classifier, Documents, Signals, StageConfig, StageRun, declare_signal, stage
+from puna.stages.contract import Classifier, Documents, Facts, Signals, StageConfig, StageRun, declare_signal, stage
+from puna.stages.curate.learned import grades
 from puna.stages.curate.learned.trained import Trained, trained
 from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, Part, PunaError
@@ -24,25 +26,46 @@ GOOD, OTHER = "good", "other"
 class QualityConfig(StageConfig):
     """What is good."""
 
-    positive: str = Field(GOOD, min_length=1, description="Class of the classifier whose probability is the quality")
+    positive: str = Field(GOOD, min_length=1, description="Class of the classifier, where one is given, whose probability is the quality")
 
 
-@stage(kind="signals", signals=("quality", "quality_rank"))
-def quality(documents: Documents, classifier: Classifier, language: Signals | None, config: QualityConfig, run: StageRun) -> None:
-    """Score documents with a classifier of good documents, one of `train_classifier` or `import_classifier`.
+LANGUAGES = (
+    "without a classifier the documents' languages are needed: --input language=signals/ID of the stage language; "
+    "in a recipe keep the step language, or leave this one out, --set quality=null"
+)
 
-    Llama 3 (arXiv 2407.21783, section 3.1.3) and DCLM (2406.11794) score with such classifiers. A document that the
-    classifier learned from is scored by a model that did not see it. `quality` is the probability of a good document,
-    `quality_rank` the share of scored documents with a lower one, within the document's language where the signals of
-    `language` are given. Null for documents of the sources that the classifier leaves out. The score says how much a
-    document reads like the good ones, no more: where they differ from the others in subject or language, it learned that too.
+
+def needs(config: QualityConfig, facts: Facts) -> list[str]:
+    """The signals of `language`, where no classifier is given."""
+    return [] if facts.inputs.get("classifier") or facts.inputs.get("language") else [LANGUAGES]
+
+
+@stage(kind="signals", signals=("quality", "quality_rank"), needs=needs)
+def quality(documents: Documents, classifier: Classifier | None, language: Signals | None, config: QualityConfig, run: StageRun) -> None:
+    """Score documents with the model that comes with Puna, or with a classifier of `train_classifier` or `import_classifier`.
+
+    Puna's model (`puna.stages.curate.learned.grades`) knows the grades that a judge gave to English documents: `quality` is the
+    probability of a grade of 3 (sound text) or more, null for documents of other languages, about which it knows nothing.
+
+    Llama 3 (arXiv 2407.21783, section 3.1.3) and DCLM (2406.11794) score with classifiers that learned from sources: `quality` is
+    the probability of a good one. A document that the classifier learned from is scored by a model that did not see it; null for
+    documents of the sources that it leaves out. The score says how much a document reads like the good ones, no more: where they
+    differ from the others in subject or language, it learned that too.
+
+    `quality_rank` is the share of scored documents with a lower quality, within the document's language where the signals of
+    `language` are given.
     """
-    about = trained(classifier, "quality")
-    if config.positive not in about.classes:
-        raise PunaError(f"quality.positive={config.positive!r}: {classifier.id} has the classes {', '.join(about.classes[:20])}")
     if not documents.rows():
         raise PunaError(f"quality: {documents.id} has no documents to score; `dropped` of the stages before says why")
-    scored, _ = write_scores(run, documents, language, 0.5, _score, classifier, config.positive)
+    if classifier is None:
+        if language is None:
+            raise PunaError(f"quality: {LANGUAGES}")
+        scored, _ = write_scores(run, documents, language, 0.5, _graded, language)
+    else:
+        about = trained(classifier, "quality")
+        if config.positive not in about.classes:
+            raise PunaError(f"quality.positive={config.positive!r}: {classifier.id} has the classes {', '.join(about.classes[:20])}")
+        scored, _ = write_scores(run, documents, language, 0.5, _score, classifier, config.positive)
     run.metric("scored", scored)
 
 
@@ -91,7 +114,15 @@ def _score(part: Part, classifier: Artifact, positive: str) -> pa.Table:
     return scores_of(table["id"], rows, found[:, about.classes.index(positive)])
 
 
-def scores_of(ids: pa.ChunkedArray, rows: Sequence[int], values: NDArray[np.float64]) -> pa.Table:
+def _graded(part: Part, language: Artifact) -> pa.Table:
+    """The quality of a part's English documents by Puna's own model; null of the others."""
+    table = part.read()
+    rows = pc.indices_nonzero(pc.equal(signals_of(language, table["id"], ["language"])["language"], grades.LANGUAGE)).to_numpy()
+    found = grades.good_chances(table["text"].take(pa.array(rows, pa.int64())), grades.load())
+    return scores_of(table["id"], rows, found)
+
+
+def scores_of(ids: pa.ChunkedArray, rows: Sequence[int] | NDArray[np.uint64], values: NDArray[np.float64]) -> pa.Table:
     """What `write_scores` takes: ids and the values of some of their rows."""
     quality = np.full(len(ids), np.nan)
     quality[rows] = values

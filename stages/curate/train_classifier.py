@@ -47,7 +47,7 @@ def needs(config: TrainClassifierConfig, facts: Facts) -> list[str]:
         f"positive_sources={list(config.positive_sources)}: {what} (they are {', '.join(sorted(named))}). "
         "Name the good one, --input wikipedia=URI, or name its source with --set 'train_quality.positive_sources=[NAME]', "
         "or give a classifier that was trained before, --input classifier/ID, "
-        "or leave the classifier out with --set quality=null --set select_model.quality=null"
+        "or let the model that comes with Puna judge, --set train_quality=null"
     ]
 
 

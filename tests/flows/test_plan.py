@@ -61,7 +61,7 @@ def test_the_recipes_of_the_report_have_its_numbers(name: str, parameters: float
     assert flops < found["flops"] < flops * (1.1 if name == "llama3-405b" else 1.8)
 
 
-OTHERS = ("url_filter", "url_dedup", "language", "heuristics", "select", "pii", "minhash_dedup", "line_dedup")
+OTHERS = ("url_filter", "url_dedup", "language", "heuristics", "select", "pii", "minhash_dedup", "line_dedup", "quality", "select_model")
 
 
 def test_a_plan_tells_what_is_reused_what_runs_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

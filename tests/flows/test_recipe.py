@@ -184,7 +184,7 @@ def test_no_prompts_are_set_aside_for_an_average_that_is_left_out() -> None:
 
 def test_signals_that_are_left_out_are_not_read() -> None:
     recipe = load("demo", ["quality=null", "domains=null"], "curate")
-    assert inputs_of(recipe, "select_model", "curate")["signals"] == ("code_reasoning",)
+    assert inputs_of(recipe, "select_model", "curate")["signals"] == ("heuristics", "code_reasoning")
 
 
 def test_what_another_step_needs_is_missed_before_anything_runs() -> None:
@@ -213,7 +213,7 @@ def test_a_repeated_step_takes_what_the_first_one_gave() -> None:
 
 def test_repeated_signals_are_all_read_where_a_list_is_taken() -> None:
     recipe = load("demo", ["quality=[{}, {positive: other}]"], "curate")
-    assert inputs_of(recipe, "select_model", "curate")["signals"] == ("domains", "code_reasoning", "quality", "quality.2")
+    assert inputs_of(recipe, "select_model", "curate")["signals"] == ("heuristics", "domains", "code_reasoning", "quality", "quality.2")
     wrong = trace(flow_named("curate"), load("demo", ["language=[{}, {}]"], "curate")).complaints
     assert wrong and "language is repeated" in wrong[0]
 
@@ -226,8 +226,11 @@ def test_a_classifier_is_trained_where_the_step_that_applies_it_is_there() -> No
     found = labels(load("demo", ["quality=null", "train_quality={}"], "curate"), "curate")
     assert "train_quality" in found and "quality" not in found
     assert "train_code_reasoning" not in labels(load("demo", ["code_reasoning=null"], "curate"), "curate")
-    complaints = trace(flow_named("curate"), load("demo", ["train_quality=null"], "curate")).complaints
-    assert complaints[0].startswith("quality needs classifier (classifier), which comes from train_quality, and the recipe leaves that out")
+    untrained = load("demo", ["train_quality=null"], "curate")
+    assert not trace(flow_named("curate"), untrained).complaints  # the model that comes with Puna takes its place
+    assert inputs_of(untrained, "quality", "curate")["classifier"] == ()
+    complaints = trace(flow_named("curate"), load("demo", ["train_domains=null"], "curate")).complaints
+    assert complaints[0].startswith("domains needs classifier (classifier), which comes from train_domains, and the recipe leaves that out")
 
 
 class PurposeConfig(StageConfig):
@@ -280,7 +283,7 @@ def test_a_step_of_ones_own_into_another() -> None:
         trace(flow_named("curate"), recipe)
     recipe = load("demo", ["add={more: {stage: domains, into: select_model, inputs: {classifier: train_domains}}}"], "curate")
     assert inputs_of(recipe, "more", "curate") == {"documents": ("line_dedup",), "classifier": ("train_domains",)}
-    assert inputs_of(recipe, "select_model", "curate")["signals"] == ("domains", "code_reasoning", "quality", "more")
+    assert inputs_of(recipe, "select_model", "curate")["signals"] == ("heuristics", "domains", "code_reasoning", "quality", "more")
 
 
 @pytest.mark.parametrize(

@@ -358,10 +358,14 @@ class CodeReasoningRules(WebRules):
 
 
 class QualityRules(WebRules):
-    """The quality classifier's score. The sources that it learned from are good by definition, and are not judged by it."""
+    """The quality of documents that the stage `quality` scored; those that it knows nothing about stay. Of sources that a classifier
+    learned as good ones it has nothing to say.
+    """
 
-    min_quality: Annotated[Fraction | None, Drop("quality", "<")] = Field(None, description="Minimum probability of good quality")
-    min_rank: Annotated[Fraction | None, Drop("quality_rank", "<")] = Field(
+    min_quality: Annotated[Fraction | None, Drop("quality", "<", missing="keep")] = Field(
+        None, description="Minimum probability of good quality"
+    )
+    min_rank: Annotated[Fraction | None, Drop("quality_rank", "<", missing="keep")] = Field(
         0.1, description="Minimum rank of the quality: 0.1 drops the worst tenth of the documents scored"
     )
 

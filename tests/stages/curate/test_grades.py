@@ -1,0 +1,201 @@
+"""The quality model that comes with Puna: what it counts against a second reading, its training against dense algebra, who it judges."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import settings as tried
+from hypothesis import strategies as st
+
+from puna.flows.trace import flow_named, trace
+from puna.flows.trace import load as recipe
+from puna.stages.contract import execute
+from puna.stages.curate.language import LanguageConfig, language
+from puna.stages.curate.learned import grade_training as training
+from puna.stages.curate.learned import grades
+from puna.stages.curate.quality import QualityConfig, quality
+from puna.stages.curate.rules.decide import decide
+from puna.stages.curate.rules.groups import active_rules
+from puna.stages.curate.select import SelectConfig
+from puna.storage import PunaError, Store
+
+PROSE = (
+    "The river rises in the hills north of the town and flows for thirty miles before it reaches the sea. In spring, when the snow melts, "
+    "its level may rise by two metres within a day, which is why the old mills were built well above the banks.\n\n"
+    "Historians have long argued about who built the first of them. Records of the abbey mention a mill in 1180, but the stones that can be "
+    "seen today belong to a later building, which was finished after the fire that destroyed most of the valley's houses."
+)  # fmt: skip
+MENU = "Home\nProducts\nShop now\nSale!\nContact us\nLog in\nRegister\n© 2024\nTerms\nPrivacy\nFollow us\nFacebook\nTwitter\n0 items\n"
+MOVED = "We have moved!\n\nThis page has been removed. Click here."
+MASK = (1 << 64) - 1
+
+
+def bucket(token: int) -> int:
+    state = token * int(grades.BASE) & MASK
+    state = (state ^ state >> 32) * int(grades.MIXED) & MASK
+    return (state >> 40) % grades.BUCKETS
+
+
+def hashed(word: bytes) -> int:
+    value = 0
+    for byte in word:
+        value = (value * int(grades.BASE) + byte + 1) & MASK
+    return value
+
+
+TOKEN = re.compile(
+    rb"(?P<word>(?:(?!\xe2[\x80\x81][\x00-\xff])[A-Za-z\x80-\xff])(?:(?!\xe2[\x80\x81][\x00-\xff])[A-Za-z\x80-\xff]|(?:'|\xe2\x80\x99)(?=[a-z]))*)"
+    rb"|(?P<number>[0-9]+)|(?P<wide>\xe2[\x80\x81][\x00-\xff])|(?P<line>\n)|(?P<mark>[!-~])",
+    re.DOTALL,
+)
+
+
+def counted(data: bytes) -> tuple[Counter[int], int]:
+    """Tokens by bucket and number of words, by regular expressions."""
+    found: Counter[int] = Counter()
+    words = in_line = 0
+    last = ""
+
+    def end() -> None:
+        nonlocal in_line, last
+        if last:
+            length = sum(in_line > bound for bound in (1, 3, 9, 19, 49))
+            kind = 3 * length + {".": 1, "!": 1, "?": 1, '"': 1, ":": 2}.get(last, 0)
+            found[bucket(0x110300 + kind)] += 1
+            found[bucket(0x110200 + kind)] += 1 + in_line
+        in_line, last = 0, ""
+
+    for match in TOKEN.finditer(data):
+        text = match[0]
+        if match["line"]:
+            end()
+            continue
+        if match["word"]:
+            plain = text.replace(b"\xe2\x80\x99", b"'")
+            if capitals := len(re.findall(rb"[A-Z]", text)):
+                found[bucket(0x110001 if 1 < capitals == len(text) else 0x110000)] += 1
+            found[bucket(hashed(plain.lower()))] += 1
+        elif match["number"]:
+            found[bucket(0x110100 + min(len(text), 5))] += 1
+        else:
+            found[bucket(ord(text.decode()))] += 1
+        if match["word"] or match["number"]:
+            words, in_line, last = words + 1, in_line + 1, "a"
+        elif text not in (b"'", b")"):
+            last = {"\u201d": '"', "\u2026": "."}.get(text.decode(), text.decode())
+    end()
+    return found, words
+
+
+texts = st.text(st.sampled_from("abcXYZ019 .,!?:()'\"\n\t-|$\u2019\u201c\u201d\u2026\u2013é漢\x07"), max_size=120)
+
+
+@tried(deadline=None, max_examples=300)
+@given(texts)
+def test_tokens_are_those_of_a_second_reading(text: str) -> None:
+    data = text.encode()
+    counts, met = np.zeros(grades.BUCKETS, np.int32), np.empty(grades.BUCKETS, np.int32)
+    words, number = grades.tokens(np.frombuffer(data, np.uint8), 0, len(data), counts, met)
+    expected, expected_words = counted(data)
+    assert words == expected_words
+    assert {int(b): int(counts[b]) for b in met[:number]} == dict(expected)
+
+
+@tried(deadline=None, max_examples=50)
+@given(st.lists(texts, min_size=1, max_size=6), st.randoms())
+def test_a_grade_is_the_documents_own_whatever_it_stands_among(documents: list[str], chance: Any) -> None:
+    model = grades.load()
+    cuts = sorted(chance.sample(range(len(documents) + 1), k=min(2, len(documents))))
+    parts = [documents[a:b] for a, b in zip([0, *cuts], [*cuts, len(documents)], strict=True)]
+    together = grades.grades_of(pa.chunked_array([pa.array(part, pa.string()) for part in parts], pa.string()), model)
+    alone = [grades.grades_of(pa.chunked_array([pa.array([text], pa.string())]), model)[0] for text in documents]
+    assert together.tolist() == alone
+    seen = training.rows_of(documents)
+    assert together == pytest.approx(seen @ model.weights + model.bias, abs=1e-4)
+
+
+def test_sound_text_is_told_from_what_is_none() -> None:
+    chances = grades.good_chances(pa.chunked_array([[PROSE, MENU, MOVED, ""]]), grades.load())
+    assert chances[0] > 0.7
+    assert max(chances[1:]) < 0.2
+
+
+def test_documents_of_other_languages_are_not_judged_and_stay(tmp_path: Path, make_documents: Any) -> None:
+    store = Store.open(tmp_path)
+    german = "Der Fluss entspringt in den Hügeln nördlich der Stadt und fließt dreißig Meilen weit, bevor er das Meer erreicht."
+    rows = [("a", "web", PROSE), ("b", "web", german), ("c", "web", MENU)]
+    documents = make_documents(store, rows)
+    languages = execute(language, LanguageConfig(), {"documents": documents}, store)
+    made = execute(quality, QualityConfig(), {"documents": documents, "language": languages}, store).read().to_pylist()
+    found = {row["id"]: (row["quality"], row["quality_rank"]) for row in made}
+    expected = grades.good_chances(pa.chunked_array([[PROSE]]), grades.load())[0]
+    assert found["a"] == (pytest.approx(expected), 0.5 if found["c"][0] is not None else 0.0)
+    assert found["b"] == (None, None)
+    settings = SelectConfig.model_validate({"quality": {"min_quality": 0.99}})
+    rules = [replace(rule, kinds=()) for rule in active_rules(settings) if rule.name.startswith("quality.")]
+    table = pa.table({"id": ["a", "b"], "source": ["web", "web"], "quality": [0.5, None], "quality_rank": [0.5, None]})
+    assert decide(table, rules)["id"].to_pylist() == ["a"]
+    with pytest.raises(PunaError, match="without a classifier the documents' languages are needed"):
+        execute(quality, QualityConfig(), {"documents": documents}, store)
+
+
+def test_recipes_judge_by_the_model_that_comes_with_puna_unless_they_train_one() -> None:
+    def trains(name: str) -> bool:
+        return any(step.label == "train_quality" for step in trace(flow_named("curate"), recipe(name, [], "curate")).steps)
+
+    assert {name: trains(name) for name in ("clean", "demo", "llama3-8b")} == {"clean": False, "demo": True, "llama3-8b": True}
+
+
+# --- training ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ridge_is_that_of_the_normal_equations_with_a_free_bias(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows, marks = rng.random((30, 7)).astype(np.float32) * 20, rng.random(30) * 5
+    weights, bias = training.ridge(rows, marks)
+    wide = np.column_stack([rows, np.ones(30)]).astype(np.float64)
+    penalty = training.SHRINKAGE * np.diag([1.0] * 7 + [0.0])
+    expected = np.linalg.solve(wide.T @ wide + penalty, wide.T @ marks)
+    assert np.append(weights, bias) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_calibration_is_the_likeliest_curve(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    marks = rng.normal(3, 1, 200).round(1)
+    good = rng.random(200) < 1 / (1 + np.exp(-2 * (marks - 2.5)))
+    slope, middle = training.calibrated(marks, good)
+
+    def surprise(s: float, m: float) -> float:
+        chance = 1 / (1 + np.exp(-s * (marks - m)))
+        return -float(np.log(np.where(good, chance, 1 - chance)).sum())
+
+    least = surprise(slope, middle)
+    assert all(surprise(slope + a, middle + b) > least for a, b in ((0.05, 0), (-0.05, 0), (0, 0.05), (0, -0.05)))
+
+
+def test_unseen_grades_are_of_models_without_the_site(tmp_path: Path) -> None:
+    lines = [{"text": f"{'good words here' if n % 2 else 'bad stuff there'} {n}", "grade": 4 if n % 2 else 1, "site": f"s{n % 20}"} for n in range(60)]
+    file = tmp_path / "texts.jsonl"
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    read = training.read([file])
+    rows, fold = training.rows_of([text.text for text in read]), np.array([text.fold for text in read])
+    found = training.unseen_grades(rows, read)
+    marks = np.array([text.grade for text in read])
+    for one in range(training.FOLDS):
+        weights, bias = training.ridge(rows[fold != one], marks[fold != one])
+        assert found[fold == one] == pytest.approx(rows[fold == one] @ weights + bias)
+    assert len({text.fold for text in read if text.site == "s3"}) == 1
+    file.write_text('{"text": "a", "grade": "x", "site": "s"}\n')
+    with pytest.raises(PunaError, match=r"texts\.jsonl: line 1: ValueError.*text, grade and site are needed"):
+        training.read([file])
