@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 from puna.stages.contract import Classifier, Documents, StageConfig, StageRun, declare_signal, stage
 from puna.stages.curate.identification.prose import WINDOWS, Prose, prose
 from puna.stages.curate.identification.scripts import script
-from puna.stages.curate.identification.vote import NO_LANGUAGE, NO_SCRIPT, Found, group_numbers, vote, voters
+from puna.stages.curate.identification.vote import NO_LANGUAGE, NO_SCRIPT, TOGETHER, Found, group_numbers, vote, voters, votes
 from puna.stages.curate.learned.trained import trained
 from puna.stages.curate.rules.languages import LanguageRow, Names, as_table, read_rows, row_of, shipped_names, with_rows
 from puna.stages.curate.signals.own import Failures
@@ -86,22 +86,37 @@ def _identify(
     """Signals of a part; and its languages and scripts, with the number of documents, and what failed."""
     if classifier is not None:
         trained(classifier, "language")
-    found, failed = [], []
     names = Names.of(config.rows) if config.rows else shipped_names()
     group = group_numbers(voters().languages, names.groups) if config.rows and classifier is None else None
     ids, texts = documents["id"].to_pylist(), documents["text"]
     wanted = ~np.asarray(pc.is_in(documents["source"], pa.array(config.code_sources, pa.string())))
     read = prose(*buffers(texts), wanted, config.max_characters)
-    for row, identity in enumerate(ids):
+
+    def said(rows: Sequence[int]) -> list[Found]:
+        seen = {row: shown(texts[row].as_py, read, row, config.max_characters) for row in rows if wanted[row]}
+        given = {row: text for row, text in seen.items() if text is not None}
+        if classifier is None:
+            made = votes(list(given.values()), group)
+        else:
+            made = [_classified(classifier, ids[row], text, names) for row, text in given.items()]
+        by_row = dict(zip(given, made, strict=True))
+        return [by_row.get(row, NONE) for row in rows]
+
+    found: list[Found] = []
+    failed: list[tuple[str, str, str]] = []
+    todo = [range(at, min(at + TOGETHER, len(ids))) for at in range(0, len(ids), TOGETHER)][::-1]
+    while todo:
+        rows = todo.pop()
         try:
-            seen = shown(texts[row].as_py, read, row, config.max_characters) if wanted[row] else None
-            said = NONE if seen is None else vote(seen, group) if classifier is None else _classified(classifier, identity, seen, names)
-            found.append(said)
+            found += said(rows)
         except (PunaError, ImportError):  # of the machine or the classifier, not of the document
             raise
         except Exception as error:  # noqa: BLE001 - one document may fail in any way, and the others go on
+            if len(rows) > 1:
+                todo += [range(row, row + 1) for row in reversed(rows)]
+                continue
             found.append(UNDETERMINED)
-            failed.append(("language", identity, f"{type(error).__name__}: {error}"))
+            failed.append(("language", ids[rows[0]], f"{type(error).__name__}: {error}"))
     counts = Counter((one[0], one[2]) for one in found)
     return _signals(documents["id"], found), ([(*name, number) for name, number in counts.items()], failed)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,10 +59,23 @@ def grams() -> Grams:
 @njit(cache=True)
 def bins(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np.uint32], limit: int) -> NDArray[np.int64]:
     """Bins of the n-grams of the first `limit` letters, in lower case; a word has a blank before and after it."""
-    letters = np.empty(2 * min(limit, len(codes)) + 2, np.uint32)
+    letters, out = room(min(limit, len(codes)))
+    count = _bins(codes, 0, len(codes), flags, lower, limit, letters, out)
+    return out[:count]  # type: ignore[no-any-return]
+
+
+@njit(cache=True)
+def room(limit: int) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """Room for the letters and bins of texts of which `limit` letters are looked at."""
+    return np.empty(2 * limit + 2, np.uint32), np.empty((2 * limit + 2) * LONGEST, np.int64)
+
+
+@njit(cache=True, borrows=True)
+def _bins(codes: Any, first: int, last: int, flags: Any, lower: Any, limit: int, letters: Any, out: Any) -> Any:
+    """Write the bins of codes[first:last] to `out`; returns how many."""
     letters[0] = BLANK
-    size, inked, at = 1, 0, 0
-    while at < len(codes) and inked < limit:
+    size, inked, at = 1, 0, first
+    while at < last and inked < limit:
         code = codes[at]
         if is_letter(flags[code]):
             letters[size] = lower[code]
@@ -75,25 +88,33 @@ def bins(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np
     if letters[size - 1] != BLANK:
         letters[size] = BLANK
         size += 1
-    out = np.empty(size * LONGEST, np.int64)
     count = 0
-    for first in range(size):
+    for begin in range(size):
         value = np.uint64(0)
-        for last in range(first, min(first + LONGEST, size)):
-            value = (value + np.uint64(letters[last]) + np.uint64(1)) * MULTIPLIER
+        for end in range(begin, min(begin + LONGEST, size)):
+            value = (value + np.uint64(letters[end]) + np.uint64(1)) * MULTIPLIER
             value ^= value >> np.uint64(29)
-            if last > first or letters[first] != BLANK:
+            if end > begin or letters[begin] != BLANK:
                 out[count] = np.int64((value * FINISH) >> np.uint64(64 - BITS))
                 count += 1
-            if last > first and letters[last] == BLANK:
+            if end > begin and letters[end] == BLANK:
                 break
-    return out[:count]
+    return count
 
 
 @njit(cache=True)
-def total_costs(found: NDArray[np.int64], costs: NDArray[np.uint8], first: int, last: int) -> NDArray[np.int64]:
-    """Sum of the n-grams' costs for the labels first..last."""
-    total, block = np.zeros(last - first, np.int64), np.zeros(last - first, np.uint16)
+def _total_costs(codes: Any, bounds: Any, texts: Any, ranges: Any, flags: Any, lower: Any, costs: Any) -> Any:
+    """Sum of the n-grams' costs for all labels of each text's range of labels, int64[texts, labels]; and how many n-grams."""
+    total, counts = np.zeros((len(texts), costs.shape[1]), np.int64), np.empty(len(texts), np.int64)
+    (letters, found), block = room(LIMIT), np.empty(costs.shape[1], np.uint16)
+    for n in range(len(texts)):
+        counts[n] = _bins(codes, bounds[texts[n]], bounds[texts[n] + 1], flags, lower, LIMIT, letters, found)
+        _add_costs(found[: counts[n]], costs, ranges[n, 0], ranges[n, 1], block[: ranges[n, 1] - ranges[n, 0]], total[n])
+    return total, counts
+
+
+@njit(cache=True)
+def _add_costs(found: Any, costs: Any, first: int, last: int, block: Any, total: Any) -> None:
     for begin in range(0, len(found), BLOCK):
         # 256 costs fit into 16 bits, of which a register holds four times as many as of 64; four rows are added in one pass over the sums.
         block[:] = 0
@@ -109,18 +130,20 @@ def total_costs(found: NDArray[np.int64], costs: NDArray[np.uint8], first: int, 
             for column in range(last - first):
                 block[column] += row[column]
         for column in range(last - first):
-            total[column] += block[column]
-    return total
+            total[first + column] += block[column]
 
 
-def advantages(codes: NDArray[np.uint32], script: int) -> tuple[int, NDArray[np.float64]]:
-    """The first label of a script and, of it and those after it, the log-probability of the text over the root of the number of
-    its n-grams, the best one's being 0: independence overstates evidence, the more the longer the text."""
+def advantages(
+    codes: NDArray[np.uint32], bounds: NDArray[np.int64], texts: NDArray[np.int64], scripts: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Of each of some `texts` codes[bounds[n]:bounds[n + 1]] and each label of its script the log-probability of the text over the root
+    of the number of its n-grams, the best one's being 0: independence overstates evidence, the more the longer the text. -inf for
+    labels of other scripts; float64[texts, labels]."""
     model = grams()
-    first, last = model.ranges[script].tolist()
-    if first == last:
-        return 0, np.zeros(0)
-    flags, lower = tables()
-    found = bins(codes, flags, lower, LIMIT)
-    total = total_costs(found, model.costs, first, last)
-    return first, (total.min() - total) / (STEPS * np.sqrt(max(len(found), 1)))
+    ranges = model.ranges[scripts]
+    total, counts = _total_costs(codes, bounds, texts, ranges, *tables(), model.costs)
+    label = np.arange(total.shape[1])
+    other = (label < ranges[:, :1]) | (label >= ranges[:, 1:])
+    least = np.where(other, np.iinfo(np.int64).max, total).min(axis=1, keepdims=True)
+    found = (least - total) / (STEPS * np.sqrt(np.maximum(counts, 1)))[:, None]
+    return np.where(other, -np.inf, found)

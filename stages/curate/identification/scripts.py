@@ -54,14 +54,15 @@ def is_letter(flags: int) -> bool:
     return bool(flags & WORD and (flags & ALPHABETIC or not flags & ALPHANUMERIC))
 
 
-@njit(cache=True)
-def script_counts(codes: NDArray[np.uint32], flags: NDArray[np.uint16], numbers: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Letters and marks of each script, int64[64]."""
-    counts = np.zeros(64, np.int64)
-    for code in codes:
-        if is_letter(flags[code]):
-            counts[numbers[code]] += 1
-    return counts
+@njit(cache=True, borrows=True)
+def _count_scripts(
+    codes: NDArray[np.uint32], bounds: NDArray[np.int64], flags: NDArray[np.uint16], numbers: NDArray[np.uint8], counts: NDArray[np.int64]
+) -> None:
+    """Letters and marks of each script in each text, to `counts` int64[texts, 64]."""
+    for d in range(len(counts)):
+        for at in range(bounds[d], bounds[d + 1]):
+            if is_letter(flags[codes[at]]):
+                counts[d, numbers[codes[at]]] += 1
 
 
 @njit(cache=True)
@@ -100,24 +101,20 @@ def zawgyi_signs(codes: NDArray[np.uint32]) -> tuple[int, int]:
 
 def script_of(codes: NDArray[np.uint32]) -> str:
     """The script of a text given as code points; the empty word where it has no letters of a known script."""
-    return CODES[script_number(codes)] if len(codes) else ""
+    return CODES[script_shares(codes, np.array([0, len(codes)]))[0][0]]
 
 
-def script_number(codes: NDArray[np.uint32]) -> int:
-    """Number in `CODES` of the script of most letters. Han with some kana is Japanese."""
-    return script_share(codes)[0]
-
-
-def script_share(codes: NDArray[np.uint32]) -> tuple[int, float]:
-    """`script_number`, and the share of the letters and marks that are of this script."""
-    counts = script_counts(codes, tables().flags, script_numbers())
-    total = int(counts.sum())
-    counts[0] = 0
-    together = counts[HANI] + counts[JPAN]
-    if together and counts[JPAN] >= MIN_KANA * together:
-        counts[JPAN], counts[HANI] = together, 0
-    number = int(counts.argmax())
-    return number, float(counts[number]) / max(total, 1)
+def script_shares(codes: NDArray[np.uint32], bounds: NDArray[np.int64]) -> tuple[list[int], list[float]]:
+    """Of each text codes[bounds[n]:bounds[n + 1]] the number in `CODES` of the script of most letters, and the share of its letters and
+    marks that are of this script. Han with some kana is Japanese."""
+    counts = np.zeros((len(bounds) - 1, 64), np.int64)
+    _count_scripts(codes, bounds, tables().flags, script_numbers(), counts)
+    total = counts.sum(axis=1)
+    counts[:, 0] = 0
+    together = counts[:, HANI] + counts[:, JPAN]
+    japanese = (together > 0) & (counts[:, JPAN] >= MIN_KANA * together)
+    counts[japanese, JPAN], counts[japanese, HANI] = together[japanese], 0
+    return counts.argmax(axis=1).tolist(), (counts.max(axis=1) / np.maximum(total, 1)).tolist()
 
 
 def is_zawgyi(codes: NDArray[np.uint32]) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.stages.curate.identification.grams import advantages, grams
-from puna.stages.curate.identification.scripts import ARAB, CODES, HANI, MYMR, ZAWGYI, is_zawgyi, script_share
+from puna.stages.curate.identification.scripts import ARAB, CODES, HANI, MYMR, ZAWGYI, is_zawgyi, script_shares
 from puna.stages.curate.rules.languages import shipped, shipped_names
 from puna.stages.curate.text.characters import code_points
 from puna.storage import PunaError
@@ -61,12 +61,18 @@ class Weights(NamedTuple):
     least: float
     unknown: float
 
+    def of(self, share: float) -> float:
+        """What a share of the text says for a language."""
+        return self.weight * math.log(max(share, self.least))
+
 
 CLD2, LID = Weights(2.0, 0.01, 0.05), Weights(1.5, 0.005, 0.1)
 GRAMS_WEIGHT, GRAMS_LEAST, GRAMS_UNKNOWN = 0.7, -13.5, -7.0
 ALONE = 3.0
 """What a language costs that neither CLD2 nor lid.176 knows: little of the web is in it."""
 ASKED = 20
+TOGETHER = 256
+"""Texts that are looked at together: what is said of them stays in the processor's second cache."""
 
 
 class Found(NamedTuple):
@@ -79,12 +85,14 @@ class Found(NamedTuple):
 
 class Voters(NamedTuple):
     """`languages`: all codes; `places` of them; `columns` int64: where each label of the n-grams' classifier stands among them;
+    `by_language`: the labels by language, int64, and where each language's begin;
     `cld2`, `lid` float64[n]: what each says of a language by not naming it; `rare` float64[n]: what it costs that neither knows it;
     `group` int64[n]: confusable ones are equal; `alone`: number of a script → the only language that is written in it."""
 
     languages: tuple[str, ...]
     places: dict[str, int]
     columns: NDArray[np.int64]
+    by_language: tuple[NDArray[np.int64], NDArray[np.int64]]
     cld2: NDArray[np.float64]
     lid: NDArray[np.float64]
     rare: NDArray[np.float64]
@@ -106,7 +114,9 @@ def voters() -> Voters:
     by_cld2, by_lid = (of.weight * np.log(np.where(own, of.least, of.unknown)) for own, of in ((cld2, CLD2), (lid176, LID)))
     columns = np.array([places[label] for label in labels], np.int64)
     group = group_numbers(languages, shipped_names().groups)
-    return Voters(languages, places, columns, by_cld2, by_lid, ALONE * ~(cld2 | lid176), group, _alone(of_cld2 | of_lid))
+    order = np.argsort(columns, kind="stable")
+    by_language = order, np.flatnonzero(np.diff(columns[order], prepend=-1))
+    return Voters(languages, places, columns, by_language, by_cld2, by_lid, ALONE * ~(cld2 | lid176), group, _alone(of_cld2 | of_lid))
 
 
 def group_numbers(languages: Sequence[str], groups: Mapping[str, str]) -> NDArray[np.int64]:
@@ -137,41 +147,77 @@ def vote(text: str, group: NDArray[np.int64] | None = None) -> Found:
 
     `group`: numbers of the voters' languages, where those that are confused are not the shipped table's.
     """
-    text = _sample(text)
-    codes = code_points(text)
-    number, share = script_share(codes)
-    if not number:
-        return Found(NO_LANGUAGE, 1.0, NO_SCRIPT)
+    return votes([text], group)[0]
+
+
+def votes(texts: Sequence[str], group: NDArray[np.int64] | None = None) -> list[Found]:
+    """`vote` of each text, in less time."""
+    found: list[Found] = []
+    for first in range(0, len(texts), TOGETHER):
+        found += _votes([_sample(text) for text in texts[first : first + TOGETHER]], voters().group if group is None else group)
+    return found
+
+
+def _votes(texts: list[str], group: NDArray[np.int64]) -> list[Found]:
     known = voters()
-    if share >= SCRIPT_FROM and number in known.alone:
-        return Found(known.alone[number], 1.0, CODES[number])
-    script = ZAWGYI if number == MYMR and is_zawgyi(codes) else CODES[number]
-    reliable, said = _cld2(text)
-    said = [(SORANI if code == "ku" and number == ARAB else _code(code), share) for code, share in said]
-    if reliable and len(codes) >= ENOUGH and said[0][1] >= ALONE_FROM and said[0][0] not in ABSORBING and said[0][0] in known.places:
-        return Found(*said[0], script)
+    codes, bounds = code_points("".join(texts)), np.cumsum([0, *map(len, texts)])
+    found = [Found(NO_LANGUAGE, 1.0, NO_SCRIPT)] * len(texts)
+    numbers, shares = script_shares(codes, bounds)
+    scripts = [CODES[number] for number in numbers]
+    by_cld2: dict[int, dict[int, float]] = {}
+    for row, (text, number, share) in enumerate(zip(texts, numbers, shares, strict=True)):
+        if number and share >= SCRIPT_FROM and number in known.alone:
+            found[row] = Found(known.alone[number], 1.0, scripts[row])
+        elif number:
+            if number == MYMR and is_zawgyi(codes[bounds[row] : bounds[row + 1]]):
+                scripts[row] = ZAWGYI
+            reliable, said = _cld2(text)
+            said = [(SORANI if code == "ku" and number == ARAB else _code(code), share) for code, share in said]
+            if reliable and len(text) >= ENOUGH and said[0][1] >= ALONE_FROM and said[0][0] not in ABSORBING and said[0][0] in known.places:
+                found[row] = Found(*said[0], scripts[row])
+            else:
+                by_cld2[row] = _shares(said, known)
+    if not by_cld2:
+        return found
+    total = _totals(texts, codes, bounds, np.array(numbers), by_cld2)
+    chance = np.exp(total - total.max(axis=1, keepdims=True))
+    every = chance.sum(axis=1)
+    members: dict[int, NDArray[np.int64]] = {}
+    for n, (row, chosen) in enumerate(zip(by_cld2, total.argmax(axis=1).tolist(), strict=True)):
+        if numbers[row] == HANI and known.languages[chosen] in SINITIC:
+            cantonese = sum(map(texts[row].count, CANTONESE)) > sum(map(texts[row].count, MANDARIN))
+            chosen = known.places[SINITIC[cantonese]]
+        if chosen not in members:
+            members[chosen] = np.flatnonzero(group == group[chosen])
+        together = float(chance[n, members[chosen]].sum() / every[n])
+        found[row] = Found(known.languages[chosen], min(together, 1.0), scripts[row])
+    return found
+
+
+def _totals(
+    texts: list[str], codes: NDArray[np.uint32], bounds: NDArray[np.int64], numbers: NDArray[np.int64], by_cld2: dict[int, dict[int, float]]
+) -> NDArray[np.float64]:
+    """What all say together of each language for the texts of which `by_cld2` has what CLD2 says, float64[texts, languages]."""
+    known, rows = voters(), np.array(list(by_cld2))
     # Of Han characters there are so many that n-grams of a short text tell its subject, not its language.
-    first, found = advantages(codes, 0 if number == HANI else number)
-    total = np.full(len(known.languages), GRAMS_UNKNOWN)
-    best = -1
-    if len(found):
-        at = known.columns[first : first + len(found)]
-        # A language in several spellings has several labels.
-        total[at] = GRAMS_LEAST
-        np.maximum.at(total, at, GRAMS_WEIGHT * found)
-        best = int(at[found.argmax()])
-    by_cld2 = _shares(said, known)
-    total += _words_of(by_cld2, known.cld2, CLD2) - known.rare
-    if not (best >= 0 and by_cld2.get(best, 0.0) >= SURE):
-        total += _words_of(_shares(_lid(text), known), known.lid, LID)
-    chance = np.exp(total - total.max())
-    chosen = int(total.argmax())
-    if number == HANI and known.languages[chosen] in SINITIC:
-        cantonese = sum(map(text.count, CANTONESE)) > sum(map(text.count, MANDARIN))
-        chosen = known.places[SINITIC[cantonese]]
-    group = known.group if group is None else group
-    together = float(chance[group == group[chosen]].sum() / chance.sum())
-    return Found(known.languages[chosen], min(together, 1.0), script)
+    found = advantages(codes, bounds, rows, np.where(numbers[rows] == HANI, 0, numbers[rows]))
+    total = np.full((len(rows), len(known.languages)), GRAMS_UNKNOWN)
+    order, starts = known.by_language
+    own = np.maximum.reduceat(found[:, order], starts, axis=1)  # a language in several spellings has several labels
+    total[:, known.columns[order[starts]]] = np.where(np.isneginf(own), GRAMS_UNKNOWN, np.maximum(GRAMS_LEAST, GRAMS_WEIGHT * own))
+    words = np.tile(known.cld2 - known.rare, (len(rows), 1))
+    for n, shares in enumerate(by_cld2.values()):
+        for at, share in shares.items():
+            words[n, at] = CLD2.of(share) - known.rare[at]
+    total += words
+    best = np.where(np.isneginf(found).all(axis=1), -1, known.columns[found.argmax(axis=1)]).tolist()
+    for n, (row, shares) in enumerate(by_cld2.items()):
+        if best[n] < 0 or shares.get(best[n], 0.0) < SURE:
+            said = known.lid.copy()
+            for at, share in _shares(_lid(texts[row]), known).items():
+                said[at] = LID.of(share)
+            total[n] += said
+    return total
 
 
 def _sample(text: str) -> str:
@@ -180,14 +226,6 @@ def _sample(text: str) -> str:
         return text
     size = SHOWN // PIECES
     return " ".join(text[piece * (len(text) - size) // (PIECES - 1) :][:size] for piece in range(PIECES))
-
-
-def _words_of(shares: dict[int, float], silent: NDArray[np.float64], weights: Weights) -> NDArray[np.float64]:
-    """What an identifier says of every language; `silent`: where it says nothing of it."""
-    found = silent.copy()
-    for at, share in shares.items():
-        found[at] = weights.weight * math.log(max(share, weights.least))
-    return found
 
 
 def _shares(said: list[tuple[str, float]], known: Voters) -> dict[int, float]:

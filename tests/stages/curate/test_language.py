@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from puna.stages.contract import External, execute
 from puna.stages.curate import language as module
 from puna.stages.curate.identification.prose import prose
-from puna.stages.curate.identification.vote import group_numbers, vote, voters
+from puna.stages.curate.identification.vote import group_numbers, vote, voters, votes
 from puna.stages.curate.language import LanguageConfig, identify, language
 from puna.stages.curate.learned.dictionary import write
 from puna.stages.curate.learned.fit import fit
@@ -57,12 +57,12 @@ def test_the_beginning_and_the_end_of_a_long_text_decide():
 
 
 def test_a_document_that_breaks_an_identifier_is_undetermined_and_the_others_go_on(tmp_path, make_documents, monkeypatch):
-    def broken(text, group):
-        if "Brücke" in text:
+    def broken(texts, group):
+        if any("Brücke" in text for text in texts):
             raise ValueError("no such text")
-        return vote(text, group)
+        return votes(texts, group)
 
-    monkeypatch.setattr(module, "vote", broken)
+    monkeypatch.setattr(module, "votes", broken)
     store = Store.open(tmp_path)
     documents = make_documents(store, [(code, "web", SENTENCES[code]) for code in ("de", "en", "fr")])
     made = execute(language, LanguageConfig(), {"documents": documents}, store)
@@ -195,6 +195,11 @@ def test_confusable_languages_count_together():
     # Croatian, Bosnian and Serbian have these words alike: whichever is found, the group is certain.
     found, score, script = identify("Vlada je danas donijela odluku o novom zakonu, a ministar je rekao da je to dobro za sve ljude u zemlji.")
     assert found in ("hr", "bs", "sr") and score > 0.9 and script == "Latn"
+
+
+def test_texts_together_are_told_as_each_alone():
+    texts = [*SENTENCES.values(), *RARER.values(), "佢哋話聽日唔會嚟開會，因為係喺屋企有啲嘢要做", "1 2 3", "", "ok", "\u103b\u1019\u1014\u1039\u1019\u102c\u103b\u1015\u100a\u1039"] * 20
+    assert votes(texts) == [vote(text) for text in texts]
 
 
 def test_zawgyi_is_told_from_unicode():
