@@ -16,7 +16,7 @@ from pydantic import Field
 from puna.stages.contract import Documents, Figure, Prompts, StageConfig, StageRun, stage
 from puna.stages.conversations import asking, messages_of, shown, text_of
 from puna.stages.curate.text.fuzzy_match import FuzzyIndex, build_fuzzy, fuzzy_match
-from puna.stages.curate.text.grams import Hashed, gram_hashes, places_held, word_hashes
+from puna.stages.curate.text.grams import Hashed, Sieve, gram_hashes, may_hold, places_held, sieve, word_hashes
 from puna.stages.curate.text.hash_table import table_of
 from puna.storage import Artifact, PunaError
 from puna.storage.schemas import table_schema
@@ -61,6 +61,10 @@ class Index:
     totals: NDArray[np.int64]
     names: list[tuple[str, str]]
 
+    def with_fuzzy(self, near: FuzzyIndex) -> Sieve:
+        """All n-grams without which a document holds no prompt, nor one with changes."""
+        return sieve([*zip(self.lengths, [1] * len(self.lengths), self.hashes, strict=True), (near.n, near.step, near.hashes)])
+
 
 @stage(kind="documents", filters="documents")
 def decontaminate(
@@ -82,9 +86,10 @@ def decontaminate(
     rows_of_prompts += [row for artifact in texts or () for row in _as_prompts(artifact)]
     index, unmatchable = build_index(rows_of_prompts, config)
     fuzzy = _fuzzy(rows_of_prompts, config)
+    grams = index.with_fuzzy(fuzzy)
     found: dict[str, set[str]] = {task: set() for task, _ in index.names}
     held: dict[str, tuple[int, dict[str, Any]]] = {}
-    for seen, first in run.filter(_find, documents, index, fuzzy, config, columns=["id", "text"]):
+    for seen, first in run.filter(_find, documents, index, fuzzy, grams, config, columns=["id", "text"]):
         for at in seen:
             task, prompt = index.names[at]
             found[task].add(prompt)
@@ -202,14 +207,15 @@ def match(text: Hashed, index: Index) -> Match | None:
 
 
 def _find(
-    documents: pa.Table, index: Index, fuzzy: FuzzyIndex, config: DecontaminateConfig
+    documents: pa.Table, index: Index, fuzzy: FuzzyIndex, grams: Sieve, config: DecontaminateConfig
 ) -> tuple[dict[str, Any], tuple[list[int], dict[str, tuple[int, dict[str, Any]]]]]:
     """Which documents of a part stay, and the rows of `dropped`; the prompts that they hold, and by the name of the best matched one
     how many documents hold it and the first one's row.
     """
     rows: list[dict[str, Any]] = []
     seen: set[int] = set()
-    for identity, text in zip(documents["id"].to_pylist(), documents["text"].to_pylist(), strict=True):
+    suspects = documents.filter(pa.array(may_hold(documents["text"], grams)))
+    for identity, text in zip(suspects["id"].to_pylist(), suspects["text"].to_pylist(), strict=True):
         hashed = word_hashes(text)
         found = match(hashed, index)
         if found is not None and found.overlap > config.max_overlap:

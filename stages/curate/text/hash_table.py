@@ -16,7 +16,7 @@ MIX_2 = np.uint64(0x94D049BB133111EB)
 ONE = np.uint64(1)
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def mix(value: np.uint64) -> np.uint64:
     """Spread a hash over all 64 bits; never 0, which marks an empty place in a hash table."""
     value = (value ^ (value >> np.uint64(30))) * MIX
@@ -25,7 +25,7 @@ def mix(value: np.uint64) -> np.uint64:
     return value if value != 0 else ONE
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def size_for(entries: int) -> int:
     """A power of two that keeps the table at most half full."""
     size = 8
@@ -34,7 +34,7 @@ def size_for(entries: int) -> int:
     return size
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def place(keys: NDArray[np.uint64], key: np.uint64) -> int:
     """Where `key` (not 0) is, or would go, in a table whose free places hold 0."""
     mask = len(keys) - 1
@@ -52,7 +52,7 @@ def cleared(space: NDArray[np.uint64], entries: int) -> NDArray[np.uint64]:
     return keys
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def contains(keys: NDArray[np.uint64], hash_: np.uint64) -> bool:
     """Whether a table made by `table_of` holds the hash."""
     key = mix(hash_)

@@ -11,7 +11,7 @@ from puna.stages.contract import execute
 from puna.stages.conversations import asking
 from puna.stages.curate.decontaminate import DecontaminateConfig, build_index, decontaminate, match
 from puna.stages.curate.text.fuzzy_match import build_fuzzy, fuzzy_match
-from puna.stages.curate.text.grams import word_hashes
+from puna.stages.curate.text.grams import may_hold, word_hashes
 from puna.storage import PunaError, Store
 
 QUESTION = "A train leaves the old station at nine and meets another one at noon, where do they meet?"
@@ -129,6 +129,11 @@ def test_against_plain_python(prompts, text):
     for prompt in prompts:
         grams = {tuple(prompt[i : i + n]) for i in range(len(prompt) - n + 1)}
         shares.append(len(grams & inside) / len(grams))
+    # Every second run of three words is looked up for prompts with changes; the lower case of the last text is `str`'s affair.
+    near = build_fuzzy([" ".join(p) for p in prompts], 3, 2, 0, 3)
+    threes = {tuple(p[i : i + 3]) for p in prompts for i in range(len(p) - 2)}
+    likely = any(shares) or any(tuple(text[i : i + 3]) in threes for i in range(0, len(text) - 2, 2))
+    assert may_hold(pa.array(["", " ".join(text).upper(), "\u0130"]), index.with_fuzzy(near)).tolist() == [False, likely, True]
     if not any(shares):
         assert found is None
         return
