@@ -28,6 +28,7 @@ import numpy as np
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.dispatcher import Dispatcher
 from numba.core.extending import _Intrinsic
+from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 from numba.core.types import containers
 
@@ -63,6 +64,15 @@ class LoopCache(FunctionCache):  # type: ignore[misc]
         super().__init__(function)
         self._cache_file = _Files(Path(self._cache_path), self._impl.filename_base)
         self._options = options
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        """The compiled loop, if there is one.
+
+        Numba's own method first loads all that it compiles with, .3 s. A loop that is compiled needs what manages its arrays; whatever
+        else its code names is imported with its environments.
+        """
+        rtsys.initialize(context)
+        return self._load_overload(signature, context)
 
     def _index_key(self, signature: Any, codegen: Any) -> str:
         # Not before the loop's first use: then all names of its file are bound.
@@ -230,16 +240,21 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+@cache
 def _of_code(code: CodeType, documentation: str | None) -> str:
     """The instructions of a function as text, without lines and its docstring."""
     constants = list(code.co_consts)
-    used = any(operation in dis.hasconst and at == 0 for operation, at in zip(code.co_code[::2], code.co_code[1::2], strict=True))
-    if documentation is not None and constants[:1] == [documentation] and not used:
+    if documentation is not None and constants[:1] == [documentation] and not _uses_first(code):
         constants[0] = None
     shown = [_of_code(c, None) if isinstance(c, CodeType) else _of_value(c) for c in constants]
     signature = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & MEANT)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     return "\n".join([code.co_code.hex(), code.co_exceptiontable.hex(), repr(signature), repr(names), *shown])
+
+
+def _uses_first(code: CodeType) -> bool:
+    """Whether an instruction asks for the first constant."""
+    return any(operation in dis.hasconst and at == 0 for operation, at in zip(code.co_code[::2], code.co_code[1::2], strict=True))
 
 
 def _of_options(given: dict[str, Any]) -> str:

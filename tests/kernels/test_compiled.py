@@ -93,6 +93,18 @@ def test_a_loop_is_not_compiled_again_for_what_it_does_not_reach(ask, tmp_path):
     assert ask() == expected
 
 
+def test_a_loop_that_hashes_texts_is_loaded_in_a_process_that_compiled_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(compiled.ROOT / ".pkg"))
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    text = "from puna.kernels.compiled import njit\n\n@njit()\ndef hashed(text):\n    return hash(text)\n"
+    (tmp_path / "texts.py").write_text(text)
+    ask = "from texts import hashed; print(hashed('llama') == hash('llama'), sum(hashed.stats.cache_hits.values()))"
+    for hits in "01":
+        done = subprocess.run([sys.executable, "-c", ask], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["True", hits]
+
+
 def test_options_count(ask, tmp_path):
     change(tmp_path, "inner", '@njit(inline="always")', '@njit(error_model="numpy")')
     assert ask() == (3 * (4 + 15), False)
