@@ -23,7 +23,9 @@ from puna.stages.curate.language import LanguageConfig, language
 from puna.stages.curate.line_dedup import LineDedupConfig, line_dedup
 from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
 from puna.stages.curate.pii import PiiConfig, pii
+from puna.stages.curate.quality import QualityConfig, quality
 from puna.stages.curate.text.technical import measured
+from puna.stages.curate.train_classifier import TrainClassifierConfig, train_classifier
 from puna.storage import Store
 
 TEXT = "The quick brown fox jumps over the lazy dog while {0} others of its kind look on from the edge of the old wood."
@@ -45,7 +47,7 @@ def pages(count: int = 12) -> pa.Table:
             "content_type": ["text/html"] * count,
             "charset": ["utf-8"] * count,
             "body": bodies,
-            "source": ["web"] * count,
+            "source": ["web", "wikipedia"] * (count // 2),
         }
     )
 
@@ -74,6 +76,10 @@ def main() -> None:
         unique = execute(minhash_dedup, MinhashDedupConfig(), {"documents": clean}, store)
         lines = execute(line_dedup, LineDedupConfig(), {"documents": unique}, store)
         asked = execute(prompts, PromptsConfig(tasks=[Task(task="numbers")], train=2, heldout=2), {}, store)
+        execute(quality, QualityConfig(), {"documents": lines, "language": found}, store)
+        examples = TrainClassifierConfig(dimension=8, epochs=1, buckets=10_000, positive_sources=("wikipedia",))
+        trained = execute(train_classifier, examples, {"documents": made}, store)
+        execute(quality, QualityConfig(), {"documents": lines, "classifier": trained}, store)
         execute(decontaminate, DecontaminateConfig(), {"documents": lines, "prompts": [asked]}, store)
         measured(TEXT)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from puna.flows.program import Files, Output, flow, publish, step
 from puna.stages.align.prompts import prompts
-from puna.stages.contract import Kind, Stage
+from puna.stages.contract import Kind, Stage, StageConfig
 from puna.stages.curate.code_reasoning import code_reasoning, train_code_reasoning
 from puna.stages.curate.decontaminate import decontaminate
 from puna.stages.curate.domains import domains, train_domains
@@ -22,7 +22,6 @@ from puna.stages.curate.line_dedup import line_dedup
 from puna.stages.curate.minhash_dedup import minhash_dedup
 from puna.stages.curate.pii import pii
 from puna.stages.curate.quality import quality
-from puna.stages.curate.rules.groups import RuleGroup
 from puna.stages.curate.select import SelectConfig, select
 from puna.stages.curate.semantic_dedup import semantic_dedup
 from puna.stages.curate.substring_dedup import substring_dedup
@@ -35,7 +34,7 @@ Sourced = Annotated[Output, Kind("documents", sources=True)]
 APPLIED = ("language", "code_reasoning", "domains", "quality")
 """Steps that apply a classifier."""
 BY_MODELS = SelectConfig.model_validate(
-    {name: None for name, field in SelectConfig.model_fields.items() if isinstance(field.default, RuleGroup)}
+    {name: None for name, field in SelectConfig.model_fields.items() if isinstance(field.default, StageConfig)}
     | {"code_reasoning": {}, "quality": {}}
 )
 """The rules once all models have judged, which spare pages with code: the others were applied before."""

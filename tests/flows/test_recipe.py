@@ -197,6 +197,13 @@ def test_what_another_step_needs_is_missed_before_anything_runs() -> None:
     assert len(found) == 1 and found[0].startswith("preferences_1 needs answers (answers), which comes from sample, ") and found[0].endswith("--set preferences=null")
 
 
+def test_the_second_selection_is_by_models_alone() -> None:
+    for recipe in (load("demo", flow="curate"), load("clean", flow="curate"), load("llama3-8b", flow="curate")):
+        chosen = config_of(recipe, "select_model", "curate")
+        groups = {name for name, value in chosen if isinstance(value, StageConfig)}
+        assert groups == {"code_reasoning", "quality"}
+
+
 def test_steps_that_are_off_are_asked_for() -> None:
     plain = labels(load("demo", flow="curate"), "curate")
     more = labels(load("demo", ["seed=7", "semantic_dedup={}", "substring_dedup.words=40"], "curate"), "curate")
