@@ -49,7 +49,7 @@ def minhash_dedup(documents: Documents, signals: Signals | None, config: Minhash
     said: dict[str, Any] = {"method": config.method, "rule": "near_duplicate", "threshold": threshold}
     score = signals if config.survivor == "best_score" else None
     parts = documents.parts(columns=["text"], rows=SHARD_ROWS)
-    if documents.record().characters <= AT_ONCE:
+    if parts and documents.record().characters <= AT_ONCE:
         infos = remove(run, documents, _whole, [[part.of(COLUMNS) for part in parts]], score, config, config.chosen_device(), **said)
         found = infos[0]["candidates"]
     else:

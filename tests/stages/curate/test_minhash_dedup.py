@@ -282,3 +282,9 @@ def test_small_and_large_corpora_are_compared_alike(tmp_path, monkeypatch, optio
         (made,) = [one for one in Store.open(folder).artifacts() if one.manifest.stage == "minhash_dedup"]
         found.append((made.data_digest, made.read("duplicates"), made.read("dropped"), made.manifest.metrics))
     assert found[0] == found[1] == found[2] and found[0][1].num_rows > 10
+
+
+def test_no_documents_have_no_near_duplicates(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    made = execute(minhash_dedup, MinhashDedupConfig(), {"documents": make_documents(store, [])}, store)
+    assert made.rows() == 0 and made.manifest.metrics["candidates"] == 0
