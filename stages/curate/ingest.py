@@ -156,10 +156,17 @@ def _sorted(rows: pa.Table) -> tuple[dict[str, pa.Table], dict[str, Any]]:
     return {"pages": pages, "dropped": dropped}, {"bytes": size, "rules": dict(Counter(dropped["rule"].to_pylist()))}
 
 
+HINTS = {
+    "content_type": "WARC, WET, Parquet, JSONL, HTML and text are read, other media by ingest.content_types",
+    "not_a_response": "of an archive's records responses, resources and conversions (WET) are pages; metadata (WAT) and requests hold none",
+}
+"""What a user needs to know about a rule that took every record."""
+
+
 def _why(rules: Counter[str]) -> str:
     """What became of records, for an error message."""
-    hint = "; WARC, WET, Parquet, JSONL, HTML and text are read, other media by ingest.content_types" if rules["content_type"] else ""
-    return f": {', '.join(f'{count} {rule}' for rule, count in rules.most_common())}{hint}" if rules else ""
+    hints = "".join(f"; {hint}" for rule, hint in HINTS.items() if rule in rules)
+    return f": {', '.join(f'{count} {rule}' for rule, count in rules.most_common())}{hints}" if rules else ""
 
 
 def check_inputs(inputs: list[External], config: IngestConfig) -> None:

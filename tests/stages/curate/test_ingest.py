@@ -122,6 +122,13 @@ def test_records_that_are_no_pages_say_why(tmp_path):
     assert "https://a.example.net/moved" in status["detail"]
 
 
+def test_an_archive_of_metadata_is_refused_by_name(tmp_path):
+    told = [record(b'{"Container": {"Filename": "x.warc.gz"}}', kind="metadata", url=f"https://a.example.net/{n}") for n in range(3)]
+    (tmp_path / "crawl.warc.wat").write_bytes(b"".join(told))
+    with pytest.raises(PunaError, match=r"crawl.warc.wat: no page is kept; files 1, records 3: 3 not_a_response; .* metadata \(WAT\) and requests hold none$"):
+        read(tmp_path, tmp_path / "crawl.warc.wat")
+
+
 def test_wherever_a_plain_archive_is_cut_the_good_records_stay_and_the_bad_one_is_counted(tmp_path):
     records = [page(n) for n in range(4)]
     whole = b"".join(records)
