@@ -26,6 +26,10 @@ class Span(NamedTuple):
     entity: str
 
 
+EVERY = (1 << len(Hint)) - 1
+"""All hints: of a text that was not looked at."""
+
+
 # --- e-mail ----------------------------------------------------------------------------------------------
 
 # An apostrophe only in names like O'Neil: elsewhere it opens a quotation.
@@ -37,8 +41,6 @@ HIDDEN_EMAIL = re.compile(
     r"(?<![\w.%+-])\w[\w.%+-]{0,63} ?[\[({]at[\])}] ?(?:\w[\w-]{0,62} ?(?:\.|[\[({]dot[\])}]) ?){1,4}[a-z]{2,12}(?![\w-])", re.IGNORECASE
 )
 BEFORE, AFTER = 112, 448  # characters of an address before and behind its @, at most, and what is looked at around it
-HAS_EMAIL = re.compile(r"@\w[\w-]{0,62}\.")
-HIDDEN_AT = re.compile(r"[\[({][aA][tT][\])}]")
 NOT_MAIL = frozenset(
     ("png", "jpg", "jpeg", "gif", "svg", "webp", "css", "js", "py", "html", "htm", "json", "xml", "map", "txt", "local", "localhost",
      "invalid", "test", "example")
@@ -48,9 +50,9 @@ USER_OF_LINK = re.compile(r"://[^\s/?#]{0,77}\Z")  # who logs in there: what fol
 EXAMPLE = re.compile(r"(?:^|\.)example\.(?:com|org|net|edu)$")
 
 
-def emails(text: str) -> Iterator[Span]:
+def emails(text: str, seen: int = EVERY) -> Iterator[Span]:
     """Addresses, in links too; not those of documentation (example.com), of repositories (git@…) or with a password (x:y@host)."""
-    if HAS_EMAIL.search(text):
+    if seen & Hint.AT:
         for match in _around("@", EMAIL, text):
             local, _, domain = match[0].lower().rpartition("@")
             if domain.rpartition(".")[2] in NOT_MAIL or EXAMPLE.search(domain) or local in NO_PERSON:
@@ -58,7 +60,7 @@ def emails(text: str) -> Iterator[Span]:
             if USER_OF_LINK.search(text, max(0, match.start() - 80), match.start()):
                 continue
             yield Span(match.start(), match.end(), "email")
-    if HIDDEN_AT.search(text):
+    if seen & Hint.HIDDEN_AT:
         for match in HIDDEN_EMAIL.finditer(text):
             yield Span(match.start(), match.end(), "email")
 
@@ -80,7 +82,7 @@ def _around(sign: str, pattern: re.Pattern[str], text: str) -> Iterator[re.Match
 IBAN_DIGITS = re.compile(r"\d{2}(?<=[A-Za-z]{2}\d{2})(?<![\w-][A-Za-z]{2}\d{2})(?= ?[A-Za-z0-9]{4})")
 
 
-def ibans(text: str) -> Iterator[Span]:
+def ibans(text: str, _seen: int = EVERY) -> Iterator[Span]:
     """Account numbers of a known country's length with a right checksum (ISO 13616), solid or in groups of four."""
     for match in IBAN_DIGITS.finditer(text):
         start = match.start() - 2
@@ -123,7 +125,7 @@ ISSUERS = re.compile(
 SAYS_CARD = re.compile(r"\b(?:card|cc|visa|mastercard|maestro|carte|tarjeta|karte)\b[^\n\d]{0,15}$", re.IGNORECASE)
 
 
-def cards(text: str) -> Iterator[Span]:
+def cards(text: str, _seen: int = EVERY) -> Iterator[Span]:
     """Payment cards: the usual grouping, a right checksum (Luhn), and an issuer's prefix and length or the word before it."""
     for match in CARD.finditer(text):
         digits = re.sub(r"\D", "", match[0])
@@ -145,7 +147,7 @@ def luhn(digits: str) -> bool:
 SSN = re.compile(r"(?<![\w./-])(?!000|666|9)\d{3}-(?!00)\d{2}-(?!0000)\d{4}(?![\w/-]|\.\d)")
 
 
-def ssns(text: str) -> Iterator[Span]:
+def ssns(text: str, _seen: int = EVERY) -> Iterator[Span]:
     """United States social security numbers: three groups with dashes, none of the groups that are never given out."""
     for match in SSN.finditer(text):
         yield Span(match.start(), match.end(), "ssn")
@@ -154,8 +156,6 @@ def ssns(text: str) -> Iterator[Span]:
 # --- IP addresses ----------------------------------------------------------------------------------------
 
 IPV4 = re.compile(r"(?<![\w.-])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\w-]|\.\d)")
-HAS_IPV4 = re.compile(r"\d\.\d{1,3}\.\d{1,3}\.\d")
-HAS_IPV6 = re.compile(r"[23][0-9a-fA-F]{3}:[0-9a-fA-F]{1,4}:")
 # Only 2000::/3 is given out (RFC 4291).
 IPV6 = re.compile(
     r"(?<![\w:.])[23][0-9a-fA-F]{3}:(?:[0-9a-fA-F]{1,4}:){1,6}(?::[0-9a-fA-F]{0,4}|[0-9a-fA-F]{1,4})(?::[0-9a-fA-F]{1,4}){0,5}(?![\w:])"
@@ -164,16 +164,16 @@ SAYS_ADDRESS = re.compile(r"\b(?:ip|ping|dns|whois|traceroute|logged in from|ip 
 VERSION = re.compile(r"(?:\bv|version|versión|release|rel|update|build|firmware|driver|revision|[=<>~^]=?)\.?\s?$", re.IGNORECASE)
 
 
-def ip_addresses(text: str) -> Iterator[Span]:
+def ip_addresses(text: str, seen: int = EVERY) -> Iterator[Span]:
     """Addresses that are routed in the Internet; not version numbers (small parts, or a word before that says so)."""
-    for match in IPV4.finditer(text) if HAS_IPV4.search(text) else ():
+    for match in IPV4.finditer(text) if seen & Hint.IPV4 else ():
         parts = [int(part) for part in match[0].split(".")]
         before = text[max(0, match.start() - 24) : match.start()]
         if VERSION.search(before) or (max(parts) <= 31 and not SAYS_ADDRESS.search(before)):
             continue
         if ipaddress.IPv4Address(".".join(map(str, parts))).is_global:
             yield Span(match.start(), match.end(), "ip_address")
-    if HAS_IPV6.search(text):
+    if seen & Hint.IPV6:
         for match in IPV6.finditer(text):
             try:
                 address = ipaddress.IPv6Address(match[0])
@@ -212,9 +212,9 @@ FICTION = re.compile(r"555\D?01\d\d$")
 YEARS = re.compile(r"(?:19|20)\d\d\D{1,2}(?:19|20)\d\d|\d{1,2}[./-]\d{1,2}[./-](?:19|20)\d\d|(?:19|20)\d\d[./-]\d{1,2}[./-]\d{1,2}")
 
 
-def phones(text: str) -> Iterator[Span]:
+def phones(text: str, seen: int = EVERY) -> Iterator[Span]:
     """Phone numbers: international ones, the fixed North American and French groupings, others beside a word like `tel`."""
-    seen, stretches = hints_of(text), phone_stretches(text)
+    stretches = phone_stretches(text)
     for pattern, needed, least, most in PHONE_FORMS:
         if not seen & needed:
             continue
@@ -253,10 +253,11 @@ SAYS_CONTACT = re.compile(
 @lru_cache(maxsize=256)  # texts that say one thing again and again are hostile or forms
 def _has_contact(block: str) -> bool:
     """Whether there is an e-mail address or a phone number in a short text."""
-    return any(any(finder(block)) for finder in (emails, phones))
+    seen = hints_of(block)
+    return any(any(finder(block, seen)) for finder in (emails, phones))
 
 
-def addresses(text: str) -> Iterator[Span]:
+def addresses(text: str, _seen: int = EVERY) -> Iterator[Span]:
     """Postal addresses, see `puna.stages.curate.text.postal`."""
     said: list[tuple[int, int]] | None = None
 
@@ -272,10 +273,10 @@ def addresses(text: str) -> Iterator[Span]:
 
 # --- together --------------------------------------------------------------------------------------------
 
-FINDERS: dict[str, Callable[[str], Iterator[Span]]] = {
+FINDERS: dict[str, Callable[..., Iterator[Span]]] = {
     "email": emails, "iban": ibans, "card": cards, "ssn": ssns, "ip_address": ip_addresses, "address": addresses, "phone": phones,
 }  # fmt: skip
-"""In order of certainty: where two overlap, the first one counts."""
+"""In order of certainty: where two overlap, the first one counts. Each is given a text and, where they are known, its hints."""
 
 NUMBERS = re.compile(r"\d[\d .()/\-]{5,}\d")
 
@@ -300,7 +301,7 @@ def find(text: str, entities: tuple[str, ...], seen: int | None = None) -> list[
     for entity, finder in FINDERS.items():
         if entity not in entities or not seen & NEEDED[entity] or (entity in ("card", "ssn", "phone") and not numbers):
             continue
-        for span in finder(text):
+        for span in finder(text, seen):
             place = bisect(found, span)
             before = found[place - 1].stop if place else 0
             after = found[place].start if place < len(found) else len(text)

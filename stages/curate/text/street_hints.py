@@ -84,7 +84,8 @@ def _behind(data: U8, stop: int, last: int) -> bool:
             return True
         while at < last and at - begin < LONGEST and _in_name(data[at]):
             at += 1
-        if not (_begins_name(data[begin]) or (word == 0 and at == begin + 1) or _begins(data, begin, at, SMALL)):
+        ordinal = _is_digit(data[begin]) and _is_letter(data[at - 1])  # 5th Avenue
+        if not (_begins_name(data[begin]) or ordinal or (word == 0 and at == begin + 1) or _begins(data, begin, at, SMALL)):
             return False
     return False
 
@@ -101,8 +102,13 @@ def _in_name(byte: int) -> bool:
 
 
 @njit(cache=True, borrows=True)
+def _is_digit(byte: int) -> bool:
+    return ord("0") <= byte <= ord("9")
+
+
+@njit(cache=True, borrows=True)
 def _begins_name(byte: int) -> bool:
-    return ord("A") <= byte <= ord("Z") or ord("0") <= byte <= ord("9") or byte >= 0x80
+    return ord("A") <= byte <= ord("Z") or byte >= 0x80
 
 
 @njit(cache=True, borrows=True)
