@@ -20,10 +20,11 @@ from puna.flows import preflight
 from puna.flows.adapter import Performer
 from puna.flows.curate import curate
 from puna.flows.inputs import column_changes, meant
-from puna.flows.preflight import PEEK_SECONDS, document_texts, page_texts
+from puna.flows.preflight import document_texts, page_texts
 from puna.flows.session import Session, session
 from puna.flows.trace import load
 from puna.stages.contract import External
+from puna.stages.contract.needs import LOOK
 from puna.stages.curate.domains import TrainDomainsConfig, looked_at, seed_label
 from puna.stages.curate.ingest import IngestConfig, ingest, peek
 from puna.stages.curate.language import identify
@@ -115,10 +116,10 @@ def look(files: list[External], imported: list[Artifact], named: Sequence[str]) 
     texts: list[str] = []
     if files:
         config = load("clean", [*found.changes, *named], "curate").one("ingest", ingest, IngestConfig)
-        texts += page_texts(*peek(files, config, PEEK_SECONDS), PEEK_SECONDS)[0]
+        texts += page_texts(*peek(files, config, LOOK), LOOK)[0]
     for artifact in imported:
         found.said.append(f"{artifact.id}: {artifact.rows():,} documents")
-        texts += document_texts(artifact, PEEK_SECONDS / len(imported))[1]
+        texts += document_texts(artifact, LOOK / len(imported))[1]
     texts = [text for text in texts if text.strip()]
     if not texts:
         given = ", ".join(f.uri for f in files) or imported[0].id

@@ -19,13 +19,13 @@ from puna.flows.recipe import Recipe
 from puna.flows.trace import TracedStep, trace
 from puna.stages.contract import External, Facts, InputFacts, Looked, Stage, StageConfig, Value, identify, reusable
 from puna.stages.contract.executors import PROCESSES
+from puna.stages.contract.needs import LOOK
 from puna.stages.curate.ingest import IngestConfig, check_inputs, peek
 from puna.storage import Artifact, PunaError, Store
 
 if TYPE_CHECKING:
     from puna.stages.curate.reading.pages import Page
 
-PEEK_SECONDS = 0.4
 """Time for reading the inputs' first pages, and as much again for their texts."""
 PEEK_CHARACTERS = 4000
 """Read of each page."""
@@ -49,13 +49,13 @@ def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, 
             return
     files = [item for value in given.values() for output in outputs(value) for item in output.items if isinstance(item, External)]
     reading = next((step.config for step in found.steps if isinstance(step.config, IngestConfig)), None)
-    look: Callable[[], Looked] | None = None
+    look: Callable[[float], Looked] | None = None
     if reading is not None and files:
         wrong = _told(lambda: check_inputs(files, reading))
         complaints += wrong
         if not wrong:
             config = reading
-            look = cache(lambda: page_texts(*peek(files, config, PEEK_SECONDS), PEEK_SECONDS))
+            look = cache(lambda seconds: page_texts(*peek(files, config, seconds), seconds))
     complaints += _room(files, store)
     known: dict[str, InputFacts] = {}
     for value in given.values():
@@ -94,14 +94,14 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executo
     return [f"{step.label}: {said}" for said in stage.needs(step.config, Facts(inputs, *_machine(store, executor)))]
 
 
-def _together(items: Sequence[InputFacts]) -> Callable[[], Looked] | None:
+def _together(items: Sequence[InputFacts]) -> Callable[[float], Looked] | None:
     """A look at what is given for one input; None where not all of it can be looked at."""
     looks = [item.look for item in items if item.look is not None]
     if not items or len(looks) < len(items):
         return None
 
-    def look() -> Looked:
-        found = [one() for one in looks]
+    def look(seconds: float) -> Looked:
+        found = [one(seconds) for one in looks]
         whole = sum(len(texts) / share for texts, share in found if texts and share)
         together = tuple(text for texts, _ in found for text in texts)
         return together, len(together) / whole if whole else 0.0
@@ -109,7 +109,7 @@ def _together(items: Sequence[InputFacts]) -> Callable[[], Looked] | None:
     return look
 
 
-def _facts(item: Item, look: Callable[[], Looked] | None) -> InputFacts:
+def _facts(item: Item, look: Callable[[float], Looked] | None) -> InputFacts:
     """What is known of an input of the run; `look`: at its files."""
     if isinstance(item, Artifact):
         tables = {name: tuple(record.columns) for name, record in item.manifest.tables.items()}
@@ -118,8 +118,8 @@ def _facts(item: Item, look: Callable[[], Looked] | None) -> InputFacts:
         facts = InputFacts(item.kind, tables, named or None, size, model=item if item.kind == "model" else None)
         if item.kind != "documents":
             return facts
-        sources, texts, share = document_texts(item, PEEK_SECONDS)
-        return InputFacts(item.kind, tables, sources or named or None, size, lambda: (texts, share))
+        sources, texts, share = document_texts(item, LOOK)
+        return InputFacts(item.kind, tables, sources or named or None, size, lambda seconds: (texts, share))
     return InputFacts("external", None, (item.name,), sum(file.bytes for file in item.files), look)
 
 

@@ -10,6 +10,8 @@ from puna.storage import Artifact
 
 Looked = tuple[tuple[str, ...], float]
 """Texts of the first pages of some inputs, and the share of all their bytes that was looked at for them."""
+GLANCE, LOOK = 0.1, 0.4
+"""Seconds of a look that is often enough, and of one that a complaint may rest on: to read pages, and as many again for their texts."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +20,8 @@ class InputFacts:
 
     `kind`: of the artifact, or `external`. `tables`: name → columns; None where what makes it has not run and nobody
     can say. `sources`: names of the external inputs that it descends from; None where unknown. `bytes`: of its stored
-    files, None where unknown. `look`: reads the first pages of those inputs, once, roughly as a stage will read them, and gives their
-    texts and the share of all bytes that they are; None where nobody can. `model`: of a model, the one that is
+    files, None where unknown. `look`: reads the first pages of those inputs, roughly as a stage will read them, for so many seconds, and
+    gives their texts and the share of all bytes that they are; None where nobody can. `model`: of a model, the one that is
     there already and has its shape, tokenizer and chat template; None where unknown.
     """
 
@@ -27,7 +29,7 @@ class InputFacts:
     tables: dict[str, tuple[str, ...]] | None = None
     sources: tuple[str, ...] | None = None
     bytes: int | None = None
-    look: Callable[[], Looked] | None = None
+    look: Callable[[float], Looked] | None = None
     model: Artifact | None = None
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Classifier, Documents, Facts, Figure, InputFacts, StageConfig, StageRun, declare_signal, stage
+from puna.stages.contract.needs import GLANCE, LOOK
 from puna.stages.curate.learned.classifier import ClassifierConfig, Labels, Scores, out_of_fold, prepare
 from puna.stages.curate.learned.trained import About, Trained, trained
 from puna.storage import Artifact, PunaError
@@ -104,14 +105,19 @@ def seed_label(counts: NDArray[np.int64], min_seeds: int, max_second: float) -> 
 def needs(config: TrainDomainsConfig, facts: Facts) -> list[str]:
     """Two types with enough labelled documents, as far as the pages that were looked at tell."""
     (documents,) = facts.inputs.get("documents") or (InputFacts("documents"),)
-    texts, share = documents.look() if documents.look is not None else ((), 0.0)
+    if documents.look is None:
+        return []
+    for seconds in (GLANCE, LOOK):
+        texts, share = documents.look(seconds)
+        found: Counter[str | None] = Counter()
+        for text in texts:
+            found[seed_label(looked_at(text[: config.max_characters]), config.min_seeds, config.max_second)] += 1
+            if sum(n >= config.min_labels for name, n in found.items() if name) >= 2:
+                return []
+        if share == 1:
+            break
     if not share:
         return []
-    found: Counter[str | None] = Counter()
-    for text in texts:
-        found[seed_label(looked_at(text[: config.max_characters]), config.min_seeds, config.max_second)] += 1
-        if sum(n >= config.min_labels for name, n in found.items() if name) >= 2:
-            return []
     # At most as many as four standard deviations more than those seen let expect.
     enough = [name for name, n in found.items() if name and (n + (4 * (n**0.5 + 1) if share < 1 else 0)) / share >= config.min_labels]
     if len(enough) >= 2:

@@ -12,7 +12,9 @@ import pytest
 
 from puna.flows import preflight
 from puna.flows.trace import flow_named, load
-from puna.stages.contract import External, perform
+from puna.stages.contract import External, Facts, InputFacts, perform
+from puna.stages.contract.needs import GLANCE, LOOK
+from puna.stages.curate.domains import TrainDomainsConfig, needs, seed_words
 from puna.stages.curate.ingest import IngestConfig, ingest
 from puna.storage import PunaError, Store
 
@@ -89,4 +91,23 @@ def test_pages_are_read_only_where_a_step_asks_what_they_say(tmp_path: Path, mon
     recipe = load("demo", ["quality=null", "select_model.quality=null"], "curate")
     store = Store.open(tmp_path / "other")
     preflight.check(flow, recipe, flow.by_kind(External.resolve(str(rows))), store)
-    assert len(read) == 1
+    assert [seconds for *_, seconds in read] == [GLANCE, LOOK]  # nothing was found, so it was looked for longer
+
+
+def test_a_glance_is_enough_where_it_shows_what_a_step_needs(tmp_path: Path) -> None:
+    """As does a look at all there is: it is not taken twice."""
+    asked: list[float] = []
+    config = TrainDomainsConfig(min_labels=2)
+
+    def needs_of(texts: tuple[str, ...], share: float) -> list[str]:
+        asked.clear()
+        looked = InputFacts("documents", look=lambda seconds: asked.append(seconds) or (texts, share))
+        return needs(config, Facts({"documents": (looked,)}, 0, None))
+
+    types, owner = seed_words()
+    words = [[word for word, at in owner.items() if types[at] == name][:20] for name in types[:2]]
+    texts = tuple(" ".join(one) for one in words for _ in range(2))
+    assert needs_of(texts, 0.01) == [] and asked == [GLANCE]
+    assert needs_of(texts[:3], 0.01) == [] and asked == [GLANCE, LOOK]
+    (said,) = needs_of(texts[:2], 1.0)
+    assert "two knowledge types with at least min_labels=2" in said and asked == [GLANCE]
