@@ -21,7 +21,7 @@ from puna.stages.curate.text.words import DOT, DOUBLE_QUOTE, HYPHEN
 STAR, QUESTION, EXCLAMATION = 0x2A, 0x3F, 0x21
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def split_white_space(
     codes: NDArray[np.uint32],
     flags: NDArray[np.uint16],
@@ -55,7 +55,7 @@ def split_white_space(
     return count, lettered, symbols
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def median_length(start: NDArray[np.int32], stop: NDArray[np.int32], counts: NDArray[np.int32]) -> float:
     """Median length of the words, 0 without words. `counts`: room for one number more than the longest has characters."""
     words, longest = len(start), 0
@@ -75,7 +75,7 @@ def median_length(start: NDArray[np.int32], stop: NDArray[np.int32], counts: NDA
     return (low + length) / 2
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def occurrences(hashes: NDArray[np.uint64], stop_keys: NDArray[np.uint64], stop_languages: NDArray[np.uint64]) -> int:
     """How many words are stop words of English, each as often as it occurs."""
     count = 0
@@ -86,7 +86,7 @@ def occurrences(hashes: NDArray[np.uint64], stop_keys: NDArray[np.uint64], stop_
     return count
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def line_numbers(
     codes: NDArray[np.uint32], hashes: NDArray[np.uint64], powers: NDArray[np.uint64], keys: NDArray[np.uint64], counts: NDArray[np.int32]
 ) -> tuple[float, float, float, int]:
@@ -152,7 +152,7 @@ def repeated_gram_share(
     return repeated / total
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def c4_lines(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np.uint32], one: Any) -> None:
     """Write to a document's record how many lines, blank ones too, end in none of `.`, `?`, `!`, `"`; have fewer than three words; have a
     curly bracket; have "lorem ipsum"; have "javascript".

@@ -13,7 +13,7 @@ CONTINUATIONS[0x80:0xC0] = True
 CONTINUATIONS[[ord(c) for c in bytes(range(0x80, 0xA0)).decode("cp1252", "ignore")]] = True
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def misread_characters(codes: NDArray[np.uint32]) -> int:
     """Characters in sequences that are one character's UTF-8 bytes, each read as a character of cp1252."""
     found, at, total = 0, 0, len(codes)

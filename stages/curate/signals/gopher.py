@@ -14,7 +14,7 @@ HASH_SIGN, ELLIPSIS, BULLET, NEWLINE, RETURN = 0x23, 0x2026, 0x2022, 0x0A, 0x0D
 GAP = np.uint64(0x20) + ONE  # the space between the words of an n-gram
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def character_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[int, int, int, int, int]:
     """Numbers of `#`, of ellipses, of newlines, of letters and digits, and the longest line's length."""
     hashes, ellipses, newlines, alphanumeric, longest, start, dots, dot = 0, 0, 0, 0, 0, 0, 0, -2
@@ -39,7 +39,7 @@ def character_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> t
     return hashes, ellipses, newlines, alphanumeric, max(longest, len(codes) - start)
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def word_numbers(
     codes: NDArray[np.uint32],
     flags: NDArray[np.uint16],
@@ -68,7 +68,7 @@ def word_numbers(
     return count, mean, letters / max(count if universal else len(start), 1)
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def line_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[float, float]:
     """Share of lines (as str.splitlines cuts them) that start with a bullet, and that end with an ellipsis."""
     lines, bullets, ellipses = 0, 0, 0
@@ -95,7 +95,7 @@ def line_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[
     return bullets / max(lines, 1), ellipses / max(lines, 1)
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def duplicate_pieces(
     codes: NDArray[np.uint32],
     flags: NDArray[np.uint16],
@@ -142,7 +142,7 @@ def duplicate_pieces(
     return pieces, duplicates, characters
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def stripped(codes: NDArray[np.uint32], flags: NDArray[np.uint16], first: int, last: int) -> tuple[int, int]:
     """The range first..last without white space at its ends."""
     while first < last and flags[codes[first]] & SPACE:
@@ -152,7 +152,7 @@ def stripped(codes: NDArray[np.uint32], flags: NDArray[np.uint16], first: int, l
     return first, last
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def chain(
     hashes: NDArray[np.uint64],
     power: NDArray[np.uint64],

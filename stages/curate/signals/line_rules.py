@@ -48,7 +48,7 @@ FIRST, SECOND = (
 )
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def starts_with(codes: NDArray[np.uint32], lower: NDArray[np.uint32], at: int, stop: int, phrase: NDArray[np.uint32], first: int) -> int:
     """Length of the 0-ended `phrase[first:]` where codes[at:stop] begins with it but for case, else 0."""
     k = 0
@@ -59,7 +59,7 @@ def starts_with(codes: NDArray[np.uint32], lower: NDArray[np.uint32], at: int, s
     return k
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def phrase_kinds(codes: NDArray[np.uint32], lower: NDArray[np.uint32], a: int, b: int) -> int:
     """Which kinds of C4's phrases a..b contains, as bits."""
     found, before = 0, np.uint8(0)
@@ -73,7 +73,7 @@ def phrase_kinds(codes: NDArray[np.uint32], lower: NDArray[np.uint32], a: int, b
     return found
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _citation_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np.uint32], at: int, stop: int) -> int:
     """End of the citation mark (`[12]`, `[]`, `[edit]`, `[citation needed]`) that starts at `at`, or `at`."""
     k = at + 1
@@ -95,7 +95,7 @@ def _citation_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: N
     return at
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def without_citations(
     codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np.uint32], a: int, b: int, line: NDArray[np.uint32]
 ) -> int:
@@ -113,7 +113,7 @@ def without_citations(
     return size
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def white_space_words(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: int, stop: int) -> tuple[int, int]:
     """Number of words between white space, and the longest one's length."""
     count, longest, run = 0, 0, 0
@@ -128,7 +128,7 @@ def white_space_words(codes: NDArray[np.uint32], flags: NDArray[np.uint16], star
     return count, longest
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def sentences(
     codes: NDArray[np.uint32],
     flags: NDArray[np.uint16],
@@ -226,7 +226,7 @@ def c4_numbers(
     one.c4_open_sentences, one.c4_open_lorem_ipsum_lines, one.c4_open_curly_bracket_lines = open_found, open_lorem, open_curlies
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _ends_sentence(text: NDArray[np.uint32]) -> bool:
     """Whether a line ends in `.`, `?`, `!`, `"` or `'` but not in an ellipsis."""
     size = len(text)
@@ -249,7 +249,7 @@ def _sentences_anew(text: NDArray[np.uint32], flags: NDArray[np.uint16], english
     return int(sentences(text, flags, start, stop, 0, count, 0, len(text)))
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def fineweb_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tuple[int, float, float]:
     """Number of non-blank lines, the share of them that end a sentence, and the share of at most 30 characters."""
     lines, terminated, short = 0, 0, 0

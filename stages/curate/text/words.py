@@ -91,7 +91,7 @@ def powers(count: int) -> NDArray[np.uint64]:
     return out
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _joins(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, stop: int) -> bool:
     """Whether the ASCII symbol at `at`, inside a run without white space, holds its neighbours together."""
     code = codes[at]
@@ -121,7 +121,7 @@ def _joins(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, stop: 
     return True
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _word_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: int, stop: int) -> int:
     """End of the word of letters and digits that begins at `start`."""
     at = start + 1
@@ -206,7 +206,7 @@ def folded_hash(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDA
     return np.uint64(mix(value))
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def describe(
     codes: NDArray[np.uint32],
     flags: NDArray[np.uint16],
