@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
 from puna.stages.curate.text.characters import ALPHANUMERIC, BREAK, SINGLE, SPACE
-from puna.stages.curate.text.hash_table import ONE, cleared, mix, place
+from puna.stages.curate.text.hash_table import ONE, emptied, mix, place, slot_of
 from puna.stages.curate.text.words import BASE, DOT, HAS_LETTER, HYPHEN, IS_SYMBOL
 
 HASH_SIGN, ELLIPSIS, BULLET, NEWLINE, RETURN = 0x23, 0x2026, 0x2022, 0x0A, 0x0D
@@ -173,62 +173,63 @@ def chain(
         length[word + 1] = length[word] + stop[word] - start[word]
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
+def gram_keys(
+    chained: NDArray[np.uint64], length: NDArray[np.int64], power: NDArray[np.uint64], n: int, spaces: int, keys: NDArray[np.uint64]
+) -> int:
+    """Write the hash of each n-gram to `keys`, of words with `spaces` spaces in it that the hash knows; how many there are.
+
+    `chained`, `length`: see `chain`.
+    """
+    grams = max(len(chained) - n, 0)
+    for i in range(grams):
+        keys[i] = chained[i + n] - chained[i] * power[length[i + n] - length[i] + spaces]
+    return grams
+
+
+@njit(cache=True, borrows=True)
 def top_gram_characters(
-    spaced: NDArray[np.uint64],
+    keys: NDArray[np.uint64],
+    grams: int,
     length: NDArray[np.int64],
-    power: NDArray[np.uint64],
     n: int,
-    space: NDArray[np.uint64],
+    slots: NDArray[np.int32],
     counts: NDArray[np.int32],
-    firsts: NDArray[np.int32],
     least: int,
     between: int,
 ) -> int:
     """Characters of the most frequent n-gram, with `between` characters from one of its words to the next, times its count.
 
-    Of equally frequent n-grams the first counts. 0 where none occurs `least` times. `space`, `counts`, `firsts`: room for a
-    table.
+    Of equally frequent n-grams the first counts. 0 where none occurs `least` times. `keys`: see `gram_keys`; `slots`: room for a
+    table; `counts`: as long as `keys`.
     """
-    grams = len(spaced) - n
-    if grams < 1:
-        return 0
-    keys = cleared(space, grams)
-    best, best_first = 0, 0
+    bits = emptied(slots, grams)
+    best, best_first = min(grams, 1), 0
     for i in range(grams):
-        key = mix(spaced[i + n] - spaced[i] * power[length[i + n] - length[i] + n])
-        where = place(keys, key)
-        if keys[where] == 0:
-            keys[where] = key
-            firsts[where] = i
-            counts[where] = 0
-        counts[where] += 1
-        if counts[where] > best or (counts[where] == best and firsts[where] < best_first):
-            best = counts[where]
-            best_first = firsts[where]
-    if best < least:
+        where = slot_of(slots, bits, keys, keys[i])
+        if slots[where] == 0:
+            slots[where], counts[i] = i + 1, 1
+            continue
+        first = slots[where] - 1
+        counts[first] += 1
+        if counts[first] > best or (counts[first] == best and first < best_first):
+            best, best_first = counts[first], first
+    if best < least or grams == 0:
         return 0
     return int((length[best_first + n] - length[best_first] + between * (n - 1)) * best)
 
 
-@njit(cache=True)
-def duplicate_gram_characters(
-    joined: NDArray[np.uint64], length: NDArray[np.int64], power: NDArray[np.uint64], n: int, space: NDArray[np.uint64]
-) -> int:
-    """Characters of n-grams (joined without spaces) that were seen before; a hit goes on after the n-gram."""
-    grams = len(joined) - n
-    if grams < 1:
-        return 0
-    keys = cleared(space, grams)
+@njit(cache=True, borrows=True)
+def duplicate_gram_characters(keys: NDArray[np.uint64], grams: int, length: NDArray[np.int64], n: int, slots: NDArray[np.int32]) -> int:
+    """Characters of n-grams that were seen before; a hit goes on after the n-gram. `keys`: see `gram_keys`; `slots`: room for a table."""
+    bits = emptied(slots, grams)
     characters, i = 0, 0
     while i < grams:
-        size = length[i + n] - length[i]
-        key = mix(joined[i + n] - joined[i] * power[size])
-        where = place(keys, key)
-        if keys[where] == key:
-            characters += size
+        where = slot_of(slots, bits, keys, keys[i])
+        if slots[where] != 0:
+            characters += length[i + n] - length[i]
             i += n
         else:
-            keys[where] = key
+            slots[where] = i + 1
             i += 1
     return int(characters)

@@ -20,6 +20,7 @@ from puna.stages.curate.signals.gopher import (
     character_numbers,
     duplicate_gram_characters,
     duplicate_pieces,
+    gram_keys,
     line_numbers,
     stripped,
     top_gram_characters,
@@ -108,6 +109,7 @@ class Space(NamedTuple):
     spaced: NDArray[np.uint64]
     length: NDArray[np.int64]
     keys: NDArray[np.uint64]
+    slots: NDArray[np.int32]
     counts: NDArray[np.int32]
     firsts: NDArray[np.int32]
     powers: NDArray[np.uint64]
@@ -119,9 +121,9 @@ def _space(characters: int) -> Space:
     table = size_for(size)
     kinds = dict.fromkeys(Space._fields, np.uint64) | {
         "codes": np.uint32, "line": np.uint32, "start": np.int32, "stop": np.int32, "flags": np.uint8, "length": np.int64,
-        "counts": np.int32, "firsts": np.int32,
+        "counts": np.int32, "firsts": np.int32, "slots": np.int32,
     }  # fmt: skip
-    sizes = dict.fromkeys(Space._fields, size) | dict.fromkeys(("keys", "counts", "firsts"), table)
+    sizes = dict.fromkeys(Space._fields, size) | dict.fromkeys(("keys", "counts", "firsts"), table) | {"slots": 2 * table}
     made = {name: np.empty(sizes[name], kinds[name]) for name in Space._fields}
     # An n-gram with its spaces can be longer than the text.
     return Space(**(made | {"powers": powers(2 * size)}))
@@ -313,7 +315,7 @@ def _line_repetition(
     one.duplicate_paragraph_fraction, one.duplicate_paragraph_character_fraction = repeated / pieces, characters / size
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _gram_repetition(room: Space, words: int, size: int, least: int, one: Any) -> None:
     """Write Gopher's numbers of repeated n-grams to the record of a document of `size` characters; a top n-gram occurs at least
     `least` times."""
@@ -322,17 +324,24 @@ def _gram_repetition(room: Space, words: int, size: int, least: int, one: Any) -
     one.top_2gram_character_fraction = _top(room, spaced, length, 2, least, 1) / size
     one.top_3gram_character_fraction = _top(room, spaced, length, 3, least, 1) / size
     one.top_4gram_character_fraction = _top(room, spaced, length, 4, least, 1) / size
-    one.duplicate_5gram_character_fraction = duplicate_gram_characters(joined, length, room.powers, 5, room.keys) / size
-    one.duplicate_6gram_character_fraction = duplicate_gram_characters(joined, length, room.powers, 6, room.keys) / size
-    one.duplicate_7gram_character_fraction = duplicate_gram_characters(joined, length, room.powers, 7, room.keys) / size
-    one.duplicate_8gram_character_fraction = duplicate_gram_characters(joined, length, room.powers, 8, room.keys) / size
-    one.duplicate_9gram_character_fraction = duplicate_gram_characters(joined, length, room.powers, 9, room.keys) / size
-    one.duplicate_10gram_character_fraction = duplicate_gram_characters(joined, length, room.powers, 10, room.keys) / size
+    one.duplicate_5gram_character_fraction = _duplicates(room, joined, length, 5) / size
+    one.duplicate_6gram_character_fraction = _duplicates(room, joined, length, 6) / size
+    one.duplicate_7gram_character_fraction = _duplicates(room, joined, length, 7) / size
+    one.duplicate_8gram_character_fraction = _duplicates(room, joined, length, 8) / size
+    one.duplicate_9gram_character_fraction = _duplicates(room, joined, length, 9) / size
+    one.duplicate_10gram_character_fraction = _duplicates(room, joined, length, 10) / size
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _top(room: Space, spaced: NDArray[np.uint64], length: NDArray[np.int64], n: int, least: int, between: int) -> int:
-    return int(top_gram_characters(spaced, length, room.powers, n, room.keys, room.counts, room.firsts, least, between))
+    grams = gram_keys(spaced, length, room.powers, n, n, room.keys)
+    return int(top_gram_characters(room.keys, grams, length, n, room.slots, room.counts, least, between))
+
+
+@njit(cache=True, borrows=True)
+def _duplicates(room: Space, joined: NDArray[np.uint64], length: NDArray[np.int64], n: int) -> int:
+    grams = gram_keys(joined, length, room.powers, n, 0, room.keys)
+    return int(duplicate_gram_characters(room.keys, grams, length, n, room.slots))
 
 
 @njit(cache=True)

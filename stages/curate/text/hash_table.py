@@ -53,6 +53,29 @@ def cleared(space: NDArray[np.uint64], entries: int) -> NDArray[np.uint64]:
 
 
 @njit(cache=True, borrows=True)
+def emptied(slots: NDArray[np.int32], entries: int) -> int:
+    """Make an empty table for places of `entries` keys of the beginning of `slots`, see `slot_of`: how many bits of a hash it looks at."""
+    bits, size = 3, 8
+    while size < 4 * entries:
+        bits, size = bits + 1, 2 * size
+    slots[:size] = 0
+    return bits
+
+
+@njit(cache=True, borrows=True)
+def slot_of(slots: NDArray[np.int32], bits: int, keys: NDArray[np.uint64], key: np.uint64) -> int:
+    """Where the place of `key` in `keys`, from 1 on, is or would go in a table of 2^bits slots, of which free ones hold 0.
+
+    A quarter full at most, and half as large as one of the keys themselves: most looks are the first slot's alone.
+    """
+    mask = (1 << bits) - 1
+    at = np.int64((key * MIX) >> np.uint64(64 - bits))
+    while slots[at] != 0 and keys[slots[at] - 1] != key:
+        at = (at + 1) & mask
+    return int(at)
+
+
+@njit(cache=True, borrows=True)
 def contains(keys: NDArray[np.uint64], hash_: np.uint64) -> bool:
     """Whether a table made by `table_of` holds the hash."""
     key = mix(hash_)
