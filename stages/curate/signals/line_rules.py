@@ -6,7 +6,7 @@ counted as spaCy's sentencizer does. RefinedWeb (arXiv 2306.01116) in `refinedwe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from puna.stages.curate.signals.gopher import stripped
 from puna.stages.curate.text.characters import BREAK, DECIMAL, PUNCTUATION, SENTENCE_END, SPACE, TERMINAL
 from puna.stages.curate.text.english_tables import EnglishTables
 from puna.stages.curate.text.english_words import split_english
-from puna.stages.curate.text.hash_table import cleared, mix, place
+from puna.stages.curate.text.hash_table import emptied, slot_of
 from puna.stages.curate.text.words import BASE, DOT, HAS_LETTER, IS_SYMBOL, powers, prefix_hashes, split_ranges
 
 NEWLINE, RETURN, CURLY, OPEN, CLOSE, BLANK = 0x0A, 0x0D, 0x7B, 0x5B, 0x5D, 0x20
@@ -40,11 +40,12 @@ MARKS = packed_phrases(("edit", "citation needed"))
 PHRASE_CODES = packed_phrases(tuple(PHRASES))
 PHRASE_KINDS = np.array(list(PHRASES.values()), np.int64)
 PHRASE_STARTS = np.cumsum([0, *(len(phrase) + 1 for phrase in PHRASES)])[:-1]
-# Where the first two letters of a phrase meet, it is looked for: bit i of `FIRST` and of `SECOND` says that a character is the first, or
-# the second, of the i-th pair, in either case. No character but those of ASCII has one of these letters as its lower case.
-PAIRS = tuple(dict.fromkeys(phrase[:2] for phrase in PHRASES))
-FIRST, SECOND = (
-    np.array([sum(1 << i for i, pair in enumerate(PAIRS) if chr(c).lower() == pair[at]) for c in range(129)], np.uint8) for at in (0, 1)
+# Where the first three letters of a phrase meet, it is looked for: bit i of `FIRST`, `SECOND` and `THIRD` says that a character is that
+# letter of the i-th beginning, in either case. No character but those of ASCII has one of these letters as its lower case.
+BEGINNINGS = tuple(dict.fromkeys(phrase[:3] for phrase in PHRASES))
+FIRST, SECOND, THIRD = (
+    np.array([sum(1 << i for i, begun in enumerate(BEGINNINGS) if chr(c).lower() == begun[at]) for c in range(129)], np.uint8)
+    for at in range(3)
 )
 
 
@@ -62,14 +63,14 @@ def starts_with(codes: NDArray[np.uint32], lower: NDArray[np.uint32], at: int, s
 @njit(cache=True, borrows=True)
 def phrase_kinds(codes: NDArray[np.uint32], lower: NDArray[np.uint32], a: int, b: int) -> int:
     """Which kinds of C4's phrases a..b contains, as bits."""
-    found, before = 0, np.uint8(0)
+    found, one, two = 0, np.uint8(0), np.uint8(0)  # which beginnings the last character, and the last two, may be of
     for at in range(a, b):
         code = min(codes[at], np.uint32(128))
-        if before & SECOND[code]:
+        if two & THIRD[code]:
             for number in range(len(PHRASE_STARTS)):
-                if starts_with(codes, lower, at - 1, b, PHRASE_CODES, PHRASE_STARTS[number]):
+                if starts_with(codes, lower, at - 2, b, PHRASE_CODES, PHRASE_STARTS[number]):
                     found |= PHRASE_KINDS[number]
-        before = FIRST[code]
+        one, two = FIRST[code], one & SECOND[code]
     return found
 
 
@@ -189,10 +190,13 @@ def c4_numbers(
     at, total, word = 0, len(codes), 0
     found, lorem, curlies, open_found, open_lorem, open_curlies = 0, 0, 0, 0, 0, 0
     while at < total:
-        end, opens, curly = at, False, False
+        end, opens, curly, run, count, longest = at, False, False, 0, 0, 0
         while end < total and not flags[codes[end]] & BREAK:
-            opens = opens or codes[end] == OPEN
-            curly = curly or codes[end] == CURLY
+            opens |= codes[end] == OPEN
+            curly |= codes[end] == CURLY
+            run = 0 if flags[codes[end]] & SPACE else run + 1
+            count += run == 1  # words between white space, as `white_space_words` finds them
+            longest = max(longest, run)
             end += 1
         first_word = word
         while word < len(start) and start[word] < end:
@@ -201,7 +205,6 @@ def c4_numbers(
         at = end + 1
         if end + 1 < total and codes[end] == RETURN and codes[end + 1] == NEWLINE:
             at = end + 2
-        count, longest = white_space_words(codes, flags, a, b)
         if longest > MAX_WORD_CHARACTERS or count < MIN_LINE_WORDS:
             continue
         size = without_citations(codes, flags, lower, a, b, line) if opens else b - a
@@ -269,52 +272,69 @@ def fineweb_numbers(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) -> tup
     return lines, terminated / max(lines, 1), short / max(lines, 1)
 
 
-@njit(cache=True)
-def ngram_coverage(
-    codes: NDArray[np.uint32],
-    start: NDArray[np.int32],
-    folded: NDArray[np.uint64],
-    word_flags: NDArray[np.uint8],
-    n: int,
-    space: NDArray[np.uint64],
-    words: NDArray[np.int32],
-    covered: NDArray[np.int32],
-) -> None:
-    """Per line (split at newlines): write non-symbol words, and how many of them lie in an n-gram seen earlier.
+class PlainWords(NamedTuple):
+    """The words of a text that are no symbols: `folded` uint64 (see `words.Words`), `line` int32: which line each is in, newlines parting
+    them; `lettered` bool: whether it has a letter."""
 
-    N-grams are of non-symbol words, in lower case and with every number alike, and run across lines. One with
-    letters in fewer than half of its words does not count: tables of numbers are not repetition. `space`: room for a
-    table. `words`, `covered`: one element per line.
-    """
-    words[:] = 0
-    covered[:] = 0
-    line_of = np.empty(len(start), np.int32)
-    lettered = np.empty(len(start) + 1, np.int32)
-    chained = np.empty(len(start) + 1, np.uint64)
-    lettered[0], chained[0] = 0, 0
-    shift = np.uint64(1)
-    for _ in range(n):
-        shift *= BASE
+    folded: NDArray[np.uint64]
+    line: NDArray[np.int32]
+    lettered: NDArray[np.bool_]
+
+
+@njit(cache=True, borrows=True)
+def plain_words(
+    codes: NDArray[np.uint32], start: NDArray[np.int32], folded: NDArray[np.uint64], word_flags: NDArray[np.uint8], plain: PlainWords
+) -> int:
+    """Write those of a text's words that are no symbols to `plain`; how many there are."""
     count, line, at = 0, 0, 0
     for word in range(len(start)):
         while at < start[word]:
             line += codes[at] == NEWLINE
             at += 1
         if not word_flags[word] & IS_SYMBOL:
-            line_of[count] = line
-            words[line] += 1
-            lettered[count + 1] = lettered[count] + (word_flags[word] & HAS_LETTER != 0)
-            chained[count + 1] = chained[count] * BASE + folded[word]
+            plain.folded[count], plain.line[count] = folded[word], line
+            plain.lettered[count] = word_flags[word] & HAS_LETTER != 0
             count += 1
-    keys = cleared(space, max(count - n + 1, 0))
-    done = 0
-    for i in range(count - n + 1):
-        if 2 * (lettered[i + n] - lettered[i]) < n:
+    return count
+
+
+@njit(cache=True, borrows=True)
+def ngram_coverage(
+    plain: PlainWords,
+    count: int,
+    n: int,
+    keys: NDArray[np.uint64],
+    slots: NDArray[np.int32],
+    words: NDArray[np.int32],
+    covered: NDArray[np.int32],
+) -> None:
+    """Per line (split at newlines): write non-symbol words, and how many of them lie in an n-gram seen earlier.
+
+    N-grams are of the `count` non-symbol words, in lower case and with every number alike, and run across lines. One with
+    letters in fewer than half of its words does not count: tables of numbers are not repetition. `keys`, `slots`: room for hashes
+    and a table. `words`, `covered`: one element per line.
+    """
+    words[:] = 0
+    covered[:] = 0
+    leaving, value, lettered, done = np.uint64(1), np.uint64(0), 0, 0
+    for _ in range(n):
+        leaving *= BASE
+    bits = emptied(slots, count)
+    for last in range(count):
+        words[plain.line[last]] += 1
+        value = value * BASE + plain.folded[last]
+        lettered += plain.lettered[last]
+        i = last - n + 1
+        if i > 0:
+            value -= plain.folded[i - 1] * leaving
+            lettered -= plain.lettered[i - 1]
+        if i < 0 or 2 * lettered < n:
             continue
-        key = mix(chained[i + n] - chained[i] * shift)
-        where = place(keys, key)
-        if keys[where] == key:
+        keys[i] = value
+        where = slot_of(slots, bits, keys, value)
+        if slots[where] != 0:
             for k in range(max(i, done), i + n):
-                covered[line_of[k]] += 1
+                covered[plain.line[k]] += 1
             done = i + n
-        keys[where] = key
+        else:
+            slots[where] = i + 1

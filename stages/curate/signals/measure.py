@@ -26,7 +26,7 @@ from puna.stages.curate.signals.gopher import (
     top_gram_characters,
     word_numbers,
 )
-from puna.stages.curate.signals.line_rules import c4_numbers, fineweb_numbers, ngram_coverage
+from puna.stages.curate.signals.line_rules import PlainWords, c4_numbers, fineweb_numbers, ngram_coverage, plain_words
 from puna.stages.curate.signals.notices import Phrases, listed_phrases, notice_numbers
 from puna.stages.curate.text.characters import decode, tables
 from puna.stages.curate.text.english_tables import EnglishTables, bare_tables, datatrove_flags
@@ -113,20 +113,23 @@ class Space(NamedTuple):
     counts: NDArray[np.int32]
     firsts: NDArray[np.int32]
     powers: NDArray[np.uint64]
+    plain: PlainWords
 
 
 def _space(characters: int) -> Space:
     """Room for documents of at most `characters` characters."""
     size = characters + 2
     table = size_for(size)
-    kinds = dict.fromkeys(Space._fields, np.uint64) | {
+    names = Space._fields[:-1]
+    kinds = dict.fromkeys(names, np.uint64) | {
         "codes": np.uint32, "line": np.uint32, "start": np.int32, "stop": np.int32, "flags": np.uint8, "length": np.int64,
         "counts": np.int32, "firsts": np.int32, "slots": np.int32,
     }  # fmt: skip
-    sizes = dict.fromkeys(Space._fields, size) | dict.fromkeys(("keys", "counts", "firsts"), table) | {"slots": 2 * table}
-    made = {name: np.empty(sizes[name], kinds[name]) for name in Space._fields}
+    sizes = dict.fromkeys(names, size) | dict.fromkeys(("keys", "counts", "firsts"), table) | {"slots": 2 * table}
+    made = {name: np.empty(sizes[name], kinds[name]) for name in names}
+    plain = PlainWords(np.empty(size, np.uint64), np.empty(size, np.int32), np.empty(size, np.bool_))
     # An n-gram with its spaces can be longer than the text.
-    return Space(**(made | {"powers": powers(2 * size)}))
+    return Space(**(made | {"powers": powers(2 * size), "plain": plain}))
 
 
 class Measurements(NamedTuple):
@@ -247,11 +250,12 @@ def _measure(
         one.characters, one.mean_line_length = characters, (characters - newlines) / (newlines + 1)
         one.max_line_length, one.alphanumeric_fraction = longest, alphanumeric / max(characters, 1)
         of_line, covered = np.empty(newlines + 1, np.int32), np.empty(newlines + 1, np.int32)
-        ngram_coverage(codes, start, room.folded, room.flags, coverage_n, room.keys, of_line, covered)
+        kept = plain_words(codes, start, room.folded, room.flags, room.plain)
+        ngram_coverage(room.plain, kept, coverage_n, room.keys, room.slots, of_line, covered)
         one.ngram_coverage = covered.sum() / max(plain, 1)
         found, dirty = _count_bins(room, words, about.dirty, bins[bin_offsets[d] :], counts[bin_offsets[d] :])
         one.dirty_words, one.dirty_word_ratio = dirty, dirty / max(plain, 1)
-        one.legal_phrase_ratio, one.notice_ratio = notice_numbers(codes, start, room.folded, room.flags, about.phrases)
+        one.legal_phrase_ratio, one.notice_ratio = notice_numbers(room.plain.folded[:kept], room.plain.line[:kept], about.phrases)
         bin_offsets[d + 1] = bin_offsets[d] + found
         at = line_offsets[d]
         for number in range(newlines + 1):

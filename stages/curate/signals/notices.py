@@ -12,9 +12,8 @@ from puna.kernels.compiled import njit
 from puna.stages.curate.signals.definitions.notices import MIN_LEGAL_PHRASES, MIN_SPOKEN_PHRASES, NOTICE_WORDS, SPEAKERS
 from puna.stages.curate.signals.definitions.views import entries
 from puna.stages.curate.text.hash_table import contains, mix, place, table_of
-from puna.stages.curate.text.words import BASE, IS_SYMBOL, folded_hashes
+from puna.stages.curate.text.words import BASE, folded_hashes
 
-NEWLINE = 0x0A
 LEGAL, SPOKEN, NOTICE = 1, 2, 3
 
 
@@ -47,19 +46,10 @@ def listed_phrases() -> Phrases:
 
 
 @njit(cache=True)
-def notice_numbers(
-    codes: NDArray[np.uint32], start: NDArray[np.int32], folded: NDArray[np.uint64], word_flags: NDArray[np.uint8], listed: Phrases
-) -> tuple[float, float]:
-    """`legal_phrase_ratio` and `notice_ratio` of a text whose words are given: phrases are of non-symbol words, across signs and lines."""
-    words, of_line = np.empty(len(start), np.uint64), np.empty(len(start), np.int32)
-    count, line, at = 0, 0, 0
-    for word in range(len(start)):
-        while at < start[word]:
-            line += codes[at] == NEWLINE
-            at += 1
-        if not word_flags[word] & IS_SYMBOL:
-            words[count], of_line[count] = folded[word], line
-            count += 1
+def notice_numbers(words: NDArray[np.uint64], of_line: NDArray[np.int32], listed: Phrases) -> tuple[float, float]:
+    """`legal_phrase_ratio` and `notice_ratio` of a text whose non-symbol words and their lines are given: phrases run across signs and
+    lines."""
+    count = len(words)
     seen = np.zeros(len(listed.keys), np.bool_)
     different, spoken, legal, legal_to, noticed_to = 0, 0, 0, 0, 0
     noticed = np.zeros(count, np.bool_)
