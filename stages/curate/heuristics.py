@@ -323,6 +323,8 @@ def _diverge(documents: pa.Table, scratch: str, expected: dict[str, tuple[str, N
     both = np.full((2, table.num_rows), np.nan)
     for name, (path, levels) in expected.items():
         rows = np.flatnonzero(names == name)
+        if not len(rows):
+            continue
         corpus = Corpus.of(np.load(path, mmap_mode="r"))
         both[0, rows] = corpus.divergences(rows, offsets, bins, counts)
         words = np.add.reduceat(np.r_[counts, 0].astype(np.int64), offsets[:-1]) * (np.diff(offsets) > 0)

@@ -68,27 +68,31 @@ class Corpus:
         for length in LENGTHS:
             found = []
             for _ in range(DRAWS):
-                counts = _counted(generator.integers(self.words, size=length), ends, firsts, shift)
-                drawn = np.flatnonzero(counts)
+                drawn, counts = _counted(np.sort(generator.integers(self.words, size=length)), ends, firsts, shift)
                 offsets = np.array([0, len(drawn)])
-                found += self.divergences(offsets[:1], offsets, used[drawn].astype(np.uint32), counts[drawn], inside=False).tolist()
+                found += self.divergences(offsets[:1], offsets, used[drawn].astype(np.uint32), counts, inside=False).tolist()
             means.append(sum(found) / DRAWS)
         return np.array(means)
 
 
 @njit(cache=True)
-def _counted(places: NDArray[np.int64], ends: NDArray[np.int64], firsts: NDArray[np.int64], shift: int) -> NDArray[np.uint32]:
-    """How many of some `places` in the corpus lie in each bin, uint32[len(ends)]; bin i ends before the place `ends[i]`.
+def _counted(
+    places: NDArray[np.int64], ends: NDArray[np.int64], firsts: NDArray[np.int64], shift: int
+) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+    """The bins in which some sorted `places` in the corpus lie, and how many lie in each; bin i ends before the place `ends[i]`.
 
     `firsts`: the bin of every 2^shift-th place, from which the next ones are few steps away.
     """
-    counts = np.zeros(len(ends), np.uint32)
+    bins, counts, found = np.empty(len(places), np.int64), np.zeros(len(places), np.uint32), 0
     for place in places:
         at = firsts[place >> shift]
         while ends[at] <= place:
             at += 1
-        counts[at] += np.uint32(1)
-    return counts
+        if found == 0 or bins[found - 1] != at:
+            bins[found] = at
+            found += 1
+        counts[found - 1] += np.uint32(1)
+    return bins[:found], counts[:found]
 
 
 @njit(cache=True)

@@ -126,7 +126,7 @@ def _space(characters: int) -> Space:
         "counts": np.int32, "firsts": np.int32, "slots": np.int32,
     }  # fmt: skip
     sizes = dict.fromkeys(names, size) | dict.fromkeys(("keys", "counts", "firsts"), table) | {"slots": 2 * table}
-    made = {name: np.empty(sizes[name], kinds[name]) for name in names}
+    made: dict[str, Any] = {name: np.empty(sizes[name], kinds[name]) for name in names}
     plain = PlainWords(np.empty(size, np.uint64), np.empty(size, np.int32), np.empty(size, np.bool_))
     # An n-gram with its spaces can be longer than the text.
     return Space(**(made | {"powers": powers(2 * size), "plain": plain}))
@@ -163,12 +163,18 @@ ANY_LIST, NO_LIST = -1, -2
 
 def own_words(lists: list[tuple[str, ...]], of: list[int]) -> OwnWords:
     """The lists of some languages, folded, and each document's list."""
+    return OwnWords(*_salted(tuple(lists)), np.array(of, np.int64))
+
+
+@lru_cache(maxsize=2)
+def _salted(lists: tuple[tuple[str, ...], ...]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """`OwnWords.keys` and `salts`; all parts of a corpus have one."""
     salts = np.array([mix(np.uint64(number)) for number in range(1, len(lists) + 1)], np.uint64)
     try:
         keys = [value ^ salt for words, salt in zip(lists, salts, strict=True) for value in folded_hashes(list(words))]
     except ValueError as error:
         raise PunaError(f"heuristics: the stop words of the table of languages: {error}") from error
-    return OwnWords(table_of(keys), salts, np.array(of, np.int64))
+    return table_of(keys), salts
 
 
 def measure(
