@@ -268,3 +268,20 @@ def peak(typing: Any, a: Any) -> Any:
         return builder.extract_element(found, ir.IntType(32)(0))
 
     return types.float32(vector), code
+
+
+@intrinsic
+def masked_above(typing: Any, address: Any, values: Any, bound: Any, mask: Any) -> Any:
+    """Of the sixteen 32-bit numbers at an address, leave those bits of `mask` alone where the value is above the bound."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        where = builder.inttoptr(args[0], llvm.INTEGERS.as_pointer())
+        bits = builder.load(where, align=4)
+        undefined = ir.Constant(llvm.INTEGERS, ir.Undefined)
+        one = builder.insert_element(undefined, args[3], ir.IntType(32)(0))
+        mask = builder.shuffle_vector(one, undefined, ir.Constant(llvm.INTEGERS, [0] * llvm.LANES))
+        above = builder.fcmp_ordered(">", args[1], llvm.spread(builder, args[2]))
+        builder.store(builder.select(above, builder.and_(bits, mask), bits), where, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, vector, types.float32, types.uint32), code

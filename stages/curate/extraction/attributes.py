@@ -113,8 +113,13 @@ def _unseen(html: NDArray[np.uint8], start: int, stop: int, tag: int) -> bool:
     """Whether a class names what is no text: marks of permanent links, edit links, the drawn twin of a formula."""
     if tag == T_A and (has(html, start, stop, b"headerlink") or (stop - start == 6 and has(html, start, stop, b"anchor"))):
         return True
-    twin = has(html, start, stop, b"katex-html") or has(html, start, stop, b"mathjax_preview")
-    return bool(twin or has(html, start, stop, b"mw-editsection"))
+    for at in range(start, stop):
+        c = html[at] | 32
+        if c == 107 and has(html, at, min(stop, at + 10), b"katex-html"):
+            return True
+        if c == 109 and (has(html, at, min(stop, at + 15), b"mathjax_preview") or has(html, at, min(stop, at + 14), b"mw-editsection")):
+            return True
+    return False
 
 
 @njit(cache=True, borrows=True)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
-from puna.stages.curate.extraction.search import tag_name
+from puna.stages.curate.extraction.search import find, tag_name
 from puna.stages.curate.extraction.tags import flags
 
 # The parser closes these by itself, or they hold nothing: an open one does not nest for ever.
@@ -49,7 +49,7 @@ def burden(html: bytes) -> Burden:
     return Burden(*_burden(np.frombuffer(html, np.uint8)))
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _attributes(html: NDArray[np.uint8], at: int) -> tuple[int, int]:
     """How many attributes follow in the tag, and where it ends."""
     count, size = 0, len(html)
@@ -68,18 +68,14 @@ def _attributes(html: NDArray[np.uint8], at: int) -> tuple[int, int]:
             while at < size and html[at] <= 32:
                 at += 1
             if at < size and (html[at] == 34 or html[at] == 39):
-                quote = html[at]
-                at += 1
-                while at < size and html[at] != quote:
-                    at += 1
-                at += 1
+                at = find(html, at + 1, html[at]) + 1
             else:
                 while at < size and html[at] > 32 and html[at] != 62:
                     at += 1
     return count, min(at + 1, size)
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _after_comment(html: NDArray[np.uint8], at: int) -> int:
     """Where a comment, a doctype or a stray `<` at `at` ends; what ends it first, when in doubt."""
     size = len(html)
@@ -93,19 +89,18 @@ def _after_comment(html: NDArray[np.uint8], at: int) -> int:
             at += 1
         return size
     if at + 1 < size and (html[at + 1] == 33 or html[at + 1] == 63 or html[at + 1] == 47):
-        while at < size and html[at] != 62:
-            at += 1
+        at = find(html, at, 62)
     return min(at + 1, size)
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _burden(html: NDArray[np.uint8]) -> tuple[int, int, int, int, int]:
     size = len(html)
     tags = depth = deepest = formatting = most = widest = squares = copies = foreign = options = at = 0
-    while at < size:
-        if html[at] != 60:
-            at += 1
-            continue
+    while True:
+        at = find(html, at, 60)
+        if at >= size:
+            break
         closing = at + 1 < size and html[at + 1] == 47
         first = at + 1 + closing
         if first >= size or not 97 <= (html[first] | 32) <= 122:
@@ -131,8 +126,7 @@ def _burden(html: NDArray[np.uint8]) -> tuple[int, int, int, int, int]:
             depth = max(0, depth - 1) if closing else depth + 1
             deepest = max(deepest, depth)
         if OPAQUE[tag] and not closing and foreign == 0:
-            while at < size:
-                if html[at] == 60 and at + 1 < size and html[at + 1] == 47 and tag_name(html, at + 2)[0] == tag:
-                    break
-                at += 1
+            at = find(html, at, 60)
+            while at < size and not (at + 1 < size and html[at + 1] == 47 and tag_name(html, at + 2)[0] == tag):
+                at = find(html, at + 1, 60)
     return tags, max(deepest, most), max(widest, int(squares**0.5)), copies, options

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from puna.kernels.bytes import LANES, equal, lowest
 from puna.kernels.compiled import njit
 from puna.stages.curate.extraction.layout import OFFSET, PRIME
 from puna.stages.curate.extraction.tags import TAG_KEYS, TAG_VALUES
@@ -14,6 +15,12 @@ from puna.stages.curate.extraction.tags import TAG_KEYS, TAG_VALUES
 def find(html: NDArray[np.uint8], at: int, byte: int, stop: int = -1) -> int:
     """Index of the first `byte` from `at` on, or `stop`, or the end."""
     stop = len(html) if stop < 0 else stop
+    address = html.ctypes.data
+    while at + LANES <= stop:
+        there = equal(address + at, byte)
+        if there:
+            return at + lowest(there)  # type: ignore[no-any-return]
+        at += LANES
     while at < stop and html[at] != byte:
         at += 1
     return at

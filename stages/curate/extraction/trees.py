@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from puna.kernels.bytes import lowest
 from puna.kernels.compiled import njit
+from puna.kernels.vectors import load, masked_above, peak
 
-LANES = 32  # rows side by side
+LANES = 32  # rows side by side, two vectors
 MAX_LEAVES = 32  # of a tree, a bit each
 EVERY = np.uint32(0xFFFFFFFF)
-# The top five bits of this times 2**k are another number for each k < 32 (de Bruijn): where the lowest bit's leaf is kept.
-LOWEST = np.uint32(0x077CB531)
 
 
 class Trees(NamedTuple):
@@ -34,7 +34,7 @@ class Splits(NamedTuple):
     """The same trees, their nodes sorted by feature and threshold; `starts` [features + 1]: where each feature's begin.
 
     `stays`: of the tree's leaves, from the left, a bit each, those that a row above the threshold may still reach. `leaf` [trees, 32]:
-    values in the order of `LOWEST`.
+    their values.
     """
 
     starts: NDArray[np.int64]
@@ -54,7 +54,7 @@ def splits(trees: Trees) -> Splits:
         if node < 0:
             if first == MAX_LEAVES:
                 raise ValueError(f"tree {number} has more than {MAX_LEAVES} leaves; train it with fewer (num_leaves)")
-            leaf[number, (int(LOWEST) << first & int(EVERY)) >> 27] = trees.leaf[~node]
+            leaf[number, first] = trees.leaf[~node]
             return first + 1
         middle = leaves(int(trees.left[node]), number, first)
         tree[node], stays[node] = number, int(EVERY) & ~((1 << middle) - (1 << first))
@@ -75,27 +75,27 @@ def logits(trees: Splits, rows: NDArray[np.float32]) -> NDArray[np.float32]:
     reach, the leftmost of which is left (QuickScorer, Lucchese et al. 2015). Rows side by side share instructions without a jump.
     """
     starts, threshold, tree, stays, leaf = trees
-    count = len(rows)
+    count, features = len(rows), len(starts) - 1
     out = np.zeros(count, np.float32)
-    reach, values = np.empty((len(leaf), LANES), np.uint32), np.empty(LANES, np.float32)
+    reach, values = np.empty((len(leaf), LANES), np.uint32), np.empty((features, LANES), np.float32)
     for first in range(0, count, LANES):
-        lanes = min(LANES, (count - first + 7) // 8 * 8)  # a constant number would be unrolled, and then not be vectorised
-        reach[:] = EVERY
-        for f in range(len(starts) - 1):
-            if starts[f] == starts[f + 1]:
-                continue
-            highest = np.float32(-np.inf)
-            for k in range(lanes):
-                values[k] = rows[min(first + k, count - 1), f]
-                highest = max(highest, values[k])
+        lanes = min(LANES, count - first)
+        for k in range(LANES):
+            for f in range(features):
+                values[f, k] = rows[first + k, f] if k < lanes else np.float32(-np.inf)
+        reach.fill(EVERY)
+        for f in range(features):
+            place = values[f].ctypes.data
+            low, high = load(place), load(place + 2 * LANES)
+            highest = max(peak(low), peak(high))
             for node in range(starts[f], starts[f + 1]):
-                above, left, t = threshold[node], stays[node], tree[node]
-                if not highest > above:
+                if not highest > threshold[node]:
                     break
-                for k in range(lanes):
-                    reach[t, k] &= left | (np.uint32(values[k] > above) - np.uint32(1))
+                at = reach.ctypes.data + 4 * LANES * tree[node]
+                masked_above(at, low, threshold[node], stays[node])
+                if lanes > LANES // 2:
+                    masked_above(at + 2 * LANES, high, threshold[node], stays[node])
         for t in range(len(leaf)):
-            for k in range(min(lanes, count - first)):
-                lowest = reach[t, k] & (~reach[t, k] + np.uint32(1))
-                out[first + k] += leaf[t, np.uint32(lowest * LOWEST) >> np.uint32(27)]
+            for k in range(lanes):
+                out[first + k] += leaf[t, lowest(np.int64(reach[t, k]))]
     return out

@@ -12,6 +12,8 @@ from puna.stages.curate.extraction.search import find, has
 
 MAX_INDENT = 200  # spaces before the first character of a line of code
 FIRST_MARK = 0xD8  # the lowest first byte of a mark that is a letter to `_in_word`
+# What a byte of ASCII adds to a word's hash: a letter in lower case, 48 for any digit; 0 is in no word.
+LETTERS = np.array([(c | 32 if chr(c).isalpha() else 48 * chr(c).isdigit()) if c < 128 else 0 for c in range(256)], np.uint8)
 
 
 @njit(cache=True, borrows=True)
@@ -118,10 +120,19 @@ def write(page: Scan, start: int, stop: int) -> None:
         text[out] = c
         out, space, last = out + 1, 0, int(c) if c < 128 or c >= 192 else last
         chars += int(c < 128 or c >= 192)
-        if kind:
+        if 0 < kind < 128:
             word, in_word = (word ^ np.uint64(kind)) * L.PRIME, True
-            upper += int(65 <= c <= 90)
+            upper += int(c <= 90 and c >= 65)
             digits += kind == 48
+            while at < stop and LETTERS[html[at]]:  # the rest of the word, which most bytes are
+                last = int(html[at])
+                kind = int(LETTERS[last])
+                text[out], word = last, (word ^ np.uint64(kind)) * L.PRIME
+                upper += int(last <= 90 and last >= 65)
+                digits += kind == 48
+                out, at, chars = out + 1, at + 1, chars + 1
+        elif kind:
+            word, in_word = (word ^ np.uint64(kind)) * L.PRIME, True
             if c >= FIRST_MARK:
                 mark = _mark(html, at, c)
                 commas, stops, last = commas + (mark == 44), stops + (mark > 0 and mark != 44), mark if mark else last
@@ -173,12 +184,8 @@ def _is_unspaced(first: int, second: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _in_word(c: int) -> int:
-    """What a byte adds to a word's hash: itself, a letter in lower case, 48 for any digit; 0 is in no word."""
-    if 97 <= c <= 122 or c >= 128:
-        return c
-    if 65 <= c <= 90:
-        return c | 32
-    return 48 if 48 <= c <= 57 else 0
+    """What a byte adds to a word's hash, see `LETTERS`; one beyond ASCII adds itself."""
+    return c if c >= 128 else int(LETTERS[c])
 
 
 @njit(cache=True, borrows=True)
