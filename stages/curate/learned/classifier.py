@@ -240,11 +240,7 @@ def _prepare(
             "fold": folds(ids, config.seed, config.folds),
             "draw": uniform(ids, config.seed, "training"),
         }
-        temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        examples = pa.table(made | {"line": lines} | columns)
-        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, examples.schema) as writer:
-            writer.write_table(examples)
-        os.replace(temporary, file)
+        _keep(pa.table(made | {"line": lines} | columns), file)
     found = _read(str(file))
     names = [name for name in found.column_names if name not in ("id", "fold", "draw", "line")]
     counts: Counter[tuple[str, str, int]] = Counter()
@@ -275,8 +271,16 @@ def _train(
     return told, *np.unique(np.concatenate(places), return_counts=True)
 
 
+def _keep(examples: pa.Table, file: Path) -> None:
+    """Write examples so that they are there whole or not at all; as they are in memory, since every fold reads some columns of them."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, examples.schema) as writer:
+        writer.write_table(examples)
+    os.replace(temporary, file)
+
+
 def _read(file: str) -> pa.Table:
-    with pa.memory_map(file) as source:  # every fold reads them, and of no column more than it asks for
+    with pa.memory_map(file) as source:
         return pa.ipc.open_file(source).read_all()
 
 
