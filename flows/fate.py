@@ -53,11 +53,15 @@ def fate(store: Store, document: str) -> list[dict[str, Any]]:
 
 
 def _refused(connection: Any, document: str, order: dict[str, tuple[int, Artifact]]) -> list[dict[str, Any]]:
-    """What became of records that never were pages: they are known by their id, or by the address among the words about them."""
+    """What became of records that never were pages: they are known by their id, or by the address among the words about them.
+
+    Another of these words is no address: all that was dropped with `is` among its words was not asked for.
+    """
+    address = document if "/" in document or ":" in document else None
     found = connection.execute(
         "select artifact, rule, value, threshold, detail from dropped "
         "where starts_with(id, ?) or list_contains(string_split(replace(detail, ': ', ' '), ' '), ?)",
-        [document] * 2,
+        [document, address],
     ).fetchall()
     rows = []
     for key, *told in sorted(found, key=lambda row: order[row[0]][0]):

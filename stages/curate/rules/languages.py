@@ -73,6 +73,9 @@ def read_rows(file: str | Path) -> tuple[LanguageRow, ...]:
                     continue
                 if wrong := [] if names else [name for name in cells if name not in known]:
                     raise PunaError(f"{file}: there is no column {wrong[0]!r}; the columns are {', '.join(known)}")
+                if not names and len(set(cells)) < len(cells):
+                    twice = next(name for name in cells if cells.count(name) > 1)
+                    raise PunaError(f"{file}: the column {twice!r} is there twice, line {number}: leave one")
                 if names and len(cells) > len(names):
                     raise PunaError(f"{file}: line {number} has {len(cells)} cells, the line of names has {len(names)}")
                 if names:
