@@ -21,7 +21,7 @@ NAMES = ("comment", "comments", "commentlist", "comentarios", "kommentare", "com
 CLASS, ID = 0, 1  # as `attributes` tells their words apart
 
 
-def _hashed(name: str, kind: int) -> int:
+def hashed(name: str, kind: int) -> int:
     """The hash that `attributes` gives a word of a class or an id."""
     value = int(L.OFFSET) ^ kind
     for byte in name.encode():
@@ -29,7 +29,7 @@ def _hashed(name: str, kind: int) -> int:
     return value
 
 
-SAYS_COMMENTS = np.array([_hashed(name, kind) for name in NAMES for kind in (CLASS, ID)], np.uint64)
+SAYS_COMMENTS = np.array([hashed(name, kind) for name in NAMES for kind in (CLASS, ID)], np.uint64)
 
 
 @njit(cache=True)

@@ -29,6 +29,7 @@ from puna.stages.curate.extraction.tags import NUMBER
 from puna.stages.curate.extraction.teasers import without_teasers
 from puna.stages.curate.extraction.trees import Splits, Trees, logits, splits
 from puna.stages.curate.extraction.units import without_units
+from puna.stages.curate.extraction.unseen import without_unseen
 from puna.stages.curate.extraction.whole import made_whole, with_headline
 
 WEIGHTS = Path(__file__).parent / "extractor.safetensors"
@@ -188,7 +189,7 @@ def kept(pages: Pages, p: NDArray[np.float32], types: NDArray[np.float32], headl
         if z > a:
             page = page_of(pages, number)
             own = below_the_article(page, chosen(page, p[a:z]), p[a:z], types[number])
-            keep[a:z] = with_headline(page, own) if headline else own
+            keep[a:z] = without_unseen(page, with_headline(page, own) if headline else own)
     return keep
 
 
