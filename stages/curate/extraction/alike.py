@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from puna.kernels.compiled import njit
 from puna.stages.curate.extraction import layout as L
 from puna.stages.curate.extraction.features import text_keys
-from puna.stages.curate.extraction.groups import group_sums
+from puna.stages.curate.extraction.groups import group_sums, numbered
 from puna.stages.curate.extraction.layout import Scan
 
 PULL = np.float32(0.35)  # of the way to the mean of the blocks with the same path
@@ -43,14 +43,12 @@ def once(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """
     keys = text_keys(page)
     out = keep.copy()
-    order = np.argsort(keys, kind="mergesort")
-    first = -1  # kept block of these words
-    for k in range(len(order)):
-        b = order[k]
-        if k == 0 or keys[b] != keys[order[k - 1]]:
-            first = -1
-        if keep[b] and first < 0:
-            first = b
+    numbers, count = numbered(keys)
+    first = np.full(count, -1, np.int64)  # kept block of these words
+    for b in range(len(keys)):
+        if keep[b] and first[numbers[b]] < 0:
+            first[numbers[b]] = b
         elif keep[b] and page.blocks[b, L.WORDS] >= COPIED_WORDS and page.blocks[b, L.PRE] == 0:
-            out[b] = page.signs[page.blocks[b, L.ELEMENT], 1] == page.signs[page.blocks[first, L.ELEMENT], 1]
+            before = page.blocks[first[numbers[b]], L.ELEMENT]
+            out[b] = page.signs[page.blocks[b, L.ELEMENT], 1] == page.signs[before, 1]
     return out

@@ -18,7 +18,6 @@ from puna.stages.curate.extraction.layout import PRIME, Scan
 
 ABOVE = 5  # elements around a block whose like are counted
 LONG = 20  # unlinked words of a paragraph
-PROBES = 32  # places looked at for an element's like before all are sorted
 SLOTS = 1 << 14  # words of the article are counted by so many hashes
 CAPTION = L.BIT["figcaption"]
 
@@ -102,7 +101,7 @@ def _measures(page: Scan) -> Measures:
         if paragraph[b]:
             after = b
     share = ratio(prose[main], sums[n, 0])
-    return Measures(sums, paragraph, around, _alike(kin(page)), np.empty(len(elements), np.int64), said, main, first, last, share)
+    return Measures(sums, paragraph, around, groups(kin(page))[0], np.empty(len(elements), np.int64), said, main, first, last, share)
 
 
 @njit(cache=True)
@@ -112,30 +111,6 @@ def kin(page: Scan) -> NDArray[np.uint64]:
     for e in range(len(keys)):
         keys[e] = (np.uint64(page.elements[e, L.PARENT] + 1) * PRIME) ^ page.signs[e, 0]
     return keys
-
-
-@njit(cache=True)
-def _alike(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """How many entries have the key of each: `groups` without sorting, unless too many keys fall on one place."""
-    size = 2
-    while size < 2 * len(keys):
-        size *= 2
-    counts: NDArray[np.int64]
-    places, first, count = np.full(size, -1, np.int64), np.empty(len(keys), np.int64), np.zeros(len(keys), np.int64)
-    for k in range(len(keys)):
-        at = np.int64((keys[k] ^ (keys[k] >> np.uint64(32))) & np.uint64(size - 1))
-        probes = 0
-        while places[at] >= 0 and keys[places[at]] != keys[k]:
-            at, probes = (at + 1) & (size - 1), probes + 1
-            if probes == PROBES:
-                counts, _ = groups(keys)
-                return counts
-        if places[at] < 0:
-            places[at] = k
-        first[k] = places[at]
-        count[first[k]] += 1
-    counts = count[first]
-    return counts
 
 
 @njit(cache=True, borrows=True)

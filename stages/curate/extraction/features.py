@@ -180,6 +180,7 @@ class Totals(NamedTuple):
     copies: NDArray[np.int64]  # [blocks] blocks of the same words
     before: NDArray[np.int64]  # [blocks] blocks of the same words before it
     title: NDArray[np.uint64]  # sorted hashes of the title's words
+    title_bits: np.uint64  # for each of them a bit: that of the hash's last six bits
     inside: NDArray[np.bool_]  # [elements] the focus and its ancestors
     page: NDArray[np.float32]  # [12] features of the page
 
@@ -247,7 +248,10 @@ def _totals(page: Scan, text: NDArray[np.float32]) -> tuple[Totals, int]:
         e = elements[e, L.PARENT]
     copies, before = groups(text_keys(page))
     group, sign = group_sums(paths, values), group_sums(signs, values)
-    return Totals(sums, group, sign, paths, groups(paths)[1], copies, before, _title_words(page), inside, about), held
+    title, bits = _title_words(page), np.uint64(0)
+    for word in title:
+        bits |= np.uint64(1) << (word & np.uint64(63))
+    return Totals(sums, group, sign, paths, groups(paths)[1], copies, before, title, bits, inside, about), held
 
 
 @njit(cache=True, borrows=True)
@@ -302,8 +306,9 @@ def _position(page: Scan, b: int, h1: int, head: int, totals: Totals, text: NDAr
     start = blocks[b - 1, L.HASHES] if b else 0
     hits = 0
     for t in range(start, blocks[b, L.HASHES]):
-        at = np.searchsorted(totals.title, page.hashes[t])
-        hits += at < len(totals.title) and totals.title[at] == page.hashes[t]
+        if totals.title_bits >> (page.hashes[t] & np.uint64(63)) & np.uint64(1):  # few words get beyond this
+            at = np.searchsorted(totals.title, page.hashes[t])
+            hits += at < len(totals.title) and totals.title[at] == page.hashes[t]
     row[k + 10], row[k + 11] = ratio(hits, blocks[b, L.HASHES] - start), ratio(hits, len(totals.title))
     return k + 12
 

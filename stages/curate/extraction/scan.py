@@ -55,11 +55,12 @@ def read_pages(htmls: list[bytes], max_depth: int = NO_BOUND, max_blocks: int = 
 def _read(html: NDArray[np.uint8], ends: NDArray[np.int64], max_depth: int, max_blocks: int) -> tuple[Pages, NDArray[np.int64]]:
     n = len(ends) - 1
     tags, words = np.full(n, 2, np.int64), np.empty(n, np.int64)  # of each page, at most
+    every = tokens = 0
     for p in range(n):
         for at in range(ends[p], ends[p + 1]):
             tags[p] += html[at] == 60
         words[p] = min((ends[p + 1] - ends[p]) // 2, L.MAX_TOKENS * tags[p]) + 64
-    every = tags.sum()
+        every, tokens = every + tags[p], tokens + words[p]
     pages = Pages(
         html,
         np.zeros((n, L.STATES), np.int64),
@@ -67,7 +68,7 @@ def _read(html: NDArray[np.uint8], ends: NDArray[np.int64], max_depth: int, max_
         np.empty(n * L.MAX_TITLE, np.uint8),
         np.empty((every, L.COLUMNS), np.int64),
         np.empty((every, 2), np.uint64),
-        np.empty(words.sum(), np.uint64),
+        np.empty(tokens, np.uint64),
         np.empty((every + n, L.HASHES + 1), np.int64),
         np.empty(len(html) // 2 + 64 * n, np.uint64),
         np.empty(n * L.MAX_HEAD_WORDS, np.uint64),

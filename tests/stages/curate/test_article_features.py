@@ -10,7 +10,8 @@ from resiliparse.parse.html import HTMLTree
 
 from puna.stages.curate.extraction import layout as L
 from puna.stages.curate.extraction import model
-from puna.stages.curate.extraction.article import ABOVE, LONG, PROBES, _alike, article_features, names
+from puna.stages.curate.extraction.article import ABOVE, LONG, article_features, names
+from puna.stages.curate.extraction.groups import PROBES, groups
 from puna.stages.curate.extraction.layout import alone
 from puna.stages.curate.extraction.model import PAGE_TYPES, article_chance, chances
 from puna.stages.curate.extraction.scan import read_page
@@ -91,8 +92,8 @@ def test_features_are_what_a_walk_over_the_page_finds(seed):
 @pytest.mark.parametrize("step", [1, 7, 1 << 20, 1 << 40])  # the last two: keys of one place, more than are looked at
 def test_keys_are_counted_however_they_fall(step):
     keys = np.random.default_rng(step).integers(0, 3 * PROBES, 400).astype(np.uint64) * np.uint64(step)
-    assert _alike(keys).tolist() == [Counter(keys.tolist())[key] for key in keys.tolist()]
-    assert _alike(keys[:0]).tolist() == []
+    assert groups(keys)[0].tolist() == [Counter(keys.tolist())[key] for key in keys.tolist()]
+    assert groups(keys[:0])[0].tolist() == []
 
 
 def test_a_word_of_another_article_is_not_said():
