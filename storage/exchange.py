@@ -25,7 +25,9 @@ from puna.storage.shards import bounds, shard_of
 from puna.storage.staging import Damaged, Staging
 
 MAP_BYTES = 96 << 20
-"""Raw bytes that a job holds before it writes them: its runs are this size, parted by the number of partitions."""
+"""Raw bytes of a job's file, about: its runs are this size, parted by the number of partitions."""
+PIECE_BYTES = 2 << 20
+"""Raw bytes of rows that are packed together, for each partition: what a job holds is packed as soon as it has so many."""
 PARTITION_BYTES = 48 << 20
 MOST_PARTITIONS = 4096
 READS = 3
@@ -138,19 +140,18 @@ class Scattered:
 
 def scatter(how: Scatter, made: pa.Table | Iterable[pa.Table], info: Callable[[], Any]) -> Scattered:
     """Write the rows that a job makes, in a worker; `info` is asked at the end."""
-    held: list[pa.Table] = []
     files: list[tuple[str, Offsets]] = []
-    size, rows = 0, 0
-    schema: pa.Schema | None = None
+    rows, schema = 0, None
+    runs = _Runs(how)
     for table in [made] if isinstance(made, pa.Table) else made:
         schema = table.schema if schema is None else schema
-        held.append(table)
-        size, rows = size + table.nbytes, rows + table.num_rows
-        if size >= MAP_BYTES:
-            files.append(_write(how, held, len(files)))
-            held, size = [], 0
-    if schema is not None and any(t.num_rows for t in held):
-        files.append(_write(how, held, len(files)))
+        rows += table.num_rows
+        runs.add(table)
+        if runs.bytes >= MAP_BYTES:
+            files.append(runs.write(len(files)))
+            runs = _Runs(how)
+    if runs.rows:
+        files.append(runs.write(len(files)))
     text = "" if schema is None else schema.serialize().to_pybytes().hex()
     found = Scattered(text, files, rows, info())
     noted = [[name, ends.tolist()] for name, ends in files]
@@ -158,29 +159,56 @@ def scatter(how: Scatter, made: pa.Table | Iterable[pa.Table], info: Callable[[]
     return found
 
 
-def _write(how: Scatter, held: list[pa.Table], number: int) -> tuple[str, Offsets]:
-    """One file of runs; gives their ends too."""
-    table = pa.concat_tables(held).combine_chunks()
-    place = _places(table[how.by], how.partitions).astype(np.uint16 if how.partitions <= 1 << 16 else np.int64)  # short ones sort faster
-    if how.partitions > 1:
-        table = table.take(pa.array(np.argsort(place, kind="stable")))
-    ends = np.cumsum(np.bincount(place, minlength=how.partitions)).tolist()
-    name = f"{how.staging.folder}/{how.job}-{number:03d}-{uuid.uuid4().hex[:8]}.runs"
-    found, before = [], 0
-    with how.staging.file() as path:
-        with path.open("wb") as file:
-            for end in ends:
-                if end > before:
-                    buffer = pa.BufferOutputStream()
-                    with ipc.new_stream(buffer, table.schema, options=LZ4) as stream:
-                        stream.write_table(table.slice(before, end - before))
-                    data = buffer.getvalue()
-                    file.write(zlib.crc32(data).to_bytes(4, "little"))
-                    file.write(data)
-                found.append(file.tell())
-                before = end
-        how.staging.files.put(name, path)
-    return name, np.array(found, np.int64)
+class _Runs:
+    """The rows of one file by partition, packed piece by piece."""
+
+    def __init__(self, how: Scatter) -> None:
+        self._how = how
+        self._held: list[pa.Table] = []
+        self._left = 0
+        self._packed: dict[int, tuple[pa.BufferOutputStream, Any]] = {}
+        self.bytes = self.rows = 0
+
+    def add(self, table: pa.Table) -> None:
+        """Take rows that follow those before."""
+        self._held.append(table)
+        self.rows, self.bytes, self._left = self.rows + table.num_rows, self.bytes + table.nbytes, self._left + table.nbytes
+        if self._left >= PIECE_BYTES * self._how.partitions:
+            self._pack()
+
+    def _pack(self) -> None:
+        table, self._held, self._left = pa.concat_tables(self._held).combine_chunks(), [], 0
+        count = self._how.partitions
+        place = _places(table[self._how.by], count).astype(np.uint16 if count <= 1 << 16 else np.int64)  # short ones sort faster
+        if count > 1:
+            table = table.take(pa.array(np.argsort(place, kind="stable")))
+        sizes = np.bincount(place, minlength=count)
+        for number, end in zip(np.flatnonzero(sizes).tolist(), np.cumsum(sizes)[sizes > 0].tolist(), strict=True):
+            if number not in self._packed:
+                buffer = pa.BufferOutputStream()
+                self._packed[number] = buffer, ipc.new_stream(buffer, table.schema, options=LZ4)
+            size = int(sizes[number])
+            self._packed[number][1].write_table(table.slice(end - size, size))
+
+    def write(self, number: int) -> tuple[str, Offsets]:
+        """Write the file, of the job's the `number`-th; gives its name and the ends of its runs."""
+        if self._held:
+            self._pack()
+        staging = self._how.staging
+        name = f"{staging.folder}/{self._how.job}-{number:03d}-{uuid.uuid4().hex[:8]}.runs"
+        found = []
+        with staging.file() as path:
+            with path.open("wb") as file:
+                for one in range(self._how.partitions):
+                    if one in self._packed:
+                        buffer, stream = self._packed.pop(one)
+                        stream.close()
+                        data = buffer.getvalue()
+                        file.write(zlib.crc32(data).to_bytes(4, "little"))
+                        file.write(data)
+                    found.append(file.tell())
+            staging.files.put(name, path)
+        return name, np.array(found, np.int64)
 
 
 def _right(run: bytes) -> bool:

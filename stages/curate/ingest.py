@@ -30,7 +30,8 @@ from puna.storage.exchange import partitions
 from puna.storage.schemas import table_schema
 from puna.storage.shards import count
 
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 8 << 20
+"""Bodies that are held as objects: what is freed of them is taken for the next ones."""
 BATCH_BYTES = 8 << 20
 """Files are read together up to this size."""
 PACKED = 4
@@ -143,7 +144,9 @@ def _sorted(rows: pa.Table) -> tuple[dict[str, pa.Table], dict[str, Any]]:
     ids = rows["id"].to_pylist()
     first = np.array([at == 0 or ids[at] != ids[at - 1] for at in range(len(ids))], bool)
     is_page = np.asarray(pc.is_valid(rows["body"]), bool)
-    pages = rows.select(table_schema("pages").schema.names).filter(pa.array(first & is_page))
+    pages = rows.select(table_schema("pages").schema.names)
+    if not (first & is_page).all():
+        pages = pages.filter(pa.array(first & is_page))
     schema = table_schema("dropped").schema
     again, number = [], 0
     for at in np.flatnonzero(~first).tolist():
@@ -281,26 +284,27 @@ def _begins(head: bytes, magic: bytes) -> bool:
 def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
     """The records of some files as tables, and last how many they are and how large the pages' bodies."""
     accepted: dict[str, bool] = {}
-    held: list[dict[str, Any]] = []
+    held: list[tuple[Page | Rejected, str]] = []
     size, rows, total = 0, 0, 0
     for job in jobs:
         for record in _records(job, config):
             found = _judged(record, config, accepted)
-            held.append(_row(found, job.source))
+            held.append((found, job.source))
             bytes_ = len(found.body) if isinstance(found, Page) else 0
             size, rows, total = size + bytes_ + 500, rows + 1, total + bytes_
             if size >= CHUNK_BYTES:
-                yield pa.Table.from_pylist(held, schema=RECORD)
+                yield _table(held)
                 held, size = [], 0
-    yield pa.Table.from_pylist(held, schema=RECORD)
+    yield _table(held)
     yield {"rows": rows, "bytes": total}
 
 
-def _row(record: Page | Rejected, source: str) -> dict[str, Any]:
-    """A record as a row: a page has a body, another one the rule that drops it."""
-    if isinstance(record, Page):
-        return {**record._asdict(), "id": page_id(source, record), "source": source}
-    return {**record._asdict(), "id": rejected_id(source, record)}
+def _table(held: list[tuple[Page | Rejected, str]]) -> pa.Table:
+    """Records, each with its source, as rows: a page has a body, another one the rule that drops it."""
+    columns = {name: [getattr(record, name, None) for record, _ in held] for name in RECORD.names}
+    columns["id"] = [page_id(source, one) if isinstance(one, Page) else rejected_id(source, one) for one, source in held]
+    columns["source"] = [source if isinstance(one, Page) else None for one, source in held]
+    return pa.table(columns, schema=RECORD)
 
 
 def _records(job: Job, config: IngestConfig) -> Iterator[Page | Rejected]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
@@ -15,9 +16,11 @@ from puna.stages.curate.reading.pages import Page, Rejected
 from puna.stages.curate.reading.warc_frames import MAX_HEADER_BYTES, frames
 from puna.stages.reading.dates import microseconds
 
+NANOSECONDS = re.compile(r"(\.\d{6})\d+")
 STATUS = re.compile(r"(?:HTTP/\d(?:\.\d)?|ICY) +(\d{3})(?!\d)", re.IGNORECASE)
 HEADER_END = re.compile(rb"\r?\n\r?\n")
 HEADER_LINE = re.compile(r"\r?\n(?![ \t])")  # a line that begins with a blank goes on with the one before
+WEB = ("http://", "https://")
 SCHEMES = ("http", "https", "ftp", "file", "")
 SCRIPTS = re.compile(r"text/x-(?:(?:java|ecma|live|j)script|component|cross-domain-policy)")
 
@@ -56,7 +59,7 @@ def _page(record: Any, where: str, said: str, limit: int) -> Page | Rejected:
     header = (record.headers.get("Content-Type") or "").strip()
     if kind == "response" and header.lower().startswith("application/http"):
         return _response(record.reader.read(), where, said, url, fetched, limit)
-    if kind == "response" and not url.startswith(("http://", "https://")):
+    if kind == "response" and not url.startswith(WEB):
         return Rejected("not_a_response", where, f"{said}: not an HTTP response")
     media, charset = media_type(header)
     if kind == "conversion":
@@ -66,6 +69,8 @@ def _page(record: Any, where: str, said: str, limit: int) -> Page | Rejected:
 
 def _no_page(url: str) -> str | None:
     """Why what stands at an address is no page whatever it holds: a crawler's own records, and what is told to crawlers."""
+    if url.startswith(WEB) and "/robots.txt" not in url and url.isprintable():
+        return None  # most are; `urlsplit` would leave out what cannot be printed
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -100,6 +105,7 @@ def _response(block: bytes, where: str, said: str, url: str, fetched: int, limit
     return _of_media(Page(url, fetched, media, charset, body, where), said)
 
 
+@lru_cache(maxsize=128)
 def media_type(header: str) -> tuple[str, str | None]:
     """A Content-Type header as lower-case media type and character set."""
     media, _, parameters = header.partition(";")
@@ -115,7 +121,7 @@ def _date(text: str | None) -> int | None:
     """WARC-Date (W3C profile of ISO 8601, up to nanoseconds) in microseconds since 1970, or None."""
     if not text:
         return None
-    text = re.sub(r"(\.\d{6})\d+", r"\1", text.strip())
+    text = NANOSECONDS.sub(r"\1", text.strip())
     try:
         return microseconds(datetime.fromisoformat(text))
     except ValueError:
