@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.storage import Artifact, Identity, PunaError, Store, catalog, digest, maintenance, schemas, shards
+from puna.storage import Artifact, Identity, PunaError, Store, catalog, digest, exchange, maintenance, schemas, shards
 from puna.storage.exchange import Exchange, Partition, Scatter, gathered, scatter
 from puna.storage.files import LocalFiles
 from puna.storage.parts import Follower, span
@@ -234,7 +234,13 @@ def test_ids_that_are_missing_or_too_many(tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("by", ["hash", "id", "place"])
 @pytest.mark.parametrize("seed", range(3))
-def test_an_exchange_gives_each_row_once_to_the_partition_of_its_key(tmp_path: Path, by: str, seed: int) -> None:
+@pytest.mark.parametrize(("piece", "file"), [(exchange.PIECE_BYTES, exchange.MAP_BYTES), (1, exchange.MAP_BYTES), (1, 1000), (1 << 20, 1)])
+def test_an_exchange_gives_each_row_once_to_the_partition_of_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, seed: int, piece: int, file: int
+) -> None:
+    """In the order of jobs, however many rows are packed together or lie in one file."""
+    monkeypatch.setattr(exchange, "PIECE_BYTES", piece)
+    monkeypatch.setattr(exchange, "MAP_BYTES", file)
     generator = np.random.default_rng(seed)
     staging = Staging(Store.open(tmp_path).files, "work/x/parts")
     count, tables, found = 8, [], []
@@ -243,16 +249,16 @@ def test_an_exchange_gives_each_row_once_to_the_partition_of_its_key(tmp_path: P
         ids = [hashlib.md5(generator.bytes(8)).hexdigest() for _ in range(n)]
         columns = {"id": pa.array(ids, pa.string()), "hash": generator.integers(0, 1 << 64, n, np.uint64), "place": generator.integers(0, count, n).astype(np.int32)}
         tables.append(pa.table(columns))
-        pieces = [tables[-1].slice(0, n // 2), tables[-1].slice(n // 2)]
+        pieces = [tables[-1].slice(at, 7) for at in range(0, n + 1, 7)]
         found.append(scatter(Scatter(staging, f"job{job}", by, count), iter(pieces), lambda: None))
-    exchange = gathered(staging.files, found, count, "id")
+    made = gathered(staging.files, found, count, "id")
     whole = pa.concat_tables(tables)
-    assert exchange.rows == whole.num_rows and len(exchange.parts) == count
+    assert made.rows == whole.num_rows and len(made.parts) == count
     expected = {"hash": lambda r: r["hash"] >> 61, "id": lambda r: int(r["id"][0], 16) >> 1, "place": lambda r: r["place"]}[by]
-    for number, part in enumerate(exchange.parts):
+    for number, part in enumerate(made.parts):
         assert part.read().to_pylist() == [r for r in whole.to_pylist() if expected(r) == number]
     if by == "id":
-        follower, low = Follower(exchange, "", None), ""
+        follower, low = Follower(made, "", None), ""
         for edge in ("3", "77", "c", None):
             wanted = sorted(i for i in whole["id"].to_pylist() if i > low and (edge is None or i <= edge))
             assert follower.upto(edge)["id"].to_pylist() == wanted
