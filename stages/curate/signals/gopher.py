@@ -104,16 +104,14 @@ def duplicate_pieces(
     first: int,
     last: int,
     newlines: int,
-    skip_blank: bool,
     keys: NDArray[np.uint64],
-) -> tuple[int, int, int]:
+) -> tuple[int, int, int, int]:
     """Pieces of first..last between runs of at least `newlines` newlines: how many, how many were seen before, their
-    characters.
+    characters, and those of pieces that are not white space alone.
 
-    `skip_blank` leaves out pieces of white space alone. `hashes`, `power`: see `words.prefix_hashes`; `keys`: an empty
-    table.
+    `hashes`, `power`: see `words.prefix_hashes`; `keys`: an empty table.
     """
-    pieces, duplicates, characters = 0, 0, 0
+    pieces, duplicates, characters, inked = 0, 0, 0, 0
     start, at = first, first
     while at <= last:
         while at < last and codes[at] != NEWLINE:
@@ -124,22 +122,19 @@ def duplicate_pieces(
         if at < last and run < newlines:
             at += run
             continue
-        inked = start
-        while skip_blank and inked < at and flags[codes[inked]] & SPACE:
-            inked += 1
-        if not skip_blank or inked < at:
-            pieces += 1
-            key = mix(hashes[at] - hashes[start] * power[at - start])
-            where = place(keys, key)
-            if keys[where] == key:
-                duplicates += 1
-                characters += at - start
-            keys[where] = key
+        pieces += 1
+        key = mix(hashes[at] - hashes[start] * power[at - start])
+        where = place(keys, key)
+        if keys[where] == key:
+            duplicates += 1
+            characters += at - start
+            inked += at - start if stripped(codes, flags, start, at)[0] < at else 0
+        keys[where] = key
         if at == last:
             break
         at += run
         start = at
-    return pieces, duplicates, characters
+    return pieces, duplicates, characters, inked
 
 
 @njit(cache=True, borrows=True)

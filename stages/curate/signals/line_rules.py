@@ -40,13 +40,14 @@ MARKS = packed_phrases(("edit", "citation needed"))
 PHRASE_CODES = packed_phrases(tuple(PHRASES))
 PHRASE_KINDS = np.array(list(PHRASES.values()), np.int64)
 PHRASE_STARTS = np.cumsum([0, *(len(phrase) + 1 for phrase in PHRASES)])[:-1]
-# Where the first three letters of a phrase meet, it is looked for: bit i of `FIRST`, `SECOND` and `THIRD` says that a character is that
-# letter of the i-th beginning, in either case. No character but those of ASCII has one of these letters as its lower case.
-BEGINNINGS = tuple(dict.fromkeys(phrase[:3] for phrase in PHRASES))
-FIRST, SECOND, THIRD = (
-    np.array([sum(1 << i for i, begun in enumerate(BEGINNINGS) if chr(c).lower() == begun[at]) for c in range(129)], np.uint8)
-    for at in range(3)
-)
+# They are looked for in steps as long as two letters allow, the last ones of as many as the shortest has (Wu, Manber 1994).
+WINDOW = min(map(len, PHRASES))
+ASCII = 128
+STEPS = np.full(ASCII * ASCII, WINDOW - 1, np.uint8)
+for _phrase in PHRASES:
+    for _last in range(1, WINDOW):
+        _pair = ord(_phrase[_last - 1]) * ASCII + ord(_phrase[_last])
+        STEPS[_pair] = min(STEPS[_pair], WINDOW - 1 - _last)
 
 
 @njit(cache=True, borrows=True)
@@ -63,14 +64,14 @@ def starts_with(codes: NDArray[np.uint32], lower: NDArray[np.uint32], at: int, s
 @njit(cache=True, borrows=True)
 def phrase_kinds(codes: NDArray[np.uint32], lower: NDArray[np.uint32], a: int, b: int) -> int:
     """Which kinds of C4's phrases a..b contains, as bits."""
-    found, one, two = 0, np.uint8(0), np.uint8(0)  # which beginnings the last character, and the last two, may be of
-    for at in range(a, b):
-        code = min(codes[at], np.uint32(128))
-        if two & THIRD[code]:
+    found, at, last = 0, a + WINDOW - 1, np.uint32(ASCII - 1)  # which is no letter of a phrase
+    while at < b:
+        step = int(STEPS[min(lower[codes[at - 1]], last) * ASCII + min(lower[codes[at]], last)])
+        if step == 0:
             for number in range(len(PHRASE_STARTS)):
-                if starts_with(codes, lower, at - 2, b, PHRASE_CODES, PHRASE_STARTS[number]):
+                if starts_with(codes, lower, at - WINDOW + 1, b, PHRASE_CODES, PHRASE_STARTS[number]):
                     found |= PHRASE_KINDS[number]
-        one, two = FIRST[code], one & SECOND[code]
+        at += step if step else 1
     return found
 
 

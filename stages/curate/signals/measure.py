@@ -31,11 +31,11 @@ from puna.stages.curate.signals.notices import Phrases, listed_phrases, notice_n
 from puna.stages.curate.text.characters import decode, tables
 from puna.stages.curate.text.english_tables import EnglishTables, bare_tables, datatrove_flags
 from puna.stages.curate.text.english_words import english_tables, split_english
-from puna.stages.curate.text.hash_table import cleared, contains, mix, place, size_for, table_of
+from puna.stages.curate.text.hash_table import bits_of, cleared, contains, emptied, mix, perhaps, place, size_for, table_of
 from puna.stages.curate.text.strings import buffers
 from puna.stages.curate.text.technical import code_lines
 from puna.stages.curate.text.unspaced import weights
-from puna.stages.curate.text.words import IS_SYMBOL, describe, exact_hashes, folded_hashes, powers, prefix_hashes, split_ranges
+from puna.stages.curate.text.words import describe, exact_hashes, folded_hashes, powers, prefix_hashes, split_ranges
 from puna.storage import PunaError
 
 DATA = Path(__file__).parents[1] / "data"
@@ -52,12 +52,19 @@ def names(splitter: Splitter) -> tuple[str, ...]:
     return tuple(name for name in RECORD.names or () if SIGNALS[name].compiled in passes)
 
 
+class Dirty(NamedTuple):
+    """Dirty words: `keys` a table of their folded hashes, `bits` the same as `bits_of`."""
+
+    keys: NDArray[np.uint64]
+    bits: NDArray[np.uint64]
+
+
 class Vocabulary(NamedTuple):
     """What texts are measured with, besides the words' splitter.
 
     `flags`, `lower`: see `characters.Tables`; `breaks`: see `unspaced.weights`. `stop_keys`: a table of stop words' hashes;
-    `stop_languages` uint64 at the same places: bit i is set when the word is language i's (0: English). `dirty`: a table of folded
-    hashes. `phrases`: see `notices.Phrases`.
+    `stop_languages` uint64 at the same places: bit i is set when the word is language i's (0: English). `phrases`:
+    see `notices.Phrases`.
     """
 
     flags: NDArray[np.uint16]
@@ -66,7 +73,7 @@ class Vocabulary(NamedTuple):
     english: EnglishTables
     stop_keys: NDArray[np.uint64]
     stop_languages: NDArray[np.uint64]
-    dirty: NDArray[np.uint64]
+    dirty: Dirty
     phrases: Phrases
 
 
@@ -82,7 +89,8 @@ def vocabulary(splitter: Splitter) -> Vocabulary:
     stop_languages = np.zeros(len(stop_keys), np.uint64)
     for value, languages in bits.items():
         stop_languages[place(stop_keys, np.uint64(mix(np.uint64(value))))] = languages
-    dirty = table_of(folded_hashes([word for line in _lines("dirty_words.txt") for word in line.split()]).tolist())
+    folded = folded_hashes([word for line in _lines("dirty_words.txt") for word in line.split()]).tolist()
+    dirty = Dirty(table_of(folded), bits_of(folded))
     flags, lower = tables()
     if splitter == "datatrove":
         return Vocabulary(datatrove_flags(), lower, weights(), english_tables(), stop_keys, stop_languages, dirty, listed_phrases())
@@ -238,7 +246,7 @@ def _measure(
             found, occurrences = _own_stop_words(own, own.salts[own.of[d]], room.folded[:words], room.keys)
             one.stop_words, one.stop_word_fraction = found, occurrences / max(plain, 1)
         # What occurs once is no repetition, though datatrove counts it: a sentence would have the top 4-gram of a spam page.
-        _line_repetition(codes, about.flags, room, hashes, newlines + 1, one)
+        _line_repetition(codes, about.flags, room, hashes, newlines, one)
         if not as_dolma:
             _gram_repetition(room, words, max(characters, 1), 2 if universal else 1, one)
         c4_numbers(codes, about.flags, about.lower, about.english, start, stop, room.line, one)
@@ -250,16 +258,13 @@ def _measure(
         one.newline_ratio = newlines / max(words, 1)
         one.code_lines = code_lines(codes)[1]
         one.misread_fraction = misread_characters(codes) / max(characters, 1)
-        keys = cleared(room.keys, newlines + 1)
-        repeated = duplicate_pieces(codes, about.flags, hashes, power, 0, characters, 1, True, keys)[2]
-        one.repeated_line_character_fraction = repeated / max(characters - newlines, 1)
         one.characters, one.mean_line_length = characters, (characters - newlines) / (newlines + 1)
         one.max_line_length, one.alphanumeric_fraction = longest, alphanumeric / max(characters, 1)
         of_line, covered = np.empty(newlines + 1, np.int32), np.empty(newlines + 1, np.int32)
         kept = plain_words(codes, start, room.folded, room.flags, room.plain)
         ngram_coverage(room.plain, kept, coverage_n, room.keys, room.slots, of_line, covered)
         one.ngram_coverage = covered.sum() / max(plain, 1)
-        found, dirty = _count_bins(room, words, about.dirty, bins[bin_offsets[d] :], counts[bin_offsets[d] :])
+        found, dirty = _count_bins(room, room.plain.folded[:kept], about.dirty, bins[bin_offsets[d] :], counts[bin_offsets[d] :])
         one.dirty_words, one.dirty_word_ratio = dirty, dirty / max(plain, 1)
         one.legal_phrase_ratio, one.notice_ratio = notice_numbers(room.plain.folded[:kept], room.plain.line[:kept], about.phrases)
         bin_offsets[d + 1] = bin_offsets[d] + found
@@ -312,16 +317,17 @@ def _own_stop_words(own: OwnWords, salt: np.uint64, folded: NDArray[np.uint64], 
 
 @njit(cache=True)
 def _line_repetition(
-    codes: NDArray[np.uint32], flags: NDArray[np.uint16], room: Space, hashes: NDArray[np.uint64], lines: int, one: Any
+    codes: NDArray[np.uint32], flags: NDArray[np.uint16], room: Space, hashes: NDArray[np.uint64], newlines: int, one: Any
 ) -> None:
-    """Write Gopher's numbers of repeated lines and paragraphs to a document's record."""
+    """Write Gopher's numbers of repeated lines and paragraphs, and FineWeb's, to a document's record."""
     size = max(len(codes), 1)
-    keys = cleared(room.keys, lines)
-    pieces, repeated, characters = duplicate_pieces(codes, flags, hashes, room.powers, 0, len(codes), 1, False, keys)
+    keys = cleared(room.keys, newlines + 1)
+    pieces, repeated, characters, inked = duplicate_pieces(codes, flags, hashes, room.powers, 0, len(codes), 1, keys)
     one.duplicate_line_fraction, one.duplicate_line_character_fraction = repeated / pieces, characters / size
+    one.repeated_line_character_fraction = inked / max(len(codes) - newlines, 1)
     first, last = stripped(codes, flags, 0, len(codes))
     keys[:] = 0
-    pieces, repeated, characters = duplicate_pieces(codes, flags, hashes, room.powers, first, last, 2, False, keys)
+    pieces, repeated, characters, _ = duplicate_pieces(codes, flags, hashes, room.powers, first, last, 2, keys)
     one.duplicate_paragraph_fraction, one.duplicate_paragraph_character_fraction = repeated / pieces, characters / size
 
 
@@ -390,29 +396,28 @@ def _measure_as_dolma(
     dolma.c4_lines(codes, about.flags, about.lower, one)
 
 
-@njit(cache=True)
+@njit(cache=True, borrows=True)
 def _count_bins(
-    room: Space, words: int, dirty: NDArray[np.uint64], bins: NDArray[np.uint32], counts: NDArray[np.uint32]
+    room: Space, words: NDArray[np.uint64], dirty: Dirty, bins: NDArray[np.uint32], counts: NDArray[np.uint32]
 ) -> tuple[int, int]:
-    """Write the bins of the non-symbol words in the order in which they first occur, and how often each does.
+    """Write the bins of the non-symbol words, given as folded hashes, in the order in which they first occur, and how often each does.
 
     Returns how many bins, and how many of the words are in `dirty`.
     """
-    keys = cleared(room.keys, words)
-    found, bad = 0, 0
-    for word in range(words):
-        if room.flags[word] & IS_SYMBOL:
-            continue
-        folded = room.folded[word]
-        bad += contains(dirty, folded)
-        key = (folded >> np.uint64(64 - BINS_BITS)) + np.uint64(1)
-        where = place(keys, key)
-        if keys[where] == 0:
-            keys[where] = key
-            room.firsts[where] = found
-            bins[found], counts[found] = key - np.uint64(1), 0
+    slots, found, bad = room.slots, 0, 0
+    mask = (1 << emptied(slots, len(words))) - 1
+    for folded in words:
+        if perhaps(dirty.bits, folded):
+            bad += contains(dirty.keys, folded)
+        bin = np.uint32(folded >> np.uint64(64 - BINS_BITS))
+        at = np.int64(bin) & mask
+        while slots[at] != 0 and bins[slots[at] - 1] != bin:
+            at = (at + 1) & mask
+        if slots[at] == 0:
+            bins[found], counts[found] = bin, 0
             found += 1
-        counts[room.firsts[where]] += 1
+            slots[at] = found
+        counts[slots[at] - 1] += np.uint32(1)
     return found, bad
 
 

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from puna.kernels.compiled import njit
 from puna.stages.curate.signals.definitions.notices import MIN_LEGAL_PHRASES, MIN_SPOKEN_PHRASES, NOTICE_WORDS, SPEAKERS
 from puna.stages.curate.signals.definitions.views import entries
-from puna.stages.curate.text.hash_table import contains, mix, place, table_of
+from puna.stages.curate.text.hash_table import bits_of, mix, perhaps, place, table_of
 from puna.stages.curate.text.words import BASE, folded_hashes
 
 LEGAL, SPOKEN, NOTICE = 1, 2, 3
 
 
 class Phrases(NamedTuple):
-    """`begins`: a table of the first words' folded hashes; `keys`: a table of hashes of the phrases' words together; `kinds` uint8 at
+    """`begins`: the first words' folded hashes as `bits_of`; `keys`: a table of hashes of the phrases' words together; `kinds` uint8 at
     the same places; `longest`: words of the longest."""
 
     begins: NDArray[np.uint64]
@@ -42,7 +42,7 @@ def listed_phrases() -> Phrases:
     kinds = np.zeros(len(keys), np.uint8)
     for value, number in found.items():
         kinds[place(keys, np.uint64(mix(np.uint64(value))))] = number
-    return Phrases(table_of(begins), keys, kinds, max(len(entry) - 1 for entry in entries("notices.txt")))
+    return Phrases(bits_of(map(int, begins)), keys, kinds, max(len(entry) - 1 for entry in entries("notices.txt")))
 
 
 @njit(cache=True)
@@ -54,7 +54,7 @@ def notice_numbers(words: NDArray[np.uint64], of_line: NDArray[np.int32], listed
     different, spoken, legal, legal_to, noticed_to = 0, 0, 0, 0, 0
     noticed = np.zeros(count, np.bool_)
     for i in range(count):
-        if not contains(listed.begins, words[i]):
+        if not perhaps(listed.begins, words[i]):
             continue
         value = np.uint64(0)
         for k in range(i, min(i + listed.longest, count)):

@@ -82,6 +82,20 @@ def contains(keys: NDArray[np.uint64], hash_: np.uint64) -> bool:
     return bool(keys[place(keys, key)] == key)
 
 
+@njit(cache=True, borrows=True)
+def perhaps(bits: NDArray[np.uint64], hash_: np.uint64) -> bool:
+    """Whether the hash may be one of those of `bits_of`: of others few."""
+    return bool(bits[hash_ >> np.uint64(54)] >> ((hash_ >> np.uint64(48)) & np.uint64(63)) & ONE)
+
+
+def bits_of(hashes: Iterable[int]) -> NDArray[np.uint64]:
+    """A bit for each of 65,536 beginnings of hashes that are mixed, set where one of these begins so: 8 KiB that stay in a core's cache."""
+    bits = np.zeros(1 << 10, np.uint64)
+    for value in hashes:
+        bits[value >> 54] |= ONE << np.uint64(value >> 48 & 63)
+    return bits
+
+
 def table_of(hashes: Iterable[int]) -> NDArray[np.uint64]:
     """A table of hashes, for `contains`; a quarter full at most."""
     found = [np.uint64(mix(np.uint64(h))) for h in hashes]
