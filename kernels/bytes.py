@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 from llvmlite import ir
-from numba import types
 from numba.extending import intrinsic
 
+types = numba.types
 LANES = 32
 BYTES = ir.VectorType(ir.IntType(8), LANES)
 
