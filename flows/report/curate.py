@@ -151,8 +151,9 @@ def _pairs(run: Run, step: Step) -> Html:
     whole = [row for row in chosen if row["id"] in found and row["kept_id"] in found]
     pairs = [_pair(row, found[row["id"]], found[row["kept_id"]], opened=row is whole[0]) for row in whole]
     of_clusters = "select count(*), max(rows) from (select count(*) as rows from found group by cluster)"
-    ((clusters, largest),) = asked(step.artifact, "duplicates", of_clusters)
-    methods = ", ".join(method for (method,) in asked(step.artifact, "duplicates", "select distinct method from found order by method"))
+    of_methods = "select distinct method from found order by method"
+    ((clusters, largest),), named = asked(step.artifact, "duplicates", of_clusters, of_methods)
+    methods = ", ".join(method for (method,) in named)
     note = f"{every.rows:,} documents removed in {clusters:,} clusters (the largest lost {largest:,}); found by {methods}."
     return part(f"{step.label}: what was removed, beside what was kept", tag("div", pairs, class_="pairs"), note=note)
 
@@ -193,9 +194,10 @@ def lines_view(run: Run) -> Html:
 def _lines(step: Step) -> Html:
     white = "' ' || chr(9) || chr(10) || chr(13)"
     texts = f"select trim(text, {white}) as said, rule, count(*) as times, sum(length(text)) as size from found group by said, found.rule"
-    totals = f"select sum(times), sum(size), count(*), (select count(distinct id) from found) from ({texts})"
-    ((times, characters, distinct, documents),) = asked(step.artifact, "removed_lines", totals)
-    ranked = asked(step.artifact, "removed_lines", f"{texts} order by times desc, said, rule limit {LINES_SHOWN}")
+    once = f"create temp table texts as {texts}"
+    totals = "select sum(times), sum(size), count(*), (select count(distinct id) from found) from texts"
+    most = f"from texts order by times desc, said, rule limit {LINES_SHOWN}"
+    _, ((times, characters, distinct, documents),), ranked = asked(step.artifact, "removed_lines", once, totals, most)
     rows: list[list[Content]] = [[count, tag("q", excerpt(line, 160) or "(blank)", dir="auto"), rule] for line, rule, count, _ in ranked]
     note = f"{times:,} lines ({short(characters)} characters) cut from {documents:,} documents; {distinct:,} distinct."
     return part(f"{step.label}: the lines removed most often", table(["times", "line", "rule"], rows, numeric=(0,)), note=note)

@@ -180,8 +180,8 @@ def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, An
     return found
 
 
-def asked(artifact: Artifact, table: str, query: str) -> list[tuple[Any, ...]]:
-    """What DuckDB answers, in bounded memory, to a question about the rows of one of an artifact's side tables, called `found`."""
+def asked(artifact: Artifact, table: str, *queries: str) -> list[list[tuple[Any, ...]]]:
+    """What DuckDB answers, in bounded memory, to questions about the rows of one of an artifact's side tables, called `found`."""
     with (
         TemporaryDirectory() as folder,
         duckdb.connect(config={"memory_limit": "128MB", "threads": 1, "temp_directory": folder}) as connection,
@@ -189,7 +189,7 @@ def asked(artifact: Artifact, table: str, query: str) -> list[tuple[Any, ...]]:
         before = artifact.files.sql(connection)
         files = [f"{before}{artifact.place}/{shard.file}" for shard in artifact.record(table).shards if shard.file]
         connection.execute(f"create view found as select * from {parquet(files)}")
-        return connection.execute(query).fetchall()
+        return [connection.execute(query).fetchall() for query in queries]
 
 
 def _turns(row: dict[str, Any]) -> dict[str, str]:

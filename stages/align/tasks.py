@@ -102,15 +102,16 @@ class NumbersTask(Generator):
 
     def draw(self, random: Random) -> Drawn:
         """One question."""
-        span = self.divisor * (self.room + 1)
+        divisor = self.divisor
+        span = divisor * (self.room + 1)
         lower = random.randint(self.lowest, self.highest - span)
         upper = random.randint(lower + span, self.highest)
-        remainder = random.randrange(self.divisor)
-        fitting = [n for n in range(lower, upper + 1) if n % self.divisor == remainder]
+        remainder = random.randrange(divisor)
+        fitting = range(lower + (remainder - lower) % divisor, upper + 1, divisor)
         chosen = sorted(random.sample(fitting, self.count), reverse=self.order == "falling")
         what = f"{('even', 'odd')[remainder]} numbers" if self.kind == "parity" else f"numbers that end in {remainder}"
         way = "from small to large" if self.order == "rising" else "from large to small"
-        bounds = {"lower": lower, "upper": upper, "divisor": self.divisor, "remainder": remainder}
+        bounds = {"lower": lower, "upper": upper, "divisor": divisor, "remainder": remainder}
         verifier = {"name": Numbers.name, "count": self.count, "order": self.order, **bounds}
         question = f"Write {self.count} {what} between {lower} and {upper}, {way}."
         return Drawn(question, " ".join(map(str, chosen)), verifier, f"lower bound {lower % 5} by 5")
