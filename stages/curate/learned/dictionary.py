@@ -151,7 +151,7 @@ def read(file: Path) -> Model | None:
 @njit(cache=True, borrows=True)
 def is_space(c: int) -> bool:
     """Whether fastText ends a word at this byte."""
-    return c == SPACE or 9 <= c <= 13 or c == 0
+    return c <= SPACE and (c == SPACE or 9 <= c <= 13 or c == 0)
 
 
 @njit(cache=True, borrows=True)
@@ -189,10 +189,11 @@ def _entered(
         ended = mixed(ended, c)
     size = len(data)
     while at < size and number + 1 < len(hashes):
-        start, state = at, OFFSET
-        while at < size and not is_space(data[at]):
-            state = mixed(state, data[at])
-            at += 1
+        start, state, place = at, OFFSET, np.uint64(at)  # unsigned: see `text.hashing`
+        while place < np.uint64(size) and not is_space(data[place]):
+            state = mixed(state, data[place])
+            place += np.uint64(1)
+        at = int(np.int64(place))
         if at == size:
             break  # no line without its end
         if at > start:

@@ -38,7 +38,7 @@ UPDATE = 100  # tokens after which the learning rate falls
 KEPT = 1 << 27  # numbers of a training's lines that are kept in memory: 512 MiB
 OFFSET32, PRIME32 = np.uint32(2166136261), np.uint32(16777619)  # FNV-1a with 32 bits, as fastText, makes n-grams
 NGRAM = np.uint64(116049371)
-NO_WORD = np.int32(-1)
+NO_WORD, ONE = np.int32(-1), np.uint64(1)
 NUMBER = 4  # bytes of one in fp32
 AHEAD = 32  # rows that are asked for before they are added: they come from memory in no order
 
@@ -138,9 +138,10 @@ def _line(data: NDArray[np.uint8], at: int, stop: int, weights: Weights, scratch
     first, width = weights.first.ctypes.data, NUMBER * weights.first.shape[1]
     label, tokens, known, words, ended = -1, 0, 0, 0, False
     while not ended:
-        state, short, start = OFFSET, OFFSET32, at
-        while at < stop and not is_space(data[at]):
-            state, short, at = mixed(state, data[at]), _with32(short, data[at]), at + 1
+        state, short, start, place = OFFSET, OFFSET32, at, np.uint64(at)  # unsigned: see `text.hashing`
+        while place < np.uint64(stop) and not is_space(data[place]):
+            state, short, place = mixed(state, data[place]), _with32(short, data[place]), place + ONE
+        at = int(np.int64(place))
         if at == start:
             at += 1
             if at <= stop and data[start] != NEWLINE:
@@ -173,7 +174,7 @@ def _line(data: NDArray[np.uint8], at: int, stop: int, weights: Weights, scratch
 @njit(cache=True, borrows=True)
 def _with32(state: np.uint32, c: int) -> np.uint32:
     """fastText's hash of one more byte, which has a sign there."""
-    return np.uint32(np.uint32(state ^ (np.uint32(c) if c < 128 else np.uint32(c) | np.uint32(0xFFFFFF00))) * PRIME32)
+    return np.uint32(np.uint32(state ^ np.uint32(np.int32(np.int8(c)))) * PRIME32)
 
 
 @njit(cache=True, borrows=True)
