@@ -16,7 +16,7 @@ from puna.stages.contract import execute
 from puna.stages.curate import extract as extract_module
 from puna.stages.curate.extract import MAX_OPTIONS, ExtractConfig, Unreadable, extract, page_text
 from puna.stages.curate.extraction.bounds import burden
-from puna.stages.curate.extraction.clean import CONTROLS, DOUBTFUL, MISREAD, all_cleaned, cleaned
+from puna.stages.curate.extraction.clean import DOUBTFUL, MISREAD, all_cleaned, cleaned, plain
 from puna.stages.curate.extraction.decode import decode
 from puna.stages.curate.extraction.library import library_text
 from puna.stages.curate.extraction.repair import repaired
@@ -25,6 +25,7 @@ from puna.storage import Store
 
 CONFIG = ExtractConfig()
 WORD = re.compile(r"\w+")
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f\u00ad\u200b\u2060\ufeff\ufffe\uffff]")
 PARAGRAPH = "<p>This is a paragraph with enough words in it to be taken for the content of the page, and a few more.</p>"
 
 
@@ -236,8 +237,7 @@ def test_a_page_that_raises_anything_is_dropped_and_the_others_go_on(tmp_path, m
 
 def cleaned_by_patterns(text):
     """What `cleaned` says, by regular expressions."""
-    text = "".join(c for c in repaired(text) if not CONTROLS.match(c))
-    text = "\n".join(line.rstrip(" \t\u00a0") for line in text.split("\n"))
+    text = "\n".join(line.rstrip(" \t\u00a0") for line in CONTROLS.sub("", repaired(text)).split("\n"))
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
 
 
@@ -248,6 +248,7 @@ def test_white_space_and_controls_go_from_the_ends_of_lines_and_texts(seed):
     choose = random.Random(seed)
     texts = ["".join(choose.choices(pieces, k=choose.randrange(12))) for _ in range(2000)]
     assert [cleaned(text) for text in texts] == [cleaned_by_patterns(text) for text in texts]
+    assert [plain(text) for text in texts] == [CONTROLS.sub("", repaired(text)) for text in texts]
     data = [text.encode() for text in texts]
     out, ends, doubts = all_cleaned(np.frombuffer(b"".join(data), np.uint8), np.cumsum([0, *map(len, data)]))
     found = [out[a:z].tobytes().decode() for a, z in pairwise(ends)]
