@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -222,7 +223,8 @@ def _of_html(body: bytes, charset: str | None, config: ExtractConfig) -> _Parsed
     if _check_burden(html, config).options > MAX_OPTIONS:
         html = OPTION.sub("", html.decode()).encode()
     try:
-        tree = HTMLTree.parse_from_bytes(html, "utf-8")
+        marked = html.startswith(BOM_UTF8)  # after the mark that `utf8` has taken: a character, which the parser would take from bytes
+        tree = HTMLTree.parse(html.decode()) if marked else HTMLTree.parse_from_bytes(html, "utf-8")
         title = tree.title or ""
         title = (title if title.isascii() and title.isprintable() else plain(title)).strip()
         if config.code_and_maths and hinted(html) and prepared(tree, len(html.decode())):
