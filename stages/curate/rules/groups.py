@@ -291,7 +291,8 @@ class NgramCoverageRules(RuleGroup):
 
 class NoticeRules(WebRules):
     """Pages that are nobody's text: terms of use, privacy and cookie policies, and what stands in place of a page (JavaScript is asked
-    for, the page is not found). Told by English phrases: other languages have none of them. Thresholds are Puna's own.
+    for, the page is not found). Told by phrases: of terms and policies in English, German, French, Spanish, Italian, Dutch, Portuguese, of
+    the others in English. Thresholds are Puna's own.
     """
 
     max_legal: Annotated[Fraction | None, Drop("legal_phrase_ratio", ">")] = Field(

@@ -49,6 +49,47 @@ def test_a_policy_goes_and_an_article_about_policies_stays() -> None:
     assert len(notices.phrases(ARTICLE, "legal")[1]) >= 3
 
 
+DIALOGS = {
+    "de": """Wir verwenden Cookies. Auf unserer Website setzen wir und unsere Partner ähnliche Technologien ein, um zu messen, was gelesen wird. Ihre
+Einwilligung können Sie jederzeit widerrufen, mit Wirkung für die Zukunft. Mehr steht in der Datenschutzerklärung.
+Alle akzeptieren
+Alle ablehnen""",
+    "fr": """Sur notre site, nous utilisons des cookies. Avec votre accord, nos partenaires et nous mesurons ce qui est lu. Vous pouvez à tout moment
+retirer votre consentement ou changer vos préférences. Lisez notre politique de confidentialité.
+Tout accepter
+Continuer sans accepter""",
+    "es": """Utilizamos cookies propias y de terceros en nuestro sitio. Nosotros y nuestros socios medimos lo que se lee. Puede retirar su consentimiento
+en la política de cookies o configurar sus datos personales.
+Aceptar todas
+Rechazar todas""",
+    "it": """Utilizziamo i cookie sul nostro sito. Noi e i nostri partner misuriamo che cosa si legge. Puoi liberamente revocare il tuo consenso nel
+pannello delle preferenze; leggi l'informativa sulla privacy.
+Accetta tutto
+Rifiuta tutto""",
+    "nl": """Wij gebruiken cookies op onze website. Wij en onze partners meten wat er gelezen wordt met vergelijkbare technieken. Je toestemming intrekken
+kan altijd, bij de cookie-instellingen. Lees meer in ons privacybeleid.
+Alles accepteren
+Alles weigeren""",
+    "pt": """Usamos cookies neste site. Nós e os nossos parceiros medimos o que se lê. Pode retirar o seu consentimento; leia a nossa política de
+privacidade e as definições de cookies. Os seus dados ficam connosco.
+Aceitar todos
+Rejeitar todos""",
+}
+GESETZ = """(3) Die betroffene Person hat das Recht, ihre Einwilligung jederzeit zu widerrufen. Wer personenbezogene Daten verarbeitet, belegt ein
+berechtigtes Interesse. Das Recht auf Auskunft und das Recht auf Löschung bleiben unberührt. Für die Verarbeitung personenbezogener Daten ihrer
+Mitglieder brauchen Vereine keine Zustimmung; jederzeit widerrufen wird sie mit Wirkung für die Zukunft."""
+
+
+@pytest.mark.parametrize("language", DIALOGS)
+def test_a_consent_dialog_goes_in_other_languages_too(language: str) -> None:
+    assert dropped(DIALOGS[language]) == ["notices.max_legal"]
+
+
+def test_a_law_that_speaks_to_nobody_stays_in_german_too() -> None:
+    assert len(notices.phrases(GESETZ, "legal")[1]) >= 6
+    assert dropped(GESETZ) == []
+
+
 # Its phrases are those of terms, and nobody is spoken to.
 STATUTE = """Section 12. (1) The Commission may at any time require a person to produce such documents, in accordance with this section, as
 are specified in the notice. (2) Nothing in this section compels the production of a document which is protected under the laws of the

@@ -1,4 +1,5 @@
-"""Signals of pages that are nobody's text: terms, privacy and cookie policies, and notices in place of a page. English alone."""
+"""Signals of pages that are nobody's text: terms, privacy and cookie policies, in English and six other languages of Europe, and notices
+in place of a page, in English alone."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ from puna.stages.curate.signals.definitions.views import entries, plain_words
 
 MIN_LEGAL_PHRASES = 8
 MIN_SPOKEN_PHRASES = 2
-SPEAKERS = frozenset(("we", "us", "our", "you", "your"))
+SPEAKERS = frozenset((
+    "we", "us", "our", "you", "your", "wir", "uns", "unsere", "unserer", "unserem", "unseren", "nous", "notre", "nos", "vous",
+    "votre", "vos", "nosotros", "nuestra", "nuestro", "nuestros", "usted", "noi", "nostro", "nostra", "nostri", "tuo", "tua",
+    "tuoi", "tue", "wij", "ons", "onze", "je", "uw", "nós", "nosso", "nossa", "nossos", "você",
+))  # fmt: skip
 """Terms and policies speak to their reader; laws, and articles about them, say many of the same phrases to nobody."""
 NOTICE_WORDS = 100
 
