@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -55,17 +56,44 @@ class Stored:
         return self.read(range(first, min(last, len(ends) - 1) + 1), columns).slice(start - before, stop - start)
 
     def take(self, rows: Ints, columns: Sequence[str] | None) -> pa.Table:
-        """Some rows, given in order; only the row groups that hold them are read."""
+        """Some rows, given in order; only the row groups that hold them are read, the last one once for those who go on in it."""
         ends = np.cumsum(self.groups)
-        group = np.searchsorted(ends, rows, side="right")
-        needed, place = np.unique(group, return_inverse=True)
-        sizes = np.array(self.groups)[needed]
-        shift = (ends[needed] - sizes) - (np.cumsum(sizes) - sizes)
-        table = self.read(needed.tolist(), columns)
-        wanted = rows - shift[place]
+        needed = np.unique(np.searchsorted(ends, rows, side="right")).tolist()
+        key = (self, None if columns is None else tuple(columns))
+        with _GUARD:
+            begun = _BEGUN.pop(key, None)
+        found = [(needed[:1], begun[1])] if begun is not None and begun[0] == needed[0] else []
+        left = needed[len(found) :]
+        goes_on = bool(rows[-1] + 1 < ends[needed[-1]])
+        # The last group is read apart where it is kept: it shall not hold the memory of others.
+        for some in (left[:-1], left[-1:]) if goes_on else (left,):
+            if some:
+                found.append((some, self.read(some, columns)))
+        if goes_on:
+            with _GUARD:
+                _BEGUN[key] = needed[-1], found[-1][1]
+                if len(_BEGUN) > MOST_BEGUN:
+                    del _BEGUN[next(iter(_BEGUN))]
+        return pa.concat_tables([self._of_groups(some, table, rows) for some, table in found])
+
+    def _of_groups(self, groups: list[int], table: pa.Table, rows: Ints) -> pa.Table:
+        """Of some rows, given in order, those that lie in these groups, which `table` holds."""
+        ends = np.cumsum(self.groups)
+        sizes = np.array(self.groups)[groups]
+        low, high = np.searchsorted(rows, [ends[groups[0]] - sizes[0], ends[groups[-1]]])
+        inside = rows[low:high]
+        place = np.searchsorted(ends[groups], inside, side="right")
+        wanted = inside - (ends[groups] - np.cumsum(sizes))[place]
         if len(wanted) == wanted[-1] - wanted[0] + 1:
             return table.slice(int(wanted[0]), len(wanted))
         return table.take(pa.array(wanted))
+
+
+_GUARD = threading.Lock()
+MOST_BEGUN = 4
+_BEGUN: dict[tuple[Stored, tuple[str, ...] | None], tuple[int, pa.Table]] = {}
+"""By file and columns the number and the rows of a row group that was not read to its end, of the newest few files: rows that are kept
+by reference are read in pieces that end within groups."""
 
 
 @lru_cache(maxsize=256)

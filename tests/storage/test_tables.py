@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.storage import Artifact, Identity, PunaError, Store, catalog, digest, exchange, maintenance, schemas, shards
+from puna.storage import Artifact, Identity, PunaError, Store, catalog, digest, exchange, maintenance, parts, schemas, shards
 from puna.storage.exchange import Exchange, Partition, Scatter, gathered, scatter
 from puna.storage.files import LocalFiles
 from puna.storage.parts import Follower, span
@@ -263,6 +263,34 @@ def test_an_exchange_gives_each_row_once_to_the_partition_of_its_key(
             wanted = sorted(i for i in whole["id"].to_pylist() if i > low and (edge is None or i <= edge))
             assert follower.upto(edge)["id"].to_pylist() == wanted
             low = edge or low
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_a_file_are_the_same_however_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """In order each row group is read once, though pieces of it are asked for; of more files than are kept begun, more often."""
+    random = np.random.default_rng(seed)
+    groups = tuple(random.integers(1, 9, 6).tolist())
+    table = pa.table({"id": [f"{n:04d}" for n in range(sum(groups))], "text": [f"text {n}" for n in range(sum(groups))]})
+    files = []
+    for name in "abcdef":
+        with pq.ParquetWriter(tmp_path / name, table.schema) as writer:
+            for start, size in zip(np.cumsum((0, *groups)), groups, strict=False):
+                writer.write_table(table.slice(start, size))
+        files.append(parts.Stored(LocalFiles(tmp_path), name, f"{seed}{name}", groups))
+    read, whole = [], parts.Stored.read
+    monkeypatch.setattr(parts.Stored, "read", lambda file, some, columns: read.extend(some) or whole(file, some, columns))
+    for columns in (None, ["text"]):
+        wanted = table if columns is None else table.select(columns)
+        kept = np.flatnonzero(random.random(len(table)) < 0.7)
+        cut = np.array_split(kept, 5)
+        read.clear()
+        found = [files[0].take(rows, columns) for rows in cut if len(rows)]
+        assert pa.concat_tables(found).equals(wanted.take(kept))
+        assert len(read) == len(set(read))
+        for _ in range(40):
+            rows = np.unique(random.choice(len(table), int(random.integers(1, len(table)))))
+            assert files[int(random.integers(0, 6))].take(rows, columns).equals(wanted.take(rows))
+    assert len(parts._BEGUN) <= parts.MOST_BEGUN
 
 
 def test_a_damaged_run_is_refused(tmp_path: Path) -> None:
