@@ -10,16 +10,17 @@ from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
 from puna.stages.curate.text.characters import cut, decode, tables
-from puna.stages.curate.text.hash_table import mix, place, table_of
+from puna.stages.curate.text.hash_table import bits_of, mix, perhaps, place, table_of
 from puna.stages.curate.text.strings import buffers
 from puna.stages.curate.text.unspaced import weights
 from puna.stages.curate.text.words import folded_hash, split_ranges
 
 
 class Listed(NamedTuple):
-    """A list of words: `keys` uint64, a table (`hash_table`) of their folded hashes; `numbers` int32 at the same places: which word it
-    is; `size`: how many there are."""
+    """A list of words: `bits`, `keys` uint64: their folded hashes as `bits_of` and as a table (`hash_table`); `numbers` int32 at the same
+    places: which word it is; `size`: how many there are."""
 
+    bits: NDArray[np.uint64]
     keys: NDArray[np.uint64]
     numbers: NDArray[np.int32]
     size: int
@@ -31,7 +32,7 @@ def listed(folded: NDArray[np.uint64]) -> Listed:
     numbers = np.zeros(len(keys), np.int32)
     for number, value in enumerate(folded):
         numbers[place(keys, np.uint64(mix(value)))] = number
-    return Listed(keys, numbers, len(folded))
+    return Listed(bits_of(folded.tolist()), keys, numbers, len(folded))
 
 
 def kinds_held(
@@ -57,7 +58,10 @@ def _kinds_held(
     for n in range(texts):
         many = decode(data, offsets[n], cut(data, offsets[n], offsets[n + 1], characters), codes)
         for word in range(split_ranges(codes[:many], flags, breaks, start, stop)):
-            key = mix(folded_hash(codes, flags, lower, start[word], stop[word]))
+            folded = folded_hash(codes, flags, lower, start[word], stop[word])
+            if not perhaps(words.bits, folded):
+                continue
+            key = mix(folded)
             where = place(words.keys, key)
             number = words.numbers[where]
             if words.keys[where] == key and seen[number] != n:
