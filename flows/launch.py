@@ -80,14 +80,17 @@ def run(request: Request, store: Store) -> None:
 
     A server that shows the store, or that PREFECT_API_URL names, is told of it as it goes; the work never waits for that.
     """
-    found = chosen(request.what)
-    gc.freeze()  # what is imported stays: no collection of garbage looks through it
+    gc.disable()  # what is imported stays: no collection of garbage looks through it, while it comes or later
     try:
+        found = chosen(request.what)
+        gc.freeze()
+        gc.enable()
         if isinstance(found, Flow):
             run_flow(found, request, store)
         else:
             run_stage(found, request, store)
     finally:
+        gc.enable()
         gc.unfreeze()
 
 
