@@ -19,6 +19,8 @@ PACKED_BYTES = 1 << 12  # of gzip, unpacked at once: what stands behind a member
 CHUNK = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r?\n")
 LINE_END = re.compile(rb"\r?\n")
 HEAD_BYTES = 10  # of a chunk, at most, but for what may be said beside its size
+HEAD_BEGUN = re.compile(rb"[0-9a-fA-F]{0,8}\r?")
+NO_TEXT = re.compile(rb"(?!\xff\xfe|\xfe\xff)[\s\S]{0,1023}?[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # but for UTF-16, which says what it is
 
 
 def decoded(body: bytes, encodings: str, limit: int) -> bytes:
@@ -76,16 +78,17 @@ def _lacks_trailer_alone(engine: zlib._Decompress, piece: bytes) -> bool:
 def _inflated(body: bytes, limit: int) -> bytes:
     """A body of the encoding deflate, which some servers send without zlib's header."""
     bare = body[:1] != b"\x78"
+    text = bare and not NO_TEXT.match(body)  # it was decoded before
     engine = zlib.decompressobj(RAW if bare else ZLIB)
     try:
         out = engine.decompress(body, limit + 1)
     except zlib.error:
-        if bare:
+        if text:
             return body
         raise
     if engine.eof or len(out) > limit:
         return out
-    if bare:
+    if text:
         return body
     raise EOFError("it ends inside the data")
 
@@ -101,9 +104,9 @@ def unzstd(body: bytes, limit: int) -> bytes:
 
 
 def _joined(body: bytes, limit: int) -> bytes:
-    """The chunks of a body, which may be cut off in a later one than the first; what is no chain of chunks is as it is."""
+    """The chunks of a body, which may be cut off behind the first one; what is no chain of chunks is as it is."""
     pieces: list[bytes] = []
-    at = 0
+    at, end = 0, None
     while head := CHUNK.match(body, at):
         size, start = int(head[1], 16), head.end()
         if size == 0:
@@ -114,7 +117,8 @@ def _joined(body: bytes, limit: int) -> bytes:
         if end is None:
             break
     left = len(body) - at  # of a cut body nothing, or the beginning of a head
-    return b"".join(pieces) if len(pieces) > 1 and left < HEAD_BYTES else body
+    chain = left < HEAD_BYTES if len(pieces) > 1 else end is not None and HEAD_BEGUN.fullmatch(body, at) is not None
+    return b"".join(pieces) if chain else body
 
 
 def _unbrotli(body: bytes, limit: int) -> bytes:

@@ -731,7 +731,28 @@ def test_of_a_body_in_chunks_that_is_cut_off_stays_what_came():
         assert isinstance(only, Page)
         came = sum(min(100, max(0, cut - at * 106 - 4)) for at in range(len(TEXT) // 100)) + max(0, min(len(TEXT) % 100, cut - len(TEXT) // 100 * 106 - 4))
         # A first chunk that is cut may be a text, too.
-        assert only.body == (TEXT[:came] if cut > 106 + 3 else whole[:cut])
+        assert only.body == (TEXT[:came] if cut >= 106 else whole[:cut])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_deflate_that_is_damaged_or_cut_off_is_no_text(seed):
+    random = np.random.default_rng(seed)
+    for _ in range(50):
+        cut = int(random.integers(64, len(DEFLATED)))
+        (only,) = read_warc(io.BytesIO(record(DEFLATED[:cut], Content_Encoding="deflate")), "x", 1 << 20)
+        assert isinstance(only, Rejected) and only.rule == "undecodable_body" and "truncated deflate body" in only.detail
+    damaged = DEFLATED[:40] + random.bytes(400)
+    with pytest.raises(zlib.error):
+        zlib.decompressobj(-15).decompress(damaged)
+    (only,) = read_warc(io.BytesIO(record(damaged, Content_Encoding="deflate")), "x", 1 << 20)
+    assert isinstance(only, Rejected) and only.rule == "undecodable_body" and "damaged deflate body" in only.detail
+
+
+@pytest.mark.parametrize("text", ["a text", "Größe\tund\r\nMaß " * 99, "\x1b[1mbold\x1b[0m"])
+@pytest.mark.parametrize("code", ["utf-8", "latin-1", "utf-16"])
+def test_text_that_was_decoded_is_no_damaged_deflate(text, code):
+    (only,) = read_warc(io.BytesIO(record(text.encode(code), Content_Encoding="deflate")), "x", 1 << 20)
+    assert isinstance(only, Page) and only.body == text.encode(code)
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("zstd", zstandard.compress)])
