@@ -217,11 +217,12 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
     return {"counts": _language_counts(table), "failed": failed_in(table), "measured": table.num_rows}
 
 
-def _why(over: pa.ChunkedArray, failed: pa.ChunkedArray, config: HeuristicsConfig) -> pa.Array:
+def _why(over: pa.ChunkedArray, failed: pa.ChunkedArray, config: HeuristicsConfig) -> pa.ChunkedArray:
     """Per document why it was not measured, or null: it is too long, or definitions of signals failed."""
-    too_long = f"heuristics: the text is longer than {config.max_text_bytes} bytes"
-    said = ["; ".join(f"signal {one}".replace("\t", ": ", 1) for one in own) or None for own in failed.to_pylist()]
-    return pa.array([too_long if long else why for long, why in zip(over.to_pylist(), said, strict=True)], pa.string())
+    broken = pc.greater(pc.list_value_length(failed), 0)
+    said = ["; ".join(f"signal {one}".replace("\t", ": ", 1) for one in own) for own in failed.filter(broken).to_pylist()]
+    why = pc.replace_with_mask(pa.nulls(len(failed), pa.string()), broken.combine_chunks(), pa.array(said, pa.string()))
+    return pc.if_else(over, f"heuristics: the text is longer than {config.max_text_bytes} bytes", why)
 
 
 def _scratch_file(scratch: str, ids: pa.ChunkedArray, end: str) -> Path:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from puna.stages.contract import Signal, StageRun
 from puna.stages.contract.apart import Apart
@@ -36,7 +37,8 @@ def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal], budget
     A definition that raises an exception or exceeds its budget leaves the value null. PunaError where one gives a value of another
     type than it declares, or is too slow for `IN_A_ROW` documents one after another: that is wrong for all documents.
     """
-    failed: list[list[str]] = [[] for _ in range(table.num_rows)]
+    # Without signals one list stands for all: so many new ones would have garbage collected.
+    failed: list[list[str]] = [[] for _ in range(table.num_rows)] if own else [[]] * table.num_rows
     for made in own:
         rows = zip(*(documents[name].to_pylist() for name in made.columns), strict=True)
         values = [_value(made, answer, failed[at]) for at, answer in enumerate(_answers(made, rows, budget))]
@@ -94,6 +96,7 @@ def _value(made: Signal, answer: dict[str, Any], failed: list[str]) -> float | i
 
 def failed_in(table: pa.Table) -> list[tuple[str, str, str]]:
     """Signal, document and what went wrong, for every value of a measured part that a definition failed to give."""
+    table = table.filter(pc.greater(pc.list_value_length(table[FAILED]), 0))
     rows = zip(table["id"].to_pylist(), table[FAILED].to_pylist(), strict=True)
     return [(*failure.split("\t", 1)[:1], identity, failure.split("\t", 1)[1]) for identity, failures in rows for failure in failures]
 
