@@ -20,6 +20,7 @@ from puna.stages.curate.reading.bodies import unzstd
 from puna.stages.reading.files import GZIP_MAGIC, SLICE_BYTES, ZSTD_MAGIC
 
 CHUNK_BYTES = 1 << 20
+PACKED_BYTES = 1 << 14  # of gzip, unpacked at once: what stands behind a member is copied, and most are small
 OUTPUT_BYTES = 1 << 24
 OVERRUNS = 8
 """Members that may run on over the next ones to the end of the file: for each the rest is read again, so there is an end to it."""
@@ -76,28 +77,30 @@ def _plain_blocks(handle: BinaryIO) -> Iterator[Block]:
 
 def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
     """Decompressed gzip members; after a damaged one, reading goes on at the next member's magic number."""
-    offset, data = 0, handle.read(CHUNK_BYTES)
+    base, data, at = 0, handle.read(CHUNK_BYTES), 0  # what was read, its offset in the file, and how much of it is done
     overruns = 0
     while data:
-        if not data.strip(b"\0"):  # padding after the last member
-            offset, data = offset + len(data), handle.read(CHUNK_BYTES)
+        if not data[at] and not data[at:].strip(b"\0"):  # padding after the last member
+            base, data, at = base + len(data), handle.read(CHUNK_BYTES), 0
             continue
-        member, position, engine = offset, offset, zlib.decompressobj(31)
+        member, begun, engine = base + at, at, zlib.decompressobj(31)
         held: list[bytes] = []  # a small member is let out only when its checksum was right
+        size = 0
         try:
             while not engine.eof:
-                out = engine.decompress(data, OUTPUT_BYTES)
-                held.append(out)
-                if sum(map(len, held)) >= OUTPUT_BYTES:
+                packed = data[at : at + PACKED_BYTES]
+                held.append(engine.decompress(packed, OUTPUT_BYTES))
+                size += len(held[-1])
+                if size >= OUTPUT_BYTES:
                     yield member, b"".join(held)
-                    held.clear()
-                left = engine.unused_data if engine.eof else engine.unconsumed_tail
-                position += len(data) - len(left)
-                data = left or handle.read(CHUNK_BYTES)
+                    held, size = [], 0
+                at += len(packed) - len(engine.unused_data if engine.eof else engine.unconsumed_tail)
+                if at == len(data):
+                    base, data, at, begun = base + len(data), handle.read(CHUNK_BYTES), 0, 0
                 if not data and not engine.eof:
                     if overruns < OVERRUNS:
                         handle.seek(member + 3)
-                        offset, data = _next_member(handle, member + 3, handle.read(CHUNK_BYTES), member)
+                        base, data = _next_member(handle, member + 3, handle.read(CHUNK_BYTES), member)
                     if data:
                         overruns += 1
                         yield member, Damage("damaged gzip data (it runs on over the next member)")
@@ -107,12 +110,12 @@ def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
                     return
             else:
                 yield member, b"".join(held)
-                offset = position
         except zlib.error as error:
             if "check" not in str(error):  # the bytes before the damage are right; a wrong checksum says nothing about where
                 yield member, b"".join(held)
             yield member, Damage(f"damaged gzip data ({error})")
-            offset, data = _next_member(handle, position, data, member)
+            base, data = _next_member(handle, base + begun, data[begun:], member)
+            at = 0
 
 
 def _next_member(handle: BinaryIO, offset: int, data: bytes, damaged: int) -> tuple[int, bytes]:
