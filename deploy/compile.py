@@ -30,7 +30,7 @@ from puna.storage import Store
 
 TEXT = "The quick brown fox jumps over the lazy dog while {0} others of its kind look on from the edge of the old wood."
 PAGE = (
-    "<html><head><title>Page {0}</title></head><body><h1>Page {0}</h1><ul><li><a href='/'>Home</a></ul>"
+    "<html><head><title>Page {0} à la carte</title></head><body><h1>Page {0}</h1><ul><li><a href='/'>Home</a></ul>"
     "<p>{1}</p><pre>x = {0}</pre><table><tr><td>{0}<td>two</table><p>Contact: 12 Main Street, Springfield, IL 62704</p></body></html>"
 )
 

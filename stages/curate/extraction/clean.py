@@ -24,7 +24,7 @@ def cleaned(text: str) -> str:
 
 
 def _of(text: str, lines: bool) -> str:
-    data = np.frombuffer(repaired(text).encode(), np.uint8)
+    data = np.frombuffer(bytearray(repaired(text).encode()), np.uint8)  # of the type of `texts_of`: one loop is compiled
     found: NDArray[np.uint8] = _cleaned(data, np.array([0, len(data)]), roles(), lines)[0]
     return found.tobytes().decode()
 
