@@ -55,8 +55,6 @@ def quality(documents: Documents, classifier: Classifier | None, language: Signa
     `quality_rank` is the share of scored documents with a lower quality, within the document's language where the signals of
     `language` are given.
     """
-    if not documents.rows():
-        raise PunaError(f"quality: {documents.id} has no documents to score; `dropped` of the stages before says why")
     if classifier is None:
         if language is None:
             raise PunaError(f"quality: {LANGUAGES}")
@@ -77,6 +75,9 @@ def write_scores(
     Gives how many documents are scored, and the quality that the share `share` of them does not reach.
     """
     parts, cut = run.parts(documents, columns=["id", "source", "text"]), max(1, documents.record().cut)
+    if not parts:
+        run.write_rows([])
+        return 0, 0.0
     scores = run.exchange(score, parts, *args, by="all", partitions=1)
     ranked = run.exchange(_ranked, scores.parts, language, share, by="id", partitions=cut)
     run.produce_shards(_signals, ranked, cut)

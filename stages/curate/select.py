@@ -149,7 +149,8 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     (`removed_lines`); a document of which C4's rules leave nothing is dropped.
     """
     if not documents.rows():
-        raise PunaError(f"select: {documents.id} has no documents to select from; `dropped` of the stages before says why")
+        run.transform(_select, documents)  # signals of no documents have no columns that rules could ask for
+        return
     thresholds, expressions = list(active_rules(config)), config.expressions()
     carried = carried_signals(signals)
     check_signals(thresholds, carried)

@@ -111,3 +111,12 @@ def test_imported_documents_are_cleaned_beside_pages(tmp_path: Path) -> None:
     assert made.pages == made.kept == len(kept) == 4 and f"{documents.id}: 3 documents" in said
     assert {row["source"]: row["url"] for row in kept if row["source"] == "web"} == {"web": "https://x.org/3"}
     assert {row["url"] for row in kept if row["source"] == "wikipedia"} == {f"file:///rows/rows.csv/{n}" for n in (1, 2, 3)}
+
+
+def test_pages_of_which_none_is_kept_give_a_report_and_the_reasons(tmp_path: Path) -> None:
+    file, out = tmp_path / "short.jsonl", tmp_path / "out"
+    file.write_text('{"url": "https://a.org/1", "text": "too short"}\n')
+    found = clean([str(file)], out, Store.open(tmp_path / "store"), workers=1, quiet=True)
+    assert (found.kept, found.pages, found.documents.read_text()) == (0, 1, "")
+    assert [json.loads(line)["rule"] for line in found.dropped.read_text().splitlines()] == ["gopher_quality.min_words"]
+    assert found.report.stat().st_size > 10_000

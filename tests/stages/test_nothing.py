@@ -14,7 +14,6 @@ from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_
 from puna.stages.contract import SeededConfig, StageRun, execute, stage
 from puna.stages.contract.external import External
 from puna.stages.curate.ingest import IngestConfig, ingest
-from puna.stages.curate.select import SelectConfig, select
 from puna.stages.curate.train_classifier import TrainClassifierConfig, train_classifier
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
 from puna.storage import Artifact, PunaError, Store
@@ -36,7 +35,6 @@ def empty(store: Store, kind: str) -> Artifact:
 
 
 CASES: list[tuple[Any, Any, dict[str, str], str]] = [
-    (select, SelectConfig(), {"documents": "documents", "signals": "[signals]"}, "select: documents/.* has no documents"),
     (
         train_classifier, TrainClassifierConfig(), {"documents": "documents"},
         "train_classifier: 0 documents have a label, of no class; two classes are needed. The documents have the sources none",
