@@ -31,7 +31,7 @@ class QualityConfig(StageConfig):
 
 LANGUAGES = (
     "without a classifier the documents' languages are needed: --input language=signals/ID of the stage language; "
-    "in a recipe keep the step language, or leave this one out, --set quality=null"
+    "in a recipe keep the step language, or leave this one out, --set quality=null --set select_model.quality=null"
 )
 
 

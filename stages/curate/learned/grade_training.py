@@ -41,19 +41,34 @@ class Text(NamedTuple):
 
 def read(files: list[Path]) -> list[Text]:
     """The graded documents of JSON lines; PunaError names the line that is none."""
-    found = []
+    found, named = [], ", ".join(map(str, files))
     for file in files:
-        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+        try:
+            lines = file.read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PunaError(f"{file}: {error}; JSON lines in UTF-8 are needed") from error
+        for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-                found.append(Text(str(row["text"]), float(row["grade"]), str(row["site"])))
+                found.append(_text(json.loads(line)))
             except (ValueError, KeyError, TypeError) as error:
                 raise PunaError(f"{file}: line {number}: {type(error).__name__}: {error}; text, grade and site are needed") from error
     if len({row.fold for row in found}) < FOLDS:
-        raise PunaError(f"{', '.join(map(str, files))}: {len(found)} graded texts of too few sites for {FOLDS} folds")
+        raise PunaError(f"{named}: {len(found)} graded texts of too few sites for {FOLDS} folds")
+    if len({row.grade >= GOOD for row in found}) < 2:
+        raise PunaError(f"{named}: grades of less than {GOOD} and of {GOOD} or more are needed")
     return found
+
+
+def _text(row: dict[str, object]) -> Text:
+    """The graded document of a row; ValueError where it is none."""
+    text, grade = row["text"], float(str(row["grade"]))
+    if not isinstance(text, str):
+        raise ValueError(f"text is {text!r}")
+    if not 0 <= grade <= 5:
+        raise ValueError(f"grade {grade} is none of 0 to 5")
+    return Text(text, grade, str(row["site"]))
 
 
 def rows_of(texts: list[str]) -> NDArray[np.float32]:
@@ -120,6 +135,8 @@ def main() -> None:
     chances = 1 / (1 + np.exp(-found))  # in their order
     for least in (2, 3, 4):
         good = grades >= least
+        if good.all() or not good.any():
+            continue
         print(f"{len(texts)} texts, grade >= {least}: {good.mean():.2f}, AUC on unseen sites {auc(counted(chances, good)):.4f}")
     print(f"correlation {np.corrcoef(found, grades)[0, 1]:.3f}")
     scale = np.array([model.bias, model.slope, model.middle], np.float64)

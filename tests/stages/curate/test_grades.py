@@ -144,7 +144,7 @@ def test_documents_of_other_languages_are_not_judged_and_stay(tmp_path: Path, ma
     rules = [replace(rule, kinds=()) for rule in active_rules(settings) if rule.name.startswith("quality.")]
     table = pa.table({"id": ["a", "b"], "source": ["web", "web"], "quality": [0.5, None], "quality_rank": [0.5, None]})
     assert decide(table, rules)["id"].to_pylist() == ["a"]
-    with pytest.raises(PunaError, match="without a classifier the documents' languages are needed"):
+    with pytest.raises(PunaError, match=r"without a classifier the documents' languages are needed.*--set select_model\.quality=null"):
         execute(quality, QualityConfig(), {"documents": documents}, store)
 
 
@@ -196,6 +196,34 @@ def test_unseen_grades_are_of_models_without_the_site(tmp_path: Path) -> None:
         weights, bias = training.ridge(rows[fold != one], marks[fold != one])
         assert found[fold == one] == pytest.approx(rows[fold == one] @ weights + bias)
     assert len({text.fold for text in read if text.site == "s3"}) == 1
-    file.write_text('{"text": "a", "grade": "x", "site": "s"}\n')
-    with pytest.raises(PunaError, match=r"texts\.jsonl: line 1: ValueError.*text, grade and site are needed"):
+
+
+GRADED = [{"text": "a", "grade": 4, "site": f"s{n}"} for n in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"text": "a", "grade": "x", "site": "s"}], r"texts\.jsonl: line 1: ValueError.*text, grade and site are needed"),
+        ([*GRADED[:2], {"text": None, "grade": 3, "site": "s"}], r"texts\.jsonl: line 3: ValueError: text is None"),
+        ([{"text": "a", "grade": float("nan"), "site": "s"}], r"line 1: ValueError: grade nan is none of 0 to 5"),
+        ([{"text": "a", "grade": 50, "site": "s"}], r"line 1: ValueError: grade 50\.0 is none of 0 to 5"),
+        ([["a", 3, "s"]], "line 1: TypeError"),
+        (GRADED[:1], "1 graded texts of too few sites for 5 folds"),
+        (GRADED, "grades of less than 3 and of 3 or more are needed"),
+    ],
+)
+def test_what_no_model_can_learn_from_is_named(tmp_path: Path, rows: list[Any], said: str) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(PunaError, match=said):
+        training.read([file])
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    with pytest.raises(PunaError, match=r"texts\.jsonl.*JSON lines in UTF-8 are needed"):
+        training.read([file])
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(PunaError, match=r"texts\.jsonl.*JSON lines in UTF-8 are needed"):
         training.read([file])
