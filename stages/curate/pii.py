@@ -66,8 +66,8 @@ def _mask(documents: pa.Table, config: PiiConfig) -> dict[str, pa.Table]:
             said = {"id": identity, "rule": "pii_failed", "value": float(sizes[row]), "threshold": float(config.max_text_bytes)}
             dropped.append({**said, "detail": "the text is too long to be searched, bytes"})
             continue
-        text = texts[row].as_py()
         try:
+            text = texts[row].as_py()
             spans = find(text, searched_in_code if in_code[row] else searched, int(seen[row]))
         except Exception as error:  # noqa: BLE001 - one document may fail in any way, and the others go on
             keep[row] = False

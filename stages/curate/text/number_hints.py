@@ -148,7 +148,7 @@ def _hints(data: U8, offsets: NDArray[np.int64], roles: U8, wide: NDArray[np.boo
             elif role & IS_WIDE:
                 size = 2 if data[at] < 0xE0 else 3 if data[at] < 0xF0 else 4
                 code = np.int64(data[at]) & (0x3F >> (size - 1))
-                for i in range(at + 1, at + size):
+                for i in range(at + 1, min(at + size, last)):
                     code = code << 6 | np.int64(data[i]) & 0x3F
                 found |= OTHER_DIGITS * (code < len(wide) and wide[code])
                 at += size

@@ -76,7 +76,7 @@ def _behind(data: U8, stop: int, last: int) -> bool:
     for word in range(AHEAD):
         if at < last and data[at] == COMMA:
             at += 1
-        if at == last or data[at] != SPACE:
+        if at + 1 >= last or data[at] != SPACE:
             return False
         at += 1
         begin = at

@@ -8,6 +8,7 @@ from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -256,6 +257,16 @@ def test_a_document_that_cannot_be_searched_is_dropped_by_name(tmp_path, make_do
     made = execute(pii, PiiConfig(), {"documents": make_documents(store, [("a", "web", "a"), ("b", "web", "b@c.com")])}, store)
     assert made.read()["id"].to_pylist() == ["a"]
     assert [(r["id"], r["rule"], r["detail"]) for r in made.read("dropped").to_pylist()] == [("b", "pii_failed", "RecursionError: too deep")]
+
+
+def test_bytes_that_are_no_text_are_dropped_by_name_and_the_others_are_searched():
+    texts = [b"a@b.org", b"caf\xe9 c@d.org", b"none"]
+    bounds = np.cumsum([0, *map(len, texts)], dtype=np.int32)
+    column = pa.StringArray.from_buffers(len(texts), pa.py_buffer(bounds), pa.py_buffer(b"".join(texts)))
+    made = module._mask(pa.table({"id": ["a", "b", "c"], "source": ["web"] * 3, "text": column}), PiiConfig())
+    assert made["documents"].select(["id", "text"]).to_pylist() == [{"id": "a", "text": "<EMAIL>"}, {"id": "c", "text": "none"}]
+    assert [(row["id"], row["rule"]) for row in made["dropped"].to_pylist()] == [("b", "pii_failed")]
+    assert "UnicodeDecodeError" in made["dropped"]["detail"][0].as_py()
 
 
 def test_a_document_with_too_much_of_a_kind_is_dropped(tmp_path):
