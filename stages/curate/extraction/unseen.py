@@ -78,10 +78,20 @@ def _asks(text: NDArray[np.uint8], start: int, stop: int) -> bool:
     if at == stop:
         return False
     start, stop = max(start, at - NEAR), min(stop, at + 10 + NEAR)
-    asks = has(text, start, stop, b"enable") or has(text, start, stop, b"disabled") or has(text, start, stop, b"turn")
+    asks = has(text, start, stop, b"enable") or has(text, start, stop, b"disabled") or _begins(text, start, stop, b"turn")
     asks |= has(text, start, stop, b"requires") or has(text, start, stop, b"without") or has(text, start, stop, b"your browser")
-    asks |= has(text, start, stop, b"aktiv") or has(text, start, stop, b"activ")
+    asks |= _begins(text, start, stop, b"aktiv") or _begins(text, start, stop, b"deaktiv")  # not: interaktiv
+    asks |= _begins(text, start, stop, b"activ") or has(text, start, stop, b"sactiv")  # as in `désactivé`; not: interactive
     return bool(asks or has(text, start, stop, b"habilit") or has(text, start, stop, b"abilita") or has(text, start, stop, b"inschakel"))
+
+
+@njit(cache=True, borrows=True)
+def _begins(text: NDArray[np.uint8], start: int, stop: int, words: bytes) -> bool:
+    """Whether a word that begins so is in text[start:stop]."""
+    for at in range(start, stop - len(words) + 1):
+        if (at == 0 or not 97 <= text[at - 1] | 32 <= 122) and has(text, at, at + len(words), words):
+            return True
+    return False
 
 
 @njit(cache=True, borrows=True)

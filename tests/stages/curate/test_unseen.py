@@ -32,6 +32,8 @@ WINTER = "The bridge in winter, seen from the north bank"
 BRACKETS = "The list [1, 2] and note [12] stay; [sic] too, and [b]bold[/b] in forums."
 NOTE = "[Translator's note: the word has no equivalent in this language.]"
 HARBOUR = "The mayor of the town speaks about a new harbour and its cost in the years to come."
+CHARTS = "The height of the river over a hundred years is shown in interactive JavaScript charts that two students made for the town."
+RETURN = "What the service of the harbour returns (JavaScript objects with the height of the tide) is open to all who live in the town."
 HIDDEN_TEMPLATE = '<div style="display:none" class="elementor-template"><p>A hidden template of a page builder that no reader of it ever sees.</p></div>'
 
 
@@ -44,6 +46,9 @@ HIDDEN_TEMPLATE = '<div style="display:none" class="elementor-template"><p>A hid
         "<div>JavaScript is disabled in your browser. Please enable JavaScript to use all features of this site.</div>",
         "<p>Bitte aktivieren Sie JavaScript, um die Karte zu sehen.</p>",
         "<p>Veuillez activer JavaScript pour lire les commentaires.</p>",
+        "<p>JavaScript est désactivé.</p>",
+        "<p>JavaScript ist deaktiviert.</p>",
+        "<p>Turn JavaScript on to read the comments.</p>",
         '[vc_row][vc_column width="1/2"][/vc_column][/vc_row]',
         '<p>[gallery ids="1,2,3"]</p>',
         "<p>[adthrive-player video-id=\u201dx\u201d name=\u201dClean a table\u201d]</p>",
@@ -63,6 +68,8 @@ def test_what_nobody_sees_goes(markup: str) -> None:
         ("<ul><li>[no_tags] Fixed the bridge between two engines</li></ul>", "\u2022 [no_tags] Fixed the bridge between two engines"),
         ("<pre>[section_one]\nname=&quot;x&quot;\n[/section_one]</pre>", '[section_one]\nname="x"\n[/section_one]'),
         (f"<noscript><p>{HARBOUR}</p></noscript>", HARBOUR),
+        (f"<p>{CHARTS}</p>", CHARTS),
+        (f"<p>{RETURN}</p>", RETURN),
     ],
 )
 def test_what_readers_see_stays(markup: str, left: str) -> None:
