@@ -359,8 +359,8 @@ class CodeReasoningRules(WebRules):
 
 
 class QualityRules(WebRules):
-    """The quality of documents that the stage `quality` scored; those that it knows nothing about stay. Of sources that a classifier
-    learned as good ones it has nothing to say.
+    """The quality of documents that the stage `quality` scored; those that it knows nothing about stay. `exempt_sources` should
+    name the sources that a classifier learned as good ones: of them it has nothing to say.
     """
 
     min_quality: Annotated[Fraction | None, Drop("quality", "<", missing="keep")] = Field(
