@@ -24,6 +24,8 @@ from puna.stages.contract.executors import PROCESSES
 from puna.storage import Artifact, PunaError, Store
 
 PREFIXES = ("flow:", "stage:")
+YOUNG = 20_000
+"""Containers that a run makes before they are looked through for garbage: a part's rows are thousands of them, none in a circle."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,13 @@ def run(request: Request, store: Store) -> None:
 
     A server that shows the store, or that PREFECT_API_URL names, is told of it as it goes; the work never waits for that.
     """
+    before = gc.get_threshold()[0]
     gc.disable()  # what is imported stays: no collection of garbage looks through it, while it comes or later
     try:
         found = chosen(request.what)
         gc.freeze()
         gc.enable()
+        gc.set_threshold(YOUNG)
         if isinstance(found, Flow):
             run_flow(found, request, store)
         else:
@@ -92,6 +96,7 @@ def run(request: Request, store: Store) -> None:
     finally:
         gc.enable()
         gc.unfreeze()
+        gc.set_threshold(before)
 
 
 def run_flow(flow: Flow, request: Request, store: Store) -> str:

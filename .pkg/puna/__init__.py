@@ -10,7 +10,13 @@ Importing it loads nothing else; `open`, `run`, `run_flow` and `connect` load wh
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# Arrow's allocator reads these when it is loaded. A part's columns go where those of the part before were: what is freed is kept for
+# a second (1,000 ms; given back after 10 else), and in pages of 4 kB, as the kernel clears those of 2 MB whole.
+for _name, _value in (("MIMALLOC_PURGE_DELAY", "1000"), ("MIMALLOC_ALLOW_THP", "0")):
+    os.environ.setdefault(_name, _value)
 
 if TYPE_CHECKING:
     from puna.flows.interactive import connect, open, run, run_flow

@@ -57,3 +57,11 @@ def test_a_folder_named_puna_beside_the_script_changes_nothing(tmp_path: Path) -
     environment = {**os.environ, "PYTHONPATH": str(ROOT / ".pkg")}
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['puna'] True"
+
+
+def test_arrows_allocator_is_told_before_arrow_is_loaded_and_a_users_word_stands() -> None:
+    said = "import sys, puna, os; print('pyarrow' in sys.modules, os.environ['MIMALLOC_PURGE_DELAY'], os.environ['MIMALLOC_ALLOW_THP'])"
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MIMALLOC_")}
+    for given, expected in (({}, "False 1000 0"), ({"MIMALLOC_PURGE_DELAY": "5"}, "False 5 0")):
+        done = subprocess.run([sys.executable, "-c", said], env=plain | given, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected
