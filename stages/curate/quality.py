@@ -18,8 +18,9 @@ from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Partition
 
-declare_signal("quality", float, "probability", "probability that the document is good, by a model that did not see it")
-declare_signal("quality_rank", float, "fraction of documents", "share of the scored documents with a lower quality")
+# Optional: a crawl may have no English, or none but the sources that a classifier leaves out.
+declare_signal("quality", float, "probability", "probability that the document is good, by a model that did not see it", optional=True)
+declare_signal("quality_rank", float, "fraction of documents", "share of the scored documents with a lower quality", optional=True)
 GOOD, OTHER = "good", "other"
 
 

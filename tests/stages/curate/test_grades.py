@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 from puna.flows.trace import flow_named, trace
 from puna.flows.trace import load as recipe
 from puna.stages.contract import execute
+from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.curate.language import LanguageConfig, language
 from puna.stages.curate.learned import grade_training as training
 from puna.stages.curate.learned import grades
 from puna.stages.curate.quality import QualityConfig, quality
 from puna.stages.curate.rules.decide import decide
 from puna.stages.curate.rules.groups import active_rules
-from puna.stages.curate.select import SelectConfig
+from puna.stages.curate.select import SelectConfig, select
 from puna.storage import PunaError, Store
 
 PROSE = (
@@ -146,6 +147,21 @@ def test_documents_of_other_languages_are_not_judged_and_stay(tmp_path: Path, ma
     assert decide(table, rules)["id"].to_pylist() == ["a"]
     with pytest.raises(PunaError, match=r"without a classifier the documents' languages are needed.*--set select_model\.quality=null"):
         execute(quality, QualityConfig(), {"documents": documents}, store)
+
+
+def test_a_crawl_without_english_has_no_scores_and_stays(tmp_path: Path, make_documents: Any) -> None:
+    store = Store.open(tmp_path)
+    german = "Der Fluss entspringt in den Hügeln nördlich der Stadt und fließt dreißig Meilen weit, bevor er das Meer erreicht."
+    documents = make_documents(store, [("a", "web", german), ("b", "web", german.replace("Fluss", "Bach"))])
+    languages = execute(language, LanguageConfig(), {"documents": documents}, store)
+    made = execute(quality, QualityConfig(), {"documents": documents, "language": languages}, store)
+    assert made.read().to_pylist() == [{"id": key, "quality": None, "quality_rank": None} for key in "ab"]
+    assert made.manifest.metrics["scored"] == 0
+    off = {name: None for name, value in SelectConfig().model_dump().items() if isinstance(value, dict) and name not in ("groups", "sql")}
+    rules = SelectConfig.model_validate(off | {"quality": {"min_quality": 0.5, "min_rank": 0.5}})
+    signals = [made, execute(heuristics, HeuristicsConfig(), {"documents": documents, "language": languages}, store)]
+    kept = execute(select, rules, {"documents": documents, "signals": signals}, store)
+    assert kept.read()["id"].to_pylist() == ["a", "b"]
 
 
 def test_recipes_judge_by_the_model_that_comes_with_puna_unless_they_train_one() -> None:
