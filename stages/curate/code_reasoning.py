@@ -105,7 +105,8 @@ def _score(documents: pa.Table, classifier: Artifact) -> pa.Table:
     """Signals of a part."""
     about = trained(classifier, "code_reasoning")
     rows = about.scored(documents)
-    ids, texts = documents["id"].take(rows).to_pylist(), documents["text"].take(rows)
+    chosen = documents.take(pa.array(rows, pa.int64()))
+    ids, texts = chosen["id"].to_pylist(), chosen["text"]
     counts = measured(texts, about.about.max_characters)
     columns: dict[str, tuple[pa.DataType, list[float | None]]] = {
         "code_line_fraction": (pa.float64(), [round(found.code_lines / max(found.lines, 1), DIGITS) for found in counts]),

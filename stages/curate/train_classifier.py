@@ -142,7 +142,8 @@ def _classify(documents: pa.Table, classifier: Artifact) -> pa.Table:
     ids, rows = documents["id"].to_pylist(), about.scored(documents)
     names: list[str | None] = [None] * len(ids)
     values: list[float | None] = [None] * len(ids)
-    for row, one in zip(rows, about.probabilities([ids[row] for row in rows], documents["text"].take(rows)), strict=True):
+    texts = documents["text"].take(pa.array(rows, pa.int64()))
+    for row, one in zip(rows, about.probabilities([ids[row] for row in rows], texts), strict=True):
         names[row], values[row] = about.classes[int(one.argmax())], float(one.max())
     columns = {"classifier_label": pa.array(names, pa.string()), "classifier_score": pa.array(values, pa.float64())}
     return pa.table({"id": documents["id"], **columns})

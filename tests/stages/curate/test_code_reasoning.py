@@ -121,6 +121,8 @@ def test_pages_without_the_signs_are_found(tmp_path, make_documents):
     table = {r["id"]: r for r in made.read().to_pylist()}
     source = table.pop("source")
     assert all(value is None for name, value in source.items() if name != "id")
+    alone = make_documents(store, rows[-1:])  # a part of left out sources
+    assert execute(code_reasoning, CodeReasoningConfig(), {"documents": alone, "classifier": classifier}, store).read().to_pylist() == [source]
     metrics = classifier.manifest.metrics
     # 60 of the 90 pages of a kind carry its signs.
     assert (metrics["code_positives"], metrics["reasoning_positives"]) == (60, 60)

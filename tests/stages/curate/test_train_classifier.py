@@ -87,6 +87,16 @@ def test_labels_of_a_stage_before_are_classes(world, tmp_path):
         execute(train_classifier, TrainClassifierConfig(**SMALL, label="them"), {"documents": documents, "labels": labels}, store)
 
 
+@pytest.mark.parametrize("stage", [classify, quality])
+def test_documents_of_left_out_sources_alone_have_no_score(world, make_documents, stage):
+    store, documents = world
+    made = execute(train_classifier, TrainClassifierConfig(**SMALL), {"documents": documents}, store)
+    code = make_documents(store, [("a", "code", "x = 1"), ("b", "code", "y = 2")])
+    found = execute(stage, stage.config(), {"documents": code, "classifier": made}, store).read()
+    assert found["id"].to_pylist() == ["a", "b"]
+    assert all(found[name].null_count == 2 for name in found.column_names[1:])
+
+
 def test_one_class_is_none(world, make_documents):
     store, _ = world
     documents = make_documents(store, [("a", "web", "x"), ("b", "web", "y")])
