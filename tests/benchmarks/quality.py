@@ -149,8 +149,9 @@ def _function_words(texts: list[str]) -> list[float]:
 
 
 def _wikipedia() -> Callable[[list[str]], list[float]]:
-    """The demo's classifier: trained on the sample, where Wikipedia's documents are the good ones; the first fold's model."""
+    """The demo's classifier: trained on the sample, where Wikipedia's documents are the good ones; each text by the model of one fold."""
     import corpus
+    import pyarrow as pa
 
     from puna.flows.trace import load as recipe
     from puna.stages.contract import execute
@@ -159,7 +160,7 @@ def _wikipedia() -> Callable[[list[str]], list[float]]:
 
     settings = recipe("demo", [], "curate").one("train_quality", train_classifier, TrainClassifierConfig)
     model = trained(execute(train_classifier, settings, {"documents": corpus.extracted()}, corpus.store()), "quality")
-    return lambda texts: model.probabilities([str(n) for n in range(len(texts))], texts)[:, model.classes.index("good")].tolist()
+    return lambda texts: model.probabilities([str(n) for n in range(len(texts))], pa.array(texts))[:, model.classes.index("good")].tolist()
 
 
 def _speed() -> float:
