@@ -26,7 +26,6 @@ from puna.storage import Artifact, PunaError, Store
 if TYPE_CHECKING:
     from puna.stages.curate.reading.pages import Page
 
-"""Time for reading the inputs' first pages, and as much again for their texts."""
 PEEK_CHARACTERS = 4000
 """Read of each page."""
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")

@@ -37,8 +37,14 @@ LANGUAGES = (
 
 
 def needs(config: QualityConfig, facts: Facts) -> list[str]:
-    """The signals of `language`, where no classifier is given."""
-    return [] if facts.inputs.get("classifier") or facts.inputs.get("language") else [LANGUAGES]
+    """The signals of `language`, and no choice of a class, where no classifier is given."""
+    return [] if facts.inputs.get("classifier") else _lacking(config, bool(facts.inputs.get("language")))
+
+
+def _lacking(config: QualityConfig, language: bool) -> list[str]:
+    """What Puna's own model cannot do without, or has not."""
+    classes = f"positive={config.positive!r}: the model that comes with Puna has no classes; give a classifier, or leave positive out"
+    return [*([] if language else [LANGUAGES]), *([] if config.positive == GOOD else [classes])]
 
 
 @stage(kind="signals", signals=("quality", "quality_rank"), needs=needs)
@@ -57,8 +63,8 @@ def quality(documents: Documents, classifier: Classifier | None, language: Signa
     `language` are given.
     """
     if classifier is None:
-        if language is None:
-            raise PunaError(f"quality: {LANGUAGES}")
+        if language is None or _lacking(config, True):
+            raise PunaError(f"quality: {_lacking(config, language is not None)[0]}")
         scored, _ = write_scores(run, documents, language, 0.5, _graded, language)
     else:
         about = trained(classifier, "quality")

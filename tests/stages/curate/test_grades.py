@@ -147,6 +147,8 @@ def test_documents_of_other_languages_are_not_judged_and_stay(tmp_path: Path, ma
     assert decide(table, rules)["id"].to_pylist() == ["a"]
     with pytest.raises(PunaError, match=r"without a classifier the documents' languages are needed.*--set select_model\.quality=null"):
         execute(quality, QualityConfig(), {"documents": documents}, store)
+    with pytest.raises(PunaError, match="positive='bad': the model that comes with Puna has no classes"):
+        execute(quality, QualityConfig(positive="bad"), {"documents": documents, "language": languages}, store)
 
 
 def test_a_crawl_without_english_has_no_scores_and_stays(tmp_path: Path, make_documents: Any) -> None:
