@@ -160,7 +160,12 @@ def _wikipedia() -> Callable[[list[str]], list[float]]:
 
     settings = recipe("demo", [], "curate").one("train_quality", train_classifier, TrainClassifierConfig)
     model = trained(execute(train_classifier, settings, {"documents": corpus.extracted()}, corpus.store()), "quality")
-    return lambda texts: model.probabilities([str(n) for n in range(len(texts))], pa.array(texts))[:, model.classes.index("good")].tolist()
+
+    def score(texts: list[str]) -> list[float]:
+        found = model.probabilities([str(n) for n in range(len(texts))], pa.array(texts, pa.large_string()))
+        return [float(value) for value in found[:, model.classes.index("good")]]
+
+    return score
 
 
 def _speed() -> float:
