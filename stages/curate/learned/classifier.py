@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import heapq
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ GOLDEN = 0.6180339887498949
 FINEST = 1_000_000
 """Scores have six digits: documents are counted by them, so that no number is kept for each document."""
 BARS = 20
+ENDS_WORD = re.compile(r"[\0\t-\r ]")  # for fastText
 Labels = dict[str, list[str | None]]
 """Classifier → the class of each document, or None."""
 
@@ -312,7 +314,7 @@ def _write_text(job: _Job, files: list[str]) -> None:
     lines = pa.concat_tables(_rows(job, files, ["id", "line"], inside=False, chosen=chosen))
     order.sort()
     at = pc.index_in(pa.array([identity for _, identity, _ in order], pa.string()), lines["id"])
-    starts = pa.array([f"__label__{name} " for *_, name in order], pa.large_string())
+    starts = pa.array([f"__label__{label_of(name)} " for *_, name in order], pa.large_string())
     end, nothing = (pa.scalar(text, pa.large_string()) for text in ("\n", ""))
     whole = pc.binary_join_element_wise(starts, lines["line"].cast(pa.large_string()).take(at), end, nothing)
     with Path(job.text).open("wb") as out:
@@ -321,13 +323,18 @@ def _write_text(job: _Job, files: list[str]) -> None:
             data[bounds[0] : bounds[-1]].tofile(out)
 
 
+def label_of(name: str) -> str:
+    """A class as a label of fastText, which ends at white space."""
+    return ENDS_WORD.sub(lambda match: f"%{ord(match[0]):02X}", name)
+
+
 def predict(model: Any, lines: pa.Array | pa.ChunkedArray, classes: list[str]) -> NDArray[np.float64]:
     """Probability of every class for each line, float64[lines, classes], by a `Scorer` or by fastText itself."""
     if isinstance(model, Scorer):
-        rows = model.probabilities(lines)[:, [model.labels.index(name) for name in classes]].astype(np.float64)
+        rows = model.probabilities(lines)[:, [model.labels.index(label_of(name)) for name in classes]].astype(np.float64)
     else:
         # A list, because fastText 0.9.3 cannot predict a single string under numpy 2.
-        index, rows = {f"__label__{name}": at for at, name in enumerate(classes)}, np.zeros((len(lines), len(classes)))
+        index, rows = {f"__label__{label_of(name)}": at for at, name in enumerate(classes)}, np.zeros((len(lines), len(classes)))
         for row, names, values in zip(rows, *model.predict(lines.to_pylist(), k=len(classes)), strict=True):
             row[[index[name] for name in names]] = values
     # fastText's softmax table leaves sums a little off one; six digits are what it has.

@@ -97,6 +97,22 @@ def test_documents_of_left_out_sources_alone_have_no_score(world, make_documents
     assert all(found[name].null_count == 2 for name in found.column_names[1:])
 
 
+def test_classes_may_have_white_space(world):
+    store, documents = world
+    ids = documents.read(columns=["id"])["id"].to_pylist()
+    names = {"health": "public health", "science": "natural science\n", "sports": "sports"}
+    found = []
+    for names_of in ({name: name for name in names}, names):
+        labels = store.import_table("signals", pa.table({"id": ids, "theme": [names_of[i[4:]] for i in ids]}))
+        config = TrainClassifierConfig(**SMALL, purpose="classify", label="theme", exempt_sources=())
+        made = execute(train_classifier, config, {"documents": documents, "labels": labels}, store)
+        found.append(execute(classify, ClassifyConfig(), {"documents": documents, "classifier": made}, store).read()["classifier_label"].to_pylist())
+    plain, spaced = found
+    # Names order the classes, no more: what is found is the same but for ties.
+    assert np.mean([names[a] == b for a, b in zip(plain, spaced, strict=True)]) > 0.95
+    assert set(spaced) == set(names.values())
+
+
 def test_one_class_is_none(world, make_documents):
     store, _ = world
     documents = make_documents(store, [("a", "web", "x"), ("b", "web", "y")])
