@@ -117,7 +117,7 @@ def _sizes(data: NDArray[np.uint8]) -> tuple[int, int]:
 def _scratch(longest: int, weights: Weights) -> Scratch:
     """Room for lines of so many tokens."""
     size = weights.first.shape[1]
-    rows, hashes = np.empty(longest * weights.ngrams, np.int32), np.empty(longest, np.uint64)
+    rows, hashes = np.empty(longest * max(1, weights.ngrams), np.int32), np.empty(longest, np.uint64)  # fastText takes 0 for 1
     return Scratch(rows, hashes, np.empty(size, np.float32), np.empty(size, np.float32), np.empty(len(weights.last), np.float32))
 
 

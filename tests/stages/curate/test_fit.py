@@ -114,6 +114,15 @@ def test_what_fit_does_not_make_is_left_to_fasttext(lines, tmp_path):
         assert read(tmp_path / f"{number}.bin") is None
 
 
+def test_a_model_of_others_without_ngrams_of_words_is_applied(lines, tmp_path):
+    file, texts = lines
+    with zeroed_memory():
+        model = fasttext.train_supervised(input=str(file), dim=8, epoch=2, thread=1, wordNgrams=0, verbose=0)
+    model.save_model(str(tmp_path / "none.bin"))
+    shown, classes = [*texts, "alpha " * 300], ["drei", "one", "two"]
+    np.testing.assert_allclose(predict(Scorer(read(tmp_path / "none.bin")), pa.array(shown), classes), predict(model, pa.array(shown), classes), atol=2e-6)
+
+
 def test_a_training_that_diverges_says_what_to_do(lines):
     with pytest.raises(PunaError, match="smaller learning_rate than 1e\\+30"):
         fit(lines[0], 1e30, 5, 2, 16, 1, 10_000, 0)
