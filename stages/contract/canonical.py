@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 # What a field of a configuration takes is checked before a run; the value itself is in the key.
@@ -233,8 +234,11 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _added(annotation: ast.expr) -> Iterator[ast.expr]:
-    """What `Annotated` adds to a type, anywhere in an annotation."""
+    """What `Annotated` adds to a type, anywhere in an annotation, in quotes too."""
     for node in ast.walk(annotation):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "Annotated" in node.value:
+            with suppress(SyntaxError):
+                yield from _added(ast.parse(node.value, mode="eval").body)
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
             name = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
             yield from node.slice.elts[1:] if name == "Annotated" else ()

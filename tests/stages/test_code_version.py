@@ -126,6 +126,7 @@ def test_comments_docstrings_and_unrelated_code_do_not_count(tree: Path, name: s
     ("old", "new", "counts"),
     [
         ("""Drop("words", "<")""", """Drop("words", ">")""", True),
+        ("""Drop("lines", "<")""", """Drop("lines", ">")""", True),
         ("Field(le=9)", "Field(le=10)", False),
         ("float", "int", False),
     ],
@@ -142,6 +143,7 @@ def test_what_is_added_to_a_fields_type_counts(tree: Path, old: str, new: str, c
 
             class Config:
                 most: Annotated[float, Drop("words", "<"), Field(le=9)] | None = None
+                quoted: 'Annotated[int, Drop("lines", "<")]' = 1
 
             def work(documents, config, run):
                 return documents
