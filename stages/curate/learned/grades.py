@@ -1,7 +1,7 @@
 """The grade that a judge would give an English document, as data to train a language model on: Puna's own quality model.
 
 A linear model of what a document is made of: its words, numbers and marks, its lines by length and ending, and its size. Each is
-hashed to a bucket and counts by the square root of its share, so that all of a document speaks, not its beginning alone.
+hashed to a bucket and counts by the square root of its share in what is read (READ): no place in a document says more than another.
 `grade_training.py` learns the weights from grades of 0 (nothing) to 5 (teaches); NOTICE tells where they come from.
 """
 
@@ -24,9 +24,8 @@ LANGUAGE = "en"
 """The graded documents' language: of others the model knows nothing."""
 READ = 20_000  # bytes of a document
 BUCKETS = 1 << 15
-SIZES = np.array([20, 50, 100, 200, 400, 800, 1600, 3200], np.float64)  # words; each that a document has more of has a weight of its own
-SHARE = 10.0  # of the root of a token's share, beside 0 and 1 of the sizes
-SIZE = 2.0
+SIZES = np.array([20, 50, 100, 200, 400, 800, 1600, 3200], np.float64)  # words; the weight of each counts where a document has more
+SHARE, SIZE = 10.0, 2.0  # what the root of a share is multiplied by, and what a size that is exceeded counts: all weights shrink alike
 BASE, MIXED, ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93), np.uint64(1)
 CAPITAL, CAPITALS, DIGITS, LINE_WORDS, LINE = 0x110000, 0x110001, 0x110100, 0x110200, 0x110300  # tokens that are no characters
 LETTER_A, LETTER_Z, UPPER_A, UPPER_Z, ZERO, NINE = 0x61, 0x7A, 0x41, 0x5A, 0x30, 0x39
