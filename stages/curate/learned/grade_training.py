@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.stages.curate.learned.classifier import auc, counted
-from puna.stages.curate.learned.grades import BUCKETS, GOOD, READ, SHARE, SIZE, SIZES, Model, tokens
+from puna.stages.curate.learned.grades import BUCKETS, GOOD, MOST, READ, SHARE, SIZE, SIZES, Model, tokens
 from puna.storage import PunaError
 
 FOLDS = 5
@@ -79,7 +79,7 @@ def rows_of(texts: list[str]) -> NDArray[np.float32]:
         data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
         words, number = tokens(data, 0, min(len(data), READ), counts, met)
         here = met[:number]
-        row[here] = np.sqrt(counts[here] / max(words, 1)) * SHARE
+        row[here] = np.sqrt(np.minimum(counts[here] / max(words, 1), MOST)) * SHARE
         row[BUCKETS:] = (words * max(1.0, len(data) / READ) > SIZES) * SIZE
         counts[here] = 0
     return out

@@ -1,7 +1,7 @@
 """The grade that a judge would give an English document, as data to train a language model on: Puna's own quality model.
 
 A linear model of what a document is made of: its words, numbers and marks, its lines by length and ending, and its size. Each is
-hashed to a bucket and counts by the square root of its share in what is read (READ): no place in a document says more than another.
+hashed to a bucket and counts by the square root of its share in what is read (READ, MOST): no place in a document says more than another.
 `grade_training.py` learns the weights from grades of 0 (nothing) to 5 (teaches); NOTICE tells where they come from.
 """
 
@@ -25,6 +25,7 @@ LANGUAGE = "en"
 READ = 20_000  # bytes of a document
 BUCKETS = 1 << 15
 SIZES = np.array([20, 50, 100, 200, 400, 800, 1600, 3200], np.float64)  # words; the weight of each counts where a document has more
+MOST = 0.1  # of a share: what is one token nearly alone is like nothing that was graded
 SHARE, SIZE = 10.0, 2.0  # what the root of a share is multiplied by, and what a size that is exceeded counts: all weights shrink alike
 BASE, MIXED, ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93), np.uint64(1)
 CAPITAL, CAPITALS, DIGITS, LINE_WORDS, LINE = 0x110000, 0x110001, 0x110100, 0x110200, 0x110300  # tokens that are no characters
@@ -165,7 +166,7 @@ def _graded(data: NDArray[np.uint8], offsets: NDArray[np.int64], weights: NDArra
         words, number = tokens(data, offsets[d], offsets[d] + min(size, READ), counts, met)
         total = 0.0
         for k in range(number):
-            total += weights[met[k]] * np.sqrt(counts[met[k]])
+            total += weights[met[k]] * np.sqrt(min(float(counts[met[k]]), MOST * max(words, 1)))
             counts[met[k]] = 0
         total *= SHARE / np.sqrt(max(words, 1))
         for k in range(len(SIZES)):

@@ -127,6 +127,7 @@ def test_a_grade_is_the_documents_own_whatever_it_stands_among(documents: list[s
 def test_sound_text_is_told_from_what_is_none() -> None:
     chances = grades.good_chances(pa.chunked_array([[PROSE, MENU, MOVED, ""]]), grades.load())
     assert chances[0] > 0.7
+    assert max(grades.good_chances(pa.chunked_array([["|" * 5000, "12345 " * 3000, "sale " * 4000]]), grades.load())) < 0.5
     assert max(chances[1:]) < 0.2
 
 
