@@ -66,14 +66,17 @@ def emails(text: str, seen: int = EVERY) -> Iterator[Span]:
 
 
 def _around(sign: str, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """What `pattern.finditer` gives where each match has one sign, `BEFORE` characters at most before it and `AFTER` behind."""
+    """What `pattern.finditer` gives where each match has one sign, `BEFORE` characters at most before it and `AFTER` behind.
+
+    No more is looked at than what lies between the signs before and after it: with many of them that is little.
+    """
     stop, place = 0, text.find(sign)
     while place >= 0:
-        match = pattern.search(text, max(stop, place - BEFORE), place + AFTER)
-        if match and text.find(sign, match.start()) == place:  # else it is that of a later sign, and may be cut
+        after = text.find(sign, place + 1)
+        match = pattern.search(text, max(stop, place - BEFORE), min(place + AFTER, after + 1 if after >= 0 else len(text)))
+        if match:
             yield match
-            stop = match.end()
-        place = text.find(sign, max(place + 1, stop))
+        stop, place = match.end() if match else place + 1, after
 
 
 # --- account and card numbers ----------------------------------------------------------------------------

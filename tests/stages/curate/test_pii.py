@@ -323,3 +323,9 @@ def test_a_text_too_long_to_be_searched_is_dropped(tmp_path, make_documents):
     made = execute(pii, PiiConfig(max_text_bytes=1024), given_, store)
     assert made.read()["id"].to_pylist() == ["a"]
     assert [(r["id"], r["rule"], r["value"], r["threshold"]) for r in made.read("dropped").to_pylist()] == [("b", "pii_failed", 1025.0, 1024.0)]
+
+
+@given(st.lists(st.sampled_from(["@", "a", "x.y", "-", "+", "%", ".com", ".", " ", "O'B", "'", "ü", "1", "@@", "a@b.de", "J.Doe@site.co.uk", "//u:p@h.io"]), max_size=40))
+def test_addresses_looked_for_between_two_signs_are_all_there_are(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    assert [m.span() for m in personal._around("@", personal.EMAIL, text)] == [m.span() for m in personal.EMAIL.finditer(text)]
