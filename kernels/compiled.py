@@ -19,6 +19,7 @@ import os
 import pickle
 import tempfile
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -38,6 +39,7 @@ from numba.core.types import containers
 from puna.kernels.placeholder import Placeholder
 
 ROOT = Path(__file__).resolve().parents[1]
+SUM_BYTES = 4  # of the checksum behind a compiled loop
 Compiler = Callable[[Callable[..., Any]], Any]
 
 
@@ -83,7 +85,7 @@ class LoopCache(FunctionCache):  # type: ignore[misc]
 
 
 class _Files:
-    """Compiled loops by key, each in a file of its own.
+    """Compiled loops by key, each in a file of its own that ends with its checksum: damaged machine code could do anything.
 
     Numba keeps an index beside its files: of two processes that compile one loop for two signatures the later takes the
     earlier's entry away, or gives its own entry the earlier's file; and another state of the code empties the index.
@@ -97,7 +99,8 @@ class _Files:
     def save(self, key: str, data: Any) -> None:
         made = self._folder / f"{self._name}.{key}.nbc"
         begun = made.with_suffix(f".{uuid.uuid4().hex[:16]}")
-        begun.write_bytes(dumps(data))
+        packed = dumps(data)
+        begun.write_bytes(packed + _checksum(packed))
         begun.replace(made)
         stored = sorted(self._folder.glob(f"{glob.escape(self._name)}.*.nbc"), key=_written, reverse=True)
         for old in stored[self.KEPT :]:
@@ -105,13 +108,19 @@ class _Files:
 
     def load(self, key: str) -> Any:
         try:
-            return _Reader(io.BytesIO((self._folder / f"{self._name}.{key}.nbc").read_bytes())).load()
-        except (FileNotFoundError, ImportError, AttributeError, EOFError, pickle.UnpicklingError):
-            return None  # not compiled yet, it names a class that is gone, or a disk was full
+            whole = (self._folder / f"{self._name}.{key}.nbc").read_bytes()
+            sound = len(whole) > SUM_BYTES and whole[-SUM_BYTES:] == _checksum(memoryview(whole)[:-SUM_BYTES])
+            return _Reader(io.BytesIO(whole)).load() if sound else None  # a disk was full, or is damaged
+        except (FileNotFoundError, ImportError, AttributeError):
+            return None  # not compiled yet, or it names a class that is gone
 
     def flush(self) -> None:
         for file in self._folder.glob(f"{glob.escape(self._name)}.*.nbc"):
             file.unlink(missing_ok=True)
+
+
+def _checksum(packed: bytes | memoryview) -> bytes:
+    return zlib.crc32(packed).to_bytes(SUM_BYTES, "little")
 
 
 class _Reader(pickle.Unpickler):

@@ -105,6 +105,31 @@ def test_a_loop_that_hashes_texts_is_loaded_in_a_process_that_compiled_none(tmp_
         assert done.stdout.split() == ["True", hits]
 
 
+def flipped(whole):
+    at = len(whole) * 2 // 3
+    return whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :]
+
+
+DAMAGE = {
+    "cut off": lambda whole: whole[: len(whole) // 2],
+    "empty": lambda whole: b"",
+    "zeros": lambda whole: bytes(len(whole)),
+    "no pickle": lambda whole: b"\x8c\x04\xff\xff\xff\xff.",
+    "a bit of machine code": flipped,
+    "something behind it": lambda whole: whole + b"\0",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_compiled_loop_that_is_damaged_on_disk_is_compiled_anew(ask, tmp_path, damage):
+    files = list((tmp_path / "cache").rglob("*.nbc"))
+    assert files
+    for file in files:
+        file.write_bytes(damage(file.read_bytes()))
+    assert ask() == (3 * (4 + 15), False)
+    assert ask() == (3 * (4 + 15), True)
+
+
 def test_options_count(ask, tmp_path):
     change(tmp_path, "inner", '@njit(inline="always")', '@njit(error_model="numpy")')
     assert ask() == (3 * (4 + 15), False)
