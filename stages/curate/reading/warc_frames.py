@@ -100,7 +100,7 @@ def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
                 if not data and not engine.eof:
                     if overruns < OVERRUNS:
                         handle.seek(member + 3)
-                        base, data = _next_member(handle, member + 3, handle.read(CHUNK_BYTES), member)
+                        base, data, at = _next_member(handle, member + 3, handle.read(CHUNK_BYTES), 0)
                     if data:
                         overruns += 1
                         yield member, Damage("damaged gzip data (it runs on over the next member)")
@@ -114,30 +114,28 @@ def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
             if "check" not in str(error):  # the bytes before the damage are right; a wrong checksum says nothing about where
                 yield member, b"".join(held)
             yield member, Damage(f"damaged gzip data ({error})")
-            base, data = _next_member(handle, base + begun, data[begun:], member)
-            at = 0
+            base, data, at = _next_member(handle, base, data, begun + 3 if base + begun == member else begun)
 
 
-def _next_member(handle: BinaryIO, offset: int, data: bytes, damaged: int) -> tuple[int, bytes]:
-    """Offset and first bytes of the first member after the one at `damaged`; empty bytes at the end of the file."""
-    start = 3 if offset == damaged else 0
+def _next_member(handle: BinaryIO, base: int, data: bytes, at: int) -> tuple[int, bytes, int]:
+    """The first member that begins with a record, from data[at] on: the offset of what was read, that, and the member's place in it.
+
+    Empty bytes at the end of the file. `base`: the offset of `data`, behind which `handle` stands.
+    """
     while True:
-        found = data.find(GZIP_MAGIC, start)
-        if found >= 0:
-            tail = data[found:]
+        found = data.find(GZIP_MAGIC, at)
+        known = found if found >= 0 else max(0, len(data) - 2)  # before that there is none
+        if (found < 0 or len(data) - found < PACKED_BYTES) and (more := handle.read(CHUNK_BYTES)):
+            base, data, at = base + known, data[known:] + more, 0
+        elif found < 0:
+            return base + len(data), b"", 0
+        else:
             try:  # the magic number also occurs by chance inside compressed data
-                if zlib.decompressobj(31).decompress(tail, 16).startswith(b"WARC/"):
-                    return offset + found, tail
+                if zlib.decompressobj(31).decompress(data[found : found + PACKED_BYTES], 16).startswith(b"WARC/"):
+                    return base, data, found
             except zlib.error:
                 pass
-            start = found + 1
-            continue
-        keep = data[-2:]
-        more = handle.read(CHUNK_BYTES)
-        if not more:
-            return offset + len(data), b""
-        offset += len(data) - len(keep)
-        data, start = keep + more, 0
+            at = found + 1
 
 
 def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
