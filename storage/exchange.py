@@ -223,6 +223,8 @@ def _places(column: pa.ChunkedArray, count: int) -> Any:
     values = column.combine_chunks().to_numpy(zero_copy_only=False)
     if pa.types.is_uint64(column.type):
         return (values >> np.uint64(64 - (count.bit_length() - 1))).astype(np.int64) if count > 1 else np.zeros(len(values), np.int64)
+    if len(values) and not 0 <= values.min() <= values.max() < count:
+        raise PunaError(f"rows of an exchange name partitions {values.min()} to {values.max()}; there are 0 to {count - 1}")
     return values
 
 

@@ -293,6 +293,14 @@ def test_rows_of_a_file_are_the_same_however_they_are_asked_for(tmp_path: Path, 
     assert len(parts._BEGUN) <= parts.MOST_BEGUN
 
 
+@pytest.mark.parametrize("place", [-1, 2, 1 << 16, None])
+def test_a_row_of_a_partition_that_is_not_there_is_refused(tmp_path: Path, place: int | None) -> None:
+    """It was lost without a word."""
+    staging = Staging(Store.open(tmp_path).files, "work/x/parts")
+    with pytest.raises(PunaError, match="there are 0 to 1"):
+        scatter(Scatter(staging, "job", "place", 2), pa.table({"place": pa.array([0, place, 1], pa.int32())}), lambda: None)
+
+
 def test_a_damaged_run_is_refused(tmp_path: Path) -> None:
     staging = Staging(Store.open(tmp_path).files, "work/x/parts")
     found = scatter(Scatter(staging, "job", "place", 2), pa.table({"place": pa.array([0, 1] * 9, pa.int32())}), lambda: None)
