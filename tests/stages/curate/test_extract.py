@@ -288,6 +288,24 @@ def test_pages_give_the_same_text_whatever_they_are_read_with(monkeypatch, seed,
     assert outcomes(rows, settings) == together
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_damaged_pages_give_the_same_text_in_any_company(monkeypatch, seed):
+    """Cut off, of 0 to 65 bytes, with other bytes in them; groups of pages as they fall."""
+    choose = random.Random(seed)
+    rows = []
+    for body, media, charset in site(seed):
+        body = bytearray(body[: choose.choice([len(body), choose.randrange(66), choose.randrange(len(body) + 1)])])
+        for _ in range(choose.choice([0, 1, 50]) if body else 0):
+            body[choose.randrange(len(body))] = choose.choice([0, 10, 34, 38, 47, 60, 62, choose.randrange(256)])
+        rows.append((bytes(body), media, charset))
+    alone = [one for row in rows for one in outcomes([row], CONFIG)]
+    assert len(set(map(len, alone))) == 2  # texts and reasons
+    for size in (1, 300, 3000, 1 << 30):
+        monkeypatch.setattr(extract_module, "TOGETHER", size)
+        order = choose.sample(range(len(rows)), len(rows))
+        assert outcomes([rows[n] for n in order], CONFIG) == [alone[n] for n in order]
+
+
 def test_a_page_that_spoils_the_reading_of_others_fails_alone(monkeypatch):
     rows = [(f"<main>{PARAGRAPH}<p>{name}".encode(), "text/html", None) for name in ("one", "odd", "two")]
     expected = outcomes(rows, CONFIG)
