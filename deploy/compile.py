@@ -81,7 +81,7 @@ def main() -> None:
         trained = execute(train_classifier, examples, {"documents": made}, store)
         execute(quality, QualityConfig(), {"documents": lines, "classifier": trained}, store)
         execute(decontaminate, DecontaminateConfig(), {"documents": lines, "prompts": [asked]}, store)
-        measured(TEXT)
+        measured(pa.array([TEXT]), 2000)
 
 
 if __name__ == "__main__":
