@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import shlex
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,21 +84,34 @@ def run(request: Request, store: Store) -> None:
 
     A server that shows the store, or that PREFECT_API_URL names, is told of it as it goes; the work never waits for that.
     """
-    before = gc.get_threshold()[0]
-    gc.disable()  # what is imported stays: no collection of garbage looks through it, while it comes or later
-    try:
+    with _little_garbage() as settled:
         found = chosen(request.what)
-        gc.freeze()
-        gc.enable()
-        gc.set_threshold(YOUNG)
+        settled()
         if isinstance(found, Flow):
             run_flow(found, request, store)
         else:
             run_stage(found, request, store)
+
+
+@contextlib.contextmanager
+def _little_garbage() -> Iterator[Callable[[], None]]:
+    """No collection of garbage looks through what is imported inside, neither while it comes nor after the call of what is given."""
+    enabled, before = gc.isenabled(), gc.get_threshold()[0]
+
+    def settled() -> None:
+        gc.freeze()
+        gc.set_threshold(YOUNG)
+        if enabled:
+            gc.enable()
+
+    gc.disable()
+    try:
+        yield settled
     finally:
-        gc.enable()
         gc.unfreeze()
         gc.set_threshold(before)
+        if enabled:
+            gc.enable()
 
 
 def run_flow(flow: Flow, request: Request, store: Store) -> str:

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-import runpy
+import json
+import subprocess
+import sys
 from pathlib import Path
 
+COMPILED = """
+import json, runpy, sys
+runpy.run_path(sys.argv[1], run_name="__main__")
+from puna.stages.curate.extraction.model import _scores, kept
+from puna.stages.curate.learned.fit import _descend, _score
+from puna.stages.curate.learned.grades import _graded
+from puna.stages.curate.signals.measure import _measure
+from puna.stages.curate.text.technical import _counted
+print(json.dumps({loop.py_func.__qualname__: len(loop.signatures) for loop in (_scores, kept, _descend, _score, _graded, _measure, _counted)}))
+"""
 
-def test_the_loops_that_set_up_compiles_are_called_as_they_are_written() -> None:
-    runpy.run_path(str(Path(__file__).parents[2] / "deploy" / "compile.py"), run_name="__main__")
+
+def test_set_up_compiles_the_loops_of_extraction_signals_classifiers_and_quality() -> None:
+    file = Path(__file__).parents[2] / "deploy" / "compile.py"
+    done = subprocess.run([sys.executable, "-c", COMPILED, file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all(found.values()), found
