@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections import defaultdict
 from pathlib import Path
@@ -25,6 +26,8 @@ PAGE = Path(__file__).with_name("annotate.html")
 ALIAS = "judged@latest"
 POLICY = "default-src 'self' 'unsafe-inline'; base-uri 'none'; frame-ancestors 'self'"
 """What the page may load: itself, which holds its style and its script."""
+LINKED = re.compile("/")
+"""What another site may link to: the page, which does no work when it is opened."""
 
 
 class Desk:
@@ -114,10 +117,10 @@ class Desk:
         return made
 
 
-def application(desk: Desk, hosts: list[str]) -> FastAPI:
-    """The page and what it asks for; only requests to these hosts are answered."""
-    from fastapi import FastAPI
-    from fastapi.middleware.trustedhost import TrustedHostMiddleware
+def application(desk: Desk) -> FastAPI:
+    """Return the page and what it asks for."""
+    from fastapi import FastAPI, Request
+    from fastapi.exceptions import RequestValidationError
     from fastapi.responses import HTMLResponse, JSONResponse
     from pydantic import BaseModel, ConfigDict, Field
 
@@ -133,7 +136,14 @@ def application(desk: Desk, hosts: list[str]) -> FastAPI:
         prompt: str | None = Field(None, max_length=100_000)
 
     made = FastAPI(title="Puna: annotate", docs_url=None, redoc_url=None, openapi_url=None)
-    made.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
+
+    @made.exception_handler(RequestValidationError)
+    def refused(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        return JSONResponse({"error": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 422)
+
+    def health() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
 
     def page() -> HTMLResponse:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"content-security-policy": POLICY})
@@ -156,6 +166,7 @@ def application(desk: Desk, hosts: list[str]) -> FastAPI:
         return JSONResponse({"id": artifact.id, "alias": ALIAS, "rows": artifact.rows(), **artifact.manifest.metrics})
 
     judge.__annotations__["said"] = Said  # a class of this function, which its annotation as text cannot name
+    made.add_api_route("/health", health, methods=["GET"], response_model=None)
     made.add_api_route("/", page, methods=["GET"], response_model=None)
     made.add_api_route("/pair", pair, methods=["GET"], response_model=None)
     made.add_api_route("/judge", judge, methods=["POST"], response_model=None)
@@ -167,8 +178,9 @@ def application(desk: Desk, hosts: list[str]) -> FastAPI:
 def annotate(
     answers: Annotated[str, typer.Argument(metavar="ANSWERS", help="Answers to judge: ID or NAME@VERSION; `puna run sample` makes some")],
     pairs: Annotated[int, typer.Option(min=1, help="Most pairs of a prompt")] = 1,
-    host: Annotated[str, typer.Option(help="Address to listen at; whoever reaches it may judge")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen at; beyond this machine only with --auth")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any that is free")] = 8765,
+    auth: Annotated[str, typer.Option(metavar="USER:PASSWORD", envvar="PUNA_AUTH", help="What a browser must say to get in")] = "",
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Judge pairs of answers in a browser, keyboard first; several people can, each under their name. Ctrl-C ends it and saves."""
@@ -176,6 +188,9 @@ def annotate(
 
     import uvicorn
 
+    from puna.flows.guard import Bounded, OwnSite, Password, check_auth
+
+    check_auth(host, auth)
     opened = Store.existing(store)
     found = opened.checked(opened.resolve(answers))
     desk = Desk(opened, found, prompts_of(opened, found), pairs)
@@ -186,7 +201,8 @@ def annotate(
     except OSError as error:
         raise PunaError(f"--port {port}: cannot listen at {host} ({error}); another program may use it, --port names another") from error
     typer.echo(f"{len(desk.order):,} pairs of {found.id}: http://{host}:{listening.getsockname()[1]}; Ctrl-C ends and saves")
-    config = uvicorn.Config(application(desk, [host, "localhost", "127.0.0.1"]), log_level="warning", timeout_graceful_shutdown=2)
+    door = OwnSite(Password(Bounded(application(desk)), auth), protected=bool(auth), pages=LINKED, asking=None)
+    config = uvicorn.Config(door, log_level="warning", timeout_graceful_shutdown=2)
     uvicorn.Server(config).run(sockets=[listening])
     if desk.file.exists():
         made = desk.save()

@@ -25,6 +25,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 
 from puna.flows.api_shapes import ApiError, ChatRequest, CompletionRequest, Reply, ResponseFormat, Sampled
+from puna.flows.guard import Bounded
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.engine import Event
 from puna.models.generation.schedule import Request as Asked
@@ -285,6 +286,7 @@ def application(
     app = FastAPI(title="Puna", lifespan=running, docs_url=None, redoc_url=None, openapi_url=None)
 
     _tell_errors(app)
+    app.add_middleware(Bounded, limit=limits.body, refusal=lambda status, words: _told(ApiError(status, "invalid_request_error", words)))
 
     @app.middleware("http")
     async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -293,9 +295,6 @@ def application(
                 scheme, _, given = request.headers.get("authorization", "").partition(" ")
                 if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
                     raise ApiError(401, "authentication_error", "the key is missing or wrong: send Authorization: Bearer KEY")
-            length = request.headers.get("content-length")
-            if request.method == "POST" and (length is None or not length.isdigit() or int(length) > limits.body):
-                raise ApiError(413, "invalid_request_error", f"the body must say its length, of at most {limits.body} bytes")
             if request.method == "POST" and worker.active >= limits.queue:
                 raise ApiError(429, "rate_limit_error", f"{worker.active} requests are at work, as many as may be: try again later")
         except ApiError as error:

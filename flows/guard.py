@@ -1,53 +1,213 @@
-"""Who may ask: programs, and the pages of this site; not the pages of other sites that somebody has open."""
+"""The door of every server: which hosts, sites, passwords and bodies are let in."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ipaddress
+import re
+import secrets
+from base64 import b64decode
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
-from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-READS = ("GET", "HEAD", "OPTIONS")
+from puna.storage import PunaError
+
+BODY_BYTES = 2 << 20
+"""Largest body of a request to Puna's own pages."""
+BODY_SECONDS = 60.0
+"""Longest time for a body to arrive."""
+HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)(?::(?P<port>[0-9]{1,5}))?")
+PAGES = re.compile(r"/|/puna/?|/puna/(start|artifacts|rounds|sql|chat|run/[^/]+|artifact/\w+/\w+|start/[\w-]+)|/v2(/.*)?")
+"""Pages that do no work when they are opened: another site may link to them."""
+ASKING = re.compile(r"/puna/(sql|start/[\w-]+)|/v2(/.*)?")
+"""Pages that may be linked with a query: they fill a form with it and run nothing."""
+OWN = ("same-origin", "none")
+
+Refusal = Callable[[int, str], Response]
 
 
 class OwnSite:
-    """An application that refuses what other sites' pages send, and, where no password protects it, names of other machines.
+    """An application behind a check of each request's host and of the site whose page sends it.
 
-    A browser tells which site's page sends a form. A name that another site has made to mean this machine (DNS rebinding) would
-    make its pages this site's own.
+    Without a password only this machine's names and addresses are answered: a name that another site has made to mean this
+    machine (DNS rebinding) would make that site's pages the server's own. `pages`: matches the paths that pages of other sites may
+    link to; `asking`: those of them that may have a query.
     """
 
-    def __init__(self, app: ASGIApp, *, protected: bool) -> None:
-        self._app, self._protected = app, protected
+    def __init__(
+        self, app: ASGIApp, *, protected: bool, pages: re.Pattern[str] | None = PAGES, asking: re.Pattern[str] | None = ASKING
+    ) -> None:
+        self._app, self._protected, self._pages, self._asking = app, protected, pages, asking
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or refuse with 403."""
+        """Answer, or refuse with 400 or 403 and the reason in one line."""
         if scope["type"] in ("http", "websocket"):
-            said = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-            # A socket's answers are not kept from pages of other sites as those of a GET are.
-            trouble = self._trouble(said, scope.get("method", "SOCKET"))
-            if trouble and scope["type"] == "http":
-                await PlainTextResponse(trouble, 403)(scope, receive, send)
+            refused = self._refused(scope)
+            if refused and scope["type"] == "http":
+                await PlainTextResponse(refused[1], refused[0])(scope, receive, send)
                 return
-            if trouble:
+            if refused:
                 await send({"type": "websocket.close", "code": 1008})
                 return
         await self._app(scope, receive, send)
 
-    def _trouble(self, said: dict[str, str], method: str) -> str | None:
-        host = said.get("host", "")
-        if not self._protected and not _here(urlsplit(f"//{host}").hostname or ""):
-            return f"{host}: use the address that was printed, or set --auth USER:PASSWORD to be reached by names"
-        if method in READS:
-            return None
-        origin = said.get("origin")
-        foreign = origin is not None and urlsplit(origin).netloc != host
-        return "sent by the page of another site" if foreign or said.get("sec-fetch-site") in ("cross-site", "same-site") else None
+    def _refused(self, scope: Scope) -> tuple[int, str] | None:
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) != 1 or (name := host_name(hosts[0])) is None:
+            return 400, "the header Host must be one NAME or NAME:PORT"
+        if not self._protected and not _here(name):
+            return 403, f"{hosts[0]}: use the address that was printed, or set a password or key to be reached by names"
+        if "\0" in scope["path"] or "%00" in scope.get("query_string", b"").decode("latin-1"):
+            return 400, "an address must not hold NUL"
+        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+        if foreign(headers, hosts[0]) and not self._linked(scope, headers):
+            return 403, "sent by the page of another site; open the address from Puna's own pages"
+        return None
+
+    def _linked(self, scope: Scope, headers: Mapping[str, str]) -> bool:
+        """True if a person follows a link of another site to a page that does no work."""
+        follows = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+        if scope.get("method") != "GET" or not follows or "origin" in headers or self._pages is None:
+            return False
+        allowed = self._asking if scope.get("query_string") else self._pages
+        return allowed is not None and allowed.fullmatch(scope["path"]) is not None
+
+
+def host_name(host: str) -> str | None:
+    """Return the name in a Host header without port and brackets; None where the header is malformed."""
+    found = HOST.fullmatch(host)
+    if found is None or len(host) > 260 or int(found["port"] or 0) > 65535:
+        return None
+    name = found["name"].lower()
+    if not name.startswith("["):
+        return name
+    try:
+        return str(ipaddress.IPv6Address(name[1:-1]))
+    except ValueError:
+        return None
+
+
+def foreign(headers: Mapping[str, str], host: str) -> bool:
+    """True if a browser sends the request for the page of another site; programs send none of these headers."""
+    site, origin, referer = (headers.get(name) for name in ("sec-fetch-site", "origin", "referer"))
+    if site is not None and site not in OWN:
+        return True
+    if origin is not None:
+        return _netloc(origin) != host.lower()
+    return site is None and referer is not None and _netloc(referer) != host.lower()
+
+
+def own_page(headers: Mapping[str, str]) -> bool:
+    """True if a browser says that a page of this site, or its reader, asks."""
+    site = headers.get("sec-fetch-site")
+    if site is None:
+        return "referer" in headers and not foreign(headers, headers.get("host", ""))
+    return site in OWN
+
+
+class Bounded:
+    """An application behind a limit of the body, counted as it arrives: 413 where it is longer, 408 where it takes too long."""
+
+    def __init__(self, app: ASGIApp, limit: int = BODY_BYTES, refusal: Refusal | None = None) -> None:
+        self._app, self._limit = app, limit
+        self._refusal: Refusal = refusal or (lambda status, words: PlainTextResponse(words, status))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer when the whole body is there."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        if scope["method"] in ("GET", "HEAD", "OPTIONS") and not {b"content-length", b"transfer-encoding"} & set(headers):
+            await self._app(scope, receive, send)
+            return
+        length = headers.get(b"content-length", b"0")
+        try:
+            body = None if not length.isdigit() or int(length) > self._limit else await self._body(receive)
+        except TimeoutError:
+            await self._refusal(408, f"the body did not arrive in {BODY_SECONDS:.0f} s")(scope, receive, send)
+            return
+        if body is None:
+            answer = self._refusal(413, f"the body is too long: it may have at most {self._limit} bytes")
+            answer.headers["connection"] = "close"
+            await answer(scope, receive, send)
+            return
+        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replayed() -> Message:
+            return whole.pop() if whole else await receive()
+
+        await self._app(scope, replayed, send)
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        """Return the body; None as soon as it exceeds the limit."""
+        parts, size, more = [], 0, True
+        async with asyncio.timeout(BODY_SECONDS):
+            while more:
+                message = await receive()
+                if message["type"] != "http.request":  # the client is gone: nobody reads what is answered
+                    return None
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > self._limit:
+                    return None
+                more = message.get("more_body", False)
+        return b"".join(parts)
+
+
+class Password:
+    """An application that answers only who says USER:PASSWORD, where one is set."""
+
+    def __init__(self, app: ASGIApp, auth: str) -> None:
+        self._app, self._auth = app, auth
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or ask for user and password with 401."""
+        if self._auth and scope["type"] == "http":
+            given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+            if not _knows(given, self._auth):
+                asks = {"www-authenticate": 'Basic realm="Puna", charset="UTF-8"'}
+                await PlainTextResponse("a user and a password are needed", 401, asks)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _knows(header: str, auth: str) -> bool:
+    kind, _, credentials = header.partition(" ")
+    try:
+        return kind.lower() == "basic" and secrets.compare_digest(b64decode(credentials), auth.encode())
+    except ValueError:
+        return False
+
+
+def check_reach(host: str, secret: str | None, remedy: str) -> None:
+    """Raise PunaError where other machines reach the address and no password or key protects it."""
+    if not loopback(host) and not secret:
+        raise PunaError(f"--host {host}: other machines reach this address; {remedy}")
+
+
+def check_auth(host: str, auth: str) -> None:
+    """Raise PunaError where `auth` is not USER:PASSWORD, or is missing beyond this machine."""
+    check_reach(host, auth, "others could start runs and read the store: set --auth USER:PASSWORD too")
+    if auth and ":" not in auth:
+        raise PunaError("--auth: write USER:PASSWORD")
+
+
+def loopback(host: str) -> bool:
+    """True if only this machine reaches the address."""
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
 
 
 def _here(name: str) -> bool:
-    """Whether a host's name can only mean this machine, or is an address, which nobody can make to mean another one."""
+    """True if a host's name can only mean this machine, or is an address, which nobody can make to mean another one."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -55,3 +215,11 @@ def _here(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _netloc(url: str) -> str | None:
+    """Return host and port of a URL; None where it has none."""
+    try:
+        return urlsplit(url).netloc.lower() or None
+    except ValueError:
+        return None

@@ -363,7 +363,7 @@ def _plain(prompt: Any) -> str:
 @app.command()
 def api(
     model: ModelArgument,
-    host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with --key")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on")] = 8000,
     key: Annotated[str | None, typer.Option(envvar="PUNA_API_KEY", help="Key that requests must bring; none: anybody may ask")] = None,
     name: Annotated[str | None, typer.Option(help="The model's name in requests (default: as given)")] = None,
@@ -395,8 +395,10 @@ def api(
     import uvicorn
 
     from puna.flows.api import Limits, application
+    from puna.flows.guard import OwnSite, check_reach
     from puna.stages.training.train import device
 
+    check_reach(host, key, "give a key that requests must bring: --key KEY, or PUNA_API_KEY")
     if supervised:
         end_with(sys.stdin.buffer)
 
@@ -408,4 +410,5 @@ def api(
     limits = {"sequences": sequences, "step_tokens": step_tokens, "prefill_threads": prefill_threads}
     engine = opened(model, store, served(weights, offload, memory, sinks, window), draft, work, draft_weights, **limits)
     made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, **ahead(speculate, branches, draft))
-    uvicorn.run(made, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)
+    door = OwnSite(made, protected=bool(key), pages=None, asking=None)
+    uvicorn.run(door, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)

@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import fcntl
 import gc
-import ipaddress
 import logging
 import os
 import signal
@@ -26,7 +25,7 @@ from starlette.responses import RedirectResponse
 from starlette.routing import Mount, Route
 
 from puna.flows.database import prepared
-from puna.flows.guard import OwnSite
+from puna.flows.guard import Bounded, OwnSite, check_auth
 from puna.flows.server import Server, read_note, remove_note, write_note
 from puna.flows.settings import prepare
 from puna.storage import PunaError, Store
@@ -34,6 +33,8 @@ from puna.storage.store import written
 
 STOP_SECONDS = 30.0
 """Time for runs in progress to say that they end."""
+BODY_BYTES = 32 << 20
+"""Largest body of a request to Prefect's API, which takes whole artifacts and batches of logs."""
 LINE = 200
 """Characters of a line that a service of the server says."""
 STEADY_SECONDS = 60.0
@@ -46,7 +47,7 @@ def up(uri: str, host: str, port: int, limit: int, auth: str) -> None:
     PunaError, with nothing made, where the port is taken, or where others could reach it and `auth` is empty.
     """
     began = time.perf_counter()
-    _guarded(host, auth)
+    check_auth(host, auth)
     try:
         store = Store.existing(uri)
     except PunaError:
@@ -93,7 +94,7 @@ def pages(store: Store, host: str, port: int, auth: str) -> None:
     """Puna's own pages alone, until stopped."""
     from puna.flows.web import application
 
-    _guarded(host, auth)
+    check_auth(host, auth)
     with _listening(host, port) as listening:
         url = _address(host, listening)
         app = FastAPI(openapi_url=None)
@@ -104,15 +105,8 @@ def pages(store: Store, host: str, port: int, auth: str) -> None:
 
 
 def _config(app: FastAPI, auth: str) -> uvicorn.Config:
-    return uvicorn.Config(OwnSite(app, protected=bool(auth)), log_level="warning", timeout_graceful_shutdown=3)
-
-
-def _guarded(host: str, auth: str) -> None:
-    """PunaError where others could reach what nothing protects."""
-    if not _loopback(host) and not auth:
-        raise PunaError(f"--host {host}: others could start runs and read the store; set --auth USER:PASSWORD too")
-    if auth and ":" not in auth:
-        raise PunaError("--auth: write USER:PASSWORD")
+    door = OwnSite(Bounded(app, BODY_BYTES), protected=bool(auth))
+    return uvicorn.Config(door, log_level="warning", timeout_graceful_shutdown=3)
 
 
 def _address(host: str, listening: socket.socket) -> str:
@@ -130,14 +124,6 @@ def _alone(root: Path) -> Iterator[bool]:
             yield False
             return
         yield True
-
-
-def _loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
-from base64 import b64decode
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import parse_qs, quote
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 
+from puna.flows.guard import Bounded, Password
 from puna.flows.report.markup import Html
 from puna.flows.report.page import page as report_page
 from puna.flows.report.run import Run
@@ -28,13 +27,17 @@ HERE = Path(__file__).parent
 POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'self'; base-uri 'none'"
 LOOKED_SECONDS = 1.0
 """How often a page that is open has its run looked at."""
+MOST_FIELDS = 2000
+"""Fields of a form."""
 Next = Callable[[Request], Awaitable[Response]]
 
 
 def application(store: Store, *, prefect: str | None, auth: str) -> FastAPI:
     """The pages of a store. `prefect`: the address of the server whose forms they link to; `auth`: USER:PASSWORD, where asked for."""
     app = FastAPI(openapi_url=None)
-    _guard(app, auth)
+    _guard(app)
+    app.add_middleware(Bounded)
+    app.add_middleware(Password, auth=auth)
     _looking(app, store, prefect)
     _running(app, store, prefect)
     _starting(app, store, prefect)
@@ -47,6 +50,10 @@ def application(store: Store, *, prefect: str | None, auth: str) -> FastAPI:
             raise PunaError(f"{name}: no such file")
         kind, content = ("text/css", style()) if name == "style.css" else ("text/javascript", (HERE / name).read_text(encoding="utf-8"))
         return Response(content, media_type=kind, headers={"cache-control": "max-age=60"})
+
+    @app.get("/health")
+    def health() -> dict[str, str]:
+        return {"status": "ok"}
 
     @app.exception_handler(PunaError)
     def told(request: Request, error: PunaError) -> Response:
@@ -64,25 +71,15 @@ def application(store: Store, *, prefect: str | None, auth: str) -> FastAPI:
     return app
 
 
-def _guard(app: FastAPI, auth: str) -> None:
-    """Ask for the password where there is one, and say what a page may load."""
+def _guard(app: FastAPI) -> None:
+    """Say what a page may load."""
 
     @app.middleware("http")
     async def guarded(request: Request, further: Next) -> Response:
-        if auth and not _allowed(request.headers.get("authorization", ""), auth):
-            return PlainTextResponse("a user and a password are needed", 401, {"www-authenticate": 'Basic realm="Puna", charset="UTF-8"'})
         answer = await further(request)
         answer.headers.setdefault("content-security-policy", POLICY)
         answer.headers.setdefault("x-content-type-options", "nosniff")
         return answer
-
-
-def _allowed(header: str, auth: str) -> bool:
-    kind, _, told = header.partition(" ")
-    try:
-        return kind.lower() == "basic" and secrets.compare_digest(b64decode(told), auth.encode())
-    except ValueError:
-        return False
 
 
 def _looking(app: FastAPI, store: Store, prefect: str | None) -> None:
@@ -227,8 +224,14 @@ def _deciding(app: FastAPI, store: Store, prefect: str | None) -> None:
 
 
 async def _sent(request: Request) -> dict[str, list[str]]:
-    """The fields of a form that was sent."""
-    return parse_qs((await request.body()).decode(), keep_blank_values=True)
+    """Return the fields of a form; 400 where the body is no form in UTF-8."""
+    try:
+        fields = parse_qs((await request.body()).decode(), keep_blank_values=True, max_num_fields=MOST_FIELDS, errors="strict")
+    except ValueError as error:
+        raise HTTPException(400, f"the body is no form in UTF-8 of at most {MOST_FIELDS:,} fields") from error
+    if any("\0" in text for name, values in fields.items() for text in (name, *values)):
+        raise HTTPException(400, "a field must not hold NUL")
+    return fields
 
 
 async def _events(store: Store, request: Request, name: str | None, since: str) -> AsyncIterator[str]:
@@ -250,6 +253,11 @@ def _talking(app: FastAPI, store: Store, prefect: str | None) -> None:
 
     @app.post("/chat/say")
     async def say(request: Request) -> Response:
-        asked = await request.json()
+        try:
+            asked = json.loads(await request.body())
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(400, "the body is no JSON") from error
+        if not isinstance(asked, dict):
+            raise HTTPException(400, "the body must be an object with model and messages")
         answer = await run_in_threadpool(chat.say, str(asked.get("model", "")), asked.get("messages"))
         return StreamingResponse(answer, media_type="text/plain; charset=utf-8")

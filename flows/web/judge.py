@@ -34,4 +34,4 @@ class Judging:
     def _opened(self, key: str) -> ASGIApp:
         answers = self._store.checked(self._store.resolve(f"answers/{key}"))
         # Who may ask, and from which page, is the outer application's to say.
-        return application(Desk(self._store, answers, prompts_of(self._store, answers)), ["*"])
+        return application(Desk(self._store, answers, prompts_of(self._store, answers)))

@@ -20,6 +20,8 @@ VERDICTS = {"passed": "right", "refused": "wrong", "waits": "busy"}
 MEASURED = ("accuracy", "score", "liked", "win_rate", "loss", "bits_per_byte")
 """Metrics of an evaluation that tell policies apart, in this order."""
 MOST = 40
+LONGEST = 9
+"""Digits of a number of preferences."""
 JUDGE = "Judge pairs of answers, several people under their names; what is said becomes preferences."
 
 
@@ -65,9 +67,11 @@ def decided(store: Store, gate: str, said: Mapping[str, Sequence[str]]) -> None:
 
 def set_trigger(store: Store, said: Mapping[str, Sequence[str]]) -> None:
     """Have a round made for so many new preferences."""
-    text = said.get("preferences", ["0"])[0] or "0"
-    if not text.isdecimal():
-        raise PunaError(f"preferences: takes a whole number, 0 for none (got {text!r})")
+    if "preferences" not in said:
+        raise PunaError("preferences: is missing; give a whole number, 0 for none")
+    text = said["preferences"][0] or "0"
+    if not text.isdecimal() or len(text) > LONGEST:
+        raise PunaError(f"preferences: takes a whole number, 0 for none (got {text[:40]!r})")
     recipe = said.get("recipe", [DEFAULT_RECIPE])[0]
     if recipe not in shipped_recipes():
         raise PunaError(f"recipe {recipe}: not found; recipes are {', '.join(shipped_recipes())}")
