@@ -265,6 +265,42 @@ def serve(
 
 
 @app.command()
+def accept(
+    old: Annotated[str, typer.Argument(help="The artifact made by the code before")],
+    new: Annotated[str | None, typer.Argument(help="The artifact made by the code after (default: what today's code would make)")] = None,
+    store: StoreOption = DEFAULT_STORE,
+    modules: ModuleOption = None,
+) -> None:
+    """Declare a refactoring equivalent: OLD is used where today's code, or the code that made NEW, would make it again."""
+    from puna.storage.explain import changes
+
+    opened = look.existing(store)
+    before = opened.resolve(old)
+    if new is None:
+        from puna.flows.trace import load_stages
+        from puna.stages.contract.execute import by_todays_code
+
+        brought(modules)
+        load_stages()
+        identity = by_todays_code(before, opened)
+        if identity.key == before.key:
+            raise PunaError(f"{before.id} is what today's code makes: there is nothing to declare")
+        opened.accept(before, identity.key)
+        typer.echo(f"{before.id} now stands for what today's code would make: {'; '.join(map(str, changes(before.manifest, identity)))}")
+        return
+    after = opened.resolve(new)
+    if before.key == after.key:
+        raise PunaError(f"{old} and {new} are one artifact, {before.id}: there is nothing to declare")
+    if before.manifest.stage != after.manifest.stage or before.kind != after.kind:
+        raise PunaError(f"{before.id} was made by {before.manifest.stage}, {after.id} by {after.manifest.stage}: they cannot be equivalent")
+    other = [str(change) for change in changes(before.manifest, after.manifest) if change.what != "code"]
+    if other:
+        raise PunaError(f"{before.id} and {after.id} differ in more than code ({'; '.join(other[:3])}): they are not the same work")
+    opened.accept(before, after.key)
+    typer.echo(f"{after.id} is now {before.id}")
+
+
+@app.command()
 def report(
     run_name: Annotated[str, typer.Argument(metavar="RUN", help="A run; `puna list --runs` shows them, `latest` is the newest")] = "latest",
     output: Annotated[Path | None, typer.Option(help="HTML file to write (default: runs/RUN.html in the store)")] = None,

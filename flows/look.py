@@ -15,7 +15,7 @@ from rich.table import Table
 from puna.flows.console import summary
 from puna.flows.fate import fate
 from puna.flows.settings import DEFAULT_STORE
-from puna.storage import Artifact, PunaError, Store, database, maintenance
+from puna.storage import Artifact, Store, database, maintenance
 from puna.storage import explain as explaining
 from puna.storage.runs import RunLog
 from puna.storage.schemas import known_kind
@@ -205,26 +205,6 @@ def explain(name: IdArgument, store: StoreOption = DEFAULT_STORE, as_json: JsonO
     typer.echo(f"{artifact.id} differs from {before.id} (made {_when(before.manifest.created_at)}):")
     for change in found:
         typer.echo(f"  {change}")
-
-
-@app.command()
-def accept(
-    old: Annotated[str, typer.Argument(help="The artifact made by the code before")],
-    new: Annotated[str, typer.Argument(help="The artifact made by the code after")],
-    store: StoreOption = DEFAULT_STORE,
-) -> None:
-    """Declare a refactoring equivalent: where NEW is asked for, OLD is used."""
-    opened = existing(store)
-    before, after = opened.resolve(old), opened.resolve(new)
-    if before.key == after.key:
-        raise PunaError(f"{old} and {new} are one artifact, {before.id}: there is nothing to declare")
-    if before.manifest.stage != after.manifest.stage or before.kind != after.kind:
-        raise PunaError(f"{before.id} was made by {before.manifest.stage}, {after.id} by {after.manifest.stage}: they cannot be equivalent")
-    other = [str(change) for change in explaining.changes(before.manifest, after.manifest) if change.what != "code"]
-    if other:
-        raise PunaError(f"{before.id} and {after.id} differ in more than code ({'; '.join(other[:3])}): they are not the same work")
-    opened.accept(before, after.key)
-    typer.echo(f"{after.id} is now {before.id}")
 
 
 @app.command()

@@ -9,7 +9,7 @@ from typing import Any
 
 from puna.storage.artifact import Artifact
 from puna.storage.index import Entry
-from puna.storage.manifest import Manifest
+from puna.storage.manifest import MEANING, Manifest
 from puna.storage.store import Store
 from puna.storage.work import Identity
 
@@ -35,7 +35,8 @@ class Change:
 def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Change]:
     """Every difference that enters the key."""
     found = [Change("config", n, b, a) for n, b, a in _differences(flat(before.config), flat(now.config))]
-    found += [Change("code", n, b, a) for n, b, a in _differences(before.code, now.code)]
+    if before.code_version != now.code_version:
+        found += [Change("code", n, b, a) for n, b, a in _differences(*_without_moved(before.code, now.code))]
     if not found and before.code_version != now.code_version:
         found.append(Change("code", "version", before.code_version, now.code_version))
     return found + [Change("input", n, b, a) for n, b, a in _differences(_inputs(before), _inputs(now))]
@@ -85,6 +86,23 @@ def _nearest(earlier: Iterable[Artifact], now: Manifest | Identity) -> tuple[Art
     """Of some artifacts, oldest first, the newest of those with the fewest differences, and what differs."""
     about = [(artifact, changes(artifact.manifest, now)) for artifact in earlier]
     return min(reversed(about), key=lambda one: len(one[1])) if about else None
+
+
+def _without_moved(before: dict[str, str], now: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return both, without the hash of everything, and without what stands elsewhere and is the same."""
+    moved = _unplaced(before, now) & _unplaced(now, before)
+    left = [{n: h for n, h in one.items() if n != MEANING and (_bare(n), h) not in moved} for one in (before, now)]
+    return left[0], left[1]
+
+
+def _unplaced(one: dict[str, str], other: dict[str, str]) -> set[tuple[str, str]]:
+    """Return names, without their place, and hashes of what only one of two has."""
+    return {(_bare(name), value) for name, value in one.items() if name not in other}
+
+
+def _bare(name: str) -> str:
+    """Return a symbol's or a file's name without its module or folder."""
+    return name.partition(":")[2].rpartition("/")[2] if ":" in name else name.rpartition(".")[2]
 
 
 def _inputs(manifest: Manifest | Identity) -> dict[str, str]:

@@ -208,9 +208,18 @@ def key_of(stage: str, code_version: str, config: dict[str, Any], inputs: list[I
     )
 
 
+MEANING = "meaning"
+"""The name, among those of the code that a stage reaches, of the hash of all of it without places."""
+
+
 def code_version(symbols: dict[str, str]) -> str:
-    """One hash for the code that a stage reaches, given as name → hash; 64 hex digits."""
-    return digest.of_value({"format": FORMAT, "symbols": symbols})
+    """Return one hash for the code that a stage reaches, given as name → hash; 64 hex digits.
+
+    Names with a place in them, such as `module.symbol` or `module:file`, tell a reader what changed. Where `meaning` is given it
+    stands for them, so that code may move.
+    """
+    counted = {name: value for name, value in symbols.items() if MEANING not in symbols or ("." not in name and ":" not in name)}
+    return digest.of_value({"format": FORMAT, "symbols": counted})
 
 
 def table_digest(columns: dict[str, str], shards: list[Shard]) -> str:

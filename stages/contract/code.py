@@ -2,18 +2,19 @@
 
 From the stage's function and its configuration the names they use are followed, through imports (also those inside
 functions), to functions, classes and constants of Puna, of plugins and of a user's own modules. Comments, docstrings,
-annotations, bounds, error texts, names of local variables and formatting do not count. Data files that reached code opens
-do, and so do the versions of the libraries that it uses (see `libraries`). The contract and the store are not followed:
-they move artifacts and do not decide their content; `FORMAT`, here and of the manifest, stands for them.
+annotations, bounds, error texts, names of local variables and formatting do not count, nor does the module in which a symbol
+stands: code may move. Data files that reached code opens do count, and so do the versions of the libraries that it uses (see
+`libraries`). The contract and the store are not followed: they move artifacts and do not decide their content; `FORMAT`, here
+and of the manifest, stands for them.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import os
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -21,43 +22,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from puna.stages.contract import data_files, libraries, sources
-from puna.stages.contract.canonical import canonical
-from puna.stages.contract.modules import notebook, source_file
+from puna.stages.contract.bindings import Module, Target, imported, is_followed, is_module, load, origins
+from puna.stages.contract.modules import source_file
 from puna.stages.contract.reach import Reach, keep, kept
-from puna.stages.contract.syntax import Binding, bound, statements, text
-from puna.storage import PunaError
-from puna.storage.manifest import code_version
+from puna.stages.contract.syntax import text
+from puna.storage.manifest import MEANING, code_version
 
 if TYPE_CHECKING:
     from puna.stages.contract.declaration import Stage
 
 FORMAT = 1
 """Of the contract: what stages are given and how parts are cut and joined. A change of it makes every artifact anew."""
-Target = tuple[str, str | None]
 Name = tuple[str, str]
 OUTSIDE = ("puna.storage", "puna.stages.contract")
-
-
-@dataclass(eq=False)
-class Module:
-    """The top-level bindings of one source file.
-
-    `symbols`: name → the statements that bind or change it. `imports`: name → what it may be, first-party, in the order
-    of the statements. `foreign`: name → where an unconditional import from outside Puna takes it.
-    """
-
-    name: str
-    file: Path
-    symbols: dict[str, list[Binding]] = field(default_factory=dict)
-    imports: dict[str, list[Target]] = field(default_factory=dict)
-    foreign: dict[str, str] = field(default_factory=dict)
-    _canonical: dict[int, tuple[ast.AST, list[ast.AST]]] = field(default_factory=dict)
-
-    def canonical(self, node: ast.AST) -> tuple[ast.AST, list[ast.AST]]:
-        """See `canonical`; one statement may bind several names."""
-        if id(node) not in self._canonical:
-            self._canonical[id(node)] = canonical(node)
-        return self._canonical[id(node)]
 
 
 def symbols(stage: Stage, named: Iterable[Name] = ()) -> dict[str, str]:
@@ -80,20 +57,24 @@ def _roots(stage: Stage) -> tuple[Name, Name]:
 
 
 def reached(*roots: Name) -> dict[str, str]:
-    """`module.symbol` → hash, for everything that these symbols (module, name) reach, themselves included.
+    """Return `module.symbol` → hash for everything that these symbols (module, name) reach, themselves included.
 
-    Data files are there as `module:path`, libraries as `library:name` → version.
+    Data files are there as `module:path`, libraries as `library:name` → version. `meaning` is one hash of all of that without
+    any module: the one that counts in a key. The others tell what changed.
     """
     found = _reach(*roots)
     made = {"contract": str(FORMAT), **found.symbols}
+    data, versions = [], {}
     for name, file in found.data:
         # It may have been read already, and kept.
         sources.check([file])
         made[name] = sources.seen(file)
+        data.append((os.path.basename(file), made[name]))
     for library in found.libraries:
         if version := libraries.version_in_key(library):
-            made[f"library:{library}"] = version
-    return made
+            versions[f"library:{library}"] = version
+    content = json.dumps([found.meaning, sorted(set(data)), versions])
+    return made | versions | {MEANING: hashlib.sha256(content.encode()).hexdigest()[:32]}
 
 
 def _reach(*roots: Name) -> Reach:
@@ -106,6 +87,7 @@ def _reach(*roots: Name) -> Reach:
             {str(file): sources.seen(file) for file in followed.sources},
             [(f"{where}:{os.path.relpath(file, load(where).file.parent)}", str(file)) for where, file in followed.data()],
             sorted({library for symbol in followed.symbols.values() for library in symbol.libraries}),
+            followed.meaning(roots),
         )
         keep(roots, found)
     return found
@@ -117,6 +99,37 @@ class Followed:
 
     symbols: dict[Name, Symbol] = field(default_factory=dict)
     sources: set[Path] = field(default_factory=set)
+
+    def meaning(self, roots: Iterable[Name]) -> str:
+        """Return one hash of what these symbols mean: of every reached statement and of what each name in it stands for.
+
+        Symbols are told apart as in a minimal automaton (Hopcroft 1971, as colour refinement): each is coloured by its own text,
+        then again and again by its colour and those that it uses, in their order, until no colour splits. Where a symbol stands
+        does not enter.
+        """
+        edges = {
+            name: [end for use in (*symbol.uses, *load(name[0]).imports.get(name[1], [])) for end in self._ends(use)]
+            for name, symbol in self.symbols.items()
+        }
+        colours = {name: symbol.hash for name, symbol in self.symbols.items()}
+        classes = 0
+        while (now := len(set(colours.values()))) > classes:
+            classes = now
+            colours = {name: _hash([colours[name], *(colours[end] for end in edges[name])]) for name in colours}
+        begin = sorted(colours[end] for root in roots for end in self._ends(root))
+        return _hash([*begin, "", *sorted(set(colours.values()))])
+
+    def _ends(self, target: Target, through: frozenset[Target] = frozenset()) -> list[Name]:
+        """Return the reached symbols that a name of a module stands for, followed through imports that pass it on."""
+        where, what = target
+        if what is None or target in through or where.startswith(OUTSIDE):
+            return []
+        if (where, what) in self.symbols:
+            return [(where, what)]
+        if passed := load(where).imports.get(what, []):
+            return [end for one in passed for end in self._ends(one, through | {target})]
+        module = f"{where}.{what}"
+        return [name for name in sorted(self.symbols) if name[0] == module] if is_module(module) else []
 
     def data(self) -> Iterator[tuple[str, Path]]:
         """The data files, each with the module that opens it."""
@@ -151,14 +164,17 @@ def _followed(*roots: Name) -> Followed:
         if symbol is not None:
             found.symbols[where, what] = symbol
             todo.extend(symbol.uses)
-        elif what not in source.imports and _is_module(f"{where}.{what}"):
+        elif what not in source.imports and is_module(f"{where}.{what}"):
             todo.extend((f"{where}.{what}", name) for name in load(f"{where}.{what}").symbols)
     return found
 
 
 @dataclass(frozen=True)
 class Symbol:
-    """What one binding is made of: the hash of its statements; the first-party names, data files, texts and libraries it uses."""
+    """One binding: the hash of its statements, and the first-party names, data files, texts and libraries that it uses.
+
+    `uses` are in the order of the text and repeat where it does; modules in it are not part of the hash.
+    """
 
     hash: str
     uses: tuple[Name, ...]
@@ -181,16 +197,19 @@ def _symbol(source: Module, name: str) -> Symbol | None:
         shown += [guard.branch for guard in binding.guards]
         for node in binding.nodes:
             plain, annotations = source.canonical(node)
-            shown.append(text(plain))
             inside = list(ast.walk(plain))
             local = {**source.imports}
             for inner in inside:
                 if isinstance(inner, ast.Import | ast.ImportFrom):
-                    local.update({n: [t] for n, t in _imports(inner, source.name).items()})
-                    foreign.update({f" {origin}": origin for origin in _origins(inner).values() if not _is_followed(origin)})
+                    local.update({n: [t] for n, t in imported(inner, source.name).items()})
+                    foreign.update({f" {origin}": origin for origin in origins(inner).values() if not is_followed(origin)})
                 elif isinstance(inner, ast.Name) and inner.id in source.foreign:
                     foreign[inner.id] = source.foreign[inner.id]
-            uses.extend(_uses(inside + [n for annotation in annotations for n in ast.walk(annotation)], source, local))
+            named, plain_text = _named(plain, source, local)
+            shown.append(plain_text)
+            uses += named
+            for annotation in annotations:
+                uses += _named(annotation, source, local)[0]
             words += data_files.texts(inside)
             foreign.update({f" {name}": name for name in _found_packages(inside)})
             if any(isinstance(n, ast.Name) and isinstance(_constant(source, n.id), Path) for n in inside):
@@ -199,7 +218,7 @@ def _symbol(source: Module, name: str) -> Symbol | None:
     shown += sorted(f"{local}={origin}" for local, origin in foreign.items() if not local.startswith(" "))
     return Symbol(
         hashlib.sha256("\n".join(shown).encode()).hexdigest()[:16],
-        tuple(dict.fromkeys(uses)),
+        tuple(uses),
         tuple(dict.fromkeys(one for one in opened if one.path.exists() and one.path.suffix != ".py")),
         tuple(dict.fromkeys(words)),
         tuple(sorted({origin.split(".")[0] for origin in foreign.values()} - _SILENT)),
@@ -229,131 +248,36 @@ def version(symbols: dict[str, str]) -> str:
     return code_version(symbols)
 
 
-def load(name: str) -> Module:
-    """The parsed bindings of module `name`; PunaError where its file is no longer what this process imported."""
-    file = source_file(name)
-    if file is not None:
-        return _read(name, file)
-    cells = notebook() if name == "__main__" else ""
-    if not cells:
-        raise PunaError(f"module {name}: its source is kept nowhere; declare the stage in a file, or give it version=")
-    return _parse(name, Path("notebook"), cells)
-
-
-def _read(name: str, file: Path) -> Module:
-    stat = file.stat()
-    return _at(name, file, stat.st_mtime_ns, stat.st_size, sources.seen(file))
-
-
-@lru_cache(maxsize=1024)
-def _at(name: str, file: Path, mtime: int, size: int, digest: str) -> Module:
-    sources.check([file])
-    return _parse(name, file, file.read_text(encoding="utf-8"))
-
-
-def _is_module(name: str) -> bool:
-    return source_file(name) is not None
-
-
-@lru_cache(maxsize=4096)
-def _is_followed(origin: str) -> bool:
-    """Whether what an import names comes from a module that is followed."""
-    top = origin.split(".")[0]
-    return top == "puna" or (top not in sys.stdlib_module_names and source_file(top) is not None)
-
-
-# Python 3.11 counts the depth of the trees of all threads in one place, and calls a mismatch what two of them built at once.
-_PARSING = threading.Lock()
-
-
-@lru_cache(maxsize=1024)
-def _parse(name: str, file: Path, content: str) -> Module:
-    module = Module(name, file)
-    loose: list[Binding] = []
-    with _PARSING:
-        tree = ast.parse(content)
-    for binding in statements(tree.body):
-        node = binding.node
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for local, target in _imports(node, name).items():
-                module.imports.setdefault(local, []).append(target)
-            for local, origin in _origins(node).items():
-                # An import that a condition decides counts as a definition does.
-                if binding.guards:
-                    module.symbols.setdefault(local, []).append(binding)
-                elif not _is_followed(origin):
-                    module.foreign[local] = origin
-            continue
-        names = bound(node)
-        for symbol in sorted(names):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not binding.guards and not node.decorator_list:
-                module.symbols[symbol] = []  # a later definition replaces an earlier one: a notebook's cell that was run again
-            module.symbols.setdefault(symbol, []).append(binding)
-        if not names or getattr(node, "decorator_list", None):
-            loose.append(binding)
-    # A registration (`@op.register_fake`, `register(op)`) changes what `op` does: it counts wherever op does.
-    for binding in loose:
-        for mention in getattr(binding.node, "decorator_list", None) or [binding.node]:
-            for inner in ast.walk(mention):
-                if isinstance(inner, ast.Name) and binding not in module.symbols.get(inner.id, [binding]):
-                    module.symbols[inner.id].append(binding)
-    return module
-
-
-def _origins(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
-    """Local name → what an import binds to it, dotted."""
-    if isinstance(node, ast.Import):
-        return {alias.asname or alias.name.split(".")[0]: alias.name if alias.asname else alias.name.split(".")[0] for alias in node.names}
-    base = "puna." if node.level else f"{node.module}."
-    return {alias.asname or alias.name: base + alias.name for alias in node.names}
-
-
-def _imports(node: ast.Import | ast.ImportFrom, where: str) -> dict[str, Target]:
-    """Local name → (module, symbol or None) for the first-party names that an import binds."""
-    found: dict[str, Target] = {}
-    if isinstance(node, ast.Import):
-        for alias in node.names:
-            if _is_followed(alias.name):
-                top = alias.name.split(".")[0]
-                found[alias.asname or top] = (alias.name if alias.asname else top, None)
-        return found
-    base = node.module or ""
-    if node.level:
-        package = where if (source_file(where) or Path()).name == "__init__.py" else where.rpartition(".")[0]
-        for _ in range(node.level - 1):
-            package = package.rpartition(".")[0]
-        base = f"{package}.{base}" if base else package
-    if node.level or _is_followed(base):
-        for alias in node.names:
-            if alias.name == "*":
-                raise PunaError(f"module {where}: `from {base} import *` hides what is used; name the imports")
-            found[alias.asname or alias.name] = (base, alias.name)
-    return found
-
-
 def _targets(module: str, symbol: str | None) -> list[tuple[str, str]]:
     if symbol is None or module.startswith(OUTSIDE):
         return []
     return [(module, symbol)]
 
 
-def _uses(nodes: list[ast.AST], source: Module, local: dict[str, list[Target]]) -> Iterator[tuple[str, str]]:
-    """First-party symbols that a statement of these nodes names: bare names, and attributes of imported modules."""
-    attributes: set[int] = set()
-    for node in nodes:
-        if isinstance(node, ast.Attribute):
-            chain = _chain(node)
-            targets = [_resolve(target, chain[1:]) for target in local.get(chain[0], [])] if chain else []
-            yield from (target for target in targets if target is not None)
+def _named(node: ast.AST, source: Module, local: dict[str, list[Target]]) -> tuple[list[Name], str]:
+    """Return the first-party symbols that a tree names, in the order of its text, and the text without their modules.
+
+    `module.symbol` reads as `symbol`, and an import of such names is left out: what they stand for is what counts.
+    """
+    uses: list[Name] = []
+
+    def reference(inner: ast.AST) -> str | None:
+        if isinstance(inner, ast.Import | ast.ImportFrom):
+            return "" if imported(inner, source.name) and not any(not is_followed(o) for o in origins(inner).values()) else None
+        if isinstance(inner, ast.Attribute) and (chain := _chain(inner)):
+            targets = [_resolve(target, chain[1:]) for target in local.get(chain[0], [])]
+            uses.extend(target for target in targets if target is not None)
             # A module under a condition is a symbol too: its name counts with the attribute.
             if targets and None not in targets and chain[0] not in source.symbols:
-                attributes.update(id(inner) for inner in ast.walk(node))
-    for node in nodes:
-        if isinstance(node, ast.Name) and id(node) not in attributes:
-            if node.id in source.symbols:
-                yield source.name, node.id
-            for target in local.get(node.id, []):
-                yield from _targets(*target)
+                return f"Name(id={chain[-1]!a})"
+        elif isinstance(inner, ast.Name):
+            if inner.id in source.symbols:
+                uses.append((source.name, inner.id))
+            uses.extend(name for target in local.get(inner.id, []) for name in _targets(*target))
+        return None
+
+    shown = text(node, reference)
+    return uses, shown
 
 
 def _chain(node: ast.expr) -> list[str]:
@@ -364,17 +288,16 @@ def _chain(node: ast.expr) -> list[str]:
     return [node.id, *reversed(names)] if isinstance(node, ast.Name) else []
 
 
-def _resolve(target: Target, attributes: list[str]) -> tuple[str, str] | None:
-    """`alias.a.b` where alias is a module: the symbol it means; None when alias is no module."""
+def _resolve(target: Target, attributes: list[str]) -> Name | None:
+    """Return the symbol that `alias.a.b` names, where alias and all but the last attribute are modules; None otherwise."""
     module = target[0] if target[1] is None else f"{target[0]}.{target[1]}"
-    if target[1] is not None and not _is_module(module):
-        return None
-    for index, name in enumerate(attributes):
-        if _is_module(f"{module}.{name}") and index + 1 < len(attributes):
-            module = f"{module}.{name}"
-            continue
-        return (module, name) if _is_module(module) else None
-    return None
+    for name in attributes[:-1]:
+        module = f"{module}.{name}"
+    return (module, attributes[-1]) if attributes and is_module(module) else None
+
+
+def _hash(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _found_packages(nodes: list[ast.AST]) -> Iterator[str]:

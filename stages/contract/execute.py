@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from puna.stages.contract import code
-from puna.stages.contract.config import StageConfig
+from puna.stages.contract.config import StageConfig, parse
 from puna.stages.contract.declaration import REGISTRY, Stage, Value
 from puna.stages.contract.executors import PartExecutor
 from puna.stages.contract.external import External
@@ -51,6 +51,27 @@ def identify(stage: Stage, config: StageConfig, given: dict[str, Value]) -> Iden
         records += found
     symbols = code.symbols(stage, stage.reaches(config, given))
     return Identity(stage.name, code.version(symbols), symbols, config.identity(), records)
+
+
+def by_todays_code(artifact: Artifact, store: Store) -> Identity:
+    """Return the identity that today's code gives the work that made `artifact`: its configuration and inputs as they were.
+
+    Raises PunaError where no stage made it, or an artifact that it was made from is gone.
+    """
+    manifest = artifact.manifest
+    stage = REGISTRY.get(manifest.stage)
+    if stage is None:
+        raise PunaError(f"{artifact.id} was made by {manifest.stage}, which is no stage of today's code")
+    config = parse(stage.config, manifest.config, stage.name)
+    inputs: dict[str, list[Any]] = {spec.name: [] for spec in stage.inputs}
+    for record in manifest.inputs:
+        if record.kind != "external":
+            found = store.find(record.kind, record.key)
+            if found is None:
+                raise PunaError(f"{artifact.id} was made from {record.kind}/{record.key[:12]}, which is no longer in the store")
+            inputs.setdefault(record.name, []).append(found)
+    symbols = code.symbols(stage, [*config.reaches(), *(stage.named(inputs) if stage.named else ())])
+    return Identity(stage.name, code.version(symbols), symbols, manifest.config, manifest.inputs)
 
 
 def execute(stage: Stage, config: StageConfig, given: dict[str, Value], store: Store, **how: Any) -> Artifact:

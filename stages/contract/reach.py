@@ -29,12 +29,14 @@ class Reach:
     """What some symbols reach. `symbols`: `module.symbol` → hash. `sources`: the files that they come from, with their digests.
 
     `data`: the data files that they open, with the name that each has in a key. `libraries`: top-level modules from outside.
+    `meaning`: one hash of the symbols and of what each uses, wherever they stand.
     """
 
     symbols: dict[str, str]
     sources: dict[str, str]
     data: list[tuple[str, str]]
     libraries: list[str]
+    meaning: str
 
     @property
     def files(self) -> list[str]:

@@ -6,7 +6,7 @@ Only the standard library: the text of a tree is the same under every Python tha
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,23 +96,32 @@ def bound(node: ast.AST) -> set[str]:
     return {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
 
 
-def text(node: Any) -> str:
-    """One text for a tree, without what only Python's version decides.
+def text(node: Any, reference: Callable[[ast.AST], str | None] = lambda node: None) -> str:
+    """Return one text for a tree, without what only Python's version decides.
 
     `ast.dump` and `ast.unparse` differ between minor versions: in empty fields, fields that were added, and quotes.
+
+    Args:
+        node: a tree, a list of trees, or the value of a field.
+        reference: called with each tree, outer ones first; what it returns stands in place of the tree's own text. A tree with the
+            text "" is left out of its list.
     """
     if isinstance(node, list):
-        return "[" + ",".join(map(text, node)) + "]"
+        return "[" + ",".join(shown for item in node if (shown := text(item, reference))) + "]"
     if isinstance(node, ast.Constant):
         # `ascii`: which characters `repr` shows as they are depends on the Unicode tables of the interpreter.
         return f"{type(node.value).__name__}:{node.value!a}"
     if not isinstance(node, ast.AST):
         return ascii(node)
+    if (replaced := reference(node)) is not None:
+        return replaced
     fields = dict(ast.iter_fields(node))
     if isinstance(node, ast.JoinedStr):
         fields["values"] = _joined(node.values)
-    shown = [f"{name}={text(value)}" for name, value in fields.items() if name not in SILENT and value is not None and value != []]
-    return f"{type(node).__name__}({','.join(shown)})"
+    texts = [
+        f"{name}={text(value, reference)}" for name, value in fields.items() if name not in SILENT and value is not None and value != []
+    ]
+    return f"{type(node).__name__}({','.join(texts)})"
 
 
 def _joined(values: list[ast.expr]) -> list[ast.expr]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -102,6 +104,53 @@ def test_accepting_makes_an_old_artifact_stand_for_a_new_key(store: Store) -> No
     assert store.accepted(new.key) == old.key
     with pytest.raises(PunaError, match="cannot be equivalent"):
         run(store, "accept", old.id, next(a.id for a in store.artifacts() if a.kind == "pages"))
+
+
+STAGE = """
+from puna.stages.contract import StageConfig, StageRun, stage
+
+def {helper}(text):
+    return text.upper()
+
+class RenamedConfig(StageConfig):
+    pass
+
+@stage(kind="lists")
+def renamed_stage(config: RenamedConfig, run: StageRun) -> None:
+    '''Write nothing.'''
+    {helper}("a")
+    run.write_rows([dict(kind="word", entry="a", rule="b")])
+"""
+PERFORM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from renamed_stage import renamed_stage, RenamedConfig
+from puna.stages.contract.execute import perform
+from puna.storage import Store
+done = perform(renamed_stage, RenamedConfig(), {}, Store.open(sys.argv[1] + "/store"))
+print(done.artifact.id, done.reused)
+"""
+
+
+def test_a_refactoring_is_accepted_before_anything_is_made_again(tmp_path: Path) -> None:
+    def process(*words: str) -> str:
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def accept(name: str) -> list[str]:
+        return ["-m", "puna.flows.cli", "accept", name, "--module", str(module), "--store", str(tmp_path / "store")]
+
+    module = tmp_path / "renamed_stage.py"
+    module.write_text(STAGE.format(helper="shout"))
+    name, reused = process("-c", PERFORM, str(tmp_path)).split()
+    assert reused == "False"
+    refused = subprocess.run([sys.executable, *accept(name)], capture_output=True, text=True)
+    assert refused.returncode != 0 and "is what today's code makes: there is nothing to declare" in refused.stderr
+    module.write_text(STAGE.format(helper="loud"))
+    message = process(*accept(name))
+    assert "code renamed_stage.loud new" in message and "code renamed_stage.shout no longer reached" in message
+    assert process("-c", PERFORM, str(tmp_path)).split() == [name, "True"]
 
 
 def test_other_work_is_not_accepted(store: Store) -> None:

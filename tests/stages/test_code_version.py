@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from puna.stages.contract import canonical, code, libraries, reach, sources, syntax
+from puna.stages.contract import bindings, canonical, code, libraries, reach, sources, syntax
 from puna.storage import PunaError
 
 FILES = {
@@ -101,7 +101,7 @@ def test_reaches_through_imports_classes_constants_and_lazy_imports(tree: Path) 
     assert set(code.reached(("puna.stages.work", "work"))) == {
         "puna.stages.work.work", "puna.stages.work.LIMIT", "puna.stages.helpers.helper", "puna.stages.helpers.WORDS",
         "puna.stages.helpers:words.txt", "puna.stages.helpers.Counter", "puna.stages.helpers.Base", "puna.stages.late.lately",
-        "puna.models.tool.measure", "puna.models.tool.RULES", "contract",
+        "puna.models.tool.measure", "puna.models.tool.RULES", "contract", "meaning",
     }  # fmt: skip
 
 
@@ -171,8 +171,63 @@ def test_an_edit_of_reached_code_counts_and_is_named(tree: Path, name: str, old:
     before = code.reached(("puna.stages.work", "work"))
     edit(tree, name, old, new)
     after = code.reached(("puna.stages.work", "work"))
-    assert {s for s in before if before[s] != after.get(s)} == {symbol}
+    assert {s for s in before if before[s] != after.get(s)} == {symbol, "meaning"}
     assert code.version(before) != code.version(after)
+
+
+def test_code_may_move(tree: Path) -> None:
+    before = version()
+    (tree / "models/moved.py").write_text((tree / "stages/late.py").read_text())
+    edit(tree, "stages/work.py", "from puna.stages.late import lately", "from puna.models.moved import lately")
+    assert version() == before
+    # An import may stand on top or in the function, and name the module or the symbol.
+    edit(tree, "stages/work.py", "    from puna.models.moved import lately\n", "")
+    edit(tree, "stages/work.py", "LIMIT = 3", "from puna.models import moved as other_module\nLIMIT = 3")
+    edit(tree, "stages/work.py", "[lately()]", "[other_module.lately()]")
+    assert version() == before
+    # A module may pass on what another one defines.
+    (tree / "models/passing_on.py").write_text("from puna.models.moved import lately\n")
+    edit(tree, "stages/work.py", "from puna.models import moved as", "from puna.models import passing_on as")
+    assert version() == before
+    edit(tree, "models/moved.py", "return 5", "return 55")
+    assert version() != before
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "third"), [("return 2", "return 1", "two"), ("return 1", "return 2", "one"), ("return 1", "return 1", "two")]
+)
+def test_which_of_two_helpers_of_one_name_is_called_counts(tree: Path, one: str, two: str, third: str) -> None:
+    def given(one: str, two: str, third: str) -> str:
+        (tree / "models/one.py").write_text(f"def helper():\n    {one}\n")
+        (tree / "models/two.py").write_text(f"def helper():\n    {two}\n")
+        called = f"one.helper() + 2 * two.helper() + 3 * {third}.helper()"
+        (tree / "stages/work.py").write_text(f"from puna.models import one, two\n\ndef work():\n    return {called}\n")
+        return version()
+
+    assert given("return 1", "return 2", "two") != given(one, two, third)
+
+
+def test_helpers_that_call_each_other_are_told_apart_by_what_they_call(tree: Path) -> None:
+    def given(last: str) -> str:
+        for name, other in (("one", "two"), ("two", "three"), ("three", last)):
+            body = f"from puna.models import {other}\n\ndef helper(n):\n    return n and {other}.helper(n - 1)\n"
+            (tree / f"models/{name}.py").write_text(body if other else "def helper(n):\n    return n\n")
+        (tree / "stages/work.py").write_text("from puna.models import one\n\ndef work():\n    return one.helper(3)\n")
+        return version()
+
+    endless = given("one")
+    assert given("") != endless
+    assert given("two") == endless == given("one")  # calls without an end in both, by equal helpers
+
+
+def test_a_data_file_counts_by_name_and_content_wherever_it_lies(tree: Path) -> None:
+    before = version()
+    (tree / "models/helpers.py").write_text((tree / "stages/helpers.py").read_text())
+    (tree / "stages/words.txt").rename(tree / "models/words.txt")
+    edit(tree, "stages/work.py", "from puna.stages.helpers", "from puna.models.helpers")
+    assert version() == before
+    edit(tree, "models/words.txt", "two", "three")
+    assert version() != before
 
 
 SAME = """
@@ -335,7 +390,7 @@ def test_both_branches_of_an_import_are_reached(tree: Path) -> None:
 def test_imports_for_type_checkers_are_not_reached(tree: Path) -> None:
     text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from puna.stages.late import lately\ndef work(x: lately):\n    return x\n"
     (tree / "stages/work.py").write_text(text)
-    assert set(code.reached(("puna.stages.work", "work"))) == {"puna.stages.work.work", "contract"}
+    assert set(code.reached(("puna.stages.work", "work"))) == {"puna.stages.work.work", "contract", "meaning"}
 
 
 # Whatever minor versions of Python write differently: empty fields, added fields, quotes, f-strings, Unicode tables, docstrings.
@@ -471,7 +526,7 @@ def test_helper_modules_of_a_user_are_followed(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "users_package/inner.py").write_text("from .deeper import deeper\n\ndef inner():\n    return deeper()\n")
     (tmp_path / "users_package/deeper.py").write_text("def deeper():\n    return 1\n")
     assert set(code.reached(("users_stage", "work"))) == {
-        "contract", "users_stage.work", "users_helper.helper", "users_late.late", "users_package.inner.inner", "users_package.deeper.deeper"
+        "contract", "meaning", "users_stage.work", "users_helper.helper", "users_late.late", "users_package.inner.inner", "users_package.deeper.deeper"
     }  # fmt: skip
 
 
@@ -481,7 +536,7 @@ def test_the_cells_of_a_notebook_are_followed(monkeypatch: pytest.MonkeyPatch) -
     cells = ["", "LIMIT = 3", "def helper(x):\n    return x + LIMIT", "def work():\n    return helper(1)", "unused = 5"]
     monkeypatch.setattr(main, "In", cells, raising=False)
     first = code.reached(("__main__", "work"))
-    assert set(first) == {"contract", "__main__.work", "__main__.helper", "__main__.LIMIT"}
+    assert set(first) == {"contract", "meaning", "__main__.work", "__main__.helper", "__main__.LIMIT"}
     cells.append("def work():\n    return helper(1)")  # the same cell once more
     assert code.reached(("__main__", "work")) == first
     cells.append("def helper(x):\n    return x - LIMIT")
@@ -504,7 +559,7 @@ def test_what_is_reached_is_followed_once(tree: Path, monkeypatch: pytest.Monkey
         nothing.setattr(code, "_followed", lambda *roots: pytest.fail("followed again"))
         assert code.reached(WORK) == before
     edit(tree, "stages/words.txt", "two", "three")  # a data file is read each time
-    assert {name for name, hash in code.reached(WORK).items() if hash != before[name]} == {"puna.stages.helpers:words.txt"}
+    assert {name for name, hash in code.reached(WORK).items() if hash != before[name]} == {"puna.stages.helpers:words.txt", "meaning"}
 
 
 @pytest.mark.parametrize("damage", [lambda d: b"", lambda d: b"[]", lambda d: d[:-9], lambda d: d.replace(b"models.tool", b"models.tol_")])
@@ -537,7 +592,7 @@ def test_sources_are_parsed_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPa
         inside.remove(content)
         return parse(content)
 
-    threads = [threading.Thread(target=code._parse, args=("puna.x", Path(f"{n}.py"), f"x = {n}")) for n in range(4)]
+    threads = [threading.Thread(target=bindings._parse, args=("puna.x", Path(f"{n}.py"), f"x = {n}")) for n in range(4)]
     with monkeypatch.context() as patched:
         patched.setattr(ast, "parse", watched)
         for thread in threads:

@@ -394,6 +394,13 @@ def test_changes_are_named_field_by_field() -> None:
     assert changes(manifest(), manifest(key="other", created_at="later")) == []
 
 
+def test_what_only_moved_is_no_change_that_is_told() -> None:
+    before = manifest(code={"a.f": "1", "a.g": "2", "a:words.txt": "3", "meaning": "m"})
+    now = manifest(code={"b.f": "1", "b.g": "4", "b:../data/words.txt": "3", "meaning": "n"}, code_version="e")
+    assert [str(c) for c in changes(before, now)] == ["code a.g no longer reached", "code b.g new"]
+    assert changes(before, manifest(code={"b.f": "1", "meaning": "m"})) == []  # one version: one meaning
+
+
 def test_explain_compares_with_the_nearest_earlier(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
 
