@@ -2,97 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[2]
-ROOMS = ("flows", "stages", "models", "kernels", "storage")
-VERSIONS = """
-import json
-from puna.flows.trace import load_stages
-from puna.stages.contract import code
-
-stages = load_stages()
-print(json.dumps({name: code.version(code.symbols(stage)) for name, stage in stages.items()}))
-"""
+from tests.identity.moving import copied, move_rooms, versions
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of Puna's source."""
-    place = tmp_path_factory.mktemp("puna")
-    for room in ROOMS:
-        shutil.copytree(ROOT / room, place / room, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / ".pkg", place / ".pkg", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    return place
-
-
-def versions(place: Path) -> dict[str, str]:
-    """Return the code version of every stage of a copy, as a new process tells it."""
-    environment = os.environ | {"PYTHONPATH": str(place / ".pkg"), "PUNA_CACHE": str(place / "cache"), "NUMBA_CACHE_DIR": str(place / "loops")}
-    done = subprocess.run([sys.executable, "-c", VERSIONS], env=environment, cwd=place, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
-
-
-@pytest.fixture(scope="module")
-def before(copy: Path) -> dict[str, str]:
-    return versions(copy)
-
-
-def rewrite(place: Path, change: Callable[[str], str]) -> None:
-    """Apply a change to every source file of a copy."""
-    for room in ROOMS:
-        for file in (place / room).rglob("*.py"):
-            text = file.read_text(encoding="utf-8")
-            if (now := change(text)) != text:
-                file.write_text(now, encoding="utf-8")
-
-
-def rename_files(place: Path, folder: str, prefix: str) -> None:
-    """Rename the modules of a folder, and every import of them."""
-    package = "puna." + folder.replace("/", ".")
-    names = sorted(f.stem for f in (place / folder).glob("*.py") if f.stem != "__init__")
-    for name in names:
-        (place / folder / f"{name}.py").rename(place / folder / f"{prefix}{name}.py")
-    one = re.compile(rf"\b{re.escape(package)}\.({'|'.join(names)})\b")
-    several = re.compile(rf"from {re.escape(package)} import (\([^)]*\)|[^\n]*)")
-    listed = re.compile(rf"\b({'|'.join(names)})\b(?! as)(?=\s*(,|\)|$|#))", re.MULTILINE)
-    aliased = re.compile(rf"\b({'|'.join(names)}) as\b")
-
-    def change(text: str) -> str:
-        text = one.sub(lambda m: f"{package}.{prefix}{m[1]}", text)
-
-        def renamed(match: re.Match[str]) -> str:
-            names = listed.sub(lambda m: f"{prefix}{m[1]} as {m[1]}", aliased.sub(lambda m: f"{prefix}{m[1]} as", match[1]))
-            return f"from {package} import {names}"
-
-        return several.sub(renamed, text)
-
-    rewrite(place, change)
-
-
-def move_folder(place: Path, old: str, new: str) -> None:
-    """Move a folder, and rewrite every import from it."""
-    (place / new).parent.mkdir(parents=True, exist_ok=True)
-    (place / old).rename(place / new)
-    dotted = re.compile(rf"\bpuna\.{re.escape(old.replace('/', '.'))}\b")
-    rewrite(place, lambda text: dotted.sub(f"puna.{new.replace('/', '.')}", text))
-
-
-def test_a_moved_room_and_renamed_files_leave_every_key_as_it_was(copy: Path, before: dict[str, str]) -> None:
-    rename_files(copy, "stages/curate/text", "renamed_")
-    move_folder(copy, "stages/curate/text", "stages/curate/strings_and_words")
-    rename_files(copy, "kernels", "moved_")
-    now = versions(copy)
-    assert len(now) > 50
-    assert {name for name in before if now[name] != before[name]} == set()
+def test_of_moved_and_edited_code_only_the_edit_counts(tmp_path: Path) -> None:
+    place = copied(tmp_path)
+    before = versions(place)
+    move_rooms(place)
+    file = place / "kernels/moved_minhash.py"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace("PRIME = np.uint64(", "PRIME = np.uint64(2 + ", 1), encoding="utf-8")
+    after = versions(place)
+    changed = {name for name, (version, _) in after.items() if version != before[name][0]}
+    assert changed == {name for name, (_, symbols) in before.items() if "puna.kernels.minhash.PRIME" in symbols}
+    assert "minhash_dedup" in changed and len(before) - len(changed) > 50
