@@ -26,6 +26,8 @@ FIELD = (0.0, 0.5)
 """Mean and standard deviation of the exponent of a number of the configuration."""
 SIZES: Mapping[str, tuple[float, float]] = {"seconds": (0.7, 0.3), "bytes": (0.9, 0.3), "memory": (0.2, 0.2), "rows": (1.0, 0.2)}
 """The same of the exponent of what comes in, for each thing that is expected."""
+LARGEST = 80.0
+"""Logarithm of the largest estimate."""
 FREE = 10.0
 """Standard deviation of the constant: nothing is expected of it."""
 
@@ -97,9 +99,7 @@ class Experience:
         varied = sorted(name for name in numbers if len({one.numbers.get(name) for one in (*past, now)} - {None}) > 1)
         rows = np.array([_features(one, varied, now) for one in (*past, now)])
         given, asked = rows[:-1], rows[-1]
-        found = {
-            name: math.expm1(_predicted(given, np.log1p([one.gave[name] for one in past]), asked, prior)) for name, prior in SIZES.items()
-        }
+        found = {name: _estimate(given, [one.gave[name] for one in past], asked, prior) for name, prior in SIZES.items()}
         return Expected(found["seconds"], found["bytes"], found["memory"], round(found["rows"]), len(past))
 
 
@@ -127,6 +127,12 @@ def _features(one: _Past, varied: Sequence[str], now: _Past) -> list[float]:
     """1, the logarithm of what comes in, those of the numbers that vary; what is not known of an earlier run counts as it is now."""
     came = one.came.rows or now.came.rows if now.came.rows else one.came.bytes or now.came.bytes
     return [1.0, math.log1p(came), *(math.log(one.numbers.get(name, now.numbers[name])) for name in varied)]
+
+
+def _estimate(given: Any, measured: Sequence[float], asked: Any, prior: tuple[float, float]) -> float:
+    """Return the expected size, from 0 up: a regression on logarithms may go below it, or past every number."""
+    logarithm = _predicted(given, np.log1p(np.maximum(measured, 0.0)), asked, prior)
+    return math.expm1(min(max(logarithm, 0.0), LARGEST))
 
 
 def _predicted(given: Any, measured: Any, asked: Any, size: tuple[float, float]) -> float:

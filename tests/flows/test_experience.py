@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from puna.flows.experience import Experience, Size
 from puna.storage import Store
@@ -24,6 +27,26 @@ def store_of(*past: tuple[float, dict[str, Any], float]) -> Any:
         )  # fmt: skip
         made += [given, SimpleNamespace(key=f"w{number}", kind="signals", tables=("signals",), manifest=work, rows=lambda rows=rows: rows)]
     return SimpleNamespace(artifacts=lambda: made)
+
+
+SIZE = st.one_of(st.just(0.0), st.floats(0, 1e12))
+PAST = st.lists(st.tuples(SIZE, st.fixed_dictionaries({"steps": st.sampled_from([1, 2, 1000, 10**9])}), SIZE), min_size=1, max_size=6)
+
+
+@given(PAST, SIZE, st.integers(1, 10**12))
+@settings(max_examples=200, deadline=None)
+def test_no_past_makes_an_estimate_that_is_no_size(past: list[Any], rows: float, steps: int) -> None:
+    found = Experience(store_of(*past)).expect("work", {"steps": steps}, [Size(rows, 10 * rows)])
+    assert found is not None
+    for size in (found.seconds, found.bytes, found.memory, found.rows):
+        assert math.isfinite(size) and math.copysign(1, size) == 1
+    # What is expected of a step is what the next one is expected to get.
+    assert Experience(store_of(*past)).expect("work", {"steps": steps}, [found.size]) is not None
+
+
+def test_nothing_that_comes_in_gives_nothing() -> None:
+    found = Experience(store_of((1e6, {}, 100.0), (1e6, {}, 100.0), (5.0, {}, 0.001), (0.0, {}, 0.0))).expect("work", {}, [Size(0, 0)])
+    assert found is not None and found.rows == 0 and found.seconds >= 0
 
 
 def test_what_never_ran_is_not_guessed(tmp_path: Path) -> None:
