@@ -119,9 +119,10 @@ class Worker:
             for event in events:
                 if (tell := self._tell.get(id(event.request))) is not None:
                     tell(event)
-            for request, why in self._split.failed() if self._split else ():
+            for request, error in self.engine.failed():
                 if (tell := self._tell.pop(id(request), None)) is not None:
-                    tell(ApiError(500, "server_error", why))
+                    status = (400, "invalid_request_error") if error.asked else (500, "server_error")
+                    tell(ApiError(*status, str(error)))
 
     def _fail(self, error: Exception) -> None:
         for tell in self._tell.values():

@@ -135,20 +135,20 @@ def _portable(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor) -> tuple[T
 
 def invert(p_CV: Tensor, uniforms_C: Tensor) -> Tensor:
     """The first entry whose cumulative weight passes `uniforms` times the total, by way of its block."""
-    C, V = p_CV.shape
+    C, V = p_CV.shape  # a row with a NaN has any entry
     blocks = torch.nn.functional.pad(p_CV, (0, -V % BLOCK)).view(C, -1, BLOCK)
     passed = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     wanted = uniforms_C[:, None] * passed[:, -1:]
     block = _first_above(passed, wanted)
     inside = blocks.gather(1, block[..., None].expand(C, 1, BLOCK))[:, 0].double()
     below = passed.gather(1, block) - inside.sum(-1, keepdim=True)
-    return (block * BLOCK + _first_above(inside.cumsum(-1), wanted - below))[:, 0]
+    return (block * BLOCK + _first_above(inside.cumsum(-1), wanted - below))[:, 0].clamp_(max=V - 1)
 
 
 def _first_above(cumulative: Tensor, wanted: Tensor) -> Tensor:
     """[C, 1]: the first entry above `wanted`, and where rounding leaves none the last that adds anything."""
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
-    return torch.minimum(torch.searchsorted(cumulative, wanted, right=True), last)
+    return torch.minimum(torch.searchsorted(cumulative, wanted, right=True), last).clamp_(max=cumulative.shape[-1] - 1)
 
 
 # --- façade ----------------------------------------------------------------------------------------------

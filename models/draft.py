@@ -23,7 +23,7 @@ from puna.kernels.operators import wide
 from puna.kernels.token_cut import cut
 from puna.kernels.token_draw import invert
 from puna.models.generation.engine import Engine, Event
-from puna.models.generation.sampling import Draw, draw, shift
+from puna.models.generation.sampling import DIVERGED, Draw, Drawn, RowError, draw, shifted
 from puna.models.generation.schedule import Answer
 from puna.models.generation.step import Stretch, run
 from puna.models.tokenizer import Tokenizer
@@ -43,6 +43,7 @@ class DraftedEngine(Engine):
         self._numbers: WeakKeyDictionary[Answer, Any] = WeakKeyDictionary()  # for each token: of its guess, and whether that is taken
         self._odds: dict[Answer, list[Tensor]] = {}  # the draft's distribution of each guess of this step
         self._ready: Sequence[Answer] = ()
+        self._wrong: dict[Answer, RowError] = {}  # answers of this step that the draft could not guess for
         super().__init__(model, tokenizer, **limits)
 
     @property
@@ -56,17 +57,14 @@ class DraftedEngine(Engine):
         begun = [answer for answer in work if answer.count > 1 or not answer.logprobs]
         if begun:
             self._follow(begun, [answer.tokens[answer.drafted : answer.computed + answer.count] for answer in begun])
-        self._odds = {answer: [] for answer in work if answer.guess}
+        self._odds, self._wrong = {answer: [] for answer in work if answer.guess}, {}
         asked, number = list(self._odds), 0
         while asked:
             due = [[answer.guess[number - 1]] if number else answer.tokens[answer.drafted :] for answer in asked]
             logits_BV = self.draft.logits(self._follow(asked, due))
             draws = [self._guess_of(answer, number) for answer in asked]
-            try:
-                q_BV = distribution(logits_BV, draws)
-            except ValueError:
-                self.clear()
-                raise
+            q_BV, errors = distribution(logits_BV, draws)
+            self._wrong |= {asked[row]: error for row, error in errors.items()}
             for answer, q_V, token in zip(asked, q_BV, invert(q_BV, _uniforms(draws, q_BV)).tolist(), strict=True):
                 answer.guess[number] = token
                 self._odds[answer].append(q_V)
@@ -97,12 +95,14 @@ class DraftedEngine(Engine):
         self._ready = ready
         return super()._draw(ready)
 
-    def _drawn(self, logits_SV: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:  # type: ignore[override]
+    def _drawn(self, logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
         """Rows with a guess are settled by it; the others are drawn."""
         rows: list[int] = []
         odds: list[tuple[int, float, Tensor]] = []  # each guess with the number that it is judged by, and its distribution
-        row = 0
+        row, errors = 0, dict[int, RowError]()
         for answer in self._ready:
+            if answer in self._wrong:
+                errors[row] = self._wrong[answer]
             for number, q_V in enumerate(self._odds.get(answer, ())):
                 rows.append(row + number)
                 odds.append((answer.guess[number], self._numbers[answer][len(answer.logprobs) + number, 1], q_V))
@@ -112,9 +112,11 @@ class DraftedEngine(Engine):
         if rows:
             some = [draws[row] for row in rows]
             guessed, numbers, q = zip(*odds, strict=True)
-            p_SV, q_SV = distribution(logits_SV[rows], some), torch.stack(q)
+            (p_SV, wrong), q_SV = distribution(logits_SV[rows], some), torch.stack(q)
+            errors |= {rows[number]: error for number, error in wrong.items()}
             settled = dict(zip(rows, judged(p_SV, q_SV, guessed, numbers, _uniforms(some, p_SV)).tolist(), strict=True))
-        return draw(logits_SV, draws, settled)
+        drawn = draw(logits_SV, draws, settled)
+        return drawn._replace(errors={**errors, **drawn.errors})
 
 
 def judged(p_SV: Tensor, q_SV: Tensor, guesses: Sequence[int], numbers: Sequence[float], uniforms: Tensor) -> Tensor:
@@ -126,26 +128,26 @@ def judged(p_SV: Tensor, q_SV: Tensor, guesses: Sequence[int], numbers: Sequence
     return torch.where(taken, guess_S1[:, 0], invert((p_SV - q_SV).clamp_min_(0.0), uniforms))
 
 
-def distribution(logits_SV: Tensor, rows: Sequence[Draw]) -> Tensor:
-    """What each row is drawn from [S, V], in fp32 at least, after penalties, masks and cuts; at temperature 0 the likeliest token alone.
+def distribution(logits_SV: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, dict[int, RowError]]:
+    """Return what each row is drawn from [S, V], in fp32 at least, after penalties, masks and cuts, and the errors of rows that fail.
 
-    ValueError where a row has a NaN or no finite entry.
+    At temperature 0 it is the likeliest token alone. A row that fails, having a NaN or no finite entry, has all tokens alike.
     """
     z_SV = logits_SV.to(wide(logits_SV.dtype), copy=True)
-    for z_V, row in zip(z_SV, rows, strict=True):
-        if row.params.shifts:
-            shift(z_V, row)
     scale = torch.tensor([1.0 / (row.params.temperature or 1.0) for row in rows], device=z_SV.device)
+    tops = (z_SV.amax(1) * scale.to(z_SV)).tolist()
+    errors = {row: RowError(DIVERGED, asked=False) for row, top in enumerate(tops) if not math.isfinite(top)}
+    for row in errors:
+        z_SV[row] = 0
+    errors = {**shifted(z_SV, rows, scale), **errors}
     p_SV = torch.softmax(z_SV * scale.to(z_SV)[:, None], -1)
-    if not math.isfinite(float(p_SV.sum())):
-        raise ValueError("the logits of the model or of its draft are not finite: weights or training have diverged")
     cuts = [i for i, row in enumerate(rows) if row.params.cuts]
     if cuts:
         p_SV[cuts] = cut(p_SV[cuts], [rows[i].params for i in cuts])
     greedy = [i for i, row in enumerate(rows) if not row.params.temperature]
     if greedy:
         p_SV[greedy] = torch.zeros_like(z_SV[greedy]).scatter_(1, z_SV[greedy].argmax(1, keepdim=True), 1.0)
-    return p_SV
+    return p_SV, errors
 
 
 def _uniforms(draws: Sequence[Draw], like: Tensor) -> Tensor:

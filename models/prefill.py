@@ -24,7 +24,8 @@ from puna.kernels.exact import exact_passes
 from puna.kernels.paged_attention import PAGE
 from puna.models.cache import Cache
 from puna.models.dense import loops
-from puna.models.generation.engine import Engine, Event, Prompt, request_of
+from puna.models.generation.engine import Engine, Event, Prompt
+from puna.models.generation.sampling import RowError
 from puna.models.generation.schedule import Request
 from puna.models.generation.step import Stretch, run
 from puna.models.sampling_params import SamplingParams
@@ -63,7 +64,7 @@ class SplitEngine(Engine):
             raise ValueError("a process for prompts needs a model whose layers all stay in memory: leave offload or this out")
         if limits.get("window") is not None:
             raise ValueError("a process for prompts computes them whole: leave the window or this out")
-        self._threads, self._queue, self._failed = threads, deque[Request](), list[tuple[Request, str]]()
+        self._threads, self._queue = threads, deque[Request]()
         self._job: Job | None = None
         super().__init__(model, tokenizer, **limits)
         share(model.parameters())
@@ -74,15 +75,10 @@ class SplitEngine(Engine):
         """Whether prompts are with the other process, or wait for it."""
         return self._job is not None or bool(self._queue) or bool(self._failed)
 
-    def failed(self) -> list[tuple[Request, str]]:
-        """Requests whose prompt was lost, each told once, and why."""
-        found, self._failed = self._failed, []
-        return found
-
     def submit(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Have a prompt answered by the steps to come; a long one is computed elsewhere before."""
         self._look()
-        request = request_of(self.tokenizer, prompt, params)
+        request = self._request(prompt, params)
         self.scheduler.add(request)  # refuses what does not fit
         if len(request.prompt) >= LONG:
             self.scheduler.waiting.remove(request)
@@ -102,8 +98,19 @@ class SplitEngine(Engine):
         """End every request, and forget all that was computed."""
         self.close()
         self._queue.clear()
-        self._failed, self._job = [], None
+        self._job = None
         super().clear()
+        self._start()
+
+    def _start_over(self) -> None:
+        """Have all answers computed again; a prompt that is with the other process waits for a new one."""
+        self.close()
+        job, self._job = self._job, None
+        if job is not None:
+            if job.wanted:
+                self._queue.appendleft(job.request)
+            self.scheduler.pool.release(job.pages)
+        super()._start_over()
         self._start()
 
     def step(self) -> list[Event]:
@@ -168,7 +175,7 @@ class SplitEngine(Engine):
             self.scheduler.pool.keep(job.tokens, job.pages)
             self.scheduler.add(job.request)
         elif job.wanted:
-            self._failed.append((job.request, f"its prompt could not be computed: {error}"))
+            self._failed.append((job.request, RowError(f"its prompt could not be computed: {error}", asked=False)))
         self.scheduler.pool.release(job.pages)
 
     def _lost(self) -> None:
@@ -179,7 +186,7 @@ class SplitEngine(Engine):
         job, self._job = self._job, None
         if job is not None:
             if job.wanted:
-                self._failed.append((job.request, told))
+                self._failed.append((job.request, RowError(told, asked=False)))
             self.scheduler.pool.release(job.pages)
         self.close()
         self._start(shared=True)

@@ -9,6 +9,8 @@ from functools import cached_property
 
 from torch import Tensor
 
+COLDEST = 1e-4
+"""The lowest temperature that is computed. Below it, float32 cannot tell log-probs apart, and the likeliest token is taken."""
 Mask = Callable[[Sequence[int]], Tensor]  # an answer's tokens so far -> [V] bool on CPU, True where the next may be
 
 
@@ -16,7 +18,8 @@ Mask = Callable[[Sequence[int]], Tensor]  # an answer's tokens so far -> [V] boo
 class SamplingParams:
     """How to answer a prompt.
 
-    n: answers. temperature: divides the logits; 0 takes the likeliest token. top_k: draw from the k likeliest tokens only (0: all). top_p:
+    n: answers. temperature: divides the logits; 0 takes the likeliest token, and
+    so does any number below `COLDEST`, which reads as 0 from then on. top_k: draw from the k likeliest tokens only (0: all). top_p:
     from the smallest set of likeliest tokens whose probability reaches it (nucleus sampling, Holtzman et al. 2020). min_p: from tokens at
     least that likely compared with the likeliest (Nguyen et al. 2024). max_tokens: longest answer. stop: token ids and texts that end an
     answer; None is the tokenizer's end of turn. seed: with the prompt's tokens and the answer's number all that the draws depend on.
@@ -51,6 +54,8 @@ class SamplingParams:
             raise ValueError(f"branches are guesses: set speculate, or leave branches at 1, not {self.branches}")
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature must be 0 or a positive number, not {self.temperature}")
+        if self.temperature < COLDEST:
+            object.__setattr__(self, "temperature", 0.0)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
         if not 0 <= self.min_p <= 1:

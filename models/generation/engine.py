@@ -27,7 +27,7 @@ from torch import Tensor
 from puna.kernels.exact import exact_passes
 from puna.models.dense import loops
 from puna.models.generation.pages import PagePool
-from puna.models.generation.sampling import Draw, draw
+from puna.models.generation.sampling import DIVERGED, Draw, Drawn, RowError, draw
 from puna.models.generation.schedule import Answer, Request, Scheduler
 from puna.models.generation.step import Stretch, run
 from puna.models.machine import generation_room
@@ -38,6 +38,7 @@ from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
 Prompt = Sequence[int] | str
+DrawnRow = tuple[int, float, RowError | None]
 _VERSION = Tensor._version.__get__  # type: ignore[attr-defined]
 
 
@@ -80,6 +81,7 @@ class Engine:
             raise ValueError(f"generation needs a language-model head, this model has a {model.head} head")
         self.model, self.tokenizer, self.exact, self._wanted = model, tokenizer, exact, (sequences, step_tokens, memory)
         self.kept = kept(model.config, sinks, window, exact or len(self.models) > 1)
+        self._failed: list[tuple[Request, RowError]] = []
         self._weights: list[int] = []
         self._places: list[tuple[torch.device, torch.dtype]] = []
         self._look()
@@ -97,7 +99,7 @@ class Engine:
         seen: Counter[tuple[int, ...]] = Counter()
         found: dict[Request, dict[int, Completion]] = {}
         for index, prompt in enumerate(prompts):
-            request = request_of(self.tokenizer, prompt, params, index)
+            request = self._request(prompt, params, index)
             request.first = seen[request.words]
             seen[request.words] += params.n
             found[request] = {}
@@ -116,10 +118,13 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams) -> Generator[Event, None, None]:
         """The tokens of the answers as they are drawn; closing the iterator cancels the request."""
         self._look()
-        yield from self._events([request_of(self.tokenizer, prompt, params)])
+        yield from self._events([self._request(prompt, params)])
 
     def _events(self, requests: Sequence[Request]) -> Generator[Event, None, None]:
-        """Steps until all answers to these requests have ended, and what they draw for them; closed before, the requests are cancelled."""
+        """Step until all answers to these requests have ended, and yield what is drawn for them.
+
+        Closing the iterator cancels the requests. RowError where one of them failed, which cancels the others.
+        """
         left, own = sum(request.params.n for request in requests), set(requests)
         try:
             for request in requests:
@@ -129,6 +134,7 @@ class Engine:
                     if event.request in own:
                         left -= event.completion is not None
                         yield event
+                self._raise(requests, own)
         finally:
             for request in requests if left else ():
                 self.cancel(request)
@@ -136,9 +142,29 @@ class Engine:
     def submit(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Have a prompt answered by the steps to come."""
         self._look()
-        request = request_of(self.tokenizer, prompt, params)
+        request = self._request(prompt, params)
         self.scheduler.add(request)
         return request
+
+    def _request(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
+        """Return the request for a prompt. ValueError where the prompt cannot be read or names a token that the model does not have."""
+        request, V = request_of(self.tokenizer, prompt, params, index), self.model.config.vocab_size
+        if not (min(request.prompt) >= 0 and max(request.prompt) < V):
+            raise ValueError(f"prompt {index} names a token that the model does not have: token ids lie in 0 to {V - 1}")
+        return request
+
+    def failed(self) -> list[tuple[Request, RowError]]:
+        """Return the requests that failed, each once, with the reason. They are no longer at work; all others go on."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _raise(self, requests: Sequence[Request], own: set[Request]) -> None:
+        """Raise the failure of one of these requests; those of other requests stay for `failed`."""
+        failures = [one for one in self._failed if one[0] in own]
+        self._failed = [one for one in self._failed if one[0] not in own]
+        for request, error in failures[:1]:
+            told = f"prompt {requests.index(request)}: {error}" if len(requests) > 1 else str(error)
+            raise RowError(told, error.asked) from error
 
     def cancel(self, request: Request) -> None:
         """End a request; its answers stay unfinished."""
@@ -147,8 +173,15 @@ class Engine:
     def clear(self) -> None:
         """End every request, and forget all that was computed: after a failure nothing of it can be trusted."""
         del self.caches, self.scheduler
-        self._weights, self._places = [], []
+        self._weights, self._places, self._failed = [], [], []
         self._renew()
+
+    def _start_over(self) -> None:
+        """Have all answers computed again from their tokens, on fresh pages: numbers that are not finite would spread from old ones."""
+        self.scheduler.restart()
+        del self.caches
+        pages = len(self.scheduler.pool.references)
+        self.caches = [cache_of(model, pages) for model in self.models]
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -170,7 +203,8 @@ class Engine:
             ready = [answer for answer in work if answer.hidden is not None] + list(self.scheduler.fork())
             return self._draw(ready) if ready else []
 
-    _drawn = staticmethod(draw)
+    def _drawn(self, logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
+        return draw(logits_SV, draws)
 
     def _draw(self, ready: Sequence[Answer]) -> list[Event]:
         draws: list[Draw] = []
@@ -190,17 +224,21 @@ class Engine:
                     draws.append(Draw(params, answer.uniform(begin + i), answer.request.prompt, before))
                     parts[-1][1].append(row + i)
                 row += len(guess) + 1
-        try:
-            rows = [hidden_ND if rows == list(range(len(hidden_ND))) else hidden_ND[rows] for hidden_ND, rows in parts]
-            drawn = zip(*self._drawn(self.model.logits(rows[0] if len(rows) == 1 else torch.cat(rows)), draws), strict=True)
-        except ValueError:
-            self.clear()
-            raise
-        return [event for answer in ready for event in self._take(answer, drawn)]
+        rows = [hidden_ND if rows == list(range(len(hidden_ND))) else hidden_ND[rows] for hidden_ND, rows in parts]
+        drawn = self._drawn(self.model.logits(rows[0] if len(rows) == 1 else torch.cat(rows)), draws)
+        each = zip(drawn.tokens, drawn.logprobs, map(drawn.errors.get, range(len(draws))), strict=True)
+        errors: dict[Request, RowError] = {}
+        events = [event for answer in ready for event in self._take(answer, each, errors)]
+        for request, error in errors.items():
+            self.cancel(request)
+            self._failed.append((request, error))
+        if any(str(error) == DIVERGED for error in errors.values()):
+            self._start_over()
+        return events
 
-    def _take(self, answer: Answer, drawn: Iterator[tuple[int, float]]) -> Iterator[Event]:
+    def _take(self, answer: Answer, drawn: Iterator[DrawnRow], errors: dict[Request, RowError]) -> Iterator[Event]:
         """What was drawn after an answer's last token and its guesses, up to the first that was guessed wrong, or after the branch that
-        was begun rightly."""
+        was begun rightly. A row that failed goes into `errors`, and nothing behind it is taken."""
         guess, answer.guess, answer.hidden = answer.guess, [], None
         rows = list(islice(drawn, len(guess) + 1))
         if answer.branches:
@@ -210,7 +248,10 @@ class Engine:
                 if branch.guess[0] == first[0]:
                     taken, guess, rows = branch, branch.guess, [first, *after]
             self.scheduler.settle(answer, taken)
-        for right, (token, logprob) in enumerate(rows):
+        for right, (token, logprob, error) in enumerate(rows):
+            if error is not None:
+                errors.setdefault(answer.request, error)
+                break
             answer.tokens.append(token)
             answer.logprobs.append(logprob)
             completion = self._completion(answer)

@@ -19,6 +19,16 @@ from puna.kernels.token_cut import cut_draw
 from puna.kernels.token_draw import LIKELIEST, token_draw
 from puna.models.sampling_params import SamplingParams
 
+DIVERGED = "the model's logits are not finite: its weights or its training have diverged"
+
+
+class RowError(ValueError):
+    """The reason why one row cannot be drawn; `asked`: the request's own parameters are at fault, not the model."""
+
+    def __init__(self, message: str, asked: bool = True) -> None:
+        super().__init__(message)
+        self.asked = asked
+
 
 class Draw(NamedTuple):
     """One row's draw: its parameters, a number in [0, 1), and the tokens of the prompt and of the answer so far."""
@@ -29,33 +39,58 @@ class Draw(NamedTuple):
     answer: Sequence[int]
 
 
-def draw(logits_SV: Tensor, rows: Sequence[Draw], settled: Mapping[int, int] = {}) -> tuple[list[int], list[float]]:
-    """One token per row and its log-prob, by the inverse of the cumulative distribution at the row's number, or as `settled` says.
+class Drawn(NamedTuple):
+    """A token and a log-prob for each row. A row in `errors` has neither: what stands in its place means nothing."""
 
-    Raises ValueError where a row of logits has a NaN or no finite entry, or a mask allows no token.
+    tokens: list[int]
+    logprobs: list[float]
+    errors: dict[int, RowError]
+
+
+def draw(logits_SV: Tensor, rows: Sequence[Draw], settled: Mapping[int, int] = {}) -> Drawn:
+    """Draw one token per row by the inverse of the cumulative distribution at the row's number, or take it from `settled`.
+
+    A row fails alone: where its logits have a NaN or no finite entry, or where its biases, penalties or mask leave nothing to draw from.
     """
     scale = torch.tensor([1.0 / (row.params.temperature or 1.0) for row in rows], dtype=wide(logits_SV.dtype))
     uniforms = torch.tensor([row.uniform if row.params.temperature else LIKELIEST for row in rows], dtype=torch.float64)
     tokens, lse = token_draw(logits_SV, scale, uniforms)
-    if not all(map(math.isfinite, lse.tolist())):
-        raise ValueError("the model's logits are not finite: its weights or its training have diverged")
+    errors = {row: RowError(DIVERGED, asked=False) for row, total in enumerate(lse.tolist()) if not math.isfinite(total)}
     special = [i for i, row in enumerate(rows) if row.params.cuts or row.params.shifts]
     for cuts in (False, True) if special else ():
-        changed = [i for i in special if rows[i].params.cuts == cuts]
+        changed = [i for i in special if rows[i].params.cuts == cuts and i not in errors]
         if changed:
             z_SV = logits_SV[torch.tensor(changed, device=logits_SV.device)]
-            for z_V, number in zip(z_SV, changed, strict=True):
-                shift(z_V, rows[number])
+            errors |= {changed[i]: error for i, error in shifted(z_SV, [rows[i] for i in changed], scale[changed]).items()}
             given = (z_SV, scale[changed], uniforms[changed])
             tokens[changed] = cut_draw(*given, [rows[i].params for i in changed]) if cuts else token_draw(*given)[0]
     for row, token in settled.items():
         tokens[row] = token
     logprobs = logits_SV.gather(1, tokens[:, None])[:, 0] * scale.to(logits_SV.device) - lse
-    return tokens.tolist(), logprobs.tolist()
+    return Drawn(tokens.tolist(), logprobs.tolist(), errors)
+
+
+def shifted(z_SV: Tensor, rows: Sequence[Draw], scale_S: Tensor) -> dict[int, RowError]:
+    """Shift the rows in place. Return the errors of those that cannot be drawn from; their logits are all zero then."""
+    errors: dict[int, RowError] = {}
+    for number, row in enumerate(rows):
+        try:
+            if row.params.shifts:
+                shift(z_SV[number], row)
+        except RowError as error:
+            errors[number] = error
+    if any(row.params.shifts for row in rows):
+        for number, top in enumerate((z_SV.amax(1) * scale_S.to(z_SV)).tolist()):
+            if not math.isfinite(top):
+                told = "biases and penalties leave no finite logit to draw from: make logit_bias and repetition_penalty milder"
+                errors.setdefault(number, RowError(told))
+    for number in errors:
+        z_SV[number] = 0
+    return errors
 
 
 def shift(z_V: Tensor, row: Draw) -> None:
-    """Penalties, biases and the mask of a row, in place."""
+    """Apply penalties, biases and the mask of a row, in place. RowError where a token is unknown or the mask fails."""
     params = row.params
     if params.repetition_penalty != 1:
         seen = torch.tensor(sorted({*row.prompt, *row.answer}), device=z_V.device)
@@ -65,9 +100,14 @@ def shift(z_V: Tensor, row: Draw) -> None:
         penalty = params.presence_penalty + params.frequency_penalty * times
         z_V[torch.from_numpy(found).to(z_V.device)] -= torch.from_numpy(penalty).to(z_V)
     for token, bias in params.logit_bias.items():
+        if not 0 <= token < len(z_V):
+            raise RowError(f"logit_bias names token {token}: token ids lie in 0 to {len(z_V) - 1}")
         z_V[token] += bias
     if params.mask is not None:
-        allowed = params.mask(row.answer)
+        try:
+            allowed = params.mask(row.answer)
+            z_V.masked_fill_(~allowed.to(z_V.device), -math.inf)
+        except Exception as error:  # a mask is the request's own code: what it raises ends its row alone
+            raise RowError(f"the mask failed after {len(row.answer)} tokens: {error}") from error
         if not bool(allowed.any()):
-            raise ValueError(f"the mask allows no token after {list(row.answer)}")
-        z_V.masked_fill_(~allowed.to(z_V.device), -math.inf)
+            raise RowError(f"the mask allows no token after {list(row.answer[-8:])}")

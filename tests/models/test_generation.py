@@ -390,7 +390,8 @@ def shares(p, **params):
     """How often each token is drawn at a grid of numbers, and the draws' probabilities: true and told."""
     logits = torch.tensor(p).log().expand(1000, len(p)).contiguous()
     rows = [Draw(SamplingParams(stop=NEVER, **params), u, [0], [1, 1, 2]) for u in GRID]
-    tokens, logprobs = draw(logits, rows)
+    tokens, logprobs, errors = draw(logits, rows)
+    assert not errors
     return (np.bincount(tokens, minlength=len(p)) / 1000).tolist(), np.array(p)[tokens], np.exp(logprobs)
 
 
@@ -413,7 +414,7 @@ def test_cuts_keep_the_likeliest_and_logprobs_stay_the_models(monkeypatch, size,
     found, p, said = shares([0.1, 0.4, 0.2, 0.3], **params)
     assert found == pytest.approx([kept.get(token, 0.0) for token in range(4)], abs=2e-3)
     rows = [Draw(SamplingParams(stop=NEVER, **some), 0.5, [0], []) for some in (params, {}, {"temperature": 0.0})]
-    whole = distribution(torch.tensor([[0.1, 0.4, 0.2, 0.3]] * 3).log(), rows)
+    whole, _ = distribution(torch.tensor([[0.1, 0.4, 0.2, 0.3]] * 3).log(), rows)
     torch.testing.assert_close(whole, torch.tensor([[kept.get(token, 0.0) for token in range(4)], [0.1, 0.4, 0.2, 0.3], [0.0, 1.0, 0.0, 0.0]]))
     if "temperature" not in params:
         assert said == pytest.approx(p, abs=1e-6)
@@ -439,15 +440,37 @@ def test_each_row_is_drawn_by_its_own_parameters():
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     some = [{"temperature": 0.0}, {"top_k": 3}, {"logit_bias": {7: 50.0}}, {"temperature": 2.5}]
     rows = [Draw(SamplingParams(stop=NEVER, **params), 0.9, [0], []) for params in some]
-    tokens, logprobs = draw(logits, rows)
+    tokens, logprobs, errors = draw(logits, rows)
+    assert not errors
     for i, row in enumerate(rows):
-        assert draw(logits[i : i + 1].clone(), [row]) == ([tokens[i]], [logprobs[i]])
+        assert draw(logits[i : i + 1].clone(), [row]) == ([tokens[i]], [logprobs[i]], {})
     assert tokens[0] == logits[0].argmax() and tokens[1] in logits[1].topk(3).indices and tokens[2] == 7
 
 
-def test_a_mask_that_allows_nothing_is_reported():
-    with pytest.raises(ValueError, match=r"the mask allows no token after \[1\]"):
-        draw(torch.zeros(1, 3), [Draw(SamplingParams(stop=NEVER, mask=lambda _: torch.zeros(3, dtype=torch.bool)), 0.5, [0], [1])])
+def test_a_row_that_cannot_be_drawn_fails_alone():
+    """The other rows have the bits that they have without it, in the loops (fp32) and in PyTorch (fp64)."""
+    def mask(allowed):
+        return lambda _: torch.full((50,), allowed)
+
+    wrong = [
+        ({"mask": mask(False)}, "the mask allows no token after [1]"),
+        ({"mask": lambda _: 1 / 0}, "the mask failed after 1 tokens: division by zero"),
+        ({"mask": lambda _: torch.ones(49, dtype=torch.bool)}, "the mask failed after 1 tokens"),
+        ({"logit_bias": {3: 1e308}, "temperature": 0.01}, "leave no finite logit"),
+        ({"logit_bias": {3: 1e308}, "temperature": 0.01, "top_k": 3}, "leave no finite logit"),
+        ({"logit_bias": {50: 1.0}}, "logit_bias names token 50"),
+    ]
+    good = [{}, {"top_k": 3}, {"temperature": 0.0}, {"mask": mask(True)}, {"logit_bias": {7: 2.0}, "min_p": 0.1}]
+    rows = [Draw(SamplingParams(stop=NEVER, **params), 0.7, [0], [1]) for params in [*(params for params, _ in wrong), *good]]
+    for dtype in (torch.float32, torch.float64):
+        logits = torch.randn(len(rows) + 1, 50, generator=torch.Generator().manual_seed(0), dtype=dtype)
+        logits[-1, 3] = math.nan
+        found = draw(logits.clone(), [*rows, Draw(SamplingParams(), 0.7, [0], [1])])
+        alone = draw(logits[len(wrong) : -1].clone(), rows[len(wrong) :])
+        assert sorted(found.errors) == [*range(len(wrong)), len(rows)]
+        assert all(message in str(found.errors[row]) for row, (_, message) in enumerate(wrong))
+        assert not found.errors[len(rows)].asked and "weights" in str(found.errors[len(rows)])
+        assert (found.tokens[len(wrong) : -1], found.logprobs[len(wrong) : -1]) == alone[:2] and not alone.errors
 
 
 # --- requests ---

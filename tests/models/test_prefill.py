@@ -102,7 +102,7 @@ def test_a_process_that_dies_costs_its_prompt_alone(engine, caplog):
         old = engine._process
         os.kill(old.pid, signal.SIGKILL)
         lost, *others = run(engine, requests)
-        assert lost == "the process that computed its prompt ended with status -9; ask again"
+        assert str(lost) == "the process that computed its prompt ended with status -9; ask again"
         assert others == [Engine(fresh(), **LIMITS).generate([prompt], PARAMS)[0] for prompt in asked[1:]]
         assert nothing_is_left(engine) and engine._process.pid != old.pid
         engine.scheduler.pool.forget()

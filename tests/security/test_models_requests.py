@@ -1,0 +1,69 @@
+"""One request never ends the answers of others."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fastapi.testclient import TestClient
+
+from puna.flows.api import application
+from puna.models.config import ModelConfig
+from puna.models.draft import DraftedEngine
+from puna.models.generation import Engine, SamplingParams
+from puna.models.generation.sampling import RowError
+from puna.models.tokenizer import Tokenizer
+from puna.models.transformer import Transformer
+
+sys.path.insert(0, str(Path(__file__).parent))
+import cases_models
+
+
+def test_hostile_requests_end_nobody_elses_answers():
+    assert cases_models.answers_ended() == 0
+
+
+def test_a_failed_request_says_why_and_leaves_the_others_at_work():
+    engine = Engine(cases_models._model(), exact=True)
+    (expected,) = engine.generate([[5, 6]], SamplingParams(max_tokens=6, stop=(), seed=1))
+    with pytest.raises(RowError, match=r"^prompt 1: the model's logits are not finite"):
+        engine.generate([[5, 6], [82]], SamplingParams(max_tokens=6, stop=(), seed=1))
+    assert engine.scheduler.idle
+    with pytest.raises(RowError, match=r"^the mask allows no token after \[\]$"):
+        list(engine.stream([5], SamplingParams(mask=cases_models.HOSTILE[2]["mask"], stop=())))
+    with pytest.raises(ValueError, match="names a token that the model does not have: token ids lie in 0 to 82"):
+        engine.submit([5, 83], SamplingParams(stop=()))
+    assert engine.generate([[5, 6]], SamplingParams(max_tokens=6, stop=(), seed=1)) == [expected] and not engine.failed()
+
+
+def test_a_coldness_that_floats_cannot_tell_is_greedy():
+    engine = Engine(Transformer(cases_models.SHAPE, generator=torch.Generator().manual_seed(0)))
+    greedy = engine.generate([[1, 2]], SamplingParams(temperature=0, stop=()))
+    assert engine.generate([[1, 2]], SamplingParams(temperature=1e-9, top_k=4, stop=())) == greedy
+    (row,) = engine.generate([[1, 2]], SamplingParams(temperature=1e-4, stop=()))
+    assert row[0].tokens == greedy[0][0].tokens and max(map(abs, row[0].logprobs)) < 0.1
+
+
+def test_a_draft_that_diverges_fails_its_requests_alone():
+    model = Transformer(cases_models.SHAPE, generator=torch.Generator().manual_seed(0))
+    engine = DraftedEngine(model, cases_models._model())
+    params = SamplingParams(max_tokens=12, stop=(), speculate=2, temperature=0)
+    good = engine.submit([5, 6], params)
+    bad = engine.submit([5, 82], params)
+    tokens = []
+    while not engine.scheduler.idle:
+        tokens += [event.token for event in engine.step() if event.request is good]
+    assert [request for request, _ in engine.failed()] == [bad]
+    assert tokens == Engine(model).generate([[5, 6]], SamplingParams(max_tokens=12, stop=(), temperature=0))[0][0].tokens
+
+
+def test_the_server_tells_one_client_and_answers_the_next():
+    tokenizer = Tokenizer.train(["to be or not to be"], 270)
+    shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
+    engine = Engine(Transformer(shape, generator=torch.Generator().manual_seed(0)), tokenizer)
+    with TestClient(application(engine, "tiny")) as client:
+        ask = lambda **more: client.post("/v1/completions", json={"prompt": "to be", "max_tokens": 4, **more})  # noqa: E731
+        assert ask(temperature=1e-9).json()["choices"] == ask(temperature=0).json()["choices"]
+        answer = ask(logit_bias={"3": 1e308})
+        assert answer.status_code == 400 and "leave no finite logit" in answer.json()["error"]["message"]
+        assert ask().status_code == 200
