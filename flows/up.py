@@ -76,6 +76,7 @@ def up(uri: str, host: str, port: int, limit: int, auth: str) -> None:
                 with contextlib.suppress(KeyboardInterrupt):
                     asyncio.run(served.serve(sockets=[listening]))
             finally:
+                _end_children()
                 remove_note(store.root)
                 worker.stop()
         print("puna is down", flush=True)
@@ -101,7 +102,17 @@ def pages(store: Store, host: str, port: int, auth: str) -> None:
         app.mount("/puna", application(store, prefect=None, auth=auth))
         app.router.routes.insert(0, Route("/", lambda _: RedirectResponse("/puna/")))
         print(f"{url}/puna   runs, artifacts and questions of {store.uri}; Ctrl-C ends", flush=True)
-        asyncio.run(uvicorn.Server(_config(app, auth)).serve(sockets=[listening]))
+        try:
+            asyncio.run(uvicorn.Server(_config(app, auth)).serve(sockets=[listening]))
+        finally:
+            _end_children()
+
+
+def _end_children() -> None:
+    # Imported late: Prefect's settings come before everything that the pages import.
+    from puna.flows.web.bounded import end_children
+
+    end_children()
 
 
 def _config(app: FastAPI, auth: str) -> uvicorn.Config:

@@ -25,11 +25,15 @@ from puna.storage.views import FACTS, MACROS, NEWEST, Views, duck_type, facts
 class Catalog:
     """An open connection to the tables of a store; `artifact` is a column of each table's view (the artifact's key).
 
-    `output`: a file outside the store that the connection may write.
+    `output`: a file outside the store that the connection may write. `memory`: the most that a statement may take, as DuckDB
+    writes it (`1GB`); nothing then goes to disk in its place.
     """
 
-    def __init__(self, store: Store, output: Path | None = None) -> None:
+    def __init__(self, store: Store, output: Path | None = None, memory: str | None = None) -> None:
         self.connection = duckdb.connect()
+        if memory is not None:
+            self.connection.execute(f"set memory_limit = {literal(memory)}")
+            self.connection.execute("set temp_directory = ''")
         self.connection.execute("set TimeZone='UTC'")
         # Only the store's own files can be read, whatever a statement says; a view names them by pattern.
         before = store.files.sql(self.connection)
@@ -157,9 +161,9 @@ def made(connection: duckdb.DuckDBPyConnection, name: str, views: Views) -> None
         ) from error
 
 
-def connect(store: Store, output: Path | None = None) -> Catalog:
+def connect(store: Store, output: Path | None = None, memory: str | None = None) -> Catalog:
     """A connection with all tables; see `Catalog`."""
-    return Catalog(store, output)
+    return Catalog(store, output, memory)
 
 
 def query(store: Store, text: str) -> pa.Table:
@@ -168,10 +172,12 @@ def query(store: Store, text: str) -> pa.Table:
         return run(opened, text)
 
 
-def run(opened: Catalog, text: str) -> pa.Table:
-    """The result of one read-only SQL statement on an open connection; columns of one name become `n`, `n_1`, …"""
+def run(opened: Catalog, text: str, rows: int | None = None) -> pa.Table:
+    """Return the first rows of one read-only SQL statement, or all; columns of one name become `n`, `n_1`, …"""
     try:
         relation = opened.sql(text)
+        if relation is not None and rows is not None:
+            relation = relation.limit(rows)
         table = relation.to_arrow_table() if relation is not None else pa.table({})
         return table.rename_columns(_distinct(table.schema.names))
     except (duckdb.Error, RuntimeError) as error:

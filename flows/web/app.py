@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import parse_qs, quote
@@ -13,11 +17,12 @@ from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 
-from puna.flows.guard import Bounded, Password
+from puna.flows.guard import Bounded, Password, own_page
 from puna.flows.report.markup import Html
 from puna.flows.report.page import page as report_page
 from puna.flows.report.run import Run
 from puna.flows.web import artifact, documents, forms, home, questions, rounds, rules, run, start
+from puna.flows.web.bounded import Asker, Late
 from puna.flows.web.chat import Chat, chat_page
 from puna.flows.web.frame import page, problem, style
 from puna.flows.web.judge import Judging
@@ -27,20 +32,26 @@ HERE = Path(__file__).parent
 POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'self'; base-uri 'none'"
 LOOKED_SECONDS = 1.0
 """How often a page that is open has its run looked at."""
+STALE = "this page is older than the server, or was made by another site: open it again from here, then ask"
 MOST_FIELDS = 2000
 """Fields of a form."""
 Next = Callable[[Request], Awaitable[Response]]
 
 
 def application(store: Store, *, prefect: str | None, auth: str) -> FastAPI:
-    """The pages of a store. `prefect`: the address of the server whose forms they link to; `auth`: USER:PASSWORD, where asked for."""
+    """Return the pages of a store.
+
+    `prefect`: the address of the server whose forms they link to; `auth`: USER:PASSWORD, where asked for.
+    """
+    asker, token = Asker(store, urls=True), secrets.token_urlsafe(32)
     app = FastAPI(openapi_url=None)
     _guard(app)
     app.add_middleware(Bounded)
     app.add_middleware(Password, auth=auth)
     _looking(app, store, prefect)
+    _asking(app, asker, prefect, token)
     _running(app, store, prefect)
-    _starting(app, store, prefect)
+    _starting(app, store, prefect, asker, token)
     _deciding(app, store, prefect)
     _talking(app, store, prefect)
 
@@ -109,10 +120,6 @@ def _looking(app: FastAPI, store: Store, prefect: str | None) -> None:
     def document(identity: str) -> str:
         return documents.document_page(store, identity, prefect)
 
-    @app.get("/sql", response_class=HTMLResponse)
-    def sql(q: str = "") -> str:
-        return questions.sql_page(store, q, prefect)
-
     @app.get("/rules", response_class=HTMLResponse)
     def sliders(request: Request) -> str:
         return rules.rules_page(store, request.query_params.get("artifact"), request.query_params, prefect)
@@ -121,6 +128,29 @@ def _looking(app: FastAPI, store: Store, prefect: str | None) -> None:
     def outcome(request: Request) -> str:
         chosen = rules.selection(store, store.resolve(request.query_params.get("artifact", "")))
         return rules.replayed(store, chosen, request.query_params)
+
+
+def _asking(app: FastAPI, asker: Asker, prefect: str | None, token: str) -> None:
+    """Questions in SQL. An address shows its question in the box; only the box, which holds the token, has it run."""
+
+    @app.get("/sql", response_class=HTMLResponse)
+    def box(q: str = "") -> str:
+        return questions.sql_page(q, None, prefect, token)
+
+    @app.post("/sql")
+    async def sql(request: Request) -> Response:
+        asked = await _sent(request)
+        text = asked.get("q", [""])[0]
+        answer: Html | None = None
+        status = 200
+        if not _has(token, asked):
+            answer, status = problem(STALE), 403
+        elif text.strip():
+            try:
+                answer = await run_in_threadpool(asker.ask, "sql", q=text)
+            except PunaError as error:
+                answer = problem(str(error))
+        return HTMLResponse(questions.sql_page(text, answer, prefect, token), status)
 
 
 def _running(app: FastAPI, store: Store, prefect: str | None) -> None:
@@ -155,7 +185,7 @@ def _running(app: FastAPI, store: Store, prefect: str | None) -> None:
         return StreamingResponse(told, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
 
-def _starting(app: FastAPI, store: Store, prefect: str | None) -> None:
+def _starting(app: FastAPI, store: Store, prefect: str | None, asker: Asker, token: str) -> None:
     """Forms: these pages' own, with the plan beside it, and the way to Prefect's."""
 
     @app.get("/deployment/{name}")
@@ -172,20 +202,32 @@ def _starting(app: FastAPI, store: Store, prefect: str | None) -> None:
 
     @app.get("/start/{name}", response_class=HTMLResponse)
     def own_form(name: str, request: Request) -> str:
-        return start.start_page(store, name, parse_qs(request.url.query, keep_blank_values=True), prefect)
+        asked = parse_qs(request.url.query, keep_blank_values=True)
+        return start.start_page(store, name, asked, prefect, token=token, own=own_page(request.headers))
 
-    @app.get("/plan/{name}", response_class=HTMLResponse)
-    def plan(name: str, request: Request) -> str:
-        return start.replanned(store, name, parse_qs(request.url.query, keep_blank_values=True))
+    @app.post("/start/{name}/plan")
+    @app.post("/plan/{name}")
+    async def plan(name: str, request: Request) -> Response:
+        asked = await _sent(request)
+        if not _has(token, asked):
+            return HTMLResponse(page("Not planned", problem(STALE), prefect=prefect), 403)
+        fields = {key: values for key, values in asked.items() if key != "token"}
+        found = await run_in_threadpool(asker.ask, "plan", name=name, asked=fields)
+        if request.url.path.endswith("/plan"):
+            found = await run_in_threadpool(partial(start.start_page, store, name, asked, prefect, token=token, plan=found))
+        return HTMLResponse(found)
 
     @app.post("/start/{name}")
     async def go(name: str, request: Request) -> Response:
         asked = await _sent(request)
         try:
+            # What cannot be told in time, of large inputs, the run itself tells first.
+            with suppress(Late):
+                await run_in_threadpool(asker.ask, "check", name=name, asked=asked)
             return RedirectResponse(await run_in_threadpool(start.started, store, name, asked), 303)
         except PunaError as error:
-            refused = await run_in_threadpool(start.start_page, store, name, asked, prefect, str(error))
-            return HTMLResponse(refused, status_code=422)
+            refused = partial(start.start_page, store, name, asked, prefect, token=token, refused=str(error))
+            return HTMLResponse(await run_in_threadpool(refused), status_code=422)
 
     @app.post("/run/{name}/stop")
     def stop(name: str) -> Response:
@@ -221,6 +263,11 @@ def _deciding(app: FastAPI, store: Store, prefect: str | None) -> None:
     async def decide(gate: str, request: Request) -> Response:
         await run_in_threadpool(rounds.decided, store, gate, await _sent(request))
         return RedirectResponse("/puna/rounds", 303)
+
+
+def _has(token: str, asked: dict[str, list[str]]) -> bool:
+    """True if a form sends the token along, which pages of this server alone hold."""
+    return hmac.compare_digest(asked.get("token", [""])[0].encode(), token.encode())
 
 
 async def _sent(request: Request) -> dict[str, list[str]]:

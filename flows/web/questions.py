@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from urllib.parse import quote
 
 import duckdb
 
 from puna.flows.report.markup import Content, Html, details, duration, part, table, tag
-from puna.flows.web.frame import page, plain, problem
+from puna.flows.web.bounded import SECONDS
+from puna.flows.web.frame import page, plain
 from puna.storage import PunaError, Store, catalog
 from puna.storage.schemas import TABLES
 from puna.storage.views import FACTS
 
 MOST_ROWS = 1000
-SECONDS = 60.0
-LIMITS = f"at most {SECONDS:.0f} s and {MOST_ROWS:,} rows"
+MEMORY = "1GB"
+"""Memory of a statement."""
+LIMITS = f"at most {SECONDS['sql']:.0f} s, {MEMORY} of memory and {MOST_ROWS:,} rows"
 EXAMPLES = {
     "What was dropped, by which rule": "select rule, count(*) as documents from dropped group by rule order by documents desc",
     "What each stage took": "select stage, count(*) as artifacts, round(sum(seconds), 1) as seconds from artifacts\n"
@@ -29,13 +30,14 @@ EXAMPLES = {
 }
 
 
-def sql_page(store: Store, asked: str, prefect: str | None) -> Html:
-    """The box, and the answer to what was asked."""
+def sql_page(asked: str, answer: Content, prefect: str | None, token: str) -> Html:
+    """Return the box with a statement, and the answer where it was run. `token`: what the box must send along."""
     box = tag(
         "form",
         tag("textarea", asked, name="q", id="q", rows=6, spellcheck="false", autofocus=not asked, aria_label="SQL"),
         tag("p", tag("button", "Ask", class_="main"), tag("span", " Ctrl+Enter · read-only · ", LIMITS, class_="note")),
-        action="/puna/sql", method="get", id="ask",
+        tag("input", type="hidden", name="token", value=token),
+        action="/puna/sql", method="post", id="ask", data_answered="" if answer else None,
     )  # fmt: skip
     examples = [tag("li", tag("a", words, href=f"/puna/sql?q={quote(query)}")) for words, query in EXAMPLES.items()]
     columns = {**FACTS, **{name: found.schema for name, found in TABLES.items()}}
@@ -43,7 +45,7 @@ def sql_page(store: Store, asked: str, prefect: str | None) -> Html:
         details(tag("b", name), tag("p", ", ".join(schema.names), class_="note"), class_="more") for name, schema in columns.items()
     ]
     return page(
-        "SQL", box, _answer(store, asked) if asked.strip() else None,
+        "SQL", box, answer,
         tag("div",
             part("Examples", tag("ul", examples)),
             part("Asked before", tag("ul", id="asked"), note="Kept in this browser."),
@@ -53,25 +55,20 @@ def sql_page(store: Store, asked: str, prefect: str | None) -> Html:
     )  # fmt: skip
 
 
-def _answer(store: Store, asked: str) -> Html:
+def answered(store: Store, asked: str) -> Html:
+    """Run a statement and return its first rows. PunaError where it is refused or needs too much memory."""
     began = time.perf_counter()
     try:
-        with catalog.connect(store) as opened:
-            stop = threading.Timer(SECONDS, opened.connection.interrupt)
-            stop.start()
-            try:
-                found = catalog.run(opened, asked.strip().rstrip(";"))
-            finally:
-                stop.cancel()
-    except (PunaError, duckdb.Error) as error:
-        late = time.perf_counter() - began >= SECONDS
-        return problem(f"stopped after {SECONDS:.0f} s; `puna sql` waits as long as it takes" if late else str(error))
+        with catalog.connect(store, memory=MEMORY) as opened:
+            found = catalog.run(opened, asked.strip().rstrip(";"), rows=MOST_ROWS + 1)
+    except duckdb.Error as error:
+        raise PunaError(str(error)) from error
     shown = found.slice(0, MOST_ROWS)
     numeric = [n for n, field in enumerate(found.schema) if str(field.type).startswith(("int", "uint", "float", "double", "decimal"))]
     rows: list[list[Content]] = [[plain(value) for value in row.values()] for row in shown.to_pylist()]
     took = duration(time.perf_counter() - began)
-    more = f", the first {MOST_ROWS:,} shown" if found.num_rows > MOST_ROWS else ""
+    more = "; there are more" if found.num_rows > MOST_ROWS else ""
     return tag(
-        "div", tag("p", f"{found.num_rows:,} row{'' if found.num_rows == 1 else 's'} in {took}{more}", class_="note", role="status"),
+        "div", tag("p", f"{len(rows):,} row{'' if len(rows) == 1 else 's'} in {took}{more}", class_="note", role="status"),
         table(list(found.schema.names), rows, numeric=numeric) if rows else None, class_="rows",
     )  # fmt: skip

@@ -34,31 +34,49 @@ MANY = 8
 """Fields that a stage may have of its own before those that are rarely changed are folded."""
 
 
-def start_page(store: Store, name: str, asked: Asked, prefect: str | None, refused: str = "") -> Html:
-    """The form of the flow or stage, and its plan. `asked`: what was filled in; `refused`: why it was not started."""
+def start_page(
+    store: Store,
+    name: str,
+    asked: Asked,
+    prefect: str | None,
+    *,
+    token: str,
+    plan: Html | None = None,
+    own: bool = False,
+    refused: str = "",
+) -> Html:
+    """Return the form of the flow or stage, and its plan where that was asked for.
+
+    `asked`: what was filled in; `token`: what the form must send to be planned; `own`: a page of this site led here, so that the
+    script may ask for the plan by itself; `refused`: why it was not started.
+    """
     offer = offered(name)
     what, choices = offer.what, Choices(store)
     settings: Content = _changes(asked) if isinstance(what, Flow) else _settings(offer, asked)
-    go = [once(), tag("button", "Start", class_="main", formmethod="post")] if prefect else None
+    go = [once(), tag("button", "Start", class_="main")] if prefect else None
+    missing = None if plan or refused else _missing(offer, asked)
+    note = tag("p", missing or "Press Plan to see what is reused and what the rest may cost.", class_="note")
     other = tag("a", "Prefect's form, with schedules", href=f"/puna/form/{name}", class_="button") if prefect else None
     return page(
         what.name,
         problem(refused) if refused else None,
         tag("form",
             tag("div", _recipe(offer, asked), [_input(spec, choices, asked) for spec in what.inputs], settings),
-            tag("div", None if refused else _outcome(store, offer, asked), id="outcome", aria_live="polite"),
-            tag("p", go, " ", tag("button", "Plan"), " ", other, class_="buttons"),
-            action=f"/puna/start/{name}", method="get", class_="replayed", data_from=f"/puna/plan/{name}"),
+            tag("div", plan or (None if refused else note), id="outcome", aria_live="polite"),
+            tag("input", type="hidden", name="token", value=token),
+            tag("p", go, " ", tag("button", "Plan", formaction=f"/puna/start/{name}/plan"), " ", other, class_="buttons"),
+            action=f"/puna/start/{name}", method="post", class_="replayed", data_from=f"/puna/plan/{name}",
+            data_now="" if own and not (plan or refused or missing) else None),
         here="start", prefect=prefect, lead=_first(what.doc),
     )  # fmt: skip
 
 
-def _outcome(store: Store, offer: Offer, asked: Asked) -> Html:
-    """The plan, or what it waits for where the form was only opened."""
+def _missing(offer: Offer, asked: Asked) -> str | None:
+    """Return what a form that was only opened waits for before it can be planned."""
     missing = [spec.name for spec in offer.what.inputs if spec.kind != "external" and not spec.optional and not _given(spec, asked)]
     if isinstance(offer.what, Stage) and missing and set(asked) <= {"recipe"}:
-        return tag("p", f"Choose {' and '.join(missing)}: the plan follows.", class_="note")
-    return replanned(store, offer.flow, asked)
+        return f"Choose {' and '.join(missing)}: the plan follows."
+    return None
 
 
 def list_page(prefect: str | None) -> Html:
@@ -93,11 +111,15 @@ def replanned(store: Store, name: str, asked: Asked) -> Html:
     )  # fmt: skip
 
 
+def checked(store: Store, name: str, asked: Asked) -> None:
+    """Raise PunaError where a run with these fields would be refused."""
+    steps_of(requested(offered(name), asked), store.uri)
+
+
 def started(store: Store, name: str, asked: Asked) -> str:
-    """Start it as its form does; returns the page that follows the run. PunaError where it is refused."""
+    """Start it as its form does; returns the page that follows the run. `checked` tells before whether it would be refused."""
     offer = offered(name)
     request = requested(offer, asked)
-    steps_of(request, store.uri)
     server = server_beside(store)
     found = deployment(server, name)
     given: dict[str, Any] = {}

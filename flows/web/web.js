@@ -43,7 +43,7 @@
   if (ask) {
     const box = ask.querySelector("textarea");
     const asked = stored("puna-asked") || [];
-    if (box.value.trim()) store("puna-asked", [box.value, ...asked.filter((one) => one !== box.value)].slice(0, 30));
+    if ("answered" in ask.dataset) store("puna-asked", [box.value, ...asked.filter((one) => one !== box.value)].slice(0, 30));
     for (const one of stored("puna-asked") || []) {
       const link = document.createElement("a");
       link.href = "/puna/sql?q=" + encodeURIComponent(one);
@@ -53,6 +53,14 @@
       document.getElementById("asked").append(item);
     }
     box.addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) ask.submit(); });
+    // A click on a question of this page asks it; an address alone fills the box.
+    main.addEventListener("click", (event) => {
+      const link = event.target.closest('a[href^="/puna/sql?q="]');
+      if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
+      event.preventDefault();
+      box.value = new URL(link.href).searchParams.get("q");
+      ask.submit();
+    });
   }
 
   // Thresholds, and what is to be started: the answer follows what is filled in.
@@ -67,7 +75,9 @@
       outcome.classList.add("stale");
       let answer, words;
       try {
-        answer = await fetch(replayed.dataset.from + "?" + new URLSearchParams(new FormData(replayed)));
+        const fields = new URLSearchParams(new FormData(replayed));
+        answer = replayed.method === "post" ? await fetch(replayed.dataset.from, { method: "POST", body: fields })
+          : await fetch(replayed.dataset.from + "?" + fields);
         words = await answer.text();
       } catch {  // the server is away
         if (mine === latest) timer = setTimeout(replay, 2000);
@@ -84,8 +94,10 @@
       // What was filled in before this script came, or before the reader went back.
       const changed = (one) => one.multiple ? [...one.options].some((option) => option.selected !== option.defaultSelected)
         : one.options ? one.selectedIndex !== Math.max(0, [...one.options].findIndex((option) => option.defaultSelected))
+        : one.type === "submit" ? false
         : ["checkbox", "radio"].includes(one.type) ? one.checked !== one.defaultChecked : one.value !== one.defaultValue;
       addEventListener("pageshow", () => { if ([...replayed.elements].some(changed)) later(); });
+      if ("now" in replayed.dataset) later();
     }
   }
   if (rules) {

@@ -344,8 +344,8 @@ def question(tour: Tour) -> dict[str, Any]:
     tour.page.locator("[role=status]").wait_for()
     tour.page.wait_for_load_state()  # its keys are the script's
     tour.page.locator("#q").fill("select rule, count(*) as documents from dropped group by rule order by documents desc limit 12")
-    tour.page.locator("#q").press("Control+Enter")
-    tour.page.wait_for_url("**/puna/sql?q=*limit*")
+    with tour.page.expect_navigation():
+        tour.page.locator("#q").press("Control+Enter")
     answer = tour.page.locator("[role=status]")
     answer.wait_for()
     tour.shot("sql")

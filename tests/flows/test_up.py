@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -227,8 +228,9 @@ def test_a_form_of_these_pages_starts_what_its_plan_shows(at_work: Up) -> None:
             return str(answer.read().decode())
 
     fields = {"set.tasks": json.dumps(CONFIG["tasks"]), "set.train": "2000000", "set.heldout": "2", "set.draws": "100000000"}
-    assert "1 run" in page("/puna/plan/prompts?" + urllib.parse.urlencode(fields))
-    assert "draws" in page("/puna/plan/prompts?" + urllib.parse.urlencode({**fields, "set.draws": "-1"}))
+    token = re.findall(r'name="token" value="([^"]+)"', page("/puna/start/prompts"))[0]
+    assert "1 run" in page("/puna/plan/prompts", urllib.parse.urlencode({**fields, "token": token}).encode())
+    assert "draws" in page("/puna/plan/prompts", urllib.parse.urlencode({**fields, "set.draws": "-1", "token": token}).encode())
     started = page("/puna/start/prompts", urllib.parse.urlencode(fields).encode())
     assert "<title>prompts" in started  # its page, whether the run has begun by now or not
     until(at_work.working)

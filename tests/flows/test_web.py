@@ -12,7 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from puna.flows.session import session
-from puna.flows.web import app, application, home
+from puna.flows.web import app, application, bounded, home
 from puna.stages.align.prompts import PromptsConfig, prompts
 from puna.stages.contract import execute
 from puna.stages.curate.rules.groups import GopherQualityRules, LineRules, RuleGroup
@@ -52,6 +52,11 @@ def client(store: Store) -> TestClient:
 
 def text(answer: object) -> str:
     return unescape(re.sub(r"<[^>]*>", " ", str(getattr(answer, "text", ""))))
+
+
+def token_of(client: TestClient, path: str) -> str:
+    """The token that the form at an address sends along."""
+    return re.findall(r'name="token" value="([^"]+)"', client.get(path).text)[0]
 
 
 def selected(store: Store) -> Artifact:
@@ -124,17 +129,18 @@ def test_documents_are_found_by_words_and_by_the_rule_that_dropped_them(client: 
 
 def test_a_form_stands_beside_its_plan_and_says_what_is_wrong(client: TestClient, store: Store) -> None:
     fields = {"set.tasks": '[{"task": "chain_sum"}]', "set.train": "5", "set.heldout": "2"}
-    reused = client.get("/start/prompts", params=fields)
+    token = token_of(client, "/start/prompts")
+    reused = client.post("/start/prompts/plan", data={**fields, "token": token})
     assert "Nothing is to be done" in text(reused) and "1 reused" in text(reused)
     assert ">Start</button>" not in reused.text  # without a server nothing can be started
-    changed = text(client.get("/plan/prompts", params={**fields, "set.train": "6"}))
+    changed = text(client.post("/plan/prompts", data={**fields, "set.train": "6", "token": token}))
     assert "About" in changed and "config train: 5 → 6" in changed and "puna run stage:prompts --set" in changed
-    refused = client.get("/plan/prompts", params={**fields, "set.train": "-6"})
+    refused = client.post("/plan/prompts", data={**fields, "set.train": "-6", "token": token})
     assert refused.status_code == 200 and 'role="alert"' in refused.text and "train" in text(refused)
     given = selected(store).manifest.inputs[0]
     picked = client.get(f"/start/line_dedup?documents=documents/{given.key[:12]}").text
     assert re.search(rf'<option value="documents/{given.key[:12]}" selected', picked)
-    assert "never ran" in text(client.get(f"/plan/line_dedup?documents=documents/{given.key[:12]}"))
+    assert "never ran" in text(client.post("/plan/line_dedup", data={"documents": f"documents/{given.key[:12]}", "token": token}))
     refused = client.post("/start/prompts", content="set.train=-5&set.heldout=3")
     assert refused.status_code == 422 and "train: Input should be greater" in text(refused)
     assert re.search(r'name="set.heldout"[^>]*value="3"', refused.text)  # nothing that was filled in is lost
@@ -155,9 +161,45 @@ def test_a_threshold_is_replayed_as_select_decides(client: TestClient, store: St
 
 
 def test_a_question_is_answered_and_a_change_refused(client: TestClient) -> None:
-    assert "10" in text(client.get("/sql", params={"q": "select count(*) as n from dropped;"})).split()
-    assert "read-only" in text(client.get("/sql", params={"q": "create table t as select 1"}))
-    assert "does not exist" in text(client.get("/sql", params={"q": "select * from nothing"}))
+    token = token_of(client, "/sql")
+
+    def said(question: str) -> str:
+        return text(client.post("/sql", data={"q": question, "token": token}))
+
+    assert "10" in said("select count(*) as n from dropped;").split()
+    assert "read-only" in said("create table t as select 1")
+    assert "does not exist" in said("select * from nothing")
+    assert "1,000 rows in" in said("from range(100000000000)") and "there are more" in said("from range(1001)")
+    assert "physical_plan" in said("explain select 1") and "range" in said("describe from range(3)")
+    assert "file system operations are disabled" in said("from read_text('/etc/passwd')")
+
+
+def test_an_address_fills_a_form_and_runs_nothing(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.Asker, "ask", lambda *_, **__: pytest.fail("was asked"))
+    shown = client.get("/sql", params={"q": "select 42"})
+    assert "select 42</textarea>" in shown.text and "rows in" not in text(shown)
+    for path in ("/start/prompts", "/start/prompts?set.train=7"):
+        shown = client.get(path)
+        assert "Press Plan" in text(shown) and "data-now" not in shown.text
+        assert "data-now" in client.get(path, headers={"sec-fetch-site": "same-origin"}).text
+        assert "data-now" not in client.get(path, headers={"sec-fetch-site": "cross-site"}).text
+    assert client.get("/plan/prompts").status_code == 405
+    for path in ("/sql", "/plan/prompts", "/start/prompts/plan"):
+        for token in ("", "wrong", "ÿ"):
+            refused = client.post(path, data={"q": "select 42", "token": token})
+            assert refused.status_code == 403 and "older than the server" in text(refused)
+
+
+def test_a_question_is_stopped_at_its_limits(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = token_of(client, "/sql")
+
+    def said(question: str) -> str:
+        return text(client.post("/sql", data={"q": question, "token": token}))
+
+    assert "emory" in said("select list(range) from range(1000000000)")
+    monkeypatch.setitem(bounded.SECONDS, "sql", 0.5)
+    assert "stopped after" in said("select count(*) from range(100000000000) a, range(1000) b where hash(a.range + b.range) = 0")
+    assert "42" in said("select 42").split()
 
 
 def test_what_is_not_there_is_said(client: TestClient) -> None:

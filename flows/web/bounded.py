@@ -1,0 +1,136 @@
+"""Questions of pages answered in child processes, within limits of time, memory and length: SQL statements and plans.
+
+A child takes a question as a line of JSON and answers with one; it stays for the next question until it is idle for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from puna.flows.report.markup import Html
+from puna.storage import PunaError, Store
+
+SECONDS = {"sql": 60.0, "plan": 60.0, "check": 30.0}
+"""Longest time for an answer, by question."""
+MEMORY_BYTES = 3 << 30
+"""Memory of a child, its libraries included."""
+ANSWER_BYTES = 16 << 20
+START_SECONDS = 120.0
+AT_ONCE = 2
+"""Children that work at one time, for SQL and for plans each."""
+IDLE_SECONDS = 120.0
+"""After so long without a question a child ends."""
+
+
+class Late(PunaError):
+    """A question that was not answered in its time."""
+
+
+_children: weakref.WeakSet[Child] = weakref.WeakSet()
+
+
+def end_children() -> None:
+    """Kill the children that wait or work; the server ends."""
+    for child in list(_children):
+        child.end()
+
+
+class Asker:
+    """Answers questions about a store in child processes. `urls`: whether plans may look at inputs elsewhere than on local disks."""
+
+    def __init__(self, store: Store, *, urls: bool) -> None:
+        self._store, self._urls = store, urls
+        self._free = {"sql": threading.BoundedSemaphore(AT_ONCE), "plan": threading.BoundedSemaphore(AT_ONCE)}
+        self._idle: dict[str, list[Child]] = {"sql": [], "plan": []}
+
+    def ask(self, question: str, **fields: Any) -> Html:
+        """Return the answer's HTML. PunaError where it is refused, `Late` where its time is up."""
+        group = "sql" if question == "sql" else "plan"
+        if not self._free[group].acquire(timeout=SECONDS[question]):
+            raise Late("the server is busy with other questions; try again later")
+        try:
+            child = self._child(group)
+            answer = child.answer({"question": question, "store": self._store.uri, "urls": self._urls, **fields}, SECONDS[question])
+            self._idle[group].append(child)
+        finally:
+            self._free[group].release()
+        if "refused" in answer:
+            raise PunaError(str(answer["refused"]))
+        if "broken" in answer:
+            raise RuntimeError(answer["broken"])
+        return Html(answer["html"])
+
+    def _child(self, group: str) -> Child:
+        """Return a child that waits for a question."""
+        with contextlib.suppress(IndexError):
+            while True:
+                child = self._idle[group].pop()
+                if child.waits():
+                    return child
+                child.end()
+        return Child()
+
+
+class Child:
+    """A process that answers one question after the other."""
+
+    def __init__(self) -> None:
+        words = [sys.executable, "-m", "puna.flows.web.bounded_worker"]
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        _children.add(self)
+        self._line(time.monotonic() + START_SECONDS, "the process that answers did not start")
+
+    def waits(self) -> bool:
+        """True if it is alive and has not ended for being idle."""
+        return self._process.poll() is None
+
+    def answer(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Return its answer; it is killed where that takes too long."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({**question, "seconds": seconds}).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            self.end()
+            raise PunaError("the process that answers has ended; ask again") from error
+        late = f"stopped after {seconds:.0f} s; the command line (`puna sql`, `puna plan`) waits as long as it takes"
+        found: dict[str, Any] = json.loads(self._line(time.monotonic() + seconds, late))
+        if found.get("last"):
+            self.end()
+        return found
+
+    def _line(self, deadline: float, late: str) -> bytes:
+        assert self._process.stdout is not None
+        pipe, found = self._process.stdout.fileno(), bytearray()
+        while not found.endswith(b"\n"):
+            ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+            piece = os.read(pipe, 1 << 16) if ready else b""
+            found += piece
+            if not ready or len(found) > ANSWER_BYTES:
+                self.end()
+                raise Late(late if not ready else f"stopped: the answer has more than {ANSWER_BYTES >> 20} MB")
+            if not piece:
+                self.end()
+                raise PunaError(f"stopped: it ended without an answer; it may have needed more than {MEMORY_BYTES >> 30} GB of memory")
+        return bytes(found)
+
+    def end(self) -> None:
+        """Kill it, with what it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()

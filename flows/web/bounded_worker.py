@@ -1,0 +1,56 @@
+"""The child process that answers questions of pages; see `bounded`."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from puna.flows.web import questions, start
+from puna.flows.web.bounded import IDLE_SECONDS, MEMORY_BYTES
+from puna.storage import PunaError, Store
+
+
+def _answered(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Answer one question, in the child."""
+    store = Store.existing(asked["store"])
+    try:
+        if asked["question"] == "sql":
+            return {"html": str(questions.answered(store, asked["q"]))}
+        if asked["question"] == "plan":
+            return {"html": str(start.replanned(store, asked["name"], asked["asked"]))}
+        start.checked(store, asked["name"], asked["asked"])
+        return {"html": ""}
+    except PunaError as error:
+        return {"refused": str(error)}
+    except MemoryError:
+        return {"refused": f"stopped: it needs more than {MEMORY_BYTES >> 30} GB of memory", "last": True}
+    except Exception as error:  # noqa: BLE001  what breaks here is told by the page that asked
+        return {"broken": f"{type(error).__name__}: {error}", "last": True}
+
+
+def main() -> None:
+    """Answer the questions on standard input until it ends, or none comes for a while."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
+    os.nice(5)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    answers.write(b"{}\n")
+    answers.flush()
+    while select.select([0], [], [], IDLE_SECONDS)[0] and (line := sys.stdin.buffer.readline()):
+        asked = json.loads(line)
+        # Where the process that asked is killed, nobody else ends a long answer.
+        signal.alarm(int(asked["seconds"]) + 5)
+        answers.write(json.dumps(_answered(asked)).encode() + b"\n")
+        answers.flush()
+        signal.alarm(0)
+
+
+if __name__ == "__main__":
+    main()
