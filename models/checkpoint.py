@@ -7,7 +7,7 @@ they write is read back, sharded or not, in fp32, fp16, bf16 or AWQ's four bits.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from puna.models.awq import spelled_out
+from puna.models.bounds import check_sizes, read_object, weight_names
 from puna.models.config import ModelConfig
 from puna.models.families import architecture, from_disk, hub_config, parse_config, to_disk
 from puna.models.tokenizer import Tokenizer
@@ -73,6 +74,7 @@ def load(
     if path.suffix == GGUF:
         return _from_gguf(path, lambda file: built(file.config, file.state(file.config, dtype, device), head, path))
     config = read_config(path)
+    check_files(path)
     try:
         state = from_disk(spelled_out(_read_tensors(path, dtype, device), dtype), config)
     except ValueError as error:
@@ -87,8 +89,11 @@ def load_with_tokenizer(
     path = Path(path)
     try:
         tokenizer = _from_gguf(path, lambda file: file.tokenizer()) if path.suffix == GGUF else Tokenizer.load(path)
-    except (ValueError, FileNotFoundError) as error:
-        raise CheckpointError(str(error)) from error
+    except CheckpointError:
+        raise
+    except (ValueError, OSError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        told = str(error) if isinstance(error, ValueError | OSError) else repr(error)
+        raise CheckpointError(told if str(path) in told else f"{path}: {told}") from error
     return load(path, head, dtype, device), tokenizer
 
 
@@ -99,8 +104,18 @@ def _from_gguf(path: Path, read: Callable[[GgufFile], T]) -> T:
         return read(GgufFile(path))
     except CheckpointError:
         raise
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    except (ValueError, OSError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{path}: {error if isinstance(error, ValueError | OSError) else repr(error)}") from error
+
+
+def check_files(folder: Path) -> None:
+    """Raise CheckpointError where config.json has sizes that the weights in the folder cannot have. Reads headers only."""
+    tensors = sum(len(file.keys()) for _, file in weight_files(folder))
+    size = sum((folder / name).stat().st_size for name in _names(folder))
+    try:
+        check_sizes(read_object(folder / "config.json"), tensors, size)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def built(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path: Path) -> Transformer:
@@ -135,12 +150,12 @@ def read_config(folder: Path | str) -> ModelConfig:
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist: a model folder holds config.json and {WEIGHTS}")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_object(path)
     except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+        raise CheckpointError(str(error)) from error
     try:
         return parse_config(raw)
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
@@ -173,11 +188,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
     """The checkpoint's safetensors files, each with its open reader. CheckpointError for one that is missing or damaged."""
-    index = folder / INDEX
-    names = [WEIGHTS]
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    for name in names:
+    for name in _names(folder):
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{path} does not exist: weights are read from safetensors only")
@@ -186,6 +197,14 @@ def weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
                 yield path, file
         except SafetensorError as error:
             raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
+
+
+def _names(folder: Path) -> Sequence[str]:
+    """Return the names of the folder's weight files. CheckpointError for an index that names anything else."""
+    try:
+        return weight_names(folder / INDEX) if (folder / INDEX).is_file() else [WEIGHTS]
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _read_tensors(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from puna.models import awq
+from puna.models.bounds import check_numbers
 from puna.models.config import Mla, ModelConfig
 from puna.models.settings import problems
 
@@ -55,6 +56,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
     Raises ValueError, naming the field, for what is missing or not computed here.
     """
+    check_numbers(raw)
     kind = raw.get("model_type") or "llama"
     if kind not in PREFIX:
         raise ValueError(f"model_type = {kind!r} is not supported (only {', '.join(PREFIX)})")
@@ -219,6 +221,8 @@ def from_disk(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
     if config.model_type not in EXPERTS or config.moe is None:
         return dict(tensors)
     folder, gate, up, down = EXPERTS[config.model_type]
+    if config.moe.num_experts > len(tensors):
+        raise ValueError(f"num_experts = {config.moe.num_experts:,}, but there are {len(tensors):,} tensors: the files hold fewer experts")
     state = {
         name.replace(f".{folder}.gate.", ".mlp.gate."): tensor
         for name, tensor in tensors.items()

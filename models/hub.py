@@ -35,6 +35,7 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from puna.kernels.attention import ForestMask
+from puna.models.checkpoint import INDEX, WEIGHTS, check_files
 from puna.models.config import ModelConfig
 from puna.models.families import EXPERTS, architecture, hub_config, parse_config
 from puna.models.transformer import Attend, Block, Decoder, Head, Linear, Transformer, decode, forest_attend
@@ -96,6 +97,14 @@ class PunaPreTrainedModel(PreTrainedModel):
             raw = json.loads(path.read_text(encoding="utf-8"))
             raw["architectures"] = [architecture(raw["model_type"], self.head)]
             path.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers. CheckpointError for a local folder whose index or sizes are not those of its own safetensors files."""
+        folder = Path(name) if isinstance(name, str | Path) else None
+        if folder is not None and any((folder / file).is_file() for file in (INDEX, WEIGHTS)):
+            check_files(folder)
+        return super().from_pretrained(name, *args, **kwargs)
 
     @classmethod
     def from_transformer(cls, model: Transformer, **options: Any) -> Self:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from puna.kernels.exact import exact_passes
 from puna.kernels.kv_append import kv_append_
 from puna.kernels.paged_attention import PAGE, PagedPlan, paged_attention
-from puna.models.checkpoint import CheckpointError, built, read_config, weight_files
+from puna.models.checkpoint import CheckpointError, built, check_files, read_config, weight_files
 from puna.models.config import ModelConfig
 from puna.models.dense import fits
 from puna.models.families import from_disk
@@ -37,6 +37,7 @@ class Source:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: layers are read from the safetensors files of a model's folder; import the model first")
         self.folder, self.dtype, self.config = folder, dtype, read_config(folder)
+        check_files(folder)
         found: dict[str, Entry] = {}
         try:
             for path, _ in weight_files(folder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,15 @@ from typing import Any
 
 import tokenizers
 
+from puna.models.bounds import read_object
 from puna.models.vocabulary import with_tokens
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that have a name; a chat template may use them."""
+
+
+LARGEST = 1 << 28
+"""Most bytes of a tokenizer.json."""
 
 
 class TokenizerError(ValueError):
@@ -36,6 +40,8 @@ def read_files(folder: Path) -> TokenizerFiles:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: a tokenizer or model folder holds tokenizer.json")
+    if (size := path.stat().st_size) > LARGEST:
+        raise TokenizerError(f"{path} has {size:,} bytes: a tokenizer has at most {LARGEST:,}")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises Exception itself
@@ -53,12 +59,9 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except ValueError as error:
-        raise TokenizerError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise TokenizerError(f"{path} is no JSON object")
-    return found
+        raise TokenizerError(str(error)) from error
 
 
 def _text(token: Any) -> str | None:

@@ -9,12 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from puna.models.bounds import check_sizes
 from puna.models.config import ModelConfig
 from puna.models.families import parse_config
+from puna.models.gguf_format.header import check_header
 from puna.models.gguf_format.layout import config_fields, from_state, raw_config, to_state
 from puna.models.gguf_format.vocabulary import SAMPLING, read_tokenizer, tokenizer_fields
 from puna.models.tokenizer import Tokenizer
 
+FIELDS = {
+    "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
+    "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size",
+}  # fmt: skip
+"""GGUF's fields of sizes, and their names on the hub."""
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
 """`general.file_type` of a file whose matrices have this dtype."""
 
@@ -25,18 +33,21 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader
 
+        check_header(path)
         try:
             self._reader = GGUFReader(path)
-        except (ValueError, IndexError, OSError) as error:
+        except (ValueError, LookupError, OSError) as error:
             raise ValueError(f"is no GGUF file, or a damaged one: {error}") from error
         self.fields = {name: field.contents() for name, field in self._reader.fields.items()}
         prefix = f"{self.fields.get('general.architecture')}."
         self._shape = {name.removeprefix(prefix): value for name, value in self.fields.items()}
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._size = path.stat().st_size
 
     @property
     def config(self) -> ModelConfig:
         """The shape of the model."""
+        check_sizes({hub: self._shape.get(name) for name, hub in FIELDS.items()}, len(self._tensors), self._size)
         frequencies = self._tensor("rope_freqs.weight") if "rope_freqs.weight" in self._tensors else None
         if "token_embd.weight" not in self._tensors:
             raise ValueError("the file lacks the tensor token_embd.weight")

@@ -19,6 +19,8 @@ from puna.models.tokenizer import SPLIT, Tokenizer
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token"}
 """The ids of special tokens that a file names (GGUF writes "seperator"), and their names on the hub."""
+LONGEST = 1024
+"""Most characters of a token: merges are found by every cut of it."""
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 PRE: dict[str, tuple[tuple[str, ...], bool]] = {
@@ -42,6 +44,8 @@ def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     if "tokenizer.ggml.tokens" not in fields:
         raise ValueError("the file holds no tokenizer (tokenizer.ggml.tokens)")
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    if (longest := max(map(len, tokens), default=0)) > LONGEST:
+        raise ValueError(f"tokenizer.ggml.tokens holds a token of {longest:,} characters: at most {LONGEST} are read")
     types: list[int] = fields.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     kind = fields.get("tokenizer.ggml.model")
     if kind == "gpt2":

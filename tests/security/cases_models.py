@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from puna.models.checkpoint import CheckpointError, load_with_tokenizer, save
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
+from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
 SHAPE = ModelConfig(vocab_size=83, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
@@ -50,4 +57,112 @@ def answers_ended(model: Transformer | None = None) -> int:
             engine.clear()
         failed = [one for one, _ in engine.failed()]
         succeeded += tokens != expected[0].tokens or any(one is not request for one in failed)
+    return succeeded
+
+
+def _string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def _gguf(fields: bytes = b"", count: int = 0, tensors: bytes = b"", tensor_count: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensor_count, count) + fields + tensors
+
+
+def gguf_files() -> Iterator[tuple[str, bytes]]:
+    """Yield hostile GGUF files by name: each claims far more than it holds."""
+    array = _string("a") + struct.pack("<I", 9)
+    yield "fields", _gguf(count=1 << 60)
+    yield "tensors", _gguf(tensor_count=1 << 60)
+    yield "numbers", _gguf(array + struct.pack("<IQ", 4, 1 << 60), 1)
+    yield "strings", _gguf(array + struct.pack("<IQ", 8, 1 << 60), 1)
+    yield "empty strings", _gguf(array + struct.pack("<IQ", 8, 1 << 22) + bytes(8 << 22), 1)
+    yield "bytes", _gguf(array + struct.pack("<IQ", 0, 1 << 25) + bytes(1 << 25), 1)
+    yield "nested", _gguf(array + struct.pack("<IQ", 9, 1 << 20) + bytes(1 << 21), 1)
+    yield "long name", _gguf(struct.pack("<Q", 1 << 62) + bytes(64), 1)
+    yield "long text", _gguf(_string("a") + struct.pack("<IQ", 8, 1 << 62), 1)
+    tensor = _string("t") + struct.pack("<I", 2) + struct.pack("<QQIQ", 1 << 20, 1 << 20, 0, 0)
+    yield "large tensor", _gguf(tensors=tensor, tensor_count=1)
+    yield "sides", _gguf(tensors=_string("t") + struct.pack("<I", 1 << 31) + bytes(64), tensor_count=1)
+    shared = b"".join(_string(f"t{i}") + struct.pack("<I", 1) + struct.pack("<QIQ", 1 << 16, 0, 0) for i in range(1000))
+    yield "one for all", _gguf(tensors=shared + bytes(1 << 19), tensor_count=1000)
+    shape = b"".join(_string(f"llama.{name}") + struct.pack("<II", 4, value) for name, value in (
+        ("embedding_length", 8), ("block_count", 2_000_000_000), ("attention.head_count", 1), ("feed_forward_length", 8),
+    ))
+    shape += _string("llama.attention.layer_norm_rms_epsilon") + struct.pack("<If", 6, 1e-5)
+    shape += _string("general.architecture") + struct.pack("<I", 8) + _string("llama")
+    embeddings = _string("token_embd.weight") + struct.pack("<I", 2) + struct.pack("<QQIQ", 8, 2, 0, 0)
+    yield "layers", _gguf(shape, 6, embeddings, 1) + bytes(256)
+
+
+CONFIGS: tuple[dict[str, Any], ...] = (
+    {"num_hidden_layers": 10**9},
+    {"num_hidden_layers": 16_000},
+    {"num_hidden_layers": 10**12, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4},
+    {"num_hidden_layers": [1]},
+    {"num_hidden_layers": True},
+    {"hidden_size": 1 << 60, "head_dim": 8},
+    {"head_dim": 1 << 40},
+    {"num_attention_heads": 1 << 50, "num_key_value_heads": 1, "head_dim": 2},
+    {"vocab_size": 1 << 60},
+    {"intermediate_size": 1 << 60},
+    {"model_type": "mixtral", "num_local_experts": 1 << 40, "num_experts_per_tok": 1},
+    {"model_type": "mixtral", "num_local_experts": 40_000, "num_experts_per_tok": 1},
+    {"rope_scaling": 5},
+)
+"""Fields of a config.json whose sizes its weights cannot have."""
+OTHERS: dict[str, list[bytes]] = {
+    "config.json": [b"[]", b"[" * 200_000, b"{\"hidden_size\": " + b"9" * 6000 + b"}"],
+    "model.safetensors.index.json": [
+        *(json.dumps({"weight_map": {"a": name}}).encode() for name in (
+            "../model.safetensors", "/etc/passwd", "..", "a/../../b.safetensors", "a\0.safetensors", "pytorch_model.bin", 5,
+        )),
+        b"[]", b"{}", b"[" * 200_000, b"{\"weight_map\": [1]}",
+    ],
+    "model.safetensors": [
+        struct.pack("<Q", 1 << 62), struct.pack("<Q", 99_000_000) + b"{}", struct.pack("<Q", 2) + b"[]",
+        *(struct.pack("<Q", len(text)) + text for text in (
+            b'{"a":{"dtype":"F32","shape":[1099511627776],"data_offsets":[0,4398046511104]}}', b'{"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,0]}}',
+        )),
+    ],
+    "tokenizer_config.json": [b"[]", b"[" * 200_000, b'{"added_tokens_decoder": {"x": {}}}', b'{"added_tokens_decoder": {"1": {}}}', b'{"added_tokens_decoder": 5}'],
+    "tokenizer.json": [b"{}", b"[" * 200_000],
+    "generation_config.json": [b'{"eos_token_id": ["x"]}', b'{"eos_token_id": {}}'],
+}  # fmt: skip
+"""Hostile contents of a model folder's other files."""
+
+
+def _accepted(load: Callable[[], object], seconds: float) -> bool:
+    """True unless the files are refused by a clear error within the time."""
+    begin = time.monotonic()
+    try:
+        load()
+    except CheckpointError:
+        return time.monotonic() - begin > seconds
+    except Exception:  # noqa: BLE001  no clear error
+        return True
+    return True
+
+
+def model_files_accepted(folder: Path, seconds: float = float("inf")) -> int:
+    """Count hostile model files that are not refused by one clear error, within `seconds` where given."""
+    tokenizer = Tokenizer.train(["to be or not to be"], 270)
+    shape = ModelConfig(**{**SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
+    good = folder / "model"
+    save(Transformer(shape, generator=torch.Generator().manual_seed(0)), good, tokenizer)
+    (folder / "model.safetensors").write_bytes((good / "model.safetensors").read_bytes())
+    load_with_tokenizer(good)
+    attacks = [("config.json", json.dumps({**json.loads((good / "config.json").read_bytes()), **one}).encode()) for one in CONFIGS]
+    attacks += [(name, content) for name, contents in OTHERS.items() for content in contents]
+    succeeded = 0
+    for name, content in attacks:
+        before = (good / name).read_bytes() if (good / name).is_file() else None
+        (good / name).write_bytes(content)
+        succeeded += _accepted(lambda: load_with_tokenizer(good), seconds)
+        (good / name).unlink() if before is None else (good / name).write_bytes(before)
+    for name, content in gguf_files():
+        path = folder / f"{name}.gguf"
+        path.write_bytes(content)
+        succeeded += _accepted(lambda path=path: load_with_tokenizer(path), seconds)
+        path.unlink()
+    load_with_tokenizer(good)
     return succeeded

@@ -1,0 +1,67 @@
+"""Bounds of what a model's files may claim, checked before anything of that size is allocated or counted through."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+LAYERS = 1 << 14
+"""Most layers of a model."""
+JSON_BYTES = 1 << 26
+"""Most bytes of a configuration or an index."""
+SIZES = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "moe_intermediate_size",
+    "num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "v_head_dim", "num_hidden_layers",
+)  # fmt: skip
+"""Fields of a configuration that are the length of some tensor's side, or the number of layers."""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. ValueError where the file is too large, no JSON, nested too deeply, or no object."""
+    if (size := path.stat().st_size) > JSON_BYTES:
+        raise ValueError(f"{path} has {size:,} bytes: a configuration or an index has at most {JSON_BYTES:,}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no JSON object")
+    return content
+
+
+def check_numbers(raw: Mapping[str, Any]) -> None:
+    """Raise ValueError for a size in a configuration that is no whole number, or for more layers than any model has."""
+    for name in SIZES:
+        value = raw.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ValueError(f"{name} = {value!r} is no whole number")
+    if (layers := raw.get("num_hidden_layers") or 0) > LAYERS:
+        raise ValueError(f"num_hidden_layers = {layers:,} is more than {LAYERS:,}, the most that are read")
+
+
+def check_sizes(raw: Mapping[str, Any], tensors: int, size: int) -> None:
+    """Raise ValueError where a configuration's sizes cannot be those of files of `size` bytes with so many tensors.
+
+    Each size is a tensor's side, and a number takes half a byte at least. Each layer has a tensor.
+    """
+    check_numbers(raw)
+    if (layers := raw.get("num_hidden_layers") or 0) > tensors:
+        raise ValueError(f"num_hidden_layers = {layers:,}, but the weights are {tensors:,} tensors: the files hold fewer layers")
+    for name in SIZES:
+        if (value := raw.get(name) or 0) > 2 * size:
+            raise ValueError(f"{name} = {value:,} is more than the {size:,} bytes of weights can hold")
+
+
+def weight_names(index: Path) -> Sequence[str]:
+    """Return the names of the files in an index. ValueError for one that is no safetensors file of the index's own folder."""
+    content = read_object(index).get("weight_map")
+    if not isinstance(content, dict) or not content:
+        raise ValueError(f"{index} names no weights (weight_map)")
+    for tensor, name in content.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0.][^/\\\0]*\.safetensors", name):
+            raise ValueError(f"{index}: {tensor} lies in {name!r}, which is no safetensors file of this folder: name files without a path")
+    return sorted(set(content.values()))

@@ -1,0 +1,53 @@
+"""Model files from strangers are refused by one clear error before anything of the size that they claim is allocated."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from puna.models.checkpoint import CheckpointError, load, load_with_tokenizer
+from puna.models.gguf_format.header import check_header
+
+sys.path.insert(0, str(Path(__file__).parent))
+import cases_models
+
+
+def test_hostile_model_files_are_refused(tmp_path):
+    assert cases_models.model_files_accepted(tmp_path) == 0
+
+
+@pytest.mark.parametrize(("name", "content"), list(cases_models.gguf_files()), ids=lambda one: one if isinstance(one, str) else "")
+def test_the_gguf_header_alone_shows_what_cannot_be(tmp_path, name, content):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    if name == "layers":
+        check_header(path)
+        with pytest.raises(CheckpointError, match=r"num_hidden_layers = 2,000,000,000 is more than 16,384"):
+            load(path)
+    else:
+        with pytest.raises(ValueError, match="claim|elements|array of type|dimensions"):
+            check_header(path)
+
+
+def test_an_index_names_files_of_its_own_folder_alone(tmp_path):
+    from puna.models.checkpoint import save
+    from puna.models.transformer import Transformer
+
+    model = Transformer(cases_models.SHAPE, generator=torch.Generator().manual_seed(0))
+    save(model, tmp_path / "secret")
+    save(model, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../secret/model.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"a lies in '\.\./secret/model\.safetensors', which is no safetensors file of this folder"):
+        load(tmp_path / "model")
+    (tmp_path / "model" / "one.safetensors").write_bytes((tmp_path / "secret" / "model.safetensors").read_bytes())
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
+    assert load(tmp_path / "model").config == cases_models.SHAPE
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="tokenizer.json does not exist"):
+        load_with_tokenizer(tmp_path)
