@@ -14,7 +14,7 @@ import typer
 
 from puna.flows import annotate, exchange, look, near, plan, sql, talk
 from puna.flows.console import fail
-from puna.flows.look import StoreOption, print_rows
+from puna.flows.look import ModuleOption, StoreOption, brought, print_rows
 from puna.flows.settings import DEFAULT_STORE
 from puna.stages.contract.executors import FORMS, PROCESSES
 from puna.storage import PunaError, Store
@@ -33,9 +33,6 @@ app.add_typer(annotate.app)
 
 NameArgument = Annotated[
     str, typer.Argument(metavar="FLOW|STAGE", help="A flow or a stage; `puna stages` lists them. stage:NAME where a flow has the name too")
-]
-ModuleOption = Annotated[
-    list[str] | None, typer.Option("--module", metavar="FILE|MODULE", help="Python file or module with stages, rules, flows of your own")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object per artifact on standard output")]
 SetOption = Annotated[
@@ -311,14 +308,6 @@ def report(
     from puna.flows.report import write
 
     typer.echo(str(write(Store.open(store), run_name, output, compare)))
-
-
-def brought(modules: list[str] | None) -> None:
-    """Import what `--module` names; what it declares is there as Puna's own is."""
-    from puna.stages.contract import plugins
-
-    for text in modules or []:
-        plugins.add(text)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from puna.flows.look import StoreOption, existing
+from puna.flows.look import ModuleOption, StoreOption, brought, existing
 from puna.flows.settings import DEFAULT_STORE
 from puna.stages.contract import did_you_mean
 from puna.storage import Artifact, PunaError, Store
@@ -34,12 +34,14 @@ def import_(
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field; `puna fields import_KIND` shows them")
     ] = None,
     store: StoreOption = DEFAULT_STORE,
+    modules: ModuleOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
 ) -> None:
     """Bring in a model (a checkpoint with its tokenizer) or data (JSON lines, Parquet, CSV, data sets) from outside."""
     from puna.flows.inputs import alias_of
     from puna.flows.settings import prepare
 
+    added = brought(modules)
     alias = None if name is None else alias_of(name)
     opened = Store.open(store)
     prepare(opened.root)
@@ -47,6 +49,8 @@ def import_(
     from puna.flows.trace import load_stages
 
     named = [f"columns={json.dumps(mapped(columns))}"] if columns else []
+    if modules and kind == "prompts":
+        named.append(f"code_from={json.dumps([module.__name__ for module in added])}")
     stages = load_stages()
     kinds = [name.removeprefix("import_") for name in stages if name.startswith("import_")]
     if kind not in kinds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from datetime import datetime, timedelta
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +22,9 @@ from puna.storage.runs import RunLog
 from puna.storage.schemas import known_kind
 
 app = typer.Typer()
+ModuleOption = Annotated[
+    list[str] | None, typer.Option("--module", metavar="FILE|MODULE", help="Your own Python file or module: stages, rules, verifiers")
+]
 StoreOption = Annotated[str, typer.Option("--store", envvar="PUNA_STORE", help="Folder of the artifacts")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output")]
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="kind/prefix, a prefix of the key, or NAME@VERSION")]
@@ -128,6 +132,13 @@ def list_(
         for one in found
     ]  # fmt: skip
     print_rows(rows, False, ["id", "stage", "rows", "created at", "aliases"])
+
+
+def brought(modules: list[str] | None) -> list[ModuleType]:
+    """Import the modules that `--module` names; what they declare is registered as Puna's own is."""
+    from puna.stages.contract import plugins
+
+    return [plugins.add(text) for text in modules or []]
 
 
 @app.command()

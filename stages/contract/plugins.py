@@ -93,6 +93,22 @@ def added() -> dict[str, str]:
     return dict(_modules)
 
 
+def is_allowed(module: str) -> bool:
+    """True if data may name functions of a module: a person added it, or an installed package offers plugins from it.
+
+    Puna's own modules are not: a verifier of Puna has a name.
+    """
+    if module.split(".")[0] == "puna":
+        return False
+    return is_offered(module) or any(module == name or module.startswith(f"{name}.") for name in _modules)
+
+
+def is_offered(module: str) -> bool:
+    """True if an installed package offers plugins from a module."""
+    offered = {entry.value.partition(":")[0] for group in GROUPS for entry in installed(tuple(sys.path)).select(group=group)}
+    return any(module == name or module.startswith(f"{name}.") for name in offered)
+
+
 def _at(path: Path) -> tuple[str, Path]:
     """The module name of a file and the file, whose folder is importable from now on."""
     file = path.expanduser().resolve()

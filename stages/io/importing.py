@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field
 
-from puna.stages.contract import External, ExternalFile, SeededConfig, StageRun
+from puna.stages.contract import External, ExternalFile, SeededConfig, StageRun, plugins
 from puna.stages.draws import fraction, identifier
 from puna.stages.io import convert, layouts
 from puna.stages.io.files import look
@@ -27,6 +27,8 @@ from puna.stages.io.turns import Refused
 from puna.stages.reading.files import address_of
 from puna.stages.reading.hub import Job, jobs_of
 from puna.stages.reading.rows import COLUMNAR, Fault, Row, read_rows, stream_rows
+from puna.stages.verifiers.python_function import PythonFunction
+from puna.stages.verifiers.registry import from_text
 from puna.storage import PunaError
 from puna.storage.exchange import partitions
 from puna.storage.schemas import table_schema
@@ -62,6 +64,14 @@ class SplitConfig(ImportConfig):
     """How files become rows that are trained on or held out."""
 
     heldout_fraction: float = Field(0.0, ge=0, lt=1, description=HELDOUT)
+
+
+class PromptRowsConfig(SplitConfig):
+    """How files become prompts, whose rows may name verifiers."""
+
+    code_from: tuple[str, ...] = Field(
+        (), description="Modules whose functions rows may name in a verifier; `puna import --module` sets it. Other rows are dropped"
+    )
 
 
 def import_rows(kind: str, layout: str, inputs: Sequence[External], config: ImportConfig, run: StageRun) -> None:
@@ -249,8 +259,26 @@ def _split(split: str | None, prompt: str, config: ImportConfig) -> str:
     return "heldout" if fraction(config.seed, prompt) < config.heldout_fraction else "train"
 
 
+def _check_verifier(field: str, text: str, code_from: Sequence[str]) -> None:
+    """Refuse a verifier that is none, or that names code which nobody allowed: rows come from anywhere."""
+    try:
+        todo = [from_text(text)]
+    except PunaError as error:
+        raise Refused(field, "names_code" if '"function"' in text else "no_verifier", str(error)) from error
+    while todo:
+        verifier = todo.pop()
+        todo += verifier.parts()
+        module, colon, _ = verifier.function.partition(":") if isinstance(verifier, PythonFunction) else ("", "", "")
+        if colon and module not in code_from and not plugins.is_offered(module):
+            allow = f"--set 'code_from=[\"{module}\"]'"
+            raise Refused(field, "names_code", f"names a function of {module}, which this import does not allow: {allow}")
+
+
 def _prompt(values: dict[str, Any], named: str | None, plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig) -> dict[str, Any]:
     about = _about(plan, row, job, config)
+    if values["verifier"] is not None:
+        assert isinstance(config, PromptRowsConfig)
+        _check_verifier(plan.name("verifier"), values["verifier"], config.code_from)
     name = named or identifier(values["messages"], values["tools"] or "")
     return values | about | {"id": name, "split": _split(about["split"], values["messages"], config)}
 

@@ -85,6 +85,16 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 }  # fmt: skip
 
 
+UNSUPPORTED: dict[str, dict[str, str]] = {
+    "prompts": {
+        **dict.fromkeys(("choices", "options", "endings", "mc1_targets", "mc2_targets"), "the answers to choose from"),
+        **dict.fromkeys(("instruction_id_list",), "instructions that a checker tests"),
+        **dict.fromkeys(("test", "tests", "test_list", "test_cases"), "tests of a program"),
+    }
+}
+"""Columns of known data sets by kind, with what they hold: without them a row means something else."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """How the rows of an input are read: the layout, the column of each field, why, and whether numbers may be labels."""
@@ -125,7 +135,21 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
     columns = _columns(one, rows, where, given)
     found = Plan(one.name, columns, _why(one, columns, layout, given), layout != "auto")
     _check_values(found, rows, where)
+    _check_meaning(kind, found, rows, where)
     return found
+
+
+def _check_meaning(kind: str, plan: Plan, rows: Sequence[Fields], where: str) -> None:
+    """PunaError where a column that decides what a right answer is would be dropped."""
+    if "verifier" in plan.columns:
+        return
+    taken = set(plan.columns.values())
+    for column, meaning in UNSUPPORTED.get(kind, {}).items():
+        if column not in taken and any(row.get(column) is not None for row in rows):
+            raise PunaError(
+                f"{where}: column {column!r} holds {meaning}, which are not imported yet; without them its rows would be other questions. "
+                "Give each row a column verifier, or take the column out"
+            )
 
 
 def _present(field: str, rows: Sequence[Fields], given: Mapping[str, str]) -> list[str]:

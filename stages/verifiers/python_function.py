@@ -28,23 +28,27 @@ class PythonFunction(Verifier):
 
     function: str = Field(
         min_length=1,
-        description="`module:function` of a module of your own, or a function's name in the entry points of the group puna.verifiers",
+        description="`module:function` of a module that --module or an installed plugin names, or a function's name in the entry points "
+        "of the group puna.verifiers",
     )
     parameters: dict[str, JsonValue] = Field(default_factory=dict, description="Further arguments of the function")
 
     @cached_property
     def called(self) -> Callable[..., Any]:
-        """The function; ValueError where there is none."""
+        """The function; ValueError where there is none, or where nobody but the data names its module."""
         module, colon, attribute = self.function.partition(":")
         if not colon:
             found = plugins.offers("puna.verifiers").get(module)
         else:
-            if is_library(module):
-                raise ValueError(f"function {self.function!r} is a library's; a prompt may name those of your own modules and of plugins")
+            if not plugins.is_allowed(module):
+                raise ValueError(f"function {self.function!r} {_why_not(module)}")
             try:
                 found = getattr(importlib.import_module(module), attribute, None)
             except ImportError as error:
                 raise ValueError(f"function {self.function!r}: {error}; set PYTHONPATH or give --module") from error
+            # What an allowed module imports from elsewhere is not its own.
+            if callable(found) and not plugins.is_allowed(getattr(found, "__module__", None) or ""):
+                raise ValueError(f"function {self.function!r} comes from {found.__module__}, which is not allowed; --module names your own")
         if not callable(found) or isinstance(found, type):
             raise ValueError(f"function {self.function!r}: there is no such function")
         called: Callable[..., Any] = found
@@ -76,3 +80,11 @@ class PythonFunction(Verifier):
         if not isinstance(value, bool | int | float):
             raise TypeError(f"{self.function} gave {made!r}, not a number from 0 to 1")
         return Score(float(value), str(detail))
+
+
+def _why_not(module: str) -> str:
+    if module.split(".")[0] == "puna":
+        return "is Puna's; a prompt may name Puna's verifiers by their names, and functions of modules that you allow"
+    if is_library(module):
+        return "is a library's; a prompt may name those of your own modules and of plugins"
+    return f"is not allowed: data may not choose code. If you trust that module, allow it: --module {module}"

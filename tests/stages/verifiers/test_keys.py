@@ -115,6 +115,7 @@ def test_an_edit_of_an_outside_verifier_is_another_key(tmp_path: Path) -> None:
     file.write_text(textwrap.dedent(VERIFIER))
     (tmp_path / "outer_keys_rest.py").write_text("def other(answer):\n    return 1\n")
     install(tmp_path, "outer-keys", "[puna.verifiers]\nshort = outer_keys:Short\nvowels = outer_keys:vowels\n")
+    plugins.add("outer_keys_rest")
     store = Store.open(tmp_path / "store")
     by_class, by_name = to_text("short"), to_text("python", function="vowels")
     by_path, nested = to_text("python", function="outer_keys:vowels"), to_text("product", of=[{"name": "short"}, {"name": "exact"}])

@@ -110,7 +110,7 @@ def test_json_schema_agrees_with_jsonschema() -> None:
         ('{"name": "json_schema", "json_schema": {"items": {"$ref": "http://example.com/x.json"}}}', "leads nowhere"),
         ('{"name": "json_schema", "json_schema": {"$ref": "#/$defs/b", "$defs": {"a": {}}}}', "leads nowhere"),
         ('{"name": "json_schema", "json_schema": {"type": 3}}', "json_schema"), ('{"name": "numeric", "answer": "none"}', "holds no number"),
-        ('{"name": "python", "function": "puna.stages.draws:nothing"}', "there is no such function"), ('{"name": "weighted", "of": [{"name": "exact"}], "weights": []}', "0 weights for 1"),
+        ('{"name": "python", "function": "puna.stages.draws:nothing"}', "is Puna's; a prompt may name Puna's verifiers by their names"), ('{"name": "weighted", "of": [{"name": "exact"}], "weights": []}', "0 weights for 1"),
         ('{"name": "constraints", "instruction_id_list": ["punctuation:no_coma"], "kwargs": [{}]}', "did you mean punctuation:no_comma"),
         ('{"name": "constraints", "instruction_id_list": ["keywords:existence"], "kwargs": [{}]}', "missing argument 'keywords'"),
     ],
