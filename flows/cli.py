@@ -49,6 +49,7 @@ InputOption = Annotated[
 
 HostOption = Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with --auth")]
 AuthOption = Annotated[str, typer.Option(metavar="USER:PASSWORD", envvar="PUNA_AUTH", help="What a browser must say to get in")]
+UrlsOption = Annotated[bool, typer.Option("--urls", help="Let forms name inputs by address (http, s3, hf, …), which are then fetched")]
 
 
 @app.command()
@@ -201,11 +202,12 @@ def up(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free")] = 4200,
     auth: AuthOption = "",
     limit: Annotated[int, typer.Option(min=1, help="Runs at work at once; each uses every core")] = 2,
+    urls: UrlsOption = False,
 ) -> None:
     """Start Prefect with its UI, everything served, and Puna's own pages: one process, one address."""
     from puna.flows import up as serving
 
-    serving.up(store, host, port, limit, auth)
+    serving.up(store, host, port, limit, auth, urls)
     # All is closed and said. DuckDB's binding would have the interpreter's end report what it never gave back.
     sys.stdout.flush()
     os._exit(0)
@@ -217,12 +219,13 @@ def web(
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free")] = 4300,
     auth: AuthOption = "",
+    urls: UrlsOption = False,
 ) -> None:
     """Puna's own pages without Prefect: runs, artifacts, documents, questions."""
     opened = look.existing(store)
     from puna.flows import up as serving
 
-    serving.pages(opened, host, port, auth)
+    serving.pages(opened, host, port, auth, urls)
 
 
 @app.command()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from puna.flows.program import Item, described, name_of
+from puna.flows.settings import ADDRESSES, REFUSED
 from puna.stages.contract import External
 from puna.stages.contract.declaration import InputSpec
+from puna.stages.contract.external import is_named, public
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import KINDS
 
@@ -76,6 +79,7 @@ def meant(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where:
             sources[found.key] = name
             items.append(found)
         elif any(spec.kind == "external" for spec in specs):
+            _check_address(text)
             items += External.resolve(text)
         else:
             raise PunaError(f"{where}: takes no files, {_remedy(text, specs)}")
@@ -84,6 +88,14 @@ def meant(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where:
         raise PunaError(f"two inputs have the name {twice[0]!r}; name them: --input NAME=URI")
     files = sorted((item for item in items if isinstance(item, External)), key=lambda item: item.name)
     return Meant([*(item for item in items if not isinstance(item, External)), *files], named, sources)
+
+
+def _check_address(text: str) -> None:
+    """Raise PunaError where forms read local paths alone, and the text gives an address that fsspec or the hub would fetch."""
+    uri = text.partition("=")[2] if is_named(text) else text
+    scheme, sign, _ = uri.partition("://")
+    if os.environ.get(ADDRESSES) == REFUSED and ("::" in uri or (sign and scheme not in ("file", "local"))):
+        raise PunaError(f"input {public(text)}: forms read local paths alone; start `puna up` or `puna web` with --urls to allow others")
 
 
 def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:

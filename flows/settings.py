@@ -20,6 +20,8 @@ OFFLINE = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+ADDRESSES, ALLOWED, REFUSED = "PUNA_FORM_ADDRESSES", "allowed", "refused"
+"""The variable of the environment by which a process knows whether the inputs that forms name may be addresses, and its values."""
 
 
 def prepare(store: Path, terminal: str = "CRITICAL") -> None:

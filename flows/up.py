@@ -27,7 +27,7 @@ from starlette.routing import Mount, Route
 from puna.flows.database import prepared
 from puna.flows.guard import Bounded, OwnSite, check_auth
 from puna.flows.server import Server, read_note, remove_note, write_note
-from puna.flows.settings import prepare
+from puna.flows.settings import ADDRESSES, ALLOWED, REFUSED, prepare
 from puna.storage import PunaError, Store
 from puna.storage.store import written
 
@@ -41,8 +41,8 @@ STEADY_SECONDS = 60.0
 """A worker that lived so long did not fail at its start: its next start waits no longer than the first."""
 
 
-def up(uri: str, host: str, port: int, limit: int, auth: str) -> None:
-    """Serve a store until stopped, a new one where there is none.
+def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False) -> None:
+    """Serve a store until stopped, a new one where there is none. `urls`: forms may name inputs that are no local paths.
 
     PunaError, with nothing made, where the port is taken, or where others could reach it and `auth` is empty.
     """
@@ -65,11 +65,12 @@ def up(uri: str, host: str, port: int, limit: int, auth: str) -> None:
             url = _address(host, listening)
             server = Server(f"{url}/api", auth)
             _configure(store, url, server)
+            os.environ[ADDRESSES] = ALLOWED if urls else REFUSED  # for the worker, which starts what forms ask for
             worker = Worker(store, server, limit)
             # It imports what it needs while the server does, and waits for it.
             worker.start()
             try:
-                app = _application(store, url, auth)
+                app = _application(store, url, auth, urls)
                 served = _Served(_config(app, auth), worker)
                 served.ready = lambda: _ready(store, url, server, began)
                 # The signal that ended it is raised once more.
@@ -91,15 +92,15 @@ def _ready(store: Store, url: str, server: Server, began: float) -> None:
     print(f"  {url}/puna   runs, artifacts, questions\n  {url}/       Prefect: forms, schedules, run records", flush=True)
 
 
-def pages(store: Store, host: str, port: int, auth: str) -> None:
-    """Puna's own pages alone, until stopped."""
+def pages(store: Store, host: str, port: int, auth: str, urls: bool = False) -> None:
+    """Serve Puna's own pages alone, until stopped. `urls`: plans may look at inputs that are no local paths."""
     from puna.flows.web import application
 
     check_auth(host, auth)
     with _listening(host, port) as listening:
         url = _address(host, listening)
         app = FastAPI(openapi_url=None)
-        app.mount("/puna", application(store, prefect=None, auth=auth))
+        app.mount("/puna", application(store, prefect=None, auth=auth, urls=urls))
         app.router.routes.insert(0, Route("/", lambda _: RedirectResponse("/puna/")))
         print(f"{url}/puna   runs, artifacts and questions of {store.uri}; Ctrl-C ends", flush=True)
         try:
@@ -169,7 +170,7 @@ def _configure(store: Store, url: str, server: Server) -> None:
         os.environ["PREFECT_SERVER_API_AUTH_STRING"] = server.auth
 
 
-def _application(store: Store, url: str, auth: str) -> FastAPI:
+def _application(store: Store, url: str, auth: str, urls: bool) -> FastAPI:
     """Prefect's application with Puna's pages in it."""
     from prefect.server.api.server import create_app
 
@@ -177,7 +178,7 @@ def _application(store: Store, url: str, auth: str) -> FastAPI:
 
     app = create_app(final=True)
     # Before the UI, which answers whatever nobody else does.
-    app.router.routes.insert(0, Mount("/puna", application(store, prefect=url, auth=auth)))
+    app.router.routes.insert(0, Mount("/puna", application(store, prefect=url, auth=auth, urls=urls)))
     app.router.routes.insert(0, Route("/puna", lambda _: RedirectResponse("/puna/")))
     return app
 

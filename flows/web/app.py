@@ -38,12 +38,13 @@ MOST_FIELDS = 2000
 Next = Callable[[Request], Awaitable[Response]]
 
 
-def application(store: Store, *, prefect: str | None, auth: str) -> FastAPI:
+def application(store: Store, *, prefect: str | None, auth: str, urls: bool = False) -> FastAPI:
     """Return the pages of a store.
 
-    `prefect`: the address of the server whose forms they link to; `auth`: USER:PASSWORD, where asked for.
+    `prefect`: the address of the server whose forms they link to; `auth`: USER:PASSWORD, where asked for; `urls`: forms may
+    name inputs that are no local paths.
     """
-    asker, token = Asker(store, urls=True), secrets.token_urlsafe(32)
+    asker, token = Asker(store, urls=urls), secrets.token_urlsafe(32)
     app = FastAPI(openapi_url=None)
     _guard(app)
     app.add_middleware(Bounded)

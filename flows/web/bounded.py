@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from puna.flows.report.markup import Html
+from puna.flows.settings import ADDRESSES, ALLOWED, REFUSED
 from puna.storage import PunaError, Store
 
 SECONDS = {"sql": 60.0, "plan": 60.0, "check": 30.0}
@@ -47,7 +48,7 @@ def end_children() -> None:
 
 
 class Asker:
-    """Answers questions about a store in child processes. `urls`: whether plans may look at inputs elsewhere than on local disks."""
+    """Answers questions about a store in child processes. `urls`: plans may look at inputs that are no local paths."""
 
     def __init__(self, store: Store, *, urls: bool) -> None:
         self._store, self._urls = store, urls
@@ -61,7 +62,7 @@ class Asker:
             raise Late("the server is busy with other questions; try again later")
         try:
             child = self._child(group)
-            answer = child.answer({"question": question, "store": self._store.uri, "urls": self._urls, **fields}, SECONDS[question])
+            answer = child.answer({"question": question, "store": self._store.uri, **fields}, SECONDS[question])
             self._idle[group].append(child)
         finally:
             self._free[group].release()
@@ -79,15 +80,15 @@ class Asker:
                 if child.waits():
                     return child
                 child.end()
-        return Child()
+        return Child({**os.environ, ADDRESSES: ALLOWED if self._urls else REFUSED})
 
 
 class Child:
     """A process that answers one question after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str]) -> None:
         words = [sys.executable, "-m", "puna.flows.web.bounded_worker"]
-        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True)
         _children.add(self)
         self._line(time.monotonic() + START_SECONDS, "the process that answers did not start")
 

@@ -86,7 +86,7 @@ class External:
         any other URI gives one input named after its last part. `hf://datasets/OWNER/NAME[@REVISION]` is a whole data set,
         `hf://OWNER/NAME[@REVISION]` a model, resolved to its commit; a file or folder below it is read as files.
         """
-        name, _, uri = text.partition("=") if _named(text) else ("", "", text)
+        name, _, uri = text.partition("=") if is_named(text) else ("", "", text)
         if not uri:
             raise PunaError(f"input {text!r}: gives no file or folder; write [NAME=]URI")
         if uri.startswith("hf://"):
@@ -137,7 +137,8 @@ ROWS = (*ARCHIVES, ".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz", ".tsv.zst",
 CHUNK_BYTES = 1 << 22
 
 
-def _named(text: str) -> bool:
+def is_named(text: str) -> bool:
+    """True if a text gives an input with its name: NAME=URI."""
     head, sign, _ = text.partition("=")
     return bool(sign) and head.replace("_", "").replace("-", "").isalnum()
 

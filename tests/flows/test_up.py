@@ -108,6 +108,7 @@ def at_work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         "cached": made.start("prompts", config=CONFIG),
         "made": made.start("instructions", prompts=picked),
         "wrong": made.start("instructions", prompts="prompts/0123456789ab"),
+        "address": made.start("curate", inputs=["simplecache::http://127.0.0.1:9/pages.warc"]),
     }
     yield made
     if made.process.poll() is None:
@@ -236,6 +237,11 @@ def test_a_form_of_these_pages_starts_what_its_plan_shows(at_work: Up) -> None:
     until(at_work.working)
     (run,) = at_work.ask("POST", "/flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["RUNNING"]}}}})
     assert run["parameters"]["config"]["train"] == 2_000_000
+
+
+def test_an_address_in_a_form_of_prefect_is_refused(at_work: Up) -> None:
+    ended = at_work.ended(at_work.asked["address"])
+    assert ended["state"]["type"] == "FAILED" and "forms read local paths alone" in ended["state"]["message"]
 
 
 def test_ending_it_ends_its_runs_and_its_children(at_work: Up) -> None:

@@ -17,7 +17,15 @@ from puna.models.generation import Engine, SamplingParams
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
-SHAPE = ModelConfig(vocab_size=83, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
+SHAPE = ModelConfig(
+    vocab_size=83,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.3,
+)
 HOSTILE: tuple[dict[str, Any], ...] = (
     {"temperature": 1e-9},
     {"temperature": 5e-324, "top_p": 0.5},

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 
 import pytest
 import torch
 from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from starlette.responses import RedirectResponse
 from starlette.routing import Route
 
+from puna.flows import launch, settings
 from puna.flows.annotate import LINKED, Desk
 from puna.flows.annotate import application as desk_application
 from puna.flows.api import Limits
@@ -25,7 +29,7 @@ from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages.align.prompts import PromptsConfig, prompts
 from puna.stages.contract import execute
-from puna.storage import Store
+from puna.storage import PunaError, Store
 
 SPEC = importlib.util.spec_from_file_location("cases_doors", Path(__file__).with_name("cases_doors.py"))
 assert SPEC is not None and SPEC.loader is not None
@@ -89,3 +93,42 @@ def test_hostile_requests_do_no_harm_to_judging(store: Store, monkeypatch: pytes
         ]
         harm = doors.harm_done(port, iter(allowed), health="/health", effects=lambda: None, linked=lambda path: path == "/")
     assert harm.total == 0, "\n".join(harm.examples)
+
+
+def planned(client: TestClient, given: str) -> str:
+    token = re.findall(r'name="token" value="([^"]+)"', client.get("/start/curate").text)[0]
+    return unescape(client.post("/plan/curate", data={"inputs": given, "token": token}).text)
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["{trap}", "web={trap}", "simplecache::{trap}", "filecache::{trap}", "zip://x.warc::{trap}", "x=blockcache::{trap}",
+     "s3://bucket/key", "hf://datasets/owner/name", "ftp://127.0.0.1/x", "git://x", "HTTP://127.0.0.1:1/x"],
+)  # fmt: skip
+def test_an_address_in_a_form_is_not_fetched(store: Store, given: str, addressed: dict[bool, TestClient]) -> None:
+    with doors.trapped() as (trap, fetched):
+        said = planned(addressed[False], given.replace("{trap}", trap))
+    assert "forms read local paths alone" in said and "--urls" in said and not fetched
+
+
+def test_an_address_is_fetched_where_the_server_allows_it(addressed: dict[bool, TestClient], tmp_path: Path) -> None:
+    with doors.trapped() as (trap, fetched):
+        said = planned(addressed[True], trap)
+    assert "forms read local paths alone" not in said and fetched
+    page = tmp_path / "page.html"
+    page.write_text("<p>one</p>")
+    for path in (str(page), f"web={page}", f"file://{page}"):
+        assert "On the command line" in planned(addressed[False], path)
+
+
+def test_a_run_of_a_form_fetches_no_address(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker of `puna up` has the same refusal in its environment."""
+    monkeypatch.setenv(settings.ADDRESSES, settings.REFUSED)
+    with doors.trapped() as (trap, fetched), pytest.raises(PunaError, match="forms read local paths alone"):
+        launch.run(launch.Request("flow:curate", inputs=(trap,), json=True), store)
+    assert not fetched
+
+
+@pytest.fixture(scope="module")
+def addressed(store: Store) -> dict[bool, TestClient]:
+    return {urls: TestClient(application(store, prefect=None, auth="", urls=urls)) for urls in (False, True)}
