@@ -254,7 +254,7 @@ class FineWebRules(WebRules):
         0.67, description="Maximum fraction of lines of at most 30 characters"
     )
     max_repeated_line_characters: Annotated[Fraction | None, Drop("repeated_line_character_fraction", ">")] = Field(
-        0.01, description="Maximum fraction of characters in lines seen earlier; datatrove: 0.01, the paper: 0.1"
+        0.1, description="Maximum fraction of characters in lines seen earlier; FineWeb's paper: 0.1, its code and datatrove: 0.01"
     )
     max_newline_ratio: Annotated[float | None, Drop("newline_ratio", ">")] = Field(
         0.3, ge=0, description="Maximum number of newlines per word"

@@ -35,14 +35,14 @@ RULE_SETS: dict[RuleSet, dict[str, RuleGroup | LineRules]] = {
             **_ALL, min_sentences=None, min_terminated_sentences=5, max_lorem_ipsum_lines=None, max_terminated_curly_bracket_lines=0,
             max_terminated_lorem_ipsum_lines=0,
         ),
-        "fineweb": FineWebRules(**_ALL),
+        "fineweb": FineWebRules(**_ALL, max_repeated_line_characters=0.01),
     },
     # FineWeb's order (Penedo et al. 2024, section 3): C4 without its rule on terminal punctuation.
     "fineweb": {
         "language": LanguageRules(**_ALL, min_score=0.65, languages=("en",)),
         **_GOPHER,
         "c4": C4Rules(**_ALL, max_curly_bracket_lines=0),
-        "fineweb": FineWebRules(**_ALL),
+        "fineweb": FineWebRules(**_ALL, max_repeated_line_characters=0.01),
     },
     # The Dolma corpus (Soldaini et al. 2024, section 5.2): Gopher's rules with its thresholds for Common Crawl, on signals of
     # `heuristics.words: dolma`. Its configurations of versions 1.5 and 1.6 name the three attributes of top n-grams without
