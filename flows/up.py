@@ -21,7 +21,9 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.responses import RedirectResponse
+from fastapi.exceptions import RequestValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 
 from puna.flows.database import prepared
@@ -177,10 +179,24 @@ def _application(store: Store, url: str, auth: str, urls: bool) -> FastAPI:
     from puna.flows.web import application
 
     app = create_app(final=True)
+    for route in app.router.routes:
+        if isinstance(route, Mount) and isinstance(route.app, FastAPI):
+            route.app.add_exception_handler(RequestValidationError, _invalid)
     # Before the UI, which answers whatever nobody else does.
     app.router.routes.insert(0, Mount("/puna", application(store, prefect=url, auth=auth, urls=urls)))
     app.router.routes.insert(0, Route("/puna", lambda _: RedirectResponse("/puna/")))
     return app
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    """Answer an invalid request as Prefect does, without repeating a body that JSON cannot hold."""
+    from prefect.server.api.server import validation_exception_handler
+
+    assert isinstance(error, RequestValidationError)
+    try:
+        return await validation_exception_handler(request, error)
+    except ValueError:  # half a surrogate pair, or an infinite number
+        return JSONResponse({"exception_message": "Invalid request received: the body is no plain JSON."}, 422)
 
 
 def _brief(record: logging.LogRecord) -> bool:

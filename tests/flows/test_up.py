@@ -217,6 +217,10 @@ def test_a_taken_port_and_an_open_door_are_refused_at_once(at_work: Up, tmp_path
     with pytest.raises(PunaError, match="set --auth USER:PASSWORD"):
         up(other, "0.0.0.0", 0, 1, "")
     assert not any(tmp_path.iterdir())
+    for body in (b'"\\ud800"', b'{"limit": 1e999}'):
+        sent = urllib.request.Request(at_work.note["url"] + "/api/deployments/filter", body, {"content-type": "application/json"})
+        with pytest.raises(urllib.error.HTTPError, match="422"):
+            urllib.request.urlopen(sent, timeout=60)
     for path in ("/puna/start/prompts", "/api/deployments/filter"):
         sent = urllib.request.Request(at_work.note["url"] + path, b"{}", {"origin": "http://evil.example"})
         with pytest.raises(urllib.error.HTTPError, match="403"):
