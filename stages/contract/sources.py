@@ -39,9 +39,16 @@ def _walked() -> Iterator[Path]:
 
 
 def _read(files: Iterable[Path]) -> dict[str, str]:
-    """The digest of every source file of Puna; of one written after this process started, which may run the older one, none."""
-    started = _started()
-    return {str(file): digest(file) if file.stat().st_mtime < started else "edited" for file in files if file.suffix == ".py"}
+    """Return the digest of every source file of Puna; "edited" for one written after this process started, which may run the older one.
+
+    When a file was written is told by the time of its entry: its own time may be any, in the future too, as an archive gave it. Where
+    that lies in the future as well, clocks differ, and the file is taken as it is.
+    """
+    started, found = _started(), {}
+    for file in files:
+        if file.suffix == ".py":
+            found[str(file)] = "edited" if started <= file.stat().st_ctime <= time.time() else digest(file)
+    return found
 
 
 def _together(found: dict[str, str]) -> str:
