@@ -119,10 +119,10 @@ class Worker:
             for event in events:
                 if (tell := self._tell.get(id(event.request))) is not None:
                     tell(event)
-            for request, error in self.engine.failed():
+            for request, failure in self.engine.failed():
                 if (tell := self._tell.pop(id(request), None)) is not None:
-                    status = (400, "invalid_request_error") if error.asked else (500, "server_error")
-                    tell(ApiError(*status, str(error)))
+                    status = (400, "invalid_request_error") if failure.asked else (500, "server_error")
+                    tell(ApiError(*status, str(failure)))
 
     def _fail(self, error: Exception) -> None:
         for tell in self._tell.values():
@@ -151,8 +151,8 @@ class Answerer:
         """The next turn of a conversation."""
         turns = [message.turn() for message in body.messages]
         try:
-            ids = self.tokenizer.chat(turns, tools=body.tools)
-            if body.tools and ids == self.tokenizer.chat(turns):
+            ids = await asyncio.to_thread(self.tokenizer.chat, turns, tools=body.tools)  # a slow template must not hold up others
+            if body.tools and ids == await asyncio.to_thread(self.tokenizer.chat, turns):
                 raise ApiError(400, "invalid_request_error", "the model's chat template has no place for tools", "tools")
         except ValueError as error:
             raise ApiError(400, "invalid_request_error", str(error), "messages") from error

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from puna.models.template import REASONING, Message, Template, TemplateError
+from puna.models.template import REASONING, Message, Template, TemplateError, TemplateLimitError
 from puna.models.vocabulary import Vocabulary
 
 PROBE: tuple[Message, ...] = (
@@ -189,6 +189,8 @@ class ChatFormat:
         """The text of the conversation; ChatError names the first turn that the template refuses."""
         try:
             return self.template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **mode)
+        except TemplateLimitError as error:  # tried again on parts, it would take as long once more
+            raise ChatError(max(len(messages) - 1, 0), str(error)) from error
         except TemplateError as error:
             for count in range(1, len(messages)):
                 try:

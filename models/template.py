@@ -7,7 +7,9 @@ same conversation gives the same tokens on every day.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -16,6 +18,9 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
+
+from puna.models import template_process
+from puna.models.template_process import LimitError, Process
 
 Message = Mapping[str, Any]
 """One turn: `role`, `content`, and what else the template reads (`tool_calls`, `reasoning_content`, …)."""
@@ -26,8 +31,35 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """The keys under which data sets keep an answer's reasoning."""
 
 
+LLAMA3 = (
+    "{{- bos_token }}"
+    "{%- for message in messages %}"
+    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
+    "{{- message['content'] | trim + '<|eot_id|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}"
+    "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
+    "{%- endif %}"
+)
+
+CHATML = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}"
+    "{{- '<|im_start|>assistant\\n' }}"
+    "{%- endif %}"
+)
+OWN = {"llama3": LLAMA3, "chatml": CHATML}
+"""Puna's own templates by name."""
+
+
 class TemplateError(ValueError):
     """A template that does not compile, or that refuses a conversation; the text says why."""
+
+
+class TemplateLimitError(TemplateError):
+    """A template that took too much time or memory."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -95,22 +127,20 @@ def _environment() -> jinja2.Environment:
 
 
 class Template:
-    """A compiled template; `source` is its text, or the texts by name where a model has several."""
+    """A chat template; `source` is its text, or the texts by name where a model has several.
+
+    Puna's own templates are rendered here. Any other is a stranger's program: it is compiled and rendered in a process of its own,
+    within bounds of time and memory.
+    """
 
     def __init__(self, source: str | Mapping[str, str], special: Mapping[str, str]) -> None:
         """`special`: the special tokens that the template may name (`bos_token`, …). TemplateError where it does not compile."""
         self.source = source
-        self._special = dict(special)
-        sources = {"default": source} if isinstance(source, str) else dict(source)
-        if not sources:
-            raise TemplateError("the model names no chat template")
-        environment = _environment()
-        try:
-            self._programs = {name: environment.from_string(text) for name, text in sources.items()}
-        except jinja2.TemplateError as error:
-            raise TemplateError(f"the chat template does not compile: {error}") from error
-        if "default" not in self._programs and len(self._programs) > 1:
-            raise TemplateError(f"none of the chat templates {', '.join(sorted(sources))} is named default")
+        self._given = (source if isinstance(source, str) else dict(source), dict(special))
+        self._key = hashlib.sha256(json.dumps(self._given, sort_keys=True).encode()).digest()
+        self._programs = _Programs(source, special) if isinstance(source, str) and source in OWN.values() else None
+        if self._programs is None:
+            self._ask(None)
 
     def render(
         self,
@@ -124,7 +154,77 @@ class Template:
 
         `tools`: JSON schemas. `options`: further variables of the template, such as `enable_thinking`.
         Arguments of tool calls may be objects or their JSON text: the template gets the form that it can write.
+        TemplateLimitError where a stranger's template takes too much time or memory.
         """
+        if self._programs is not None:
+            return self._programs.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **options)
+        plain = [dict(message) for message in messages]
+        return self._ask((plain, {**options, "add_generation_prompt": add_generation_prompt, "tools": tools}))
+
+    def _ask(self, request: tuple[list[dict[str, Any]], dict[str, Any]] | None) -> str:
+        """Have the process render a conversation, or only compile."""
+        try:
+            answer = _process.ask(request, self._key, self._given)
+        except LimitError as error:
+            raise TemplateLimitError(f"the chat template is stopped: {error}") from error
+        if (limit := answer.get("limit")) is not None:
+            raise TemplateLimitError(f"the chat template is stopped: {limit}")
+        if (told := answer.get("error")) is not None:
+            raise TemplateError(str(told))
+        return str(answer["text"])
+
+
+_process = Process()
+
+
+def _renew() -> None:
+    global _process
+    _process = Process()
+
+
+os.register_at_fork(after_in_child=_renew)  # two processes would read each other's answers
+
+
+def serve() -> None:
+    """Render what is asked for on standard input (`template_process.py`)."""
+    compiled: dict[bytes, _Programs] = {}
+
+    def answer(key: bytes, given: Any, request: Any) -> dict[str, Any]:
+        try:
+            if key not in compiled:
+                compiled[key] = _Programs(*given)
+            return {"text": "" if request is None else compiled[key].render(request[0], **request[1]), "known": True}
+        except TemplateError as error:
+            return {"error": str(error), "known": key in compiled}
+
+    template_process.serve(answer)
+
+
+class _Programs:
+    """Compiled templates by name."""
+
+    def __init__(self, source: str | Mapping[str, str], special: Mapping[str, str]) -> None:
+        self._special = dict(special)
+        sources = {"default": source} if isinstance(source, str) else dict(source)
+        if not sources:
+            raise TemplateError("the model names no chat template")
+        environment = _environment()
+        try:
+            self._programs = {name: environment.from_string(text) for name, text in sources.items()}
+        except (jinja2.TemplateError, RecursionError, OverflowError) as error:
+            raise TemplateError(f"the chat template does not compile: {error}") from error
+        if "default" not in self._programs and len(self._programs) > 1:
+            raise TemplateError(f"none of the chat templates {', '.join(sorted(sources))} is named default")
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> str:
+        """See `Template.render`."""
         name = "tool_use" if tools and "tool_use" in self._programs else "default"
         program = self._programs.get(name) or next(iter(self._programs.values()))
 
@@ -139,7 +239,7 @@ class Template:
                 return write([_with_arguments(message, _as_object) for message in prepared])
             except TypeError:
                 return write([_with_arguments(message, _as_text) for message in prepared])
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise TemplateError(str(error) or type(error).__name__) from error
 
 

@@ -19,11 +19,11 @@ from tokenizers import Regex, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 
 from puna.models.chat import ChatError, ChatFormat, Row
-from puna.models.template import Message, Template, TemplateError
+from puna.models.template import CHATML, LLAMA3, OWN, Message, Template, TemplateError
 from puna.models.tokenizer_files import SAMPLING, TokenizerError, read_files
 from puna.models.vocabulary import Vocabulary
 
-__all__ = ["ChatError", "Message", "Row", "Template", "TemplateError", "Tokenizer", "TokenizerError"]
+__all__ = ["CHATML", "ChatError", "Message", "Row", "Template", "TemplateError", "Tokenizer", "TokenizerError"]
 
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
@@ -49,26 +49,7 @@ SPLIT = "|".join(
     )
 )
 
-LLAMA3 = (
-    "{{- bos_token }}"
-    "{%- for message in messages %}"
-    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
-    "{{- message['content'] | trim + '<|eot_id|>' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}"
-    "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
-    "{%- endif %}"
-)
-
-CHATML = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}"
-    "{{- '<|im_start|>assistant\\n' }}"
-    "{%- endif %}"
-)
-TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML}
+TEMPLATES = OWN
 """Chat templates by name, for models that bring none."""
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from puna.kernels.exact import exact_passes
+from puna.models.cache import Cache
 from puna.models.dense import loops
 from puna.models.generation.pages import PagePool
 from puna.models.generation.sampling import DIVERGED, Draw, Drawn, RowError, draw
@@ -72,6 +73,9 @@ class Engine:
     memory: bytes of keys and values. Each None: `generation_room` of the device. exact: see above; it needs fp32 on a CPU.
     window: of each sequence keep the first `sinks` tokens and the last `window` alone, however long it becomes (`sinks.py`); None: all.
     """
+
+    caches: list[Cache]
+    scheduler: Scheduler
 
     def __init__(
         self, model: Transformer, tokenizer: Tokenizer | None = None, sequences: int | None = None,

@@ -14,6 +14,7 @@ import torch
 from puna.models.checkpoint import CheckpointError, load_with_tokenizer, save
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
+from puna.models.template import Template, TemplateError
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
@@ -173,4 +174,36 @@ def model_files_accepted(folder: Path, seconds: float = float("inf")) -> int:
         succeeded += _accepted(lambda path=path: load_with_tokenizer(path), seconds)
         path.unlink()
     load_with_tokenizer(good)
+    return succeeded
+
+
+_LOOPS = "".join(f"{{% for {name} in range(99999) %}}" for name in "abcd") + "{% endfor %}" * 4
+TEMPLATES = (
+    _LOOPS,
+    "{% set n = 10 %}{{ 'a' * n ** 10 }}",
+    "{{ 'a' * 10 ** 10 }}",
+    "{{ 9 ** (9 ** 9) }}",
+    "{% set n = 9 %}{{ n ** (n ** n) }}",
+    "{{ '%2000000000d' % 1 }}",
+    "{% for i in range(900) %}{{ 'a' * 100000 }}{% endfor %}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__init__.__globals__ }}",
+)
+"""Chat templates that loop, grow or reach out."""
+
+
+def templates_rendered(seconds: float = float("inf")) -> int:
+    """Count hostile chat templates that are rendered, or not stopped within `seconds`, or that end the rendering of the next one."""
+    succeeded = 0
+    message = {"role": "user", "content": "hi"}
+    for source in TEMPLATES:
+        begin = time.monotonic()
+        try:
+            Template(source, {}).render([message], add_generation_prompt=True)
+            succeeded += 1
+        except TemplateError:
+            succeeded += time.monotonic() - begin > seconds
+        succeeded += Template("{{ messages[0].content }}", {}).render([message], add_generation_prompt=True) != "hi"
     return succeeded

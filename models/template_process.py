@@ -1,0 +1,159 @@
+"""The process in which chat templates of strangers are compiled and rendered, within bounds of time and memory.
+
+It is started once and kept. Requests are pickled, since they come from this process; answers are JSON, since a template wrote them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+SECONDS = 1.0
+"""Seconds of computing that one request may take."""
+PATIENCE = 30.0
+"""Seconds to wait for an answer, whatever else the machine does."""
+MEMORY = 256 << 20
+"""Bytes of memory beyond those that the process has at its start."""
+CHARACTERS = 1 << 25
+"""Most bytes of an answer."""
+TEMPLATES = 64
+"""Most templates that a process remembers."""
+CODE = "from puna.models.template import serve; serve()"
+
+
+class LimitError(RuntimeError):
+    """A request that ran out of time or memory; the text says which."""
+
+
+class Process:
+    """A process that answers requests one at a time. It starts with the first request, and again after one that ended it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._close: Callable[[], object] = lambda: None
+        self.known: set[bytes] = set()  # what the running process remembers
+
+    def ask(self, request: Any, key: bytes, more: Any) -> dict[str, Any]:
+        """Return the answer. `more` goes along where the process does not know `key` yet. LimitError where it takes too much."""
+        with self._lock:
+            popen = self._running()
+            whole = pickle.dumps((key, None if key in self.known else more, request))
+            assert popen.stdin is not None and popen.stdout is not None
+            try:
+                _write(popen.stdin, struct.pack("<Q", len(whole)) + whole)
+                (size,) = struct.unpack("<Q", _read(popen.stdout, 8))
+                if size > CHARACTERS:
+                    raise LimitError(f"it writes more than {CHARACTERS >> 20} MB")
+                answer: dict[str, Any] = json.loads(_read(popen.stdout, size))
+            except BaseException as error:
+                status = self._end()
+                if isinstance(error, EOFError | OSError):
+                    raise LimitError(_reason(status)) from error
+                raise
+            if answer.pop("known", False):
+                self.known.add(key)
+            return answer
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._popen is None or self._popen.poll() is not None or len(self.known) >= TEMPLATES:
+            self._end()
+            alone = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}  # nothing else of this process's environment
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+            self._popen = subprocess.Popen([sys.executable, "-c", CODE], env=alone, **pipes)
+            self._close = weakref.finalize(self, _kill, self._popen)
+        return self._popen
+
+    def _end(self) -> int:
+        """Return the status with which the process ended, by now at the latest."""
+        popen, self._popen = self._popen, None
+        self.known.clear()
+        if popen is not None and popen.poll() is None:
+            _wait_briefly(popen)
+        self._close()
+        return 0 if popen is None else int(popen.returncode)
+
+
+def _wait_briefly(popen: subprocess.Popen[bytes]) -> None:
+    """Let a process that is ending say how."""
+    try:
+        popen.wait(0.5)
+    except subprocess.TimeoutExpired:
+        popen.kill()
+
+
+def _kill(popen: subprocess.Popen[bytes]) -> None:
+    popen.kill()
+    popen.wait()
+    for pipe in (popen.stdin, popen.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def _reason(status: int) -> str:
+    if status == -signal.SIGVTALRM:
+        return f"it takes more than {SECONDS:g} s of computing"
+    return f"its process ended with status {status}, as one does that takes more than {PATIENCE:g} s or {MEMORY >> 20} MB"
+
+
+def _write(pipe: Any, whole: bytes) -> None:
+    left = memoryview(whole)
+    while left:
+        left = left[pipe.write(left) :]
+
+
+def _read(pipe: Any, size: int) -> bytes:
+    """Read so many bytes. EOFError where the process has ended or does not answer in time."""
+    parts, left, until = list[bytes](), size, time.monotonic() + PATIENCE
+    while left:
+        if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
+            raise EOFError
+        part = os.read(pipe.fileno(), min(left, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def serve(answer: Callable[[bytes, Any, Any], dict[str, Any]]) -> None:
+    """Answer the requests on standard input until it ends, each within the bounds."""
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    _bound_memory()
+    while head := requests.read(8):
+        whole = _whole(requests, head)
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+        try:
+            text = json.dumps(answer(*whole)).encode()
+        except MemoryError:
+            text = json.dumps({"limit": f"it takes more than {MEMORY >> 20} MB"}).encode()
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        answers.write(struct.pack("<Q", len(text)) + text)
+        answers.flush()
+
+
+def _whole(requests: BinaryIO, head: bytes) -> Any:
+    return pickle.loads(requests.read(struct.unpack("<Q", head)[0]))  # noqa: S301  from the process that started this one
+
+
+def _bound_memory() -> None:
+    """Bound the memory of this process to what it has and `MEMORY` more, where Linux tells what it has."""
+    status = Path("/proc/self/statm")
+    if status.is_file():
+        most = int(status.read_text().split()[0]) * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
