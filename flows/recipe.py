@@ -21,6 +21,11 @@ C = TypeVar("C", bound=StageConfig)
 RECIPES = Path(__file__).with_name("recipes")
 MAX_BYTES = 1 << 20
 """Largest recipe that is read."""
+ENDINGS = (".yaml", ".yml")
+BASE = "curation"
+"""The shipped base of the shipped recipes: the rules of curation. It is no recipe to run."""
+MAX_BASES = 10
+"""Longest chain of recipes that inherit from each other."""
 MAX_NODES = 100_000
 """Values that a recipe may hold once its aliases are followed."""
 
@@ -137,12 +142,44 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_values(name: str, changes: list[str]) -> tuple[dict[str, Any], str]:
-    """The values of a recipe, a shipped one or a YAML file, with `step.field=value` changes; and how errors name it."""
+    """Return the values of a recipe, by name or YAML file, with its base and `step.field=value` changes; and how errors name it."""
+    values, shipped = _inherited(name, ())
+    values.setdefault("name", Path(name).stem if name.endswith(ENDINGS) else name)
+    for change in changes:
+        overridden(values, change)
+    return values, "" if shipped else f"recipe {name}: "  # what is wrong in a shipped one is what --set changed
+
+
+def _inherited(name: str, heirs: tuple[Path, ...]) -> tuple[dict[str, Any], bool]:
+    """Return a recipe's values laid on those of its base, and whether it is a shipped one.
+
+    Groups are merged field by field; lists and single values replace the base's; null leaves a step out. `heirs`: the files on the way.
+    """
     shipped = RECIPES / f"{name}.yaml"
-    file = Path(name) if name.endswith((".yaml", ".yml")) else shipped
+    file = Path(name) if name.endswith(ENDINGS) else shipped
+    if heirs and file is not shipped:
+        file = heirs[-1].parent / file
     if not file.is_file():
         known = ", ".join(shipped_recipes())
-        raise PunaError(f"recipe {name}: not found; recipes are {known}, or give a YAML file")
+        where = f"recipe {heirs[-1]}: base: " if heirs else "recipe "
+        raise PunaError(f"{where}{name}: not found; recipes are {known}, or give a YAML file")
+    if (file := file.resolve()) in heirs:
+        raise PunaError(f"recipe {heirs[-1]}: base: {name}: a recipe cannot inherit from itself; remove `base` from one of the files")
+    if len(heirs) == MAX_BASES:
+        raise PunaError(f"recipe {heirs[-1]}: base: more than {MAX_BASES} recipes inherit from each other; write one base")
+    values = _read(file)
+    base = values.pop("base", None)
+    if base is None:
+        return values, file == shipped.resolve()
+    if not isinstance(base, str):
+        raise PunaError(f"recipe {file}: base: takes the name of a recipe or a YAML file (got {base!r})")
+    inherited, _ = _inherited(base, (*heirs, file))
+    inherited.pop("name", None)
+    return merged(inherited, values), file == shipped.resolve()
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the values of one YAML file."""
     if file.stat().st_size > MAX_BYTES:
         raise PunaError(f"recipe {file}: is {file.stat().st_size:,} bytes; a recipe has at most {MAX_BYTES:,}")
     try:
@@ -151,11 +188,7 @@ def read_values(name: str, changes: list[str]) -> tuple[dict[str, Any], str]:
         raise PunaError(f"recipe {file}: {error}") from error
     if not isinstance(values, dict):
         raise PunaError(f"recipe {file}: is not a mapping of steps")
-    values = unshared(values, f"recipe {file}")
-    values.setdefault("name", file.stem)
-    for change in changes:
-        overridden(values, change)
-    return values, "" if file == shipped else f"recipe {file}: "  # what is wrong in a shipped one is what --set changed
+    return unshared(values, f"recipe {file}")
 
 
 @lru_cache(maxsize=16)
@@ -166,7 +199,7 @@ def _parsed(text: str) -> Any:
 
 def shipped_recipes() -> list[str]:
     """Names of the recipes that come with Puna."""
-    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
+    return sorted(file.stem for file in RECIPES.glob("*.yaml") if file.stem != BASE)
 
 
 def unshared(values: dict[str, Any], where: str) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline") ->
     extra = _added(values.pop("add", None) or {}, complaints)
     for label, added in extra.items():
         stage = REGISTRY.get(added.stage or label)
-        if label in known or label in settings or label in GENERAL:
+        if label in known or label in settings or label in (*GENERAL, "base"):
             complaints.append(f"add.{label}: there is such a step already; choose another name and say `stage: {added.stage or label}`")
         elif stage is None:
             complaints.append(f"add.{label}: {added.stage or label}: no such stage{did_you_mean(added.stage or label, REGISTRY)}")
@@ -235,6 +235,7 @@ def schema(flow: Flow) -> dict[str, Any]:
             "title": name,
         }
     added = Added.model_json_schema()
+    properties["base"] = {"type": "string", "description": "Recipe to inherit from, a name or YAML file; groups are merged, lists replaced"}
     properties["add"] = {"type": "object", "additionalProperties": added, "description": GENERAL["add"]}
     whole = {"type": "object", "title": f"recipe of {flow.name}", "properties": properties, "additionalProperties": False}
     return {**whole, "$defs": definitions}

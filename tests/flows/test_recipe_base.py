@@ -1,0 +1,108 @@
+"""Recipes inherit from a base, and the shipped ones share the rules of curation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from puna.flows.forms import values_of
+from puna.flows.recipe import BASE, read_values, shipped_recipes
+from puna.flows.trace import load
+from puna.stages.curate.select import SelectConfig, select
+from puna.storage import PunaError
+
+MANUALS = "the sample's pages are mostly manuals, which repeat labels and the lines of examples"
+REASONS = {
+    "demo": {
+        "select.language": "the sample is English: other languages are too few to train on",
+        "select.gopher_repetition": MANUALS,
+        "select.fineweb.min_terminated_lines": "most lines of an example end no sentence",
+        "select.code_reasoning.min_code": "the demo trains the classifier of code",
+        "select.code_reasoning.min_reasoning": "the demo trains the classifier of reasoning",
+        "select_model.quality": "the quality classifier that the demo trains drops the worst tenth",
+        "select_model.code_reasoning": "the pages with code that the classifier knows",
+    },
+    "clean": {"select_model.quality": "few pages: a bound on the shipped model's quality, not on the rank among them"},
+}
+"""Recipe → path of a rule or a group whose values are not the base's → why."""
+
+
+def written(folder: Path, **texts: str) -> None:
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text)
+
+
+def rules(name: str) -> dict[str, Any]:
+    """Return the rules of a recipe's selections, by path."""
+    found: dict[str, Any] = {}
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(inner, f"{path}.{key}")
+        else:
+            found[path] = value
+
+    values, _ = read_values(name, [])
+    for step in ("select", "select_model"):
+        config = SelectConfig.model_validate(values.get(step) or {})
+        walk(config.model_dump(mode="json"), step)
+    return found
+
+
+def test_every_shipped_recipe_inherits_and_gives_a_reason_for_each_departure() -> None:
+    base = rules(BASE)
+    for name in shipped_recipes():
+        own = rules(name)
+        different = {path for path in base.keys() | own.keys() if base.get(path) != own.get(path)}
+        reasons = REASONS.get(name, {})
+        covered = {path for path in different if any(path == known or path.startswith(f"{known}.") for known in reasons)}
+        assert different - covered == set(), name
+        unused = [known for known in reasons if not any(path == known or path.startswith(f"{known}.") for path in different)]
+        assert unused == [], name
+        assert own["select.fineweb.max_repeated_line_characters"] == 0.1
+
+
+def test_groups_merge_lists_are_replaced_and_null_leaves_out(tmp_path: Path) -> None:
+    written(
+        tmp_path,
+        first="select: {gopher_quality: {min_words: 70, max_words: 900}}\nlanguage: {}\nprompts: {tasks: [{task: gsm_symbolic}]}",
+        second="base: first.yaml\nselect: {gopher_quality: {min_words: 60}}\nlanguage: null\nprompts: {tasks: [{task: chain_sum}]}",
+    )
+    values, where = read_values(str(tmp_path / "second.yaml"), ["select.gopher_quality.max_words=800"])
+    assert values["select"]["gopher_quality"] == {"min_words": 60, "max_words": 800}
+    assert values["language"] is None and values["prompts"]["tasks"] == [{"task": "chain_sum"}]
+    assert values["name"] == "second" and "base" not in values and "second.yaml" in where
+
+
+def test_one_rule_alone_is_a_recipe(tmp_path: Path) -> None:
+    written(tmp_path, mine="base: clean\nselect: {gopher_quality: {min_words: 60}}")
+    recipe = load(str(tmp_path / "mine.yaml"), flow="curate")
+    config = recipe.one("select", select, SelectConfig)
+    assert config.gopher_quality is not None and config.gopher_quality.min_words == 60 and config.gopher_quality.max_words == 100_000
+    assert recipe.values["decontaminate"] is None
+    changed = load("clean", ["select.gopher_quality.min_words=60"], "curate").one("select", select, SelectConfig)
+    assert changed == config
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("base: mine.yaml", r"mine\.yaml: base: mine\.yaml: a recipe cannot inherit from itself"),
+        ("base: nowhere.yaml", r"mine\.yaml: base: nowhere\.yaml: not found"),
+        ("base: [clean]", r"mine\.yaml: base: takes the name"),
+        ("base: other.yaml", r"other\.yaml: base: mine\.yaml: a recipe cannot inherit from itself"),
+        ("base: clean\nselect: {gopher_quality: {min_word: 60}}", r"mine\.yaml: select\.gopher_quality\.min_word: no such field"),
+    ],
+)
+def test_a_wrong_base_is_refused_with_file_and_field(tmp_path: Path, text: str, said: str) -> None:
+    written(tmp_path, mine=text, other="base: mine.yaml")
+    with pytest.raises(PunaError, match=said):
+        load(str(tmp_path / "mine.yaml"), flow="curate")
+
+
+def test_forms_show_inherited_values() -> None:
+    values = values_of(select, "clean", "select")
+    assert values is not None and values["fineweb"]["max_repeated_line_characters"] == 0.1
