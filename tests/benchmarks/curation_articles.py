@@ -2,6 +2,7 @@
 
     python tests/benchmarks/curation_articles.py --data FOLDER [--json]
     python tests/benchmarks/curation_articles.py --data FOLDER --write OUT
+    python tests/benchmarks/curation_articles.py --data FOLDER --clean [--json]
 
 FOLDER holds `web_readability/test-pages.tar.zst` (source.html, expected.html), `web_newspaper/newspaper_goose.tar.zst` (newspaper's,
 newspaper4k's and goose's tests; expected texts of 100 words and more count) and `web_trafilatura/pages.tar.zst` with
@@ -10,11 +11,16 @@ and weights trained on the half `development`, which `--write` writes out for tr
 
 F1 of bags of words is the mean over pages (`f1`). `shingles_f1` is the measure of Scrapinghub's article extraction benchmark: bags of
 4-grams of words, precision and recall averaged over pages, F1 of the two. Snippets: F1 over all of them.
+
+`--clean` runs `puna clean` with its shipped recipe over the development articles of WCXB (`web_wcxb_dev/dev_html.tar.zst`,
+`dev_truth.jsonl.zst`). `article_words_kept` is the share of the annotated words whose page is among the documents;
+`article_words_written` is the share of them that stands in the documents' texts. `dropped` has the share each rule dropped.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import io
 import json
@@ -214,24 +220,66 @@ def _trafilatura(folder: Path) -> Iterator[ArticlePage]:
             )
 
 
+def clean_articles(folder: Path) -> dict[str, float]:
+    """Return the shares of the annotated words of WCXB's development articles that `puna clean` keeps, and drops by rule."""
+    from puna.flows.clean import clean
+    from puna.storage import Store
+
+    archive = folder / "web_wcxb_dev"
+    rows = [json.loads(line) for line in _unpacked(archive / "dev_truth.jsonl.zst").splitlines()]
+    rows = [row for row in rows if "file_id" in row and row["_internal"]["page_type"]["primary"] == "article"]
+    rows = [row for row in rows if row["ground_truth"].get("main_content")]
+    truth = {f"https://page.example/{row['file_id']}": Counter(WORD.findall(row["ground_truth"]["main_content"])) for row in rows}
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch)
+        with (place / "pages.jsonl").open("w", encoding="utf-8") as out:
+            for path, body in _files(archive / "dev_html.tar.zst"):
+                url = f"https://page.example/{Path(path).stem}"
+                if url in truth:
+                    out.write(json.dumps({"url": url, "html": body.decode("utf-8", "replace")}) + "\n")
+        store = Store.open(place / "store")
+        with contextlib.redirect_stdout(sys.stderr):
+            made = clean([str(place / "pages.jsonl")], place / "out", store, say=lambda _: None, quiet=True)
+        texts = {row["url"]: Counter(WORD.findall(row["text"])) for row in map(json.loads, made.documents.open(encoding="utf-8"))}
+        gone = [json.loads(line) for line in made.dropped.open(encoding="utf-8")]
+    total = sum(words.total() for words in truth.values())
+    kept = sum(words.total() for url, words in truth.items() if url in texts)
+    written = sum((words & texts[url]).total() for url, words in truth.items() if url in texts)
+    found = {"articles": len(truth), "article_words_kept": kept / total, "article_words_written": written / total}
+    for row in gone:
+        name = f"dropped {row['step']}.{row['rule']}"
+        found[name] = found.get(name, 0.0) + truth.get(row["url"], Counter()).total() / total
+    return found
+
+
 def main() -> None:
     """Measure and print, or write the development half for training."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=os.environ.get("PUNA_ARTICLES_DATA"), help="folder of the sets")
     parser.add_argument("--write", type=Path, metavar="OUT", help="write the half `development` for training instead")
+    parser.add_argument("--clean", action="store_true", help="measure what `puna clean` keeps of annotated development articles")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if arguments.clean:
+        if arguments.data is None or not (Path(arguments.data) / "web_wcxb_dev").is_dir():
+            sys.exit("articles: no web_wcxb_dev; give --data FOLDER or set PUNA_ARTICLES_DATA (see --help)")
+        _print(clean_articles(Path(arguments.data)), arguments.json)
+        return
     if arguments.data is None or not read(Path(arguments.data)):
         sys.exit("articles: no annotated pages; give --data FOLDER or set PUNA_ARTICLES_DATA (see --help)")
     if arguments.write is not None:
         write([page for page in read(Path(arguments.data)) if page.half == "development"], arguments.write)
         return
     found = figures([page for page in read(Path(arguments.data)) if page.half == "held_out"])
-    if arguments.json:
+    _print(found, arguments.json)
+
+
+def _print(found: dict[str, float], as_json: bool) -> None:
+    if as_json:
         print(json.dumps(found))
-    else:
-        for name, value in found.items():
-            print(f"{name:44} {value:.4f}" if value < 2 else f"{name:44} {value:.0f}")
+        return
+    for name, value in found.items():
+        print(f"{name:44} {value:.4f}" if value < 2 else f"{name:44} {value:.0f}")
 
 
 if __name__ == "__main__":
