@@ -26,6 +26,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 
+from puna.flows import guard
 from puna.flows.database import prepared
 from puna.flows.guard import Bounded, OwnSite, check_auth
 from puna.flows.server import Server, read_note, remove_note, write_note
@@ -73,7 +74,7 @@ def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False
             worker.start()
             try:
                 app = _application(store, url, auth, urls)
-                served = _Served(_config(app, auth), worker)
+                served = _Served(_config(app, auth, BODY_BYTES), worker)
                 served.ready = lambda: _ready(store, url, server, began)
                 # The signal that ended it is raised once more.
                 with contextlib.suppress(KeyboardInterrupt):
@@ -118,8 +119,8 @@ def _end_children() -> None:
     end_children()
 
 
-def _config(app: FastAPI, auth: str) -> uvicorn.Config:
-    door = OwnSite(Bounded(app, BODY_BYTES), protected=bool(auth))
+def _config(app: FastAPI, auth: str, body: int = guard.BODY_BYTES) -> uvicorn.Config:
+    door = OwnSite(Bounded(app, body), protected=bool(auth))
     return uvicorn.Config(door, log_level="warning", timeout_graceful_shutdown=3)
 
 
