@@ -13,11 +13,11 @@ from puna.flows.trace import load
 from puna.stages.curate.select import SelectConfig, select
 from puna.storage import PunaError
 
-MANUALS = "the sample's pages are mostly manuals, which repeat labels and the lines of examples"
+MANUALS = "references say the same of many parameters: each a twentieth more than Gopher's"
 REASONS = {
     "demo": {
         "select.language": "the sample is English: other languages are too few to train on",
-        "select.gopher_repetition": MANUALS,
+        **{f"select.gopher_repetition.max_duplicate_{n}grams": MANUALS for n in range(5, 11)},
         "select.fineweb.min_terminated_lines": "most lines of an example end no sentence",
         "select.code_reasoning.min_code": "the demo trains the classifier of code",
         "select.code_reasoning.min_reasoning": "the demo trains the classifier of reasoning",
@@ -63,6 +63,7 @@ def test_every_shipped_recipe_inherits_and_gives_a_reason_for_each_departure() -
         unused = [known for known in reasons if not any(path == known or path.startswith(f"{known}.") for path in different)]
         assert unused == [], name
         assert own["select.fineweb.max_repeated_line_characters"] == 0.1
+        assert own["select.gopher_repetition.max_duplicate_lines"] == own["select.gopher_repetition.max_duplicate_paragraphs"] == 0.6
 
 
 def test_groups_merge_lists_are_replaced_and_null_leaves_out(tmp_path: Path) -> None:
