@@ -124,7 +124,8 @@ def percent(part_: float, whole: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
+    """A time span: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min. Below 0 counts as 0."""
+    seconds = max(0.0, seconds)
     if 0 < seconds < 0.05:
         return "< 0.1 s"
     if seconds < 9.95:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puna.flows.experience import Experience, Size
+from puna.flows.report.markup import duration
 from puna.storage import Store
 
 
@@ -76,3 +77,8 @@ def test_runs_of_the_same_kind_count_alone_and_the_seed_counts_for_nothing() -> 
     past = [(1000, {"method": "full", "seed": 1}, 100.0), (1000, {"method": "lora", "seed": 2}, 10.0)]
     found = Experience(store_of(*past)).expect("work", {"method": "lora", "seed": 99}, [Size(1000, 0)])
     assert found is not None and found.seconds == pytest.approx(10, rel=0.02) and found.runs == 1
+
+
+@given(st.floats(-1e6, 0))
+def test_a_duration_is_never_shown_below_0(seconds: float) -> None:
+    assert duration(seconds) == duration(0.0) == "0.0 s"
