@@ -13,13 +13,7 @@ from puna.stages.contract import External, execute, plugins
 from puna.stages.io.import_prompts import ImportPromptsConfig, import_prompts
 from puna.stages.verifiers.registry import from_json
 from puna.storage import Artifact, PunaError, Store
-
-EVIL = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n\ndef go(answer):\n    return 1.0\n"
-FUNCTIONS = (
-    "puna.stages.curate.signals.own:_definition", "puna.stages.contract.plugins:add", "puna:open", "evil_module:go", "evil_package.evil:go",
-    "os:system", "builtins:exec", "pickle:loads", "cloudpickle:loads", "torch:load", "numpy:load", "runpy:run_path", "__main__:go",
-    "evil_module", ":go", "..evil_module:go", "evil_module:__builtins__.exec", "kind_module:system", "kind_module:Path", "kind_module:os.system",
-)  # fmt: skip
+from tests.security import cases_code
 
 
 @pytest.fixture
@@ -27,24 +21,15 @@ def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on the path with a module whose import leaves a file, and an allowed module that imports a library."""
     monkeypatch.setattr(plugins, "_modules", {})
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "evil_module.py").write_text(EVIL)
-    (tmp_path / "evil_package").mkdir()
-    (tmp_path / "evil_package/__init__.py").write_text("")
-    (tmp_path / "evil_package/evil.py").write_text(EVIL)
-    (tmp_path / "kind_module.py").write_text("import os\nfrom os import system\nfrom pathlib import Path\n\ndef kind(answer):\n    return answer == 'a'\n")
+    cases_code.write_modules(tmp_path)
     plugins.add("kind_module")
     yield tmp_path
     for name in ("evil_module", "evil_package", "evil_package.evil", "kind_module"):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_verifier_names_no_code_that_nobody_allowed(evil: Path, function: str, nested: bool) -> None:
-    verifier: dict[str, object] = {"name": "python", "function": function}
-    with pytest.raises(PunaError):
-        from_json({"name": "product", "of": [{"name": "exact"}, verifier]} if nested else verifier)
-    assert not list(evil.rglob("ran"))
+def test_a_verifier_names_no_code_that_nobody_allowed(evil: Path) -> None:
+    assert list(cases_code.accepted(evil)) == []
 
 
 def test_a_function_of_an_allowed_module_goes_on_working(evil: Path) -> None:
