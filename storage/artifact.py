@@ -157,14 +157,14 @@ class Artifact:
 
     # --- damage ------------------------------------------------------------------------------------
 
-    def damage(self, read: Sequence[str] = (), *, quick: bool = False) -> list[str]:
+    def damage(self, read: Sequence[str] = (), *, quick: bool = False, own: bool = False) -> list[str]:
         """What is wrong with it, empty when it is whole.
 
         A manifest that cannot be read, lies elsewhere or was edited; a file missing, unknown, of another size or with
         another checksum; rows kept by reference whose artifact is gone or of other content. `read`: files, or folders ending
         in /, whose checksums alone are compared; none: all. `quick`: not those of files that have the size, the place and the
         time of writing with which they were last found whole. This still finds whatever was written, cut, replaced or removed;
-        what a disk loses by itself only a full look finds.
+        what a disk loses by itself only a full look finds. `own`: leave out the artifacts whose rows it keeps by reference.
         """
         try:
             manifest = self.manifest
@@ -175,7 +175,8 @@ class Artifact:
             found.append(f"manifest.json is that of {manifest.kind}/{manifest.key[:12]}")
         present = {n: s for n, s in self.files.stats(self.place).items() if not any(p.startswith(".") for p in n.split("/"))}
         found += [f"{name} is not in the manifest" for name in sorted(set(present) - set(manifest.files) - {NAME})]
-        known = self._checked() if quick else {}
+        before = self._checked()
+        known = before if quick else {}
         good: dict[str, str] = {}
         for name, record in manifest.files.items():
             wanted = not read or name.startswith((*read, *map(_stem, read)))
@@ -188,10 +189,10 @@ class Artifact:
                     found.append(f"{name} has a wrong checksum")
                 else:
                     good[name] = present[name].version
-        for source in manifest.sources:
+        for source in () if own else manifest.sources:
             found += self._lost(source.kind, source.key, source.digest, read, quick)
-        if not found and good:
-            self.remember(known | good)
+        if not found and before | good != before:
+            self.remember(before | good)
         return found
 
     def _digest(self, name: str) -> str:

@@ -46,6 +46,10 @@ class Files(Protocol):
     def uri(self) -> str:
         """Where it is, for messages; without credentials."""
 
+    @property
+    def checks_reads(self) -> bool:
+        """True if each read compares the bytes with their checksums."""
+
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """The bytes start .. stop of a file; None: to its end."""
 
@@ -123,6 +127,11 @@ class LocalFiles:
     def uri(self) -> str:
         """The folder's path."""
         return str(self.root)
+
+    @property
+    def checks_reads(self) -> bool:
+        """False: a local file is read as the disk gives it."""
+        return False
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """See `Files`."""

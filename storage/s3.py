@@ -56,6 +56,11 @@ class S3Files(Bucket):
 
     # --- reading -----------------------------------------------------------------------------------
 
+    @property
+    def checks_reads(self) -> bool:
+        """True: what is read is compared with the checksums of its blocks."""
+        return True
+
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """See `Files`. A whole file is compared with its checksums; a part of one is not, and carries its reader's own."""
         if start or stop is not None:

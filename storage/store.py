@@ -147,7 +147,7 @@ class Store:
         return found[0]
 
     def checked(self, artifact: Artifact, read: Sequence[str] = ()) -> Artifact:
-        """`artifact`, after a quick look for damage (to `read`, see `Artifact.damage`); PunaError names the damage."""
+        """Return `artifact` after a quick look for damage (to `read`, see `Artifact.damage`). PunaError names the damage."""
         if damage := artifact.damage(read, quick=True):
             raise PunaError(
                 f"artifact {artifact.id} is damaged: {'; '.join(damage)}. "
@@ -155,12 +155,40 @@ class Store:
             )
         return artifact
 
-    def quarantine(self, artifact: Artifact) -> str | None:
-        """Move a damaged artifact out of the way; returns where it is now, None when it was mended or moved meanwhile."""
+    def check_whole(self, artifact: Artifact, read: Sequence[str] = ()) -> None:
+        """Compare every byte of an artifact (of `read`, see `Artifact.damage`) with its checksums.
+
+        Raise PunaError if a byte is wrong, after the damaged artifact was moved to `quarantine/`. A file that a disk changed by
+        itself keeps its size and time, so that a quick look cannot find it. Where each read is checked anyway, the look is quick.
+        """
+        artifact = Artifact(artifact.kind, artifact.key, self.files)  # its manifest is read anew
+        damage = artifact.damage(read, quick=self.files.checks_reads)
+        if not damage:
+            return
+        aside = [place for one in self._with_sources(artifact) if (place := self.quarantine(one, own=True)) is not None]
+        where = f" It was moved to {', '.join(aside)}." if aside else ""
+        raise PunaError(
+            f"artifact {artifact.id} is damaged: {'; '.join(damage)}.{where} "
+            "Run again: the stage that made it makes it anew. What was imported must be imported again; `puna verify` checks the rest"
+        )
+
+    def _with_sources(self, artifact: Artifact) -> list[Artifact]:
+        """Return the artifact and all artifacts whose rows it keeps by reference."""
+        try:
+            sources = [found for one in artifact.manifest.sources if (found := self.find(one.kind, one.key)) is not None]
+        except PunaError:
+            sources = []
+        return [artifact, *(one for source in sources for one in self._with_sources(source))]
+
+    def quarantine(self, artifact: Artifact, *, own: bool = False) -> str | None:
+        """Move a damaged artifact out of the way; returns where it is now, None when it was mended or moved meanwhile.
+
+        `own`: leave it where only the artifacts whose rows it keeps by reference are damaged.
+        """
         with self.lock(artifact.key):
             found = self.find(artifact.kind, artifact.key)
             lost = found is None and bool(self.files.stats(artifact.place))
-            return self.set_aside(artifact.kind, artifact.key) if lost or (found is not None and found.damage()) else None
+            return self.set_aside(artifact.kind, artifact.key) if lost or (found is not None and found.damage(own=own)) else None
 
     def set_aside(self, kind: str, key: str) -> str:
         """Move the folder of a key out of the way, whatever is left in it; returns where it is now."""

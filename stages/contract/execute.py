@@ -115,20 +115,41 @@ def perform(
                 if found is not None:
                     store.set_aside(found.kind, found.key)
                 taken = stage.check(given)
-                for spec in stage.inputs:
-                    for item in taken[spec.name]:
-                        if isinstance(item, Artifact):
-                            store.checked(item, spec.reads)
+                _check_inputs(stage, taken, store)
                 if on_start:
                     on_start(identity)
                 work.uses(identity.inputs)
                 work.cut = _cut(stage, taken)
                 own = StageRun(stage.name, stage.kind, config, work, executor, listener, part_rows)
-                made = _make(stage, config, given, own, work, executor)
+                try:
+                    made = _make(stage, config, given, own, work, executor)
+                except Exception as error:
+                    _check_after(stage, taken, store, work, error)
+                    raise
+                _check_after(stage, taken, store, work)
                 artifact = work.commit(stage.kind, identity.key, identity, run=run, **made)
                 return Outcome(artifact, False, time.perf_counter() - started)
             work.discard()
     return Outcome(found, True, time.perf_counter() - started)
+
+
+def _check_inputs(stage: Stage, taken: dict[str, list[Artifact] | list[External]], store: Store) -> None:
+    """Compare the bytes of the artifacts that a stage reads with their checksums. Raise PunaError if one is damaged."""
+    for spec in stage.inputs:
+        for item in taken[spec.name]:
+            if isinstance(item, Artifact):
+                store.check_whole(item, spec.reads)
+
+
+def _check_after(
+    stage: Stage, taken: dict[str, list[Artifact] | list[External]], store: Store, work: Work, error: Exception | None = None
+) -> None:
+    """Check the inputs once more: what was made from bytes that changed meanwhile is discarded, and the damage is the error to name."""
+    try:
+        _check_inputs(stage, taken, store)
+    except PunaError as damage:
+        work.discard()
+        raise damage from error
 
 
 def _on_worker(

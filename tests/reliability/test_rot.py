@@ -1,0 +1,37 @@
+"""A bit that flips on a local disk, with the file's size and time kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from puna.stages.contract import execute, perform
+from puna.storage import PunaError, Store
+from tests.reliability.cases_rot import RotConfig, flip, prepare, rot, rot_keeping, rot_measuring
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_flipped_bit_leads_to_a_wrong_result_or_a_raw_error(tmp_path: Path, seed: int) -> None:
+    found = rot(tmp_path / "store", 30, seed)
+    assert (found.committed_wrong, found.raw_errors) == (0, 0) and found.named >= 20
+
+
+def test_a_damaged_input_is_set_aside_and_made_anew_by_the_next_run(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    documents, kept = prepare(store)
+    flip(kept.path("dropped.parquet"), 40, 3)
+    with pytest.raises(PunaError, match=rf"{kept.id} is damaged: dropped.parquet has a wrong checksum\. It was moved to .*quarantine.*Run again"):
+        execute(rot_measuring, RotConfig(), {"documents": kept}, store)
+    again = perform(rot_keeping, RotConfig(), {"documents": documents}, store)
+    assert not again.reused and again.artifact.data_digest == kept.data_digest
+    assert execute(rot_measuring, RotConfig(), {"documents": again.artifact}, store).rows() == again.artifact.rows()
+
+
+def test_only_the_artifact_whose_own_file_is_damaged_is_set_aside(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    documents, kept = prepare(store)
+    flip(documents.path("documents.parquet"), 500, 1)
+    with pytest.raises(PunaError, match=f"it keeps rows of {documents.id}: documents.parquet has a wrong checksum"):
+        execute(rot_measuring, RotConfig(), {"documents": kept}, store)
+    assert store.find(documents.kind, documents.key) is None and store.find(kept.kind, kept.key) is not None
