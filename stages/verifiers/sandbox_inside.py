@@ -1,8 +1,9 @@
 """Runs one program and its tests inside a sandbox. Started by `sandbox` as a script of its own: only the standard library.
 
 The steps: leave every namespace of the machine (or find them left, under bubblewrap), see nothing but the interpreter and an
-empty folder, become a user without rights, set limits, run the program in a child, watch the memory of all its processes, end
-them all. A report goes to the file descriptor that the first argument names; what the program prints goes to 1.
+empty folder, become a user without rights, set limits, refuse system calls that hold memory outside every process, run the
+program in a child, watch the memory of all its processes and files, end them all. A report goes to the file descriptor that the
+first argument names; what the program prints goes to 1.
 
 Modes: `root` and `user` make the namespaces here, with root's rights or in a user namespace; `bubblewrap` finds them made;
 `limits` goes without.
@@ -18,6 +19,7 @@ import os
 import resource
 import select
 import signal
+import struct
 import sys
 import time
 import traceback
@@ -29,7 +31,17 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 
 MNT_DETACH = 2
 KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048  # nosuid, nodev, noexec, noatime, nodiratime
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SUBREAPER, PR_NO_NEW_PRIVS = 1, 4, 36, 38
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+SYS_MMAP, SYS_CLONE, SYS_CLONE3 = {"x86_64": 9, "aarch64": 222}, {"x86_64": 56, "aarch64": 220}, 435
+REFUSED_CALLS = {
+    # shmget, semget, msgget, mount, mq_open, add_key, keyctl, unshare, perf_event_open, setns, memfd_create, bpf, userfaultfd
+    "x86_64": (29, 64, 68, 165, 240, 248, 250, 272, 298, 308, 319, 321, 323),
+    "aarch64": (194, 190, 186, 40, 180, 217, 219, 97, 241, 268, 279, 280, 282),
+}
+REFUSED_ANYWHERE = (425, 428, 429, 430, 432, 447)  # io_uring_setup, open_tree, move_mount, fsopen, fsmount, memfd_secret
+NEW_NAMESPACES = NEWNS | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET | 0x2000000  # and cgroups
 NOBODY, FIRST_USER = 65534, 1_000_000_000
 REPORT = int(sys.argv[1]) if __name__ == "__main__" else -1
 WATCH_SECONDS = 0.02
@@ -127,6 +139,7 @@ def init(job: Job) -> None:
         os.close(word_write)
         become_nobody(mode, job["user"])
         limit(job)
+        refuse_calls()
         run(job, write, word_read)
         os._exit(0)
     os.close(write)
@@ -224,6 +237,30 @@ def limit(job: Job) -> None:
         resource.setrlimit(kind, (allowed, allowed))
 
 
+def refuse_calls() -> None:
+    """Refuse system calls that hold memory outside every process: shared mappings, memfds, queues, file systems of one's own.
+
+    Raise OSError if the kernel takes no filter. Shared mappings are refused whole: their pages stay after the process dropped them.
+    """
+    machine = os.uname().machine
+    if machine not in AUDIT_ARCH:
+        raise OSError(errno.ENOSYS, f"no filter of system calls for {machine}")
+    load, equal, at_least, has_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, kill, refuse, absent = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+    steps = [(load, 0, 0, 4), (equal, 1, 0, AUDIT_ARCH[machine]), (answer, 0, 0, kill), (load, 0, 0, 0)]
+    steps += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # the second numbering of x86-64
+    for number in REFUSED_CALLS[machine] + REFUSED_ANYWHERE:
+        steps += [(equal, 0, 1, number), (answer, 0, 0, refuse)]
+    steps += [(equal, 0, 1, SYS_CLONE3), (answer, 0, 0, absent)]  # its flags cannot be read here; libraries then call clone
+    for number, position, bits in ((SYS_MMAP[machine], 3, 1), (SYS_CLONE[machine], 0, NEW_NAMESPACES)):
+        steps += [(equal, 0, 4, number), (load, 0, 0, 16 + 8 * position), (has_bit, 0, 1, bits)]
+        steps += [(answer, 0, 0, refuse), (answer, 0, 0, allow)]
+    steps.append((answer, 0, 0, allow))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    filter_program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code)))
+    call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(filter_program), 0, 0)
+
+
 def run(job: Job, write: int, word_read: int) -> None:
     """The program, then each test in its names; what came of the tests goes to the supervisor."""
     os.close(REPORT)
@@ -289,12 +326,19 @@ def _how(status: int) -> str:
 
 
 def memory_of(program: int, job: Job) -> int:
-    """Bytes in memory of every process of the program."""
-    page, total = resource.getpagesize(), 0
+    """Return the bytes that the program's processes, and its files in memory, hold."""
+    page, total = resource.getpagesize(), files_in_memory(job["mode"])
     for process in processes_of(job):
         with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{process}/statm") as handle:
             total += int(handle.read().split()[1]) * page
     return total
+
+
+def files_in_memory(mode: str) -> int:
+    """Return the bytes of files that the program wrote to file systems in memory; bubblewrap's /dev is one that it may write to."""
+    folders = {"limits": (), "bubblewrap": ("/work", "/dev")}.get(mode, ("/work",))
+    sizes = [os.statvfs(folder) for folder in folders]
+    return sum((size.f_blocks - size.f_bfree) * size.f_frsize for size in sizes)
 
 
 def processes_of(job: Job) -> Iterator[int]:
