@@ -173,3 +173,10 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert table["url"].tolist() == ["https://example.org/puna", "https://example.org/grass"] and fate["what"].tolist() == ["kept", "scored", "dropped"]
 
 
+
+
+def test_the_readme_is_read_in_three_minutes() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(re.findall(r"[^\s|·#-]+", text)) <= 600
+    for fact in ("simulated", "no number ends in 0, 1, 4 or 5", "nearest training question", "equally many checks"):
+        assert fact in " ".join(text.split())
