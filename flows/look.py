@@ -240,10 +240,13 @@ def verify(
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare every file with its checksum."""
+    """Compare every file with its checksum, and look for aliases that are gone."""
     opened = existing(store)
     findings = maintenance.verify(opened, [opened.resolve(name)] if name else None)
     damaged = [f for f in findings if f.damage]
+    lost = [] if name else maintenance.lost_aliases(opened)
+    for line in lost:
+        typer.echo(line, err=as_json)
     if as_json:
         print_rows([{"id": f.artifact.id, "key": f.artifact.key, "damage": f.damage} for f in findings], True)
     else:
@@ -257,7 +260,7 @@ def verify(
             typer.echo(f"{finding.artifact.id} {said}", err=True)
         if damaged:
             database.write(opened)
-    if damaged:
+    if damaged or lost:
         raise typer.Exit(1)
 
 

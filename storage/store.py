@@ -5,6 +5,7 @@ objects/<kind>/<k[:2]>/<key>/   committed artifacts, immutable
 work/<key>/                     an unfinished stage, part by part
 locks/<key>                     held by the process that works on it; locks/run-<run> by a run at work
 refs/<name>/<version>.json      aliases, checksummed, changed by compare-and-swap
+refs/.journal                   every alias that was set, so that a lost one is noticed
 index.jsonl                     what the manifests say in short, derived from them
 runs/<run>.jsonl                what each run made or reused; runs/order: the runs in the order of their beginning
 runs/held-<id>                  the keys that a live process has; locks/held-<id> is held by it
@@ -35,6 +36,7 @@ from puna.storage.errors import PunaError
 from puna.storage.files import Files, LocalFiles
 from puna.storage.holding import Holding
 from puna.storage.index import Entry
+from puna.storage.journal import note
 from puna.storage.manifest import FORMAT, IMPORT, NAME
 from puna.storage.runs import RunLog
 from puna.storage.schemas import KINDS, known_kind, table_schema
@@ -267,7 +269,14 @@ class Store:
                     if now != expected:
                         raise PunaError(f"{name}: points to {now[:12] or 'nothing'}, not to {expected[:12]}; it was changed meanwhile")
                 if self.files.swap(file, data, before.version if before else None):
+                    note(self.files, name, artifact.id)
                     return
+
+    def alias_files(self) -> dict[str, str]:
+        """Return the files of all aliases, by alias."""
+        files = ((name, name.split("/")) for name in self.files.list("refs"))
+        plain = ((name, inside) for name, inside in files if len(inside) == 3 and not inside[1].startswith(".") and _plain(name))
+        return {f"{inside[1]}@{inside[2].removesuffix('.json')}": name for name, inside in plain}
 
     def _pointer(self, name: str) -> dict[str, str] | None:
         """What a file of `refs/` says, None where there is none; PunaError where it cannot be read or was damaged."""
@@ -284,12 +293,8 @@ class Store:
 
     def aliases(self) -> dict[str, str]:
         """Every alias and the key it points to."""
-        found = {}
-        for name in self.files.list("refs"):
-            inside = name.split("/")
-            if len(inside) == 3 and not inside[1].startswith(".") and _plain(name) and (pointer := self._pointer(name)) is not None:
-                found[f"{inside[1]}@{inside[2].removesuffix('.json')}"] = pointer["key"]
-        return found
+        pointers = {alias: self._pointer(file) for alias, file in self.alias_files().items()}
+        return {alias: pointer["key"] for alias, pointer in pointers.items() if pointer is not None}
 
     def names(self) -> dict[str, list[str]]:
         """Every key that an alias points to, with all its aliases."""

@@ -249,3 +249,18 @@ def test_a_store_that_is_not_there_is_named(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, ["list", "--store", str(tmp_path / "none")])
     assert isinstance(result.exception, PunaError) and "not found" in str(result.exception)
     assert not (tmp_path / "none").exists()
+
+
+def test_verify_names_an_alias_that_was_deleted(store: Store) -> None:
+    artifact = store.artifacts()[0]
+    for version in ("round-1", "latest"):
+        store.set_alias(f"policy@{version}", artifact)
+    store.set_alias("policy@latest", artifact)
+    assert "0 damaged" in run(store, "verify")
+    (store.root / "refs/policy/round-1.json").unlink()
+    said = run(store, "verify", code=1)
+    assert f"policy@round-1: was set (to {artifact.id} at first) and is gone" in said and "policy@latest" not in said
+    store.set_alias("policy@round-1", artifact)
+    assert "0 damaged" in run(store, "verify")
+    (store.root / "refs/policy/latest.json").write_text("{}")
+    assert "policy/latest.json: does not say what it points to" in run(store, "verify", code=1)
