@@ -164,6 +164,11 @@ def test_a_run_from_a_form_is_done_and_shows_what_it_made(at_work: Up) -> None:
     assert until(offered)[0].startswith(f"{made.id} · instructions · ")
 
 
+def test_an_address_in_a_form_of_prefect_is_refused(at_work: Up) -> None:
+    ended = at_work.ended(at_work.asked["address"])
+    assert ended["state"]["type"] == "FAILED" and "forms read local paths alone" in ended["state"]["message"]
+
+
 def test_what_is_there_already_is_cached(at_work: Up) -> None:
     assert at_work.ended(at_work.asked["cached"])["state"]["type"] == "COMPLETED"
     (step,) = until(lambda: at_work.of("task_runs", at_work.asked["cached"]))
@@ -241,11 +246,6 @@ def test_a_form_of_these_pages_starts_what_its_plan_shows(at_work: Up) -> None:
     until(at_work.working)
     (run,) = at_work.ask("POST", "/flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["RUNNING"]}}}})
     assert run["parameters"]["config"]["train"] == 2_000_000
-
-
-def test_an_address_in_a_form_of_prefect_is_refused(at_work: Up) -> None:
-    ended = at_work.ended(at_work.asked["address"])
-    assert ended["state"]["type"] == "FAILED" and "forms read local paths alone" in ended["state"]["message"]
 
 
 def test_ending_it_ends_its_runs_and_its_children(at_work: Up) -> None:
