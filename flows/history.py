@@ -199,6 +199,6 @@ def settle(store: Store, done: Round) -> None:
             if held != done.policy.data_digest:
                 raise PunaError(f"round {done.number}: {POLICY} was moved to model/{now[:12]} while it ran, and stays there")
             store.set_alias(POLICY, done.candidate, expected=now)
-        store.set_alias(f"policy@round-{done.number}", done.candidate)
+        store.set_numbered(f"policy@round-{done.number}", done.candidate)
     if done.verdict != "waits":
         store.set_alias(done.mark, done.deciding)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import re
 import uuid
@@ -36,7 +37,7 @@ from puna.storage.errors import PunaError
 from puna.storage.files import Files, LocalFiles
 from puna.storage.holding import Holding
 from puna.storage.index import Entry
-from puna.storage.journal import note
+from puna.storage.journal import note, noted
 from puna.storage.manifest import FORMAT, IMPORT, NAME
 from puna.storage.runs import RunLog
 from puna.storage.schemas import KINDS, known_kind, table_schema
@@ -271,6 +272,22 @@ class Store:
                 if self.files.swap(file, data, before.version if before else None):
                     note(self.files, name, artifact.id)
                     return
+
+    def set_numbered(self, name: str, artifact: Artifact) -> str:
+        """Point `name@word-N` at an artifact and return the alias. A number that stood for another artifact is passed over."""
+        stem, _, number = name.rpartition("-")
+        before, data = noted(self.files), _pointed({"kind": artifact.kind, "key": artifact.key})
+        for count in itertools.count(int(number)):
+            alias = f"{stem}-{count}"
+            file = _reference(alias)
+            with written(self.uri):
+                if before.get(alias, artifact.id) == artifact.id and self.files.swap(file, data, None):
+                    note(self.files, alias, artifact.id)
+                    return alias
+            pointer = self._pointer(file)
+            if pointer is not None and pointer["key"] == artifact.key:
+                return alias
+        raise AssertionError("unreachable")
 
     def alias_files(self) -> dict[str, str]:
         """Return the files of all aliases, by alias."""
