@@ -11,6 +11,7 @@ Modes: `root` and `user` make the namespaces here, with root's rights or in a us
 
 from __future__ import annotations
 
+import _socket
 import contextlib
 import ctypes
 import errno
@@ -35,6 +36,8 @@ PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 SYS_MMAP, SYS_CLONE, SYS_CLONE3 = {"x86_64": 9, "aarch64": 222}, {"x86_64": 56, "aarch64": 220}, 435
+SYS_SOCKET, SYS_SETSOCKOPT = {"x86_64": 41, "aarch64": 198}, {"x86_64": 54, "aarch64": 208}
+SO_SNDBUF, SO_RCVBUF, AF_NETLINK, AF_ALG = 7, 8, 16, 38
 REFUSED_CALLS = {
     # shmget, semget, msgget, mount, mq_open, add_key, keyctl, unshare, perf_event_open, setns, memfd_create, bpf, userfaultfd
     "x86_64": (29, 64, 68, 165, 240, 248, 250, 272, 298, 308, 319, 321, 323),
@@ -45,6 +48,8 @@ NEW_NAMESPACES = NEWNS | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET | 0x2000000
 NOBODY, FIRST_USER = 65534, 1_000_000_000
 REPORT = int(sys.argv[1]) if __name__ == "__main__" else -1
 WATCH_SECONDS = 0.02
+SOCKET_BYTES = _socket.socket(1, 1).getsockopt(1, SO_SNDBUF)
+"""What a local socket's buffer holds if nobody changes it."""
 
 
 class Job(TypedDict):
@@ -252,9 +257,14 @@ def refuse_calls() -> None:
     for number in REFUSED_CALLS[machine] + REFUSED_ANYWHERE:
         steps += [(equal, 0, 1, number), (answer, 0, 0, refuse)]
     steps += [(equal, 0, 1, SYS_CLONE3), (answer, 0, 0, absent)]  # its flags cannot be read here; libraries then call clone
-    for number, position, bits in ((SYS_MMAP[machine], 3, 1), (SYS_CLONE[machine], 0, NEW_NAMESPACES)):
-        steps += [(equal, 0, 4, number), (load, 0, 0, 16 + 8 * position), (has_bit, 0, 1, bits)]
-        steps += [(answer, 0, 0, refuse), (answer, 0, 0, allow)]
+    for numbers, position, test, values in (
+        (SYS_MMAP, 3, has_bit, (1,)), (SYS_CLONE, 0, has_bit, (NEW_NAMESPACES,)),
+        (SYS_SETSOCKOPT, 2, equal, (SO_SNDBUF, SO_RCVBUF)), (SYS_SOCKET, 0, equal, (AF_NETLINK, AF_ALG)),
+    ):  # fmt: skip
+        steps += [(equal, 0, 2 + 2 * len(values), numbers[machine]), (load, 0, 0, 16 + 8 * position)]
+        for value in values:
+            steps += [(test, 0, 1, value), (answer, 0, 0, refuse)]
+        steps.append((answer, 0, 0, allow))
     steps.append((answer, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     filter_program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code)))
@@ -326,8 +336,8 @@ def _how(status: int) -> str:
 
 
 def memory_of(program: int, job: Job) -> int:
-    """Return the bytes that the program's processes, and its files in memory, hold."""
-    page, total = resource.getpagesize(), files_in_memory(job["mode"])
+    """Return the bytes that the program's processes, its files in memory and its sockets hold."""
+    page, total = resource.getpagesize(), files_in_memory(job["mode"]) + sockets_hold(job["mode"])
     for process in processes_of(job):
         with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{process}/statm") as handle:
             total += int(handle.read().split()[1]) * page
@@ -339,6 +349,14 @@ def files_in_memory(mode: str) -> int:
     folders = {"limits": (), "bubblewrap": ("/work", "/dev")}.get(mode, ("/work",))
     sizes = [os.statvfs(folder) for folder in folders]
     return sum((size.f_blocks - size.f_bfree) * size.f_frsize for size in sizes)
+
+
+def sockets_hold(mode: str) -> int:
+    """Return the bytes that the program's local sockets can hold: two buffers each, as the last message may be a whole buffer."""
+    if mode == "limits":  # the machine's sockets, not the program's
+        return 0
+    with open("/proc/net/unix") as handle:
+        return (len(handle.readlines()) - 1) * 2 * SOCKET_BYTES
 
 
 def processes_of(job: Job) -> Iterator[int]:

@@ -48,6 +48,30 @@ OWN_FILES = """
 import ctypes
 assert ctypes.CDLL(None).unshare(0x10020000) == 0
 """
+SOCKETS = """
+import os, socket
+for _ in range(6):
+    read, write = os.pipe()
+    if os.fork() == 0:
+        pairs, held = [], 0
+        while held < 20 << 20:
+            pairs.append(socket.socketpair())
+            for one in pairs[-1]:
+                one.setblocking(False)
+                try:
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+                except OSError:
+                    pass
+                try:
+                    while True:
+                        held += one.send(bytes(1 << 15))
+                except BlockingIOError:
+                    pass
+        os.write(write, b"1")
+        break
+    os.close(write)
+    assert os.read(read, 1) == b"1"
+"""
 FILES = """
 for number in range(5):
     with open(f"/work/{number}", "wb") as file:
@@ -56,6 +80,7 @@ for number in range(5):
 ATTACKS = {
     "memfd": MEMFD, "shared mapping": SHARED_MAPPING, "shared /dev/zero": SHARED_ZERO, "shared segment": SEGMENT,
     "message queue": QUEUE, "file system of its own": OWN_FILES, "files": FILES,
+    "socket buffers": SOCKETS,
 }  # fmt: skip
 
 
