@@ -22,7 +22,7 @@ def align(
     judged: list[Annotated[Output, Kind("preferences")]] | None = None,
     teacher: Annotated[Output, Kind("model")] | None = None,
 ) -> Output:
-    """A model to an aligned model: supervised finetuning on gold answers, then rounds; with instructions and preferences of one's own.
+    """Align a model by supervised finetuning on gold answers, then rounds; with instructions and preferences of one's own.
 
     `teacher`: a better model with the same tokenizer, for the step `distill` between the two.
     """

@@ -144,16 +144,16 @@ def fairness(
 @app.command()
 def stages(modules: ModuleOption = None) -> None:
     """List the flows and stages: what they take and what they write."""
-    from puna.flows.program import described
+    from puna.flows.program import described, first_sentence
     from puna.flows.trace import load_flows, load_stages
 
     brought(modules)
     for flow in load_flows().values():
         inputs = ", ".join(f"{described(s)}{'?' if s.optional else ''}" for s in flow.inputs)
-        typer.echo(f"{'flow:' + flow.name:20s} {inputs}\n    {flow.doc.splitlines()[0]}")
+        typer.echo(f"{'flow:' + flow.name:20s} {inputs}\n    {first_sentence(flow.doc)}")
     for stage in load_stages().values():
         taken = ", ".join(f"{'list of ' if s.many else ''}{s.kind}{'?' if s.optional else ''}" for s in stage.inputs)
-        typer.echo(f"{stage.name:20s} {taken or 'nothing'} → {stage.kind}\n    {stage.doc.splitlines()[0]}")
+        typer.echo(f"{stage.name:20s} {taken or 'nothing'} → {stage.kind}\n    {first_sentence(stage.doc)}")
 
 
 @app.command()

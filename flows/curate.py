@@ -56,7 +56,7 @@ def curate(
     evaluations: list[Annotated[Output, Kind("prompts")]] | None = None,
     classifiers: list[Annotated[Output, Kind("classifier")]] | None = None,
 ) -> Curated:
-    """Pages, documents or both to clean documents.
+    """Turn pages, documents or both into clean documents.
 
     `documents` are extracted already: imported ones, for example. `evaluations` are more prompts that no document may contain;
     `classifiers` take the place of those that would be trained.

@@ -33,7 +33,7 @@ from pydantic import Field
 from puna.flows.forms import Offer, changed, offers, picked
 from puna.flows.launch import Request, run_flow, run_stage
 from puna.flows.offering import Offering
-from puna.flows.program import Flow
+from puna.flows.program import Flow, first_sentence
 from puna.flows.ready import Ready
 from puna.flows.reporter import MADE_UP
 from puna.flows.server import Server
@@ -138,7 +138,7 @@ def _as_flow(name: str, run: Callable[..., Any], doc: str, parameters: list[insp
 def _described(annotation: Any) -> str:
     """The description in an `Annotated[…, Field(description=…)]`, or the docstring of a class of settings."""
     found = next((item.description for item in getattr(annotation, "__metadata__", ()) if getattr(item, "description", None)), None)
-    return found or (inspect.getdoc(annotation) or "").partition("\n")[0]
+    return found or first_sentence(inspect.getdoc(annotation) or "")
 
 
 OFFERS = {offer.flow: offer for offer in offers()}

@@ -20,7 +20,7 @@ def experiments(
     domains: Annotated[Output, Kind("signals")],
     deduplicated: list[Annotated[Output, Kind("documents")]] | None = None,
 ) -> Output:
-    """Documents and their knowledge types to the weights of the mixture, and the loss to expect of it."""
+    """Find the weights of the mixture from documents and their knowledge types, and predict its loss."""
     sides = step(split, documents=documents, signals=domains)
     vocabulary = step(tokenizer, documents=documents, mixture=sides)
     weights = step(mix_experiment, documents=documents, split=sides, tokenizer=vocabulary)

@@ -18,7 +18,7 @@ def pipeline(
     documents: list[Sourced] | None = None,
     classifiers: list[Annotated[Output, Kind("classifier")]] | None = None,
 ) -> Output:
-    """Everything: raw pages, or documents, to an aligned model; `classifiers` take the place of those that would be trained."""
+    """Turn raw pages or documents into an aligned model; `classifiers` take the place of those that would be trained."""
     curated = curate(inputs, documents, classifiers=classifiers)
     weights = experiments(curated.documents, curated.domains, [curated.deduplicated])
     model = pretrain(curated.documents, curated.domains, weights, [curated.deduplicated])

@@ -22,7 +22,7 @@ def pretrain(
     weights: Annotated[Output, Kind("evaluation")] | None = None,
     deduplicated: list[Annotated[Output, Kind("documents")]] | None = None,
 ) -> Output:
-    """Documents and their knowledge types to a base model; `weights` come from `experiments`."""
+    """Train a base model on documents with their knowledge types; `weights` come from `experiments`."""
     sides = step(split, documents=documents, signals=domains)
     vocabulary = step(tokenizer, documents=documents, mixture=sides)
     mixture = step(mix, documents=documents, split=sides, weights=weights, deduplicated=deduplicated)

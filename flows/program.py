@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +50,14 @@ class Output:
 
 Given = Output | Sequence[Output] | None
 Files = Annotated[Output, Kind("external")]
+
+
+def first_sentence(doc: str) -> str:
+    """Return the first whole sentence of a docstring on one line.
+
+    A sentence may run over lines and hold colons. It ends at a period, question or exclamation mark before a capital or a backtick.
+    """
+    return re.split(r"(?<=[.?!])\s+(?=[A-Z`])", " ".join(doc.partition("\n\n")[0].split()), maxsplit=1)[0]
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def round(
     judged: list[Annotated[Output, Kind("preferences")]] | None = None,
     demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None,
 ) -> None:
-    """One more round of alignment: prompts never used, a candidate, a gate, and only through it `policy@latest`.
+    """Run one more round of alignment: prompts never used, a candidate, a gate, and only through it `policy@latest`.
 
     It goes on from `policy@latest`; where there is none, from the model given as `policy`, which may be any. `pretrained` is what
     the reward model starts from, where it is not what the lineage begins with. `pool`: prompts of one's own, with those to

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from puna.flows.program import FLOWS, Flow, Given, Output, Walk
+from puna.flows.program import FLOWS, Flow, Given, Output, Walk, first_sentence
 from puna.flows.recipe import Added, Recipe, Setting, Step, read_values
 from puna.stages.contract import REGISTRY, Stage, StageConfig, did_you_mean, parse, plugins
 from puna.storage import PunaError
@@ -31,8 +31,8 @@ class TracedStep:
 
     @property
     def description(self) -> str:
-        """The first line of the stage's docstring."""
-        return self.step.stage.doc.partition("\n")[0]
+        """Return the first sentence of the stage's docstring."""
+        return first_sentence(self.step.stage.doc)
 
 
 @dataclass
@@ -231,7 +231,7 @@ def schema(flow: Flow) -> dict[str, Any]:
         several = {"type": "array", "items": one, "title": "repeated"}
         properties[name] = {
             "anyOf": [one, several, {"type": "null", "title": "left out"}],
-            "description": step.stage.doc.partition("\n")[0],
+            "description": first_sentence(step.stage.doc),
             "title": name,
         }
     added = Added.model_json_schema()

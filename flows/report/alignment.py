@@ -13,7 +13,9 @@ from puna.flows.report.markup import Content, Html, details, excerpt, join, numb
 from puna.flows.report.plot import Plot
 from puna.flows.report.run import Run, Step, for_people
 from puna.flows.report.svg import draw, grid
+from puna.stages.align.gate import ALL
 from puna.stages.training.intervals import Interval, mean, wilson
+from puna.storage import Artifact, Store
 
 OVERALL = ("all", "overall", "total", "mean")
 TASKS_IN_A_PLOT = 4
@@ -41,20 +43,49 @@ def model_label(step: Step) -> str:
     return for_people(step.name.removeprefix("evaluate_"))
 
 
+def models_by_step(store: Store) -> dict[str, str]:
+    """Return what each evaluation of a flow measured, by the evaluation's key: "round 1", or an arm, "gold answers only (round 1)".
+
+    The newest run that names an evaluation counts.
+    """
+    found: dict[str, str] = {}
+    for name in store.runs():
+        for event in store.events(name):
+            if event.get("kind") != "evaluation":
+                continue
+            step, key = str(event["step"]), str(event["key"])
+            if match := arms.CONTROL.fullmatch(step):
+                found[key] = f"{arms.NAMES.get(match[1], match[1].replace('_', ' '))} (round {match[2]})"
+            elif step.startswith("evaluate_"):
+                found[key] = for_people(step.removeprefix("evaluate_"))
+    return found
+
+
 def evaluations(run: Run) -> list[Step]:
     """Steps that evaluated a model, but for control arms; experiments and gates write the same kind of artifact."""
     found = [s for s in run.kind("evaluation") if s.stage != "gate" and any(i.kind == "model" for i in s.artifact.manifest.inputs)]
     return [s for s in found if not arms.CONTROL.fullmatch(s.name)]
 
 
+def gate_basis(gate: Artifact) -> str:
+    """Return which metric a gate compared, and on what: "score, mean over 600 held-out prompts of 2 tasks: chain_sum, digits"."""
+    metric = str(gate.manifest.config.get("metric", "score"))
+    prompts = {row["task"]: row["n"] for row in gate.read().to_pylist() if row["metric"] == "gain"}
+    tasks = sorted(prompts.keys() - {ALL})
+    more = f" and {len(tasks) - 4} more" if len(tasks) > 4 else ""
+    named = f" of {len(tasks)} task{'' if len(tasks) == 1 else 's'}: {', '.join(tasks[:4])}{more}" if tasks else ""
+    return f"{metric}, mean over {prompts.get(ALL, 0):,} held-out prompts{named}"
+
+
 def gates_view(run: Run) -> Html | None:
-    """What each round's gate said of its candidate."""
+    """Return the verdict of each round's gate: its metric, the prompts, the gain and the reason."""
     rows: list[list[Content]] = [
-        [s.round, s.metrics["verdict"], number(s.metrics["gain"], 3),
+        [s.round, s.metrics["verdict"], gate_basis(s.artifact), number(s.metrics["gain"], 3),
          f"{number(s.metrics['gain_low'], 3)} to {number(s.metrics['gain_high'], 3)}", s.metrics["reason"]]
         for s in run.steps if s.stage == "gate"
     ]  # fmt: skip
-    return part("Gates of the rounds", table(["round", "verdict", "gain", "95 % interval", "why"], rows, numeric=[2])) if rows else None
+    head = ["round", "verdict", "compared", "gain", "95 % interval", "why"]
+    return part("Gates of the rounds", table(head, rows, numeric=[3])) if rows else None
 
 
 def measurements(run: Run) -> dict[tuple[str, str], list[Measured]]:

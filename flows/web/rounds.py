@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from puna.flows.history import POLICY, Round, rounds_of, settle, unsettled
 from puna.flows.recipe import shipped_recipes
+from puna.flows.report.alignment import gate_basis, models_by_step
 from puna.flows.report.markup import Content, Html, number, section, table, tag
 from puna.flows.report.plot import Plot
 from puna.flows.report.svg import draw, grid
@@ -113,13 +114,14 @@ def _gates(found: Sequence[Round]) -> Html:
         gain = f"{m['gain']:+.3f} ({m['gain_low']:+.3f} to {m['gain_high']:+.3f})" if "gain" in m else ""
         badge = tag("span", one.verdict, class_=f"tag {VERDICTS.get(one.verdict, '')}")
         why = tag("small", str(one.deciding.manifest.metrics["reason"]))
-        rows.append([one.number, badge, gain, artifact_link(one.candidate), why, _made(one.gate)])
-    return table(["round", "verdict", "gain, 95 % interval", "candidate", "because", "UTC"], rows, numeric=(0,))
+        rows.append([one.number, badge, tag("small", gate_basis(one.gate)), gain, artifact_link(one.candidate), why, _made(one.gate)])
+    return table(["round", "verdict", "compared", "gain, 95 % interval", "candidate", "because", "UTC"], rows, numeric=(0,))
 
 
 def _leaderboard(store: Store) -> Html:
-    names = store.names()
+    names, called = store.names(), models_by_step(store)
     best: dict[str, tuple[Artifact, dict[str, float]]] = {}
+    titles: dict[str, str] = {}
     for one in store.artifacts():
         if one.manifest.stage != "evaluate":
             continue
@@ -127,6 +129,8 @@ def _leaderboard(store: Store) -> Html:
         values = {name: float(v) for name, v in one.manifest.metrics.items() if name in MEASURED and isinstance(v, int | float)}
         if model is not None and values:
             best[model.key] = (model, {**best.get(model.key, (model, {}))[1], **values})
+            if one.key in called:
+                titles.setdefault(model.key, called[one.key])
     columns = [name for name in MEASURED if any(name in values for _, values in best.values())]
     if not columns:
         return Html("")
@@ -137,7 +141,7 @@ def _leaderboard(store: Store) -> Html:
     for place, (model, values) in enumerate(ordered[:MOST], 1):
         aliases = [[tag("span", name, class_="tag"), " "] for name in names.get(model.key, [])]
         shown: list[Content] = [number(values[name]) if name in values else "–" for name in columns]
-        rows.append([place, [aliases, artifact_link(model)], model.manifest.stage, *shown, _made(model)])
+        rows.append([place, [aliases, artifact_link(model, titles.get(model.key))], model.manifest.stage, *shown, _made(model)])
     head: list[Content] = ["", "model", "made by", *(name.replace("_", " ") for name in columns), "UTC"]
     return table(head, rows, numeric=(0, *range(3, 3 + len(columns))))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -14,7 +13,7 @@ from puna.flows.forms import Choices, Offer, defaults, offers, picked, set_by_re
 from puna.flows.launch import Request, stage_config
 from puna.flows.plan import Total, steps_of
 from puna.flows.planned import STATES, Planned
-from puna.flows.program import Flow, described
+from puna.flows.program import Flow, described, first_sentence
 from puna.flows.recipe import shipped_recipes
 from puna.flows.report.markup import Content, Html, details, duration, section, size, table, tag
 from puna.flows.server import Server, Unreachable, read_note
@@ -239,7 +238,7 @@ def _row(step: Planned, known: bool) -> list[Content]:
 
 def _first(doc: str) -> list[Content]:
     """The first sentence of a docstring, what stands in backticks as code."""
-    sentence = re.split(r"(?<=[.:])\s", " ".join(doc.partition("\n\n")[0].split()), maxsplit=1)[0]
+    sentence = first_sentence(doc)
     return [tag("code", words) if number % 2 else words for number, words in enumerate(sentence.split("`"))]
 
 

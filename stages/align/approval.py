@@ -18,7 +18,7 @@ class ApprovalConfig(StageConfig):
 
 @stage(kind="evaluation")
 def approval(gate: Evaluation, config: ApprovalConfig, run: StageRun) -> None:
-    """A person's decision on the candidate of a `gate`; the next run of the flow `round` carries it out."""
+    """Record a person's decision on the candidate of a `gate`; the next run of the flow `round` carries it out."""
     if gate.manifest.stage != "gate":
         raise PunaError(f"approval: {gate.id} was made by {gate.manifest.stage}, not by a round's gate")
     run.write_rows([{"task": "all", "metric": "approved", "value": float(config.approved), "low": None, "high": None, "n": 1}])

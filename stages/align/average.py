@@ -76,7 +76,7 @@ def average(
     config: AverageConfig,
     run: StageRun,
 ) -> None:
-    """Average of models of one shape, trained on different data or settings (Llama 3, section 4.1.5).
+    """Average models of one shape, trained on different data or settings (Llama 3, section 4.1.5).
 
     Reward models, with the weights given or equal, become one that costs what one costs (WARM, Ramé et al. 2024).
     `prompts`: a development set, by whose mean reward of answers the weights are chosen (`search.reward`: of the verifiers,

@@ -21,7 +21,7 @@ class ChosenConfig(StageConfig):
 
 @stage(kind="instructions")
 def chosen(preferences: list[Preferences], config: ChosenConfig, run: StageRun) -> None:
-    """The better answer of each training preference, edited where there is an edit; an answer stands once for a prompt."""
+    """Take the better answer of each training preference, edited where there is an edit; an answer stands once for a prompt."""
     rows = {}
     for artifact in preferences:
         for row in artifact.read().to_pylist():

@@ -28,7 +28,7 @@ def needs(config: DpoConfig, facts: Facts) -> list[str]:
 
 @stage(kind="model", device=True, needs=needs)
 def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: StageRun) -> None:
-    """DPO, or another preference loss, with format tokens masked and an NLL term on the better answer (Llama 3, section 4.1.4).
+    """Train by DPO, or another preference loss, with format tokens masked and an NLL term on the better answer (Llama 3, section 4.1.4).
 
     The reference is the policy that training starts from; where the loss needs its log-probabilities, those of the preferences
     that training comes to are computed once, before the first step, but for those that `reference_logprobs` has kept beside them

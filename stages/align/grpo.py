@@ -21,7 +21,7 @@ class GrpoConfig(GrpoSettings, RolloutsConfig):
 def grpo(
     policy: Model, reward_model: list[Model] | None, prompts: Prompts, judges: list[Model] | None, config: GrpoConfig, run: StageRun
 ) -> None:
-    """Each answer against the others to its prompt: GRPO (Shao et al. 2024) or RLOO (Ahmadian et al. 2024), see `baseline`.
+    """Train by comparing each answer with the others to its prompt: GRPO (Shao et al. 2024) or RLOO (Ahmadian et al. 2024), see `baseline`.
 
     The loss is PPO's clipped surrogate, a mean over the tokens of an update (as DAPO has it); the KL divergence to the starting
     policy is taken off the reward of the answer. Rewards, `judges` and dropped prompts are those of `ppo`. Prompts whose answers

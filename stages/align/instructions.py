@@ -18,7 +18,7 @@ class InstructionsConfig(StageConfig):
 
 @stage(kind="instructions")
 def instructions(prompts: Prompts, config: InstructionsConfig, run: StageRun) -> None:
-    """Training prompts with their reference answers, in place of human annotators' demonstrations.
+    """Pair training prompts with their reference answers, in place of human annotators' demonstrations.
 
     Held-out prompts are left out; those without a reference are in `dropped`. PunaError where none has one.
     """

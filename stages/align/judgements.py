@@ -89,7 +89,7 @@ def agreement(judged: Iterable[Sequence[str]]) -> tuple[float | None, float | No
 
 @stage(kind="preferences")
 def judgements(answers: Answers, prompts: Prompts, judged: list[External], config: JudgementsConfig, run: StageRun) -> None:
-    """Preferences from people's judgements (Llama 3, section 4.2.1): edited > chosen > rejected, at one of four levels.
+    """Make preferences from people's judgements (Llama 3, section 4.2.1): edited > chosen > rejected, at one of four levels.
 
     `judged`: files of JSON lines, a `Judgement` each. Where several people judged a pair, the mean of their levels, from one side to
     the other, decides; `dropped` holds the pairs that were skipped (`skipped`) or on which they cancel out (`no_majority`). Where the

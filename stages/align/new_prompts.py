@@ -19,7 +19,7 @@ class NewPromptsConfig(SeededConfig):
 
 @stage(kind="prompts")
 def new_prompts(pool: Prompts, used: list[Prompts] | None, config: NewPromptsConfig, run: StageRun) -> None:
-    """Training prompts of a pool that are not among `used`, in the order of a hash of their id; none where none are left.
+    """Take training prompts of a pool that are not among `used`, in the order of a hash of their id; none where none are left.
 
     A conversation that occurs twice under two ids is one prompt. The metric `left` counts the prompts that are still unused then.
     """

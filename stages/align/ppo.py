@@ -16,7 +16,7 @@ class PpoConfig(PpoSettings, RolloutsConfig):
 def ppo(
     policy: Model, reward_model: list[Model] | None, prompts: Prompts, judges: list[Model] | None, config: PpoConfig, run: StageRun
 ) -> None:
-    """PPO with a frozen reference, the starting policy (Schulman et al. 2017; Ziegler et al. 2019).
+    """Train by PPO with a frozen reference, the starting policy (Schulman et al. 2017; Ziegler et al. 2019).
 
     The reward is a frozen reward model's number (of several: see `ensemble`), the score of each prompt's verifier, or their product; see
     `reward`. The critic starts as the first reward model, without one as the policy with a head of zeros. `judges` are models that

@@ -101,7 +101,7 @@ class PreferencesConfig(SeededConfig):
 
 @stage(kind="preferences")
 def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, run: StageRun) -> None:
-    """Four-level preferences between answers of different models, with an edit step (Llama 3, section 4.2.1).
+    """Label four-level preferences between answers of different models, with an edit step (Llama 3, section 4.2.1).
 
     Rows in are the drawn pairs; `dropped` holds those with identical, similar or unfinished answers, and those of which one has
     no gold score because its verifier failed (`unscored`). PunaError where a prompt has no verifier.

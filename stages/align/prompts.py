@@ -62,7 +62,7 @@ class PromptsConfig(SeededConfig):
 
 @stage(kind="prompts")
 def prompts(config: PromptsConfig, run: StageRun) -> None:
-    """Questions with gold answers, from procedural generators, each with the generator's own verifier.
+    """Generate questions with gold answers by procedural generators, each with the generator's own verifier.
 
     The generators repeat themselves at small sizes, so questions are counted by their text: no text occurs
     twice, over all tasks. Those drawn are put in the order of a hash of their text; so the training questions

@@ -26,7 +26,7 @@ def needs(config: ReferenceLogprobsConfig, facts: Facts) -> list[str]:
 
 @stage(kind="preferences", device=True, needs=needs)
 def reference_logprobs(model: Model, preferences: Preferences, config: ReferenceLogprobsConfig, run: StageRun) -> None:
-    """The preferences as they are, with the summed log-probability of each answer under `model` in the side table `scores`.
+    """Copy the preferences, with the summed log-probability of each answer under `model` in the side table `scores`.
 
     `dpo` of that model on these preferences in this precision reads them, however often and with whatever loss, and computes none of
     its own; a row of `scores` is named after the tokens of a prompt and an answer, the precision and the model's data digest.

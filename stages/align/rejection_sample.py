@@ -49,7 +49,7 @@ def needs(config: RejectionSampleConfig, facts: Facts) -> list[str]:
 def rejection_sample(
     answers: Answers, reward_model: list[Model] | None, prompts: Prompts, config: RejectionSampleConfig, run: StageRun
 ) -> None:
-    """One finished answer for each prompt: the one with the highest reward (Llama 3, section 4.2.2), or see `pick`.
+    """Choose one finished answer for each prompt: the one with the highest reward (Llama 3, section 4.2.2), or see `pick`.
 
     Side tables: `scores` holds, per instruction, `agreement` (the share of the prompt's answers with the same text) and, where the
     reward model picks, `reward`, which each answer has, too; `dropped` the prompts whose answers were all cut off

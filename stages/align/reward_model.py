@@ -33,7 +33,7 @@ def needs(config: RewardModelConfig, facts: Facts) -> list[str]:
 
 @stage(kind="model", device=True, needs=needs)
 def reward_model(model: Model, preferences: list[Preferences], config: RewardModelConfig, run: StageRun) -> None:
-    """Bradley-Terry without a margin over edited > chosen > rejected, all answers of a prompt in one row
+    """Train a reward model by Bradley-Terry without a margin over edited > chosen > rejected, all answers of a prompt in one row
     (Llama 3, section 4.1.2). A ranking of more answers is one group of as many tiers; equals make no pair. With `head_only` the
     model's layers stay as they are.
 

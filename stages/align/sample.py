@@ -77,7 +77,7 @@ def needs(config: SampleConfig, facts: Facts) -> list[str]:
 def sample(
     models: list[Model], prompts: Prompts, judges: list[Model] | None, draft: Model | None, config: SampleConfig, run: StageRun
 ) -> None:
-    """K answers per prompt from each model, with log-probabilities and gold scores (Llama 3, section 4.2.2).
+    """Draw K answers per prompt from each model, with log-probabilities and gold scores (Llama 3, section 4.2.2).
 
     Answers to prompts without a verifier have no gold score, and neither has an answer whose verifier failed: the metric
     `unscored_answers` counts the latter. One that was cut off is scored as it stands; in the metrics it is wrong. `judges` are the

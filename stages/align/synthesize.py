@@ -78,7 +78,7 @@ def needs(config: SynthesizeConfig, facts: Facts) -> list[str]:
 
 @stage(kind="instructions", device=True, needs=needs, named=verifiers_named)
 def synthesize(model: Model, prompts: Prompts, judges: list[Model] | None, config: SynthesizeConfig, run: StageRun) -> None:
-    """One checked answer of the model for each problem that has one; see `problems`.
+    """Write one checked answer of the model for each problem that has one; see `problems`.
 
     A problem and its answer are kept without the failed tries before it; the side table `scores` holds the share of right answers
     (`right`) and how often it was tried (`tries`). `dropped` holds written problems that were cut off (`unfinished`), say nothing

@@ -77,7 +77,7 @@ def needs(config: AnnealExperimentConfig, facts: Facts) -> list[str]:
 def anneal_experiment(
     model: Model, tokens: Tokens, documents: Documents, prompts: Prompts | None, config: AnnealExperimentConfig, run: StageRun
 ) -> None:
-    """Is this small data set worth having? (Llama 3, section 3.1.3; Blakeney et al. 2024)
+    """Measure whether a small data set is worth having (Llama 3, section 3.1.3; Blakeney et al. 2024).
 
     The model, best a half-trained one, is annealed twice over: on the default tokens alone, and with a share of
     the candidate documents among them; both from the same weights and for as many tokens. The gain is what the

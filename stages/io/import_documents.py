@@ -20,7 +20,7 @@ class ImportDocumentsConfig(ImportConfig):
 
 @stage(kind="documents")
 def import_documents(inputs: list[External], config: ImportDocumentsConfig, run: StageRun) -> None:
-    """Documents from rows with a text, and perhaps a title, an address and a date; pages of HTML and archives go through `ingest`.
+    """Import documents from rows with a text, and perhaps a title, an address and a date; pages of HTML and archives go through `ingest`.
 
     `examples` shows each input's layout, why it was taken, the columns and a row; `dropped` names every row that could not be
     taken, with file, row, field and reason. Rows that are there twice are kept once.

@@ -20,7 +20,7 @@ class ImportInstructionsConfig(SplitConfig):
 
 @stage(kind="instructions")
 def import_instructions(inputs: list[External], config: ImportInstructionsConfig, run: StageRun) -> None:
-    """Conversations to learn from: messages (role and content, or from and value), prompt and completion, or instruction and output.
+    """Import conversations to learn from: messages (role and content, or from and value), prompt and completion, or instruction and output.
 
     `examples` shows each input's layout, why it was taken, the columns and a row; `dropped` names every row that could not be
     taken, with file, row, field and reason. Rows that are there twice are kept once.

@@ -49,7 +49,7 @@ class ImportModelConfig(StageConfig):
 
 @stage(kind="model")
 def import_model(model: External, config: ImportModelConfig, run: StageRun) -> None:
-    """A model of Puna's from a checkpoint: a folder in Hugging Face's layout, a GGUF file, or `hf://OWNER/NAME[@REVISION]`.
+    """Import a model from a checkpoint: a folder in Hugging Face's layout, a GGUF file, or `hf://OWNER/NAME[@REVISION]`.
 
     Checked before anything is kept: the family, names and shapes of all tensors, the tokenizer against the embeddings, the
     chat template on a conversation, the tokens that end an answer. The metrics say what was found. How the checkpoint's

@@ -21,7 +21,7 @@ class ImportPreferencesConfig(SplitConfig):
 
 @stage(kind="preferences")
 def import_preferences(inputs: list[External], config: ImportPreferencesConfig, run: StageRun) -> None:
-    """Preferences between answers: chosen and rejected, labelled single answers (KTO), or answers with scores or ranks.
+    """Import preferences between answers: chosen and rejected, labelled single answers (KTO), or answers with scores or ranks.
 
     Chosen and rejected are text, messages, or dialogues of HH ("\\n\\nHuman:"); without a prompt, the context is what both have in
     common, message by message. A ranking is one row: the best answer is chosen, the worst rejected, the others keep their rank.

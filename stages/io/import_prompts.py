@@ -21,7 +21,7 @@ class ImportPromptsConfig(PromptRowsConfig):
 
 @stage(kind="prompts")
 def import_prompts(inputs: list[External], config: ImportPromptsConfig, run: StageRun) -> None:
-    """Prompts to be answered: conversations, questions or instructions, with a reference answer and a verifier where there is one.
+    """Import prompts to be answered: conversations, questions or instructions, with a reference answer and a verifier where there is one.
 
     Of a conversation that ends in an answer, that answer is the reference.
 

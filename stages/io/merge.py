@@ -21,7 +21,7 @@ class MergeConfig(StageConfig):
 
 @stage(kind="model")
 def merge(model: Model, adapter: External, config: MergeConfig, run: StageRun) -> None:
-    """The model with the adapters of a folder in PEFT's layout merged into its weights, in their number format.
+    """Merge the adapters of a folder in PEFT's layout into the model's weights, in their number format.
 
     The folder holds adapter_config.json and adapter_model.safetensors: what PEFT or TRL saves, what `lora.keep` has a stage keep, or
     `hf://OWNER/NAME`. Whatever PEFT can merge (LoRA, DoRA, LoHa, IA3 and others) is; a tensor that the model has no place for, and

@@ -26,7 +26,7 @@ class TokenizerConfig(SeededConfig):
 
 @stage(kind="tokenizer")
 def tokenizer(documents: Documents, mixture: Mixture | None, config: TokenizerConfig, run: StageRun) -> None:
-    """Byte-level BPE (Sennrich et al. 2016; Radford et al. 2019) with Llama 3's special tokens.
+    """Train a byte-level BPE tokenizer (Sennrich et al. 2016; Radford et al. 2019) with Llama 3's special tokens.
 
     Learns from training documents only where a mixture says which they are. The sample is the documents with
     the smallest hashes, until max_bytes is reached; the merges depend on how often each word occurs in it and

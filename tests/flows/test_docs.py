@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ import yaml
 from typer.testing import CliRunner
 
 from puna.flows.cli import app
+from puna.flows.forms import offers
 from puna.flows.launch import chosen, stage_config
+from puna.flows.program import first_sentence
 from puna.flows.trace import load
+from puna.flows.web.start import list_page
 from puna.stages.contract import Stage
 from puna.storage import Store
 from puna.storage.schemas import TABLES
@@ -30,6 +34,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAM = typer.main.get_command(app)
 OWN = {"my.yaml", "only_titled", "tidy"}
 """A recipe, a stage and a flow that the reader writes."""
+VERBS = re.compile(
+    "align|apply|average|choose|compare|copy|distil|draw|drop|encode|find|fine|generate|give|grade|hold|identify|import|join|keep|label|"
+    "make|mask|measure|merge|pair|predict|read|record|remove|run|score|set|take|tell|train|turn|write"
+)
+"""What the first word of a step's description is."""
 LOOKING = ("list", "lineage", "show", "sql", "explain", "verify", "report", "stages", "fields", "why", "gc")
 
 
@@ -180,3 +189,26 @@ def test_the_readme_is_read_in_three_minutes() -> None:
     assert len(re.findall(r"[^\s|·#-]+", text)) <= 600
     for fact in ("simulated", "no number ends in 0, 1, 4 or 5", "nearest training question", "equally many checks"):
         assert fact in " ".join(text.split())
+
+
+def test_descriptions_are_whole_sentences() -> None:
+    """The one-line description of each flow and stage is a sentence that a colon or the end of a line does not cut."""
+    described = {offer.what.name: first_sentence(offer.what.doc) for offer in offers()}
+    assert len(described) > 60
+    for name, sentence in described.items():
+        assert sentence.endswith(".") and "\n" not in sentence, f"{name}: {sentence}"
+        assert all(sentence.count(a) == sentence.count(b) for a, b in ("()", "[]")) and sentence.count("`") % 2 == 0, f"{name}: {sentence}"
+        # A sentence begins with what the step does: no "Pages to documents", no article, no question.
+        first = re.split(r"\W", sentence, maxsplit=1)[0]
+        assert VERBS.fullmatch(first.lower()), f"{name}: begin the docstring with a verb (got {first!r})"
+    assert described["extract"] == "Turn pages into documents: the main content of HTML, plain text and code as they are."
+    assert first_sentence("Mask addresses: of mail, of\n    houses (Broder et al. 1997). Then more.\n\nA body.") == (
+        "Mask addresses: of mail, of houses (Broder et al. 1997)."
+    )
+
+
+def test_the_start_page_and_the_command_line_show_them() -> None:
+    page, listed = unescape(str(list_page(None))), CliRunner().invoke(app, ["stages"]).output
+    sentence = "Turn pages into documents: the main content of HTML, plain text and code as they are."
+    assert sentence in page and sentence in listed
+    assert "Turn raw pages or documents into an aligned model;" in page and "Turn raw pages or documents into an aligned model;" in listed

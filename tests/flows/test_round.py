@@ -238,7 +238,8 @@ def test_a_person_decides(world: World) -> None:
     assert pages.post(f"/rounds/{gate.key[:16]}", content="by=&verdict=approve").status_code == 404
     assert pages.post(f"/rounds/{gate.key[:16]}", content="by=Ada&verdict=approve").status_code == 303
     first = world.policy  # at once
-    assert "approved by Ada" in pages.get("/rounds").text
+    shown = pages.get("/rounds").text
+    assert "approved by Ada" in shown and "score, mean over " in shown and " held-out prompts of " in shown
     assert world.fire(model, pool, changes=person).startswith("round 2: waits")
     second = next(a for a in world.store.artifacts() if a.manifest.stage == "gate" and a.key != gate.key)
     execute(approval, ApprovalConfig(by="Bo", approved=False, reason="worse"), {"gate": second}, world.store)
