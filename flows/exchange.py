@@ -96,7 +96,8 @@ def export(
     from puna.stages.io.export_model import export_model
 
     opened = existing(store)
-    artifact = opened.checked(opened.resolve(identity))
+    artifact = opened.resolve(identity)
+    opened.check_whole(artifact)
     formats = ("hf", "gguf", "awq", "adapter") if artifact.kind == "model" else ("parquet", "jsonl", "datasketch")
     if format is not None and format not in formats:
         raise PunaError(f"--format {format}: {artifact.id} goes out as {' or '.join(formats)}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from puna.flows.cli import app
 from puna.stages.contract import execute, perform
 from puna.storage import PunaError, Store
 from tests.reliability.cases_rot import RotConfig, flip, prepare, rot, rot_keeping, rot_measuring
@@ -26,6 +28,16 @@ def test_a_damaged_input_is_set_aside_and_made_anew_by_the_next_run(tmp_path: Pa
     again = perform(rot_keeping, RotConfig(), {"documents": documents}, store)
     assert not again.reused and again.artifact.data_digest == kept.data_digest
     assert execute(rot_measuring, RotConfig(), {"documents": again.artifact}, store).rows() == again.artifact.rows()
+
+
+def test_a_damaged_artifact_is_not_exported(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store")
+    documents, _ = prepare(store)
+    flip(documents.path("documents.parquet"), 900, 2)
+    arguments = ["export", documents.id, str(tmp_path / "out"), "--store", store.uri]
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, PunaError) and f"{documents.id} is damaged: documents.parquet" in str(result.exception)
+    assert not (tmp_path / "out").exists()
 
 
 def test_only_the_artifact_whose_own_file_is_damaged_is_set_aside(tmp_path: Path) -> None:
