@@ -84,7 +84,7 @@ def gates_view(run: Run) -> Html | None:
          f"{number(s.metrics['gain_low'], 3)} to {number(s.metrics['gain_high'], 3)}", s.metrics["reason"]]
         for s in run.steps if s.stage == "gate"
     ]  # fmt: skip
-    head = ["round", "verdict", "compared", "gain", "95 % interval", "why"]
+    head: list[Content] = ["round", "verdict", "compared", "gain", "95 % interval", "why"]
     return part("Gates of the rounds", table(head, rows, numeric=[3])) if rows else None
 
 
