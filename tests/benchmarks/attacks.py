@@ -5,7 +5,9 @@
 `code_from_data`: functions that a prompt's verifier may name though nobody allowed them. `strangers_harmed`: hostile requests to Puna's
 pages that fail, are answered to another site, change the store, fetch an address or end the server; `cross_site_effects`: those of them
 that another site's page sends. `answers_ended`: requests to a model that end others' answers. `model_files_accepted` and
-`templates_rendered`: hostile files and chat templates that are not refused within 2 s.
+`templates_rendered`: hostile files and chat templates that are not refused within 2 s. `rot_committed_wrong`: flipped bits of committed
+files that a stage commits a wrong result of, and `rot_raw_errors`: those that end in an error that does not name the artifact.
+`sandbox_over_limit`: programs that hold memory which their limit does not count.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from puna.flows.web import application  # noqa: E402
 from puna.stages.align.prompts import PromptsConfig, prompts  # noqa: E402
 from puna.stages.contract import execute, plugins  # noqa: E402
 from puna.storage import Store  # noqa: E402
-from tests.security import cases_code, cases_doors, cases_models  # noqa: E402
+from tests.reliability.cases_rot import rot_cases  # noqa: E402
+from tests.security import cases_code, cases_doors, cases_models, cases_verify  # noqa: E402
 
 LIMIT = 2.0
 """Seconds within which a hostile file or template is refused."""
@@ -69,17 +72,24 @@ def models(folder: Path) -> dict[str, int]:
     }
 
 
+def rot(folder: Path, flips: int) -> dict[str, int]:
+    wrong, raw = rot_cases(folder, flips)
+    return {"rot_flips": flips, "rot_committed_wrong": wrong, "rot_raw_errors": raw}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Count the attacks that do harm.")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--requests", type=int, default=1000, help="hostile requests")
+    parser.add_argument("--flips", type=int, default=200, help="flipped bits")
     options = parser.parse_args()
     found: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
-        places = [Path(folder) / name for name in ("code", "store", "models")]
+        places = [Path(folder) / name for name in ("code", "store", "models", "rot")]
         for place in places:
             place.mkdir()
         found |= code_from_data(places[0]) | requests(places[1], options.requests) | models(places[2])
+        found |= rot(places[3], options.flips) | {"sandbox_over_limit": cases_verify.sandbox_over_limit()}
     print(json.dumps(found) if options.json else "\n".join(f"{name:24s}{value:8d}" for name, value in found.items()))
 
 
