@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from puna.stages.pretrain.pretrain import PretrainConfig
 
 app = typer.Typer()
+CPU_FLOPS = 1e20
+"""Operations beyond which a plan is not for this CPU: a year at 3 TFLOP/s, which is a fast CPU's rate."""
+LARGE, LARGE_BYTES = "H100", 80e9
+"""GPU of a plan that is too large for a CPU, and its memory; half of it may hold the state."""
+LONGEST = 90 * 86_400
+"""Seconds that such a plan may take."""
 
 
 @app.command()
@@ -128,7 +134,10 @@ def _expected(expected: Expected | None) -> str:
 
 
 def costs(recipe: Recipe, gpu: str | None, gpus: int) -> dict[str, Any]:
-    """The figures that `puna plan` prints, bytes and seconds as numbers."""
+    """Return the figures that `puna plan` prints, bytes and seconds as numbers.
+
+    Without `gpu` the device is this CPU. Where that takes years, it is as many `LARGE` GPUs as hold the state and end within `LONGEST`.
+    """
     from puna.models import accounting
 
     if gpus > 1 and gpu is None:
@@ -137,6 +146,15 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int) -> dict[str, Any]:
     from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
     from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
 
+    if gpu is None:
+        large = costs(recipe, LARGE, 1)
+        if large["flops"] > CPU_FLOPS:
+            needed = 1
+            while large["state_bytes"] > needed * LARGE_BYTES / 2 or large["seconds"] > needed * LONGEST:
+                needed *= 2
+            why = f"no --gpu given; this CPU would take years for {large['flops']:.1e} operations"
+            planned = costs(recipe, LARGE, needed)
+            return {**planned, "device": f"{planned['device']} ({why})"}
     training, packing = recipe.one("pretrain", pretrain, PretrainConfig), recipe.one("tokenize", tokenize, TokenizeConfig)
     vocab_size = recipe.one("tokenizer", tokenizer, TokenizerConfig).vocab_size
     context = packing.sequence_length

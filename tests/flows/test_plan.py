@@ -87,3 +87,14 @@ def test_a_plan_tells_what_is_reused_what_runs_and_why(tmp_path: Path, monkeypat
     assert "sample_1                 after   input model, prompts_1" in said and "phase" not in said
     with pytest.raises(PunaError, match="align with recipe smollm2-135m pretrains nothing"):
         CliRunner().invoke(app, ["plan", "align", "--recipe", "smollm2-135m", "--gpu", "A100"], catch_exceptions=False)
+
+
+def test_a_plan_too_large_for_a_cpu_names_a_device_that_can() -> None:
+    """llama3-1b on a CPU came out as hundreds of millions of hours."""
+    one = costs(load("llama3-1b", [], "pretrain"), None, 1)
+    assert str(one["device"]).startswith("32 x H100 (no --gpu given; this CPU would take years") and one["seconds"] <= 90 * 86_400
+    assert one["seconds"] == costs(load("llama3-1b", [], "pretrain"), "H100", 32)["seconds"]
+    large = costs(load("llama3-405b", [], "pretrain"), None, 1)
+    gpus = int(str(large["device"]).partition(" ")[0])
+    assert gpus > 1 and large["state_bytes"] <= 40e9
+    assert costs(load("demo", [], "pretrain"), None, 1)["device"] == "this CPU"
