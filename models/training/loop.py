@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from puna.models.training.settings import ComputeSettings, TrainConfig
 from puna.models.training.spikes import spike_limits
-from puna.models.training.state import load_record, load_state, save_state
+from puna.models.training.state import CheckpointTimer, load_record, load_state, save_state
 from puna.models.training.trainer import Row, Trainer
 
 __all__ = ["Row", "TrainConfig", "TrainLog", "TrainingDiverged", "Trainer", "train", "weights_digest"]
@@ -55,7 +55,7 @@ def train(
 
     In bf16 the model computes in bf16 while it trains and has its fp32 weights back afterwards.
 
-    With `checkpoint_dir` the state is kept there every `checkpoint_every` steps and at the end, and a
+    With `checkpoint_dir` the state is kept there every `checkpoint_every` steps, by time (`CheckpointTimer`) and at the end, and a
     run that finds one continues after it, calling `on_step` for new steps only. It refuses the state of
     another configuration or seed, or of other initial weights, with ValueError. `TrainingDiverged` after
     `max_skipped` steps in a row without an acceptable loss and gradient.
@@ -72,6 +72,7 @@ def train(
     with Trainer(model, objective, config.replace(compute=as_begun(config.compute, checkpoint_dir)), rate_scales) as trainer:
         first, log = _resume(checkpoint_dir, trainer, average, identity)
         averaged_steps = config.averaged_steps()
+        timer = CheckpointTimer()
         model.train()
         for step in range(first, config.steps + 1):
             limits = spike_limits(log, settings.spike_window, settings.spike_limit)
@@ -83,10 +84,11 @@ def train(
             if ema and not row["skipped"]:
                 _include(average, trainer.weights, 1.0 - ema)
             if checkpoint_dir is not None and (
-                step == config.steps or (checkpoint_every and step % checkpoint_every == 0)
+                step == config.steps or (checkpoint_every and step % checkpoint_every == 0) or timer.due()
             ):
-                tensors = trainer.tensors() | {f"average.{name}": value for name, value in average.items()}
-                save_state(checkpoint_dir, step, tensors, {**identity, "precision": trainer.precision, "log": log})
+                with timer.writing():
+                    tensors = trainer.tensors() | {f"average.{name}": value for name, value in average.items()}
+                    save_state(checkpoint_dir, step, tensors, {**identity, "precision": trainer.precision, "log": log})
             if on_step is not None:
                 on_step(row)
         trainer.assign(average)

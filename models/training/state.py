@@ -6,7 +6,10 @@ import hashlib
 import json
 import os
 import shutil
+import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,35 @@ TENSORS = "state.safetensors"
 RECORD = "state.json"
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """What reading a damaged checkpoint raises."""
+
+CHECKPOINT_SECONDS = 10.0
+"""Seconds of training after which its state is written."""
+CHECKPOINT_SHARE = 0.02
+"""Largest share of a training's time that checkpoints by time may take (0 to 1)."""
+
+
+class CheckpointTimer:
+    """Clock that tells a training when to write its state.
+
+    The state is written every `CHECKPOINT_SECONDS`. Where the last write was slow, the wait grows until writing takes at most
+    `CHECKPOINT_SHARE` of the time.
+    """
+
+    def __init__(self) -> None:
+        self._cost = 0.0
+        self._since = time.monotonic()
+
+    def due(self) -> bool:
+        """True if the state is to be written now."""
+        return time.monotonic() - self._since >= max(CHECKPOINT_SECONDS, self._cost / CHECKPOINT_SHARE)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Measure one write of the state, and begin the next wait at its end."""
+        started = time.monotonic()
+        yield
+        self._since = time.monotonic()
+        self._cost = self._since - started
 
 
 def save_state(folder: Path, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> Path:

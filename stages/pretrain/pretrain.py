@@ -39,7 +39,12 @@ class PretrainConfig(SeededConfig):
     validation_share: float = Field(0.01, gt=0, lt=0.5, description="Maximum share of documents set aside to watch the loss on, fraction")
     validation_tokens: int = Field(40_000, ge=100, description="Tokens of those documents at most (the last one may go over)")
     validate_every: int = Field(100, ge=1, description="Steps between measurements of their loss")
-    checkpoint_every: int = Field(100, ge=1, description="Steps between checkpoints to resume from; they change no result")
+    checkpoint_every: int = Field(
+        100,
+        ge=1,
+        description="Steps between checkpoints to resume from; they change no result. Slow steps are also saved by time: every 10 s, "
+        "or less often where saving would take more than 2 % of the time",
+    )
 
 
 def needs(config: PretrainConfig, facts: Facts) -> list[str]:

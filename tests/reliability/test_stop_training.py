@@ -1,0 +1,76 @@
+"""Trainings that are killed: what they keep by time, and that they end with the same bits when they go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from puna.models.config import ModelConfig
+from puna.models.training import objectives as o
+from puna.models.training import state
+from puna.models.training.loop import TrainConfig, train, weights_digest
+from puna.models.transformer import Transformer
+
+ROOT = Path(__file__).parents[2]
+SHAPE = ModelConfig(vocab_size=19, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+STEPS, KILLED = 12, 7
+
+
+def run(folder: Path | None, kill: int | None = None) -> str:
+    """Train a small model; with `kill`, send this process that signal after step 7. Return the digest of the weights."""
+
+    def batches(step: int) -> list[o.Targets]:
+        return [o.Targets.from_documents(np.random.default_rng([7, step]).integers(0, 19, (3, 11)).tolist())]
+
+    def on_step(row: dict[str, float]) -> None:
+        if kill is not None and row["step"] == KILLED:
+            os.kill(os.getpid(), kill)
+
+    model = Transformer(SHAPE, "lm", torch.Generator().manual_seed(0))
+    config = TrainConfig(steps=STEPS, schedule={"learning_rate": 0.01, "ema": 0.9})
+    train(model, o.LanguageModeling(), batches, config, seed=3, checkpoint_dir=folder, on_step=on_step)
+    return weights_digest(model)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_killed_training_keeps_its_state_by_time_and_ends_with_the_same_bits(sent: signal.Signals, tmp_path: Path) -> None:
+    # A wait of 0 seconds stands for steps that each take longer than the wait.
+    code = "import sys; from pathlib import Path; import test_stop_training as t; t.state.CHECKPOINT_SECONDS = 0.0; "
+    code += "t.state.CHECKPOINT_SHARE = float('inf'); t.run(Path(sys.argv[1]), int(sys.argv[2]))"
+    paths = os.pathsep.join((str(ROOT / ".pkg"), str(Path(__file__).parent)))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), str(int(sent))], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    # Python ends a command with status 1 at Ctrl-C.
+    assert ended.returncode == (1 if sent == signal.SIGINT else -sent), ended.stderr[-2000:]
+    record = state.load_record(tmp_path)
+    assert record is not None and record["step"] == KILLED
+    assert run(tmp_path) == run(None)
+
+
+def test_the_wait_between_checkpoints_grows_with_what_a_write_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(state.time, "monotonic", lambda: now[0])
+    timer = state.CheckpointTimer()
+    now[0] += 9.9
+    assert not timer.due()
+    now[0] += 0.2
+    assert timer.due()
+    with timer.writing():
+        now[0] += 3.0
+    now[0] += 149.0
+    assert not timer.due()
+    now[0] += 2.0
+    assert timer.due()
+    with timer.writing():
+        now[0] += 0.01
+    now[0] += 10.1
+    assert timer.due()
