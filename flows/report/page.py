@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from puna.flows.report import alignment, arms, corpus, curate, lineage, training
+from puna.flows.report import alignment, arms, corpus, curate, lineage, measured_on, training
 from puna.flows.report.again import again_view
 from puna.flows.report.compare import compare_view
 from puna.flows.report.funnel import Level, characters_per_token, funnel, level
@@ -219,6 +219,7 @@ def _alignment(run: Run) -> Html:
     judged = [s for s in alignment.evaluations(run) if not any(a.key in base for a in run.inputs(s))]
     return section(
         "alignment", "Evaluation and alignment", "What each step taught the model, and what it answers now.",
+        measured_on.measured_view(run),
         alignment.gates_view(run),
         alignment.accuracy_view(run),
         alignment.arms_view(run),
