@@ -164,8 +164,8 @@ class Store:
         Raise PunaError if a byte is wrong, after the damaged artifact was moved to `quarantine/`. A file that a disk changed by
         itself keeps its size and time, so that a quick look cannot find it. Where each read is checked anyway, the look is quick.
         """
-        artifact = Artifact(artifact.kind, artifact.key, self.files)  # its manifest is read anew
-        damage = artifact.damage(read, quick=self.files.checks_reads)
+        artifact = Artifact(artifact.kind, artifact.key, artifact.files)  # its manifest is read anew; it may lie in another store
+        damage = artifact.damage(read, quick=artifact.files.checks_reads)
         if not damage:
             return
         aside = [place for one in self._with_sources(artifact) if (place := self.quarantine(one, own=True)) is not None]
