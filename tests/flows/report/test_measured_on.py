@@ -31,3 +31,11 @@ def test_the_report_names_annotator_and_tasks(tmp_path: Path) -> None:
     built = everything(tmp_path)
     page = str(measured_view(Run.open(built.store, "latest")))
     assert "simulated" in page and "20 held-out questions" in page and "lookup" not in page.partition("</table>")[0]
+
+
+def test_the_stronger_of_two_lookups_counts() -> None:
+    """Numbers beside each other teach each other; words alone do not show it."""
+    gold = [question(f"g{n}", "train", f"numbers between {n} and 90", str(n)) for n in (10, 30, 50)]
+    held = [question(f"h{n}", "heldout", f"numbers between {n} and 90", str(n - 1)) for n in (31, 51)]
+    found = lookup([*gold, *held])
+    assert found is not None and found.value == 1.0
