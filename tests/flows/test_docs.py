@@ -193,7 +193,8 @@ def test_the_readme_is_read_in_three_minutes() -> None:
 
 def test_descriptions_are_whole_sentences() -> None:
     """The one-line description of each flow and stage is a sentence that a colon or the end of a line does not cut."""
-    described = {offer.what.name: first_sentence(offer.what.doc) for offer in offers()}
+    own = [offer.what for offer in offers() if offer.what.function.__module__.startswith("puna.")]  # other tests declare stages, too
+    described = {what.name: first_sentence(what.doc) for what in own}
     assert len(described) > 60
     for name, sentence in described.items():
         assert sentence.endswith(".") and "\n" not in sentence, f"{name}: {sentence}"

@@ -56,7 +56,9 @@ def rot_measuring(documents: Documents, config: RotConfig, run: StageRun) -> Non
     flip_during()
     rows = documents.read(columns=["id", "text"])
     dropped = str(documents.path("dropped.parquet"))
-    (count,) = duckdb.execute("select count(distinct id || rule) + cast(sum(value) as int) from read_parquet(?)", [dropped]).fetchone() or (0,)
+    with duckdb.connect() as connection:
+        query = "select count(distinct id || rule) + cast(sum(value) as int) from read_parquet(?)"
+        ((count,),) = connection.execute(query, [dropped]).fetchall()
     sums = [sum(text.encode()) + count for text in rows["text"].to_pylist()]
     run.write(pa.table({"id": rows["id"], "rot_characters": pa.array(sums, pa.int64())}))
 
