@@ -187,11 +187,12 @@ def unsettled(store: Store, rounds: Iterable[Round]) -> Round | None:
     return last
 
 
-def settle(store: Store, done: Round) -> None:
-    """Carry out the verdict of a round: where it passed, the policy's aliases move to the candidate, if nobody moved them meanwhile.
+def settle(store: Store, done: Round) -> str:
+    """Carry out the verdict of a round and return a sentence on it for people. Done twice, it is done once.
 
-    PunaError where somebody did. Done twice, it is done once: what is already so stays.
+    Where the round passed, the policy's aliases move to the candidate. PunaError where somebody moved them meanwhile.
     """
+    message = str(done)
     if done.verdict == "passed":
         now = store.aliases().get(POLICY, "")
         held = Artifact("model", now, store.files).data_digest if now else done.policy.data_digest
@@ -199,6 +200,9 @@ def settle(store: Store, done: Round) -> None:
             if held != done.policy.data_digest:
                 raise PunaError(f"round {done.number}: {POLICY} was moved to model/{now[:12]} while it ran, and stays there")
             store.set_alias(POLICY, done.candidate, expected=now)
-        store.set_numbered(f"policy@round-{done.number}", done.candidate)
+        wanted = f"policy@round-{done.number}"
+        if (alias := store.set_alias(wanted, done.candidate)) != wanted:
+            message += f"; {wanted} stands for another model, so this one is {alias}"
     if done.verdict != "waits":
         store.set_alias(done.mark, done.deciding)
+    return message

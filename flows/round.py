@@ -102,8 +102,7 @@ def _round(
 def _carry_out(store: Store, done: Round) -> None:
     """Move the aliases as the verdict says, and say so; a plan leaves them where they are."""
     if current_walk().performs:
-        settle(store, done)
-        tell(str(done))
+        tell(settle(store, done))
 
 
 def _known(artifact: Artifact) -> Output:

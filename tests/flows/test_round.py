@@ -360,3 +360,17 @@ def test_without_verifiers_a_round_learns_from_the_preferences_that_it_is_given(
     assert "preferences_1" not in found
     for label in ("reward_model_1", "dpo_1", "chosen_1"):
         assert found[label]["preferences"] == ("input judged",)
+
+
+def test_a_policy_of_another_lineage_takes_the_next_free_number_and_says_so(world: World) -> None:
+    """The mark of a round is its gate's: two first rounds have two gates, so both are carried out."""
+    model, other, pool = world.model(), world.model(seed=9), world.pool(train=6)
+    world.fire(model, pool)
+    first = world.policy
+    world.store.set_alias("policy@latest", other)
+    said = world.fire(other, pool)
+    assert said.startswith("round 1: its candidate is the policy") and said.endswith("; policy@round-1 stands for another model, so this one is policy@round-2")
+    assert [world.store.alias(f"policy@round-{n}").key for n in (1, 2)] == [first.key, world.policy.key]
+    gates = [a for a in world.store.artifacts() if a.manifest.stage == "gate"]
+    assert {alias: key for alias, key in world.store.aliases().items() if alias.startswith("gate@")} == {f"gate@{g.key[:16]}": g.key for g in gates}
+    assert len(gates) == 2
