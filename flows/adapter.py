@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextvars import copy_context
@@ -45,12 +44,9 @@ class Performer(Walk):
 
     def publish(self, name: str, output: Output) -> None:
         """Point the alias at the artifact; one that stands for several has no one alias."""
-        if len(output.items) == 1 and isinstance(output.items[0], Artifact):
-            store = _session().store
-            if not re.fullmatch(r".*@[a-z]+-[0-9]+", name):
-                return store.set_alias(name, output.items[0])
-            if (alias := store.set_numbered(name, output.items[0])) != name:
-                self.tell(f"{name} stands for an earlier artifact; this one is {alias}")
+        artifact = output.items[0] if len(output.items) == 1 else None
+        if isinstance(artifact, Artifact) and (alias := _session().store.set_alias(name, artifact)) != name:
+            self.tell(f"{name} stands for an earlier artifact; this one is {alias}")
 
     def store(self) -> Store:
         """The session's store."""

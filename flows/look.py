@@ -244,7 +244,7 @@ def verify(
     opened = existing(store)
     findings = maintenance.verify(opened, [opened.resolve(name)] if name else None)
     damaged = [f for f in findings if f.damage]
-    lost = [] if name else maintenance.lost_aliases(opened)
+    lost = [] if name else opened.lost_aliases()
     for line in lost:
         typer.echo(line, err=as_json)
     if as_json:

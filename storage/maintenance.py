@@ -8,10 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from puna.storage.artifact import Artifact, place_of
-from puna.storage.errors import PunaError
 from puna.storage.files import LOCKS, Files
 from puna.storage.holding import drop, held
-from puna.storage.journal import noted
 from puna.storage.store import Store
 from puna.storage.work import INPUTS
 
@@ -32,20 +30,6 @@ def verify(store: Store, artifacts: Iterable[Artifact] | None = None) -> list[Fi
     for place in store.unfinished():
         kind, _, key = place.split("/")[1:]
         found.append(Finding(Artifact(kind, key, store.files), ["its manifest is gone; the next run makes it again"]))
-    return found
-
-
-def lost_aliases(store: Store) -> list[str]:
-    """Return a sentence for each alias that was set and is gone, cannot be read, or points to an artifact that is not there."""
-    present = store.alias_files()
-    gone = {alias: first for alias, first in noted(store.files).items() if alias not in present}
-    said = "is gone; the run or command that set it sets it again"
-    found = [f"{alias}: was set (to {first} at first) and {said}" for alias, first in gone.items()]
-    for alias in present:
-        try:
-            store.alias(alias)
-        except PunaError as error:
-            found.append(str(error))
     return found
 
 

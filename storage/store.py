@@ -4,8 +4,7 @@ store.json                      the layout's number
 objects/<kind>/<k[:2]>/<key>/   committed artifacts, immutable
 work/<key>/                     an unfinished stage, part by part
 locks/<key>                     held by the process that works on it; locks/run-<run> by a run at work
-refs/<name>/<version>.json      aliases, checksummed, changed by compare-and-swap
-refs/.journal                   every alias that was set, so that a lost one is noticed
+refs/                           aliases, see `aliases`, and accepted equivalences
 index.jsonl                     what the manifests say in short, derived from them
 runs/<run>.jsonl                what each run made or reused; runs/order: the runs in the order of their beginning
 runs/held-<id>                  the keys that a live process has; locks/held-<id> is held by it
@@ -16,10 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import itertools
 import json
-import re
 import uuid
 import weakref
 from collections.abc import Iterator, Sequence
@@ -32,12 +28,12 @@ import duckdb
 import pyarrow as pa
 
 from puna.storage import digest, index
+from puna.storage.aliases import Aliases, is_pointer, pointer, read_pointer
 from puna.storage.artifact import Artifact, place_of
 from puna.storage.errors import PunaError
 from puna.storage.files import Files, LocalFiles
 from puna.storage.holding import Holding
 from puna.storage.index import Entry
-from puna.storage.journal import note, noted
 from puna.storage.manifest import FORMAT, IMPORT, NAME
 from puna.storage.runs import RunLog
 from puna.storage.schemas import KINDS, known_kind, table_schema
@@ -60,6 +56,7 @@ class Store:
         except OSError as error:
             raise PunaError(f"store {self.uri}: cannot be made ({error}); name another folder with --store") from error
         self._check_layout()
+        self._aliases = Aliases(files)
         self.holding = Holding(files)
         weakref.finalize(self, self.holding.release)
 
@@ -232,89 +229,54 @@ class Store:
 
     def accepted(self, key: str) -> str:
         """The key of the artifact that stands for `key`: itself, or an older one declared equivalent."""
-        found = self._pointer(_acceptance(key))
+        found = read_pointer(self.files, _acceptance(key))
         return key if found is None else found["stands_for"]
 
     def accept(self, old: Artifact, new_key: str) -> None:
         """Declare that the artifact `old` is what `new_key` would be (a refactoring that changes nothing)."""
         with written(self.uri):
-            self.files.write(_acceptance(new_key), _pointed({"stands_for": old.key}))
+            self.files.write(_acceptance(new_key), pointer({"stands_for": old.key}))
 
     def acceptances(self) -> dict[str, str]:
         """Every key that an older artifact stands for, and the older one's key."""
-        names = [n for n in self.files.list("refs/.accepted") if _plain(n)]
-        return {Path(n).stem: found["stands_for"] for n in names if (found := self._pointer(n)) is not None}
+        names = filter(is_pointer, self.files.list("refs/.accepted"))
+        return {Path(n).stem: found["stands_for"] for n in names if (found := read_pointer(self.files, n)) is not None}
 
     # --- aliases -----------------------------------------------------------------------------------
 
     def alias(self, name: str) -> Artifact:
-        """The artifact that `name@version` points to."""
-        found = self._pointer(_reference(name))
-        if found is None:
+        """Return the artifact that `NAME@VERSION` points to."""
+        target = self._aliases.target(name)
+        if target is None:
             raise PunaError(f"{name}: no such alias in {self.uri}")
-        kind, key = found["kind"], found["key"]
-        artifact = self.find(kind, key)
+        artifact = self.find(*target)
         if artifact is None:
-            raise PunaError(f"{name}: points to {kind}/{key[:12]}, which is not in the store")
+            raise PunaError(f"{name}: points to {target[0]}/{target[1][:12]}, which is not in the store")
         return artifact
 
-    def set_alias(self, name: str, artifact: Artifact, expected: str | None = None) -> None:
-        """Point `name@version` at an artifact; with `expected` (a key, or nothing), only if it now points at that."""
-        file, data = _reference(name), _pointed({"kind": artifact.kind, "key": artifact.key})
+    def set_alias(self, name: str, artifact: Artifact, expected: str | None = None) -> str:
+        """Point an alias at an artifact and return the alias, see `Aliases.set`."""
         with written(self.uri):
-            while True:
-                before = self.files.stat(file)
-                if expected is not None:
-                    found = self._pointer(file)
-                    now = found["key"] if found is not None else ""
-                    if now != expected:
-                        raise PunaError(f"{name}: points to {now[:12] or 'nothing'}, not to {expected[:12]}; it was changed meanwhile")
-                if self.files.swap(file, data, before.version if before else None):
-                    note(self.files, name, artifact.id)
-                    return
-
-    def set_numbered(self, name: str, artifact: Artifact) -> str:
-        """Point `name@word-N` at an artifact and return the alias. A number that stood for another artifact is passed over."""
-        stem, _, number = name.rpartition("-")
-        before, data = noted(self.files), _pointed({"kind": artifact.kind, "key": artifact.key})
-        for count in itertools.count(int(number)):
-            alias = f"{stem}-{count}"
-            file = _reference(alias)
-            with written(self.uri):
-                if before.get(alias, artifact.id) == artifact.id and self.files.swap(file, data, None):
-                    note(self.files, alias, artifact.id)
-                    return alias
-            pointer = self._pointer(file)
-            if pointer is not None and pointer["key"] == artifact.key:
-                return alias
-        raise AssertionError("unreachable")
-
-    def alias_files(self) -> dict[str, str]:
-        """Return the files of all aliases, by alias."""
-        files = ((name, name.split("/")) for name in self.files.list("refs"))
-        plain = ((name, inside) for name, inside in files if len(inside) == 3 and not inside[1].startswith(".") and _plain(name))
-        return {f"{inside[1]}@{inside[2].removesuffix('.json')}": name for name, inside in plain}
-
-    def _pointer(self, name: str) -> dict[str, str] | None:
-        """What a file of `refs/` says, None where there is none; PunaError where it cannot be read or was damaged."""
-        try:
-            data = json.loads(self.files.read(name))
-            if data.pop("checksum") != _checksum(data):
-                raise ValueError("its checksum is wrong")
-            return {str(field): str(value) for field, value in data.items()}
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            said = f"does not say what it points to ({error}); remove it, the next run sets it again"
-            raise PunaError(f"{self.files.uri}/{name}: {said}") from error
+            return self._aliases.set(name, artifact, expected)
 
     def aliases(self) -> dict[str, str]:
-        """Every alias and the key it points to."""
-        pointers = {alias: self._pointer(file) for alias, file in self.alias_files().items()}
-        return {alias: pointer["key"] for alias, pointer in pointers.items() if pointer is not None}
+        """Return every alias and the key it points to."""
+        return self._aliases.keys()
+
+    def lost_aliases(self) -> list[str]:
+        """Return a sentence for each alias that was set and is gone, cannot be read, or points to an artifact that is not there."""
+        present, remedy = self._aliases.files(), "is gone; the run or command that set it sets it again"
+        gone = {alias: first for alias, first in self._aliases.journal().items() if alias not in present}
+        messages = [f"{alias}: was set (to {first} at first) and {remedy}" for alias, first in gone.items()]
+        for alias in present:
+            try:
+                self.alias(alias)
+            except PunaError as error:
+                messages.append(str(error))
+        return messages
 
     def names(self) -> dict[str, list[str]]:
-        """Every key that an alias points to, with all its aliases."""
+        """Return every key that an alias points to, with all its aliases."""
         found: dict[str, list[str]] = {}
         for name, key in self.aliases().items():
             found.setdefault(key, []).append(name)
@@ -360,26 +322,6 @@ class Store:
 
 def _acceptance(key: str) -> str:
     return f"refs/.accepted/{key}.json"
-
-
-def _reference(name: str) -> str:
-    if not re.fullmatch(r"[\w-][\w.-]*@[\w-][\w.-]*", name):
-        raise PunaError(f"{name}: no such alias; one is NAME@VERSION, of letters, digits, `_`, `-` and `.`, for example policy@latest")
-    base, _, version = name.partition("@")
-    return f"refs/{base}/{version}.json"
-
-
-def _plain(name: str) -> bool:
-    """Whether a name is that of a pointer, and of none in the making."""
-    return name.endswith(".json") and not name.rpartition("/")[2].startswith(".")
-
-
-def _pointed(data: dict[str, str]) -> bytes:
-    return json.dumps(data | {"checksum": _checksum(data)}).encode() + b"\n"
-
-
-def _checksum(data: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def _field(data: bytes, name: str) -> object:

@@ -17,13 +17,13 @@ def artifacts(store: Store, count: int):
 def test_a_number_is_never_reused(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     first, second, third = artifacts(store, 3)
-    assert store.set_numbered("policy@round-1", first) == "policy@round-1"
-    assert store.set_numbered("policy@round-1", second) == "policy@round-2"
-    assert store.set_numbered("policy@round-1", first) == "policy@round-1"  # done twice, it is done once
-    assert store.set_numbered("policy@round-1", second) == "policy@round-2"
+    assert store.set_alias("policy@round-1", first) == "policy@round-1"
+    assert store.set_alias("policy@round-1", second) == "policy@round-2"
+    assert store.set_alias("policy@round-1", first) == "policy@round-1"  # done twice, it is done once
+    assert store.set_alias("policy@round-1", second) == "policy@round-2"
     store.files.remove("refs/policy/round-2.json")
-    assert store.set_numbered("policy@round-2", third) == "policy@round-3"  # what was deleted is not taken by another
-    assert store.set_numbered("policy@round-2", second) == "policy@round-2"
+    assert store.set_alias("policy@round-2", third) == "policy@round-3"  # what was deleted is not taken by another
+    assert store.set_alias("policy@round-2", second) == "policy@round-2"
     assert [store.alias(f"policy@round-{n}") for n in (1, 2, 3)] == [first, second, third]
 
 
@@ -31,6 +31,6 @@ def test_runs_at_the_same_moment_take_different_numbers(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     given = artifacts(store, 8)
     with ThreadPoolExecutor(8) as pool:
-        taken = list(pool.map(lambda one: store.set_numbered("policy@round-1", one), given))
+        taken = list(pool.map(lambda one: store.set_alias("policy@round-1", one), given))
     assert sorted(taken) == [f"policy@round-{n}" for n in range(1, 9)]
     assert [store.alias(name) for name in taken] == given
