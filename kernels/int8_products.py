@@ -1,4 +1,5 @@
-"""Products of rows in INT8 for numba's loops, by the unit that adds four products of bytes to a 32-bit sum (AVX-512 VNNI).
+"""Products of rows in INT8 for numba's loops, by the unit that adds four products of bytes to a 32-bit sum (AVX-512 VNNI). A CPU
+without that unit computes the same sums in steps; as that is slow, `AVAILABLE` is False there and the model multiplies in fp32.
 
     y[t, n] = s[t] s'[n] sum_d q[t, d] q'[n, d]
 
@@ -48,6 +49,20 @@ def _store_bytes(typing: Any, address: Any, value: Any) -> Any:
     return types.void(types.intp, vector), code
 
 
+def _add_products(builder: Any, sums: Any, a: Any, b: Any) -> Any:
+    """Add to each 32-bit sum four products of a byte of a (without a sign) and a byte of b (with one). LLVM ends the process where it
+    meets the unit's instruction on a CPU without the unit, so such a CPU gets plain instructions."""
+    if AVAILABLE:
+        kind = ir.FunctionType(llvm.INTEGERS, [llvm.INTEGERS] * 3)
+        return builder.call(builder.module.declare_intrinsic("llvm.x86.avx512.vpdpbusd.512", (), kind), [sums, a, b])
+    wide = ir.VectorType(ir.IntType(32), STEP)
+    products = builder.mul(builder.zext(builder.bitcast(a, BYTES), wide), builder.sext(builder.bitcast(b, BYTES), wide))
+    for part in range(4):
+        lanes = ir.Constant(llvm.INTEGERS, [4 * lane + part for lane in range(LANES)])
+        sums = builder.add(sums, builder.shuffle_vector(products, products, lanes))
+    return sums
+
+
 def _dots(rows: int, columns: int) -> Any:
     """`rows` rows at x (of `quantize_row`, `scale_at` bytes before their scale) with `columns` rows of w, dense, their scales and sums."""
 
@@ -60,9 +75,6 @@ def _dots(rows: int, columns: int) -> Any:
             found = [cgutils.alloca_once(builder, llvm.INTEGERS) for _ in range(rows * columns)]
             for place in found:
                 builder.store(ir.Constant(llvm.INTEGERS, [0] * LANES), place)
-            unit = builder.module.declare_intrinsic(
-                "llvm.x86.avx512.vpdpbusd.512", (), ir.FunctionType(llvm.INTEGERS, [llvm.INTEGERS] * 3)
-            )
 
             def more(at: Any, load: Any) -> None:
                 b = [builder.bitcast(load(builder.add(address, at)), llvm.INTEGERS) for address in right]
@@ -70,7 +82,7 @@ def _dots(rows: int, columns: int) -> Any:
                     pointer = builder.inttoptr(builder.add(left[i], at), llvm.INTEGERS.as_pointer())
                     a = builder.load(pointer, align=1)
                     for j, place in enumerate(found[i * columns : (i + 1) * columns]):
-                        builder.store(builder.call(unit, [builder.load(place), a, b[j]]), place)
+                        builder.store(_add_products(builder, builder.load(place), a, b[j]), place)
 
             def whole(address: Any) -> Any:
                 return builder.load(builder.inttoptr(address, BYTES.as_pointer()), align=1)
