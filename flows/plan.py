@@ -1,4 +1,4 @@
-"""`puna plan`: which steps of a flow would run and which are reused, and what pretraining will cost, before anything runs."""
+"""`puna plan`: the steps that a flow would run or reuse, and the cost of pretraining, before anything runs."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def plan(
     inputs: Annotated[list[str] | None, typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="As `puna run` takes them")] = None,
     store: StoreOption = DEFAULT_STORE,
     gpu: Annotated[str | None, typer.Option(help="Plan for this GPU (H100, H200, A100, …) in bf16, not for this CPU")] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="That many of them, each with an even share of the work and the weights' state")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs that share the work evenly: a supposition, as Puna trains on one device")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
 ) -> None:
-    """Which steps are reused, which run, and what they may cost; of pretraining also parameters, operations, memory, time.
+    """Show the steps that are reused or would run, with their cost; of pretraining also parameters, operations, memory and time.
 
-    Time, disk and memory of a step are expected from its earlier runs in the store. A step after one that runs is made again only
-    where that one's content is new. For pretraining by its sums, documents count as filling their rows, which is
-    the most that attention can cost; its time is what the measured rates of this CPU, or the data sheet of a GPU, allow; it leaves out
-    communication between GPUs.
+    Time, disk and memory of a step are estimated from its earlier runs in the store. A step after one that runs is computed again only
+    if that one's content is new. Pretraining is computed from the model's shape. Each row counts as one document, which costs the most
+    attention. The time is that of this CPU's measured rates, or of a GPU's data sheet. Puna trains on one device today: a time for
+    several GPUs supposes that they share the work evenly, and leaves out their communication.
     """
     from puna.flows.launch import Request
     from puna.flows.planned import STATES
@@ -170,6 +170,7 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int) -> dict[str, Any]:
         "cache_bytes_per_token": accounting.cache_bytes(config, 1, "bf16" if gpu else "fp32"),
         "state_bytes": accounting.state_bytes(config, "bf16" if gpu else "fp32") // gpus,
         "device": f"{gpus} x {gpu}" if gpu else "this CPU",
+        **({"supposes": f"Puna trains on one device today; the time supposes that {gpus} share the work evenly"} if gpus > 1 else {}),
         "device_flops_per_second": machine.matrix_flops * gpus,
         "device_ops_per_byte": machine.ops_per_byte,
         "seconds": sum(phase["seconds"] for phase in phases),

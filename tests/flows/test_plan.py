@@ -98,3 +98,9 @@ def test_a_plan_too_large_for_a_cpu_names_a_device_that_can() -> None:
     gpus = int(str(large["device"]).partition(" ")[0])
     assert gpus > 1 and large["state_bytes"] <= 40e9
     assert costs(load("demo", [], "pretrain"), None, 1)["device"] == "this CPU"
+
+
+def test_a_plan_for_several_devices_says_that_it_supposes_them() -> None:
+    said = " ".join(CliRunner().invoke(app, ["plan", "pretrain", "--recipe", "llama3-1b"]).output.split())
+    assert "Puna trains on one device today; the time supposes that 32 share the work evenly" in said
+    assert "supposes" not in costs(load("llama3-1b", [], "pretrain"), "H100", 1)
