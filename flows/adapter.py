@@ -53,8 +53,9 @@ class Performer(Walk):
         return _session().store
 
     def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
-        """Hold a name of the store's against other processes; False where one of them holds it."""
-        return _session().store.lock(name, wait=False)
+        """Hold a name of the store's project against other processes; False where one of them holds it."""
+        store = _session().store
+        return store.lock(store.own(name), wait=False)
 
     def tell(self, text: str) -> None:
         """On the terminal, in the run's log, and where the run is shown."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from puna.flows.look import StoreOption
+from puna.flows.look import ProjectOption, StoreOption
 from puna.flows.settings import DEFAULT_STORE
 from puna.storage import Artifact, PunaError, Store
 
@@ -163,7 +163,7 @@ def application(desk: Desk) -> FastAPI:
             artifact = desk.save()
         except PunaError as error:
             return JSONResponse({"error": str(error)}, 400)
-        return JSONResponse({"id": artifact.id, "alias": ALIAS, "rows": artifact.rows(), **artifact.manifest.metrics})
+        return JSONResponse({"id": artifact.id, "alias": desk.store.full_name(ALIAS), "rows": artifact.rows(), **artifact.manifest.metrics})
 
     judge.__annotations__["said"] = Said  # a class of this function, which its annotation as text cannot name
     made.add_api_route("/health", health, methods=["GET"], response_model=None)
@@ -182,6 +182,7 @@ def annotate(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any that is free")] = 8765,
     auth: Annotated[str, typer.Option(metavar="USER:PASSWORD", envvar="PUNA_AUTH", help="What a browser must say to get in")] = "",
     store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
 ) -> None:
     """Judge pairs of answers in a browser, keyboard first; several people can, each under their name. Ctrl-C ends it and saves."""
     import socket
@@ -191,7 +192,7 @@ def annotate(
     from puna.flows.guard import Bounded, OwnSite, Password, check_auth
 
     check_auth(host, auth)
-    opened = Store.existing(store)
+    opened = Store.existing(store).within(project)
     found = opened.checked(opened.resolve(answers))
     desk = Desk(opened, found, prompts_of(opened, found), pairs)
     listening = socket.socket()
@@ -206,7 +207,7 @@ def annotate(
     uvicorn.Server(config).run(sockets=[listening])
     if desk.file.exists():
         made = desk.save()
-        typer.echo(f"{made.rows():,} preferences: {made.id} is {ALIAS}; {json.dumps(made.manifest.metrics)}")
+        typer.echo(f"{made.rows():,} preferences: {made.id} is {opened.full_name(ALIAS)}; {json.dumps(made.manifest.metrics)}")
 
 
 def prompts_of(store: Store, answers: Artifact) -> Artifact:

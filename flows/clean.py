@@ -21,6 +21,7 @@ from puna.flows.adapter import Performer
 from puna.flows.curate import curate
 from puna.flows.inputs import column_changes, meant
 from puna.flows.preflight import document_texts, page_texts
+from puna.flows.recipe import read_values
 from puna.flows.session import Session, session
 from puna.flows.trace import load
 from puna.stages.contract import External
@@ -68,6 +69,7 @@ def clean(
     `output`: a folder, or a file that ends in .jsonl or .parquet. PunaError says what is wrong before anything runs.
     """
     kind, target = _target(output)
+    store = store.within(read_values("clean", list(changes))[0].get("project"))
     wanted = meant(paths, curate.inputs, store, "clean")
     given = curate.by_kind(wanted.items, wanted.named, wanted.sources)
     imported = [item for item in wanted.items if isinstance(item, Artifact) and item.kind == "documents"]

@@ -14,7 +14,7 @@ import typer
 
 from puna.flows import annotate, exchange, look, near, plan, sql, talk
 from puna.flows.console import fail
-from puna.flows.look import ModuleOption, StoreOption, brought, print_rows
+from puna.flows.look import ModuleOption, ProjectOption, StoreOption, brought, print_rows
 from puna.flows.settings import DEFAULT_STORE
 from puna.stages.contract.executors import FORMS, PROCESSES
 from puna.storage import PunaError, Store
@@ -62,6 +62,7 @@ def run(
     inputs: InputOption = None,
     columns: ColumnsOption = None,
     store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes of this machine (default: one per core)")] = None,
     executor: Annotated[str, typer.Option(metavar="ENGINE", help=f"What the work runs on: {FORMS}")] = PROCESSES,
     modules: ModuleOption = None,
@@ -79,7 +80,8 @@ def run(
     brought(modules)
     fields = column_changes(columns or (), "ingest")
     alias = None if name is None else alias_of(name)
-    request = launch.Request(what, recipe, (*fields, *(changes or ())), tuple(inputs or ()), workers, executor, as_json, alias)
+    asked = (*fields, *(changes or ()))
+    request = launch.Request(what, recipe, asked, tuple(inputs or ()), workers, executor, as_json, alias, project or "")
     launch.run(request, opened)
 
 
@@ -92,6 +94,7 @@ def clean(
     columns: ColumnsOption = None,
     changes: SetOption = None,
     store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Local processes (default: one per core)")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per artifact, and a last one for the files")] = False,
 ) -> None:
@@ -101,12 +104,14 @@ def clean(
     opened = Store.open(store)
     prepare(opened.root)
     from puna.flows.clean import clean as run_clean
+    from puna.flows.recipe import project_change
 
     def say(text: str) -> None:
         typer.echo(text, err=as_json)
 
     made = run_clean(
-        paths, output, opened, changes=changes or (), columns=columns or (), workers=workers, say=say, quiet=as_json
+        paths, output, opened, changes=(*(changes or ()), *project_change(project)), columns=columns or (), workers=workers, say=say,
+        quiet=as_json,
     )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(asdict(made), default=str))
@@ -269,12 +274,13 @@ def accept(
     old: Annotated[str, typer.Argument(help="The artifact made by the code before")],
     new: Annotated[str | None, typer.Argument(help="The artifact made by the code after (default: what today's code would make)")] = None,
     store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
     modules: ModuleOption = None,
 ) -> None:
     """Declare a refactoring equivalent: OLD is used where today's code, or the code that made NEW, would make it again."""
     from puna.storage.explain import changes
 
-    opened = look.existing(store)
+    opened = look.existing(store, project)
     before = opened.resolve(old)
     if new is None:
         from puna.flows.trace import load_stages

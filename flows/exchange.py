@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from puna.flows.look import ModuleOption, StoreOption, brought, existing
+from puna.flows.look import ModuleOption, ProjectOption, StoreOption, brought, existing
 from puna.flows.settings import DEFAULT_STORE
 from puna.stages.contract import did_you_mean
 from puna.storage import Artifact, PunaError, Store
@@ -34,6 +34,7 @@ def import_(
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field; `puna fields import_KIND` shows them")
     ] = None,
     store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
     modules: ModuleOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
 ) -> None:
@@ -56,7 +57,7 @@ def import_(
     if kind not in kinds:
         raise PunaError(f"import {kind}: no such kind{did_you_mean(kind, kinds)}; pages are read by `puna clean` and `puna run curate`")
     stage = stages[f"import_{kind}"]
-    request = launch.Request(stage.name, None, (*named, *(changes or ())), tuple(paths), json=as_json, alias=alias)
+    request = launch.Request(stage.name, None, (*named, *(changes or ())), tuple(paths), json=as_json, alias=alias, project=project or "")
     launch.run_stage(stage, request, opened)
 
 
@@ -89,13 +90,14 @@ def export(
         typer.Option(metavar="FILE", help="With awq: plain text like what the model will read, 8,192 tokens"),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
 ) -> None:
     """Write an artifact as plain files: a model for transformers, vLLM or llama.cpp, data as Parquet or JSON lines."""
     from puna.stages.io.export_data import export_data
     from puna.stages.io.export_model import export_model
 
-    opened = existing(store)
+    opened = existing(store, project)
     artifact = opened.resolve(identity)
     opened.check_whole(artifact)
     formats = ("hf", "gguf", "awq", "adapter") if artifact.kind == "model" else ("parquet", "jsonl", "datasketch")

@@ -15,9 +15,9 @@ from puna.stages.contract import External
 from puna.stages.contract.declaration import InputSpec
 from puna.stages.contract.external import is_named, public
 from puna.storage import Artifact, PunaError, Store
+from puna.storage.aliases import ALIAS
 from puna.storage.schemas import KINDS
 
-ALIAS = re.compile(r"[\w-][\w.-]*@[\w-][\w.-]*")
 IMPORTED = ("model", "documents", "instructions", "prompts", "preferences")
 """Kinds that `puna import` makes of files."""
 ROWS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".gz", ".zst")
@@ -40,7 +40,7 @@ class Meant:
 
 
 def is_artifact(text: str) -> bool:
-    """Whether an input means an artifact (`kind/key`, a key, an alias `NAME@VERSION`) rather than files."""
+    """Whether an input means an artifact (`kind/key`, a key, an alias `[PROJECT/]NAME@VERSION`) rather than files."""
     kind, slash, key = text.partition("/")
     digits = key if slash else kind
     if ALIAS.fullmatch(text):
@@ -106,7 +106,9 @@ def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:
         if f"{spec.name}@latest" in aliases:
             found.append(store.checked(store.alias(f"{spec.name}@latest")))
             if not quiet:
-                print(f"input {spec.name}: {spec.name}@latest, {name_of(found[-1])}")
+                print(f"input {spec.name}: {store.full_name(f'{spec.name}@latest')}, {name_of(found[-1])}")
+    if not found and not all(spec.optional for spec in specs):
+        store.known()
     return found
 
 

@@ -16,14 +16,15 @@ from puna.flows.settings import DEFAULT_RECIPE, DEFAULT_STORE
 from puna.flows.trace import load
 from puna.stages.contract import External, Stage, parse, perform
 from puna.storage import Artifact, PunaError, Store
+from puna.storage.aliases import DEFAULT
 from puna.storage.catalog import Catalog
 
 Input = Item | str | Path
 
 
-def open(path: str | Path = DEFAULT_STORE) -> Store:
-    """The store in a folder, which is made where there is none."""
-    return Store.open(path)
+def open(path: str | Path = DEFAULT_STORE, project: str | None = None) -> Store:
+    """Return the store in a folder, which is made where there is none. `project`: whose aliases are meant by names without one."""
+    return Store.open(path, project)
 
 
 def connect(store: Store | str | Path = DEFAULT_STORE) -> Catalog:
@@ -58,6 +59,7 @@ def run_flow(
         raise PunaError(f"flow {found.name}: another flow of that name was declared later; rename one")
     opened = store if isinstance(store, Store) else Store.open(store)
     loaded = load(recipe, list(changes), found.name)
+    opened = opened.within(loaded.project) if opened.project == DEFAULT else opened
     wanted = meant([str(item) for item in inputs if isinstance(item, str | Path)], found.inputs, opened, f"flow {found.name}")
     wanted = replace(wanted, items=_ready(inputs) + wanted.items)
     given = running.fit(found, loaded, wanted, opened, quiet=True)

@@ -15,7 +15,7 @@ from puna.flows.adapter import Performer
 from puna.flows.closing import closing_table
 from puna.flows.inputs import meant
 from puna.flows.program import Flow
-from puna.flows.recipe import overridden, read_values
+from puna.flows.recipe import Recipe, overridden, project_change, read_values
 from puna.flows.running import checked_inputs, given_to, sample_pages
 from puna.flows.server import named_server
 from puna.flows.session import session
@@ -32,7 +32,10 @@ YOUNG = 20_000
 
 @dataclass(frozen=True)
 class Request:
-    """What a person asks for: a flow or a stage by name, a recipe with changes, inputs as texts, an alias for what a stage makes."""
+    """What a person asks for: a flow or a stage by name, a recipe with changes, inputs as texts, an alias for what a stage makes.
+
+    `project`: of the store; empty: the recipe's.
+    """
 
     what: str
     recipe: str | None = None
@@ -42,11 +45,21 @@ class Request:
     executor: str = PROCESSES
     json: bool = False
     alias: str | None = None
+    project: str = ""
+
+    def recipe_of(self, flow: Flow) -> Recipe:
+        """Return the recipe of a flow with the changes and the project."""
+        return load(self.recipe or DEFAULT_RECIPE, [*self.changes, *project_change(self.project)], flow.name)
+
+    def stage_project(self) -> str:
+        """Return the project of a stage alone: the one named, else the recipe's."""
+        return self.project or (str(read_values(self.recipe, [])[0].get("project") or "") if self.recipe else "")
 
     @property
     def title(self) -> str:
         """What a list of runs calls it: the name, the recipe, what is read and what was changed."""
-        words = [self.what.removeprefix("flow:").removeprefix("stage:"), self.recipe or "", *self.inputs[:2]]
+        place = f"in {self.project}:" if self.project else ""
+        words = [place, self.what.removeprefix("flow:").removeprefix("stage:"), self.recipe or "", *self.inputs[:2]]
         more = [f"and {len(self.inputs) - 2} more"] if len(self.inputs) > 2 else []
         changed = [f"· {', '.join(self.changes[:3])}{' …' if len(self.changes) > 3 else ''}"] if self.changes else []
         return " ".join(word for word in (*words, *more, *changed) if word)[:200]
@@ -55,11 +68,13 @@ class Request:
     def parameters(self) -> dict[str, Any]:
         """What was asked for, as a server shows it."""
         asked = {"recipe": self.recipe, "changes": list(self.changes), "inputs": list(self.inputs), "executor": self.executor}
+        asked |= {"project": self.project} if self.project else {}
         return {"command": self.command(), **asked}
 
     def command(self, store: Store | None = None) -> str:
         """The command line that asks for the same; `store`: it is named where it is not the default one."""
         options = {"--recipe": [self.recipe] if self.recipe else [], "--input": self.inputs, "--set": self.changes}
+        options["--project"] = [self.project] if self.project else []
         options["--as"] = [self.alias.partition("@")[0]] if self.alias else []
         options["--store"] = [] if store is None or store.uri == str(Path(DEFAULT_STORE).resolve()) else [store.uri]
         words = (word for name, values in options.items() for value in values for word in (name, value))
@@ -118,7 +133,8 @@ def run_flow(flow: Flow, request: Request, store: Store) -> str:
     """Run a flow and write its report; returns the name of the run."""
     if request.alias is not None:
         raise PunaError(f"--as: {flow.name} is a flow, which sets aliases of its own; `--as` is for a stage")
-    recipe = load(request.recipe or DEFAULT_RECIPE, list(request.changes), flow.name)
+    recipe = request.recipe_of(flow)
+    store = store.within(recipe.project)
     named_server()
     given = checked_inputs(flow, recipe, request.inputs, store, executor=request.executor, quiet=request.json)
     with session(
@@ -134,6 +150,7 @@ def run_flow(flow: Flow, request: Request, store: Store) -> str:
 def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig | None = None) -> Artifact:
     """Run a stage alone and tell its metrics; returns what it made. `config`: in place of a recipe's with changes."""
     config = config or stage_config(stage, request.recipe, list(request.changes))
+    store = store.within(request.stage_project())
     wanted = meant(request.inputs, stage.inputs, store, stage.name)
     items = wanted.items
     if any(spec.kind == "external" and not spec.optional for spec in stage.inputs) and not items:
@@ -150,7 +167,7 @@ def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig 
         now.console.say(f"  {name:32s} {value}")
     if request.alias is not None:
         store.set_alias(request.alias, outcome.artifact)
-        now.console.say(f"{outcome.artifact.id} is {request.alias}")
+        now.console.say(f"{outcome.artifact.id} is {store.full_name(request.alias)}")
     now.refresh()
     return outcome.artifact
 

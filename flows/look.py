@@ -18,6 +18,7 @@ from puna.flows.fate import fate
 from puna.flows.settings import DEFAULT_STORE
 from puna.storage import Artifact, Store, database, maintenance
 from puna.storage import explain as explaining
+from puna.storage.aliases import DEFAULT
 from puna.storage.runs import RunLog
 from puna.storage.schemas import known_kind
 
@@ -26,14 +27,17 @@ ModuleOption = Annotated[
     list[str] | None, typer.Option("--module", metavar="FILE|MODULE", help="Your own Python file or module: stages, rules, verifiers")
 ]
 StoreOption = Annotated[str, typer.Option("--store", envvar="PUNA_STORE", help="Folder of the artifacts")]
+ProjectOption = Annotated[
+    str | None, typer.Option("--project", metavar="NAME", help="Project of the store, whose aliases are meant (default: `default`)")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output")]
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="kind/prefix, a prefix of the key, or NAME@VERSION")]
 MOST_ROWS = 200
 
 
-def existing(store: str) -> Store:
-    """The store at a path or URI that must be there already."""
-    return Store.existing(store)
+def existing(store: str, project: str | None = None) -> Store:
+    """Return the store at a path or URI within a project, both of which must be there already."""
+    return Store.existing(store, project)
 
 
 def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | None = None) -> None:
@@ -101,26 +105,36 @@ def list_(
     kind: Annotated[str | None, typer.Argument(help="Only artifacts of this kind")] = None,
     runs: Annotated[bool, typer.Option("--runs", help="List runs instead")] = False,
     store: StoreOption = DEFAULT_STORE,
+    project: Annotated[
+        str | None, typer.Option("--project", metavar="NAME", help="Only what this project's runs made or its aliases name (default: all)")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List artifacts, oldest first."""
-    opened = existing(store)
+    """List artifacts, oldest first, with their aliases in all projects, or in the one named."""
+    opened = existing(store, project)
     if runs:
-        logs = [opened.log(name) for name in opened.runs()]
+        logs = [log for log in map(opened.log, opened.runs()) if project in (None, log.project)]
         if as_json:
             return print_rows([log.row() | _counts(log) | {"versions": log.about.get("versions")} for log in logs], True)
         rows = [
             {
-                "run": log.name, "state": log.state, **_counts(log), "took": _took(log), "commit": str(log.about.get("commit") or "")[:10],
-                "command": log.about.get("command") or log.flow, "error": log.error,
+                "run": log.name, "project": log.project, "state": log.state, **_counts(log), "took": _took(log),
+                "commit": str(log.about.get("commit") or "")[:10], "command": log.about.get("command") or log.flow, "error": log.error,
             }
             for log in logs
         ]  # fmt: skip
-        shown = [name for name in rows[0] if name != "error" or any(log.error for log in logs)] if rows else []
+        unsaid = {"project": {log.project for log in logs} == {DEFAULT}, "error": not any(log.error for log in logs)}
+        shown = [name for name in rows[0] if not unsaid.get(name)] if rows else []
         return print_rows(rows, False, shown)
     if kind is not None:
         known_kind(kind)
-    found, names = [one for one in opened.entries() if kind in (None, one["kind"])], opened.names()
+    names = opened.names()
+    if project is not None:
+        names = {key: own for key, aliases in names.items() if (own := [a for a in aliases if opened.project_of(a) == project])}
+    found = [
+        one for one in opened.entries()
+        if kind in (None, one["kind"]) and (project in (None, one.get("project") or DEFAULT) or one["key"] in names)
+    ]  # fmt: skip
     if as_json:
         made = [Artifact(one["kind"], one["key"], opened.files) for one in found]
         return print_rows([summary(a, aliases=names.get(a.key, [])) for a in made], True)
@@ -142,9 +156,11 @@ def brought(modules: list[str] | None) -> list[ModuleType]:
 
 
 @app.command()
-def show(name: IdArgument, store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+def show(
+    name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False
+) -> None:  # fmt: skip
     """Show one artifact's manifest: configuration, inputs, tables, files, metrics, timings."""
-    opened = existing(store)
+    opened = existing(store, project)
     artifact = opened.resolve(name)
     m = artifact.manifest
     if as_json:
@@ -170,9 +186,11 @@ def show(name: IdArgument, store: StoreOption = DEFAULT_STORE, as_json: JsonOpti
 
 
 @app.command()
-def lineage(name: IdArgument, store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+def lineage(
+    name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False
+) -> None:  # fmt: skip
     """Show what an artifact was made from, back to the files that came from outside."""
-    opened = existing(store)
+    opened = existing(store, project)
     rows: list[dict[str, Any]] = []
     seen: set[str] = set()
 
@@ -201,9 +219,11 @@ def lineage(name: IdArgument, store: StoreOption = DEFAULT_STORE, as_json: JsonO
 
 
 @app.command()
-def explain(name: IdArgument, store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+def explain(
+    name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False
+) -> None:  # fmt: skip
     """Say why an artifact was made again: which field, which code, which input differs from before."""
-    opened = existing(store)
+    opened = existing(store, project)
     artifact = opened.resolve(name)
     before, found = explaining.explain(opened, artifact)
     if as_json:
@@ -238,10 +258,11 @@ def verify(
     name: Annotated[str | None, typer.Argument(metavar="ID", help="One artifact (default: all)")] = None,
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Set damaged artifacts aside, so that they are made again")] = False,
     store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare every file with its checksum, and look for aliases that are gone."""
-    opened = existing(store)
+    opened = existing(store, project)
     findings = maintenance.verify(opened, [opened.resolve(name)] if name else None)
     damaged = [f for f in findings if f.damage]
     lost = [] if name else opened.lost_aliases()

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from puna.flows.look import JsonOption, StoreOption, existing, print_rows
+from puna.flows.look import JsonOption, ProjectOption, StoreOption, existing, print_rows
 from puna.flows.settings import DEFAULT_STORE
 from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
 from puna.stages.curate.ingest import sniffed
@@ -27,10 +27,11 @@ def near(
     least: Annotated[float, typer.Option(min=0, max=1, help="Least share of word runs in common, of either or of both")] = 0.1,
     most: Annotated[int, typer.Option(min=1, help="Documents to show")] = 10,
     store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Tell which documents a text resembles, and how much: shared runs of words by all, by the text's, by the document's."""
-    opened = existing(store)
+    opened = existing(store, project)
     artifact = _documents(opened, documents)
     rows = described(resembling(_text(file), artifact, least)[:most], artifact)
     if as_json:

@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 
 
 def opened(
-    model: str, store: str, serving: ServingSettings, draft: str | None = None, work: Callable[[Tokenizer, int], Work] | None = None,
+    model: str, store: Callable[[], Store], serving: ServingSettings, draft: str | None = None,
+    work: Callable[[Tokenizer, int], Work] | None = None,
     draft_weights: Weights = "same", **limits: Any,
 ) -> Engine:  # fmt: skip
-    """An engine of a model named as the commands take it. `work`: what is to be answered, by tokenizer and longest context; where layers
-    are offloaded it is planned for, and told on standard error."""
+    """Return the engine of a model named as the commands take it.
+
+    `store`: opens the store that it may be in. `work`: what is to be answered, by tokenizer and longest context; where layers are
+    offloaded it is planned for, and told on standard error.
+    """
     if draft is None and draft_weights != "same":
         raise PunaError("--draft-weights: there is no draft; name one by --draft, or leave this out")
     try:
@@ -43,7 +47,7 @@ def opened(
 
 
 def _offloaded(
-    model: str, store: str, serving: ServingSettings, draft: tuple[Transformer, Tokenizer] | None,
+    model: str, store: Callable[[], Store], serving: ServingSettings, draft: tuple[Transformer, Tokenizer] | None,
     work: Callable[[Tokenizer, int], Work] | None, step_tokens: int | None, draft_weights: Weights,
 ) -> Engine:  # fmt: skip
     from puna.models.checkpoint import read_config
@@ -68,7 +72,7 @@ def served(weights: Weights, offload: Offload, memory: float | None, sinks: int,
         raise PunaError(problems(error)) from error
 
 
-def _loaded(model: str, store: str) -> tuple[Transformer, Tokenizer]:
+def _loaded(model: str, store: Callable[[], Store]) -> tuple[Transformer, Tokenizer]:
     from puna.models.checkpoint import CheckpointError, load_with_tokenizer
     from puna.stages.training.train import device, frozen_dtype, load_model
 
@@ -80,9 +84,9 @@ def _loaded(model: str, store: str) -> tuple[Transformer, Tokenizer]:
         raise PunaError(f"{model}: {error}") from error
 
 
-def _artifact(model: str, store: str) -> Artifact:
+def _artifact(model: str, store: Callable[[], Store]) -> Artifact:
     try:
-        found = Store.existing(store)
+        found = store()
         return found.checked(found.resolve(model))
     except PunaError as error:
         raise PunaError(f"{model}: there is no such file or folder, and no such artifact: {error}") from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from puna.flows.look import StoreOption
+from puna.flows.look import ProjectOption, StoreOption
 from puna.flows.program import Flow
 from puna.flows.report.markup import duration, size
 from puna.flows.settings import DEFAULT_RECIPE, DEFAULT_STORE
@@ -45,6 +45,7 @@ def plan(
     changes: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the recipe")] = None,
     inputs: Annotated[list[str] | None, typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="As `puna run` takes them")] = None,
     store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
     gpu: Annotated[str | None, typer.Option(help="Plan for this GPU (H100, H200, A100, …) in bf16, not for this CPU")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs that share the work evenly: a supposition, as Puna trains on one device")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
@@ -60,7 +61,7 @@ def plan(
     from puna.flows.planned import STATES
     from puna.flows.trace import load
 
-    chosen, steps = steps_of(Request(what, recipe, tuple(changes or ()), tuple(inputs or ())), store)
+    chosen, steps = steps_of(Request(what, recipe, tuple(changes or ()), tuple(inputs or ()), project=project or ""), store)
     trains = isinstance(chosen, Flow) and any(step.stage == "pretrain" for step in steps)
     if gpu is not None and not trains:
         raise PunaError(f"--gpu {gpu}: {what}{f' with recipe {recipe}' if recipe else ''} pretrains nothing")
@@ -90,14 +91,12 @@ def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[Planned]]
     from puna.flows.launch import chosen, stage_config
     from puna.flows.planned import planned, planned_stage
     from puna.flows.running import given_to
-    from puna.flows.trace import load
 
     found = chosen(request.what)
     if isinstance(found, Flow):
-        recipe = load(request.recipe or DEFAULT_RECIPE, list(request.changes), found.name)
-        return found, planned(found, recipe, list(request.inputs), place)
+        return found, planned(found, request.recipe_of(found), list(request.inputs), place)
     config = stage_config(found, request.recipe, list(request.changes))
-    store = Store.existing(place)
+    store = Store.existing(place).within(request.stage_project())
     wanted = meant(request.inputs, found.inputs, store, found.name)
     return found, [planned_stage(found, config, given_to(found, wanted.items, wanted.named), store)]
 

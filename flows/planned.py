@@ -84,7 +84,7 @@ def planned(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[Pl
     load_stages()
     with tempfile.TemporaryDirectory() as empty:
         try:
-            store = Store.existing(place)
+            store = Store.existing(place).within(recipe.project)
         except PunaError:  # none yet: nothing is reused
             store = Store.open(empty)
         planner = Planner(recipe, store, Experience(store))

@@ -5,6 +5,7 @@ What fields it may have is derived from the steps of the flows, see `puna.flows.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -73,12 +74,16 @@ class Added(StageConfig):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Values by field, as a YAML file gives them; they become configurations when a step asks for them."""
+    """Values by field, as a YAML file gives them; they become configurations when a step asks for them.
+
+    `project`: of the store, whose aliases a run reads and sets; empty: the one that the store is opened within.
+    """
 
     name: str
     seed: int = 0
     values: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Added] = field(default_factory=dict)
+    project: str = ""
 
     def configs(self, step: Step) -> list[StageConfig]:
         """The configurations of a step: none where it is left out, several where it is repeated; PunaError names a wrong field."""
@@ -195,6 +200,11 @@ def _read(file: Path) -> dict[str, Any]:
 def _parsed(text: str) -> Any:
     """What YAML says; not to be changed. Forms read the same recipes for one stage after the other."""
     return yaml.safe_load(text)
+
+
+def project_change(project: str | None) -> list[str]:
+    """Return the change of a recipe that names a project, none where there is no project."""
+    return [f"project={json.dumps(project)}"] if project else []
 
 
 def shipped_recipes() -> list[str]:

@@ -146,7 +146,8 @@ def session(
         if flow_run:  # nobody sits before its terminal
             listening.enter_context(heard(lambda line: reporter.log(line, logging.WARNING)))
         try:
-            told = begun({**(parameters or {}), "title": title or flow}) | ({"flow_run": flow_run} if flow_run else {})
+            told = begun({**(parameters or {}), "title": title or flow, "project": store.project})
+            told |= {"flow_run": flow_run} if flow_run else {}
             store.record(run, runs.started(flow, **told))
             yield made
             store.record(run, runs.finished())

@@ -12,7 +12,7 @@ from typing import Annotated
 import pyarrow as pa
 import typer
 
-from puna.flows.look import JsonOption, StoreOption, existing, print_rows
+from puna.flows.look import JsonOption, ProjectOption, StoreOption, existing, print_rows
 from puna.flows.settings import DEFAULT_STORE
 from puna.storage import PunaError, Store, catalog, database
 from puna.storage.schemas import TABLES
@@ -34,10 +34,11 @@ def sql(
         bool, typer.Option("--file", help="Bring puna.duckdb, the views for other clients, up to date and say where it is")
     ] = False,
     store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Query every artifact with DuckDB, read-only: one view per table, and artifacts, lineage, metrics, aliases, runs, steps."""
-    opened = existing(store)
+    opened = existing(store, project)
     if file:
         if text is not None or output is not None:
             raise PunaError("--file takes no query: it says where the file is that another client opens")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from puna.flows.look import StoreOption
+from puna.flows.look import ProjectOption, StoreOption
 from puna.flows.opening import opened, served
 from puna.flows.server import end_with
 from puna.flows.settings import DEFAULT_STORE
@@ -122,10 +123,12 @@ def chat(
     window: WindowOption = None,
     sinks: SinksOption = 0,
     store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
 ) -> None:
     """Talk with a model; it keeps the conversation. /new begins another, Ctrl-C ends an answer, Ctrl-D the talk."""
     serving = served(weights, offload, memory, sinks, window)
-    engine = opened(model, store, serving, draft, lambda _, context: _talk(context, max_tokens), draft_weights)
+    place = partial(Store.existing, store, project)
+    engine = opened(model, place, serving, draft, lambda _, context: _talk(context, max_tokens), draft_weights)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
     params = parameters(engine, CHAT, **asked_of, **ahead(speculate, branches, draft))
     start = [{"role": "system", "content": _unicode(system, "--system")}] if system else []
@@ -213,6 +216,7 @@ def generate(
     window: WindowOption = None,
     sinks: SinksOption = 0,
     store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object per answer: prompt, text, tokens, logprobs, finished, and what it cost")
     ] = False,
@@ -224,12 +228,13 @@ def generate(
     if not asked:
         raise PunaError("there is no prompt: give one as an argument, or a line of standard input for each")
     searching = _searching(search, n, verifier, expansions, temperature)
-    given = asked if documents is None else _with_passages(asked, documents, passages, store)
+    given = asked if documents is None else _with_passages(asked, documents, passages, Store.existing(store, project))
 
     def work(tokenizer: Tokenizer, context: int) -> Work:
         return Work(max(len(ids) for ids in _ids(tokenizer, given, raw)), max_tokens, len(given) * n)
 
-    engine = opened(model, store, served(weights, offload, memory, sinks, window), draft, work, draft_weights)
+    place = partial(Store.existing, store, project)
+    engine = opened(model, place, served(weights, offload, memory, sinks, window), draft, work, draft_weights)
     mask = None if schema is None else _mask(engine, schema)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed, "n": n}
     guessing = ahead(speculate, branches, draft if mask is None else None)
@@ -304,10 +309,9 @@ def _values(config: SearchConfig, asked: list[Any]) -> Values | None:
     return lambda answers: [attempt(Item(verifier, questions[number], text)).value for number, text in answers]
 
 
-def _with_passages(asked: list[Any], name: str, most: int, store: str) -> list[Any]:
+def _with_passages(asked: list[Any], name: str, most: int, store: Store) -> list[Any]:
     """The prompts behind passages of documents that fit their last message."""
-    opened_store = Store.existing(store)
-    artifact = opened_store.checked(opened_store.resolve(name))
+    artifact = store.checked(store.resolve(name))
     if artifact.kind != "documents":
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` shows those there are")
     conversations = [_messages(one) for one in asked]
@@ -389,6 +393,7 @@ def api(
     window: WindowOption = None,
     sinks: SinksOption = 0,
     store: StoreOption = DEFAULT_STORE,
+    project: ProjectOption = None,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
 ) -> None:
     """Serve a model over HTTP as OpenAI's clients expect it: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
@@ -408,7 +413,8 @@ def api(
     if step_tokens is None and offload == "none" and device().type == "cpu":
         step_tokens = SERVED_AT_ONCE
     limits = {"sequences": sequences, "step_tokens": step_tokens, "prefill_threads": prefill_threads}
-    engine = opened(model, store, served(weights, offload, memory, sinks, window), draft, work, draft_weights, **limits)
+    place = partial(Store.existing, store, project)
+    engine = opened(model, place, served(weights, offload, memory, sinks, window), draft, work, draft_weights, **limits)
     made = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, **ahead(speculate, branches, draft))
     door = OwnSite(made, protected=bool(key), pages=None, asking=None)
     uvicorn.run(door, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)

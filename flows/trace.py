@@ -15,9 +15,13 @@ from puna.flows.program import FLOWS, Flow, Given, Output, Walk, first_sentence
 from puna.flows.recipe import Added, Recipe, Setting, Step, read_values
 from puna.stages.contract import REGISTRY, Stage, StageConfig, did_you_mean, parse, plugins
 from puna.storage import PunaError
+from puna.storage.aliases import PROJECT, checked_project
 
 SHIPPED = ("curate", "experiments", "pretrain", "align", "round", "pipeline")
-GENERAL = {"name": "Name of the recipe", "seed": "Seed of every step that does not set its own", "add": "Steps of one's own"}
+GENERAL = {
+    "name": "Name of the recipe", "seed": "Seed of every step that does not set its own", "add": "Steps of one's own",
+    "project": "Project of the store, whose aliases a run reads and sets",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,11 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline") ->
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
         complaints.append(f"seed: takes a whole number from 0 to {2**31 - 1} (got {seed!r})")
         seed = 0
-    recipe = Recipe(str(values["name"]), seed, {k: v for k, v in values.items() if k not in ("name", "seed")}, extra)
+    project = values.get("project", "")
+    if "project" in values:
+        complaints += _wrong(lambda: checked_project(project))
+    own = {field: value for field, value in values.items() if field not in ("name", "seed", "project")}
+    recipe = Recipe(str(values["name"]), seed, own, extra, project)
     for field_name, step in known.items():
         if field_name in values or (field_name in fields(chosen) and not step.off):
             complaints += _wrong(lambda step=step: recipe.configs(step))
@@ -236,6 +244,7 @@ def schema(flow: Flow) -> dict[str, Any]:
         }
     added = Added.model_json_schema()
     properties["base"] = {"type": "string", "description": "Recipe to inherit from, a name or YAML file; groups are merged, lists replaced"}
+    properties["project"] = {"type": "string", "pattern": f"^{PROJECT}$", "description": GENERAL["project"]}
     properties["add"] = {"type": "object", "additionalProperties": added, "description": GENERAL["add"]}
     whole = {"type": "object", "title": f"recipe of {flow.name}", "properties": properties, "additionalProperties": False}
     return {**whole, "$defs": definitions}

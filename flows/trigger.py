@@ -10,7 +10,7 @@ from puna.flows.history import POLICY, History
 from puna.flows.settings import DEFAULT_RECIPE
 from puna.storage import Artifact, PunaError, Store
 
-NOTE = "rounds.json"
+NOTE = "rounds"
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Wanted:
 def wanted(store: Store) -> Wanted:
     """What a person set for the store."""
     try:
-        found = json.loads(store.files.read(NOTE))
+        found = json.loads(store.files.read(f"{store.own(NOTE)}.json"))
         return Wanted(int(found["preferences"]), str(found["recipe"]))
     except (OSError, ValueError, KeyError, TypeError):
         return Wanted()
@@ -32,7 +32,7 @@ def wanted(store: Store) -> Wanted:
 
 def want(store: Store, asked: Wanted) -> None:
     """Set it, for the worker that is at work and for later ones."""
-    store.files.write(NOTE, json.dumps(asdict(asked)).encode())
+    store.files.write(f"{store.own(NOTE)}.json", json.dumps(asdict(asked)).encode())
 
 
 def judged(store: Store) -> Artifact | None:
@@ -61,4 +61,4 @@ def due(store: Store) -> tuple[str, Wanted] | None:
         enough = new_preferences(store) >= asked.preferences
     except PunaError:  # the policy's past is no longer whole: the flow itself says so to who starts it
         return None
-    return (f"round-{given.data_digest[:24]}-{asked.preferences}", asked) if enough else None
+    return (f"{store.own('round')}-{given.data_digest[:24]}-{asked.preferences}", asked) if enough else None

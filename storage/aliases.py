@@ -1,7 +1,8 @@
-"""The aliases of a store: `NAME@VERSION` points to an artifact. Each is a small checksummed file, changed by compare-and-swap.
+"""The aliases of a store: names that point to artifacts, by project. Each is a small checksummed file, changed by compare-and-swap.
 
-refs/<name>/<version>.json   an alias
-refs/.journal                a line for each alias that was ever set; lines are only added, so that a lost alias is noticed
+refs/<name>/<version>.json                       NAME@VERSION of the project `default`
+refs/.projects/<project>/<name>/<version>.json   NAME@VERSION of another project, which all others call PROJECT/NAME@VERSION
+refs/.journal                                    a line for each alias that was ever set, so that a lost one is noticed
 """
 
 from __future__ import annotations
@@ -12,27 +13,38 @@ import itertools
 import json
 import re
 from datetime import UTC, datetime
-from pathlib import PurePosixPath
 
 from puna.storage.artifact import Artifact
 from puna.storage.errors import PunaError
 from puna.storage.files import Files
 
+DEFAULT = "default"
+"""The project where none is named."""
 JOURNAL = "refs/.journal"
-ALIAS = re.compile(r"[\w-][\w.-]*@[\w-][\w.-]*")
+PROJECTS = "refs/.projects"
+PROJECT = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}"
+ALIAS = re.compile(rf"(?:({PROJECT})/)?([\w-][\w.-]*)@([\w-][\w.-]*)")
 NUMBERED = re.compile(r"(.*@[a-z]+-)([0-9]+)")
 """An alias that counts, such as policy@round-2. It never points to another artifact."""
 
 
-class Aliases:
-    """The aliases of one store."""
+def checked_project(name: object) -> str:
+    """Return the name of a project. Raise PunaError where it is none."""
+    if not isinstance(name, str) or not re.fullmatch(PROJECT, name):
+        raise PunaError(f"project {name}: a project's name has letters, digits, - and _ only, 100 at most, for example news")
+    return name
 
-    def __init__(self, files: Files) -> None:
+
+class Aliases:
+    """The aliases of a store as one of its projects sees them: its own by NAME@VERSION, others by PROJECT/NAME@VERSION."""
+
+    def __init__(self, files: Files, project: str = DEFAULT) -> None:
         self._files = files
+        self.project = checked_project(project)
 
     def target(self, alias: str) -> tuple[str, str] | None:
         """Return kind and key of the artifact that an alias points to, None where there is no such alias."""
-        found = read_pointer(self._files, _file(alias))
+        found = read_pointer(self._files, self._file(alias))
         return None if found is None else (found["kind"], found["key"])
 
     def set(self, alias: str, artifact: Artifact, expected: str | None = None) -> str:
@@ -43,7 +55,7 @@ class Aliases:
         """
         if (counted := NUMBERED.fullmatch(alias)) is not None:
             return self._set_numbered(counted[1], int(counted[2]), artifact)
-        file, data = _file(alias), pointer({"kind": artifact.kind, "key": artifact.key})
+        file, data = self._file(alias), pointer({"kind": artifact.kind, "key": artifact.key})
         while True:
             before = self._files.stat(file)
             if expected is not None and (now := (self.target(alias) or ("", ""))[1]) != expected:
@@ -56,22 +68,56 @@ class Aliases:
         before, data = self.journal(), pointer({"kind": artifact.kind, "key": artifact.key})
         for number in itertools.count(first):
             alias = f"{stem}{number}"
-            if before.get(alias, artifact.id) == artifact.id and self._files.swap(_file(alias), data, None):
+            if before.get(self.called(alias), artifact.id) == artifact.id and self._files.swap(self._file(alias), data, None):
                 self._note(alias, artifact)
                 return alias
             if self.target(alias) == (artifact.kind, artifact.key):
                 return alias
         raise AssertionError("unreachable")
 
+    def projects(self) -> list[str]:
+        """Return the projects that have an alias, and the default one, first."""
+        return [DEFAULT, *sorted({project for project, _ in map(self.parts, self.files())} - {DEFAULT})]
+
+    def parts(self, alias: str) -> tuple[str, str]:
+        """Return the project of an alias, and its name there. Raise PunaError where the text is no alias."""
+        if (found := ALIAS.fullmatch(alias)) is None:
+            raise PunaError(
+                f"{alias}: no such alias; one is [PROJECT/]NAME@VERSION, of letters, digits, `_`, `-` and `.`, for example policy@latest"
+            )
+        return found[1] or self.project, f"{found[2]}@{found[3]}"
+
+    def called(self, alias: str, viewer: str = DEFAULT) -> str:
+        """Return how the project `viewer` calls an alias."""
+        project, name = self.parts(alias)
+        return name if project == viewer else f"{project}/{name}"
+
+    def _file(self, alias: str) -> str:
+        project, own = self.parts(alias)
+        name, _, version = own.partition("@")
+        return f"refs/{name}/{version}.json" if project == DEFAULT else f"{PROJECTS}/{project}/{name}/{version}.json"
+
     def files(self) -> dict[str, str]:
-        """Return the files of all aliases, by alias."""
-        paths = (PurePosixPath(name) for name in self._files.list("refs") if is_pointer(name))
-        return {f"{p.parent.name}@{p.stem}": str(p) for p in paths if len(p.parts) == 3 and not p.parts[1].startswith(".")}
+        """Return the files of all aliases of all projects, by alias."""
+        found: dict[str, str] = {}
+        for file in filter(is_pointer, self._files.list("refs")):
+            project, inside = DEFAULT, file.removesuffix(".json").split("/")[1:]
+            if file.startswith(f"{PROJECTS}/"):
+                _, project, *inside = inside
+            alias = f"{project}/{'@'.join(inside)}"
+            if len(inside) == 2 and ALIAS.fullmatch(alias):
+                found[self.called(alias, self.project)] = file
+        return found
 
     def keys(self) -> dict[str, str]:
-        """Return every alias with the key that it points to."""
+        """Return every alias of all projects with the key that it points to."""
         pointers = {alias: read_pointer(self._files, file) for alias, file in self.files().items()}
         return {alias: found["key"] for alias, found in pointers.items() if found is not None}
+
+    def lost(self) -> dict[str, str]:
+        """Return each alias that was set in any project and is gone, with the artifact that it first pointed to."""
+        present = {self.called(alias) for alias in self.files()}
+        return {alias: first for alias, first in self.journal().items() if alias not in present}
 
     def journal(self) -> dict[str, str]:
         """Return every alias that was ever set, with the artifact that it first pointed to. A line that cannot be read is left out."""
@@ -84,16 +130,9 @@ class Aliases:
 
     def _note(self, alias: str, artifact: Artifact) -> None:
         """Add an alias to the journal, unless the journal has it already."""
-        if alias not in self.journal():
-            line = {"time": datetime.now(UTC).isoformat(), "alias": alias, "artifact": artifact.id}
+        if (name := self.called(alias)) not in self.journal():
+            line = {"time": datetime.now(UTC).isoformat(), "alias": name, "artifact": artifact.id}
             self._files.append(JOURNAL, json.dumps(line).encode() + b"\n")
-
-
-def _file(alias: str) -> str:
-    if not ALIAS.fullmatch(alias):
-        raise PunaError(f"{alias}: no such alias; one is NAME@VERSION, of letters, digits, `_`, `-` and `.`, for example policy@latest")
-    name, _, version = alias.partition("@")
-    return f"refs/{name}/{version}.json"
 
 
 def is_pointer(name: str) -> bool:

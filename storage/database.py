@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 import duckdb
 
 from puna.storage import digest, index
+from puna.storage.aliases import DEFAULT
 from puna.storage.catalog import made, told
 from puna.storage.errors import PunaError
 from puna.storage.index import Entry
@@ -25,7 +26,7 @@ from puna.storage.views import FACTS, MACROS, NEWEST, Views, facts
 
 FILE = "puna.duckdb"
 RUNS = ("runs", "steps")
-VERSION = 3
+VERSION = 4
 """Counts up when the text of the views changes, so that files of before are written anew."""
 
 
@@ -34,6 +35,7 @@ def write(store: Store) -> bool:
 
     PunaError where a table cannot be read or the store not be written; the file is then as it was.
     """
+    store = store.within(DEFAULT)  # one file for all projects: it calls aliases as that one does
     with written(store.uri), store.files.lease(FILE), TemporaryDirectory(prefix="catalog-", dir=store.files.scratch("work")) as folder:
         file, now = Path(folder, FILE), _state(store)
         before = _before(store, file)

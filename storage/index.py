@@ -59,7 +59,7 @@ def entry(artifact: Artifact, version: str) -> Entry:
     return {
         "kind": artifact.kind, "key": artifact.key, "version": version, "stage": m.stage,
         "rows": m.tables[m.kind].rows if m.kind in m.tables else None, "bytes": sum(f.bytes for f in m.files.values()),
-        "seconds": m.timings.get("seconds"), "created_at": m.created_at, "run": m.run, "data_digest": m.data_digest,
+        "seconds": m.timings.get("seconds"), "created_at": m.created_at, "run": m.run, "project": m.project, "data_digest": m.data_digest,
         "code_version": m.code_version, "config": json.dumps(m.config), "seed": m.seed, "tables": tables, "metrics": m.metrics,
         "inputs": [{"input": i.key, "name": i.name, "kind": i.kind, "data_digest": i.data_digest} for i in m.inputs],
         "sources": [source.key for source in m.sources],

@@ -73,7 +73,8 @@ class Manifest:
     """Everything known about an artifact; `metrics`, timings and versions are not part of its identity.
 
     `timings`: wall and CPU seconds of the stage and its workers. `peak_memory_bytes`: the largest sum of their resident
-    memory, sampled. `libraries`: versions. `checksum`: of all the rest.
+    memory, sampled. `libraries`: versions. `project`: of the run that made it, see `aliases`; empty for the default one.
+    `checksum`: of all the rest.
     """
 
     kind: str
@@ -93,6 +94,7 @@ class Manifest:
     libraries: dict[str, str] = field(default_factory=dict)
     seed: int | None = None
     run: str = ""
+    project: str = ""
     created_at: str = ""
     format: int = FORMAT
     checksum: str = ""
@@ -106,6 +108,8 @@ class Manifest:
     def _values(self) -> dict[str, Any]:
         """All of it as JSON has it."""
         values: dict[str, Any] = json.loads(json.dumps(vars(self), default=vars, allow_nan=False))
+        if not self.project:  # manifests had none before there were projects
+            del values["project"]
         return values
 
     @property

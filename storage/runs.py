@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from typing import Any
 
+from puna.storage.aliases import DEFAULT
+
 
 @dataclass(frozen=True)
 class Made:
@@ -60,7 +62,7 @@ class RunLog:
     ended it, or `crashed` where its process ended and said nothing.
 
     `opened` and `closed`: times of the first and the last event. `about`: how it was begun, as far as the log says: title,
-    command, recipe, changes, inputs, libraries, commit.
+    command, recipe, changes, inputs, project, libraries, commit.
     """
 
     name: str
@@ -73,6 +75,11 @@ class RunLog:
     about: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def project(self) -> str:
+        """Return the project whose aliases it read and set."""
+        return str(self.about.get("project") or DEFAULT)
+
+    @property
     def title(self) -> str:
         """What a list of runs calls it: the flow, its recipe, inputs and changes."""
         return str(self.about.get("title") or self.flow or self.name)
@@ -82,6 +89,7 @@ class RunLog:
         times = {name: None if at is None else at.isoformat() for name, at in (("opened", self.opened), ("closed", self.closed))}
         about = {name: self.about.get(name) for name in ("recipe", "command", "commit")}
         changes = json.dumps(self.about["changes"]) if "changes" in self.about else None
+        about["project"] = self.project
         return {"run": self.name, "flow": self.flow, "state": self.state, "error": self.error, "changes": changes, **times, **about}
 
     @classmethod

@@ -14,6 +14,7 @@ quarantine/                     artifacts that failed their checksums
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import json
 import uuid
@@ -28,7 +29,7 @@ import duckdb
 import pyarrow as pa
 
 from puna.storage import digest, index
-from puna.storage.aliases import Aliases, is_pointer, pointer, read_pointer
+from puna.storage.aliases import DEFAULT, Aliases, is_pointer, pointer, read_pointer
 from puna.storage.artifact import Artifact, place_of
 from puna.storage.errors import PunaError
 from puna.storage.files import Files, LocalFiles
@@ -47,8 +48,11 @@ ORDER = "runs/order"
 class Store:
     """A place of artifacts: a folder on a local or mounted disk, or a prefix on an object store."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: Files, project: str | None = None) -> None:
         self.files = files
+        self._aliases = Aliases(files, project or DEFAULT)
+        self._whole: Store | None = None
+        """The store that this one is a view of: it lives as long as its views, and so does what it holds."""
         try:
             with written(self.uri):
                 for name in FOLDERS:
@@ -56,7 +60,6 @@ class Store:
         except OSError as error:
             raise PunaError(f"store {self.uri}: cannot be made ({error}); name another folder with --store") from error
         self._check_layout()
-        self._aliases = Aliases(files)
         self.holding = Holding(files)
         weakref.finalize(self, self.holding.release)
 
@@ -78,17 +81,17 @@ class Store:
             )
 
     @classmethod
-    def open(cls, uri: str | Path) -> Store:
-        """The store at a path, `file://` or `s3://` URI; its folders are made on first use."""
-        return cls(files_of(uri))
+    def open(cls, uri: str | Path, project: str | None = None) -> Store:
+        """Return the store at a path, `file://` or `s3://` URI, within a project; its folders are made on first use."""
+        return cls(files_of(uri), project)
 
     @classmethod
-    def existing(cls, uri: str | Path) -> Store:
-        """The store that must be there already."""
+    def existing(cls, uri: str | Path, project: str | None = None) -> Store:
+        """Return the store within a project, both of which must be there already."""
         files = files_of(uri)
         if files.stat(LAYOUT) is None and not files.folders("objects"):
             raise PunaError(f"store {files.uri}: not found; `puna run` makes one, --store or PUNA_STORE names another")
-        return cls(files)
+        return cls(files, project).known() if project else cls(files)
 
     @property
     def uri(self) -> str:
@@ -214,7 +217,7 @@ class Store:
     def work(self, key: str) -> Iterator[Work]:
         """The work folder of `key`, held against other processes; it survives a crash until the commit."""
         with written(self.uri), self.lock(key):
-            yield Work(self.files, key)
+            yield Work(self.files, key, "" if self.project == DEFAULT else self.project)
 
     def import_table(self, kind: str, table: pa.Table, **side: pa.Table) -> Artifact:
         """Commit a table (and side tables) made outside any stage, for scripts and tests."""
@@ -242,13 +245,40 @@ class Store:
         names = filter(is_pointer, self.files.list("refs/.accepted"))
         return {Path(n).stem: found["stands_for"] for n in names if (found := read_pointer(self.files, n)) is not None}
 
-    # --- aliases -----------------------------------------------------------------------------------
+    # --- aliases and projects ----------------------------------------------------------------------
+
+    @property
+    def project(self) -> str:
+        """Return the project in which names without one are looked up and set."""
+        return self._aliases.project
+
+    def within(self, project: str | None) -> Store:
+        """Return this store within a project, itself where none is named."""
+        if not project or project == self.project:
+            return self
+        view = copy.copy(self)
+        view._aliases, view._whole = Aliases(self.files, project), self._whole or self
+        return view
+
+    def known(self) -> Store:
+        """Return this store. Raise PunaError where its project has no alias."""
+        if self.project not in (there := self.projects()):
+            raise PunaError(f"project {self.project}: {self.uri} has no such project; there are {', '.join(there)}")
+        return self
+
+    def projects(self) -> list[str]:
+        """Return the projects of the store, the default one first."""
+        return self._aliases.projects()
 
     def alias(self, name: str) -> Artifact:
-        """Return the artifact that `NAME@VERSION` points to."""
+        """Return the artifact that `[PROJECT/]NAME@VERSION` points to."""
         target = self._aliases.target(name)
         if target is None:
-            raise PunaError(f"{name}: no such alias in {self.uri}")
+            project, own = self._aliases.parts(name)
+            if project == DEFAULT:
+                raise PunaError(f"{own}: no such alias in {self.uri}")
+            self.within(project).known()
+            raise PunaError(f"{own}: no such alias in project {project} of {self.uri}")
         artifact = self.find(*target)
         if artifact is None:
             raise PunaError(f"{name}: points to {target[0]}/{target[1][:12]}, which is not in the store")
@@ -259,16 +289,27 @@ class Store:
         with written(self.uri):
             return self._aliases.set(name, artifact, expected)
 
+    def full_name(self, alias: str) -> str:
+        """Return how the default project calls an alias: with its project, where that is another."""
+        return self._aliases.called(alias)
+
+    def project_of(self, alias: str) -> str:
+        """Return the project of an alias."""
+        return self._aliases.parts(alias)[0]
+
+    def own(self, name: str) -> str:
+        """Return a name for a lock or a note of this project alone; the default project's is the name itself."""
+        return name if self.project == DEFAULT else f"{name}-{self.project}"
+
     def aliases(self) -> dict[str, str]:
-        """Return every alias and the key it points to."""
+        """Return every alias and the key it points to: this project's, and those of others by their full names."""
         return self._aliases.keys()
 
     def lost_aliases(self) -> list[str]:
-        """Return a sentence for each alias that was set and is gone, cannot be read, or points to an artifact that is not there."""
-        present, remedy = self._aliases.files(), "is gone; the run or command that set it sets it again"
-        gone = {alias: first for alias, first in self._aliases.journal().items() if alias not in present}
-        messages = [f"{alias}: was set (to {first} at first) and {remedy}" for alias, first in gone.items()]
-        for alias in present:
+        """Return a sentence for each alias of any project that is gone, unreadable, or points to an artifact that is not there."""
+        remedy = "is gone; the run or command that set it sets it again"
+        messages = [f"{alias}: was set (to {first} at first) and {remedy}" for alias, first in self._aliases.lost().items()]
+        for alias in self._aliases.files():
             try:
                 self.alias(alias)
             except PunaError as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from puna.storage.aliases import DEFAULT
 from puna.storage.artifact import Artifact, place_of
 from puna.storage.index import Entry
 from puna.storage.parts import ShardRows
@@ -37,7 +38,8 @@ FACTS: dict[str, pa.Schema] = {
     "artifacts": _facts(
         _KEY, _KIND, _STAGE, column("rows", pa.int64(), "rows of its main table"),
         column("bytes", pa.int64(), "size of its files", "bytes"), column("seconds", pa.float64(), "time that making it took", "seconds"),
-        column("created_at", pa.string(), "when it was made", "ISO 8601"), column("run", pa.string(), "run that made it"), _DIGEST,
+        column("created_at", pa.string(), "when it was made", "ISO 8601"), column("run", pa.string(), "run that made it"),
+        column("project", pa.string(), "project of that run"), _DIGEST,
         column("code_version", pa.string(), "hash of the code that its stage reaches"),
         column("config", pa.string(), "the stage's configuration", "JSON"), column("seed", pa.int64(), "seed of its random numbers"),
     ),
@@ -50,9 +52,12 @@ FACTS: dict[str, pa.Schema] = {
         _KEY, _STAGE, column("name", pa.string(), "what was measured"), column("value", pa.float64(), "the number; null for a word"),
         column("text", pa.string(), "the value as text"),
     ),
-    "aliases": _facts(column("alias", pa.string(), "NAME@VERSION"), _KEY, _KIND),
+    "aliases": _facts(
+        column("alias", pa.string(), "[PROJECT/]NAME@VERSION, as inputs take it"), column("project", pa.string(), "its project"),
+        _KEY, _KIND,
+    ),
     "runs": _facts(
-        _RUN, column("flow", pa.string(), "flow or stage that was run"),
+        _RUN, column("flow", pa.string(), "flow or stage that was run"), column("project", pa.string(), "whose aliases it read and set"),
         column("state", pa.string(), "finished, failed, stopped, crashed or at work"),
         column("error", pa.string(), "why it failed"), column("opened", pa.string(), "when it began", "ISO 8601"),
         column("closed", pa.string(), "when its last event was", "ISO 8601"), column("recipe", pa.string(), "recipe that was named"),
@@ -72,7 +77,7 @@ def facts(name: str, store: Store, entries: Iterable[Entry]) -> list[dict[str, A
     """The rows of one of the tables `FACTS`."""
     rows: Iterable[dict[str, Any]]
     if name == "artifacts":
-        rows = ({**one, "artifact": one["key"]} for one in entries)
+        rows = ({**one, "artifact": one["key"], "project": one.get("project") or DEFAULT} for one in entries)
     elif name == "lineage":
         rows = ({"artifact": one["key"], **given} for one in entries for given in one["inputs"])
     elif name == "metrics":
@@ -85,7 +90,10 @@ def facts(name: str, store: Store, entries: Iterable[Entry]) -> list[dict[str, A
         )  # fmt: skip
     elif name == "aliases":
         kinds = {one["key"]: one["kind"] for one in entries}
-        rows = ({"alias": alias, "artifact": key, "kind": kinds.get(key)} for alias, key in sorted(store.aliases().items()))
+        rows = (
+            {"alias": alias, "project": store.project_of(alias), "artifact": key, "kind": kinds.get(key)}
+            for alias, key in sorted(store.aliases().items())
+        )
     else:
         logs = [store.log(run) for run in store.runs()]
         steps = ({"run": log.name, "artifact": made.key, **vars(made)} for log in logs for made in log.made)
@@ -184,7 +192,7 @@ MACROS = {
         """key_of(name) as (
   case when regexp_full_match(name, '[0-9a-f]{64}') then name else (
     select case when count(*) = 1 then first(artifact) else error(name || ': fits ' || count(*) || ' artifacts') end from (
-      select artifact from aliases where alias = name
+      select artifact from aliases where name in (alias, project || '/' || split_part(alias, '/', -1))
       union (select artifact from artifacts where name = 'stage:' || stage order by created_at desc, artifact desc limit 1)
       union select artifact from artifacts
       where starts_with(artifact, split_part(name, '/', -1)) and (not contains(name, '/') or kind = split_part(name, '/', 1)))) end)""",

@@ -66,8 +66,9 @@ class Work:
     Parts outlive a crash too, but only those that this attempt writes or claims are committed.
     """
 
-    def __init__(self, files: Files, key: str) -> None:
+    def __init__(self, files: Files, key: str, project: str = "") -> None:
         self.files = files
+        self.project = project
         self.place = f"work/{key}"
         files.remove(f"{self.place}/output")
         self.output = files.scratch(f"{self.place}/output")
@@ -204,6 +205,7 @@ class Work:
             tables=all_tables,
             files=dict(sorted((records | own).items())),
             created_at=datetime.now(UTC).isoformat(),
+            project=self.project,
             **about,
         )
         place, files = place_of(kind, key), self.files

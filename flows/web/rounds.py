@@ -57,7 +57,7 @@ def decided(store: Store, gate: str, said: Mapping[str, Sequence[str]]) -> None:
         raise PunaError("who decides? write a name")
     config = ApprovalConfig(by=by, approved=said.get("verdict", [""])[0] == "approve", reason=said.get("reason", [""])[0].strip())
     execute(approval, config, {"gate": artifact}, store)
-    with store.lock("round", wait=False) as mine:
+    with store.lock(store.own("round"), wait=False) as mine:
         if not mine:  # the round at work carries it out
             return
         policy = next(store.find(i.kind, i.key) for i in artifact.manifest.inputs if i.name == "policy")

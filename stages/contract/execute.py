@@ -171,7 +171,7 @@ def _on_worker(
         raise PunaError(f"stage {stage.name} runs on another worker, which cannot import it from here: declare it in a module")
     sent = {name: [(i.kind, i.key) if isinstance(i, Artifact) else i for i in items] for name, items in stage.check(given).items()}
     root = store.uri
-    future = submit(_perform_there, module, stage.name, config, sent, root, run=run, part_rows=part_rows)
+    future = submit(_perform_there, module, stage.name, config, sent, root, store.project, run=run, part_rows=part_rows)
     kind, key, reused = future.result()
     made = store.find(kind, key)
     if made is None:
@@ -180,11 +180,11 @@ def _on_worker(
 
 
 def _perform_there(
-    module: str, name: str, config: StageConfig, sent: dict[str, list[Any]], root: str, **how: Any
+    module: str, name: str, config: StageConfig, sent: dict[str, list[Any]], root: str, project: str, **how: Any
 ) -> tuple[str, str, bool]:
     """In the worker: run a stage; returns kind and key of its artifact, and whether it was there."""
     importlib.import_module(module)
-    stage, store = REGISTRY[name], Store.open(root)
+    stage, store = REGISTRY[name], Store.open(root, project)
     given: dict[str, Any] = {}
     for spec in stage.inputs:
         items = [store.find(*item) if isinstance(item, tuple) else item for item in sent[spec.name]]

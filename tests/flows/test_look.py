@@ -64,7 +64,7 @@ def test_list_and_show(store: Store) -> None:
     (told,) = objects(run(store, "list", "--runs", "--json"))
     told = {name: value for name, value in told.items() if name not in ("opened", "closed", "changes", "versions")}
     begun = {"flow": "curate", "recipe": "clean", "command": "puna run curate --recipe clean", "commit": "abc"}
-    assert told == {"run": "first-run", "state": "crashed", "artifacts": 1, "reused": 0, "error": runs.CRASHED, **begun}
+    assert told == {"run": "first-run", "state": "crashed", "artifacts": 1, "reused": 0, "error": runs.CRASHED, "project": "default", **begun}
     assert "puna run curate --recipe clean" in run(store, "list", "--runs")
     assert listed[0]["id"] in run(store, "list")
     shown = json.loads(run(store, "show", selected(store)[0], "--json"))

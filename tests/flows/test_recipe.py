@@ -65,7 +65,7 @@ def test_every_field_is_a_step_and_every_step_has_its_field() -> None:
         known = fields(flow_named(name))
         assert {traced.step.field for traced in everything(flow_named(name)).steps} == set(known)
         properties = schema(flow_named(name))["properties"]
-        assert set(properties) == {"name", "seed", "base", "add", *known, *everything(flow_named(name)).settings}
+        assert set(properties) == {"name", "seed", "project", "base", "add", *known, *everything(flow_named(name)).settings}
         assert all(item["description"] for item in properties.values())
 
 
