@@ -6,8 +6,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
@@ -48,7 +50,8 @@ def typed(page: Path) -> list[str]:
     fenced = re.findall(r"^```(?:bash|sh)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     lines = [line for block in fenced for line in block.splitlines()] + re.findall(r"^    (\S.*)$", outside, re.MULTILINE)
-    return [re.sub(r"^\.venv/bin/", "", line) for line in lines if re.match(r"(\.venv/bin/)?puna ", line)]
+    lines = [re.sub(r"^(\.venv/bin/|sbatch .*?deploy/slurm\.sh )", lambda at: "puna " if "sbatch" in at[1] else "", line) for line in lines]
+    return [line for line in lines if line.startswith("puna ")]
 
 
 COMMANDS = [(page.relative_to(ROOT), line) for page in PAGES for line in typed(page)]
@@ -67,7 +70,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def test_there_are_commands_to_check() -> None:
-    assert len(COMMANDS) > 80 and {page.name for page, _ in COMMANDS} >= {"README.md", "tutorial.md", "model.md", "rule.md", "cluster.md", "schedule.md"}
+    assert len(COMMANDS) > 80 and {page.name for page, _ in COMMANDS} >= {"README.md", "tutorial.md", "model.md", "rule.md", "cluster.md", "schedule.md", "gpu.md", "slurm.md", "prefect.md"}
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in COMMANDS}), ids=str)
@@ -88,6 +91,32 @@ def test_every_command_is_one(page: Path) -> None:
             stage_config(found, recipe, changes)
         else:
             load(recipe or "demo", changes, found.name)
+
+
+def test_other_commands_name_files_and_targets_that_are_there() -> None:
+    """`make TARGET`, `docker compose -f FILE`, `python FILE`, `sbatch FILE`."""
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    named = re.findall(r"^    make (\w+)", text, re.MULTILINE)
+    assert named and set(named) <= targets
+    files = re.findall(r"^    .*?\b((?:deploy|tests)/[\w./-]+)", text, re.MULTILINE)
+    assert {"deploy/slurm.sh", "deploy/compose.yaml", "tests/benchmarks/gpu.py"} <= set(files)
+    assert all((ROOT / file).exists() for file in files)
+
+
+@pytest.mark.parametrize(("tasks", "more"), [("1", ""), ("2", " --executor dask://node:20007")])
+def test_the_job_of_slurm_runs_what_follows_puna(tasks: str, more: str, tmp_path: Path) -> None:
+    """One task runs the words alone; several start a Dask scheduler and workers first. Slurm, Dask and Puna only say how they were called."""
+    for name in ("puna", "dask", "srun", "hostname", "seq"):
+        (tmp_path / name).write_text("#!/bin/sh\n" + {"hostname": "echo node", "seq": "true"}.get(name, f'echo {name} "$@"') + "\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environment = {"PATH": path, "SLURM_NTASKS": tasks, "SLURM_CPUS_PER_TASK": "4", "SLURM_JOB_ID": "7"}
+    done = subprocess.run([ROOT / "deploy/slurm.sh", "run", "a flow"], env=environment, capture_output=True, text=True, timeout=60, check=True)
+    called = set(done.stdout.splitlines())
+    assert f"puna run a flow{more}" in called
+    started = {"dask scheduler --port 20007 --no-dashboard", "srun dask worker tcp://node:20007 --nworkers 4 --nthreads 1 --no-dashboard"}
+    assert called & started == (started if more else set())
 
 
 def runnable() -> Iterator[str]:
