@@ -35,6 +35,7 @@ from puna.storage import Artifact, PunaError, Store
 
 ENDINGS = {".jsonl": "jsonl", ".parquet": "parquet"}
 ROWS = 10_000
+RECIPE = "clean"
 
 
 @dataclass
@@ -62,27 +63,30 @@ class Cleaned:
 
 def clean(
     paths: Sequence[str], output: Path, store: Store, *, changes: Sequence[str] = (), columns: Sequence[str] = (),
-    workers: int | None = None, say: Callable[[str], None] = print, quiet: bool = False,
+    recipe: str = RECIPE, workers: int | None = None, say: Callable[[str], None] = print, quiet: bool = False,
 ) -> Cleaned:  # fmt: skip
     """Clean pages: look at them, choose, tell what was chosen, run the flow `curate`, write plain files.
 
-    `output`: a folder, or a file that ends in .jsonl or .parquet. PunaError says what is wrong before anything runs.
+    `output`: a folder, or a file that ends in .jsonl or .parquet. `recipe`: a name or a YAML file, whose base is `clean` where it names
+    none. PunaError says what is wrong before anything runs.
     """
     kind, target = _target(output)
-    store = store.within(read_values("clean", list(changes))[0].get("project"))
+    store = store.within(read_values(recipe, list(changes), RECIPE)[0].get("project"))
     wanted = meant(paths, curate.inputs, store, "clean")
     given = curate.by_kind(wanted.items, wanted.named, wanted.sources)
     imported = [item for item in wanted.items if isinstance(item, Artifact) and item.kind == "documents"]
     named = column_changes(columns, "ingest")
-    choices = look([item for item in wanted.items if isinstance(item, External)], imported, named)
+    choices = look([item for item in wanted.items if isinstance(item, External)], imported, (*named, *changes), recipe)
     for sentence in choices.said:
         say(sentence)
-    recipe = load("clean", [*choices.changes, *named, *changes], "curate")
-    preflight.check(curate, recipe, given, store)
-    command = shlex.join(["puna", "clean", *paths, "-o", str(output), *(word for text in (*named, *changes) for word in ("--set", text))])
-    asked = {"command": command, "recipe": "clean", "changes": [*choices.changes, *named, *changes], "inputs": list(paths)}
+    every = [*choices.changes, *named, *changes]
+    steps = load(recipe, every, "curate", RECIPE)
+    preflight.check(curate, steps, given, store)
+    options = [*(["--recipe", recipe] if recipe != RECIPE else []), *(word for text in (*named, *changes) for word in ("--set", text))]
+    command = shlex.join(["puna", "clean", *paths, "-o", str(output), *options])
+    asked = {"command": command, "recipe": recipe, "changes": every, "inputs": list(paths)}
     with session(store, flow="curate", workers=workers, json=quiet, parameters=asked) as now:
-        made = Performer(recipe)
+        made = Performer(steps)
         documents = made.walk(curate, given).documents.items[0]
     came = [*(outcome.artifact for step, outcome in now.outcomes if step == "ingest"), *imported]
     from puna.flows.report import write
@@ -97,49 +101,45 @@ def clean(
     return Cleaned(target, dropped, page, documents.rows(), sum(artifact.rows() for artifact in came), _rules(now))
 
 
-def look(files: list[External], imported: list[Artifact], named: Sequence[str]) -> Choices:
-    """What a look at the first pages and documents says about fields, languages and topics. `named`: a person's changes for fields."""
+def look(files: list[External], imported: list[Artifact], named: Sequence[str], recipe: str = RECIPE) -> Choices:
+    """Return what a look at the first pages and documents says about fields, languages and topics. `named`: a person's changes."""
     found = Choices()
-    taken = {change.partition("=")[0] for change in named}
+    given = load(recipe, list(named), "curate", RECIPE).values
+    reading = given.get("ingest") or {}
+    inputs = dict(reading.get("inputs") or {})
     for external in files:
         size = sum(file.bytes for file in external.files)
         found.said.append(f"{external.name}: {len(external.files):,} files, {size / 1e6:,.1f} MB")
         fields = sniff(external)
-        if fields is None or taken & {"ingest.text_column", "ingest.html_column"} or any(f"inputs.{external.name}." in t for t in taken):
+        if fields is None or reading.keys() & {"text_column", "html_column"} or external.name in inputs:
             continue
         own = {"html" if fields.html else "text": fields.page} | ({"url": fields.url} if fields.url else {})
-        found.changes.append(f"ingest.inputs={json.dumps({external.name: own})}")
+        inputs[external.name] = own
         address = f"its address {fields.url}" if fields.url else "no field with an address"
         time = f"its time {fields.date}" if fields.date else "no field with a time"
         what = "HTML" if fields.html else "plain text"
         names = ", ".join(fields.names)
         found.said.append(f"  fields {names}: {fields.page} is read as {what}; {address}, {time} (--columns says otherwise)")
-    _merge_inputs(found)
+    if inputs:
+        found.changes.append(f"ingest.inputs={json.dumps(inputs)}")
     texts: list[str] = []
     if files:
-        config = load("clean", [*found.changes, *named], "curate").one("ingest", ingest, IngestConfig)
+        config = load(recipe, [*found.changes, *named], "curate", RECIPE).one("ingest", ingest, IngestConfig)
         texts += page_texts(*peek(files, config, LOOK), LOOK)[0]
     for artifact in imported:
         found.said.append(f"{artifact.id}: {artifact.rows():,} documents")
         texts += document_texts(artifact, LOOK / len(imported))[1]
     texts = [text for text in texts if text.strip()]
     if not texts:
-        given = ", ".join(f.uri for f in files) or imported[0].id
+        names = ", ".join(f.uri for f in files) or imported[0].id
         raise PunaError(
-            f"clean: no page of {given} holds text. WARC, WET, HTML, text, Parquet, JSON and CSV are read; "
+            f"clean: no page of {names} holds text. WARC, WET, HTML, text, Parquet, JSON and CSV are read; "
             "`puna run ingest --input …` says what was dropped"
         )
     _tell_languages(texts, found)
-    _choose_topics(texts, found)
+    if given.get("domains") is None:
+        _choose_topics(texts, found)
     return found
-
-
-def _merge_inputs(found: Choices) -> None:
-    """One change for the fields of all inputs."""
-    own: dict[str, Any] = {}
-    for change in found.changes:
-        own |= json.loads(change.partition("=")[2])
-    found.changes = [f"ingest.inputs={json.dumps(own)}"] if own else []
 
 
 def _tell_languages(texts: list[str], found: Choices) -> None:

@@ -92,6 +92,7 @@ def clean(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder, or a file that ends in .jsonl or .parquet")],
     columns: ColumnsOption = None,
+    recipe: Annotated[str, typer.Option("--recipe", help="A recipe, or a YAML file with what differs from the recipe clean")] = "clean",
     changes: SetOption = None,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
@@ -110,8 +111,8 @@ def clean(
         typer.echo(text, err=as_json)
 
     made = run_clean(
-        paths, output, opened, changes=(*(changes or ()), *project_change(project)), columns=columns or (), workers=workers, say=say,
-        quiet=as_json,
+        paths, output, opened, changes=(*(changes or ()), *project_change(project)), columns=columns or (), recipe=recipe, workers=workers,
+        say=say, quiet=as_json,
     )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(asdict(made), default=str))

@@ -58,11 +58,11 @@ def curate(
 ) -> Curated:
     """Turn pages, documents or both into clean documents.
 
-    `documents` are extracted already: imported ones, for example. `evaluations` are more prompts that no document may contain;
+    `documents` are extracted already: imported ones, for example. No document may contain the recipe's `prompts` or `evaluations`;
     `classifiers` take the place of those that would be trained.
     """
     given = _by_purpose(classifiers or [])
-    held_out = [step(prompts), *(evaluations or [])]
+    held_out = [output for output in (step(prompts, off=True), *(evaluations or [])) if output]
     found = step(url_filter, documents=_entering(inputs or [], documents or []))
     found = step(url_dedup, documents=found)
     languages = step(language, documents=found, classifier=given.get("language"))
@@ -80,7 +80,7 @@ def curate(
     trained = given.get("quality") or _train(train_classifier, "quality", found, off=True)
     scores = [measured, types, technical, step(quality, documents=found, classifier=trained, language=languages)]
     found = step(select, "select_model", default=BY_MODELS, documents=found, signals=scores)
-    found = step(decontaminate, documents=found, prompts=held_out)
+    found = step(decontaminate, off=not held_out, documents=found, prompts=held_out)
     publish("domains", types)
     return Curated(publish("documents", found), types, deduplicated)
 

@@ -302,7 +302,8 @@ class Walk(ABC):
         for label, extra in self.recipe.added("after", step):
             made = self._add(label, extra, list(given.values()), output)
             output = made if made.kind == output.kind else output
-        self._done[step.label] = (asked, output)
+        if output or not step.off:  # what is off in one place may be needed in another
+            self._done[step.label] = (asked, output)
         return output
 
     def _repeat(self, step: Step, given: dict[str, list[Output]]) -> Output:

@@ -24,7 +24,7 @@ MAX_BYTES = 1 << 20
 """Largest recipe that is read."""
 ENDINGS = (".yaml", ".yml")
 BASE = "curation"
-"""The shipped base of the shipped recipes: the rules of curation. It is no recipe to run."""
+"""The rules of curation: the base of the shipped recipes, and of a file that names none. It is no recipe to run."""
 MAX_BASES = 10
 """Longest chain of recipes that inherit from each other."""
 MAX_NODES = 100_000
@@ -138,28 +138,78 @@ class Recipe:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid on `base`, group by group."""
+    """Return `over` laid on `base`, group by group; a list that repeats a group is laid on it item by item."""
     found = dict(base)
     for name, value in over.items():
         inner = found.get(name)
-        found[name] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+        if isinstance(inner, dict) and isinstance(value, list):
+            found[name] = [merged(inner, item) if isinstance(item, dict) else item for item in value]
+        else:
+            found[name] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
     return found
 
 
-def read_values(name: str, changes: list[str]) -> tuple[dict[str, Any], str]:
-    """Return the values of a recipe, by name or YAML file, with its base and `step.field=value` changes; and how errors name it."""
-    values, shipped = _inherited(name, ())
-    values.setdefault("name", Path(name).stem if name.endswith(ENDINGS) else name)
+@dataclass(frozen=True)
+class Layer:
+    """The values of one file of a recipe, or of `--set`. `where`: how errors name it."""
+
+    where: str
+    values: Mapping[str, Any]
+
+    def depth(self, path: list[str]) -> int:
+        """Return how many names of a path lead to a value of the layer."""
+        inside: Any = self.values
+        for depth, name in enumerate(path):
+            if isinstance(inside, list) and name.isdecimal() and int(name) < len(inside):
+                inside = inside[int(name)]
+            elif isinstance(inside, dict) and name in inside:
+                inside = inside[name]
+            else:
+                return depth
+        return len(path)
+
+
+def blamed(complaint: str, layers: list[Layer]) -> str:
+    """Return a complaint about `step.field: …` after the name of the file that holds the field."""
+    path = complaint.partition(":")[0].split(".")
+    return max(layers, key=lambda layer: layer.depth(path)).where + complaint
+
+
+def read_values(name: str, changes: list[str], base: str = BASE) -> tuple[dict[str, Any], list[Layer]]:
+    """Return the values of a recipe, by name or YAML file, with `step.field=value` changes; and its layers, `--set` first, bases last.
+
+    `base`: what a file inherits from that names no base.
+    """
+    files = _layers(name, base, ())
+    values: dict[str, Any] = {}
+    for layer in reversed(files):
+        _check_repeats(values, layer)
+        values = merged(values, {key: value for key, value in layer.values.items() if key != "base"} | {"name": None})
+    values["name"] = files[0].values.get("name", Path(name).stem if name.endswith(ENDINGS) else name)
+    changed: dict[str, Any] = {}
     for change in changes:
         overridden(values, change)
-    return values, "" if shipped else f"recipe {name}: "  # what is wrong in a shipped one is what --set changed
+        changed = merged(changed, _path_of(change))
+    return values, [Layer("", changed), *files] if changes else files
 
 
-def _inherited(name: str, heirs: tuple[Path, ...]) -> tuple[dict[str, Any], bool]:
-    """Return a recipe's values laid on those of its base, and whether it is a shipped one.
+def _path_of(change: str) -> dict[str, Any]:
+    """Return nested groups that lead to the field of a change."""
+    nested: Any = None
+    for part in reversed(change.partition("=")[0].split(".")):
+        nested = {part: nested}
+    return dict(nested)
 
-    Groups are merged field by field; lists and single values replace the base's; null leaves a step out. `heirs`: the files on the way.
-    """
+
+def _check_repeats(inherited: Mapping[str, Any], layer: Layer) -> None:
+    """Raise where one group would replace a step that the base repeats."""
+    for name, value in layer.values.items():
+        if isinstance(value, dict) and isinstance(several := inherited.get(name), list):
+            raise PunaError(f"{layer.where}{name}: the base repeats this step {len(several)} times; write a list of its groups")
+
+
+def _layers(name: str, default: str, heirs: tuple[Path, ...]) -> list[Layer]:
+    """Return a recipe's file and those of its bases, the nearest first. `heirs`: the files on the way."""
     shipped = RECIPES / f"{name}.yaml"
     file = Path(name) if name.endswith(ENDINGS) else shipped
     if heirs and file is not shipped:
@@ -173,14 +223,13 @@ def _inherited(name: str, heirs: tuple[Path, ...]) -> tuple[dict[str, Any], bool
     if len(heirs) == MAX_BASES:
         raise PunaError(f"recipe {heirs[-1]}: base: more than {MAX_BASES} recipes inherit from each other; write one base")
     values = _read(file)
-    base = values.pop("base", None)
-    if base is None:
-        return values, file == shipped.resolve()
-    if not isinstance(base, str):
-        raise PunaError(f"recipe {file}: base: takes the name of a recipe or a YAML file (got {base!r})")
-    inherited, _ = _inherited(base, (*heirs, file))
-    inherited.pop("name", None)
-    return merged(inherited, values), file == shipped.resolve()
+    is_shipped = file == shipped.resolve()
+    base = values.get("base", None if is_shipped else default)
+    if base is not None and not isinstance(base, str):
+        raise PunaError(f"recipe {file}: base: takes the name of a recipe, a YAML file, or null for none (got {base!r})")
+    # What is wrong in a shipped recipe is what --set changed.
+    layer = Layer("" if is_shipped else f"recipe {file if heirs else name}: ", values)
+    return [layer, *(_layers(base, default, (*heirs, file)) if base is not None else [])]
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
 
 from puna.flows.program import FLOWS, Flow, Given, Output, Walk, first_sentence
-from puna.flows.recipe import Added, Recipe, Setting, Step, read_values
+from puna.flows.recipe import BASE, Added, Recipe, Setting, Step, blamed, read_values
 from puna.stages.contract import REGISTRY, Stage, StageConfig, did_you_mean, parse, plugins
 from puna.storage import PunaError
 from puna.storage.aliases import PROJECT, checked_project
@@ -41,9 +41,13 @@ class TracedStep:
 
 @dataclass
 class Trace:
-    """The steps of a flow in order, the settings it asks for, the aliases it sets, and the needs that are not met."""
+    """The steps of a flow in order, the settings it asks for, the aliases it sets, and the needs that are not met.
+
+    `regular`: fields of the steps that run unless a recipe leaves them out.
+    """
 
     steps: list[TracedStep] = field(default_factory=list)
+    regular: set[str] = field(default_factory=set)
     settings: dict[str, Setting] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
@@ -56,6 +60,12 @@ class Tracer(Walk):
         super().__init__(recipe)
         self.trace = Trace()
         self._everything = everything
+
+    def step(self, step: Step, inputs: Mapping[str, Given]) -> Output:
+        """Note whether the step runs unless a recipe leaves it out: it may be off in one place and regular in another."""
+        if not step.off:
+            self.trace.regular.add(step.field)
+        return super().step(step, inputs)
 
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
         """A step of the trace."""
@@ -147,16 +157,17 @@ def fields(flow: Flow) -> dict[str, Step]:
         if known.stage != traced.step.stage:
             both = f"{known.stage.name} and {traced.step.stage.name}"
             raise PunaError(f"flow {flow.name}: {traced.step.field} is the field of two stages, {both}")
-    return found
+    regular = everything(flow).regular
+    return {name: replace(step, off=name not in regular) for name, step in found.items()}
 
 
-def load(name: str, changes: list[str] | None = None, flow: str = "pipeline") -> Recipe:
-    """A recipe of a flow by name or file, with `step.field=value` changes; every wrong field is named in one PunaError.
+def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", base: str = BASE) -> Recipe:
+    """Return a recipe of a flow by name or file, with `step.field=value` changes; one PunaError names every wrong field and its file.
 
-    Fields of other flows are checked too, where the recipe has them.
+    Fields of other flows are checked too, where the recipe has them. `base`: what a file inherits from that names no base.
     """
     chosen = flow_named(flow)
-    values, where = read_values(name, changes or [])
+    values, layers = read_values(name, changes or [], base)
     known, settings = dict(fields(chosen)), dict(everything(chosen).settings)
     for other in load_flows().values():
         known = {**fields(other), **known}
@@ -193,7 +204,7 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline") ->
     for wanted in settings.values():
         complaints += _wrong(lambda wanted=wanted: recipe.number(wanted))
     if complaints:
-        raise PunaError(where + "\n".join(dict.fromkeys(complaints)))
+        raise PunaError("\n".join(blamed(complaint, layers) for complaint in dict.fromkeys(complaints)))
     return recipe
 
 
@@ -243,7 +254,8 @@ def schema(flow: Flow) -> dict[str, Any]:
             "title": name,
         }
     added = Added.model_json_schema()
-    properties["base"] = {"type": "string", "description": "Recipe to inherit from, a name or YAML file; groups are merged, lists replaced"}
+    inherits = f"Recipe to inherit from, a name or YAML file (default: {BASE}; null: none); groups are merged, lists replaced"
+    properties["base"] = {"type": "string", "description": inherits}
     properties["project"] = {"type": "string", "pattern": f"^{PROJECT}$", "description": GENERAL["project"]}
     properties["add"] = {"type": "object", "additionalProperties": added, "description": GENERAL["add"]}
     whole = {"type": "object", "title": f"recipe of {flow.name}", "properties": properties, "additionalProperties": False}

@@ -84,6 +84,16 @@ def test_pages_of_ones_own_become_clean_files(tmp_path: Path) -> None:
     assert sorted(file.name for file in (tmp_path / "more").iterdir()) == ["all.dropped.jsonl", "all.parquet", "all.report.html"]
 
 
+def test_a_file_with_one_rule_lies_on_the_recipe_of_cleaning(tmp_path: Path) -> None:
+    pages, mine = tmp_path / "pages.jsonl", tmp_path / "mine.yaml"
+    pages.write_text("".join(json.dumps({"story": prose(n), "note": f"{n} " * 20}) + "\n" for n in range(3)))
+    mine.write_text("select: {gopher_quality: {min_words: 2000}, gopher_repetition: null}\nminhash_dedup: null\ningest: {inputs: {pages: {text: story}}}")
+    said: list[str] = []
+    made = clean([str(pages)], tmp_path / "out", Store.open(tmp_path / "store"), recipe=str(mine), workers=1, say=said.append, quiet=True)
+    assert (made.kept, made.rules) == (0, {"select.gopher_quality.min_words": 3})
+    assert not any("is read as" in line for line in said)  # the recipe says which field is the page
+
+
 def test_wrong_places_and_inputs_are_named(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
     with pytest.raises(PunaError, match="name a folder, or a file that ends in"):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from puna.flows.forms import values_of
-from puna.flows.recipe import BASE, read_values, shipped_recipes
-from puna.flows.trace import load
+from puna.flows.recipe import BASE, Recipe, read_values, shipped_recipes
+from puna.flows.trace import flow_named, load, trace
 from puna.stages.curate.select import SelectConfig, select
 from puna.storage import PunaError
 
@@ -72,20 +72,47 @@ def test_groups_merge_lists_are_replaced_and_null_leaves_out(tmp_path: Path) -> 
         first="select: {gopher_quality: {min_words: 70, max_words: 900}}\nlanguage: {}\nprompts: {tasks: [{task: gsm_symbolic}]}",
         second="base: first.yaml\nselect: {gopher_quality: {min_words: 60}}\nlanguage: null\nprompts: {tasks: [{task: chain_sum}]}",
     )
-    values, where = read_values(str(tmp_path / "second.yaml"), ["select.gopher_quality.max_words=800"])
+    values, layers = read_values(str(tmp_path / "second.yaml"), ["select.gopher_quality.max_words=800"])
     assert values["select"]["gopher_quality"] == {"min_words": 60, "max_words": 800}
     assert values["language"] is None and values["prompts"]["tasks"] == [{"task": "chain_sum"}]
-    assert values["name"] == "second" and "base" not in values and "second.yaml" in where
+    assert values["name"] == "second" and "base" not in values and "second.yaml" in layers[1].where
 
 
 def test_one_rule_alone_is_a_recipe(tmp_path: Path) -> None:
-    written(tmp_path, mine="base: clean\nselect: {gopher_quality: {min_words: 60}}")
-    recipe = load(str(tmp_path / "mine.yaml"), flow="curate")
-    config = recipe.one("select", select, SelectConfig)
-    assert config.gopher_quality is not None and config.gopher_quality.min_words == 60 and config.gopher_quality.max_words == 100_000
-    assert recipe.values["decontaminate"] is None
-    changed = load("clean", ["select.gopher_quality.min_words=60"], "curate").one("select", select, SelectConfig)
-    assert changed == config
+    """Without a base the steps are those of the flow and the rules those of curation; `puna clean` begins with its own recipe."""
+    text = "select: {gopher_quality: {min_words: 60}}"
+    written(tmp_path, mine=text, named=f"base: clean\n{text}", bare=f"base: null\n{text}", heir="base: mine.yaml\nseed: 3")
+    changed = load("clean", ["select.gopher_quality.min_words=60"], "curate")
+    rules = changed.one("select", select, SelectConfig)
+    for name in ("mine", "named", "heir"):
+        assert load(str(tmp_path / f"{name}.yaml"), flow="curate").one("select", select, SelectConfig) == rules, name
+    flow = flow_named("curate")
+    derived = [step.label for step in trace(flow, Recipe("derived")).steps]
+    assert [step.label for step in trace(flow, load(str(tmp_path / "mine.yaml"), flow="curate")).steps] == derived
+    cleaning = load(str(tmp_path / "mine.yaml"), flow="curate", base="clean")
+    assert {**cleaning.values} == {**changed.values} == {**load(str(tmp_path / "named.yaml"), flow="curate").values}
+    own = load(str(tmp_path / "bare.yaml"), flow="curate").one("select", select, SelectConfig)
+    assert own.gopher_repetition == SelectConfig().gopher_repetition != rules.gopher_repetition
+
+
+def test_a_repeated_step_keeps_its_base(tmp_path: Path) -> None:
+    written(tmp_path, twice="select: [{}, {gopher_quality: null}]", once="base: twice.yaml\nselect: {gopher_quality: {min_words: 60}}")
+    first, second = load(str(tmp_path / "twice.yaml"), flow="curate").values["select"]
+    assert first["fineweb"] == second["fineweb"] == {"max_repeated_line_characters": 0.1} and second["gopher_quality"] is None
+    with pytest.raises(PunaError, match=r"once\.yaml: select: the base repeats this step 2 times; write a list of its groups"):
+        load(str(tmp_path / "once.yaml"), flow="curate")
+
+
+def test_an_error_names_the_file_that_holds_it(tmp_path: Path) -> None:
+    wrong = "select: {gopher_quality: {min_word: 60}}\npii: {nothing: 1}"
+    written(tmp_path, base=wrong, mine="base: base.yaml\nselect: {gopher_quality: {max_words: 900}}\nurl_dedup: {what: 1}")
+    with pytest.raises(PunaError) as raised:
+        load(str(tmp_path / "mine.yaml"), ["line_dedup.other=2"], flow="curate")
+    places = {line.partition(": no such field")[0].rpartition(" ")[2]: line for line in str(raised.value).splitlines()}
+    assert {field: "base.yaml" in line for field, line in places.items()} == {
+        "select.gopher_quality.min_word": True, "pii.nothing": True, "url_dedup.what": False, "line_dedup.other": False
+    }  # fmt: skip
+    assert "mine.yaml: url_dedup" in places["url_dedup.what"] and places["line_dedup.other"].startswith("line_dedup.other")
 
 
 @pytest.mark.parametrize(
