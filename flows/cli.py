@@ -238,7 +238,8 @@ def web(
 def serve(
     store: StoreOption = DEFAULT_STORE,
     cron: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=CRON", help="Run a flow or stage on a schedule (UTC), for example align='0 3 * * *'")
+        list[str] | None,
+        typer.Option(metavar="[PROJECT/]NAME=CRON", help="Run a flow or stage on a schedule (UTC), for example align='0 3 * * *'"),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Runs at work at once; each uses every core")] = 2,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
@@ -254,7 +255,7 @@ def serve(
     for text in cron or []:
         name, sign, schedule = text.partition("=")
         if not sign:
-            raise PunaError(f"--cron {text}: write NAME=CRON, for example align='0 3 * * *'")
+            raise PunaError(f"--cron {text}: write [PROJECT/]NAME=CRON, for example align='0 3 * * *'")
         schedules[name] = schedule
     if supervised:
         end_with(sys.stdin.buffer)

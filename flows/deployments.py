@@ -42,6 +42,7 @@ from puna.stages.contract import Stage
 from puna.stages.contract.declaration import InputSpec
 from puna.stages.contract.executors import FORMS, PROCESSES
 from puna.storage import PunaError, Store
+from puna.storage.aliases import checked_project
 
 GRACE_SECONDS = 20.0
 FRESH_SECONDS = 5.0
@@ -53,7 +54,8 @@ def _flow_form(flow: Flow) -> PrefectFlow[Any, Any]:
 
     def run(**given: Any) -> Any:
         texts = [text for spec in flow.inputs for text in _texts(spec, given[spec.name])]
-        request = Request(f"flow:{flow.name}", picked(given["recipe"]), tuple(given["changes"]), tuple(texts), executor=given["executor"])
+        how = {"executor": given["executor"], "project": given["project"]}
+        request = Request(f"flow:{flow.name}", picked(given["recipe"]), tuple(given["changes"]), tuple(texts), **how)
         return _told(request, lambda: run_flow(flow, request, Store.open(given["store"])))
 
     parameters = [
@@ -70,7 +72,8 @@ def _stage_form(stage: Stage, offer: Offer) -> PrefectFlow[Any, Any]:
     def run(**given: Any) -> Any:
         texts = [text for spec in stage.inputs for text in _texts(spec, given[spec.name])]
         changes = changed(offer, given["config"])
-        request = Request(f"stage:{stage.name}", None, changes, tuple(texts), executor=given["executor"])
+        how = {"executor": given["executor"], "project": given["project"]}
+        request = Request(f"stage:{stage.name}", None, changes, tuple(texts), **how)
         return _told(request, lambda: run_stage(stage, request, Store.open(given["store"]), given["config"]).id)
 
     whole = not any(field.is_required() for field in stage.config.model_fields.values())
@@ -125,6 +128,7 @@ def _as_flow(name: str, run: Callable[..., Any], doc: str, parameters: list[insp
         *parameters,
         _parameter("executor", str, f"What the work runs on: {FORMS}", PROCESSES),
         _parameter("store", str, "Folder of the artifacts", DEFAULT_STORE),
+        _parameter("project", str, "Project of the store, whose aliases are read and set; empty: the recipe's, else the default one", ""),
     ]
     signature = inspect.Signature(parameters, return_annotation=Any)
     # Prefect's forms take the parameters' descriptions from a docstring of this shape.
@@ -174,9 +178,13 @@ def _hide_tracebacks() -> None:
 def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: int, *, supervised: bool = False) -> None:
     """Offer every flow and stage to the Prefect server, and run what is asked for on `store` until stopped.
 
-    `schedules`: cron expressions by name, in UTC. `limit`: how many runs may be at work at once. `supervised`: end with standard input.
+    `schedules`: cron expressions by `[PROJECT/]NAME`, in UTC. `limit`: how many runs may be at work at once. `supervised`: end with
+    standard input.
     """
-    if unknown := sorted(set(schedules) - set(OFFERS)):
+    for name in schedules:
+        if "/" in name:
+            checked_project(name.partition("/")[0])
+    if unknown := sorted(name for name in schedules if name.rpartition("/")[2] not in OFFERS):
         raise PunaError(f"--cron {unknown[0]}: there is no such flow or stage; they are {', '.join(OFFERS)}")
     crons = {name: _cron(name, text) for name, text in schedules.items()}
     offering = Offering(store, server, [(offer, flow_of(offer)) for offer in OFFERS.values()], linked=supervised)

@@ -128,9 +128,12 @@ def _steps_of(stage: Stage) -> list[str]:
 
 
 class Choices:
-    """The artifacts of a store as a form offers them, newest first, after the aliases; what the store holds now."""
+    """The artifacts of a store as a form offers them, newest first, after the aliases; what the store holds now.
 
-    def __init__(self, store: Store) -> None:
+    `everywhere`: where the store has several projects, aliases have names that mean the same in each.
+    """
+
+    def __init__(self, store: Store, *, everywhere: bool = False) -> None:
         by_kind: dict[str, list[str]] = {}
         kinds: dict[str, str] = {}
         for artifact in reversed(store.artifacts()):
@@ -139,9 +142,11 @@ class Choices:
             if len(found) < MOST_CHOICES:
                 found.append(label(artifact))
         self._aliases: dict[str, list[str]] = {}
+        several = everywhere and len(store.projects()) > 1
         for name, key in sorted(store.aliases().items()):
             if key in kinds:
-                self._aliases.setdefault(kinds[key], []).append(name)
+                shown = f"{store.project_of(name)}/{name.rpartition('/')[2]}" if several else name
+                self._aliases.setdefault(kinds[key], []).append(shown)
         self._by_kind = by_kind
 
     def of(self, kind: str) -> list[str]:

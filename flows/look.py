@@ -128,13 +128,7 @@ def list_(
         return print_rows(rows, False, shown)
     if kind is not None:
         known_kind(kind)
-    names = opened.names()
-    if project is not None:
-        names = {key: own for key, aliases in names.items() if (own := [a for a in aliases if opened.project_of(a) == project])}
-    found = [
-        one for one in opened.entries()
-        if kind in (None, one["kind"]) and (project in (None, one.get("project") or DEFAULT) or one["key"] in names)
-    ]  # fmt: skip
+    found, names = [one for one in opened.entries(project) if kind in (None, one["kind"])], opened.names(project)
     if as_json:
         made = [Artifact(one["kind"], one["key"], opened.files) for one in found]
         return print_rows([summary(a, aliases=names.get(a.key, [])) for a in made], True)

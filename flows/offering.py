@@ -53,13 +53,13 @@ class Offering:
         self._lost: dict[str, int] = {}
 
     def publish(self, crons: Mapping[str, str], served: Callable[[str, UUID], None]) -> None:
-        """Have the server offer everything; `crons`: schedules by the flow's name. Schedules that are there stay.
+        """Have the server offer everything; `crons`: schedules by `[PROJECT/]FLOW`. Schedules that are there stay.
 
         `served` is called with title and id of each deployment as soon as it is there.
         """
         self._settle(starting=True)
         there = self._there()
-        choices = Choices(self._store)
+        choices = Choices(self._store, everywhere=True)
         self._seen = self._state()
         for number, (offer, _) in enumerate(self._offered):
             if number == SETTLED_AFTER:
@@ -73,8 +73,9 @@ class Offering:
             self.ids[offer.title] = UUID(found["id"])
             self._versions[offer.title] = str(found["version"])
             self._bring(offer, choices)
-            if offer.flow in crons:
-                self._schedule(found, crons[offer.flow])
+            for name, cron in crons.items():
+                if name.rpartition("/")[2] == offer.flow:
+                    self._schedule(found, cron, name.rpartition("/")[0])
             served(offer.title, self.ids[offer.title])
 
     def refresh(self) -> None:
@@ -84,25 +85,26 @@ class Offering:
         if now == self._seen:
             return
         self._begin_round()
-        choices = Choices(self._store)
+        choices = Choices(self._store, everywhere=True)
         for offer, _ in self._offered:
             self._bring(offer, choices)
         self._seen = now
 
     def _state(self) -> object:
         """What choices and the next round depend on: the folders of the artifacts, the aliases, and what a round waits for."""
-        return len(self._store.committed()), tuple(sorted(self._store.aliases().items())), wanted(self._store)
+        waits = [wanted(self._store.within(project)) for project in self._store.projects()]
+        return len(self._store.committed()), tuple(sorted(self._store.aliases().items())), waits
 
     def _begin_round(self) -> None:
-        """Start the flow `round` where as many preferences are new as it waits for; for the same ones once."""
-        found = due(self._store)
-        if found is None:
-            return
-        once, asked = found
-        offer = next(offer for offer, _ in self._offered if offer.flow == "round")
-        parameters = {**defaults(offer), "store": self._store.uri, "recipe": asked.recipe}
-        body = {"parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": once, "tags": [TAG, "new preferences"]}
-        self._server.insist("POST", f"/deployments/{self.ids[offer.title]}/create_flow_run", body)
+        """Start the flow `round` in each project where as many preferences are new as it waits for; for the same ones once."""
+        for project in self._store.projects():
+            if (found := due(self._store.within(project))) is None:
+                continue
+            once, asked = found
+            offer = next(offer for offer, _ in self._offered if offer.flow == "round")
+            parameters = {**defaults(offer), "store": self._store.uri, "recipe": asked.recipe, "project": project}
+            body = {"parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": once, "tags": [TAG, "new preferences"]}
+            self._server.insist("POST", f"/deployments/{self.ids[offer.title]}/create_flow_run", body)
 
     def _there(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
@@ -133,12 +135,14 @@ class Offering:
             self._server.insist("PATCH", f"/deployments/{self.ids[offer.title]}", content)
             self._versions[offer.title] = content["version"]
 
-    def _schedule(self, deployment: dict[str, Any], cron: str) -> None:
-        """The one schedule that `--cron` sets; others are a person's."""
+    def _schedule(self, deployment: dict[str, Any], cron: str, project: str) -> None:
+        """Set the one schedule of a project that `--cron` gives, for no project where that is empty. Others are a person's."""
+        slug = f"{SCHEDULE}-{project}" if project else SCHEDULE
         for one in deployment["schedules"]:
-            if one.get("slug") == SCHEDULE:
+            if one.get("slug") == slug:
                 self._server.insist("DELETE", f"/deployments/{deployment['id']}/schedules/{one['id']}")
-        schedule = {"schedule": {"cron": cron, "timezone": "UTC"}, "active": True, "slug": SCHEDULE}
+        schedule: dict[str, Any] = {"schedule": {"cron": cron, "timezone": "UTC"}, "active": True, "slug": slug}
+        schedule |= {"parameters": {"project": project}} if project else {}
         self._server.insist("POST", f"/deployments/{deployment['id']}/schedules", [schedule])
 
     def _settle(self, *, starting: bool = False) -> None:

@@ -75,10 +75,6 @@ class Aliases:
                 return alias
         raise AssertionError("unreachable")
 
-    def projects(self) -> list[str]:
-        """Return the projects that have an alias, and the default one, first."""
-        return [DEFAULT, *sorted({project for project, _ in map(self.parts, self.files())} - {DEFAULT})]
-
     def parts(self, alias: str) -> tuple[str, str]:
         """Return the project of an alias, and its name there. Raise PunaError where the text is no alias."""
         if (found := ALIAS.fullmatch(alias)) is None:

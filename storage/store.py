@@ -118,9 +118,16 @@ class Store:
         """Every artifact that has a manifest, readable or not."""
         return [Artifact(kind, key, self.files) for kind, key in sorted(index.manifests(self.files)) if kind in KINDS]
 
-    def entries(self) -> list[Entry]:
-        """What the manifests of all artifacts say in short, oldest first; see `index`."""
-        return [one for one in index.entries(self.files) if one["kind"] in KINDS]
+    def entries(self, project: str | None = None) -> list[Entry]:
+        """Return what the manifests of all artifacts say in short, oldest first; see `index`.
+
+        `project`: of those alone that its runs made and its aliases name.
+        """
+        found = [one for one in index.entries(self.files) if one["kind"] in KINDS]
+        if project is None:
+            return found
+        named = self.names(project)
+        return [one for one in found if (one.get("project") or DEFAULT) == project or one["key"] in named]
 
     def unfinished(self) -> list[str]:
         """Names of the folders of artifacts whose manifest is gone."""
@@ -261,14 +268,15 @@ class Store:
         return view
 
     def known(self) -> Store:
-        """Return this store. Raise PunaError where its project has no alias."""
-        if self.project not in (there := self.projects()):
+        """Return this store. Raise PunaError where it has nothing of its project."""
+        if self.project != DEFAULT and self.project not in (there := self.projects()):
             raise PunaError(f"project {self.project}: {self.uri} has no such project; there are {', '.join(there)}")
         return self
 
     def projects(self) -> list[str]:
-        """Return the projects of the store, the default one first."""
-        return self._aliases.projects()
+        """Return the projects of the store's aliases, and of the runs that made its artifacts, the default one first."""
+        names = {*map(self.project_of, self._aliases.files()), *(one.get("project") or DEFAULT for one in self.entries())}
+        return [DEFAULT, *sorted(names - {DEFAULT})]
 
     def alias(self, name: str) -> Artifact:
         """Return the artifact that `[PROJECT/]NAME@VERSION` points to."""
@@ -316,11 +324,12 @@ class Store:
                 messages.append(str(error))
         return messages
 
-    def names(self) -> dict[str, list[str]]:
-        """Return every key that an alias points to, with all its aliases."""
+    def names(self, project: str | None = None) -> dict[str, list[str]]:
+        """Return every key that an alias points to, with all its aliases, or those of one project."""
         found: dict[str, list[str]] = {}
         for name, key in self.aliases().items():
-            found.setdefault(key, []).append(name)
+            if project in (None, self.project_of(name)):
+                found.setdefault(key, []).append(name)
         return found
 
     # --- runs --------------------------------------------------------------------------------------

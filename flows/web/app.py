@@ -98,8 +98,8 @@ def _looking(app: FastAPI, store: Store, prefect: str | None) -> None:
     """Artifacts, questions, thresholds."""
 
     @app.get("/artifacts", response_class=HTMLResponse)
-    def listed(kind: str | None = None) -> str:
-        return artifact.list_page(store, kind, prefect)
+    def listed(kind: str | None = None, project: str | None = None) -> str:
+        return artifact.list_page(store, kind, prefect, project)
 
     @app.get("/artifact/{kind}/{key}", response_class=HTMLResponse)
     def one(kind: str, key: str, table: str | None = None, start: Annotated[int, Query(ge=0)] = 0) -> str:
@@ -158,8 +158,8 @@ def _running(app: FastAPI, store: Store, prefect: str | None) -> None:
     """Runs, as they go and as they went; the forms that start them."""
 
     @app.get("/", response_class=HTMLResponse)
-    def first(older: Annotated[int, Query(ge=0)] = 0) -> str:
-        return home.home(store, prefect, older)
+    def first(older: Annotated[int, Query(ge=0)] = 0, project: str | None = None) -> str:
+        return home.home(store, prefect, older, project)
 
     @app.get("/run/{name}", response_class=HTMLResponse)
     def one(name: str) -> str:
@@ -198,8 +198,8 @@ def _starting(app: FastAPI, store: Store, prefect: str | None, asker: Asker, tok
         return RedirectResponse(forms.address(store, prefect, name, request.query_params))
 
     @app.get("/start", response_class=HTMLResponse)
-    def all_forms() -> str:
-        return start.list_page(prefect)
+    def all_forms(project: str | None = None) -> str:
+        return start.list_page(store, prefect, project)
 
     @app.get("/start/{name}", response_class=HTMLResponse)
     def own_form(name: str, request: Request) -> str:
@@ -252,18 +252,18 @@ def _deciding(app: FastAPI, store: Store, prefect: str | None) -> None:
     app.mount("/judge", Judging(store))
 
     @app.get("/rounds", response_class=HTMLResponse)
-    def all_rounds() -> str:
-        return rounds.rounds_page(store, prefect)
+    def all_rounds(project: str | None = None) -> str:
+        return rounds.rounds_page(store.within(project).known(), prefect)
 
     @app.post("/rounds/next")
     async def trigger(request: Request) -> Response:
-        await run_in_threadpool(rounds.set_trigger, store, await _sent(request))
-        return RedirectResponse("/puna/rounds#next", 303)
+        await run_in_threadpool(rounds.set_trigger, store, said := await _sent(request))
+        return RedirectResponse(f"/puna/rounds?project={rounds.project_of(said)}#next", 303)
 
     @app.post("/rounds/{gate}")
     async def decide(gate: str, request: Request) -> Response:
-        await run_in_threadpool(rounds.decided, store, gate, await _sent(request))
-        return RedirectResponse("/puna/rounds", 303)
+        await run_in_threadpool(rounds.decided, store, gate, said := await _sent(request))
+        return RedirectResponse(f"/puna/rounds?project={rounds.project_of(said)}", 303)
 
 
 def _has(token: str, asked: dict[str, list[str]]) -> bool:

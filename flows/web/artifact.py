@@ -12,7 +12,7 @@ from puna.flows.report.markup import Content, Html, details, duration, number, p
 from puna.flows.report.plot import Plot
 from puna.flows.report.svg import draw, grid
 from puna.flows.trace import load_flows, load_stages
-from puna.flows.web.frame import artifact_link, page, plain, problem, run_link
+from puna.flows.web.frame import artifact_link, page, plain, problem, projects_nav, run_link
 from puna.stages.contract import Stage
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.explain import changes, explain, flat
@@ -24,12 +24,15 @@ MOST_USERS = 60
 COSTS = {"took": duration, "stored": size, "peak memory": size}
 
 
-def list_page(store: Store, kind: str | None, prefect: str | None) -> Html:
-    """Artifacts, newest first, of one kind or of all."""
-    found = [artifact for artifact in reversed(store.artifacts()) if kind in (None, artifact.kind)]
-    names = store.names()
-    kinds = [tag("a", "all", href="/puna/artifacts", aria_current="page" if kind is None else None)]
-    kinds += [tag("a", k, href=f"/puna/artifacts?kind={k}", aria_current="page" if k == kind else None) for k in KINDS]
+def list_page(store: Store, kind: str | None, prefect: str | None, project: str | None = None) -> Html:
+    """Return the page of artifacts, newest first, of one kind or of all, of one project or of all."""
+    store = store.within(project).known()
+    entries = [one for one in reversed(store.entries(project)) if kind in (None, one["kind"])]
+    found = [Artifact(one["kind"], one["key"], store.files) for one in entries]
+    names, more = store.names(project), f"&project={project}" if project else ""
+    kinds = [tag("a", "all", href=f"/puna/artifacts?{more[1:]}".rstrip("?"), aria_current="page" if kind is None else None)]
+    kinds += [tag("a", k, href=f"/puna/artifacts?kind={k}{more}", aria_current="page" if k == kind else None) for k in KINDS]
+    projects = projects_nav(store, project, f"/puna/artifacts?kind={kind}" if kind else "/puna/artifacts", every=True)
     rows: list[list[Content]] = []
     for artifact in found[:MOST_LISTED]:
         m = artifact.manifest
@@ -42,7 +45,7 @@ def list_page(store: Store, kind: str | None, prefect: str | None) -> Html:
     shown = tag("form", listed, tag("p", tag("button", "Compare two")), action="/puna/artifacts/compare", method="get")
     left = len(found) - MOST_LISTED
     return page(
-        "Artifacts", tag("nav", kinds, aria_label="Kinds"), shown if rows else tag("p", "None of this kind yet.", class_="note"),
+        "Artifacts", projects, tag("nav", kinds, aria_label="Kinds"), shown if rows else tag("p", "None of this kind yet.", class_="note"),
         tag("p", f"{left:,} older ones; ask SQL: select * from artifacts", class_="note") if left > 0 else None,
         here="artifacts", prefect=prefect,
     )  # fmt: skip

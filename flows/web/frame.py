@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from puna.flows.report.markup import Content, Html, duration, tag, text
-from puna.storage import Artifact
+from puna.storage import Artifact, Store
 from puna.storage.runs import RunLog
 
 HERE = Path(__file__).parent
@@ -55,6 +55,16 @@ def page(title: str, *content: Content, here: str = "", prefect: str | None = No
         Html('<script src="/puna/static/web.js"></script>'),
     )  # fmt: skip
     return Html(f"<!doctype html>\n{tag('html', head, body, lang='en')}\n")
+
+
+def projects_nav(store: Store, chosen: str | None, address: str, *, every: bool = False) -> Html | None:
+    """Return links to a page for each project of the store, None where there is one only. `every`: and for all of them together."""
+    if len(names := store.projects()) < 2:
+        return None
+    sign = "&" if "?" in address else "?"
+    links = [tag("a", "all", href=address, aria_current="page" if chosen is None else None)] if every else []
+    links += [tag("a", name, href=f"{address}{sign}project={name}", aria_current="page" if name == chosen else None) for name in names]
+    return tag("nav", "Project ", links, aria_label="Projects")
 
 
 def artifact_link(artifact: Artifact, words: str | None = None) -> Html:

@@ -9,7 +9,7 @@ from typing import Any
 
 from puna.flows.forms import offers
 from puna.flows.report.markup import Content, Html, duration, number, section, table, tag
-from puna.flows.web.frame import artifact_link, badge, bar, page, run_link, spent, when
+from puna.flows.web.frame import artifact_link, badge, bar, page, projects_nav, run_link, spent, when
 from puna.storage import PunaError, Store
 from puna.storage.runs import RunLog
 
@@ -17,17 +17,21 @@ MOST_RUNS = 50
 FIRST = "Each opens with what is reused and what the rest may cost; nothing runs before it is started."
 
 
-def home(store: Store, prefect: str | None, older: int = 0) -> Html:
-    """Runs and aliases; `older`: so many newer runs are left out."""
+def home(store: Store, prefect: str | None, older: int = 0, project: str | None = None) -> Html:
+    """Return the page of runs and aliases, of all projects or of one. `older`: so many newer runs are left out."""
     since, names = shown(store, None), store.runs()[::-1]
+    if project is not None:
+        store = store.within(project).known()
+        names = [name for name in names if store.log(name).project == project]
     logs = [store.log(name) for name in names[older : older + MOST_RUNS]]
     working = [log for log in logs if log.state == "at work"]
     return page(
         "Puna's store",
+        projects_nav(store, project, "/puna/", every=True),
         [working_view(store, log) for log in working],
         section("start", "Start", FIRST, starts()),
-        section("runs", "Runs", None, runs_view(logs), _pages(len(names), older)) if names else _nothing(prefect),
-        section("aliases", "Aliases", "The newest of each name, as inputs take them.", aliases_view(store)),
+        section("runs", "Runs", None, runs_view(logs), _pages(len(names), older, project)) if names else _nothing(prefect),
+        section("aliases", "Aliases", "The newest of each name, as inputs take them.", aliases_view(store, project)),
         here="", prefect=prefect, live=f"/puna/events?since={since}", lead=tag("code", store.uri),
     )  # fmt: skip
 
@@ -37,12 +41,12 @@ def _nothing(prefect: str | None) -> Html:
     return tag("p", "This store holds no run yet. ", how, " makes one; it fetches a sample of real pages first.", class_="lead")
 
 
-def _pages(count: int, older: int) -> Content:
-    links = []
+def _pages(count: int, older: int, project: str | None) -> Content:
+    links, more = [], f"&project={project}" if project else ""
     if older:
-        links.append(tag("a", "newer", href=f"/puna/?older={max(0, older - MOST_RUNS)}"))
+        links.append(tag("a", "newer", href=f"/puna/?older={max(0, older - MOST_RUNS)}{more}"))
     if older + MOST_RUNS < count:
-        links.append(tag("a", "older", href=f"/puna/?older={older + MOST_RUNS}"))
+        links.append(tag("a", "older", href=f"/puna/?older={older + MOST_RUNS}{more}"))
     return tag("p", links, class_="more-links") if links else None
 
 
@@ -86,10 +90,12 @@ def starts() -> Html:
     return tag("p", links, tag("a", "a stage …", href="/puna/start", class_="button"), class_="buttons")
 
 
-def aliases_view(store: Store) -> Html:
-    """Every alias, newest first."""
+def aliases_view(store: Store, project: str | None = None) -> Html:
+    """Return every alias, of all projects or of one, newest first."""
     found = []
     for name in store.aliases():
+        if project not in (None, store.project_of(name)):
+            continue
         try:
             artifact = store.alias(name)
             found.append((artifact.manifest.created_at, name, artifact))
@@ -98,7 +104,8 @@ def aliases_view(store: Store) -> Html:
     rows: list[list[Content]] = []
     for created, name, artifact in sorted(found, reverse=True, key=lambda item: item[:2]):
         size = number(artifact.rows()) if artifact.kind in artifact.tables else "–"
-        use = {"model": ("chat", f"/puna/chat?model={name}"), "documents": ("search", f"/puna/documents?artifact={artifact.id}")}
+        talk = f"/puna/chat?model={store.full_name(name)}"
+        use = {"model": ("chat", talk), "documents": ("search", f"/puna/documents?artifact={artifact.id}")}
         words, address = use.get(artifact.kind, ("look", f"/puna/artifact/{artifact.kind}/{artifact.key[:12]}"))
         made = when(datetime.fromisoformat(created))
         rows.append([tag("b", name), artifact_link(artifact), artifact.manifest.stage, size, made, tag("a", words, href=address)])

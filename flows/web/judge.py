@@ -14,7 +14,7 @@ KEPT = 8
 
 
 class Judging:
-    """Answers `/KEY/…` with the desk of the answers of that key."""
+    """Answers `/[PROJECT~]KEY/…` with the desk of the answers of that key, whose judgements are the project's."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -31,7 +31,9 @@ class Judging:
                 del self._desks[next(iter(self._desks))]
         await self._desks[key]({**scope, "root_path": f"{scope.get('root_path', '')}/{key}"}, receive, send)
 
-    def _opened(self, key: str) -> ASGIApp:
-        answers = self._store.checked(self._store.resolve(f"answers/{key}"))
+    def _opened(self, name: str) -> ASGIApp:
+        project, _, key = name.rpartition("~")
+        store = self._store.within(project)
+        answers = store.checked(store.resolve(f"answers/{key}"))
         # Who may ask, and from which page, is the outer application's to say.
-        return application(Desk(self._store, answers, prompts_of(self._store, answers)))
+        return application(Desk(store, answers, prompts_of(store, answers)))

@@ -12,10 +12,11 @@ from puna.flows.report.plot import Plot
 from puna.flows.report.svg import draw, grid
 from puna.flows.settings import DEFAULT_RECIPE
 from puna.flows.trigger import Wanted, new_preferences, want, wanted
-from puna.flows.web.frame import artifact_link, field, option, page
+from puna.flows.web.frame import artifact_link, field, option, page, projects_nav
 from puna.stages.align.approval import ApprovalConfig, approval
 from puna.stages.contract import execute
 from puna.storage import Artifact, PunaError, Store
+from puna.storage.aliases import DEFAULT
 
 VERDICTS = {"passed": "right", "refused": "wrong", "waits": "busy"}
 MEASURED = ("accuracy", "score", "liked", "win_rate", "loss", "bits_per_byte")
@@ -27,16 +28,18 @@ JUDGE = "Judge pairs of answers, several people under their names; what is said 
 
 
 def rounds_page(store: Store, prefect: str | None) -> Html:
-    """The rounds of a store."""
+    """Return the page of the rounds of a store's project."""
     found = rounds_of(store, store.alias(POLICY)) if POLICY in store.aliases() else _begun(store)
     waiting = found[-1] if found and found[-1].verdict == "waits" else None
     gains = [draw(Plot.of(figure)) for one in found[-4:] for _, figure in sorted(one.gate.manifest.figures.items())]
     answers = [one for one in reversed(store.artifacts()) if one.kind == "answers"][:6]
-    judge = [tag("li", tag("a", f"{one.id} · {one.rows():,} answers", href=f"/puna/judge/{one.key[:12]}/")) for one in answers]
+    desk = "" if store.project == DEFAULT else f"{store.project}~"
+    judge = [tag("li", tag("a", f"{one.id} · {one.rows():,} answers", href=f"/puna/judge/{desk}{one.key[:12]}/")) for one in answers]
     return page(
         "Rounds",
-        _waits(waiting) if waiting else None,
-        section("rounds", "Gates", None, _gates(found), grid(gains)) if found else _none(),
+        projects_nav(store, store.project, "/puna/rounds"),
+        _waits(waiting, store.project) if waiting else None,
+        section("rounds", "Gates", None, _gates(found), grid(gains)) if found else _none(store.project),
         section("leaderboard", "Leaderboard", "Every model that was evaluated, the best first.", _leaderboard(store)),
         section("judge", "Which answer is better?", JUDGE, tag("ul", judge)) if judge else None,
         section("next", "The next round", None, _next(store, prefect)),
@@ -44,13 +47,19 @@ def rounds_page(store: Store, prefect: str | None) -> Html:
     )  # fmt: skip
 
 
-def _none() -> Html:
-    first = tag("a", "round", href="/puna/start/round")
+def _none(project: str) -> Html:
+    first = tag("a", "round", href=f"/puna/start/round?project={project}")
     return tag("p", "No round came to a gate yet: ", first, " trains a policy once more and asks whether it is better.", class_="lead")
+
+
+def project_of(said: Mapping[str, Sequence[str]]) -> str:
+    """Return the project that a form of the page of rounds is about."""
+    return said.get("project", [DEFAULT])[0]
 
 
 def decided(store: Store, gate: str, said: Mapping[str, Sequence[str]]) -> None:
     """A person's word on the round that waits, carried out at once where no round is at work. PunaError where it cannot be."""
+    store = store.within(project_of(said))
     artifact = store.resolve(f"evaluation/{gate}")
     by = said.get("by", [""])[0].strip()
     if not by:
@@ -76,18 +85,23 @@ def set_trigger(store: Store, said: Mapping[str, Sequence[str]]) -> None:
     recipe = said.get("recipe", [DEFAULT_RECIPE])[0]
     if recipe not in shipped_recipes():
         raise PunaError(f"recipe {recipe}: not found; recipes are {', '.join(shipped_recipes())}")
-    want(store, Wanted(int(text), recipe))
+    want(store.within(project_of(said)), Wanted(int(text), recipe))
 
 
 def _begun(store: Store) -> list[Round]:
-    """The rounds from a model that no policy came of yet: those of the newest gate."""
-    gates = [one for one in store.artifacts() if one.manifest.stage == "gate"]
+    """The rounds from a model that no policy came of yet: those of the newest gate of the project."""
+    own = [one for one in store.entries(store.project) if one["stage"] == "gate"]
+    gates = [Artifact(one["kind"], one["key"], store.files) for one in own]
     given = next((i for one in gates[-1:] for i in one.manifest.inputs if i.name == "policy"), None)
     policy = given and store.find(given.kind, given.key)
     return rounds_of(store, policy) if policy else []
 
 
-def _waits(one: Round) -> Html:
+def _hidden(project: str) -> Html:
+    return tag("input", type="hidden", name="project", value=project)
+
+
+def _waits(one: Round, project: str) -> Html:
     rows: dict[str, dict[str, str]] = {}
     for row in one.gate.read().to_pylist():
         rows.setdefault(row["task"], {})[row["metric"]] = (
@@ -99,7 +113,7 @@ def _waits(one: Round) -> Html:
         table(["task", "policy", "candidate", "gain, 95 % interval"], measured, numeric=(1, 2, 3)),
         tag("p", "Policy ", artifact_link(one.policy), ", candidate ", artifact_link(one.candidate), " ",
             tag("a", "talk to it", href=f"/puna/chat?model={one.candidate.id}")),
-        tag("form", field("Your name", tag("input", name="by", type="text", required=True)),
+        tag("form", _hidden(project), field("Your name", tag("input", name="by", type="text", required=True)),
             field("Why", tag("input", name="reason", type="text")),
             tag("p", tag("button", "Approve", class_="main", name="verdict", value="approve"), " ",
                 tag("button", "Refuse", name="verdict", value="refuse"), class_="buttons"),
@@ -154,12 +168,12 @@ def _next(store: Store, prefect: str | None) -> Content:
     now, there = wanted(store), new_preferences(store)
     recipes = [option(name, name, chosen=name == now.recipe) for name in shipped_recipes()]
     state = f"{there:,} preferences are new{f'; a round is made at {now.preferences:,}' if now.preferences else ''}."
-    form = tag("form",
+    form = tag("form", _hidden(store.project),
         field("Start a round when so many preferences of people are new; 0: never",
               tag("input", type="number", name="preferences", min=0, value=now.preferences)),
         field("With the recipe", tag("select", recipes, name="recipe")),
         tag("p", tag("button", "Keep"), class_="buttons"), action="/puna/rounds/next", method="post")  # fmt: skip
-    started: Content = [tag("a", "Start one now", href="/puna/start/round", class_="button")]
+    started: Content = [tag("a", "Start one now", href=f"/puna/start/round?project={store.project}", class_="button")]
     if prefect:
         started = [started, " ", tag("a", "Set a schedule, in Prefect", href="/puna/deployment/round", class_="button")]
     return tag("div", tag("p", state), form, tag("p", started, class_="buttons"))

@@ -18,10 +18,11 @@ from puna.flows.recipe import shipped_recipes
 from puna.flows.report.markup import Content, Html, details, duration, section, size, table, tag
 from puna.flows.server import Server, Unreachable, read_note
 from puna.flows.settings import DEFAULT_RECIPE
-from puna.flows.web.frame import field, option, page, problem
+from puna.flows.web.frame import field, option, page, problem, projects_nav
 from puna.stages.contract import Stage, did_you_mean
 from puna.stages.contract.declaration import InputSpec
 from puna.storage import PunaError, Store, digest
+from puna.storage.aliases import DEFAULT
 from puna.storage.explain import flat
 
 Asked = Mapping[str, Sequence[str]]
@@ -49,8 +50,8 @@ def start_page(
     `asked`: what was filled in; `token`: what the form must send to be planned; `own`: a page of this site led here, so that the
     script may ask for the plan by itself; `refused`: why it was not started.
     """
-    offer = offered(name)
-    what, choices = offer.what, Choices(store)
+    offer, project = offered(name), _project(asked)
+    what, choices = offer.what, Choices(store.within(project))
     settings: Content = _changes(asked) if isinstance(what, Flow) else _settings(offer, asked)
     go = [once(), tag("button", "Start", class_="main")] if prefect else None
     missing = None if plan or refused else _missing(offer, asked)
@@ -59,8 +60,10 @@ def start_page(
     return page(
         what.name,
         problem(refused) if refused else None,
+        projects_nav(store, project or DEFAULT, f"/puna/start/{name}"),
         tag("form",
-            tag("div", _recipe(offer, asked), [_input(spec, choices, asked) for spec in what.inputs], settings),
+            tag("div", _recipe(offer, asked), _project_field(store, project),
+                [_input(spec, choices, asked) for spec in what.inputs], settings),
             tag("div", plan or (None if refused else note), id="outcome", aria_live="polite"),
             tag("input", type="hidden", name="token", value=token),
             tag("p", go, " ", tag("button", "Plan", formaction=f"/puna/start/{name}/plan"), " ", other, class_="buttons"),
@@ -73,16 +76,31 @@ def start_page(
 def _missing(offer: Offer, asked: Asked) -> str | None:
     """Return what a form that was only opened waits for before it can be planned."""
     missing = [spec.name for spec in offer.what.inputs if spec.kind != "external" and not spec.optional and not _given(spec, asked)]
-    if isinstance(offer.what, Stage) and missing and set(asked) <= {"recipe"}:
+    if isinstance(offer.what, Stage) and missing and set(asked) <= {"recipe", "project"}:
         return f"Choose {' and '.join(missing)}: the plan follows."
     return None
 
 
-def list_page(prefect: str | None) -> Html:
-    """Everything that can be started, in the order of the pipeline."""
-    parts = []
+def _project(asked: Asked) -> str:
+    """Return the project that a form names, empty where it names none."""
+    return asked.get("project", [""])[0].strip()
+
+
+def _project_field(store: Store, project: str) -> Content:
+    """A field for the project, with those there are to pick from."""
+    known = tag("datalist", [tag("option", value=name) for name in store.projects()], id="projects")
+    box = tag("input", type="text", name="project", value=project, list="projects", placeholder=DEFAULT, spellcheck="false")
+    return [field("Project, whose aliases are read and set; a new name begins a new one", box), known]
+
+
+def list_page(store: Store, prefect: str | None, project: str | None = None) -> Html:
+    """Return the page of everything that can be started, in the order of the pipeline."""
+    parts: list[Content] = [projects_nav(store, project or DEFAULT, "/puna/start")]
+    more = f"?project={store.within(project).project}" if project else ""
     for group, found in groupby(offers(), key=lambda offer: offer.group):
-        links = [tag("li", tag("a", offer.what.name, href=f"/puna/start/{offer.flow}"), " ", _first(offer.what.doc)) for offer in found]
+        links = [
+            tag("li", tag("a", offer.what.name, href=f"/puna/start/{offer.flow}{more}"), " ", _first(offer.what.doc)) for offer in found
+        ]
         parts.append(section(group, {"flow": "flows", "io": "import and export"}.get(group, group), None, tag("ul", links)))
     lead = "Each opens with what is reused and what the rest may cost; nothing runs before it is started."
     return page("Start", parts, here="start", prefect=prefect, lead=lead)
@@ -130,6 +148,7 @@ def started(store: Store, name: str, asked: Asked) -> str:
         given |= {"recipe": request.recipe, "changes": list(request.changes)}
     else:
         given["config"] = stage_config(offer.what, None, list(request.changes)).model_dump(mode="json")
+    given["project"] = store.within(request.project).project if request.project else ""
     return _begun(server, found["id"], request.title, {**found["parameters"], **given}, asked)
 
 
@@ -193,14 +212,15 @@ def requested(offer: Offer, asked: Asked) -> Request:
     recipe = asked.get("recipe", [""])[0]
     if isinstance(offer.what, Flow):
         lines = [line.strip() for text in asked.get("changes", ()) for line in text.splitlines()]
-        return Request(f"flow:{offer.what.name}", recipe or DEFAULT_RECIPE, tuple(line for line in lines if line), tuple(texts))
+        changes = [line for line in lines if line]
+        return Request(f"flow:{offer.what.name}", recipe or DEFAULT_RECIPE, tuple(changes), tuple(texts), project=_project(asked))
     before, own = _values(offer, recipe), flat(offer.what.config.model_construct().model_dump(mode="json", warnings=False))
     changes = []
     for path, value in before.items():
         now = asked[f"set.{path}"][0] if f"set.{path}" in asked else _shown(value)
         if now != _shown(own.get(path)) or path not in own:
             changes.append(f"{path}={now}")
-    return Request(f"stage:{offer.what.name}", None, tuple(changes), tuple(texts))
+    return Request(f"stage:{offer.what.name}", None, tuple(changes), tuple(texts), project=_project(asked))
 
 
 def offered(name: str) -> Offer:
