@@ -65,7 +65,8 @@ def words_of(line: str) -> list[str]:
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     built = everything(tmp_path_factory.mktemp("documented"))
     for alias, step in (("documents", "decontaminate"), ("policy", "average_2"), ("smollm2", "average_2"), ("tuned", "dpo_2"), ("pairs", "preferences_1")):
-        built.store.set_alias(f"{alias}@latest", built.at[step])
+        for project in ("default", "news", "law"):
+            built.store.within(project).set_alias(f"{alias}@latest", built.at[step])
     return built.store
 
 
@@ -237,8 +238,8 @@ def test_descriptions_are_whole_sentences() -> None:
     )
 
 
-def test_the_start_page_and_the_command_line_show_them() -> None:
-    page, listed = unescape(str(list_page(None))), CliRunner().invoke(app, ["stages"]).output
+def test_the_start_page_and_the_command_line_show_them(store: Store) -> None:
+    page, listed = unescape(str(list_page(store, None))), CliRunner().invoke(app, ["stages"]).output
     sentence = "Turn pages into documents: the main content of HTML, plain text and code as they are."
     assert sentence in page and sentence in listed
     assert "Turn raw pages or documents into an aligned model;" in page and "Turn raw pages or documents into an aligned model;" in listed
