@@ -5,7 +5,7 @@
 
 Starts `puna up` on a new store and drives Chromium (`--chromium`, the one of the system; nothing is downloaded): `curate` from its form,
 watched and its funnel opened; a stage on a picked artifact with a changed number; wrong values; a training that is stopped and goes on;
-a round that a person approves; a schedule set in Prefect's UI that survives a restart and fires; a threshold moved; a search; what a text resembles; a question in SQL; every
+a round that a person approves; a schedule set in Prefect's UI that survives a restart and fires; a project begun by its name; a threshold moved; a search; what a text resembles; a question in SQL; every
 page at 390 px and in the dark. Every step that fails is told with its reason. `--sample`: the pages of `puna demo-pages`, fetched where it is
 not given. `--store` and `--steps` go on in a store that is there.
 """
@@ -352,6 +352,30 @@ def question(tour: Tour) -> dict[str, Any]:
     return {"said": answer.inner_text()}
 
 
+def projects(tour: Tour) -> dict[str, Any]:
+    """A form names a project, which begins with its run; then lists and forms have a switch, and each shows what is the project's."""
+    tour.go("Start", "prompts")
+    tour.page.locator("[name=project]").fill("news")
+    tour.page.locator("[name='set.train']").fill("7")
+    tour.page.locator("#outcome code", has_text="--project news").wait_for()
+    tour.page.get_by_role("button", name="Start").click()
+    assert tour.follow() == "finished"
+    tour.go("Artifacts")
+    switch = tour.page.get_by_label("Projects")
+    switch.get_by_role("link", name="news").click()
+    tour.page.wait_for_url("**/artifacts?project=news")
+    listed = tour.page.locator("tbody tr").count()
+    tour.shot("project")
+    tour.go("Start")
+    switch.get_by_role("link", name="news").click()
+    tour.page.get_by_role("link", name="prompts", exact=True).first.click()
+    assert tour.page.locator("[name=project]").input_value() == "news"
+    switch.get_by_role("link", name="default").click()
+    tour.page.wait_for_url("**/start/prompts?project=default")
+    assert listed == 1 and tour.page.locator("[name=project]").input_value() == "default"
+    return {}
+
+
 def looks(tour: Tour) -> dict[str, Any]:
     """Every page at a phone's width and in the dark; none may scroll sideways."""
     wide, errors = {}, []
@@ -368,7 +392,7 @@ def looks(tour: Tour) -> dict[str, Any]:
     return {"pages": len(PAGES)}
 
 
-STEPS = (usable, curate, stage, wrong, late, threshold, search, question, again, training, approve, judge, schedule, looks)
+STEPS = (usable, curate, stage, wrong, late, threshold, search, question, again, training, approve, judge, schedule, projects, looks)
 
 
 def main() -> None:

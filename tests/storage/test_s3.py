@@ -158,8 +158,9 @@ def test_of_racing_writers_of_a_key_one_wins(place: str) -> None:
     assert digests == {made.data_digest} and made.damage() == [] and Store.open(place).files.folders("work") == []
 
 
-def test_aliases_change_by_compare_and_swap(place: str) -> None:
-    store = Store.open(place)
+@pytest.mark.parametrize("project", [None, "news"])
+def test_aliases_change_by_compare_and_swap(place: str, project: str | None) -> None:
+    store = Store.open(place, project)
     first, *others = (store.import_table("signals", signals(["a"], [n])) for n in range(5))
     store.set_alias("policy@latest", first, expected="")
 
@@ -174,7 +175,7 @@ def test_aliases_change_by_compare_and_swap(place: str) -> None:
     with ThreadPoolExecutor(4) as pool:
         won = list(pool.map(swap, range(4)))
     assert won.count(True) == 1 and store.alias("policy@latest") == others[won.index(True)]
-    assert store.aliases() == {"policy@latest": others[won.index(True)].key}
+    assert Store.existing(place, project).aliases() == {"policy@latest": others[won.index(True)].key}
 
 
 def test_garbage_goes_and_what_is_needed_or_held_stays(place: str) -> None:
