@@ -143,9 +143,16 @@ class Answerer:
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
         """The text that follows another."""
-        ids = [*self.tokenizer.lead, *self.tokenizer.encode(body.prompt)] if isinstance(body.prompt, str) else body.prompt
+        ids = await asyncio.to_thread(self._prompt, body.prompt) if isinstance(body.prompt, str) else body.prompt
         scored = body.logprobs is not None and body.logprobs is not False
         return await self._answered(body, request, ids, body.max_tokens, "text_completion", scored)
+
+    def _prompt(self, text: str) -> list[int]:
+        """Ids of a text to go on with. ApiError where the tokenizer's patterns take too long on it."""
+        try:
+            return [*self.tokenizer.lead, *self.tokenizer.encode(text)]
+        except ValueError as error:
+            raise ApiError(400, "invalid_request_error", str(error), "prompt") from error
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """The next turn of a conversation."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from puna.models import bounded_process
+from puna.models.bounded_process import LimitError, Process
 
 LAYERS = 1 << 14
 """Most layers of a model."""
@@ -18,12 +21,20 @@ SIZES = (
     "v_head_dim", "num_hidden_layers",
 )  # fmt: skip
 """Fields of a configuration that are the length of some tensor's side, or the number of layers."""
+ADAPTER_BYTES = 1 << 20
+"""Most bytes of an adapter's configuration."""
+ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "ADALORA", "HRA", "MISS", "LN_TUNING")
+"""Kinds of adapters whose numbers all lie in their file."""
+STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Starts of LoRA's training that leave the model's own weights as they are."""
+PATTERNS = 1 << 11
+"""Most patterns by which an adapter chooses modules."""
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, limit: int = JSON_BYTES) -> dict[str, Any]:
     """Return the JSON object in a file. ValueError where the file is too large, no JSON, nested too deeply, or no object."""
-    if (size := path.stat().st_size) > JSON_BYTES:
-        raise ValueError(f"{path} has {size:,} bytes: a configuration or an index has at most {JSON_BYTES:,}")
+    if (size := path.stat().st_size) > limit:
+        raise ValueError(f"{path} has {size:,} bytes: at most {limit:,} are read")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -65,3 +76,54 @@ def weight_names(index: Path) -> Sequence[str]:
         if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0.][^/\\\0]*\.safetensors", name):
             raise ValueError(f"{index}: {tensor} lies in {name!r}, which is no safetensors file of this folder: name files without a path")
     return sorted(set(content.values()))
+
+
+def check_adapter(raw: Mapping[str, Any], modules: Sequence[str]) -> None:
+    """Raise ValueError for an adapter's configuration that is of an unknown kind, repeats layers, or has patterns that take too long.
+
+    `modules`: the names of the model's modules, which the patterns are matched with.
+    """
+    if (kind := raw.get("peft_type")) not in ADAPTERS:
+        raise ValueError(f"peft_type = {kind!r} cannot be merged (only {', '.join(ADAPTERS)})")
+    if (start := raw.get("init_lora_weights")) not in STARTS:
+        raise ValueError(f"init_lora_weights = {start!r} changes the model's own weights: have PEFT convert the adapters to plain LoRA")
+    if given := [name for name in ("layer_replication", "megatron_config") if raw.get(name)]:
+        raise ValueError(f"{given[0]} is not read")
+    patterns = list(_patterns(raw))
+    if len(patterns) > PATTERNS:
+        raise ValueError(f"{len(patterns):,} patterns choose modules: at most {PATTERNS:,} are read")
+    try:
+        answer = _process.ask((patterns, list(modules)), b"", None, seconds=0.5)
+    except LimitError as error:
+        raise ValueError(f"its patterns of modules ({patterns[0]!r:.200}, …) are stopped: {error}") from error
+    if "error" in answer:
+        raise ValueError(f"its patterns of modules: {answer['error']}")
+
+
+def _patterns(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the texts of an adapter's configuration that PEFT may read as regular expressions."""
+    for name, value in raw.items():
+        if name.endswith(("_pattern", "_modules", "_to_save")):
+            yield from map(str, [value] if isinstance(value, str) else value or ())
+
+
+_process = Process(__name__)
+
+
+def serve() -> None:
+    """Match the patterns on standard input with names of modules, as PEFT does (`bounded_process.py`)."""
+
+    def answer(key: bytes, given: Any, request: Any) -> dict[str, Any]:
+        patterns, modules = request
+        try:
+            for pattern in patterns:
+                for form in (rf"(.*\.)?({pattern})$", rf"(^|.*\.){pattern}($|\..*)", rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\.", pattern):
+                    compiled = re.compile(form)
+                    for name in modules:
+                        compiled.match(name)
+                        compiled.fullmatch(name)
+        except (re.error, RecursionError, OverflowError) as error:
+            return {"error": f"{pattern!r:.200} is no regular expression: {error}"}
+        return {}
+
+    bounded_process.serve(answer)

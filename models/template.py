@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -19,8 +18,8 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-from puna.models import template_process
-from puna.models.template_process import LimitError, Process
+from puna.models import bounded_process
+from puna.models.bounded_process import LimitError, Process
 
 Message = Mapping[str, Any]
 """One turn: `role`, `content`, and what else the template reads (`tool_calls`, `reasoning_content`, …)."""
@@ -167,26 +166,16 @@ class Template:
             answer = _process.ask(request, self._key, self._given)
         except LimitError as error:
             raise TemplateLimitError(f"the chat template is stopped: {error}") from error
-        if (limit := answer.get("limit")) is not None:
-            raise TemplateLimitError(f"the chat template is stopped: {limit}")
         if (told := answer.get("error")) is not None:
             raise TemplateError(str(told))
         return str(answer["text"])
 
 
-_process = Process()
-
-
-def _renew() -> None:
-    global _process
-    _process = Process()
-
-
-os.register_at_fork(after_in_child=_renew)  # two processes would read each other's answers
+_process = Process(__name__)
 
 
 def serve() -> None:
-    """Render what is asked for on standard input (`template_process.py`)."""
+    """Render what is asked for on standard input (`bounded_process.py`)."""
     compiled: dict[bytes, _Programs] = {}
 
     def answer(key: bytes, given: Any, request: Any) -> dict[str, Any]:
@@ -197,7 +186,7 @@ def serve() -> None:
         except TemplateError as error:
             return {"error": str(error), "known": key in compiled}
 
-    template_process.serve(answer)
+    bounded_process.serve(answer)
 
 
 class _Programs:

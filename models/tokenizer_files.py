@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +11,21 @@ from typing import Any
 import tokenizers
 
 from puna.models.bounds import read_object
+from puna.models.tokenizer_trial import Trial, unknown
 from puna.models.vocabulary import with_tokens
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that have a name; a chat template may use them."""
-
-
-LARGEST = 1 << 28
-"""Most bytes of a tokenizer.json."""
+TOKENS = 1 << 22
+"""Most tokens, and the bound of their ids."""
+ADDED = 1 << 16
+"""Most tokens that are added to a vocabulary."""
+LONGEST = 1 << 12
+"""Most characters of a token."""
+REPEATS = 16
+"""Most places of a post-processor that stand for the text."""
+WORD = 256
+"""Most characters of a token or word where a vocabulary is searched at every character, as Unigram and WordPiece do."""
 
 
 class TokenizerError(ValueError):
@@ -40,19 +48,43 @@ def read_files(folder: Path) -> TokenizerFiles:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: a tokenizer or model folder holds tokenizer.json")
-    if (size := path.stat().st_size) > LARGEST:
-        raise TokenizerError(f"{path} has {size:,} bytes: a tokenizer has at most {LARGEST:,}")
+    content, config = _json(path), _json(folder / "tokenizer_config.json")
     try:
+        check_content(content, len(_added(config)))
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises Exception itself
         raise TokenizerError(f"{path} is no tokenizer: {error}") from error
-    config = _json(folder / "tokenizer_config.json")
     others = _json(folder / "special_tokens_map.json")
     named = {name: text for name in NAMED if (text := _text(config.get(name) or others.get(name)))}
     stops = _stop_ids(folder)
     written = [token for id_ in stops if (token := backend.id_to_token(id_)) is not None]
     with_tokens(backend, [*named.values(), *_listed(config), *_listed(others), *written], _added(config))
     return TokenizerFiles(backend, named, _template(folder, config), stops, _generation(folder))
+
+
+def check_content(content: Mapping[str, Any], more: int) -> None:
+    """Raise ValueError where a tokenizer.json has more or longer tokens than are read, or steps that cost too much.
+
+    `more`: tokens that are added to its own.
+    """
+    model, added = content.get("model") or {}, content.get("added_tokens") or []
+    pieces = model.get("vocab") or {}
+    named = {piece[0]: id_ for id_, piece in enumerate(pieces)} if isinstance(pieces, list) else pieces
+    named = {**named, **{token["content"]: token["id"] for token in added}}
+    if len(added) + more > ADDED:
+        raise ValueError(f"{len(added) + more:,} tokens are added to the vocabulary: at most {ADDED:,} are read")
+    if (top := max(named.values(), default=0)) >= TOKENS:
+        raise ValueError(f"it has a token with the id {top:,}: ids below {TOKENS:,} are read")
+    searched = model.get("type") in ("Unigram", "WordPiece")
+    limit = WORD if searched else LONGEST
+    if (longest := max(*map(len, named), model.get("max_input_chars_per_word") or 0, 0)) > limit:
+        raise ValueError(f"it has a token or a word of {longest:,} characters: at most {limit:,} are read")
+    if (why := unknown(content.get("decoder"))) is not None:
+        raise ValueError(f"its decoder has {why}, which is not known to take time in proportion to a text")
+    if json.dumps(content.get("post_processor")).count('"Sequence"') > REPEATS:
+        raise ValueError(f"its post_processor repeats a text more than {REPEATS} times")
+    if (trial := Trial.of(content)) is not None:
+        trial.check()
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import tokenizers
 
+from puna.models.tokenizer_trial import Trial, steps_of
+
 MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 """Code points that no text is meant to hold."""
 Span = tuple[int, int]
@@ -26,7 +28,7 @@ class Vocabulary:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
-        self.backend = backend
+        self.backend, self._trial = backend, Trial.of(steps_of(backend))
         added = backend.get_added_tokens_decoder()
         self._special_tokens = {token.content: (id_, token) for id_, token in added.items() if token.special}
         self.special = frozenset(id_ for id_, _ in self._special_tokens.values())
@@ -46,12 +48,16 @@ class Vocabulary:
         return str(self.backend.id_to_token(id_))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, nothing added before or after."""
+        """Ids of a text, nothing added before or after. ValueError where the tokenizer's patterns take too long on it."""
+        if self._trial is not None:
+            self._trial.check(text)
         ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts, on all threads."""
+        if self._trial is not None:
+            return [self.encode(text) for text in texts]
         return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -88,6 +94,8 @@ class Vocabulary:
         `mark`: what `guard` put into the special tokens that are part of a content; they are read as text.
         """
         if mark is None or mark not in text:
+            if self._trial is not None:
+                self._trial.check(text, markup=True)
             encoding = self._reader.encode(text, add_special_tokens=False)
             return encoding.ids, encoding.offsets
         ids: list[int] = []
@@ -114,6 +122,8 @@ class Vocabulary:
         spans += [(place[a], place[b]) for a, b in offsets]
 
     def _encode(self, text: str) -> tuple[list[int], list[Span]]:
+        if self._trial is not None:
+            self._trial.check(text)
         encoding = self.backend.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 

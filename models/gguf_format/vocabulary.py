@@ -15,13 +15,13 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers.models import BPE
 
 from puna.models.tokenizer import SPLIT, Tokenizer
+from puna.models.tokenizer_trial import GPT2
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token"}
 """The ids of special tokens that a file names (GGUF writes "seperator"), and their names on the hub."""
 LONGEST = 1024
 """Most characters of a token: merges are found by every cut of it."""
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 PRE: dict[str, tuple[tuple[str, ...], bool]] = {
     "gpt-2": ((GPT2,), False),

@@ -24,8 +24,8 @@ def merge(model: Model, adapter: External, config: MergeConfig, run: StageRun) -
     """Merge the adapters of a folder in PEFT's layout into the model's weights, in their number format.
 
     The folder holds adapter_config.json and adapter_model.safetensors: what PEFT or TRL saves, what `lora.keep` has a stage keep, or
-    `hf://OWNER/NAME`. Whatever PEFT can merge (LoRA, DoRA, LoHa, IA3 and others) is; a tensor that the model has no place for, and
-    one that is wanted and missing, end it. The tokenizer stays the model's.
+    `hf://OWNER/NAME`. What PEFT can merge and whose numbers all lie in the file is (LoRA, DoRA, LoHa, IA3 and others); a tensor that the
+    model has no place for, and one that is wanted and missing, end it. The tokenizer stays the model's.
     """
     from puna.models.checkpoint import CheckpointError, load_with_tokenizer, save
 
@@ -54,20 +54,22 @@ def _folder(adapter: External, run: StageRun) -> Path:
 
 
 def _merged(network: Transformer, folder: Path, model: Artifact, uri: str) -> tuple[Transformer, int]:
-    """The network with the adapters in its weights, and how many numbers they are."""
+    """The network with the adapters in its weights, and how many numbers they are. No more is allocated than the file has."""
     from peft import PeftConfig, PeftModel
+    from safetensors import SafetensorError
 
+    from puna.models.bounds import ADAPTER_BYTES, check_adapter, read_object
     from puna.models.hub import PunaForCausalLM, PunaForSequenceClassification
 
     kind = PunaForCausalLM if network.head == "lm" else PunaForSequenceClassification
     try:
+        twin = kind.from_transformer(network)
+        check_adapter(read_object(folder / FILES[0], ADAPTER_BYTES), [name for name, _ in twin.named_modules()])
         settings = PeftConfig.from_pretrained(str(folder))
         settings.inference_mode = True
-        adapted = PeftModel(kind.from_transformer(network), settings)
-        if not hasattr(adapted.base_model, "merge_and_unload"):
-            raise ValueError(f"adapters of the kind {settings.peft_type} are not part of the weights: there is nothing to merge")
-        found = adapted.load_adapter(str(folder), "default")
-    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        adapted = PeftModel(twin, settings, low_cpu_mem_usage=True)
+        found = adapted.load_adapter(str(folder), "default", low_cpu_mem_usage=True)
+    except (ValueError, RuntimeError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise PunaError(f"merge: {uri} does not fit {model.id}: {str(error).strip()}") from error
     for names, what in ((found.unexpected_keys, "the model has no place for"), (found.missing_keys, "there is no")):
         if names:

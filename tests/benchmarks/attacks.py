@@ -4,8 +4,9 @@
 
 `code_from_data`: functions that a prompt's verifier may name though nobody allowed them. `strangers_harmed`: hostile requests to Puna's
 pages that fail, are answered to another site, change the store, fetch an address or end the server; `cross_site_effects`: those of them
-that another site's page sends. `answers_ended`: requests to a model that end others' answers. `model_files_accepted` and
-`templates_rendered`: hostile files and chat templates that are not refused within 2 s. `rot_committed_wrong`: flipped bits of committed
+that another site's page sends. `answers_ended`: requests to a model that end others' answers. `model_files_accepted`,
+`adapters_merged`, `texts_encoded` and `templates_rendered`: hostile files, adapters, texts for hostile tokenizers and chat templates that
+are not refused within 2 s. `rot_committed_wrong`: flipped bits of committed
 files that a stage commits a wrong result of, and `rot_raw_errors`: those that end in an error that does not name the artifact.
 `sandbox_over_limit`: programs that hold memory which their limit does not count.
 """
@@ -68,6 +69,8 @@ def models(folder: Path) -> dict[str, int]:
     return {
         "answers_ended": cases_models.answers_ended(),
         "model_files_accepted": cases_models.model_files_accepted(folder, LIMIT),
+        "adapters_merged": cases_models.adapters_merged(folder, LIMIT),
+        "texts_encoded": cases_models.texts_encoded(folder, LIMIT),
         "templates_rendered": cases_models.templates_rendered(LIMIT),
     }
 

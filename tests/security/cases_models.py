@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from puna.models.checkpoint import CheckpointError, load_with_tokenizer, save
 from puna.models.config import ModelConfig
@@ -17,6 +18,10 @@ from puna.models.generation import Engine, SamplingParams
 from puna.models.template import Template, TemplateError
 from puna.models.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
+from puna.stages.contract import External, execute
+from puna.stages.io.import_model import ImportModelConfig, import_model
+from puna.stages.io.merge import MergeConfig, merge
+from puna.storage import PunaError, Store
 
 SHAPE = ModelConfig(
     vocab_size=83,
@@ -162,6 +167,8 @@ def model_files_accepted(folder: Path, seconds: float = float("inf")) -> int:
     load_with_tokenizer(good)
     attacks = [("config.json", json.dumps({**json.loads((good / "config.json").read_bytes()), **one}).encode()) for one in CONFIGS]
     attacks += [(name, content) for name, contents in OTHERS.items() for content in contents]
+    read = json.loads((good / "tokenizer.json").read_bytes())
+    attacks += [("tokenizer.json", json.dumps(read | one).encode()) for one in TOKENIZERS]
     succeeded = 0
     for name, content in attacks:
         before = (good / name).read_bytes() if (good / name).is_file() else None
@@ -174,6 +181,112 @@ def model_files_accepted(folder: Path, seconds: float = float("inf")) -> int:
         succeeded += _accepted(lambda path=path: load_with_tokenizer(path), seconds)
         path.unlink()
     load_with_tokenizer(good)
+    return succeeded
+
+
+_SLOW = r"(a+)+$"
+
+
+def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+_PART = {"Sequence": {"id": "A", "type_id": 0}}
+TOKENIZERS: tuple[dict[str, Any], ...] = (
+    {"decoder": _replace({"Regex": _SLOW}, "x")},
+    {"decoder": {"type": "Sequence", "decoders": [_replace({"String": "a"}, "aa")] * 7}},
+    {"normalizer": _replace({"Regex": _SLOW}, "x"), "added_tokens": [{**_TOKEN, "id": 300, "content": "a" * 40 + "!"}]},
+    {"pre_tokenizer": _split("(" * 100_000)},
+    {"added_tokens": [{**_TOKEN, "id": 300 + i, "content": f"<{i}>"} for i in range(1 << 17)]},
+    {"added_tokens": [{**_TOKEN, "id": (1 << 32) - 1, "content": "<x>"}]},
+    {"added_tokens": [{**_TOKEN, "id": 300, "content": "x" * (1 << 20)}]},
+    {"model": {"type": "WordLevel", "unk_token": "a", "vocab": {"a": 0, "b": 1 << 31}}},
+    {"model": {"type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##", "max_input_chars_per_word": 1 << 40, "vocab": {"a": 0}}},
+    {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a" * length, 0.0] for length in range(1, 400)]}},
+    {"post_processor": {"type": "TemplateProcessing", "single": [_PART] * (1 << 16), "pair": [_PART], "special_tokens": {}}},
+    {"normalizer": 5}, {"added_tokens": [5]}, {"model": []}, {"pre_tokenizer": json.loads("[" * 900 + "]" * 900)},
+)  # fmt: skip
+"""Parts of a tokenizer.json that are refused when it is read."""
+TEXTS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"pre_tokenizer": _split(_SLOW)}, "a" * 40 + "!"),
+    ({"pre_tokenizer": _split(r"\s+$")}, " " * 300_000 + "x"),
+    ({"normalizer": _replace({"Regex": _SLOW}, "x")}, "a" * 40 + "!"),
+    ({"normalizer": {"type": "Sequence", "normalizers": [_replace({"String": "a"}, "aa")] * 40}}, "a"),
+    ({"normalizer": _replace({"String": "a"}, "b" * 1_000_000)}, "a" * 2000),
+)
+"""Parts of a tokenizer.json, and texts that take too long or grow too much by them."""
+
+
+def texts_encoded(folder: Path, seconds: float = float("inf")) -> int:
+    """Count texts that a stranger's tokenizer is not stopped on, within `seconds` where given, or after which it encodes no other."""
+    Tokenizer.train(["to be or not to be"], 270).save(folder)
+    good, succeeded = json.loads((folder / "tokenizer.json").read_bytes()), 0
+    for change, text in TEXTS:
+        (folder / "tokenizer.json").write_text(json.dumps(good | change))
+        tokenizer = Tokenizer.load(folder)
+        ways = (tokenizer.encode, lambda text, one=tokenizer: one.encode_batch(["to", text]), tokenizer.vocabulary.encode_markup)
+        for encode in ways if change == TEXTS[0][0] else ways[:1]:
+            begin = time.monotonic()
+            try:
+                encode(text)
+                succeeded += 1
+            except ValueError:
+                succeeded += time.monotonic() - begin > seconds
+        succeeded += not tokenizer.encode("be")
+    return succeeded
+
+
+_MODULES = ["q_proj", "v_proj"]
+_NESTED = r"([a-z_.0-9]+)+X"
+ADAPTERS: tuple[dict[str, Any], ...] = (
+    {"r": 10**7}, {"r": 1 << 62}, {"r": -1}, {"r": "8"}, {"r": [8]}, {"r": 8, "rank_pattern": {"q_proj": 10**7}},
+    {"peft_type": "LOHA", "r": 10**7}, {"peft_type": "LOKR", "decompose_both": True, "r": 10**7}, {"peft_type": "VERA", "r": 10**7},
+    {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 10**12}, {"peft_type": ["LORA"]}, {"peft_type": "XLORA", "adapters": {"0": "/etc"}},
+    {"target_modules": _NESTED}, {"modules_to_save": [_NESTED]}, {"rank_pattern": {_NESTED: 2}}, {"target_modules": "["},
+    {"rank_pattern": {f"x{i}": 2 for i in range(10_000)}}, {"target_modules": ["x" * 10_000_000]},
+    {"layer_replication": [[0, 1]] * 10_000}, {"megatron_config": {"a": 1}, "megatron_core": "megatron.evil"},
+    {"init_lora_weights": "pissa_niter_1000000000"}, {"init_lora_weights": "loftq", "loftq_config": {"loftq_iter": 10**9}},
+    {"init_lora_weights": {}}, {"target_modules": {}}, {"target_modules": 5},
+)  # fmt: skip
+"""Fields of an adapter_config.json for adapters of rank 2."""
+
+
+def write_adapter(folder: Path, model: Transformer, change: dict[str, Any]) -> None:
+    """Write LoRA's adapters of rank 2 in PEFT's layout, with these fields of their configuration."""
+    folder.mkdir(exist_ok=True)
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if any(module in name for module in _MODULES):
+            rows, columns = tensor.shape
+            place = f"base_model.model.{name.removesuffix('.weight')}"
+            state |= {f"{place}.lora_A.weight": torch.ones(2, columns), f"{place}.lora_B.weight": torch.ones(rows, 2)}
+    save_file(state, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 2, "target_modules": _MODULES, **change}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def adapters_merged(folder: Path, seconds: float = float("inf")) -> int:
+    """Count hostile adapters that are not refused by one clear error, within `seconds` where given."""
+    store, tokenizer = Store.open(folder / "store"), Tokenizer.train(["to be or not to be"], 270)
+    shape = ModelConfig(**{**SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
+    model = Transformer(shape, generator=torch.Generator().manual_seed(0))
+    save(model, folder / "base", tokenizer)
+    base = execute(import_model, ImportModelConfig(), {"model": External.resolve(f"model={folder / 'base'}")[0]}, store)
+    succeeded = 0
+    for number, change in enumerate(({}, *ADAPTERS)):
+        write_adapter(folder / str(number), model, change)
+        begin = time.monotonic()
+        try:
+            execute(merge, MergeConfig(), {"model": base, "adapter": External.resolve(f"adapter={folder / str(number)}")[0]}, store)
+            succeeded += number > 0
+        except PunaError:
+            succeeded += number == 0 or time.monotonic() - begin > seconds
     return succeeded
 
 

@@ -9,6 +9,7 @@ import torch
 
 from puna.models.checkpoint import CheckpointError, load, load_with_tokenizer
 from puna.models.gguf_format.header import check_header
+from puna.models.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cases_models
@@ -16,6 +17,28 @@ import cases_models
 
 def test_hostile_model_files_are_refused(tmp_path):
     assert cases_models.model_files_accepted(tmp_path) == 0
+
+
+def test_hostile_adapters_are_refused(tmp_path):
+    assert cases_models.adapters_merged(tmp_path) == 0
+
+
+def test_texts_on_which_a_strangers_tokenizer_takes_too_long_are_refused(tmp_path):
+    assert cases_models.texts_encoded(tmp_path) == 0
+
+
+def test_an_unknown_pattern_cuts_as_the_library_does(tmp_path):
+    import tokenizers
+
+    tokenizer = Tokenizer.train(["to be or not to be"], 270)
+    tokenizer.save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [cases_models._split(r"\w|\s"), cases_models._BYTES]}}))
+    loaded, theirs = Tokenizer.load(tmp_path), tokenizers.Tokenizer.from_file(str(path))
+    theirs.encode_special_tokens = True
+    assert loaded.encode("to be<|eot_id|> or") == theirs.encode("to be<|eot_id|> or", add_special_tokens=False).ids != tokenizer.encode("to be<|eot_id|> or")
+    theirs.encode_special_tokens = False
+    assert loaded.vocabulary.encode_markup("to be<|eot_id|>")[0] == theirs.encode("to be<|eot_id|>", add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize(("name", "content"), list(cases_models.gguf_files()), ids=lambda one: one if isinstance(one, str) else "")

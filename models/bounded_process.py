@@ -1,6 +1,7 @@
-"""The process in which chat templates of strangers are compiled and rendered, within bounds of time and memory.
+"""Processes in which programs of strangers run within bounds of time and memory: chat templates, patterns of tokenizers and adapters.
 
-It is started once and kept. Requests are pickled, since they come from this process; answers are JSON, since a template wrote them.
+A process is started once and kept. Requests are pickled, since they come from this process; answers are JSON, since a stranger's
+program may have written them.
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ MEMORY = 256 << 20
 """Bytes of memory beyond those that the process has at its start."""
 CHARACTERS = 1 << 25
 """Most bytes of an answer."""
-TEMPLATES = 64
-"""Most templates that a process remembers."""
-CODE = "from puna.models.template import serve; serve()"
+PROGRAMS = 64
+"""Most programs that a process remembers."""
 
 
 class LimitError(RuntimeError):
@@ -39,19 +39,31 @@ class LimitError(RuntimeError):
 
 
 class Process:
-    """A process that answers requests one at a time. It starts with the first request, and again after one that ended it."""
+    """A process that answers requests one at a time. It starts with the first request, and again after one that ended it.
 
-    def __init__(self) -> None:
+    `module`: its function `serve` is what the process runs.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._begin()
+        _processes.add(self)
+
+    def _begin(self) -> None:
+        """Have no process. A forked child begins anew: two processes would read each other's answers."""
         self._lock = threading.Lock()
         self._popen: subprocess.Popen[bytes] | None = None
         self._close: Callable[[], object] = lambda: None
         self.known: set[bytes] = set()  # what the running process remembers
 
-    def ask(self, request: Any, key: bytes, more: Any) -> dict[str, Any]:
-        """Return the answer. `more` goes along where the process does not know `key` yet. LimitError where it takes too much."""
+    def ask(self, request: Any, key: bytes, more: Any, seconds: float = SECONDS) -> dict[str, Any]:
+        """Return the answer. `more` goes along where the process does not know `key` yet. LimitError where it takes too much.
+
+        `seconds`: of computing.
+        """
         with self._lock:
             popen = self._running()
-            whole = pickle.dumps((key, None if key in self.known else more, request))
+            whole = pickle.dumps((seconds, key, None if key in self.known else more, request))
             assert popen.stdin is not None and popen.stdout is not None
             try:
                 _write(popen.stdin, struct.pack("<Q", len(whole)) + whole)
@@ -62,18 +74,21 @@ class Process:
             except BaseException as error:
                 status = self._end()
                 if isinstance(error, EOFError | OSError):
-                    raise LimitError(_reason(status)) from error
+                    raise LimitError(_reason(status, seconds)) from error
                 raise
+            if (limit := answer.get("limit")) is not None:
+                raise LimitError(limit)
             if answer.pop("known", False):
                 self.known.add(key)
             return answer
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._popen is None or self._popen.poll() is not None or len(self.known) >= TEMPLATES:
+        if self._popen is None or self._popen.poll() is not None or len(self.known) >= PROGRAMS:
             self._end()
             alone = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}  # nothing else of this process's environment
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-            self._popen = subprocess.Popen([sys.executable, "-c", CODE], env=alone, **pipes)
+            program = f"from {self._module} import serve; serve()"
+            self._popen = subprocess.Popen([sys.executable, "-c", program], env=alone, **pipes)
             self._close = weakref.finalize(self, _kill, self._popen)
         return self._popen
 
@@ -85,6 +100,17 @@ class Process:
             _wait_briefly(popen)
         self._close()
         return 0 if popen is None else int(popen.returncode)
+
+
+_processes: weakref.WeakSet[Process] = weakref.WeakSet()
+
+
+def _begin_anew() -> None:
+    for process in _processes:
+        process._begin()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _wait_briefly(popen: subprocess.Popen[bytes]) -> None:
@@ -103,10 +129,10 @@ def _kill(popen: subprocess.Popen[bytes]) -> None:
             pipe.close()
 
 
-def _reason(status: int) -> str:
+def _reason(status: int, seconds: float) -> str:
     if status == -signal.SIGVTALRM:
-        return f"it takes more than {SECONDS:g} s of computing"
-    return f"its process ended with status {status}, as one does that takes more than {PATIENCE:g} s or {MEMORY >> 20} MB"
+        return f"it takes more than {seconds:.3g} s of computing"
+    return f"its process ended with status {status}, as one does that takes too much memory, or more than {PATIENCE:g} s"
 
 
 def _write(pipe: Any, whole: bytes) -> None:
@@ -129,19 +155,19 @@ def _read(pipe: Any, size: int) -> bytes:
     return b"".join(parts)
 
 
-def serve(answer: Callable[[bytes, Any, Any], dict[str, Any]]) -> None:
-    """Answer the requests on standard input until it ends, each within the bounds."""
+def serve(answer: Callable[[bytes, Any, Any], dict[str, Any]], memory: int = MEMORY) -> None:
+    """Answer the requests on standard input until it ends, each within the bounds. `memory`: bytes beyond those at the start."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
-    _bound_memory()
+    _bound_memory(memory)
     while head := requests.read(8):
-        whole = _whole(requests, head)
-        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+        seconds, *asked = _whole(requests, head)
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
         try:
-            text = json.dumps(answer(*whole)).encode()
+            text = json.dumps(answer(*asked)).encode()
         except MemoryError:
-            text = json.dumps({"limit": f"it takes more than {MEMORY >> 20} MB"}).encode()
+            text = json.dumps({"limit": f"it takes more than {memory >> 20} MB"}).encode()
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         answers.write(struct.pack("<Q", len(text)) + text)
         answers.flush()
@@ -151,9 +177,9 @@ def _whole(requests: BinaryIO, head: bytes) -> Any:
     return pickle.loads(requests.read(struct.unpack("<Q", head)[0]))  # noqa: S301  from the process that started this one
 
 
-def _bound_memory() -> None:
-    """Bound the memory of this process to what it has and `MEMORY` more, where Linux tells what it has."""
+def _bound_memory(memory: int) -> None:
+    """Bound the memory of this process to what it has and so much more, where Linux tells what it has."""
     status = Path("/proc/self/statm")
     if status.is_file():
-        most = int(status.read_text().split()[0]) * resource.getpagesize() + MEMORY
+        most = int(status.read_text().split()[0]) * resource.getpagesize() + memory
         resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -1,0 +1,131 @@
+"""Patterns and rewritings of a stranger's tokenizer: known ones run as they are, others are tried on each text within bounds first.
+
+A regular expression that backtracks may take time that grows with the power of a text's length or doubles with each character, and
+a chain of replacements may multiply the text. No look at a pattern tells this in general, so that a text is tried itself: a process
+of its own cuts it as the tokenizer would, without the vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tokenizers
+
+from puna.models import bounded_process
+from puna.models.bounded_process import SECONDS, LimitError, Process
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+WORDS = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+END|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*END|"
+    r"NUMBER| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KNOWN = {
+    GPT2, WORDS, WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),
+    CASED.replace("END", CONTRACTIONS + "?").replace("NUMBER", r"\p{N}{1,3}"), CASED.replace("END", "").replace("NUMBER", r"\p{N}"),
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"
+    r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "[一-龥\u3040-ゟ゠-ヿ]+", r"\p{N}{1,3}", r"\p{N}", r"\d", "[0-9][0-9][0-9]", "[\r\n]", r"\s+", " {2,}",
+}  # fmt: skip
+"""Patterns of published tokenizers that look at each character a bounded number of times: GPT-2, Qwen, Llama 3, GPT-4 and 4o, Tekken,
+DeepSeek V3."""
+PLAIN = {
+    "Sequence", "Prepend", "Replace", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "ByteLevel", "Split", "Digits",
+    "Metaspace", "Whitespace", "WhitespaceSplit", "Punctuation", "BertNormalizer", "BertPreTokenizer", "UnicodeScripts", "Fuse",
+    "ByteFallback", "BPEDecoder", "WordPiece",
+}  # fmt: skip
+"""Steps that take time in proportion to the text, but for their patterns."""
+MEMORY = 1 << 30
+"""Bytes of memory that a trial may take."""
+GROWTH, LITERAL = 64, 256
+"""How many times longer known steps may make a text, and the most characters of a text that one of them looks for."""
+
+
+def steps_of(backend: tokenizers.Tokenizer) -> dict[str, Any]:
+    """Return what a tokenizer does to a text before its vocabulary is asked, as `tokenizer.json` has it."""
+    added = [{"id": id_, **token.__getstate__()} for id_, token in sorted(backend.get_added_tokens_decoder().items())]
+    parts = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer}
+    return {"added_tokens": added, **{name: part and json.loads(part.__getstate__()) for name, part in parts.items()}}
+
+
+def unknown(steps: object) -> str | None:
+    """Return what in normalizers, pre-tokenizers or decoders may cost more than the text's length; None where nothing does."""
+    growth = 1
+    for step in _steps(steps):
+        kind, pattern = step.get("type"), step.get("pattern")
+        if kind not in PLAIN:
+            return f"the step {kind!r}"
+        regex, literal = (pattern.get("Regex"), pattern.get("String")) if isinstance(pattern, dict) else (None, None)
+        if regex is not None and regex not in KNOWN:
+            return f"the pattern {regex!r:.200}"
+        if isinstance(literal, str) and len(literal) > LITERAL:
+            return f"a pattern of {len(literal):,} characters"
+        growth *= max(1, *(len(str(step.get(name) or "")) for name in ("content", "prepend", "replacement")))
+        if growth > GROWTH:
+            return f"replacements that make a text more than {GROWTH} times as long"
+    return None
+
+
+def _steps(part: object) -> Iterator[Mapping[str, Any]]:
+    """Yield the steps below a part of `tokenizer.json`, those of sequences one by one."""
+    if isinstance(part, list):
+        for one in part:
+            yield from _steps(one)
+    elif isinstance(part, dict):
+        yield part
+        for name in ("normalizers", "pretokenizers", "decoders"):
+            yield from _steps(part.get(name))
+
+
+class Trial:
+    """The steps of a stranger's tokenizer in the process that tries them."""
+
+    def __init__(self, steps: Mapping[str, Any], why: str) -> None:
+        """`why`: what in the steps is not known."""
+        empty = {"type": "BPE", "vocab": {}, "merges": []}
+        self._given = json.dumps({"version": "1.0", "post_processor": None, "decoder": None, "model": empty, **steps})
+        self._key, self._why = hashlib.sha256(self._given.encode()).digest(), why
+
+    @staticmethod
+    def of(steps: Mapping[str, Any]) -> Trial | None:
+        """Return the trial of these steps (`normalizer`, `pre_tokenizer`, `added_tokens`); None where all are known."""
+        why = unknown([steps.get("normalizer"), steps.get("pre_tokenizer")])
+        return None if why is None else Trial({name: steps.get(name) for name in ("normalizer", "pre_tokenizer", "added_tokens")}, why)
+
+    def check(self, text: str = "", markup: bool = False) -> None:
+        """Raise ValueError where the steps take too much time or memory on a text. `markup`: special tokens in it are read as such."""
+        try:
+            answer = _process.ask((text, markup), self._key, self._given, SECONDS + len(text) / 1e6)
+        except LimitError as error:
+            raise ValueError(f"the tokenizer is stopped on a text of {len(text):,} characters: {error}; see {self._why}") from error
+        if (said := answer.get("error")) is not None:
+            raise ValueError(f"the tokenizer fails on a text of {len(text):,} characters: {said}; see {self._why}")
+
+
+_process = Process(__name__)
+
+
+def serve() -> None:
+    """Cut the texts on standard input (`bounded_process.py`)."""
+    ready: dict[bytes, tokenizers.Tokenizer] = {}
+
+    def answer(key: bytes, given: Any, request: Any) -> dict[str, Any]:
+        try:
+            if key not in ready:
+                ready[key] = tokenizers.Tokenizer.from_str(given)
+            text, markup = request
+            ready[key].encode_special_tokens = not markup
+            ready[key].encode(text, add_special_tokens=False)
+        except MemoryError:
+            raise
+        except BaseException as error:  # noqa: BLE001  what its regular expressions raise is no Exception
+            return {"error": f"{type(error).__name__}: {error}"[:300], "known": key in ready}
+        return {"known": True}
+
+    bounded_process.serve(answer, MEMORY)
