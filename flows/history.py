@@ -78,7 +78,7 @@ class History:
         if given.data_digest not in {lineage.digest[key] for key in (policy.key, *behind)}:
             raise PunaError(
                 f"{POLICY} is {policy.id}, which does not come from {given.id}: leave the input out to go on from {POLICY}, "
-                f"or import the model `--as policy` to begin anew with it"
+                f"or begin anew with that model in a project of its own, --project NAME"
             )
         kinds = lineage.consumed([policy.key, *behind])
         # What a model wrote was made in a round; demonstrations come from people or code.

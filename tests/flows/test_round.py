@@ -263,7 +263,7 @@ def test_an_alias_that_was_moved_meanwhile_stays(world: World, monkeypatch: pyte
     with pytest.raises(PunaError, match=r"round 1: policy@latest was moved to model/.* while it ran, and stays there"):
         world.fire(model, pool)
     assert world.policy.key == other.key
-    with pytest.raises(PunaError, match=r"which does not come from model/.*: leave the input out"):
+    with pytest.raises(PunaError, match=r"which does not come from model/.*: leave the input out .* in a project of its own, --project NAME"):
         world.fire(model, pool)
 
 

@@ -171,8 +171,10 @@ def test_the_manifest_names_the_project_and_the_key_does_not(tmp_path: Path) -> 
 
 
 def test_what_a_view_holds_lives_as_long_as_the_view(tmp_path: Path) -> None:
-    view = Store.open(tmp_path).within("news").within("law")
-    made = signals(view, "text", 1)
+    whole = Store.open(tmp_path)
+    made = signals(whole, "text", 1)
+    view = whole.within("news").within("law")
+    del whole
     gc.collect()
     assert maintenance.collect(Store.open(tmp_path), keep_runs=0, work_days=0, remove=True) == [] and view.find("signals", made.key) == made
     del view
