@@ -98,8 +98,7 @@ def export(
     from puna.stages.io.export_model import export_model
 
     opened = existing(store, project)
-    artifact = opened.resolve(identity)
-    opened.check_whole(artifact)
+    artifact = opened.checked(opened.resolve(identity), whole=True)
     formats = ("hf", "gguf", "awq", "adapter") if artifact.kind == "model" else ("parquet", "jsonl", "datasketch")
     if format is not None and format not in formats:
         raise PunaError(f"--format {format}: {artifact.id} goes out as {' or '.join(formats)}")

@@ -16,7 +16,7 @@ from rich.table import Table
 from puna.flows.console import summary
 from puna.flows.fate import fate
 from puna.flows.settings import DEFAULT_STORE
-from puna.storage import Artifact, Store, database, maintenance
+from puna.storage import Artifact, PunaError, Store, database, maintenance
 from puna.storage import explain as explaining
 from puna.storage.aliases import DEFAULT
 from puna.storage.runs import RunLog
@@ -129,17 +129,19 @@ def list_(
     if kind is not None:
         known_kind(kind)
     found, names = [one for one in opened.entries(project) if kind in (None, one["kind"])], opened.names(project)
+    suspects = opened.suspects()
     if as_json:
         made = [Artifact(one["kind"], one["key"], opened.files) for one in found]
-        return print_rows([summary(a, aliases=names.get(a.key, [])) for a in made], True)
+        return print_rows([summary(a, aliases=names.get(a.key, []), suspect=suspects.get(a.key)) for a in made], True)
     rows = [
         {
             "id": Artifact(one["kind"], one["key"], opened.files).id, "stage": one["stage"], "rows": one["rows"],
             "created at": _when(one["created_at"]), "aliases": ", ".join(names.get(one["key"], [])),
+            "suspect": suspects.get(one["key"]),
         }
         for one in found
     ]  # fmt: skip
-    print_rows(rows, False, ["id", "stage", "rows", "created at", "aliases"])
+    print_rows(rows, False, ["id", "stage", "rows", "created at", "aliases", *(["suspect"] if suspects else [])])
 
 
 def brought(modules: list[str] | None) -> list[ModuleType]:
@@ -157,11 +159,14 @@ def show(
     opened = existing(store, project)
     artifact = opened.resolve(name)
     m = artifact.manifest
+    suspect = opened.suspects().get(artifact.key)
     if as_json:
-        typer.echo(json.dumps(json.loads(m.to_json())))
+        typer.echo(json.dumps(json.loads(m.to_json()) | ({"suspect": suspect} if suspect else {})))
         return
     typer.echo(f"{artifact.id}  made by {m.stage}, {_when(m.created_at)}{''.join(f', {n}' for n in opened.names().get(artifact.key, []))}")
     typer.echo(artifact.folder)
+    if suspect:
+        typer.echo(f"suspect: {suspect}; a run that needs it makes it anew")
     measured = {**m.timings, "peak_memory_bytes": m.peak_memory_bytes}
     sections: dict[str, list[tuple[str, str]]] = {
         # A field as `--set` names it.
@@ -187,10 +192,12 @@ def lineage(
     opened = existing(store, project)
     rows: list[dict[str, Any]] = []
     seen: set[str] = set()
+    suspects = opened.suspects()
 
     def walk(artifact: Artifact, depth: int, role: str) -> None:
         again = artifact.key in seen
-        rows.append({"depth": depth, "id": artifact.id, "key": artifact.key, "stage": artifact.manifest.stage, "as": role})
+        mark = {"suspect": suspects[artifact.key]} if artifact.key in suspects else {}
+        rows.append({"depth": depth, "id": artifact.id, "key": artifact.key, "stage": artifact.manifest.stage, "as": role} | mark)
         if again:
             return
         seen.add(artifact.key)
@@ -207,7 +214,7 @@ def lineage(
         return print_rows(rows, True)
     shown: set[str] = set()
     for row in rows:
-        more = " (as above)" if row["key"] in shown else ""
+        more = " (as above)" if row["key"] in shown else f" (suspect: {row['suspect']})" if "suspect" in row else ""
         shown.add(row["key"])
         typer.echo(f"{'  ' * row['depth']}{row['id']}  {row['stage']}{' as ' + row['as'] if row['as'] else ''}{more}")
 
@@ -250,24 +257,31 @@ def why(
 @app.command()
 def verify(
     name: Annotated[str | None, typer.Argument(metavar="ID", help="One artifact (default: all)")] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="Take the content of the suspect artifact ID as right, on your word")] = False,
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Set damaged artifacts aside, so that they are made again")] = False,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare every file with its checksum, and look for aliases that are gone."""
+    """Compare every file with its checksum; name suspects, which were made from what was damaged, and aliases that are gone."""
     opened = existing(store, project)
-    findings = maintenance.verify(opened, [opened.resolve(name)] if name else None)
+    if trust and name is None:
+        raise PunaError("--trust: name the one artifact whose content you take as right")
+    findings = maintenance.verify(opened, [opened.resolve(name)] if name else None, trust=trust)
     damaged = [f for f in findings if f.damage]
+    suspect = [f for f in findings if f.suspect]
     lost = [] if name else opened.lost_aliases()
     for line in lost:
         typer.echo(line, err=as_json)
     if as_json:
-        print_rows([{"id": f.artifact.id, "key": f.artifact.key, "damage": f.damage} for f in findings], True)
+        rows = [{"id": f.artifact.id, "key": f.artifact.key, "damage": f.damage, "suspect": f.suspect or None} for f in findings]
+        print_rows(rows, True)
     else:
         for finding in damaged:
             typer.echo(f"{finding.artifact.id}: {'; '.join(finding.damage)}")
-        typer.echo(f"{len(findings)} artifacts, {len(damaged)} damaged")
+        for finding in suspect:
+            typer.echo(f"{finding.artifact.id} is suspect: {finding.suspect}; a run that needs it makes it anew")
+        typer.echo(f"{len(findings)} artifacts, {len(damaged)} damaged{f', {len(suspect)} suspect' if suspect else ''}")
     if quarantine:
         for finding in damaged:
             where = opened.quarantine(finding.artifact)
@@ -275,7 +289,7 @@ def verify(
             typer.echo(f"{finding.artifact.id} {said}", err=True)
         if damaged:
             database.write(opened)
-    if damaged or lost:
+    if damaged or suspect or lost:
         raise typer.Exit(1)
 
 

@@ -13,6 +13,7 @@ from puna.models.serving import Offload, ServingSettings, Weights, engine_of, of
 from puna.models.settings import problems
 from puna.models.workload import Work
 from puna.storage import Artifact, PunaError, Store
+from puna.storage.errors import DamagedArtifact
 
 if TYPE_CHECKING:
     from puna.models.generation import Engine
@@ -87,6 +88,8 @@ def _loaded(model: str, store: Callable[[], Store]) -> tuple[Transformer, Tokeni
 def _artifact(model: str, store: Callable[[], Store]) -> Artifact:
     try:
         found = store()
-        return found.checked(found.resolve(model))
+        return found.checked(found.resolve(model), whole=True)
+    except DamagedArtifact:
+        raise
     except PunaError as error:
         raise PunaError(f"{model}: there is no such file or folder, and no such artifact: {error}") from error

@@ -68,7 +68,15 @@ class Session:
         self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str, inputs: dict[str, list[Artifact]], task: str | None
     ) -> Outcome:
         def started(identity: Identity) -> None:
+            suspects = self.store.suspects()
+            marked = [(one, "it is read all the same") for items in inputs.values() for one in items if one.key in suspects]
+            found = self.store.find(stage.kind, identity.key)
+            marked += [(found, "it is made anew")] if found is not None and found.key in suspects else []
             with self._lock:
+                for one, what in marked:
+                    line = f"{step}: {one.id} is suspect: {suspects[one.key]}; {what}"
+                    self.console.say(line)
+                    self.reporter.log(line, logging.WARNING)
                 why = against(self.store, identity, step)
                 self.console.started(step, why)
                 if why:

@@ -52,7 +52,7 @@ def sql(
         with catalog.connect(opened) as connection:
             found = catalog.run(connection, text)
             _table(found, as_json)
-            _tell_of_copies(connection, text)
+            _tell_of_rows(connection, text)
     else:
         _prompt(opened, as_json)
 
@@ -77,8 +77,10 @@ def written(store: Store, text: str, output: Path) -> int:
     return rows
 
 
-def _tell_of_copies(opened: catalog.Catalog, text: str) -> None:
-    """Say, to a person, that a table has the rows of several artifacts where the question does not tell them apart."""
+def _tell_of_rows(opened: catalog.Catalog, text: str) -> None:
+    """Say which bytes were not compared; to a person also that a table has the rows of several artifacts."""
+    if opened.uncompared:
+        typer.echo(f"{opened.uncompared:,} bytes were not compared with their checksums; `puna verify` does", err=True)
     if not sys.stderr.isatty():
         return
     for name, count in opened.several(text).items():
@@ -105,7 +107,7 @@ def _prompt(store: Store, as_json: bool) -> None:
             try:
                 for statement in catalog.statements(connection, text):
                     _table(catalog.run(connection, statement), as_json)
-                    _tell_of_copies(connection, statement)
+                    _tell_of_rows(connection, statement)
             except PunaError as error:
                 failed = True
                 typer.echo(f"error: {error}", err=True)

@@ -15,17 +15,22 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
+from puna.storage.damage import compare
 from puna.storage.errors import PunaError
 from puna.storage.schemas import KINDS
 from puna.storage.store import Store
 from puna.storage.tables import literal, pattern
 from puna.storage.views import FACTS, MACROS, NEWEST, Views, duck_type, facts
 
+MOST_COMPARED = 4 << 30
+"""Bytes of a view that are compared with their checksums: about 3 s on one core."""
+
 
 class Catalog:
     """An open connection to the tables of a store; `artifact` is a column of each table's view (the artifact's key).
 
-    `output`: a file outside the store that the connection may write. `memory`: the most that a statement may take, as DuckDB
+    The files of a table are compared with their checksums before a statement reads them, `MOST_COMPARED` bytes at most; `uncompared`:
+    bytes beyond. `output`: a file outside the store that the connection may write. `memory`: the most that a statement may take, as DuckDB
     writes it (`1GB`); nothing then goes to disk in its place.
     """
 
@@ -46,7 +51,9 @@ class Catalog:
         self.connection.execute(f"create schema {NEWEST}")
         self._known: set[str] = set()
         self._store = store
-        self._views = Views(store, [one for one in store.entries() if one["sound"]], literal(pattern(before)))
+        self.uncompared = 0
+        self._read: list[str] = []
+        self._views = Views(store, [one for one in store.entries() if one["sound"]], literal(pattern(before)), self._compare)
         self.aliases = sorted(store.aliases())
         self.names = [*FACTS, *self._views.names()]
         words = sorted((name.lower() for name in self.names), key=len, reverse=True)
@@ -72,6 +79,11 @@ class Catalog:
                 told(self.connection, name, facts(name, self._store, self._views.entries))
             else:
                 made(self.connection, name, self._views)
+
+    def _compare(self, names: list[str]) -> None:
+        """Compare the files that statements read with their checksums, those of the newest artifacts first."""
+        self._read += names
+        self.uncompared = compare(self._store.files, reversed(self._read), MOST_COMPARED)
 
     def named(self, text: str) -> list[str]:
         """The tables, views and macros that a text names."""
@@ -117,6 +129,7 @@ class Catalog:
                 raise PunaError("the catalog is read-only: only SELECT, SHOW, DESCRIBE, SUMMARIZE and EXPLAIN of these are run")
             text = self._resolved(text)
             self.view(*(self.names if re.match(r"(?i)\s*show\b", text) else self.named(text)))
+            self._compare([])
             return self.connection.sql(text)
         except (duckdb.Error, RuntimeError) as error:  # Ctrl-C ends a query with a RuntimeError
             raise _problem(error) from error

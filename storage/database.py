@@ -64,7 +64,7 @@ def _state(store: Store) -> tuple[str, str]:
     manifests = sorted([*place, version] for place, version in index.manifests(store.files).items())
     macros = [definition for _, definition, _ in MACROS.values()]
     views = {"version": VERSION, "tables": list(TABLES), "macros": macros, "uri": store.uri}
-    views |= {"manifests": manifests, "aliases": store.aliases()}
+    views |= {"manifests": manifests, "aliases": store.aliases(), "suspects": store.suspects()}
     return digest.of_value(views), digest.of_value(runs)
 
 

@@ -1,5 +1,23 @@
 """The one error a user should ever read."""
 
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
 class PunaError(Exception):
     """Bad input or a broken store. The message names the file, row or field and what to do."""
+
+
+class DamagedArtifact(PunaError):
+    """An artifact whose bytes are not those that were written."""
+
+    @classmethod
+    def of(cls, name: str, damage: Sequence[str], aside: Sequence[str] = ()) -> DamagedArtifact:
+        """Return the error for the artifact `name`. `aside`: folders to which it and its damaged sources were moved."""
+        where = f" It was moved to {', '.join(aside)}." if aside else ""
+        return cls(
+            f"artifact {name} is damaged: {'; '.join(damage)}.{where} "
+            "Run again: the stage that made it makes it anew. What was imported must be imported again; `puna verify` checks the rest"
+        )

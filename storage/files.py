@@ -56,6 +56,9 @@ class Files(Protocol):
     def open(self, name: str) -> BinaryIO:
         """A file as a seekable object for reading."""
 
+    def table(self, name: str) -> BinaryIO:
+        """A Parquet file of an artifact for reading; places for readers compare it first."""
+
     def stat(self, name: str) -> Stat | None:
         """Size and version of a file; None where there is none."""
 
@@ -142,6 +145,10 @@ class LocalFiles:
     def open(self, name: str) -> BinaryIO:
         """See `Files`."""
         return open(f"{self.root}/{name}", "rb")
+
+    def table(self, name: str) -> BinaryIO:
+        """See `Files`."""
+        return self.open(name)
 
     def stat(self, name: str) -> Stat | None:
         """See `Files`."""

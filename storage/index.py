@@ -34,16 +34,16 @@ def entries(files: Files) -> list[Entry]:
     """What is known of every artifact whose manifest can be read, in the order in which they were made."""
     there = manifests(files)
     lines = _lines(files)
-    said = {(found["kind"], found["key"]): found for line in lines if (found := _parsed(line)) is not None}
+    said = {(found["kind"], found["key"]): found for one in lines if (found := parsed(one)) is not None}
     known = {place: said[place] for place, version in there.items() if place in said and said[place]["version"] == version}
     new = []
     for place in there.keys() - known.keys():
         with contextlib.suppress(PunaError):
             known[place] = entry(Artifact(*place, files), there[place])
-            new.append(_line(known[place]))
+            new.append(line(known[place]))
     with contextlib.suppress(OSError):  # a store may be mounted so that nothing can be written
         if len(lines) + len(new) > 2 * len(known) + SPARE:
-            files.write(FILE, b"".join(map(_line, known.values())))
+            files.write(FILE, b"".join(map(line, known.values())))
         elif new:
             files.append(FILE, b"".join(new))
     return sorted(known.values(), key=lambda one: (one["created_at"], one["key"]))
@@ -62,7 +62,7 @@ def entry(artifact: Artifact, version: str) -> Entry:
         "seconds": m.timings.get("seconds"), "created_at": m.created_at, "run": m.run, "project": m.project, "data_digest": m.data_digest,
         "code_version": m.code_version, "config": json.dumps(m.config), "seed": m.seed, "tables": tables, "metrics": m.metrics,
         "inputs": [{"input": i.key, "name": i.name, "kind": i.kind, "data_digest": i.data_digest} for i in m.inputs],
-        "sources": [source.key for source in m.sources],
+        "inputs_compared": m.inputs_compared, "sources": [source.key for source in m.sources],
         "sound": (m.kind, m.key) == (artifact.kind, artifact.key) and not m.contradictions(),
     }  # fmt: skip
 
@@ -74,13 +74,14 @@ def _lines(files: Files) -> list[bytes]:
         return []
 
 
-def _line(found: Entry) -> bytes:
+def line(found: Entry) -> bytes:
+    """Return a line of a journal: a checksum and JSON."""
     data = json.dumps(found, separators=(",", ":")).encode()
     return b"%08x %b\n" % (zlib.crc32(data), data)
 
 
-def _parsed(line: bytes) -> Entry | None:
-    """What a line says; None where it is damaged."""
+def parsed(line: bytes) -> Entry | None:
+    """Return what a line of a journal says, or None where it is damaged."""
     try:
         if int(line[:8], 16) != zlib.crc32(line[9:]):
             return None

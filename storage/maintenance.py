@@ -11,26 +11,35 @@ from puna.storage.artifact import Artifact, place_of
 from puna.storage.files import LOCKS, Files
 from puna.storage.holding import drop, held
 from puna.storage.store import Store
+from puna.storage.suspects import note
 from puna.storage.work import INPUTS
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The state of one artifact: what is damaged, empty when it is whole."""
+    """The state of one artifact: what is damaged, empty when it is whole, and why it is suspect, empty when it is not."""
 
     artifact: Artifact
     damage: list[str]
+    suspect: str = ""
 
 
-def verify(store: Store, artifacts: Iterable[Artifact] | None = None) -> list[Finding]:
-    """Compare every file of the artifacts (default: all) with the manifest; a broken or lost manifest is damage too."""
-    if artifacts is not None:
-        return [Finding(artifact, artifact.damage()) for artifact in artifacts]
-    found = [Finding(artifact, artifact.damage()) for artifact in store.committed()]
-    for place in store.unfinished():
+def verify(store: Store, artifacts: Iterable[Artifact] | None = None, *, trust: bool = False) -> list[Finding]:
+    """Compare every file of the artifacts (default: all) with the manifest; a broken or lost manifest is damage too.
+
+    Damage is noted in the store, so that what was made from it is suspect. `trust`: whole artifacts are suspect no longer.
+    """
+    found = [(artifact, artifact.damage()) for artifact in (store.committed() if artifacts is None else artifacts)]
+    for artifact, damage in found:
+        if damage and artifact.damage(own=True):
+            note(store.files, artifact.kind, artifact.key, "damaged")
+        elif trust and artifact.key in store.suspects():
+            note(store.files, artifact.kind, artifact.key, "trusted")
+    for place in store.unfinished() if artifacts is None else ():
         kind, _, key = place.split("/")[1:]
-        found.append(Finding(Artifact(kind, key, store.files), ["its manifest is gone; the next run makes it again"]))
-    return found
+        found.append((Artifact(kind, key, store.files), ["its manifest is gone; the next run makes it again"]))
+    suspects = store.suspects()
+    return [Finding(artifact, damage, suspects.get(artifact.key, "")) for artifact, damage in found]
 
 
 @dataclass(frozen=True)

@@ -72,9 +72,9 @@ class TableRecord:
 class Manifest:
     """Everything known about an artifact; `metrics`, timings and versions are not part of its identity.
 
-    `timings`: wall and CPU seconds of the stage and its workers. `peak_memory_bytes`: the largest sum of their resident
-    memory, sampled. `libraries`: versions. `project`: of the run that made it, see `aliases`; empty for the default one.
-    `checksum`: of all the rest.
+    `inputs_compared`: every byte that the stage declares to read was compared with its checksums after it was read. `timings`: wall
+    and CPU seconds of the stage and its workers. `peak_memory_bytes`: the largest sum of their resident memory, sampled.
+    `libraries`: versions. `project`: of the run that made it, see `aliases`; empty for the default one. `checksum`: of all the rest.
     """
 
     kind: str
@@ -87,6 +87,7 @@ class Manifest:
     inputs: list[InputRecord]
     tables: dict[str, TableRecord]
     files: dict[str, FileRecord]
+    inputs_compared: bool = False
     metrics: dict[str, bool | int | float | str] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
@@ -101,16 +102,9 @@ class Manifest:
 
     def to_json(self) -> str:
         """JSON text, a line for each field, with a checksum over everything else in it."""
-        data = self._values()
+        data: dict[str, Any] = json.loads(json.dumps(vars(self), default=vars, allow_nan=False))
         lines = (f" {json.dumps(n)}: {json.dumps(v, ensure_ascii=False)}" for n, v in (data | {"checksum": _checksum(data)}).items())
         return "{\n" + ",\n".join(lines) + "\n}\n"
-
-    def _values(self) -> dict[str, Any]:
-        """All of it as JSON has it."""
-        values: dict[str, Any] = json.loads(json.dumps(vars(self), default=vars, allow_nan=False))
-        if not self.project:  # manifests had none before there were projects
-            del values["project"]
-        return values
 
     @property
     def sources(self) -> list[Source]:
@@ -118,7 +112,7 @@ class Manifest:
         return [source for table in self.tables.values() for source in table.sources]
 
     def contradictions(self) -> list[str]:
-        """Where the manifest does not agree with itself: it was edited by hand. Empty when it is as it was written."""
+        """Return where the manifest does not agree with itself: it was edited by hand. Empty when it is as it was written."""
         found = []
         if self.data_digest != content_digest(self.tables, self.files):
             found.append("data_digest is not that of its tables and files")
@@ -130,8 +124,6 @@ class Manifest:
         # The key of an import is that of its rows in the order they came in, which is not kept.
         if self.stage != IMPORT and self.key != key_of(self.stage, self.code_version, self.config, self.inputs):
             found.append("key is not that of its stage, code, config and inputs")
-        if self.checksum != _checksum(self._values()):
-            found.append("checksum is not that of the manifest")
         return found
 
     @classmethod
@@ -157,6 +149,8 @@ def _parsed(data: bytes) -> Manifest:
         raise ValueError(f"manifest{error}") from error
     if unknown := set(made.tables) - set(TABLES):
         raise ValueError(f"unknown tables {sorted(unknown)}")
+    if made.checksum != _checksum(value):
+        raise ValueError("; ".join(["it was changed: checksum is not that of the manifest", *made.contradictions()]))
     return made
 
 

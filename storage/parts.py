@@ -31,21 +31,27 @@ class Stored:
     sha256: str
     groups: tuple[int, ...]
 
+    @property
+    def version(self) -> str:
+        """What a process may keep of the file under: another text where a damaged file was made anew."""
+        stat = None if self.files.checks_reads else self.files.stat(self.name)
+        return self.sha256 if stat is None else stat.version
+
     def read(self, groups: Sequence[int], columns: Sequence[str] | None) -> pa.Table:
         """Some row groups, one after another."""
-        with self.files.open(self.name) as handle:
+        with self.files.table(self.name) as handle:
             # With its buffers on, Arrow keeps what it has read of every row group until the file is closed.
-            source = pq.ParquetFile(handle, metadata=_footer(self.files, self.name, self.sha256), pre_buffer=False)
+            source = pq.ParquetFile(handle, metadata=_footer(self.files, self.name, self.version), pre_buffer=False)
             return source.read_row_groups(list(groups), columns=list(columns) if columns is not None else None)
 
     def schema(self) -> pa.Schema:
         """Its columns."""
-        with self.files.open(self.name) as handle:
-            return pq.ParquetFile(handle, metadata=_footer(self.files, self.name, self.sha256), pre_buffer=False).schema_arrow
+        with self.files.table(self.name) as handle:
+            return pq.ParquetFile(handle, metadata=_footer(self.files, self.name, self.version), pre_buffer=False).schema_arrow
 
     def whole(self) -> pa.Table:
         """All rows."""
-        with self.files.open(self.name) as handle:
+        with self.files.table(self.name) as handle:
             return pq.ParquetFile(handle, pre_buffer=False).read()
 
     def range(self, start: int, stop: int, columns: Sequence[str] | None) -> pa.Table:
@@ -59,7 +65,7 @@ class Stored:
         """Some rows, given in order; only the row groups that hold them are read, the last one once for those who go on in it."""
         ends = np.cumsum(self.groups)
         needed = np.unique(np.searchsorted(ends, rows, side="right")).tolist()
-        key = (self, None if columns is None else tuple(columns))
+        key = (self, self.version, None if columns is None else tuple(columns))
         with _GUARD:
             begun = _BEGUN.pop(key, None)
         found = [(needed[:1], begun[1])] if begun is not None and begun[0] == needed[0] else []
@@ -91,21 +97,21 @@ class Stored:
 
 _GUARD = threading.Lock()
 MOST_BEGUN = 4
-_BEGUN: dict[tuple[Stored, tuple[str, ...] | None], tuple[int, pa.Table]] = {}
+_BEGUN: dict[tuple[Stored, str, tuple[str, ...] | None], tuple[int, pa.Table]] = {}
 """By file and columns the number and the rows of a row group that was not read to its end, of the newest few files: rows that are kept
 by reference are read in pieces that end within groups."""
 
 
 @lru_cache(maxsize=256)
-def _footer(files: Files, name: str, sha256: str) -> pq.FileMetaData:
-    """A file's footer; a file that was made anew has another checksum, or the same bytes."""
-    with files.open(name) as handle:
+def _footer(files: Files, name: str, version: str) -> pq.FileMetaData:
+    """Return a file's footer."""
+    with files.table(name) as handle:
         return pq.ParquetFile(handle, pre_buffer=False).metadata
 
 
 @lru_cache(maxsize=8)
-def _order(files: Files, name: str, sha256: str) -> tuple[Ints, Ints]:
-    with files.open(name) as handle:
+def _order(files: Files, name: str, version: str) -> tuple[Ints, Ints]:
+    with files.table(name) as handle:
         table = pq.ParquetFile(handle).read()
     source, row = (np.asarray(table.column(n).combine_chunks(), dtype=np.int64) for n in ("source", "row"))
     return source, row
@@ -125,7 +131,7 @@ class ShardRows:
         """Source and row in it of the rows start .. stop."""
         if self.order is None:
             return np.zeros(stop - start, np.int64), np.arange(start, stop)
-        source, row = _order(self.order.files, self.order.name, self.order.sha256)
+        source, row = _order(self.order.files, self.order.name, self.order.version)
         return source[start:stop], row[start:stop]
 
     def read(self, start: int, stop: int, columns: Sequence[str] | None = None) -> pa.Table:

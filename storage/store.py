@@ -8,7 +8,7 @@ refs/                           aliases, see `aliases`, and accepted equivalence
 index.jsonl                     what the manifests say in short, derived from them
 runs/<run>.jsonl                what each run made or reused; runs/order: the runs in the order of their beginning
 runs/held-<id>                  the keys that a live process has; locks/held-<id> is held by it
-quarantine/                     artifacts that failed their checksums
+quarantine/                     artifacts that failed their checksums; quarantine/journal.jsonl names them all
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import contextlib
 import copy
 import errno
 import json
-import uuid
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -28,7 +27,7 @@ from urllib.parse import unquote, urlsplit
 import duckdb
 import pyarrow as pa
 
-from puna.storage import digest, index
+from puna.storage import damage, digest, index, suspects
 from puna.storage.aliases import DEFAULT, Aliases, is_pointer, pointer, read_pointer
 from puna.storage.artifact import Artifact, place_of
 from puna.storage.errors import PunaError
@@ -87,8 +86,8 @@ class Store:
 
     @classmethod
     def existing(cls, uri: str | Path, project: str | None = None) -> Store:
-        """Return the store within a project, both of which must be there already."""
-        files = files_of(uri)
+        """Return the store within a project, both of which must be there already, for readers; see `reading`."""
+        files = damage.reading(files_of(uri))
         if files.stat(LAYOUT) is None and not files.folders("objects"):
             raise PunaError(f"store {files.uri}: not found; `puna run` makes one, --store or PUNA_STORE names another")
         return cls(files, project).known() if project else cls(files)
@@ -156,55 +155,22 @@ class Store:
             raise PunaError(f"{name}: fits several artifacts: {said}" if found else f"{name}: no such artifact in {self.uri}")
         return found[0]
 
-    def checked(self, artifact: Artifact, read: Sequence[str] = ()) -> Artifact:
-        """Return `artifact` after a quick look for damage (to `read`, see `Artifact.damage`). PunaError names the damage."""
-        if damage := artifact.damage(read, quick=True):
-            raise PunaError(
-                f"artifact {artifact.id} is damaged: {'; '.join(damage)}. "
-                "Run the stage that made it again, or `puna verify --quarantine` to set it aside"
-            )
-        return artifact
+    def checked(self, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
+        """Return `artifact` after a look for damage; see `damage.checked`."""
+        return damage.checked(self.files, artifact, read, whole=whole)
 
-    def check_whole(self, artifact: Artifact, read: Sequence[str] = ()) -> None:
-        """Compare every byte of an artifact (of `read`, see `Artifact.damage`) with its checksums.
+    def quarantine(self, artifact: Artifact) -> str | None:
+        """Move a damaged artifact out of the way; see `damage.quarantine`."""
+        with written(self.uri):
+            return damage.quarantine(self.files, artifact)
 
-        Raise PunaError if a byte is wrong, after the damaged artifact was moved to `quarantine/`. A file that a disk changed by
-        itself keeps its size and time, so that a quick look cannot find it. Where each read is checked anyway, the look is quick.
-        """
-        artifact = Artifact(artifact.kind, artifact.key, artifact.files)  # its manifest is read anew; it may lie in another store
-        damage = artifact.damage(read, quick=artifact.files.checks_reads)
-        if not damage:
-            return
-        aside = [place for one in self._with_sources(artifact) if (place := self.quarantine(one, own=True)) is not None]
-        where = f" It was moved to {', '.join(aside)}." if aside else ""
-        raise PunaError(
-            f"artifact {artifact.id} is damaged: {'; '.join(damage)}.{where} "
-            "Run again: the stage that made it makes it anew. What was imported must be imported again; `puna verify` checks the rest"
-        )
+    def suspects(self) -> dict[str, str]:
+        """Return by key why artifacts are suspect; see `suspects`."""
+        return suspects.suspects(self.files)
 
-    def _with_sources(self, artifact: Artifact) -> list[Artifact]:
-        """Return the artifact and all artifacts whose rows it keeps by reference."""
-        try:
-            sources = [found for one in artifact.manifest.sources if (found := self.find(one.kind, one.key)) is not None]
-        except PunaError:
-            sources = []
-        return [artifact, *(one for source in sources for one in self._with_sources(source))]
-
-    def quarantine(self, artifact: Artifact, *, own: bool = False) -> str | None:
-        """Move a damaged artifact out of the way; returns where it is now, None when it was mended or moved meanwhile.
-
-        `own`: leave it where only the artifacts whose rows it keeps by reference are damaged.
-        """
-        with self.lock(artifact.key):
-            found = self.find(artifact.kind, artifact.key)
-            lost = found is None and bool(self.files.stats(artifact.place))
-            return self.set_aside(artifact.kind, artifact.key) if lost or (found is not None and found.damage(own=own)) else None
-
-    def set_aside(self, kind: str, key: str) -> str:
-        """Move the folder of a key out of the way, whatever is left in it; returns where it is now."""
-        target = f"quarantine/{kind}-{key[:12]}-{uuid.uuid4().hex}"
-        self.files.move(place_of(kind, key), target)
-        return f"{self.uri}/{target}"
+    def reading(self) -> Store:
+        """Return the store for readers that commit nothing: each table is compared with its checksums before it is read."""
+        return Store(damage.reading(self.files), self.project)
 
     # --- making ------------------------------------------------------------------------------------
 

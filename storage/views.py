@@ -5,7 +5,7 @@ The same texts make the views of `catalog`, in memory, and those of `database`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ FACTS: dict[str, pa.Schema] = {
         column("project", pa.string(), "project of that run"), _DIGEST,
         column("code_version", pa.string(), "hash of the code that its stage reaches"),
         column("config", pa.string(), "the stage's configuration", "JSON"), column("seed", pa.int64(), "seed of its random numbers"),
+        column("suspect", pa.string(), "why its content is not established; null: it is"),
     ),
     "lineage": _facts(
         _KEY, column("input", pa.string(), "key of an artifact that it was made of, or address of a file"),
@@ -77,7 +78,11 @@ def facts(name: str, store: Store, entries: Iterable[Entry]) -> list[dict[str, A
     """The rows of one of the tables `FACTS`."""
     rows: Iterable[dict[str, Any]]
     if name == "artifacts":
-        rows = ({**one, "artifact": one["key"], "project": one.get("project") or DEFAULT} for one in entries)
+        suspects = store.suspects()
+        rows = (
+            {**one, "artifact": one["key"], "project": one.get("project") or DEFAULT, "suspect": suspects.get(one["key"])}
+            for one in entries
+        )  # fmt: skip
     elif name == "lineage":
         rows = ({"artifact": one["key"], **given} for one in entries for given in one["inputs"])
     elif name == "metrics":
@@ -103,11 +108,13 @@ def facts(name: str, store: Store, entries: Iterable[Entry]) -> list[dict[str, A
 
 @dataclass(frozen=True)
 class Views:
-    """The views of some artifacts. `before`: SQL of what stands before the names of files."""
+    """The views of some artifacts. `before`: SQL of what stands before the names of files. `use`: called with the names of files that a
+    view reads."""
 
     store: Store
     entries: list[Entry]
     before: str
+    use: Callable[[list[str]], object] = len
 
     def names(self) -> list[str]:
         """The names of all views, as SQL writes them; the tables' own first."""
@@ -175,6 +182,7 @@ class Views:
 
     def _parquet(self, names: list[str], *more: str) -> str:
         """SQL for the rows of Parquet files, columns by name."""
+        self.use(names)
         listed = f"list_transform([{', '.join(literal(pattern(name)) for name in names)}], lambda name: {self.before} || name)"
         return f"read_parquet({listed}, union_by_name = true, hive_partitioning = false{''.join(f', {one} = true' for one in more)})"
 

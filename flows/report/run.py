@@ -82,6 +82,7 @@ class Run:
     @classmethod
     def open(cls, store: Store, name: str) -> Run:
         """The run `name`, or the newest when `name` is "latest"."""
+        store = store.reading()
         if name == "latest":
             names = store.runs()
             if not names:

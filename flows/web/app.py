@@ -44,6 +44,7 @@ def application(store: Store, *, prefect: str | None, auth: str, urls: bool = Fa
     `prefect`: the address of the server whose forms they link to; `auth`: USER:PASSWORD, where asked for; `urls`: forms may
     name inputs that are no local paths.
     """
+    store = store.reading()
     asker, token = Asker(store, urls=urls), secrets.token_urlsafe(32)
     app = FastAPI(openapi_url=None)
     _guard(app)

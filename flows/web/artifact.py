@@ -29,7 +29,7 @@ def list_page(store: Store, kind: str | None, prefect: str | None, project: str 
     store = store.within(project).known()
     entries = [one for one in reversed(store.entries(project)) if kind in (None, one["kind"])]
     found = [Artifact(one["kind"], one["key"], store.files) for one in entries]
-    names, more = store.names(project), f"&project={project}" if project else ""
+    names, suspects, more = store.names(project), store.suspects(), f"&project={project}" if project else ""
     kinds = [tag("a", "all", href=f"/puna/artifacts?{more[1:]}".rstrip("?"), aria_current="page" if kind is None else None)]
     kinds += [tag("a", k, href=f"/puna/artifacts?kind={k}{more}", aria_current="page" if k == kind else None) for k in KINDS]
     projects = projects_nav(store, project, f"/puna/artifacts?kind={kind}" if kind else "/puna/artifacts", every=True)
@@ -38,7 +38,8 @@ def list_page(store: Store, kind: str | None, prefect: str | None, project: str 
         m = artifact.manifest
         count = number(artifact.rows()) if artifact.kind in artifact.tables else ""
         stored = size(sum(record.bytes for record in m.files.values()))
-        aliases = [tag("span", name, class_="tag") for name in names.get(artifact.key, [])]
+        marks = [*names.get(artifact.key, []), *(["suspect"] if artifact.key in suspects else [])]
+        aliases = [tag("span", name, class_="tag") for name in marks]
         box = tag("input", type="checkbox", name="artifact", value=artifact.id, aria_label=f"compare {artifact.id}")
         rows.append([box, artifact_link(artifact), m.stage, count, stored, m.created_at[:16].replace("T", " "), aliases])
     listed = table([tag("small", "pick"), "artifact", "made by", "rows", "stored", "made, UTC", "aliases"], rows, numeric=(3, 4))
@@ -55,7 +56,7 @@ def artifact_page(store: Store, artifact: Artifact, prefect: str | None, shown: 
     """One artifact. `shown`, `start`: the table whose rows are shown, and from which."""
     m = artifact.manifest
     aliases = [tag("span", name, class_="tag") for name in store.names().get(artifact.key, [])]
-    damage = artifact.damage(quick=True)
+    damage, suspect = artifact.damage(quick=True), store.suspects().get(artifact.key)
     stored = size(sum(record.bytes for record in m.files.values()))
     facts = [
         ("Made by", [m.stage, " in run ", run_link(m.run) if m.run in store.runs() else m.run or "–"]),
@@ -74,6 +75,7 @@ def artifact_page(store: Store, artifact: Artifact, prefect: str | None, shown: 
     return page(
         artifact.id,
         [problem(f"It is damaged: {'; '.join(damage)}. Run the stage again, or `puna verify --quarantine`")] if damage else None,
+        [problem(f"It is suspect: {suspect}. A run that needs it makes it anew")] if suspect else None,
         tag("p", aliases) if aliases else None,
         tag("dl", [[tag("dt", name), tag("dd", value)] for name, value in facts], class_="facts-list"),
         tag("div", _uses(artifact), class_="buttons"),

@@ -68,6 +68,7 @@ def answered(store: Store, asked: str) -> Html:
     rows: list[list[Content]] = [[plain(value) for value in row.values()] for row in shown.to_pylist()]
     took = duration(time.perf_counter() - began)
     more = "; there are more" if found.num_rows > MOST_ROWS else ""
+    more += f"; {opened.uncompared:,} bytes were not compared with their checksums" if opened.uncompared else ""
     return tag(
         "div", tag("p", f"{len(rows):,} row{'' if len(rows) == 1 else 's'} in {took}{more}", class_="note", role="status"),
         table(list(found.schema.names), rows, numeric=numeric) if rows else None, class_="rows",

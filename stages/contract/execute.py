@@ -22,6 +22,7 @@ from puna.stages.contract.measure import Meter
 from puna.stages.contract.run import Listener, StageRun
 from puna.stages.contract.signals import check_measured
 from puna.storage import Artifact, Identity, InputRecord, PunaError, Store, Work
+from puna.storage.damage import set_aside
 from puna.storage.tables import Balance, imbalance
 
 LIBRARIES = ("pyarrow", "duckdb", "torch", "numpy", "transformers", "trl", "peft", "fasttext", "resiliparse", "tokenizers")
@@ -94,8 +95,8 @@ def perform(
 ) -> Outcome:
     """Run `stage`, or find what it made before.
 
-    A found artifact's checksums are compared first; a damaged one is set aside and made again. A damaged
-    input is an error. A stage declared with `device=True` runs as a whole on a worker of `executor` that has an
+    A found artifact that is damaged or suspect is made again, and set aside when the new one is ready. A damaged input is an error.
+    A stage declared with `device=True` runs as a whole on a worker of `executor` that has an
     accelerator, where there is one; `apart`: any stage runs as a whole on a worker, so that several can run at one time.
     `listener` hears nothing of it then.
     """
@@ -110,10 +111,8 @@ def perform(
         return Outcome(artifact, reused, time.perf_counter() - started)
     if found is None:
         with store.work(identity.key) as work:
-            found = store.find(stage.kind, identity.key)
-            if found is None or found.damage(quick=True):
-                if found is not None:
-                    store.set_aside(found.kind, found.key)
+            found = _good(store.find(stage.kind, identity.key), store)
+            if found is None:
                 taken = stage.check(given)
                 _check_inputs(stage, taken, store, quick=not stage.device)
                 if on_start:
@@ -127,7 +126,9 @@ def perform(
                     _check_after(stage, taken, store, work, error)
                     raise
                 _check_after(stage, taken, store, work)
-                artifact = work.commit(stage.kind, identity.key, identity, run=run, **made)
+                if (before := store.find(stage.kind, identity.key)) is not None:
+                    set_aside(store.files, before.kind, before.key, damaged=bool(before.damage(quick=True)))
+                artifact = work.commit(stage.kind, identity.key, identity, run=run, inputs_compared=True, **made)
                 return Outcome(artifact, False, time.perf_counter() - started)
             work.discard()
     return Outcome(found, True, time.perf_counter() - started)
@@ -142,7 +143,7 @@ def _check_inputs(stage: Stage, taken: dict[str, list[Artifact] | list[External]
     for spec in stage.inputs:
         for item in taken[spec.name]:
             if isinstance(item, Artifact):
-                (store.checked if quick else store.check_whole)(item, spec.reads)
+                store.checked(item, spec.reads, whole=not quick)
 
 
 def _check_after(
@@ -197,12 +198,14 @@ def _perform_there(
 
 
 def reusable(stage: Stage, identity: Identity, store: Store) -> Artifact | None:
-    """The whole artifact of this identity, or an older one that was declared equivalent; damage is left in place."""
-    for key in dict.fromkeys((store.accepted(identity.key), identity.key)):
-        found = store.find(stage.kind, key)
-        if found is not None and not found.damage(quick=True):
-            return found
-    return None
+    """Return the artifact of this identity, or an older one that was declared equivalent; None where it is gone, damaged or suspect."""
+    keys = dict.fromkeys((store.accepted(identity.key), identity.key))
+    return next((found for key in keys if (found := _good(store.find(stage.kind, key), store)) is not None), None)
+
+
+def _good(found: Artifact | None, store: Store) -> Artifact | None:
+    """Return an artifact unless it is damaged, as far as a quick look tells, or suspect."""
+    return None if found is None or found.damage(quick=True) or found.key in store.suspects() else found
 
 
 @contextlib.contextmanager

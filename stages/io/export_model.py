@@ -8,6 +8,7 @@ from typing import Literal
 
 from puna.stages.io.folders import new_folder
 from puna.storage import Artifact, PunaError
+from puna.storage.errors import DamagedArtifact
 
 Format = Literal["hf", "gguf", "awq", "adapter"]
 LEFT = ("manifest.json",)
@@ -28,7 +29,7 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", 
     if artifact.kind != "model":
         raise PunaError(f"export: {artifact.id} is of the kind {artifact.kind}; a model is wanted")
     if damage := artifact.damage():
-        raise PunaError(f"export: {artifact.id} is damaged: {'; '.join(damage)}; run the stage that made it again")
+        raise DamagedArtifact.of(artifact.id, damage)
     target = Path(folder)
     with new_folder(target) as part:
         if format == "gguf":

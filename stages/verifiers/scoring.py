@@ -16,6 +16,7 @@ from puna.stages.verifiers.registry import code_of, from_text
 from puna.stages.verifiers.settings import ScoringConfig
 from puna.stages.verifiers.tools import Tools
 from puna.storage import Artifact, PunaError
+from puna.storage.errors import DamagedArtifact
 
 Row = dict[str, Any]
 
@@ -74,7 +75,7 @@ def verifiers_named(inputs: Mapping[str, Sequence[Artifact | External]]) -> list
     for prompts in inputs["prompts"]:
         assert isinstance(prompts, Artifact)
         if damage := prompts.damage():
-            raise PunaError(f"artifact {prompts.id} is damaged: {'; '.join(damage)}")
+            raise DamagedArtifact.of(prompts.id, damage)
         for text in pc.unique(prompts.read(columns=["verifier"])["verifier"]).drop_null().to_pylist():
             with contextlib.suppress(PunaError, ValueError, RecursionError):
                 found.update(code_of(text))

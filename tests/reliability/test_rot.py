@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
 from puna.flows.cli import app
 from puna.stages.contract import execute, perform
-from puna.storage import PunaError, Store
+from puna.storage import PunaError, Store, parts
 from tests.reliability.cases_rot import RotConfig, flip, prepare, rot, rot_keeping, rot_measuring
 
 
@@ -47,3 +48,26 @@ def test_only_the_artifact_whose_own_file_is_damaged_is_set_aside(tmp_path: Path
     with pytest.raises(PunaError, match=f"it keeps rows of {documents.id}: documents.parquet has a wrong checksum"):
         execute(rot_measuring, RotConfig(), {"documents": kept}, store)
     assert store.find(documents.kind, documents.key) is None and store.find(kept.kind, kept.key) is not None
+
+
+def test_what_a_process_keeps_of_a_damaged_file_goes_with_it(tmp_path: Path) -> None:
+    """The file that is made anew has the same checksum; footers, orders and begun row groups of the damaged one stay unused."""
+    store = Store.open(tmp_path)
+    documents, kept = prepare(store)
+    expected = kept.read(columns=["id", "url", "source"])
+    order = kept.path("documents.order.parquet")
+    parts._order.cache_clear()
+    for position in range(4, order.stat().st_size):
+        flip(order, position, 0)
+        try:
+            if not kept.read(columns=["id", "url", "source"]).equals(expected):
+                break
+        except (OSError, IndexError, AssertionError, pa.ArrowException):
+            pass
+        flip(order, position, 0)
+        parts._order.cache_clear()
+    assert kept.damage() == ["documents.order.parquet has a wrong checksum"]
+    with pytest.raises(PunaError, match="is damaged"):
+        store.checked(kept, whole=True)
+    again = execute(rot_keeping, RotConfig(), {"documents": documents}, store)
+    assert again.damage() == [] and again.read(columns=["id", "url", "source"]).equals(expected)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.storage import Artifact, Identity, PunaError, Store, catalog, digest, exchange, maintenance, parts, schemas, shards
+from puna.storage import Artifact, Identity, PunaError, Store, catalog, damage, digest, exchange, maintenance, parts, schemas, shards
 from puna.storage.exchange import Exchange, Partition, Scatter, gathered, scatter
 from puna.storage.files import LocalFiles
 from puna.storage.parts import Follower, span
@@ -213,7 +213,7 @@ def test_what_is_kept_by_reference_is_needed_and_checked(tmp_path: Path) -> None
     data[len(data) // 2] ^= 1
     file.write_bytes(bytes(data))
     assert any("keeps rows of" in what and "wrong checksum" in what for what in kept.damage(quick=True))
-    store.set_aside(base.kind, base.key)
+    damage.set_aside(store.files, base.kind, base.key)
     assert any("not in the store" in what for what in Artifact(kept.kind, kept.key, store.files).damage())
 
 

@@ -1,0 +1,129 @@
+"""Damage: artifacts whose bytes are not those that were written are named, moved to `quarantine/`, and never read in silence."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from puna.storage.artifact import Artifact, place_of
+from puna.storage.digest import of_stream
+from puna.storage.errors import DamagedArtifact, PunaError
+from puna.storage.files import Files, LocalFiles
+from puna.storage.manifest import NAME
+from puna.storage.suspects import note, suspects
+
+FRESH_SECONDS = 600.0
+"""Time for which a reader takes a file as whole that its process compared with its checksum."""
+_COMPARED: dict[tuple[str, str], tuple[str, float]] = {}
+"""By place and name of a file: the version that was compared, and when."""
+
+
+def checked(files: Files, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
+    """Return `artifact` after a look for damage (to `read`, see `Artifact.damage`).
+
+    A quick look finds what was written, cut or removed; `whole` compares every byte, except where each read is compared anyway: a
+    disk that changes a file by itself keeps its size and time. Raise DamagedArtifact after what is damaged in `files` was moved to
+    `quarantine/`; where nothing may be written it stays.
+    """
+    artifact = Artifact(artifact.kind, artifact.key, artifact.files)  # its manifest is read anew; it may lie in another store
+    if not (damage := artifact.damage(read, quick=not whole or artifact.files.checks_reads)):
+        return artifact
+    aside: list[str | None] = []
+    with contextlib.suppress(PunaError, OSError):
+        aside += [quarantine(files, one, own=True) for one in _with_sources(files, artifact)]
+    raise DamagedArtifact.of(artifact.id, damage, [place for place in aside if place is not None])
+
+
+def _with_sources(files: Files, artifact: Artifact) -> list[Artifact]:
+    """Return the artifact and all artifacts whose rows it keeps by reference."""
+    try:
+        sources = [Artifact(one.kind, one.key, files) for one in artifact.manifest.sources]
+    except PunaError:
+        sources = []
+    return [artifact, *(one for source in sources for one in _with_sources(files, source))]
+
+
+def quarantine(files: Files, artifact: Artifact, *, own: bool = False) -> str | None:
+    """Move a damaged artifact out of the way and return its new place; None when it was mended or moved meanwhile.
+
+    `own`: leave it where only the artifacts whose rows it keeps by reference are damaged.
+    """
+    with files.lease(artifact.key):
+        there = Artifact(artifact.kind, artifact.key, files)
+        lost = files.stat(f"{there.place}/{NAME}") is None
+        damaged = bool(files.stats(there.place)) if lost else bool(there.damage(own=own))
+        return set_aside(files, artifact.kind, artifact.key) if damaged else None
+
+
+def set_aside(files: Files, kind: str, key: str, *, damaged: bool = True) -> str:
+    """Move the folder of a key out of the way, whatever is left in it; return its new place. `damaged`: it is no mere suspect."""
+    target = f"quarantine/{kind}-{key[:12]}-{uuid.uuid4().hex}"
+    if key in suspects(files):
+        note(files, kind, key, "suspect")
+    if damaged:
+        note(files, kind, key, "damaged")
+    files.move(place_of(kind, key), target)
+    return f"{files.uri}/{target}"
+
+
+@dataclass(frozen=True, eq=False)
+class ComparedFiles(LocalFiles):
+    """A local store as readers see it that commit nothing: a table's file is compared with its checksum before it is read."""
+
+    def __eq__(self, other: object) -> bool:
+        """True for the same place, whoever reads it."""
+        return isinstance(other, LocalFiles) and self.root == other.root
+
+    __hash__ = LocalFiles.__hash__
+
+    def table(self, name: str) -> BinaryIO:
+        """See `Files`."""
+        compare(self, [name])
+        return self.open(name)
+
+
+def reading(files: Files) -> Files:
+    """Return the files as readers see them that commit nothing. A stage compares what it read before its commit instead."""
+    return ComparedFiles(files.root) if isinstance(files, LocalFiles) else files
+
+
+def compare(files: Files, names: Iterable[str], most: int | None = None) -> int:
+    """Compare files of artifacts with their checksums, unless this process did so lately; return the bytes that exceed `most`.
+
+    Raise DamagedArtifact where one is wrong, after its artifact was moved to `quarantine/`.
+    """
+    todo, left = [], 0
+    for name in dict.fromkeys(names) if not files.checks_reads else ():
+        stat = files.stat(name)
+        version, when = _COMPARED.get((files.uri, name), ("", 0.0))
+        if stat is None or (version == stat.version and time.monotonic() - when < FRESH_SECONDS):
+            continue
+        if most is not None and stat.bytes > most:
+            left += stat.bytes
+            continue
+        most = None if most is None else most - stat.bytes
+        todo.append((name, stat.version))
+    with ThreadPoolExecutor(min(len(todo), os.cpu_count() or 1) or 1) as threads:
+        for (name, version), whole in zip(todo, threads.map(lambda one: _whole(files, one[0]), todo), strict=True):
+            if not whole:
+                kind, _, key = name.split("/")[1:4]
+                checked(files, Artifact(kind, key, files), whole=True)
+            _COMPARED[files.uri, name] = version, time.monotonic()
+    return left
+
+
+def _whole(files: Files, name: str) -> bool:
+    """True if the bytes of an artifact's file agree with its checksum; False where they do not, or the manifest cannot be read."""
+    _, kind, _, key, inside = name.split("/", 4)
+    try:
+        wanted = Artifact(kind, key, files).manifest.files[inside].sha256
+        with files.open(name) as handle:
+            return of_stream(handle) == wanted
+    except (PunaError, KeyError, OSError):
+        return False
