@@ -176,3 +176,15 @@ def test_rounds_of_two_projects_are_made_at_one_time(tmp_path: Path, monkeypatch
     assert said[0].startswith("round 1: its candidate is the policy")
     assert whole.alias("law/policy@latest") == whole.alias("news/policy@latest")
     trace.everything.cache_clear()
+
+
+def test_what_is_cleaned_or_imported_is_named_in_the_project(corpora: tuple[Path, str], tmp_path: Path) -> None:
+    store = corpora[1]
+    off = [word for name in ("minhash_dedup", "line_dedup", "select.gopher_repetition", "select.divergence", "select.ngram_coverage") for word in ("--set", f"{name}=null")]
+    before = Store.open(store).aliases()
+    puna("clean", pages(tmp_path, "own", 3), "-o", tmp_path / "out.jsonl", *off, "--workers", "1", "--project", "own", "--store", store)
+    said = puna("import", "documents", tmp_path / "out.jsonl", "--as", "mine", "--project", "own", "--store", store)
+    opened = Store.open(store)
+    assert opened.alias("own/documents@latest").rows() == opened.alias("own/mine@latest").rows() == 3 and "is own/mine@latest" in said
+    assert {alias: key for alias, key in opened.aliases().items() if not alias.startswith("own/")} == before
+    assert 'project="own"' in opened.log(opened.runs()[-2]).about["command"]
