@@ -29,6 +29,7 @@ from puna.stages.contract.needs import LOOK
 from puna.stages.curate.domains import TrainDomainsConfig, looked_at, seed_label
 from puna.stages.curate.ingest import IngestConfig, ingest, peek
 from puna.stages.curate.language import identify
+from puna.stages.curate.reading.pages import NO_PAGE
 from puna.stages.curate.reading.sniff import sniff
 from puna.stages.reading.dates import EPOCH
 from puna.storage import Artifact, PunaError, Store
@@ -50,7 +51,8 @@ class Choices:
 class Cleaned:
     """What `puna clean` leaves: the files of documents and of dropped pages, the report, and how many there are.
 
-    `rules`: how many pages each rule dropped (`step.rule`), the one that dropped most first.
+    `pages`: kept and dropped ones. `rules`: how many pages each rule dropped (`step.rule`), the one that dropped most first.
+    `no_page`: how many records of the inputs hold no page, by rule; `files_without_page` says in which files is nothing else.
     """
 
     documents: Path
@@ -59,6 +61,8 @@ class Cleaned:
     kept: int
     pages: int
     rules: dict[str, int]
+    no_page: dict[str, int]
+    files_without_page: str
 
 
 def clean(
@@ -98,7 +102,13 @@ def clean(
     page = target.with_name(f"{target.stem}.report.html")
     _replace(page, lambda file: shutil.copyfile(write(store, now.run, None), file))
     now.refresh()
-    return Cleaned(target, dropped, page, documents.rows(), sum(artifact.rows() for artifact in came), _rules(now))
+    rules = _rules(now)
+    no_page = {name: rules.pop(f"ingest.{name}") for name in NO_PAGE if f"ingest.{name}" in rules}
+    refused = sum(count for name, count in rules.items() if name.startswith("ingest."))
+    metrics = [artifact.manifest.metrics for artifact in came if "files_without_page" in artifact.manifest.metrics]
+    bare = "; ".join(f"{m['files_without_page']:,} files hold nothing else: {m['files_without_page_are']}" for m in metrics)
+    pages = refused + sum(artifact.rows() for artifact in came)
+    return Cleaned(target, dropped, page, documents.rows(), pages, rules, no_page, bare)
 
 
 def look(files: list[External], imported: list[Artifact], named: Sequence[str], recipe: str = RECIPE) -> Choices:

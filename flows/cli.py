@@ -120,6 +120,10 @@ def clean(
     typer.echo(f"{made.kept:,} of {made.pages:,} pages are clean documents: {made.documents}")
     most = ", ".join(f"{rule} {count:,}" for rule, count in list(made.rules.items())[:3])
     typer.echo(f"what went, and by which rule{f' (most by {most})' if most else ''}: {made.dropped}")
+    if made.no_page:
+        by_rule = ", ".join(f"{rule} {count:,}" for rule, count in made.no_page.items())
+        bare = f"; {made.files_without_page}" if made.files_without_page else ""
+        typer.echo(f"no page: {sum(made.no_page.values()):,} records ({by_rule}){bare}")
     typer.echo(f"report: {made.report}")
 
 

@@ -24,7 +24,9 @@ SLIM = 0.006  # a piece of a bar below this share of the width has no room for a
 def funnel_view(levels: list[Level], per_token: float | None, unit: str = "documents") -> Html:
     """Every level as a row with its bar; rules below it, each with examples to open."""
     most = max((level.came for level in levels), default=0)
-    legend = tag("ul", tag("li", tag("i", class_="kept"), "kept"), tag("li", tag("i", class_="gone"), "dropped by a rule"), class_="legend")
+    bare = tag("li", tag("i", class_="again"), "no page") if any(level.no_page for level in levels) else None
+    gone = tag("li", tag("i", class_="gone"), "dropped by a rule")
+    legend = tag("ul", tag("li", tag("i", class_="kept"), "kept"), gone, bare, class_="legend")
     titles = ("step", "", unit, "dropped", "text" if unit == "documents" else "")
     head = tag("div", [tag("span", title) for title in titles], class_="level head", aria_hidden="true")
     rows = [_level(level, most, per_token) for level in levels]
@@ -36,8 +38,8 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
     gone = []
     for rule in level.rules:
         share = rule.rows / max(1, most)
-        hover = f"{rule.name}: {number(rule.rows)} dropped"
-        gone.append(tag("i", class_="gone slim" if share < SLIM else "gone", style=f"width:{100 * share:.3f}%", title=hover))
+        hover = f"{rule.name}: {number(rule.rows)} {'records' if rule.no_page else 'dropped'}"
+        gone.append(tag("i", class_=f"{rule.look} slim" if share < SLIM else rule.look, style=f"width:{100 * share:.3f}%", title=hover))
     row = tag(
         "div",
         tag("b", level.step.label),
@@ -48,6 +50,10 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
         class_="level",
     )
     said: list[Content] = []
+    if level.no_page:
+        files = level.step.metrics.get("files_without_page")
+        whole = f"; {files:,} files hold nothing else: {level.step.metrics['files_without_page_are']}" if files else ""
+        said.append(tag("p", f"{level.no_page:,} more records hold no page{whole}", class_="edited"))
     if edited := level.edited:
         done = "cut from" if edited > 0 else "added to"
         said.append(tag("p", f"{short(abs(edited))} characters {done} documents that were kept", class_="edited"))
@@ -55,7 +61,8 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
         said.append(
             tag(
                 "p",
-                f"Rows do not add up: {level.came:,} in, {level.kept:,} kept, {level.dropped:,} dropped. This artifact is unsound.",
+                f"Rows do not add up: {level.came:,} in, {level.kept:,} kept, {level.dropped + level.no_page:,} dropped. "
+                "This artifact is unsound.",
                 class_="alarm",
             )
         )
@@ -88,12 +95,12 @@ def _rule(rule: Rule, level: Level, at: int, most: int, per_token: float | None)
     """A rule's row; its bar stands under the rule's piece of the step's bar, which begins after `at` rows."""
     words = amount(rule.characters, per_token) if rule.characters and level.edited is not None else ""
     place = f"margin-left:{100 * at / max(1, most):.2f}%;width:{100 * rule.rows / max(1, most):.2f}%"
-    share = tag("i", class_="gone", style=place)
+    share = tag("i", class_=rule.look, style=place)
     head = [
         tag("b", [[piece, Html("<wbr>")] for piece in re.findall(r"[^._]*[._]?", rule.name) if piece]),
         tag("span", share, class_="bar", aria_hidden="true"),
         tag("span", percent(rule.rows, level.came), class_="n dim"),
-        tag("span", f"−{rule.rows:,}", class_="n minus"),
+        tag("span", f"{rule.rows:,}" if rule.no_page else f"−{rule.rows:,}", class_="n dim" if rule.no_page else "n minus"),
         tag("span", words, class_="n dim"),
     ]
     return details(tag("span", head, class_="rule"), tag("div", [example_view(e) for e in rule.examples], class_="cards"))

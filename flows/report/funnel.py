@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from puna.flows.report.among import Among
 from puna.flows.report.run import Run, Step, joined, measured, rows_of
+from puna.stages.curate.reading.pages import NO_PAGE
 from puna.storage import Artifact
 
 FUNNEL_KINDS = ("pages", "documents")
@@ -35,6 +36,16 @@ class Rule:
     characters: int | None = None
     examples: list[Example] = field(default_factory=list)
 
+    @property
+    def no_page(self) -> bool:
+        """True if the rule names records that hold no page, which are no loss."""
+        return self.name in NO_PAGE
+
+    @property
+    def look(self) -> str:
+        """Return the class of the rule's bar."""
+        return "again" if self.no_page else "gone"
+
 
 @dataclass(frozen=True)
 class Level:
@@ -49,13 +60,18 @@ class Level:
 
     @property
     def dropped(self) -> int:
-        """Rows that the rules removed."""
-        return sum(rule.rows for rule in self.rules)
+        """Rows that the rules removed, but for records that hold no page."""
+        return sum(rule.rows for rule in self.rules) - self.no_page
+
+    @property
+    def no_page(self) -> int:
+        """Records of the input that hold no page."""
+        return sum(rule.rows for rule in self.rules if rule.no_page)
 
     @property
     def lost(self) -> int:
         """Rows that are neither kept nor dropped; 0 in a sound artifact."""
-        return self.came - self.kept - self.dropped
+        return self.came - self.kept - self.dropped - self.no_page
 
     @property
     def edited(self) -> int | None:

@@ -118,7 +118,7 @@ def _tiles(run: Run, levels: list[Level]) -> Html:
 def _corpus_tiles(run: Run, levels: list[Level]) -> list[Html]:
     tiles = []
     if levels:
-        came, kept = levels[0].came, levels[-1].kept
+        came, kept = levels[0].came - levels[0].no_page, levels[-1].kept
         tiles.append(_tile("Documents", [number(came), tag("i", " → "), number(kept)], f"{percent(kept, came)} kept"))
     for step in reversed(run.kind("tokens")):
         tokens = step.metrics.get("train_tokens", step.metrics.get("tokens"))

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from puna.stages.contract import External, ExternalFile, StageConfig, StageRun, stage
 from puna.stages.curate.reading import readers
-from puna.stages.curate.reading.pages import Page, Rejected, page_id, rejected_id, repeated_id
+from puna.stages.curate.reading.pages import NO_PAGE, Page, Rejected, page_id, rejected_id, repeated_id
 from puna.stages.curate.reading.warc import read_warc
 from puna.stages.curate.reading.warc_frames import ZSTD_DICTIONARY_MAGIC
 from puna.stages.reading.files import COMPRESSED, GZIP_MAGIC, ZSTD_MAGIC, suffix
@@ -39,6 +39,8 @@ PACKED = 4
 HUB_BYTES = 1 << 30
 ROW_BYTES = 6
 """Bytes of JSON that one byte of a page takes at most, about: it may be written as \\u0000."""
+ENDINGS_SHOWN = 5
+"""Endings of files without a page that a message names."""
 RECORD = pa.schema(
     [
         ("id", pa.string()), *[f for f in table_schema("pages").schema if f.name != "id"],
@@ -110,6 +112,8 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     came, raw = (sum(info[name] for info in read.infos) for name in ("rows", "bytes"))
     run.count_input(came)
     told = run.produce_shards(_sorted, read, count(table_schema("pages"), raw))
+    without = sum((Counter(info["without_page"]) for info in read.infos), Counter[str]())
+    examples = {ending: min(info["examples"][ending] for info in read.infos if ending in info["examples"]) for ending in without}
     rules: Counter[str] = Counter()
     for found in told:
         rules.update(found["rules"])
@@ -118,11 +122,22 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     if not body_bytes:
         inputs_named = ", ".join(dict.fromkeys(job.uri or (job.file.shown if job.file else job.name) for job in jobs[:3]))
         raise PunaError(
-            f"ingest: {inputs_named}{', …' if len(jobs) > 3 else ''}: no page is kept; files {len(jobs)}, records {came}{_why(rules)}"
+            f"ingest: {inputs_named}{', …' if len(jobs) > 3 else ''}: no page is kept; files {len(jobs)}, records {came}"
+            f"{_why(rules)}{_kinds(without, examples) if 'not_a_page' in rules else ''}"
         )
     run.metric("files", len(jobs))
+    if without:
+        run.metric("files_without_page", without.total())
+        run.metric("files_without_page_are", _kinds(without, examples).removeprefix("; "))
     for rule, number in sorted(rules.items()):
         run.metric(f"dropped_{rule}", number)
+
+
+def _kinds(without: Counter[str], examples: dict[str, str]) -> str:
+    """Return the files that hold no page by ending, each with an example of why."""
+    shown = sorted(without.items(), key=lambda item: (-item[1], item[0]))[:ENDINGS_SHOWN]
+    more = f"; {len(without) - len(shown)} more endings" if len(without) > len(shown) else ""
+    return "".join(f"; {count:,} {ending} ({examples[ending]})" for ending, count in shown) + more
 
 
 def _batches(jobs: list[Job]) -> Iterator[list[Job]]:
@@ -160,6 +175,7 @@ def _sorted(rows: pa.Table) -> tuple[dict[str, pa.Table], dict[str, Any]]:
 
 
 HINTS = {
+    "not_a_page": "a row is a page where it has the field that ingest.text_column or ingest.html_column names",
     "content_type": "WARC, WET, Parquet, JSONL, HTML and text are read, other media by ingest.content_types",
     "not_a_response": "of an archive's records responses, resources and conversions (WET) are pages; metadata (WAT) and requests hold none",
 }
@@ -224,11 +240,9 @@ def _first(job: Job, config: IngestConfig) -> bool | Rejected:
 
 
 def _rows(job: Job, handle: BinaryIO, name: str, config: IngestConfig) -> Iterator[Page | Rejected]:
-    """The rows of a file of JSON or CSV, which messages call `name`."""
-    columns, most = config.columns_of(job.source), ROW_BYTES * config.max_body_bytes
-    if job.format == "jsonl":
-        return readers.read_jsonl(handle, job.source, name, columns, most)
-    return readers.read_csv(handle, job.source, name, job.format, columns, most)
+    """The records of a file of JSON, CSV or TSV, which messages call `name`."""
+    kind = "json" if job.format == "jsonl" else job.format
+    return readers.read_table(handle, job.source, name, kind, config.columns_of(job.source), ROW_BYTES * config.max_body_bytes)
 
 
 # --- finding the work ------------------------------------------------------------------------------------
@@ -282,21 +296,32 @@ def _begins(head: bytes, magic: bytes) -> bool:
 
 
 def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
-    """The records of some files as tables, and last how many they are and how large the pages' bodies."""
+    """Yield the records of some files as tables; last how many they are, the bytes of the pages' bodies, and the files without a page."""
     accepted: dict[str, bool] = {}
     held: list[tuple[Page | Rejected, str]] = []
     size, rows, total = 0, 0, 0
+    without: Counter[str] = Counter()
+    examples: dict[str, str] = {}
     for job in jobs:
+        why: str | None = None
         for record in _records(job, config):
             found = _judged(record, config, accepted)
+            if isinstance(found, Page) or found.rule not in NO_PAGE:
+                why = ""  # it holds other records
+            elif why is None:
+                why = found.detail
             held.append((found, job.source))
             bytes_ = len(found.body) if isinstance(found, Page) else 0
             size, rows, total = size + bytes_ + 500, rows + 1, total + bytes_
             if size >= CHUNK_BYTES:
                 yield _table(held)
                 held, size = [], 0
+        if why:
+            ending = suffix(job.name) or "without an ending"
+            without[ending] += 1
+            examples[ending] = min(why, examples.get(ending, why))
     yield _table(held)
-    yield {"rows": rows, "bytes": total}
+    yield {"rows": rows, "bytes": total, "without_page": dict(without), "examples": examples}
 
 
 def _table(held: list[tuple[Page | Rejected, str]]) -> pa.Table:

@@ -1,4 +1,4 @@
-"""Rows of files: JSON lines, JSON arrays, Parquet, CSV and TSV, saved Hugging Face data sets.
+"""Rows of files: JSON documents, arrays and lines, Parquet, CSV and TSV, saved Hugging Face data sets.
 
 Each reader yields a `Row` or, where a record is none, a `Fault` with its number and reason. Rows stream: memory is bounded by
 `max_row_bytes` and a batch, whatever the size of the file.
@@ -10,6 +10,7 @@ import codecs
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
@@ -18,6 +19,11 @@ from puna.storage import PunaError
 
 BATCH_ROWS = 1024
 CHUNK_CHARACTERS = 1 << 18
+BLANK = re.compile(r"[\s\ufeff]*")
+LINE_OF_VALUE = re.compile(r"\n(?=[{\[])")
+LONGEST_TOKEN = 16
+"""Characters that the rest of a number, name or escape may have, behind the place where the decoder stops."""
+DECODER = json.JSONDecoder()
 FORMATS = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".arrow": "dataset",
 }  # fmt: skip
@@ -27,7 +33,7 @@ SIDECARS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_di
 
 
 class Row(NamedTuple):
-    """A record: its number in the file (of the line in JSON lines), from 1, and its fields."""
+    """A record: its number in the file, from 1, and its fields. In JSON lines it is that of the line; no two records have the same."""
 
     number: int
     fields: dict[str, Any]
@@ -72,23 +78,7 @@ def read_rows(handle: BinaryIO, name: str, kind: str, max_row_bytes: int) -> Ite
     elif kind in ("csv", "tsv"):
         yield from _checked(_csv(unpacked(handle, name), name, "\t" if kind == "tsv" else "", max_row_bytes))
     else:
-        source = unpacked(handle, name)
-        try:
-            array = is_array(source)
-        except DAMAGE as error:
-            yield Fault(1, "", "truncated_file", f"the file cannot be unpacked: {error}")
-            return
-        yield from array_rows(source, max_row_bytes) if array else _checked(_lines(source, max_row_bytes))
-
-
-def is_array(source: io.BufferedReader) -> bool:
-    """Whether a file of JSON is one array, not an object a line."""
-    return source.peek(1 << 12)[: 1 << 12].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-
-
-def array_rows(source: io.BufferedReader, max_row_bytes: int) -> Iterator[Row | Fault]:
-    """The objects of one JSON array, one after the other."""
-    return _checked(_array(source, max_row_bytes))
+        yield from _checked(_json(unpacked(handle, name), max_row_bytes))
 
 
 def _checked(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
@@ -127,82 +117,128 @@ def _object(number: int, value: Any) -> Row | Fault:
     return Fault(number, "", "not_an_object", f"is a {type(value).__name__}, not an object with fields")
 
 
-def next_line(source: io.BufferedReader, max_bytes: int) -> tuple[bytes, bool]:
-    """The next line, and whether it is longer than `max_bytes`: then its beginning, and the rest is passed over."""
-    line = rest = source.readline(max_bytes + 1)
-    too_long = len(line) > max_bytes and not line.endswith(b"\n")
-    while too_long and rest and not rest.endswith(b"\n"):
-        rest = source.readline(max_bytes)
-    return line, too_long
+class _Broken(Exception):
+    """A value that is no JSON, or no whole one: the rule, and words for a reader."""
+
+    def __init__(self, rule: str, reason: str) -> None:
+        super().__init__(reason)
+        self.rule, self.reason = rule, reason
 
 
-def _lines(source: io.BufferedReader, max_row_bytes: int) -> Iterator[Row | Fault]:
-    """One object per line; blank lines do not count as rows."""
-    number = 0
-    while True:
-        number += 1
-        try:
-            line, too_long = next_line(source, max_row_bytes)
-        except DAMAGE as error:
-            yield Fault(number, "", "truncated_file", f"the file cannot be read on from here: {error}")
-            return
-        if not line:
-            return
-        if too_long:
-            yield Fault(number, "", "row_too_large", f"is longer than {max_row_bytes} bytes")
-        elif line.strip():
-            yield _parsed(number, line)
+class _Values:
+    """A file of JSON, value by value. A piece of its text is held, of which all before `_at`, which lies in `line`, was read."""
 
+    def __init__(self, source: io.BufferedReader) -> None:
+        self._source, self._decode = source, codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
+        self._text, self._at, self._ended = "", 0, False
+        self._passed, self._line_start = 0, 0  # characters of the file before the text, and before the line
+        self.line, self.damage = 1, ""
 
-def _parsed(number: int, line: bytes) -> Row | Fault:
-    try:
-        return _object(number, json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape")))
-    except (ValueError, RecursionError) as error:
-        return Fault(number, "", "invalid_json", f"is no JSON: {error}")
+    def head(self) -> str:
+        """Return the next character that is no blank, empty at the end of the file."""
+        while True:
+            blank = BLANK.match(self._text, self._at)
+            assert blank is not None
+            self._go(blank.end())
+            if self._at < len(self._text) or self._ended:
+                return self._text[self._at : self._at + 1]
+            self._read_on()
 
+    def go(self) -> None:
+        """Pass over one character."""
+        self._go(self._at + 1)
 
-def _array(source: io.BufferedReader, max_row_bytes: int) -> Iterator[Row | Fault]:
-    """The objects of one JSON array, one after the other. Nothing can be told apart behind a fault in it."""
-    reader = codecs.getreader("utf-8-sig")(source, "surrogateescape")
-    decoder, text, number, at_end = json.JSONDecoder(), "", 0, False
-    opened = False
-    while True:
-        text = text.lstrip()
-        if not opened and text:
-            text, opened = text[1:].lstrip(), True
-        elif number and text.startswith(","):
-            text = text[1:].lstrip()
-        if text.startswith("]"):
-            rest = text[1:].strip()
-            if rest:
-                yield Fault(number + 1, "", "invalid_json", "text stands behind the end of the array")
-            return
-        value, length, error = None, 0, "the array does not end"
-        if opened and text:
+    def next(self, most: int) -> Any:
+        """Return the value that begins here and go behind it. _Broken: there is none, or none of at most `most` characters."""
+        while True:
+            error: Exception | None = None
             try:
-                value, length = decoder.raw_decode(text)
+                value, end = DECODER.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as failure:
+                error, end = failure, failure.pos
+                left = len(self._text.rstrip()) - end
+                more = failure.msg.startswith("Unterminated string") or left < (1 if self._ended else LONGEST_TOKEN)
             except (ValueError, RecursionError) as failure:
-                error = str(failure)
-        # A number or name may go on in the next chunk: it is whole when something stands behind it.
-        if length and (length < len(text) or at_end):
-            number += 1
-            yield _object(number, value)
-            text = text[length:].lstrip()
-            if text and text[0] not in ",]":
-                yield Fault(number + 1, "", "invalid_json", "no comma stands between two rows; the rest of the file is not read")
-                return
-            if text:
-                continue
-        if at_end or len(text) > max_row_bytes:
-            why = f"is longer than {max_row_bytes} bytes or no JSON" if not at_end else "is no JSON"
-            yield Fault(number + 1, "", "invalid_json", f"{why} ({error}); the rest of the file is not read")
-            return
+                raise _Broken("invalid_json", f"is no JSON: {failure}, at {self._place(self._at)}") from failure
+            else:
+                more = end == len(self._text)  # a number may go on
+            if more and not self._ended and len(self._text) - self._at <= most:
+                self._read_on()
+            elif (len(self._text) if more else end) - self._at > most:
+                raise _Broken("row_too_large", f"is longer than {most} bytes")
+            elif error is None:
+                self._go(end)
+                return value
+            else:
+                rule = "truncated_file" if more and self._ended else "invalid_json"
+                raise _Broken(rule, f"is no JSON: {error.msg}, at {self._place(end)}") from error  # type: ignore[attr-defined]
+
+    def skip(self) -> int:
+        """Go to the next line that begins with a brace or bracket, or to the end; return how many lines are passed over."""
+        before = self.line
+        while (start := LINE_OF_VALUE.search(self._text, self._at)) is None and not self._ended:
+            self._go(max(self._at, len(self._text) - 1))
+            self._read_on()
+        self._go(start.end() if start else len(self._text))
+        return self.line - before
+
+    def _go(self, at: int) -> None:
+        self.line += self._text.count("\n", self._at, at)
+        if (last := self._text.rfind("\n", self._at, at)) >= 0:
+            self._line_start = self._passed + last + 1
+        self._at = at
+
+    def _place(self, at: int) -> str:
+        last = self._text.rfind("\n", self._at, at)
+        start = self._passed + last + 1 if last >= 0 else self._line_start
+        return f"line {self.line + self._text.count(chr(10), self._at, at)}, column {self._passed + at - start + 1}"
+
+    def _read_on(self) -> None:
+        """Drop what was read, and read as much again as is left, so that a long value is looked at a few times only."""
+        self._passed += self._at
+        pieces, size, self._text, self._at = [self._text[self._at :]], 0, "", 0
+        least = max(CHUNK_CHARACTERS, len(pieces[0]))
+        while size < least and not self._ended:
+            try:
+                data = self._source.read1(CHUNK_CHARACTERS)
+            except DAMAGE as failure:
+                data, self.damage = b"", str(failure) or type(failure).__name__
+            self._ended = not data
+            pieces.append(self._decode(data, self._ended))
+            size += len(pieces[-1])
+        self._text = "".join(pieces)
+
+
+def _json(source: io.BufferedReader, max_row_bytes: int) -> Iterator[Row | Fault]:
+    """Yield the values of a file of JSON: one, one a line, or one after the other; of a file that begins with an array, its items.
+
+    Commas between values may be missing. Behind a broken value, reading goes on at the next line that begins with a brace or bracket.
+    """
+    values = _Values(source)
+    arrays, inside, whole, number = values.head() == "[", False, True, 0
+    while head := values.head():
+        if arrays and head == ("]" if inside else "["):
+            inside = not inside
+            values.go()
+            continue
+        if head == ",":
+            values.go()
+            continue
+        number = number + 1 if arrays else max(number + 1, values.line)
         try:
-            more = reader.read(max(CHUNK_CHARACTERS, len(text)))
-        except DAMAGE as failure:
-            yield Fault(number + 1, "", "truncated_file", f"the file cannot be read on from here: {failure}")
-            return
-        text, at_end = text + more, not more
+            yield _object(number, values.next(max_row_bytes))
+        except _Broken as error:
+            lines, whole = values.skip(), False
+            at_end = not values.head()
+            if at_end and values.damage:
+                number -= 1  # the broken record is where the file ends
+                break
+            rest = "; the rest of the file is not read" if at_end else f"; {lines} lines are passed over" if lines > 1 else ""
+            yield Fault(number, "", error.rule, error.reason + rest)
+    if values.damage:
+        yield Fault(number + 1, "", "truncated_file", f"the file cannot be read on from here: {values.damage}")
+    elif inside and whole:
+        yield Fault(number + 1, "", "truncated_file", "the array does not end")
 
 
 def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: int) -> Iterator[Row | Fault]:

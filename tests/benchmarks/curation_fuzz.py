@@ -88,7 +88,7 @@ def readers() -> dict[str, tuple[list[bytes], Callable[[bytes], Iterator[bool]]]
 
     from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
     from puna.stages.curate.reading.pages import Page, Rejected
-    from puna.stages.curate.reading.readers import Columns, read_jsonl
+    from puna.stages.curate.reading.readers import Columns, read_table
     from puna.stages.curate.reading.warc import read_warc
 
     def extractor(name: Any, media: str) -> Callable[[bytes], Iterator[bool]]:
@@ -109,7 +109,7 @@ def readers() -> dict[str, tuple[list[bytes], Callable[[bytes], Iterator[bool]]]
             yield isinstance(row, Page)
 
     def lines(data: bytes) -> Iterator[bool]:
-        for row in read_jsonl(io.BytesIO(data), "s", "a.jsonl", Columns("text", None, None, None), 1 << 20):
+        for row in read_table(io.BytesIO(data), "s", "a.jsonl", "json", Columns("text", None, None, None), 1 << 20):
             yield isinstance(row, Page)
 
     plain = warc()

@@ -94,6 +94,29 @@ def test_a_file_with_one_rule_lies_on_the_recipe_of_cleaning(tmp_path: Path) -> 
     assert not any("is read as" in line for line in said)  # the recipe says which field is the page
 
 
+def test_files_without_pages_are_told_apart_from_pages_that_rules_drop(tmp_path: Path) -> None:
+    """Metadata beside pages, in whatever order: sniffing takes the fields of what holds text; rows in are kept, dropped or no page."""
+    folder = tmp_path / "mixed"
+    (folder / "a").mkdir(parents=True)
+    for n in range(6):
+        (folder / "a" / f"package{n}.json").write_text(json.dumps({"name": f"p{n}", "version": "1.0", "description": "a short one"}, indent=2))
+    (folder / "a.png").write_bytes(b"\x89PNG")
+    (folder / "pages.json").write_text(json.dumps([{"content": prose(n)} for n in range(3)], indent=2))
+    (folder / "short.json").write_text(json.dumps({"content": "too short"}, indent=2))
+    (folder / "wrong.json").write_text('{\n "content" 1\n}')
+    said: list[str] = []
+    changes = ["minhash_dedup=null", "line_dedup=null", "select.gopher_repetition=null", "select.divergence=null", "select.ngram_coverage=null"]
+    store = Store.open(tmp_path / "store")
+    made = clean([str(folder)], tmp_path / "out", store, changes=changes, workers=1, say=said.append, quiet=True)
+    assert any("content is read as plain text" in line for line in said)
+    assert (made.kept, made.no_page, made.pages) == (3, {"not_a_page": 7}, 5)
+    assert sum(made.rules.values()) == made.pages - made.kept == 2 and made.rules["ingest.malformed_record"] == 1
+    assert made.files_without_page.startswith("7 files hold nothing else: 6 .json (a/package0.json, row 1: no text in a field 'content'; it has name, version")
+    assert len(made.dropped.read_text().splitlines()) == 2 + 7
+    report = made.report.read_text()
+    assert "7 more records hold no page; 7 files hold nothing else: 6 .json" in report and "Rows do not add up" not in report
+
+
 def test_wrong_places_and_inputs_are_named(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
     with pytest.raises(PunaError, match="name a folder, or a file that ends in"):

@@ -27,6 +27,10 @@ class Rejected(NamedTuple):
     threshold: float | None = None
 
 
+NO_PAGE = ("not_a_page", "not_a_response", "content_type")
+"""Rules of records that hold no page. They count apart from pages that are dropped."""
+
+
 def page_id(source: str, page: Page) -> str:
     """32 hex digits over everything that makes the page what it is; its place in a file does not count."""
     head = f"{source}\0{page.url}\0{page.fetched_at}\0{page.content_type}\0{page.charset or ''}\0"

@@ -1,12 +1,10 @@
-"""Readers of the other inputs: folders of pages, Parquet, JSON lines, saved and remote Hugging Face data sets.
+"""Readers of the other inputs: folders of pages, Parquet, JSON, CSV, saved and remote Hugging Face data sets.
 
 Each yields a `Page` or, where a record is none, a `Rejected` with the rule that says why.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -14,7 +12,7 @@ from puna.stages.curate.reading.bodies import gunzipped
 from puna.stages.curate.reading.pages import Page, Rejected
 from puna.stages.reading.dates import moment
 from puna.stages.reading.files import DAMAGE, address, address_of, field_at, suffix, unpacked
-from puna.stages.reading.rows import Fault, Row, Unread, array_rows, is_array, next_line, read_rows, records, values
+from puna.stages.reading.rows import Row, Unread, read_rows, records, values
 from puna.storage import PunaError
 
 MEDIA_TYPES = {
@@ -36,6 +34,8 @@ DATE_COLUMNS = (
 BATCH_ROWS = 1024
 PACKED_ROOM = 1 << 16
 """Packed bytes that are read of a page beyond twice those that it may unpack to."""
+FIELDS_SHOWN = 8
+"""Fields of a record that is no page that a message names."""
 
 
 class Columns:
@@ -64,7 +64,7 @@ def read_file(handle: BinaryIO, source: str, name: str, max_bytes: int) -> Itera
     """
     media = MEDIA_TYPES.get(suffix(name))
     if media is None:
-        yield Rejected("content_type", name, f"{name}: no media type is known for this kind of file")
+        yield Rejected("not_a_page", name, f"{name}: {suffix(name) or 'a file without an ending'} is no known kind of page")
         return
     try:
         if name.lower().endswith(".gz"):
@@ -77,73 +77,15 @@ def read_file(handle: BinaryIO, source: str, name: str, max_bytes: int) -> Itera
     yield Page(address(source, name), 0, media, None, body, name)
 
 
-def read_jsonl(handle: BinaryIO, source: str, name: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
-    """One page per line, or per object of one array. PunaError where none has the column; a line that is no JSON object is rejected,
-    and one of more than `max_bytes`, which is never held whole."""
-    rows, found = 0, False
-    names: dict[str, None] = {}
-    lines = unpacked(handle, name)
-    array = False
-    with contextlib.suppress(*DAMAGE):  # told below, with its place
-        array = suffix(name) == ".json" and is_array(lines)
-    if array:
-        yield from _pages(array_rows(lines, max_bytes), source, name, columns)
-        return
-    number = -1
-    while True:
-        number += 1
-        try:
-            line, too_long = next_line(lines, max_bytes)
-        except DAMAGE as error:
-            yield Rejected("truncated_record", f"{name}#{number}", f"{name}, line {number + 1}: {error}")
-            return
-        if not line:
-            break
-        if too_long:
-            said = f"{name}, line {number + 1}: longer than {max_bytes} bytes"
-            yield Rejected("record_too_large", f"{name}#{number}", said, None, float(max_bytes))
-            continue
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            last = not line.endswith(b"\n")
-            rule = "truncated_record" if last else "malformed_record"
-            yield Rejected(rule, f"{name}#{number}", f"{name}, line {number + 1}: {error}")
-            continue
-        if number == 0 and isinstance(row, list):
-            raise PunaError(f"{name}: is one JSON array; call the file .json, or write one object per line (JSON lines)")
-        if not isinstance(row, dict):
-            yield Rejected("malformed_record", f"{name}#{number}", f"{name}, line {number + 1}: a {type(row).__name__}, not an object")
-            continue
-        rows += 1
-        names.update(dict.fromkeys(row))
-        found = found or field_at(row, columns.body) is not None
-        yield _row(row, source, name, number, columns)
-    if rows and not found:
-        columns.check(sorted(names), name)
-
-
-def read_csv(handle: BinaryIO, source: str, name: str, kind: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
-    """One page per record of a CSV or TSV file. PunaError where no record has the column."""
-    yield from _pages(read_rows(handle, name, kind, max_bytes), source, name, columns)
-
-
-def _pages(records: Iterator[Row | Fault], source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
-    rows, found = 0, False
-    names: dict[str, None] = {}
-    for record in records:
-        if isinstance(record, Fault):
+def read_table(handle: BinaryIO, source: str, name: str, kind: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
+    """Yield one page per record of a file of JSON, CSV or TSV."""
+    for record in read_rows(handle, name, kind, max_bytes):
+        if isinstance(record, Row):
+            yield _row(record.fields, source, name, record.number - 1, columns)
+        else:
             rule = {"row_too_large": "record_too_large", "truncated_file": "truncated_record"}.get(record.rule, "malformed_record")
-            yield Rejected(rule, f"{name}#{record.number - 1}", f"{name}, row {record.number - 1}: {record.reason}")
-            continue
-        rows += 1
-        names.update(dict.fromkeys(record.fields))
-        found = found or field_at(record.fields, columns.body) is not None
-        yield _row(record.fields, source, name, record.number - 1, columns)
-    if rows and not found:
-        columns.check(sorted(names), name)
+            where = f"row {record.number}{f', field {record.field}' if record.field else ''}"
+            yield Rejected(rule, f"{name}#{record.number - 1}", f"{name}, {where}: {record.reason}")
 
 
 def parquet_columns(handle: BinaryIO, name: str, columns: Columns) -> list[str]:
@@ -196,7 +138,7 @@ def _of_batch(batch: Any, source: str, name: str, number: int, columns: Columns,
     rows = records(others) if others.num_columns else [{}] * len(texts)
     for at, (which, row) in enumerate(zip(texts.indices.to_pylist(), rows, strict=True), number):
         if which is not None and held[which] is None and (size := sizes[which].as_py()) is not None:
-            yield Rejected("body_too_large", f"{name}#{at}", f"{name}, row {at}", float(size), float(max_bytes))
+            yield Rejected("body_too_large", f"{name}#{at}", f"{name}, row {at + 1}", float(size), float(max_bytes))
         else:
             yield _row({**row, columns.body: None if which is None else held[which]}, source, name, at, columns)
 
@@ -244,26 +186,29 @@ def _chosen(names: list[str], where: str, columns: Columns) -> list[str]:
 def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Columns) -> Page | Rejected:
     where = f"{name}#{number}"
     body = field_at(row, columns.body)
+    if body is None:
+        fields = ", ".join(list(row)[:FIELDS_SHOWN]) + (", …" if len(row) > FIELDS_SHOWN else "")
+        return Rejected("not_a_page", where, f"{name}, row {number + 1}: no text in a field {columns.body!r}; it has {fields or 'none'}")
     if isinstance(body, str):
         try:
             body = body.encode()
         except UnicodeEncodeError as error:  # JSON may hold halves of surrogate pairs
-            return Rejected("malformed_record", where, f"{name}, row {number}: {error}")
+            return Rejected("malformed_record", where, f"{name}, row {number + 1}: {error}")
     if not isinstance(body, bytes):
-        return Rejected("malformed_record", where, f"{name}, row {number}: {columns.body} {_held(body)}")
+        return Rejected("malformed_record", where, f"{name}, row {number + 1}: {columns.body} {_held(body)}")
     url = field_at(row, columns.url or "url")
     if not isinstance(url, str) or "://" not in url:
         if columns.url is not None and not isinstance(url, str):
-            return Rejected("malformed_record", where, f"{name}, row {number}: {columns.url} {_held(url)}")
+            return Rejected("malformed_record", where, f"{name}, row {number + 1}: {columns.url} {_held(url)}")
         url = address_of(url if isinstance(url, str) else "", source, name, number)
     if not _encodable(url):
-        return Rejected("malformed_record", where, f"{name}, row {number}: the address {url!r} is not Unicode text")
+        return Rejected("malformed_record", where, f"{name}, row {number + 1}: the address {url!r} is not Unicode text")
     column = columns.date or next((c for c in DATE_COLUMNS if row.get(c) is not None), None)
     at = moment(field_at(row, column)) if column else 0
     if at is None and columns.date is None:
         at = 0  # A column that only happens to be called so is no reason to lose the text.
     if at is None:
-        return Rejected("malformed_record", where, f"{name}, row {number}: {column} holds {field_at(row, column or '')!r}, not a date")
+        return Rejected("malformed_record", where, f"{name}, row {number + 1}: {column} holds {field_at(row, column or '')!r}, not a date")
     return Page(url, at, columns.content_type, "utf-8", body, where)
 
 

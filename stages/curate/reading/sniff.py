@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from puna.stages.contract import External, ExternalFile
@@ -19,7 +19,10 @@ TEXT = ("text", "content", "body", "raw_content", "document", "article", "mainte
 HTML = ("html", "raw_html", "page_html", "html_content", "content_html", "body_html")
 URL = ("url", "uri", "link", "source_url", "page_url", "warc_target_uri", "href")
 TAG = re.compile(r"<(?:!doctype|html|head|body|div|p|span|a|h[1-6]|li|td)\b", re.IGNORECASE)
-ROWS = 50
+ROWS, FILES = 50, 50
+"""Rows and files that are looked at."""
+TEXT_CHARACTERS, HTML_CHARACTERS = 100, 40
+"""Mean lengths from which on a field without a usual name is taken for the page."""
 TABLES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".arrow")
 CELL_BYTES = 1 << 26
 """Longest row that is looked at."""
@@ -37,14 +40,30 @@ class Found:
 
 
 def sniff(external: External) -> Found | None:
-    """The fields of the rows of an input; None where its files hold no rows of fields (archives, pages). PunaError: none holds text."""
-    tables = [file for file in external.files if suffix(file.name) in TABLES]
-    tables = [file for file in tables if file.name.rsplit("/", 1)[-1] not in SIDECARS]
-    for file in tables:
-        rows = [dict(flat(row)) for row in itertools.islice(_rows(file), ROWS)]
-        if rows:
-            return fields_of(rows, file.shown)
-    return None
+    """Return the fields of the rows of an input; None where it has other files than rows (archives, pages) and no row holds text.
+
+    Files may differ: fields with usual names go before others, those of more bytes before those of less.
+    """
+    tables = [file for file in external.files if suffix(file.name) in TABLES and file.name.rsplit("/", 1)[-1] not in SIDECARS]
+    every = tables[:: max(1, len(tables) // FILES)][:FILES]
+    votes: dict[Found, tuple[int, int]] = {}
+    without: PunaError | None = None
+    for file in every:
+        rows = [dict(flat(row)) for row in itertools.islice(_rows(file), max(ROWS // len(every), 1))]
+        try:
+            found = fields_of(rows, file.shown) if rows else None
+        except PunaError as error:
+            without = without or error
+            continue
+        if found is not None:
+            same = next((one for one in votes if (one.page, one.html) == (found.page, found.html)), found)
+            usual = found.page.lower().rpartition(".")[2] in (*TEXT, *HTML)
+            size = votes.pop(same, (0, 0))[1] + file.bytes
+            # An address that not all files have is none: rows without it would be lost.
+            votes[same if same.url == found.url else replace(same, url=None)] = (usual, size)
+    if not votes and without is not None and len(tables) == len(external.files):
+        raise without
+    return max(votes, key=lambda found: votes[found], default=None)
 
 
 def fields_of(rows: list[dict[str, Any]], where: str) -> Found:
@@ -56,7 +75,9 @@ def fields_of(rows: list[dict[str, Any]], where: str) -> Found:
     html = [name for name, values in texts.items() if sum(bool(TAG.search(_head(value))) for value in values) * 2 > len(values)]
     known = [name for usual in HTML for name in html if name.lower() == usual]
     known += [name for usual in TEXT for name in texts if name.lower().rpartition(".")[2] == usual]
-    known += sorted((name for name in texts if mean[name] >= 40 and not _is_address(texts[name])), key=lambda name: -mean[name])
+    least = {name: HTML_CHARACTERS if name in html else TEXT_CHARACTERS for name in texts}
+    others = (name for name in texts if mean[name] >= least[name] and not _is_address(texts[name]))
+    known += sorted(others, key=lambda name: -mean[name])
     if not known:
         raise PunaError(
             f"{where}: no field holds text; it has {', '.join(names) or 'none'}. Name it with --columns text=FIELD or html=FIELD"

@@ -449,7 +449,7 @@ def test_a_folder_of_pages(tmp_path):
         "file:///site/sub/code.py": ("text/x-python", b"x = 1\n"),
         "file:///site/sub/notes.txt": ("text/plain", b"notes"),
     }
-    assert rules(made) == ["content_type", "truncated_record"]
+    assert rules(made) == ["not_a_page", "truncated_record"]
 
 
 def test_parquet(tmp_path):
@@ -460,11 +460,11 @@ def test_parquet(tmp_path):
         ("https://a.example.net/1", b"one", "text/plain"),
         ("file:///t/t.parquet/2", b"three", "text/plain"),
     ]
-    assert rules(made) == ["malformed_record"]  # no text
+    assert rules(made) == ["not_a_page"]  # no text
     # A column that was not asked for and holds no date costs no document.
     assert {r.as_py() for r in made.read()["fetched_at"]} == {datetime(1970, 1, 1, tzinfo=UTC), datetime(2020, 1, 2, tzinfo=UTC)}
     asked = read(tmp_path, tmp_path / "t.parquet", config=IngestConfig(date_column="date"))
-    assert rules(asked) == ["malformed_record"] * 2  # no text; not a date
+    assert rules(asked) == ["malformed_record", "not_a_page"]  # not a date; no text
 
 
 def test_hostile_lines_cost_only_themselves(tmp_path):
@@ -483,7 +483,7 @@ def test_a_text_that_all_rows_of_a_parquet_file_share_is_held_once(tmp_path):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with (tmp_path / "bomb.parquet").open("rb") as file:
         found = list(read_parquet(file, "s", "bomb", Columns("text", None, None, None), 1 << 20))
-    assert [getattr(record, "rule", "page") for record in found] == ["body_too_large", "page", "body_too_large", "malformed_record"] * 2500
+    assert [getattr(record, "rule", "page") for record in found] == ["body_too_large", "page", "body_too_large", "not_a_page"] * 2500
     assert found[0].value == 4 << 20 and found[1].body == b"a short text"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # in KiB
 
@@ -618,15 +618,15 @@ def test_a_truncated_jsonl_keeps_its_good_lines(tmp_path):
     made = read(tmp_path, tmp_path / "u.jsonl.gz")
     assert 10 <= made.rows() <= 49
     assert rules(made) == ["truncated_record"]
-    assert "u.jsonl.gz, line" in made.read("dropped")["detail"][0].as_py()
+    assert "u.jsonl.gz, row" in made.read("dropped")["detail"][0].as_py()
 
 
 def test_jsonl_that_cannot_be_right_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n{"body": "y"}\n')
-    with pytest.raises(PunaError, match=r"a\.jsonl: no column 'text'; it has body"):
+    with pytest.raises(PunaError, match=r"2 not_a_page; a row is .*ingest\.text_column.*; 1 \.jsonl \(a\.jsonl, row 1: no text in a field 'text'; it has body\)"):
         read(tmp_path, tmp_path / "a.jsonl")
     (tmp_path / "b.csv").write_text("body,url\nx,https://x.org\n")
-    with pytest.raises(PunaError, match=r"b\.csv: no column 'text'; it has body, url"):
+    with pytest.raises(PunaError, match=r"b\.csv, row 1: no text in a field 'text'; it has body, url"):
         read(tmp_path, tmp_path / "b.csv")
 
 
@@ -640,13 +640,65 @@ def test_a_table_of_text(tmp_path, ending, before, delimiter):
     found = {row["url"]: row["body"].decode() for row in made.read().to_pylist()}
     assert found == {f"https://x.org/{n}": text for n, text in enumerate(texts)}
     (dropped,) = made.read("dropped").to_pylist()
-    assert dropped["rule"] == "malformed_record" and dropped["detail"].endswith("row 4: has 1 cells, the line of names has 2")
+    assert dropped["rule"] == "malformed_record" and dropped["detail"].endswith("row 5: has 1 cells, the line of names has 2")
 
 
 def test_one_array_of_json(tmp_path):
     (tmp_path / "a.json").write_text('[{"text": "x"}, 3, {"text": "y"}]')
     made = read(tmp_path, tmp_path / "a.json")
     assert sorted(row["url"] for row in made.read().to_pylist()) == ["file:///a/a.json/0", "file:///a/a.json/2"] and rules(made) == ["malformed_record"]
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl", "json.gz"])
+@pytest.mark.parametrize("text", [
+    '\ufeff\n\n{\n  "text": "x",\n  "more": {\n    "a": [1]\n  }\n}\n{"text": "y"} {"text": "z"}\n',
+    '\n [\n{"text": "x"},\n{\n"text": "y"},\n{"text": "z"}\n]\n',
+    '{"text": "x"}\n\n{"text": "y"}\n{"text": "z"}', '[{"text": "x"}]\n[\n  {"text": "y"},\n  {"text": "z"}\n]', '{"text": "x"},\n{"text": "y"},\n{"text": "z"}',
+])  # fmt: skip
+def test_json_is_read_however_it_is_laid_out(tmp_path, ending, text):
+    data = text.encode()
+    (tmp_path / f"t.{ending}").write_bytes(gzip.compress(data) if ending.endswith("gz") else data)
+    made = read(tmp_path, tmp_path / f"t.{ending}")
+    assert sorted(made.read()["body"].to_pylist()) == [b"x", b"y", b"z"] and rules(made) == []
+    assert len(set(made.read()["url"].to_pylist())) == 3
+
+
+def test_a_broken_document_of_json_is_one_fault_with_its_place(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    lines = ["{", *[f'  "field{n}": {n},' for n in range(50)], '  "text" "x"', *[f'  "more{n}": {n},' for n in range(50)], '  "end": 1', "}"]
+    (folder / "broken.json").write_text("\n".join(lines))
+    (folder / "cut.json").write_text("\n".join(lines[:20]))
+    (folder / "long.json").write_text(json.dumps({"text": "word " * 2000}, indent=1))
+    (folder / "good.json").write_text('[\n{"text": "a"},\n{"text" 7},\n{"text": "b"}\n]')
+    made = read(tmp_path, folder, config=IngestConfig(max_body_bytes=1024))
+    assert sorted(made.read()["body"].to_pylist()) == [b"a", b"b"]
+    assert {row["rule"]: row["detail"] for row in made.read("dropped").to_pylist() if "good" not in row["detail"]} == {
+        "malformed_record": "broken.json, row 1: is no JSON: Expecting ':' delimiter, at line 52, column 10; the rest of the file is not read",
+        "truncated_record": "cut.json, row 1: is no JSON: Expecting property name enclosed in double quotes, at line 20, column 17; the rest of the file is not read",
+        "record_too_large": "long.json, row 1: is longer than 6144 bytes; the rest of the file is not read",
+    }
+    (fault,) = [row["detail"] for row in made.read("dropped").to_pylist() if "good" in row["detail"]]
+    assert fault == "good.json, row 2: is no JSON: Expecting ':' delimiter, at line 3, column 9"
+
+
+def test_files_without_a_page_are_told_apart(tmp_path):
+    """Every record is a page or a dropped row; files that hold nothing else are counted by ending, with a reason."""
+    folder = tmp_path / "in"
+    (folder / "meta").mkdir(parents=True)
+    for n in range(7):
+        (folder / "meta" / f"package{n}.json").write_text(json.dumps({"name": f"p{n}", "version": "1.0"}, indent=2))
+    for name, body in {"a.png": b"\x89PNG", "style.css": b"a {}", "poetry.lock": b"x"}.items():
+        (folder / name).write_bytes(body)
+    (folder / "rows.jsonl").write_text('{"text": "a page"}\n{"name": "none"}\n')
+    (folder / "wrong.json").write_text("{")
+    made = read(tmp_path, folder)
+    metrics = made.manifest.metrics
+    assert made.rows() == 1 and rules(made) == ["content_type", *["not_a_page"] * 10, "truncated_record"]
+    assert metrics["files"] == 12 and metrics["files_without_page"] == 10
+    assert metrics["files_without_page_are"].startswith(
+        "7 .json (meta/package0.json, row 1: no text in a field 'text'; it has name, version); 1 .css (style.css: text/css"
+    )
 
 
 def test_saved_hugging_face_datasets(tmp_path):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -152,12 +154,16 @@ def test_faults_of_hh_dialogues(tmp_path: Path) -> None:
     assert {row["rule"] for row in artifact.read("dropped").to_pylist()} == {"empty", "not_one_answer"} and artifact.rows() == 1
 
 
-def test_rows_of_a_broken_array_end_at_the_fault(tmp_path: Path) -> None:
+def test_a_broken_array_is_named_and_read_on_at_the_next_line(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    file.write_text('[{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"} {"prompt": 1}]')
+    good = '{"prompt": "a", "completion": "b"}'
+    file.write_text(f'[{good}, {{"prompt": "c" "completion"}}, {good.replace("a", "x")},\n{good.replace("a", "d")}]')
     artifact = made(tmp_path, "instructions", file)
     (row,) = artifact.read("dropped").to_pylist()
-    assert artifact.rows() == 2 and "row 3: no comma stands between two rows; the rest of the file is not read" in row["detail"]
+    assert artifact.rows() == 2 and "row 2: is no JSON: Expecting ',' delimiter, at line 1, column 53" in row["detail"]
+    file.write_text(f"[{good}, ")
+    (row,) = made(tmp_path, "instructions", file).read("dropped").to_pylist()
+    assert row["rule"] == "truncated_file" and "row 2: the array does not end" in row["detail"]
 
 
 def test_arrays_are_read_whatever_the_size_of_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +180,34 @@ def test_arrays_are_read_whatever_the_size_of_a_piece(tmp_path: Path, monkeypatc
             with file.open("rb") as handle:
                 found = list(module.read_rows(handle, "rows.json", "json", 1 << 20))
             assert found == [module.Row(n, fields) for n, fields in enumerate(expected, 1)]
+
+
+def test_an_array_of_any_length_is_read_in_a_few_megabytes() -> None:
+    """The array is made while it is read; the row that is too long is never held whole."""
+    from puna.stages.reading.rows import Fault, Row, read_rows
+
+    size = 5_000
+
+    class Endless(io.RawIOBase):
+        pieces = itertools.chain([b"["], (b'{"n":%d},\n' % n for n in range(size)), [b'{"a": "'], [b"x" * 10_000] * 3000, [b'"},\n{"n": 1}]'])
+        left = b""
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, room: Any) -> int:
+            self.left = self.left or next(self.pieces, b"")
+            data, self.left = self.left[: len(room)], self.left[len(room) :]
+            room[: len(data)] = data
+            return len(data)
+
+    rows = faults = 0
+    tracemalloc.start()
+    for one in read_rows(Endless(), "rows.json", "json", 1 << 20):  # type: ignore[arg-type]
+        rows, faults = rows + isinstance(one, Row), faults + isinstance(one, Fault)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (rows, faults) == (size + 1, 1) and peak < 16 << 20
 
 
 def test_a_packed_file_that_ends_inside_a_long_row_is_told_with_its_row() -> None:
