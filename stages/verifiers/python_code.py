@@ -24,9 +24,10 @@ class Code(Verifier):
     """1 where the program passes all tests, else 0; with `partial` the share of the tests that it passes.
 
     The program is `prefix` and the answer's code: its fenced blocks marked as Python, else its last fenced block, else the whole
-    answer. Tests are pieces of Python that run in the program's names and fail by an exception, so that HumanEval's
-    `check(candidate)` and MBPP's assertions fit. A program that ends before its tests, or goes beyond its limits, passes none.
-    Only the standard library can be imported. A program that sets out to deceive its tests can: they run in its process.
+    answer. Tests are pieces of Python that use the program's names and fail by an exception, so that HumanEval's
+    `check(candidate)` and MBPP's assertions fit. They run in another process, which the program cannot read or write: its results
+    reach them as plain data. A program that ends before its tests, or goes beyond its limits, passes none. Only the standard
+    library can be imported.
     """
 
     name: ClassVar[str] = "code"
@@ -70,7 +71,7 @@ def _run_chunk(jobs: list[Job], config: ScoringConfig) -> list[tuple[float | Non
 def _run(job: Job, config: ScoringConfig, how: sandbox.Mode) -> tuple[float | None, str]:
     prefix, tests, seconds, partial, answer = job
     limits = sandbox.Limits(min(seconds or config.seconds, config.seconds), config.memory_mb, config.disk_mb, config.processes)
-    found = sandbox.run(f"{prefix}\n{program(answer)}", tests, limits, how)
+    found = sandbox.run(program(answer), tests, limits, how, f"{prefix}\n")
     if found.refused:
         return None, f"code was not run: {found.refused}"
     if found.results is None or found.ended:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
+import marshal
 import os
 import select
 import shutil
@@ -13,13 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from puna.stages.verifiers import sandbox_inside
+from puna.stages.verifiers import sandbox_inside, sandbox_program, sandbox_tester, sandbox_wire
 from puna.storage import PunaError
 
 Isolation = Literal["namespaces", "limits"]
@@ -29,6 +30,18 @@ MEANS: dict[Mode, str] = {"bubblewrap": "bubblewrap", "root": "namespaces", "use
 OUTPUT_BYTES = 1 << 16
 GRACE_SECONDS = 10.0
 MEGABYTE = 1 << 20
+BEGIN = """
+import marshal, sys, types
+with open(0, "rb", 0, closefd=False) as given:
+    size, data = int(given.read(10)), b""
+    while len(data) < size:
+        data += given.read(size - len(data))
+modules, job = marshal.loads(data)
+for name, code in modules:
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(code, vars(module))
+module.main({**job, "report": int(sys.argv[1])})
+"""
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 
 
@@ -97,16 +110,20 @@ def _best() -> tuple[Mode | None, str]:
     return None, "; ".join(tried)
 
 
-def run(program: str, tests: Sequence[str], limits: Limits, how: Mode) -> Outcome:
-    """Run a program, then each test in its names."""
+def run(program: str, tests: Sequence[str], limits: Limits, how: Mode, prefix: str = "") -> Outcome:
+    """Run a program that begins with `prefix`, and each test in another process, which has the prefix's whole definitions itself."""
     with _folder(how) as folder:
         readable, hidden = _visible()
         job = {
-            "mode": how, "program": program, "tests": list(tests), "folder": folder, "readable": readable, "hidden": hidden,
+            "mode": how, "folder": folder, "readable": readable, "hidden": hidden,
             "seconds": limits.seconds, "cpu_seconds": int(limits.seconds) + 1, "memory_bytes": limits.memory_mb * MEGABYTE,
-            "disk_bytes": limits.disk_mb * MEGABYTE, "processes": limits.processes + (_own_tasks() if how == "limits" else 0),
+            "disk_bytes": limits.disk_mb * MEGABYTE,
+            "processes": limits.processes + (how != "root") + (_own_tasks() if how == "limits" else 0),
         }  # fmt: skip
-        said, output = _supervised(_command(how, limits), json.dumps(job).encode(), limits.seconds + GRACE_SECONDS)
+        head = marshal.dumps((_modules(), job))
+        tested = json.dumps({"program": f"{prefix}{program}", "prefix": prefix, "tests": list(tests)}).encode()
+        given = f"{len(head):10d}".encode() + head + tested
+        said, output = _supervised(_command(how, limits), given, limits.seconds + GRACE_SECONDS)
     told = output.decode("utf-8", "replace")
     try:
         value: dict[str, Any] = json.loads(said.partition(b"\n")[0])
@@ -116,9 +133,16 @@ def run(program: str, tests: Sequence[str], limits: Limits, how: Mode) -> Outcom
     return Outcome(value.get("results"), value.get("ended", ""), told, MEANS[how], value.get("refused", ""))
 
 
+@lru_cache(maxsize=1)
+def _modules() -> list[tuple[str, types.CodeType]]:
+    """Return the compiled modules that run inside, the one that begins last."""
+    modules = (sandbox_wire, sandbox_program, sandbox_tester, sandbox_inside)
+    return [(module.__name__, compile(Path(str(module.__file__)).read_bytes(), f"<{module.__name__}>", "exec")) for module in modules]
+
+
 def _command(how: Mode, limits: Limits) -> list[str]:
     """The command that starts `sandbox_inside`; the last argument, its report's file descriptor, is still missing."""
-    command = [_interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", inspect.getsource(sandbox_inside)]
+    command = [_interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", BEGIN]
     if how != "bubblewrap":
         return command
     readable, hidden = _visible()

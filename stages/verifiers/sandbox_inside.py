@@ -2,8 +2,8 @@
 
 The steps: leave every namespace of the machine (or find them left, under bubblewrap), see nothing but the interpreter and an
 empty folder, become a user without rights, set limits, refuse system calls that hold memory outside every process, run the
-program in a child, watch the memory of all its processes and files, end them all. A report goes to the file descriptor that the
-first argument names; what the program prints goes to 1.
+program in one child and its tests in another, watch the memory of all processes and files, end them all. A report goes to the
+file descriptor that the first argument names; what the program prints goes to 1.
 
 Modes: `root` and `user` make the namespaces here, with root's rights or in a user namespace; `bubblewrap` finds them made;
 `limits` goes without.
@@ -21,11 +21,12 @@ import resource
 import select
 import signal
 import struct
-import sys
 import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypedDict
+
+from puna.stages.verifiers.sandbox_program import Program
+from puna.stages.verifiers.sandbox_tester import run_tests
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
@@ -39,14 +40,14 @@ SYS_MMAP, SYS_CLONE, SYS_CLONE3 = {"x86_64": 9, "aarch64": 222}, {"x86_64": 56, 
 SYS_SOCKET, SYS_SETSOCKOPT = {"x86_64": 41, "aarch64": 198}, {"x86_64": 54, "aarch64": 208}
 SO_SNDBUF, SO_RCVBUF, AF_NETLINK, AF_ALG = 7, 8, 16, 38
 REFUSED_CALLS = {
-    # shmget, semget, msgget, mount, mq_open, add_key, keyctl, unshare, perf_event_open, setns, memfd_create, bpf, userfaultfd
-    "x86_64": (29, 64, 68, 165, 240, 248, 250, 272, 298, 308, 319, 321, 323),
-    "aarch64": (194, 190, 186, 40, 180, 217, 219, 97, 241, 268, 279, 280, 282),
+    # shmget, semget, msgget, mount, mq_open, add_key, keyctl, unshare, perf_event_open, setns, memfd_create, bpf, userfaultfd,
+    # ptrace, process_vm_readv, process_vm_writev
+    "x86_64": (29, 64, 68, 165, 240, 248, 250, 272, 298, 308, 319, 321, 323, 101, 310, 311),
+    "aarch64": (194, 190, 186, 40, 180, 217, 219, 97, 241, 268, 279, 280, 282, 117, 270, 271),
 }
-REFUSED_ANYWHERE = (425, 428, 429, 430, 432, 447)  # io_uring_setup, open_tree, move_mount, fsopen, fsmount, memfd_secret
+REFUSED_ANYWHERE = (425, 428, 429, 430, 432, 438, 447)  # io_uring_setup, open_tree, move_mount, fsopen, fsmount, pidfd_getfd, memfd_secret
 NEW_NAMESPACES = NEWNS | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET | 0x2000000  # and cgroups
 NOBODY, FIRST_USER = 65534, 1_000_000_000
-REPORT = int(sys.argv[1]) if __name__ == "__main__" else -1
 WATCH_SECONDS = 0.02
 SOCKET_BYTES = _socket.socket(1, 1).getsockopt(1, SO_SNDBUF)
 """What a local socket's buffer holds if nobody changes it."""
@@ -55,9 +56,8 @@ SOCKET_BYTES = _socket.socket(1, 1).getsockopt(1, SO_SNDBUF)
 class Job(TypedDict):
     """What is to be run, how, and within which limits; `user` is the program's, where it has one of its own."""
 
+    report: int
     mode: str
-    program: str
-    tests: list[str]
     folder: str
     readable: list[str]
     hidden: list[str]
@@ -80,26 +80,26 @@ def call(name: str, *arguments: str | int | None) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def main() -> None:
-    """Read the job from standard input, run it, report."""
-    job: Job = json.loads(sys.stdin.buffer.read())
+def main(job: Job) -> None:
+    """Run the job and report; the program and its tests follow on standard input."""
     try:
         supervise(job)
     except OSError as error:
-        report({"refused": str(error)})
+        report(job, {"refused": str(error)})
 
 
-def report(value: dict[str, object]) -> None:
+def report(job: Job, value: dict[str, object]) -> None:
     """Write the report."""
     with contextlib.suppress(OSError):
-        os.write(REPORT, json.dumps(value).encode()[: 1 << 16] + b"\n")
+        os.write(job["report"], json.dumps(value).encode()[: 1 << 16] + b"\n")
 
 
 def supervise(job: Job) -> None:
     """Make the namespaces, start the first process in them and wait for it."""
     mode = job["mode"]
-    job["user"] = FIRST_USER + 2 * os.getpid()  # nobody else's: its processes can be counted and ended
+    job["user"] = FIRST_USER + 4 * os.getpid()  # and two more, nobody else's: processes can be counted and ended
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody traces this process, or those below it until they change their user
     if mode == "limits":
         call("prctl", PR_SET_SUBREAPER, 1, 0, 0, 0)
         if os.getuid() == 0:
@@ -112,7 +112,7 @@ def supervise(job: Job) -> None:
             call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             init(job)
         except BaseException as error:  # noqa: BLE001  the process ends here, whatever happened
-            report({"refused": f"{type(error).__name__}: {error}"})
+            report(job, {"refused": f"{type(error).__name__}: {error}"})
         finally:
             os._exit(0)
     os.waitpid(first, 0)
@@ -135,36 +135,31 @@ def init(job: Job) -> None:
         build_root(job["readable"], job["hidden"], job["disk_bytes"])
     elif mode == "limits":
         os.chdir(job["folder"])
-    # The program reads the word when its tests are through: one that ends early, or writes what it likes, does not have it.
-    (read, write), (word_read, word_write) = os.pipe(), os.pipe()
-    call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody traces this process
-    program = os.fork()
-    if program == 0:
-        os.close(read)
-        os.close(word_write)
-        become_nobody(mode, job["user"])
-        limit(job)
-        refuse_calls()
-        run(job, write, word_read)
-        os._exit(0)
-    os.close(write)
-    os.close(word_read)
-    word = os.urandom(16).hex()
-    with contextlib.suppress(OSError):
-        os.write(word_write, word.encode())
+    (read, verdict), (asked, asks), (told, tells) = os.pipe(), os.pipe(), os.pipe()
+    tester = fork(lambda: run_tester(job, told, asks, verdict, (job["report"], read, asked, tells)))
+    program = fork(lambda: run_program(job, asked, tells, (job["report"], read, verdict, asks, told)))
+    for handle in (0, verdict, asked, asks, told, tells):
+        os.close(handle)
     if mode == "root":
         become_nobody(mode, job["user"] + 1)
-    found = watch(program, read, job)
+    found = watch(tester, program, read, job)
     if mode == "limits":
         end_all(job["user"])
-    lines = found.pop("said")
-    made = None
-    if isinstance(lines, bytes):
-        with contextlib.suppress(ValueError):
-            made = json.loads(lines)
-    if isinstance(made, dict) and made.get("word") == word:
-        found["results"] = made["results"]
-    report(found)
+    report(job, found)
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Start a process for a piece of work; its number."""
+    process = os.fork()
+    if process == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException as error:  # noqa: BLE001  the process ends here, whatever happened
+            os.write(1, f"{type(error).__name__}: {error}\n".encode())
+        finally:
+            os._exit(1)
+    return process
 
 
 def build_root(readable: list[str], hidden: list[str], disk_bytes: int) -> None:
@@ -243,7 +238,7 @@ def limit(job: Job) -> None:
 
 
 def refuse_calls() -> None:
-    """Refuse system calls that hold memory outside every process: shared mappings, memfds, queues, file systems of one's own.
+    """Refuse system calls that hold memory outside every process (shared mappings, memfds, queues, own file systems), and tracing.
 
     Raise OSError if the kernel takes no filter. Shared mappings are refused whole: their pages stay after the process dropped them.
     """
@@ -271,61 +266,55 @@ def refuse_calls() -> None:
     call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(filter_program), 0, 0)
 
 
-def run(job: Job, write: int, word_read: int) -> None:
-    """The program, then each test in its names; what came of the tests goes to the supervisor."""
-    os.close(REPORT)
-    empty = os.open("/dev/null", os.O_RDONLY)
-    os.dup2(empty, 0)
+def run_program(job: Job, read: int, write: int, foreign: tuple[int, ...]) -> None:
+    """Become the program under test: it holds no test, and of the pipes only its own ends."""
+    for handle in foreign:
+        os.close(handle)
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    confine(job, job["user"])
     os.dup2(1, 2)
     os.setsid()
-    own = os.getpid()
-    names: dict[str, object] = {"__name__": "__main__", "__builtins__": __builtins__}
-    results: list[object] = []
-    tests = job["tests"]
-    fault = attempt(job["program"], "answer.py", names)
-    for number, test in enumerate(tests):
-        results.append(fault if fault is not None else attempt(str(test), f"test_{number}.py", names))
-    if os.getpid() != own:  # the program forked, and this is the child
-        os._exit(0)
-    sys.stdout.flush()
-    os.write(write, json.dumps({"word": os.read(word_read, 64).decode(), "results": results}).encode()[:60_000])
-    os.close(write)
+    Program(read, write).run()
 
 
-def attempt(source: str, name: str, names: dict[str, object]) -> str | None:
-    """Run source; None where it comes to its end, else what went wrong."""
-    try:
-        exec(compile(source, name, "exec"), names)
-    except BaseException as error:  # noqa: BLE001  a program may raise anything, SystemExit and KeyboardInterrupt among it
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith(".py") and "/" not in f.filename]
-        where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-        return f"{type(error).__name__}: {str(error)[:300]}{where}"
-    return None
+def run_tester(job: Job, read: int, write: int, verdict: int, foreign: tuple[int, ...]) -> None:
+    """Become the process of the tests, which nobody traces; they are read from standard input, which the program does not have."""
+    for handle in foreign:
+        os.close(handle)
+    confine(job, job["user"] + 2)
+    call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
+    run_tests(read, write, verdict)
 
 
-def watch(program: int, read: int, job: Job) -> dict[str, object]:
-    """Wait for the program's end, its time or its memory; what it said of the tests, and how it ended."""
+def confine(job: Job, user: int) -> None:
+    """Give up every right and set every limit, for this process and what it starts."""
+    become_nobody(job["mode"], user)
+    limit(job)
+    refuse_calls()
+
+
+def watch(tester: int, program: int, read: int, job: Job) -> dict[str, object]:
+    """Wait for the tests' end, for time or memory; return what came of the tests, or how it ended."""
     end = time.monotonic() + job["seconds"]
-    most = job["memory_bytes"]
-    said, ended = b"", ""
-    os.set_blocking(read, False)
+    said = b""
     while True:
-        select.select([read], [], [], WATCH_SECONDS)
-        with contextlib.suppress(BlockingIOError):
-            said += os.read(read, 1 << 16)
-        done, status = os.waitpid(program, os.WNOHANG)
-        if done:
-            ended = _how(status)
-            with contextlib.suppress(BlockingIOError):
-                said += os.read(read, 1 << 16)
-            break
-        if time.monotonic() > end:
-            ended = "time"
-            break
-        if memory_of(program, job) > most:
-            ended = "memory"
-            break
-    return {"ended": ended, "said": said}
+        # An end of file: the tester, which alone can write, is through.
+        if select.select([read], [], [], WATCH_SECONDS)[0]:
+            piece = os.read(read, 1 << 16)
+            said += piece
+            if not piece:
+                break
+        elif time.monotonic() > end:
+            return {"ended": "time"}
+        elif memory_of(job) > job["memory_bytes"]:
+            return {"ended": "memory"}
+    try:
+        found: dict[str, object] = json.loads(said)
+    except ValueError:
+        return {"ended": _how(os.waitpid(tester, 0)[1]) or "the tests gave no result"}
+    if "ended" in found and (status := os.waitpid(program, os.WNOHANG)[1]):
+        found["ended"] = _how(status)
+    return found
 
 
 def _how(status: int) -> str:
@@ -335,7 +324,7 @@ def _how(status: int) -> str:
     return f"exit status {os.WEXITSTATUS(status)}" if status else ""
 
 
-def memory_of(program: int, job: Job) -> int:
+def memory_of(job: Job) -> int:
     """Return the bytes that the program's processes, its files in memory and its sockets hold."""
     page, total = resource.getpagesize(), files_in_memory(job["mode"]) + sockets_hold(job["mode"])
     for process in processes_of(job):
@@ -413,7 +402,3 @@ def _is_dead(process: int) -> bool:
             return handle.read().rpartition(")")[2].split()[0] in ("Z", "X")
     except OSError:
         return True
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,7 @@ that another site's page sends. `answers_ended`: requests to a model that end ot
 `adapters_merged`, `texts_encoded` and `templates_rendered`: hostile files, adapters, texts for hostile tokenizers and chat templates that
 are not refused within 2 s. `rot_committed_wrong`: flipped bits of committed
 files that a stage commits a wrong result of, and `rot_raw_errors`: those that end in an error that does not name the artifact.
-`sandbox_over_limit`: programs that hold memory which their limit does not count.
+`sandbox_over_limit`: programs that hold memory which their limit does not count. `tests_fooled`: hostile answers that pass a test.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from puna.stages.align.prompts import PromptsConfig, prompts  # noqa: E402
 from puna.stages.contract import execute, plugins  # noqa: E402
 from puna.storage import Store  # noqa: E402
 from tests.reliability.cases_rot import rot_cases  # noqa: E402
-from tests.security import cases_code, cases_doors, cases_models, cases_verify  # noqa: E402
+from tests.security import cases_code, cases_doors, cases_fooled, cases_models, cases_verify  # noqa: E402
 
 LIMIT = 2.0
 """Seconds within which a hostile file or template is refused."""
@@ -93,6 +93,7 @@ def main() -> None:
             place.mkdir()
         found |= code_from_data(places[0]) | requests(places[1], options.requests) | models(places[2])
         found |= rot(places[3], options.flips) | {"sandbox_over_limit": cases_verify.sandbox_over_limit()}
+        found |= {"tests_fooled": cases_fooled.tests_fooled(), "hostile_answers": len(cases_fooled.HOSTILE)}
     print(json.dumps(found) if options.json else "\n".join(f"{name:24s}{value:8d}" for name, value in found.items()))
 
 

@@ -1,0 +1,354 @@
+"""The process of an answer's tests: it runs them, and asks the program under test for whatever they use of it.
+
+The program's process gets the arguments of calls that the tests make, never the tests or what they expect. Its results arrive as
+data of builtin types, or as a `Remote`: an object that stays there. An operator between a Remote and a value of the tests would
+show it that value and let it judge itself: `==` is then False, any other operator is refused.
+"""
+
+from __future__ import annotations
+
+import _ast
+import builtins
+import importlib
+import json
+import operator
+import os
+import re
+import signal
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+from puna.stages.verifiers.sandbox_program import Program
+from puna.stages.verifiers.sandbox_wire import PLAIN_CLASSES, Packing, Peer, Theirs, place, standard_name
+
+JUDGING = frozenset({"startswith", "endswith", "issubset", "issuperset", "isdisjoint"})
+"""Methods of builtin classes that compare an object with a value that the tests expect."""
+FUNCTIONS = frozenset(name for name, value in vars(builtins).items() if not (isinstance(value, type) and issubclass(value, BaseException)))
+REPORT_CHARACTERS = 8000
+STOPS = (StopIteration, StopAsyncIteration, GeneratorExit)
+LOOKS: dict[str, type] = {"function": types.FunctionType, "generator": types.GeneratorType, "type": type}
+
+
+class Link(Peer):
+    """The end of the tests; one of a process."""
+
+    def __init__(self, read: int, write: int) -> None:
+        super().__init__(read, write)
+        self.remotes: dict[int, Any] = {}
+        self.errors: dict[int, type[BaseException]] = {}
+        self.failed: AssertionError | None = None
+
+    def refer(self, value: Any, packing: Packing) -> list[Any]:
+        """Return what is the program's by number, the standard library's by name, a function or an iterator to be called back."""
+        if type(value) is Remote:
+            return ["o", value.puna_number]
+        if isinstance(value, type) and issubclass(value, BaseException) and hasattr(value, "puna_number"):
+            return ["o", value.puna_number]
+        if name := standard_name(value):
+            return ["n", name]
+        if callable(value) or hasattr(type(value), "__next__"):
+            return ["h", self.export(value), hasattr(type(value), "__next__")]
+        raise TypeError(f"the tests give the program an object of their own {type(value).__name__}: define that class in `prefix`")
+
+    def resolve(self, reference: list[Any], objects: list[Any]) -> Any:
+        """Return a Remote, a builtin class, a class that stands for the program's exception, or a function of the tests."""
+        kind, what, *more = reference
+        if kind == "h":
+            if what not in self.remotes:
+                self.remotes[what] = Remote(self, int(what), str(more[0])[:100], PLAIN_CLASSES[more[1]] if more[1] else None)
+            return drive(self.remotes[what]) if more[0] == "coroutine" else self.remotes[what]
+        if kind == "o":
+            return self.exported[what]
+        if kind == "e":
+            if what not in self.errors:
+                self.errors[what] = stand_in(int(what), str(more[0])[:100], [self.decode(base, objects) for base in more[1]])
+            return self.errors[what]
+        return PLAIN_CLASSES.get(what) or builtin_error(what)
+
+    def invoke(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a function that the tests gave away, and no other."""
+        if id(function) not in self.numbers:
+            raise TypeError("the tests never gave that away")
+        return next(function) if hasattr(type(function), "__next__") else function(*args, **kwargs)
+
+    def describe(self, error: BaseException, packing: Packing) -> list[Any]:
+        """Return an error of the tests' own function; an assertion that fails there fails the test, whatever the program makes of it."""
+        if isinstance(error, AssertionError):
+            self.failed = error
+        known = (kind for kind in type(error).__mro__ if kind.__module__ == "builtins" or hasattr(kind, "puna_number"))
+        return [packing.encode(next(known)), packing.encode([str(part) for part in error.args]), "", "", None]
+
+    def rebuild(self, described: list[Any], objects: list[Any], function: Any) -> BaseException:
+        """Return an error of the program; one that would quietly end a loop of the tests only where they ask for the next item."""
+        kind, args, text, where, itself = [self.decode(part, objects) for part in described]
+        if not issubclass(kind, BaseException):
+            raise TypeError("no error")
+        if issubclass(kind, STOPS) and function is not next:
+            kind, args = RuntimeError, (f"the program raised {kind.__name__}",)
+        try:
+            error: BaseException = kind(*args)
+        except Exception:  # noqa: BLE001  some take arguments of other kinds
+            error = Exception(f"{kind.__name__}: {text}")
+        error.__dict__.update(puna_where=str(where)[:100], puna_text=str(text), puna_itself=itself)
+        return error
+
+
+def builtin_error(name: str) -> type[BaseException]:
+    """Return a builtin exception's class."""
+    kind = getattr(builtins, name.removeprefix("builtins."))
+    if not issubclass(kind, BaseException):
+        raise TypeError("no exception")
+    found: type[BaseException] = kind
+    return found
+
+
+def stand_in(number: int, name: str, bases: list[type[BaseException]]) -> type[BaseException]:
+    """Return a class for one of the program's exceptions; its instances have the attributes and the text of what was raised."""
+
+    def text(self: Any) -> str:
+        return str(self.__dict__.get("puna_text", Exception.__str__(self)))
+
+    def attribute(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__.get("puna_itself"), name)
+
+    return type(name, tuple(bases), {"puna_number": number, "__str__": text, "__getattr__": attribute})
+
+
+async def drive(coroutine: Remote) -> Any:
+    """Run one of the program's coroutines to its end, in the program's process."""
+    return coroutine.puna_link.call(Theirs(Program.COMPLETE), (coroutine,))
+
+
+def ask(function: Callable[..., Any], remote: Any, *args: Any) -> Any:
+    """Call a function on an object of the program, there."""
+    return remote.puna_link.call(function, (remote, *args))
+
+
+def operand(value: Any) -> Any:
+    """Return the content of an instance of a builtin class's subclass, as that class; anything else as it is."""
+    return ask(Theirs(Program.CONTENT), value) if type(value) is Remote and value.puna_base else value  # type: ignore[arg-type]
+
+
+def apply(function: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
+    """Use an operator here on data, there on two objects; between the two equality is False and the rest refused."""
+    one, other = operand(one), operand(other)
+    there = [type(value) is Remote for value in (one, other)]
+    if not any(there):
+        return function(one, other)
+    if all(there):
+        return ask(function, one, other)
+    if function in (operator.eq, operator.ne):
+        return function is operator.ne
+    remote = one if there[0] else other
+    raise TypeError(f"{function.__name__} of the program's {remote.puna_name} and a value of the tests would show it that value")
+
+
+class Remote:
+    """An object of the program. Whatever is asked of it is asked there, and the answer is data or another Remote."""
+
+    __slots__ = ("puna_base", "puna_link", "puna_name", "puna_number")
+    puna_link: Link
+    puna_number: int
+    puna_name: str
+    puna_base: type | None
+
+    def __init__(self, link: Link, number: int, name: str, base: type | None) -> None:
+        for slot, value in (("puna_link", link), ("puna_number", number), ("puna_name", name), ("puna_base", base)):
+            object.__setattr__(self, slot, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What `isinstance` sees."""
+        return self.puna_base or LOOKS.get(self.puna_name, Remote)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if sys.stdout is sys.__stdout__ and sys.stdin is sys.__stdin__:
+            return self.puna_link.call(self, args, kwargs)
+        begin = sys.stdin.tell() if sys.stdin is not sys.__stdin__ else 0
+        given = sys.stdin.read() if sys.stdin is not sys.__stdin__ else ""
+        result, printed, taken = self.puna_link.call(Theirs(Program.CAPTURED), (given, self, args, kwargs))
+        if sys.stdin is not sys.__stdin__:
+            sys.stdin.seek(begin + taken)
+        sys.stdout.write(printed)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        if name in JUDGING:
+            if self.puna_base:
+                return getattr(operand(self), name)
+            raise TypeError(f"{name} of the program's {self.puna_name} would show it a value that the tests expect")
+        return ask(getattr, self, name)
+
+    def __contains__(self, item: Any) -> bool:
+        return any(one is item or one == item for one in self)
+
+    def __iter__(self) -> Iterator[Any]:
+        found: Iterator[Any] = ask(iter, self)
+        return found
+
+    def __instancecheck__(self, other: Any) -> bool:
+        return type(other) is Remote and ask(isinstance, other, self) is True
+
+    def __subclasscheck__(self, other: Any) -> bool:
+        return type(other) is Remote and ask(issubclass, other, self) is True
+
+    def __enter__(self) -> Any:
+        return ask(getattr, self, "__enter__")()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
+        return ask(getattr, self, "__exit__")(kind, None, None)
+
+    def __mro_entries__(self, bases: Any) -> Any:
+        raise TypeError(f"the tests cannot make a subclass of the program's {self.puna_name}")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return ask(importlib.import_module("copy").deepcopy, self)
+
+
+def _forward(name: str, function: Callable[..., Any]) -> None:
+    def method(self: Remote, *args: Any) -> Any:
+        return ask(function, self, *args)
+
+    setattr(Remote, name, method)
+
+
+def _operator(name: str, function: Callable[[Any, Any], Any]) -> None:
+    setattr(Remote, f"__{name}__", lambda self, other: apply(function, self, other))
+    if name not in ("eq", "ne", "lt", "le", "gt", "ge"):
+        setattr(Remote, f"__r{name}__", lambda self, other: apply(function, other, self))
+
+
+for _name in (
+    "len", "hash", "next", "repr", "str", "int", "float", "complex", "abs", "round", "format", "reversed", "dir", "setattr", "delattr",
+):  # fmt: skip
+    _forward(f"__{_name}__", getattr(builtins, _name))
+for _name in ("index", "neg", "pos", "invert", "getitem", "setitem", "delitem"):
+    _forward(f"__{_name}__", getattr(operator, _name))
+_forward("__bool__", operator.truth)
+for _name in (
+    "eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "xor",
+):  # fmt: skip
+    _operator(_name, getattr(operator, _name))
+_operator("and", operator.and_)
+_operator("or", operator.or_)
+
+
+class Uses:
+    """The names of all tests and how they are used, by their syntax trees."""
+
+    def __init__(self, trees: Iterable[Any]) -> None:
+        self.read: set[str] = set()
+        self.bound: set[str] = set()
+        self.called: set[str] = set()
+        self.dotted: set[str] = set()
+        todo = list(trees)
+        while todo:
+            node = todo.pop()
+            self._note(node)
+            for field in node._fields:
+                value = getattr(node, field, None)
+                todo += [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, _ast.AST)]
+
+    def _note(self, node: Any) -> None:
+        if isinstance(node, _ast.Name):
+            (self.read if isinstance(node.ctx, _ast.Load) else self.bound).add(node.id)
+        elif isinstance(node, _ast.FunctionDef | _ast.AsyncFunctionDef | _ast.ClassDef):
+            self.bound.add(node.name)
+        elif isinstance(node, _ast.arg):
+            self.bound.add(node.arg)
+        elif isinstance(node, _ast.alias):
+            self.bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, _ast.Call) and isinstance(node.func, _ast.Name):
+            self.called.add(node.func.id)
+        elif isinstance(node, _ast.Attribute) and isinstance(node.value, _ast.Name):
+            self.dotted.add(node.value.id)
+
+
+def parsed(source: str) -> Any:
+    """Return the syntax tree of source; an empty one where it does not compile."""
+    try:
+        return compile(source, "test.py", "exec", _ast.PyCF_ONLY_AST)
+    except (SyntaxError, ValueError, RecursionError):
+        return _ast.Module([], [])
+
+
+def whole_statements(prefix: str) -> Any:
+    """Return the tree of a prefix without its classes, up to the last definition, which an answer may go on with."""
+    last = max((match.start() for match in re.finditer(r"^(@.*\n)*(async def|def|class)\b", prefix, re.MULTILINE)), default=len(prefix))
+    tree = parsed(prefix[:last])
+    tree.body = [statement for statement in tree.body if not isinstance(statement, _ast.ClassDef)]
+    return tree
+
+
+class Names(dict[str, Any]):
+    """What names of the tests mean that they do not define: builtins, then what the task's own code defines, then the program's.
+
+    A builtin's name means the program's function where the tests use nothing else that could be the program's (`sum` in MBPP).
+    A standard module's name followed by a dot means that module, whatever the program calls so.
+    """
+
+    def __init__(self, link: Link, prefix: str, tests: list[str], names: dict[str, Any]) -> None:
+        super().__init__(vars(builtins))
+        self.link, self.names, uses = link, names, Uses(map(parsed, tests))
+        self.given = whole_statements(prefix)
+        self.promised = Uses([self.given]).bound
+        self.program = Remote(link, Program.NAMES, "dict", None)
+        self.modules = uses.dotted & sys.stdlib_module_names
+        called = {name for name in uses.called & set(self) if name in FUNCTIONS}
+        self.shadowed: dict[str, Any] = {}
+        if len(called) == 1 and not uses.read - uses.bound - self.promised - set(self):
+            self.shadowed = {name: self.pop(name) for name in called}
+
+    def __missing__(self, name: str) -> Any:
+        if name in self.promised:
+            self.promised = set()
+            exec(compile(self.given, "prefix.py", "exec"), self.names)
+            if name in self.names:
+                return self.names[name]
+        if name in self.modules:
+            return importlib.import_module(name)
+        try:
+            return self.link.call(operator.getitem, (self.program, name))
+        except KeyError:
+            if name in self.shadowed:
+                return self.shadowed[name]
+            raise
+
+
+def attempt(link: Link, work: Callable[[], object]) -> str | None:
+    """Do a piece of work; None where it comes to its end, else what went wrong."""
+    link.failed = None
+    try:
+        work()
+        if link.failed is not None:
+            raise link.failed
+    except BaseException as error:  # noqa: BLE001  a program may raise anything, SystemExit and KeyboardInterrupt among it
+        try:
+            text = str(error)[:300]
+        except BaseException:  # noqa: BLE001
+            text = ""
+        return f"{type(error).__name__}: {text}{getattr(error, 'puna_where', '') or place(error)}"
+    return None
+
+
+def run_tests(read: int, write: int, verdict: int) -> None:
+    """Read the tests from standard input, run the program and each test, write what came of them."""
+    with open(0, "rb") as given:
+        job = json.load(given)
+    os.open(os.devnull, os.O_RDONLY)  # the lowest number, which is free now: 0
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    link, names = Link(read, write), cast(dict[str, Any], {"__name__": "__main__"})
+    names["__builtins__"] = Names(link, job["prefix"], job["tests"], names)
+    results: list[str | None] = []
+    fault = attempt(link, lambda: link.call(Theirs(Program.START), (job["program"],)))
+    for number, test in enumerate(job["tests"]):
+        found = fault or attempt(link, lambda: exec(compile(test, f"test_{number}.py", "exec"), names))  # noqa: B023  called at once
+        room = sum(map(len, filter(None, results))) < REPORT_CHARACTERS
+        results.append(found if found is None or room else found.partition(":")[0][:20])
+    attempt(link, lambda: print(end="", flush=True))
+    attempt(link, lambda: link.call(print, (), {"end": "", "flush": True}))
+    os.write(verdict, json.dumps({"ended": link.over} if link.over else {"results": results}).encode())

@@ -1,0 +1,30 @@
+"""No answer deceives its tests: they run in another process."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from puna.stages.verifiers import sandbox
+from puna.storage import PunaError
+
+SPEC = importlib.util.spec_from_file_location("cases_fooled", Path(__file__).with_name("cases_fooled.py"))
+assert SPEC is not None and SPEC.loader is not None
+cases = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(cases)
+
+
+@pytest.fixture(scope="module")
+def mode() -> sandbox.Mode:
+    """The best way to run programs here, if it has namespaces."""
+    try:
+        return sandbox.mode("namespaces")
+    except PunaError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("name", cases.HOSTILE)
+def test_a_hostile_answer_passes_no_test(name: str, mode: sandbox.Mode) -> None:
+    assert cases.passed(name, mode) == []
