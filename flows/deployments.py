@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import psutil
@@ -31,13 +31,14 @@ from prefect.states import Failed
 from pydantic import Field
 
 from puna.flows.forms import Offer, changed, offers, picked
+from puna.flows.inputs import check_address
 from puna.flows.launch import Request, run_flow, run_stage
 from puna.flows.offering import Offering
 from puna.flows.program import Flow, first_sentence
 from puna.flows.ready import Ready
 from puna.flows.reporter import MADE_UP
 from puna.flows.server import Server
-from puna.flows.settings import DEFAULT_RECIPE, DEFAULT_STORE
+from puna.flows.settings import DEFAULT_RECIPE, DEFAULT_STORE, SERVED
 from puna.stages.contract import Stage
 from puna.stages.contract.declaration import InputSpec
 from puna.stages.contract.executors import FORMS, PROCESSES
@@ -56,7 +57,7 @@ def _flow_form(flow: Flow) -> PrefectFlow[Any, Any]:
         texts = [text for spec in flow.inputs for text in _texts(spec, given[spec.name])]
         how = {"executor": given["executor"], "project": given["project"]}
         request = Request(f"flow:{flow.name}", picked(given["recipe"]), tuple(given["changes"]), tuple(texts), **how)
-        return _told(request, lambda: run_flow(flow, request, Store.open(given["store"])))
+        return _told(request, lambda: run_flow(flow, request, _opened(given)))
 
     parameters = [
         _parameter("recipe", str, "The values of all steps; a YAML file must be where the runs are started", DEFAULT_RECIPE),
@@ -74,7 +75,7 @@ def _stage_form(stage: Stage, offer: Offer) -> PrefectFlow[Any, Any]:
         changes = changed(offer, given["config"])
         how = {"executor": given["executor"], "project": given["project"]}
         request = Request(f"stage:{stage.name}", None, changes, tuple(texts), **how)
-        return _told(request, lambda: run_stage(stage, request, Store.open(given["store"]), given["config"]).id)
+        return _told(request, lambda: run_stage(stage, request, _opened(given), given["config"]).id)
 
     whole = not any(field.is_required() for field in stage.config.model_fields.values())
     config = inspect.Parameter(
@@ -90,6 +91,14 @@ def _texts(spec: InputSpec, value: str | list[str] | None) -> list[str]:
     if spec.kind == "external":
         return [text for text in found if text.strip()]
     return [f"{spec.name}={picked(text)}" for text in found]
+
+
+def _opened(given: Mapping[str, Any]) -> Store:
+    """Open the store that a form names. PunaError where it or the executor is an address, and forms may name none but the server's."""
+    if given["store"] != os.environ.get(SERVED):
+        check_address("store", given["store"])
+    check_address("executor", given["executor"])
+    return Store.open(given["store"])
 
 
 def _told(request: Request, work: Callable[[], str]) -> Any:

@@ -79,7 +79,7 @@ def meant(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where:
             sources[found.key] = name
             items.append(found)
         elif any(spec.kind == "external" for spec in specs):
-            _check_address(text)
+            check_address("input", text)
             items += External.resolve(text)
         else:
             raise PunaError(f"{where}: takes no files, {_remedy(text, specs)}")
@@ -90,12 +90,12 @@ def meant(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where:
     return Meant([*(item for item in items if not isinstance(item, External)), *files], named, sources)
 
 
-def _check_address(text: str) -> None:
-    """Raise PunaError where forms read local paths alone, and the text gives an address that fsspec or the hub would fetch."""
+def check_address(what: str, text: str) -> None:
+    """Raise PunaError where forms may name local paths alone, and the text gives an address that a run would ask."""
     uri = text.partition("=")[2] if is_named(text) else text
     scheme, sign, _ = uri.partition("://")
     if os.environ.get(ADDRESSES) == REFUSED and ("::" in uri or (sign and scheme not in ("file", "local"))):
-        raise PunaError(f"input {public(text)}: forms read local paths alone; start `puna up` or `puna web` with --urls to allow others")
+        raise PunaError(f"{what} {public(text)}: forms read local paths alone; start `puna up` or `puna web` with --urls to allow others")
 
 
 def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:

@@ -22,6 +22,8 @@ OFFLINE = {
 }
 ADDRESSES, ALLOWED, REFUSED = "PUNA_FORM_ADDRESSES", "allowed", "refused"
 """The variable of the environment by which a process knows whether the inputs that forms name may be addresses, and its values."""
+SERVED = "PUNA_SERVED_STORE"
+"""The variable that names the store of a server to its worker: forms may always name that one."""
 
 
 def prepare(store: Path, terminal: str = "CRITICAL") -> None:

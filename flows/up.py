@@ -30,7 +30,7 @@ from puna.flows import guard
 from puna.flows.database import prepared
 from puna.flows.guard import Bounded, OwnSite, check_auth
 from puna.flows.server import Server, read_note, remove_note, write_note
-from puna.flows.settings import ADDRESSES, ALLOWED, REFUSED, prepare
+from puna.flows.settings import ADDRESSES, ALLOWED, REFUSED, SERVED, prepare
 from puna.storage import PunaError, Store
 from puna.storage.store import written
 
@@ -68,7 +68,8 @@ def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False
             url = _address(host, listening)
             server = Server(f"{url}/api", auth)
             _configure(store, url, server)
-            os.environ[ADDRESSES] = ALLOWED if urls else REFUSED  # for the worker, which starts what forms ask for
+            # For the worker, which starts what forms ask for.
+            os.environ |= {ADDRESSES: ALLOWED if urls else REFUSED, SERVED: store.uri}
             worker = Worker(store, server, limit)
             # It imports what it needs while the server does, and waits for it.
             worker.start()

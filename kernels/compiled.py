@@ -17,6 +17,7 @@ import inspect
 import io
 import os
 import pickle
+import stat
 import tempfile
 import uuid
 import zlib
@@ -100,6 +101,7 @@ class _Files:
         made = self._folder / f"{self._name}.{key}.nbc"
         begun = made.with_suffix(f".{uuid.uuid4().hex[:16]}")
         packed = dumps(data)
+        begun.touch(mode=0o644)
         begun.write_bytes(packed + _checksum(packed))
         begun.replace(made)
         stored = sorted(self._folder.glob(f"{glob.escape(self._name)}.*.nbc"), key=_written, reverse=True)
@@ -108,7 +110,10 @@ class _Files:
 
     def load(self, key: str) -> Any:
         try:
-            whole = (self._folder / f"{self._name}.{key}.nbc").read_bytes()
+            with (self._folder / f"{self._name}.{key}.nbc").open("rb") as file:
+                if not _own(os.fstat(file.fileno())):
+                    return None
+                whole = file.read()
             sound = len(whole) > SUM_BYTES and whole[-SUM_BYTES:] == _checksum(memoryview(whole)[:-SUM_BYTES])
             return _Reader(io.BytesIO(whole)).load() if sound else None  # a disk was full, or is damaged
         except (FileNotFoundError, ImportError, AttributeError):
@@ -117,6 +122,11 @@ class _Files:
     def flush(self) -> None:
         for file in self._folder.glob(f"{glob.escape(self._name)}.*.nbc"):
             file.unlink(missing_ok=True)
+
+
+def _own(status: os.stat_result) -> bool:
+    """True if nobody but this user and root can have written the file: to read it is to run it."""
+    return status.st_uid in (os.getuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _checksum(packed: bytes | memoryview) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,17 @@ def test_a_compiled_loop_that_is_damaged_on_disk_is_compiled_anew(ask, tmp_path,
     assert files
     for file in files:
         file.write_bytes(damage(file.read_bytes()))
+    assert ask() == (3 * (4 + 15), False)
+    assert ask() == (3 * (4 + 15), True)
+
+
+@pytest.mark.parametrize("strange", [lambda file: file.chmod(0o664), lambda file: file.chmod(0o646), lambda file: os.chown(file, 12345, -1)])
+def test_a_compiled_loop_that_others_may_have_written_is_compiled_anew(ask, tmp_path, strange):
+    for file in (tmp_path / "cache").rglob("*.nbc"):
+        try:
+            strange(file)
+        except PermissionError:
+            pytest.skip("only root gives files away")
     assert ask() == (3 * (4 + 15), False)
     assert ask() == (3 * (4 + 15), True)
 

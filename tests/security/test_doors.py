@@ -16,7 +16,7 @@ from fastapi.testclient import TestClient
 from starlette.responses import RedirectResponse
 from starlette.routing import Route
 
-from puna.flows import launch, settings
+from puna.flows import deployments, launch, settings
 from puna.flows.annotate import LINKED, Desk
 from puna.flows.annotate import application as desk_application
 from puna.flows.api import Limits
@@ -127,6 +127,19 @@ def test_a_run_of_a_form_fetches_no_address(store: Store, monkeypatch: pytest.Mo
     with doors.trapped() as (trap, fetched), pytest.raises(PunaError, match="forms read local paths alone"):
         launch.run(launch.Request("flow:curate", inputs=(trap,), json=True), store)
     assert not fetched
+
+
+def test_a_form_names_no_store_or_executor_elsewhere(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.ADDRESSES, settings.REFUSED)
+    monkeypatch.setenv(settings.SERVED, store.uri)
+    with doors.trapped() as (trap, fetched):
+        for given in ({"store": trap}, {"store": "s3://bucket/store"}, {"executor": trap.replace("http", "dask")}, {"executor": "ray://127.0.0.1:9"}):
+            with pytest.raises(PunaError, match=f"{next(iter(given))} .*forms read local paths alone"):
+                deployments._opened({"store": store.uri, "executor": "processes", **given})
+    assert not fetched and deployments._opened({"store": store.uri, "executor": "processes"}).uri == store.uri
+    monkeypatch.setenv(settings.SERVED, "s3://bucket/store")
+    monkeypatch.setattr(deployments.Store, "open", lambda uri: uri)
+    assert deployments._opened({"store": "s3://bucket/store", "executor": "processes"}) == "s3://bucket/store"
 
 
 @pytest.fixture(scope="module")
