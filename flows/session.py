@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,10 @@ from concurrent.futures import Executor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from types import FrameType
 from typing import Any
+
+from rich.markup import escape
 
 from puna.flows.begun import begun
 from puna.flows.console import Console
@@ -21,6 +25,8 @@ from puna.flows.program import Given
 from puna.flows.reporter import Reporter
 from puna.flows.server import from_environment, server_of
 from puna.flows.task import Tasks, in_prefect
+from puna.flows.unfinished import command, message
+from puna.models.training import stop
 from puna.stages.contract import Outcome, Stage, StageConfig, Value, perform
 from puna.stages.contract.executors import PROCESSES, PartExecutor, connected
 from puna.storage import Artifact, Identity, PunaError, Store, database, runs
@@ -39,6 +45,8 @@ class Session:
     given: dict[str, Given] | None = None
     outcomes: list[tuple[str, Outcome]] = field(default_factory=list)
     tasks: Tasks = field(default_factory=Tasks)
+    unfinished: dict[str, str] = field(default_factory=dict)
+    """Steps that were begun and have no artifact yet, each with the key of the one it makes."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -73,6 +81,7 @@ class Session:
             found = self.store.find(stage.kind, identity.key)
             marked += [(found, "it is made anew")] if found is not None and found.key in suspects else []
             with self._lock:
+                self.unfinished[step] = identity.key
                 for one, what in marked:
                     line = f"{step}: {one.id} is suspect: {suspects[one.key]}; {what}"
                     self.console.say(line)
@@ -96,6 +105,7 @@ class Session:
         with self._lock:
             self.store.record(self.run, runs.Made(step, stage.name, made.kind, made.key, outcome.reused, outcome.seconds).event())
             self.outcomes.append((step, outcome))
+            self.unfinished.pop(step, None)
             self.console.finished(step, outcome)
             self.reporter.finished(told, outcome)
         return outcome
@@ -144,7 +154,7 @@ def session(
     flow_run = os.environ.get("PREFECT__FLOW_RUN_ID")
     server = from_environment() if flow_run else server_of(store)
     engine = connected(executor, workers)
-    with Console(json=json) as console, store.at_work(run):
+    with Console(json=json) as console, store.at_work(run), _ended_in_order():
         reporter = Reporter(store, run, flow, server, flow_run=flow_run, parameters=parameters, title=title)
         made = Session(store, console, engine, run, reporter)
         token = _CURRENT.set(made)
@@ -172,10 +182,9 @@ def session(
         except BaseException:  # Ctrl-C, or the signal by which a server's worker ends a run
             with contextlib.suppress(OSError, PunaError):
                 store.record(run, runs.stopped())
-            console.say("stopped; what is finished is kept, and the same command goes on from there")
-            # Ctrl-C ended the workers too; parts that were begun again since must not be waited for.
             if engine is not None:
-                engine.stop()
+                engine.stop()  # trainings in workers save their state first
+            _tell_saved(made, flow_run is not None)
             raise
         finally:
             _CURRENT.reset(token)
@@ -183,6 +192,35 @@ def session(
                 engine.shutdown(cancel_futures=True)
             listening.close()
             reporter.end(*ending, report=page)
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Inside, SIGTERM ends the run as Ctrl-C does, unless somebody handles it already; a training says that its step ends first."""
+    stop.announce = lambda: os.write(2, b"\nstopping: the step in progress ends and is saved first; Ctrl-C again stops at once\n")
+    own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if own:
+        signal.signal(signal.SIGTERM, _terminated)
+    try:
+        yield
+    finally:
+        stop.announce = None
+        if own:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _tell_saved(session: Session, in_server: bool) -> None:
+    """Say what is saved of the steps that were stopped, and how to go on."""
+    given = command()
+    again = f"Go on with: {given}" if given else "Go on: start the same run again" if in_server else "Go on with the same call"
+    with contextlib.suppress(OSError, PunaError):
+        text = message(session.store, session.unfinished, again)
+        session.console.say(escape(text))
+        session.reporter.log(text)
 
 
 def _report(session: Session) -> str:

@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError, model_validator
+
+
+NO_RESULT: dict[str, JsonValue] = {"changes_result": False}
+"""`json_schema_extra` of a field that decides no result: it is in no key."""
 
 
 class Settings(BaseModel):
@@ -31,9 +35,28 @@ class Settings(BaseModel):
         defaults = {name: field.get_default(call_default_factory=True) for name, field in cls.model_fields.items()}
         return {name: _over(defaults.get(name), value) for name, value in values.items()}
 
+    def identity(self) -> dict[str, Any]:
+        """Return the JSON value of what decides results: every field that is not declared with `NO_RESULT`."""
+        value: dict[str, Any] = self.model_dump(mode="json")
+        _forget(self, value)
+        return value
+
     def replace(self, **changes: Any) -> Self:
         """A copy with other values, checked like a new one."""
         return type(self).model_validate(dict(self) | changes)
+
+
+def _forget(settings: object, value: Any) -> None:
+    """Take from the JSON value of settings, or of a list of them, the fields that decide no result."""
+    if isinstance(settings, list | tuple):
+        for item, own in zip(settings, value, strict=True):
+            _forget(item, own)
+    elif isinstance(settings, Settings):
+        for name, field in type(settings).model_fields.items():
+            if field.json_schema_extra == NO_RESULT:
+                value.pop(name)
+            else:
+                _forget(getattr(settings, name), value.get(name))
 
 
 def _over(default: object, given: Any) -> Any:

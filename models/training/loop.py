@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from puna.models.training.settings import ComputeSettings, TrainConfig
 from puna.models.training.spikes import spike_limits
-from puna.models.training.state import CheckpointTimer, load_record, load_state, save_state
+from puna.models.training.state import Saver, load_record, load_state, save_state
 from puna.models.training.trainer import Row, Trainer
 
 __all__ = ["Row", "TrainConfig", "TrainLog", "TrainingDiverged", "Trainer", "train", "weights_digest"]
@@ -55,24 +56,31 @@ def train(
 
     In bf16 the model computes in bf16 while it trains and has its fp32 weights back afterwards.
 
-    With `checkpoint_dir` the state is kept there every `checkpoint_every` steps, by time (`CheckpointTimer`) and at the end, and a
-    run that finds one continues after it, calling `on_step` for new steps only. It refuses the state of
+    With `checkpoint_dir` the state is kept there every `checkpoint_every` steps, by time, before Ctrl-C or SIGTERM ends the training
+    (`Saver`), and at the end. A run that finds one continues after it, calling `on_step` for new steps only. It refuses the state of
     another configuration or seed, or of other initial weights, with ValueError. `TrainingDiverged` after
     `max_skipped` steps in a row without an acceptable loss and gradient.
     """
     settings, ema = config.optimizer, config.schedule.ema
     identity = {
-        "config": config.model_dump(mode="json"),
+        "config": config.identity(),
         "seed": seed,
         "initial": weights_digest(model),
         "rate_scales": dict(rate_scales or {}),
     }
     was_training = model.training
     average: dict[str, Tensor] = {}
-    with Trainer(model, objective, config.replace(compute=as_begun(config.compute, checkpoint_dir)), rate_scales) as trainer:
+    with ExitStack() as stack:
+        trainer = stack.enter_context(Trainer(model, objective, config.replace(compute=as_begun(config.compute, checkpoint_dir)), rate_scales))
         first, log = _resume(checkpoint_dir, trainer, average, identity)
+
+        def write() -> None:
+            assert checkpoint_dir is not None
+            tensors = trainer.tensors() | {f"average.{name}": value for name, value in average.items()}
+            save_state(checkpoint_dir, len(log), tensors, {**identity, "precision": trainer.precision, **progress("step", config.steps, log)})
+
         averaged_steps = config.averaged_steps()
-        timer = CheckpointTimer()
+        saver = stack.enter_context(Saver(config.compute.save_seconds, write if checkpoint_dir is not None else None))
         model.train()
         for step in range(first, config.steps + 1):
             limits = spike_limits(log, settings.spike_window, settings.spike_limit)
@@ -83,17 +91,18 @@ def train(
                 _include(average, trainer.weights, 1.0 / sum(s <= step for s in averaged_steps))
             if ema and not row["skipped"]:
                 _include(average, trainer.weights, 1.0 - ema)
-            if checkpoint_dir is not None and (
-                step == config.steps or (checkpoint_every and step % checkpoint_every == 0) or timer.due()
-            ):
-                with timer.writing():
-                    tensors = trainer.tensors() | {f"average.{name}": value for name, value in average.items()}
-                    save_state(checkpoint_dir, step, tensors, {**identity, "precision": trainer.precision, "log": log})
+            saver.stepped(step == config.steps or bool(checkpoint_every and step % checkpoint_every == 0))
             if on_step is not None:
                 on_step(row)
+            saver.end_if_asked()
         trainer.assign(average)
     model.train(was_training)
     return log
+
+
+def progress(unit: str, of: int, log: TrainLog) -> dict[str, Any]:
+    """Return the log of a checkpoint, and how far the training is: `done` of `of` steps or rollouts, in `seconds` of work."""
+    return {"unit": unit, "done": len(log), "of": of, "seconds": sum(row["seconds"] for row in log), "log": log}
 
 
 def weights_digest(model: nn.Module) -> str:

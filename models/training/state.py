@@ -8,46 +8,61 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load, save_file
 from torch import Tensor
 
+from puna.models.training.stop import Stop
+
 TENSORS = "state.safetensors"
 RECORD = "state.json"
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """What reading a damaged checkpoint raises."""
 
-CHECKPOINT_SECONDS = 10.0
-"""Seconds of training after which its state is written."""
-CHECKPOINT_SHARE = 0.02
-"""Largest share of a training's time that checkpoints by time may take (0 to 1)."""
+SAVE_SHARE = 0.02
+"""Largest share of a training's time that saving by time may take (0 to 1)."""
 
 
-class CheckpointTimer:
-    """Clock that tells a training when to write its state.
+class Saver:
+    """The saving of a training's state: where a step asks for it, by time, and before a signal ends the training.
 
-    The state is written every `CHECKPOINT_SECONDS`. Where the last write was slow, the wait grows until writing takes at most
-    `CHECKPOINT_SHARE` of the time.
+    seconds: time after which the state is saved. Where the last write was slow, the wait grows until writing takes at most `SAVE_SHARE`
+    of the time. write: writes the state; None: it is kept nowhere.
     """
 
-    def __init__(self) -> None:
-        self._cost = 0.0
-        self._since = time.monotonic()
+    def __init__(self, seconds: float, write: Callable[[], object] | None) -> None:
+        self._seconds, self._write = seconds, write
+        self._cost, self._since, self._saved = 0.0, time.monotonic(), False
+        self._stop = Stop()
 
-    def due(self) -> bool:
-        """True if the state is to be written now."""
-        return time.monotonic() - self._since >= max(CHECKPOINT_SECONDS, self._cost / CHECKPOINT_SHARE)
+    def __enter__(self) -> Saver:
+        self._stop.__enter__()
+        return self
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Measure one write of the state, and begin the next wait at its end."""
+    def __exit__(self, *error: Any) -> None:
+        self._stop.__exit__(*error)
+
+    def stepped(self, now: bool = False) -> None:
+        """Save the state after a step where that is due, or where the step wants it (`now`)."""
+        self._saved = False
+        if now or self._stop.asked or time.monotonic() - self._since >= max(self._seconds, self._cost / SAVE_SHARE):
+            self._save()
+
+    def end_if_asked(self) -> None:
+        """End the training where a signal waits for that, with its state saved."""
+        if self._stop.asked:
+            self._save()
+            self._stop.act()
+
+    def _save(self) -> None:
+        if self._write is None or self._saved:
+            return
         started = time.monotonic()
-        yield
-        self._since = time.monotonic()
+        self._write()
+        self._since, self._saved = time.monotonic(), True
         self._cost = self._since - started
 
 

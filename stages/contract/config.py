@@ -15,12 +15,6 @@ from puna.storage import PunaError
 class StageConfig(Settings):
     """Base of every stage configuration and of its nested groups."""
 
-    def identity(self) -> dict[str, Any]:
-        """The JSON value that enters the artifact's key."""
-        value: dict[str, Any] = self.model_dump(mode="json")
-        return value
-
-
     def reaches(self) -> list[tuple[str, str]]:
         """Functions that the configuration names, as module and symbol: what they reach counts in the key as the stage's own code."""
         return []

@@ -140,12 +140,12 @@ def _trial(
     answers: dict[str, list[tuple[list[int], list[int]]]], scratch: str,
 ) -> dict[str, Any]:  # fmt: skip
     config = AnnealExperimentConfig.model_validate_json(settings)
-    return remembered(Path(scratch) / f"trial-{job.number}.json", lambda: _anneal(job, config, tokens, model, pools, answers))
+    return remembered(Path(scratch) / f"trial-{job.number}.json", lambda state: _anneal(job, config, tokens, model, pools, answers, state))
 
 
 def _anneal(
     job: Job, config: AnnealExperimentConfig, tokens: Artifact, model: str, pools: PoolRows,
-    answers: dict[str, list[tuple[list[int], list[int]]]],
+    answers: dict[str, list[tuple[list[int], list[int]]]], state: Path,
 ) -> dict[str, Any]:
     from puna.models import accounting
     from puna.models.checkpoint import load
@@ -168,7 +168,7 @@ def _anneal(
         network = load(Path(model))
         with divergence_named(f"anneal_experiment, run {job.arm} {job.repeat}"):
             loop_settings = config.phase.train_config(config.optimizer, config.compute)
-            log = train(network, LanguageModeling(), lambda step: mixed.batches(step, size), loop_settings, job.seed)
+            log = train(network, LanguageModeling(), lambda step: mixed.batches(step, size), loop_settings, job.seed, state)
         losses = {
             "candidate": mean_loss(network, candidates.heldout[0], size),
             "default": mean_loss(network, packed.validation_pieces(held), size),

@@ -201,7 +201,7 @@ def _trial(
 ) -> dict[str, Any]:
     number, name, shares, seed = job
 
-    def make() -> dict[str, Any]:
+    def make(state: Path) -> dict[str, Any]:
         config = MixExperimentConfig.model_validate_json(settings)
         found = Pools.read(pools)
         mixed = found.mixed(shares, config.phase.rows_per_step, begin)
@@ -209,7 +209,7 @@ def _trial(
         size = config.compute.micro_batch_tokens
         with one_thread():
             loop_settings = config.phase.train_config(config.optimizer, config.compute)
-            proxy = trained(shape, lambda step: mixed.batches(step, size), mixed.lengths, loop_settings, seed)
+            proxy = trained(shape, lambda step: mixed.batches(step, size), mixed.lengths, loop_settings, seed, state)
             losses = [mean_loss(proxy.model, pieces, size) for pieces in found.heldout]
         return {
             "number": number, "name": name, "shares": shares, "losses": losses,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +48,9 @@ def trained(
     lengths: Callable[[int], Sequence[int]],
     settings: TrainConfig,
     seed: int,
+    state: Path,
 ) -> Proxy:
-    """A model of this shape, trained; `lengths` gives the documents' lengths of a step, for the cost."""
+    """A model of this shape, trained; `lengths` gives the documents' lengths of a step, for the cost. `state`: where it is saved."""
     import torch
 
     from puna.models import accounting
@@ -57,17 +58,18 @@ def trained(
     from puna.models.training.objectives import LanguageModeling
     from puna.models.transformer import Transformer
 
-    started = time.perf_counter()
     model = Transformer(shape, generator=torch.Generator().manual_seed(seed))
     with divergence_named(f"a small run of width {shape.hidden_size}"):
-        log = train(model, LanguageModeling(), batches, settings, seed)
+        log = train(model, LanguageModeling(), batches, settings, seed, state)
     flops = sum(accounting.training_flops(shape, lengths(step)) for step in range(1, settings.steps + 1))
-    return Proxy(model, int(sum(row["tokens"] for row in log)), float(flops), time.perf_counter() - started)
+    return Proxy(model, int(sum(row["tokens"] for row in log)), float(flops), sum(row["seconds"] for row in log))
 
 
-def remembered(file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The JSON object in `file`, made and written first where there is none."""
+def remembered(file: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """The JSON object in `file`, made and written first where there is none. `make` is given a folder for the state of its training."""
+    state = file.with_suffix("")
     if not file.exists():
-        write_text(file, json.dumps(make()))
+        write_text(file, json.dumps(make(state)))
+    shutil.rmtree(state, ignore_errors=True)
     found: dict[str, Any] = json.loads(file.read_text())
     return found

@@ -153,10 +153,16 @@ def _target(tokens: Artifact, config: ScalingLawConfig, vocab_size: int, begin: 
 def _trial(job: tuple[int, int, str, int], tokens: Artifact, vocab_size: int, begin: int, scratch: str) -> dict[str, Any]:
     number, width, settings, seed = job
     config = ScalingLawConfig.model_validate_json(settings)
-    return remembered(Path(scratch) / f"trial-{number}.json", lambda: _run(number, width, config, seed, tokens, vocab_size, begin))
+
+    def make(state: Path) -> dict[str, Any]:
+        return _run(number, width, config, seed, tokens, vocab_size, begin, state)
+
+    return remembered(Path(scratch) / f"trial-{number}.json", make)
 
 
-def _run(number: int, width: int, config: ScalingLawConfig, seed: int, tokens: Artifact, vocab_size: int, begin: int) -> dict[str, Any]:
+def _run(
+    number: int, width: int, config: ScalingLawConfig, seed: int, tokens: Artifact, vocab_size: int, begin: int, state: Path
+) -> dict[str, Any]:
     from puna.models import accounting
 
     small = shrunk(config.model, width)
@@ -167,7 +173,8 @@ def _run(number: int, width: int, config: ScalingLawConfig, seed: int, tokens: A
     reader = _reader(tokens, config, phase, seed, begin)
     settings = phase.train_config(config.optimizer, config.compute)
     with one_thread():
-        proxy = trained(shape, lambda step: reader.batches(step, config.compute.micro_batch_tokens), reader.lengths, settings, seed)
+        size = config.compute.micro_batch_tokens
+        proxy = trained(shape, lambda step: reader.batches(step, size), reader.lengths, settings, seed, state)
         pieces = reader.packed.validation_pieces(reader.excluded)
         loss = mean_loss(proxy.model, pieces)
     details = {

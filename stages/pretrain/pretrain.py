@@ -13,6 +13,7 @@ from pydantic import Field
 
 from puna.models.config import ModelShape
 from puna.models.parameters import parameters
+from puna.models.settings import NO_RESULT
 from puna.models.training.settings import ComputeSettings, OptimizerSettings
 from puna.stages.contract import Facts, Figure, SeededConfig, StageRun, Tokenizer, Tokens, stage
 from puna.stages.training.needs import TRAINED_BYTES, memory
@@ -42,8 +43,9 @@ class PretrainConfig(SeededConfig):
     checkpoint_every: int = Field(
         100,
         ge=1,
-        description="Steps between checkpoints to resume from; they change no result. Slow steps are also saved by time: every 10 s, "
-        "or less often where saving would take more than 2 % of the time",
+        description="Steps between checkpoints to resume from; they change no result. Slow steps are also saved by time, "
+        "see compute.save_seconds",
+        json_schema_extra=NO_RESULT,
     )
 
 

@@ -17,6 +17,8 @@ from puna.stages.contract.executors.worker import Answer, compute
 # What numpy, torch, numba, Arrow and tokenizers read when they are loaded, and not again.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS")
 _environment = threading.Lock()
+SAVE_SECONDS = 20.0
+"""Longest wait for the workers of a run that is stopped; Prefect kills the whole run after 30 s."""
 
 
 def cores() -> int:
@@ -70,8 +72,16 @@ class Processes(PartExecutor):
         self._answered(part, answer)
 
     def _end(self) -> None:
-        for worker in self._context.made:
-            if worker.is_alive():
+        """End the workers: a training in one of them saves its state first, for which it has `SAVE_SECONDS`."""
+        workers = [worker for worker in self._context.made if worker.is_alive()]
+        deadline = time.monotonic() + SAVE_SECONDS
+        try:
+            for worker in workers:
+                worker.terminate()
+            while any(worker.is_alive() for worker in workers) and time.monotonic() < deadline:
+                time.sleep(0.02)
+        finally:
+            for worker in workers:
                 worker.kill()
 
     def _close(self) -> None:
@@ -119,7 +129,7 @@ class _Context(SpawnContext):
 
 def _start(parent: int) -> None:
     """Prepare a worker."""
-    # Ctrl-C reaches every process of a terminal: the worker ends at once, and the driver alone says so.
+    # Ctrl-C reaches every process of a terminal: the worker ends at once, or after a training's step, and the driver alone says so.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
+from puna.models.settings import NO_RESULT
 from puna.stages.contract import StageConfig
 from puna.storage import PunaError
 
@@ -24,12 +25,10 @@ class SignatureConfig(StageConfig):
     """Where signatures are computed, which they do not depend on: it is no part of the identity."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where signatures are computed, bit by bit the same: on a GPU, the CPU, or a GPU where there is one (auto)"
+        "auto",
+        description="Where signatures are computed, bit by bit the same: on a GPU, the CPU, or a GPU where there is one (auto)",
+        json_schema_extra=NO_RESULT,
     )
-
-    def identity(self) -> dict[str, Any]:
-        """All but the device."""
-        return {name: value for name, value in super().identity().items() if name != "device"}
 
     def chosen_device(self) -> Device:
         """The device meant, for all workers; PunaError where there is none."""
