@@ -71,13 +71,15 @@ def train(
     was_training = model.training
     average: dict[str, Tensor] = {}
     with ExitStack() as stack:
-        trainer = stack.enter_context(Trainer(model, objective, config.replace(compute=as_begun(config.compute, checkpoint_dir)), rate_scales))
+        begun = config.replace(compute=as_begun(config.compute, checkpoint_dir))
+        trainer = stack.enter_context(Trainer(model, objective, begun, rate_scales))
         first, log = _resume(checkpoint_dir, trainer, average, identity)
 
         def write() -> None:
             assert checkpoint_dir is not None
             tensors = trainer.tensors() | {f"average.{name}": value for name, value in average.items()}
-            save_state(checkpoint_dir, len(log), tensors, {**identity, "precision": trainer.precision, **progress("step", config.steps, log)})
+            record = {**identity, "precision": trainer.precision, **progress("step", config.steps, log)}
+            save_state(checkpoint_dir, len(log), tensors, record)
 
         averaged_steps = config.averaged_steps()
         saver = stack.enter_context(Saver(config.compute.save_seconds, write if checkpoint_dir is not None else None))

@@ -132,7 +132,6 @@ class ComputeSettings(Settings):
     save_seconds: float = Field(
         10.0,
         gt=0,
-        le=86_400,
         description="Seconds after which a training's state is saved, to go on from after a crash; more where saving would take more than "
         "2 % of the time. It changes no result",
         json_schema_extra=NO_RESULT,

@@ -100,7 +100,7 @@ def test_ctrl_c_ends_the_driver_and_its_workers_in_peace(tmp_path: Path) -> None
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     out, error = process.communicate(timeout=60)
-    assert "the same command goes on from there" in out
+    assert "Stopped. Every step that was begun is finished. Go on with the same call" in out
     assert error.count("Traceback") == 1 and "_process_worker" not in error  # the script's own: `puna` prints none
     with pytest.raises(ProcessLookupError):
         for _ in range(100):

@@ -1,4 +1,4 @@
-"""Trainings that are killed: what they keep by time, and that they end with the same bits when they go on."""
+"""Trainings that are killed or stopped: what they keep, and that they end with the same bits when they go on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPE = ModelConfig(vocab_size=19, hidden_size=16, intermediate_size=32, num_hid
 STEPS, KILLED = 12, 7
 
 
-def run(folder: Path | None, kill: int | None = None) -> str:
+def run(folder: Path | None, kill: int | None = None, save_seconds: float = 10.0) -> str:
     """Train a small model; with `kill`, send this process that signal after step 7. Return the digest of the weights."""
 
     def batches(step: int) -> list[o.Targets]:
@@ -34,16 +34,16 @@ def run(folder: Path | None, kill: int | None = None) -> str:
             os.kill(os.getpid(), kill)
 
     model = Transformer(SHAPE, "lm", torch.Generator().manual_seed(0))
-    config = TrainConfig(steps=STEPS, schedule={"learning_rate": 0.01, "ema": 0.9})
+    config = TrainConfig(steps=STEPS, schedule={"learning_rate": 0.01, "ema": 0.9}, compute={"save_seconds": save_seconds})
     train(model, o.LanguageModeling(), batches, config, seed=3, checkpoint_dir=folder, on_step=on_step)
     return weights_digest(model)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_killed_training_keeps_its_state_by_time_and_ends_with_the_same_bits(sent: signal.Signals, tmp_path: Path) -> None:
-    # A wait of 0 seconds stands for steps that each take longer than the wait.
-    code = "import sys; from pathlib import Path; import test_stop_training as t; t.state.CHECKPOINT_SECONDS = 0.0; "
-    code += "t.state.CHECKPOINT_SHARE = float('inf'); t.run(Path(sys.argv[1]), int(sys.argv[2]))"
+def test_a_killed_training_keeps_its_state_and_ends_with_the_same_bits(sent: signal.Signals, tmp_path: Path) -> None:
+    # A tiny wait stands for steps that each take longer than the wait.
+    code = "import sys; from pathlib import Path; import test_stop_training as t; t.state.SAVE_SHARE = float('inf'); "
+    code += "t.run(Path(sys.argv[1]), int(sys.argv[2]), 1e-9 if int(sys.argv[2]) == 9 else 1e6)"
     paths = os.pathsep.join((str(ROOT / ".pkg"), str(Path(__file__).parent)))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
@@ -54,23 +54,3 @@ def test_a_killed_training_keeps_its_state_by_time_and_ends_with_the_same_bits(s
     record = state.load_record(tmp_path)
     assert record is not None and record["step"] == KILLED
     assert run(tmp_path) == run(None)
-
-
-def test_the_wait_between_checkpoints_grows_with_what_a_write_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(state.time, "monotonic", lambda: now[0])
-    timer = state.CheckpointTimer()
-    now[0] += 9.9
-    assert not timer.due()
-    now[0] += 0.2
-    assert timer.due()
-    with timer.writing():
-        now[0] += 3.0
-    now[0] += 149.0
-    assert not timer.due()
-    now[0] += 2.0
-    assert timer.due()
-    with timer.writing():
-        now[0] += 0.01
-    now[0] += 10.1
-    assert timer.due()

@@ -1,0 +1,109 @@
+"""Trainings of every objective that a signal stops: the step ends, the state is saved, and they end with the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from puna.models.training import objectives as o
+from puna.models.training import state
+from puna.models.training.loop import TrainConfig, train, weights_digest
+from puna.models.training.stop import Stop
+from puna.models.training.trainer import TIMED
+
+from .test_objectives import CASES, examples, model, targets
+
+STEPS = 5
+
+
+def kto_batch(some: list, reference: Any) -> o.KtoBatch:
+    own, others = targets(some), targets([(prompt, some[i - 1][1]) for i, (prompt, _) in enumerate(some)])
+    good = torch.arange(own.answers) % 2 == 0
+    return o.KtoBatch(own, good, o.reference_logprobs(reference, own), others, o.reference_logprobs(reference, others))
+
+
+OBJECTIVES = CASES | {
+    "kto": ("lm", 2, o.Kto(), kto_batch),
+    "language_modeling": ("lm", 1, o.LanguageModeling(), lambda some, _: targets(some)),
+}
+
+
+def batches(name: str) -> Callable[[int], list]:
+    _, answers, _, collate = OBJECTIVES[name]
+    reference = model("lm", 1)
+    return lambda step: [collate(examples(3, answers, step), reference)]
+
+
+def stopping(number: int, sent: int) -> Callable[[dict], None]:
+    """Send this process a signal in the middle of a step."""
+
+    def on_step(row: dict) -> None:
+        if row["step"] == number:
+            os.kill(os.getpid(), sent)
+
+    return on_step
+
+
+def timeless(log: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{name: value for name, value in row.items() if name not in TIMED} for row in log]
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_stopped_training_saves_its_step_and_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    head, _, objective, _ = OBJECTIVES[name]
+    config = TrainConfig(steps=STEPS, schedule={"learning_rate": 1e-3, "ema": 0.5})
+    stop = int(np.random.default_rng(sum(name.encode())).integers(1, STEPS))
+    whole, resumed = model(head), model(head)
+    expected = train(whole, objective, batches(name), config, 3)
+    with pytest.raises(KeyboardInterrupt):
+        train(model(head), objective, batches(name), config, 3, tmp_path, on_step=stopping(stop, signal.SIGINT))
+    record = state.load_record(tmp_path)
+    assert record is not None and record["step"] == record["done"] == stop and record["of"] == STEPS
+    log = train(resumed, objective, batches(name), config, 3, tmp_path)
+    assert weights_digest(resumed) == weights_digest(whole)
+    assert timeless(log) == timeless(expected)
+
+
+def test_a_signal_waits_for_the_step_and_a_second_one_acts_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt), Stop() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.asked
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("the second Ctrl-C did not act")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_that_came_after_the_last_step_is_not_lost() -> None:
+    done = False
+    with pytest.raises(KeyboardInterrupt), Stop():
+        os.kill(os.getpid(), signal.SIGINT)
+        done = True
+    assert done
+
+
+def test_a_state_is_saved_by_time_and_seldom_where_writing_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, writes = [100.0], []
+    monkeypatch.setattr(state.time, "monotonic", lambda: now[0])
+
+    def write() -> None:
+        writes.append(round(now[0], 1))
+        now[0] += 3.0
+
+    with state.Saver(10.0, write) as saver:
+        for seconds in (9.9, 0.2, 149.0, 2.0):
+            now[0] += seconds
+            saver.stepped()
+    # Due after 10 s, then, where a write takes 3 s, after 150: writing takes 2 % of the time.
+    assert writes == [110.1, 264.1]
+
+
+def test_how_often_a_state_is_saved_is_in_no_key() -> None:
+    often, seldom = (TrainConfig(steps=2, compute={"save_seconds": seconds}) for seconds in (1.0, 100.0))
+    assert often != seldom and often.identity() == seldom.identity() == TrainConfig(steps=2).identity()
