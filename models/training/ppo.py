@@ -1,11 +1,15 @@
 """The driver of PPO and GRPO: roll out, score, estimate advantages, update the policy (and PPO's critic); again.
 
-Rollout k draws its prompts, its samples and its minibatches from (seed, k), so the weights, the moments
-and a handful of numbers after rollout k are the whole state, and a resumed run is bit-identical.
+Rollout k draws its prompts, its samples and its minibatches from (seed, k), so the weights, the moments and a handful of numbers
+after rollout k are the whole state. Within a rollout, each wave of answers is saved as it is scored, and after an update what all
+updates of the rollout read. A resumed run is bit-identical.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,13 +22,13 @@ import torch
 from torch import Tensor
 
 from puna.kernels.advantages import advantages
-from puna.models.training.loop import Row, Trainer, TrainLog, as_begun, check_identity, check_skips, weights_digest
+from puna.models.training.loop import Row, Trainer, TrainLog, as_begun, check_identity, check_skips, progress, weights_digest
 from puna.models.training.objectives.base import Targets, sum_segments
 from puna.models.training.objectives.ppo import Ppo, PpoBatch, Value, group_advantages, token_values, whiten
 from puna.models.training.packing import pack
-from puna.models.training.rollouts import Rollouts, Sampled, by_group
+from puna.models.training.rollouts import Remember, Rollouts, Sampled, by_group
 from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
-from puna.models.training.state import load_state, save_state
+from puna.models.training.state import Saver, load_state, remembered, save_state
 from puna.models.transformer import Transformer
 
 Estimate = tuple[Tensor, Tensor, Tensor]
@@ -72,7 +76,7 @@ def train_ppo(
     computed), what `watch` gives in these rollouts, kl_coefficient, clip_fraction,
     approximate_kl, entropy, value_loss, value_error, explained_variance, answer_tokens, finished.
 
-    With `checkpoint_dir` the state is kept after each rollout and a run that finds one goes on from it. `rate_scales`
+    With `checkpoint_dir` the state is kept after each rollout and as `Saver` says, and a run that finds one goes on from it. `rate_scales`
     multiplies the learning rate of the policy's parameters that it names.
     """
     config = rollouts.config
@@ -136,97 +140,143 @@ def _train(
     on_step: Callable[[Row], None] | None,
 ) -> TrainLog:
     config: RolloutSettings = rollouts.config
+    updates = config.epochs * config.minibatches
     identity = {
-        "config": config.model_dump(mode="json"),
+        "config": config.identity(),
         "seed": rollouts.seed,
         "initial": [weights_digest(m) for m in (*(trainer.model for trainer in trainers.values()), rollouts.reference)],
     }
-    first, numbers, log = _resume(checkpoint_dir, trainers, identity, config)
+    numbers, log, begun = _resume(checkpoint_dir, trainers, identity, config)
+    names = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+
+    def write() -> None:
+        assert checkpoint_dir is not None
+        tensors = {f"{who}.{name}": value for who, u in trainers.items() for name, value in u.tensors().items()}
+        record = {**identity, "precision": trainers["policy"].precision, "numbers": numbers, **progress("rollout", config.rollouts, log)}
+        done = 0
+        if begun is not None:
+            tensors, record["begun"], done = tensors | begun.tensors(), begun.record(), len(begun.rows["policy"])
+        save_state(checkpoint_dir, len(log) * updates + done, tensors, record)
+
     with ExitStack() as stack:
         for trainer in trainers.values():
             stack.enter_context(trainer)
-        for rollout in range(first, config.rollouts + 1):
-            log.append(_step(rollouts, trainers, estimate, numbers, rollout))
+        saver = stack.enter_context(Saver(config.compute.save_seconds, write if checkpoint_dir is not None else None))
+        for rollout in range(len(log) + 1, config.rollouts + 1):
+            waves = None if checkpoint_dir is None else checkpoint_dir / f"rollout-{rollout}-{names}"
+
+            def remember(name: str, make: Callable[[], Any], waves: Path | None = waves) -> Any:
+                value = make() if waves is None else remembered(waves / f"{name}.json", make)
+                saver.end_if_asked()
+                return value
+
+            if begun is None:
+                begun = _begin(rollouts, trainers, estimate, numbers, rollout, remember)
+            for update in range(len(begun.rows["policy"]), updates):
+                _update(trainers, begun, config, rollouts.seed, rollout, update)
+                if update + 1 < updates:
+                    saver.stepped()
+                    saver.end_if_asked()
+            log.append(_finish(begun, config, numbers, rollout))
+            begun = None
             check_skips(log, 2)
-            if checkpoint_dir is not None:
-                tensors = {f"{who}.{name}": value for who, u in trainers.items() for name, value in u.tensors().items()}
-                found = {**identity, "precision": trainers["policy"].precision, "numbers": numbers, "log": log}
-                save_state(checkpoint_dir, rollout, tensors, found)
+            saver.stepped(now=True)
+            if waves is not None:
+                shutil.rmtree(waves, ignore_errors=True)
             if on_step is not None:
                 on_step(log[-1])
+            saver.end_if_asked()
     return log
 
 
-def _step(
+BY_ANSWER = ("scores", "finished")
+BY_TOKEN = ("logprobs", "values", "advantages", "returns")
+
+
+@dataclass
+class Begun:
+    """A rollout that is sampled: what its updates read, what its row begins with, and the rows of its updates by trainer."""
+
+    groups: list[Group]
+    row: Row
+    rows: dict[str, list[Row]]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The numbers of the answers and of their tokens."""
+        return {f"rollout.{name}": torch.cat([getattr(group, name) for group in self.groups]) for name in (*BY_ANSWER, *BY_TOKEN)}
+
+    def record(self) -> dict[str, Any]:
+        """All that is no tensor."""
+        return {"asked": [g.prompt for g in self.groups], "answers": [g.answers for g in self.groups], "row": self.row, "rows": self.rows}
+
+    @classmethod
+    def read(cls, tensors: dict[str, Tensor], record: dict[str, Any]) -> Begun:
+        """The inverse of `tensors` and `record`."""
+        numbers = {name: tensors[f"rollout.{name}"] for name in (*BY_ANSWER, *BY_TOKEN)}
+        return cls(_groups(record["asked"], record["answers"], numbers), record["row"], record["rows"])
+
+
+def _begin(
     rollouts: Rollouts[Any],
     trainers: dict[str, Trainer],
     estimate: Callable[[Sampled, dict[str, float]], Estimate],
     numbers: dict[str, float],
     rollout: int,
-) -> Row:
-    """One rollout and its updates; `numbers` become those of the next one."""
+    remember: Remember,
+) -> Begun:
+    """Sample a rollout; `numbers` become those of its updates."""
     started = time.perf_counter()
-    config: RolloutSettings = rollouts.config
-    sampled = rollouts.sample(rollout)
-    groups = _groups(sampled, estimate(sampled, numbers))
-    row = _summary(sampled, groups, numbers, "critic" in trainers) | _update(trainers, groups, config, rollouts.seed, rollout)
-    if config.kl_target is not None:
-        answers = sum(len(group.answers) for group in groups)
-        kl = numbers["kl_coefficient"], row["kl"], config.kl_target
-        numbers["kl_coefficient"] = adapt_kl(*kl, answers, config.kl_horizon)
-    return {"step": rollout, **row, "seconds": time.perf_counter() - started}
+    sampled = rollouts.sample(rollout, remember)
+    values, weights, returns = estimate(sampled, numbers)
+    by_token = {"logprobs": sampled.logprobs, "values": values, "advantages": weights, "returns": returns}
+    groups = _groups(sampled.asked, sampled.answers, by_token | {"scores": sampled.scores, "finished": sampled.finished})
+    row = _summary(sampled, groups, numbers, "critic" in trainers)
+    return Begun(groups, row | {"seconds": time.perf_counter() - started}, {who: [] for who in trainers})
 
 
-def _groups(found: Sampled, estimate: Estimate) -> list[Group]:
-    """What was found, prompt by prompt."""
-    values, weights, returns = estimate
-    sizes = [sum(len(answer) for answer in row) for row in found.answers]
-    counts = [len(row) for row in found.answers]
-    by_token = [t.split(sizes) for t in (found.logprobs, values, weights, returns)]
-    by_answer = [t.split(counts) for t in (found.scores, found.finished)]
-    return [
-        Group(
-            prompt=found.asked[g],
-            answers=found.answers[g],
-            logprobs=by_token[0][g],
-            values=by_token[1][g],
-            scores=by_answer[0][g],
-            finished=by_answer[1][g],
-            advantages=by_token[2][g],
-            returns=by_token[3][g],
-        )
-        for g in range(len(found.asked))
-    ]
+def _groups(asked: list[list[int]], answers: list[list[list[int]]], numbers: dict[str, Tensor]) -> list[Group]:
+    """The numbers of all answers and of their tokens, prompt by prompt."""
+    sizes, counts = [sum(map(len, row)) for row in answers], [len(row) for row in answers]
+    parts = {name: value.split(counts if name in BY_ANSWER else sizes) for name, value in numbers.items()}
+    return [Group(asked[g], answers[g], **{name: part[g] for name, part in parts.items()}) for g in range(len(asked))]
 
 
-def _update(
-    trainers: dict[str, Trainer], groups: Sequence[Group], config: RolloutSettings, seed: int, rollout: int
-) -> Row:
-    """All updates of one rollout; means of their rows."""
-    rows: dict[str, list[Row]] = {who: [] for who in trainers}
-    first = (rollout - 1) * config.epochs * config.minibatches
-    for epoch in range(config.epochs):
-        order = np.random.default_rng([seed, rollout, epoch]).permutation(len(groups))
-        for index, part in enumerate(np.array_split(order, config.minibatches)):
-            chosen = [groups[i] for i in sorted(part.tolist())]
-            teaching = chosen if len(trainers) > 1 or config.entropy_weight else _teaching(chosen)
-            left_out = sum(len(group.logprobs) for group in chosen) - sum(len(group.logprobs) for group in teaching)
-            packed = pack([len(group) for group in teaching], config.compute.micro_batch_tokens)
-            batches = [_collate([teaching[i] for i in row], 0 if number else left_out) for number, row in enumerate(packed)]
-            step = first + epoch * config.minibatches + index + 1
-            for who, trainer in trainers.items():
-                rows[who].append(trainer.step(step, batches, seed))
+def _update(trainers: dict[str, Trainer], begun: Begun, config: RolloutSettings, seed: int, rollout: int, update: int) -> None:
+    """One update of each trainer, counted from 0 in its rollout; its rows go into `begun`."""
+    started = time.perf_counter()
+    epoch, index = divmod(update, config.minibatches)
+    order = np.random.default_rng([seed, rollout, epoch]).permutation(len(begun.groups))
+    part = np.array_split(order, config.minibatches)[index]
+    chosen = [begun.groups[i] for i in sorted(part.tolist())]
+    teaching = chosen if len(trainers) > 1 or config.entropy_weight else _teaching(chosen)
+    left_out = sum(len(group.logprobs) for group in chosen) - sum(len(group.logprobs) for group in teaching)
+    packed = pack([len(group) for group in teaching], config.compute.micro_batch_tokens)
+    batches = [_collate([teaching[i] for i in row], 0 if number else left_out) for number, row in enumerate(packed)]
+    step = (rollout - 1) * config.epochs * config.minibatches + update + 1
+    for who, trainer in trainers.items():
+        begun.rows[who].append(trainer.step(step, batches, seed))
+    begun.row["seconds"] += time.perf_counter() - started
+
+
+def _finish(begun: Begun, config: RolloutSettings, numbers: dict[str, float], rollout: int) -> Row:
+    """The row of a rollout, means over its updates; `numbers` become those of the next one."""
     mean = {
         who: {name: sum(row[name] for row in some) / len(some) for name in some[0]}
-        for who, some in rows.items()
+        for who, some in begun.rows.items()
     }
-    policy, critic = mean["policy"], mean.get("critic")
+    rows = [row for some in begun.rows.values() for row in some]
+    policy, critic, row = mean["policy"], mean.get("critic"), begun.row
+    if config.kl_target is not None:
+        answers = sum(len(group.answers) for group in begun.groups)
+        numbers["kl_coefficient"] = adapt_kl(numbers["kl_coefficient"], row["kl"], config.kl_target, answers, config.kl_horizon)
     kept = ("loss", "learning_rate", "gradient_norm", "clip_fraction", "approximate_kl", "entropy")
     return {
+        "step": rollout,
+        **row,
         **{name: policy[name] for name in kept},
-        "tokens": sum(int(row["tokens"]) for some in rows.values() for row in some),
-        "skipped": int(all(row["skipped"] for some in rows.values() for row in some)),
-        "skipped_updates": sum(row["skipped"] for some in rows.values() for row in some),
+        "tokens": sum(int(row["tokens"]) for row in rows),
+        "skipped": int(all(row["skipped"] for row in rows)),
+        "skipped_updates": sum(row["skipped"] for row in rows),
         **({"value_loss": critic["loss"], "value_error": critic["value_error"]} if critic else {}),
     }
 
@@ -266,13 +316,14 @@ def _collate(groups: Sequence[Group], left_out: int) -> PpoBatch:
 
 def _resume(
     folder: Path | None, trainers: dict[str, Trainer], identity: dict[str, Any], config: RolloutSettings
-) -> tuple[int, dict[str, float], TrainLog]:
+) -> tuple[dict[str, float], TrainLog, Begun | None]:
     found = None if folder is None else load_state(folder)
     if found is None:
-        return 1, {"kl_coefficient": config.kl_coefficient, "score_mean": 0.0, "score_scale": 1.0}, []
+        return {"kl_coefficient": config.kl_coefficient, "score_mean": 0.0, "score_scale": 1.0}, [], None
     tensors, record = found
     check_identity(folder, record, identity)
     for who, trainer in trainers.items():
         prefix = f"{who}."
         trainer.restore({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
-    return record["step"] + 1, record["numbers"], record["log"]
+    begun = Begun.read(tensors, record["begun"]) if "begun" in record else None
+    return record["numbers"], record["log"], begun

@@ -5,9 +5,10 @@ Rollout k draws its prompts and its samples from (seed, k), whatever was drawn b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,10 @@ Config = TypeVar("Config", bound=RolloutSettings)
 Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], Sequence[Sequence[float]]]
 Watch = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], dict[str, float]]
 """Further numbers about a rollout's prompts and answers, which become columns of its row."""
+Remember = Callable[[str, Callable[[], Any]], Any]
+"""Gives the JSON value of a name, made by the function given where it was not made before."""
+WAVE_FLOPS = 3e11
+"""Operations of the answers that are sampled on a CPU before they are saved: some seconds of a core."""
 WATCHED = 8
 """Rollouts of a run whose KL divergence is measured where it costs the reward nothing, beside the last one."""
 
@@ -74,11 +79,11 @@ class Rollouts(Generic[Config]):
     seed: int
     watch: Watch | None = None
 
-    def sample(self, rollout: int) -> Sampled:
-        """The answers of a rollout, counted from 1."""
+    def sample(self, rollout: int, remember: Remember = lambda _, make: make()) -> Sampled:
+        """The answers of a rollout, counted from 1. `remember` is given the waves in which they are sampled and scored."""
         config = self.config
         measured = rollout in watched_rollouts(config.rollouts)
-        drawn = self._drawn(rollout)
+        drawn = self._drawn(rollout, remember)
         # The sort is stable: what differs in reward comes first, and all of it stays in the order of drawing.
         chosen = sorted(sorted(range(len(drawn)), key=lambda i: not drawn[i].unequal)[: config.prompts])
         asked, completions = [drawn[i].prompt for i in chosen], [drawn[i].completions for i in chosen]
@@ -104,28 +109,50 @@ class Rollouts(Generic[Config]):
             unequal=sum(one.unequal for one in drawn) / len(drawn),
         )
 
-    def _drawn(self, rollout: int) -> list[Drawn]:
+    def _drawn(self, rollout: int, remember: Remember) -> list[Drawn]:
         """A rollout's prompts, answered; and further ones, while too few are unequal and `resample` allows it."""
-        config, found = self.config, list[Drawn]()
+        config, found, size, engine = self.config, list[Drawn](), self._wave(), Engine(self.policy)
         for again in range(1 + (config.resample if isinstance(config, GrpoSettings) else 0)):
             # What is asked again comes from beyond the last rollout.
             places = step_indices(rollout + again * config.rollouts, len(self.prompts), config.prompts, self.seed)
-            asked = [list(self.prompts[i]) for i in places]
-            own = np.random.default_rng([self.seed, rollout, again] if again else [self.seed, rollout])
-            params = SamplingParams(
-                n=config.answers,
-                temperature=config.temperature,
-                max_tokens=config.max_tokens,
-                stop=tuple(self.stop),
-                seed=int(own.integers(2**31)),
-            )
-            completions = Engine(self.policy).generate(asked, params)
-            for prompt, some, scores in zip(asked, completions, self.scorer(asked, completions), strict=True):
-                rewards = {s - config.unfinished_penalty * (not c.finished) for s, c in zip(scores, some, strict=True)}
-                found.append(Drawn(prompt, some, scores, len(rewards) > 1))
+            for wave in range(0, len(places), size):
+                asked = [list(self.prompts[i]) for i in places[wave : wave + size]]
+                seeds = [self.seed, rollout, again, wave]
+                # Without zeros at the end: rollouts of one wave draw what they drew when there were no waves.
+                own = seeds if wave else seeds[: 3 if again else 2]
+                found += self._answered(asked, remember(f"{again}-{wave}", partial(self._sampled, engine, asked, own)))
             if sum(one.unequal for one in found) >= config.prompts:
                 break
         return found
+
+    def _wave(self) -> int:
+        """Prompts that are answered together. On a GPU they are all of a rollout."""
+        weights = self.policy.model.embed_tokens.weight
+        if weights.device.type != "cpu":
+            return self.config.prompts
+        flops = 2.0 * sum(p.numel() for p in self.policy.parameters()) * self.config.answers * self.config.max_tokens
+        return max(1, int(WAVE_FLOPS / flops))
+
+    def _sampled(self, engine: Engine, asked: Sequence[list[int]], seeds: Sequence[int]) -> list[Any]:
+        """Return for each prompt its answers, (tokens, log-probs, finished) each, and their scores."""
+        config = self.config
+        seed = int(np.random.default_rng(seeds).integers(2**31))
+        params = SamplingParams(
+            n=config.answers, temperature=config.temperature, max_tokens=config.max_tokens, stop=tuple(self.stop), seed=seed
+        )
+        completions = engine.generate(asked, params)
+        scores = self.scorer(asked, completions)
+        return [
+            ([(c.tokens, c.logprobs, c.finished) for c in some], list(map(float, own)))
+            for some, own in zip(completions, scores, strict=True)
+        ]
+
+    def _answered(self, asked: Sequence[list[int]], sampled: Sequence[Any]) -> Iterator[Drawn]:
+        """Each prompt with what `_sampled` gave for it."""
+        for prompt, (answers, scores) in zip(asked, sampled, strict=True):
+            some = [Completion(*answer) for answer in answers]
+            rewards = {s - self.config.unfinished_penalty * (not c.finished) for s, c in zip(scores, some, strict=True)}
+            yield Drawn(prompt, some, scores, len(rewards) > 1)
 
     @torch.no_grad()
     def _reference_logprobs(self, asked: Sequence[list[int]], answers: Sequence[list[list[int]]]) -> Tensor:

@@ -124,6 +124,22 @@ def load_record(folder: Path) -> dict[str, Any] | None:
     return None
 
 
+def remembered(file: Path, make: Callable[[], Any]) -> Any:
+    """Return the JSON value in `file`, made and written first where there is none or it is damaged."""
+    try:
+        checksum, text = file.read_text(encoding="utf-8").split("\n", 1)
+        if checksum == _checksum(text.encode()):
+            return json.loads(text)
+    except DAMAGE:
+        pass
+    text = json.dumps(make())
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(f"{_checksum(text.encode())}\n{text}", encoding="utf-8")
+    os.replace(temporary, file)
+    return json.loads(text)
+
+
 def _newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
 

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from puna.models.training import objectives as o
-from puna.models.training import state
+from puna.models.training import rollouts, state
 from puna.models.training.loop import TrainConfig, train, weights_digest
+from puna.models.training.ppo import train_grpo, train_ppo
+from puna.models.training.settings import GrpoSettings, PpoSettings
 from puna.models.training.stop import Stop
-from puna.models.training.trainer import TIMED
+from puna.models.training.trainer import TIMED, Trainer
 
 from .test_objectives import CASES, examples, model, targets
 
@@ -107,3 +109,49 @@ def test_a_state_is_saved_by_time_and_seldom_where_writing_is_slow(monkeypatch: 
 def test_how_often_a_state_is_saved_is_in_no_key() -> None:
     often, seldom = (TrainConfig(steps=2, compute={"save_seconds": seconds}) for seconds in (1.0, 100.0))
     assert often != seldom and often.identity() == seldom.identity() == TrainConfig(steps=2).identity()
+
+
+@pytest.mark.parametrize("critic", [True, False])
+@pytest.mark.parametrize("stopped_in", ["a wave", "the first update", "the third update"])
+def test_a_stopped_rollout_goes_on_and_ends_with_the_same_bits(
+    critic: bool, stopped_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"rollouts": 2, "prompts": 4, "answers": 2, "max_tokens": 3, "kl_target": 0.1, "compute": {"micro_batch_tokens": 64}}
+    monkeypatch.setattr(rollouts, "WAVE_FLOPS", 0.0)  # a wave for each prompt
+    signals = {"a wave": 6, "the first update": 1, "the third update": 3}
+    sent, scored = [], []
+
+    def run(policy: Any, value: Any, folder: Path | None, stop: bool) -> list[dict[str, float]]:
+        def score(prompts: Any, completions: Any) -> list[list[float]]:
+            scored.append(len(prompts))
+            if stop and stopped_in == "a wave" and len(scored) == signals[stopped_in]:
+                os.kill(os.getpid(), signal.SIGINT)
+            return [[sum(t == 9 for t in c.tokens) / len(c.tokens) for c in row] for row in completions]
+
+        config = (PpoSettings if critic else GrpoSettings)(**settings, epochs=2, minibatches=2)
+        asked = rollouts.Rollouts(policy, model(seed=1), score, [[1, 2], [3], [4, 5, 6], [7, 8]], [0], config, 0)
+        return train_ppo(asked, value, folder) if critic else train_grpo(asked, folder)
+
+    whole, whole_value = model(), model("scalar", 2)
+    expected = run(whole, whole_value, None, stop=False)
+    assert scored == [1] * 8
+    scored.clear()
+    step = Trainer.step
+
+    def counted(self: Trainer, number: int, *more: Any, **named: Any) -> dict[str, float]:
+        row = step(self, number, *more, **named)
+        if not sent and stopped_in != "a wave" and number == signals[stopped_in]:
+            sent.append(number)
+            os.kill(os.getpid(), signal.SIGINT)
+        return row
+
+    monkeypatch.setattr(Trainer, "step", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run(model(), model("scalar", 2), tmp_path, stop=True)
+    stopped = len(scored)
+    resumed, value = model(), model("scalar", 2)
+    log = run(resumed, value, tmp_path, stop=False)
+    assert stopped == (6 if stopped_in == "a wave" else 4) and len(scored) == 8  # no answer is sampled twice
+    assert weights_digest(resumed) == weights_digest(whole) and weights_digest(value) == weights_digest(whole_value)
+    assert timeless(log) == timeless(expected)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("rollout-")]
