@@ -7,7 +7,7 @@ import fnmatch
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import closing
 from typing import Any, BinaryIO, Literal
 
@@ -184,8 +184,12 @@ HINTS = {
 
 def _why(rules: Counter[str]) -> str:
     """What became of records, for an error message."""
-    hints = "".join(f"; {hint}" for rule, hint in HINTS.items() if rule in rules)
-    return f": {', '.join(f'{count} {rule}' for rule, count in rules.most_common())}{hints}" if rules else ""
+    return f": {', '.join(f'{count} {rule}' for rule, count in rules.most_common())}{_hints(rules)}" if rules else ""
+
+
+def _hints(rules: Container[str]) -> str:
+    """Return what a user may do about the rules that took records."""
+    return "".join(f"; {hint}" for rule, hint in HINTS.items() if rule in rules)
 
 
 def check_inputs(inputs: list[External], config: IngestConfig) -> None:
@@ -195,7 +199,8 @@ def check_inputs(inputs: list[External], config: IngestConfig) -> None:
     """
     found = [_first(job, config) for job in _jobs(inputs, config)]
     if not any(one is True for one in found):
-        wrong = next((f" that can be read: {one.detail}" for one in found if isinstance(one, Rejected)), ": there is nothing to read")
+        rejected = next((one for one in found if isinstance(one, Rejected)), None)
+        wrong = f" that can be read: {rejected.detail}{_hints([rejected.rule])}" if rejected else ": there is nothing to read"
         raise PunaError(f"the inputs {', '.join(external.uri for external in inputs)} have no rows{wrong}")
 
 

@@ -305,7 +305,7 @@ def test_a_damaged_table_is_no_page(built: Any, tmp_path: Path, step: str, table
     damaged = Store.open(tmp_path / "copy")
     file = damaged.folder("documents", built.at[step].key) / f"{table}.parquet"
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(PunaError, match="an artifact cannot be read.*puna verify"):
+    with pytest.raises(PunaError, match="artifact documents/.* is damaged: .*puna verify"):
         write(damaged, "latest", tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
 
