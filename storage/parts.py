@@ -113,8 +113,10 @@ def _footer(files: Files, name: str, version: str) -> pq.FileMetaData:
 def _order(files: Files, name: str, version: str) -> tuple[Ints, Ints]:
     with files.table(name) as handle:
         table = pq.ParquetFile(handle).read()
-    source, row = (np.asarray(table.column(n).combine_chunks(), dtype=np.int64) for n in ("source", "row"))
-    return source, row
+    source, row = (table.column(n).combine_chunks() for n in ("source", "row"))
+    if source.null_count or row.null_count:  # numpy would make rows of other places of them
+        raise pa.ArrowInvalid(f"{name}: is damaged: an order has no empty places")
+    return np.asarray(source, dtype=np.int64), np.asarray(row, dtype=np.int64)
 
 
 @dataclass(frozen=True)

@@ -65,18 +65,21 @@ class Store:
     def _check_layout(self) -> None:
         """PunaError where the store was made by a Puna of another layout; a new one is marked."""
         mark = json.dumps({"layout": FORMAT}).encode()
-        if self.files.stat(LAYOUT) is None:
-            first = next((name for name in self.files.list("objects") if name.endswith(f"/{NAME}")), None)
-            if first is None:
-                with contextlib.suppress(OSError), written(self.uri):
-                    self.files.create(LAYOUT, mark)
-                return
-            found = _field(self.files.read(first), "format")
-        else:
-            found = _field(self.files.read(LAYOUT), "layout")
-        if found != FORMAT:
+        there = self.files.stat(LAYOUT) is not None
+        found = _field(self.files.read(LAYOUT), "layout") if there else None
+        if found == FORMAT:
+            return
+        first = next((name for name in self.files.list("objects") if name.endswith(f"/{NAME}")), None)
+        made_by = None if first is None else _field(self.files.read(first), "format")
+        if there and (found is None or made_by == FORMAT):
+            raise PunaError(f"{self.uri}/{LAYOUT}: is damaged and does not say the store's layout; remove the file and run again")
+        if not there and first is None:
+            with contextlib.suppress(OSError), written(self.uri):
+                self.files.create(LAYOUT, mark)
+        elif (found or made_by) != FORMAT:
             raise PunaError(
-                f"store {self.uri}: is of layout {found}, this Puna reads layout {FORMAT}; name a new folder with --store and run again"
+                f"store {self.uri}: is of layout {found or made_by}, this Puna reads layout {FORMAT}; "
+                "name a new folder with --store and run again"
             )
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -71,3 +72,27 @@ def test_what_a_process_keeps_of_a_damaged_file_goes_with_it(tmp_path: Path) -> 
         store.checked(kept, whole=True)
     again = execute(rot_keeping, RotConfig(), {"documents": documents}, store)
     assert again.damage() == [] and again.read(columns=["id", "url", "source"]).equals(expected)
+
+
+def test_an_order_with_empty_places_is_no_order(tmp_path: Path) -> None:
+    """Numpy makes numbers of other rows of them, and a warning."""
+    store = Store.open(tmp_path)
+    _, kept = prepare(store)
+    order = kept.path("documents.order.parquet")
+    rows = pq.read_table(order).to_pydict()
+    order.chmod(0o644)
+    pq.write_table(pa.table({name: pa.array([None, *column[1:]], pa.int64()) for name, column in rows.items()}), order)
+    with pytest.raises(pa.ArrowInvalid, match=r"documents\.order\.parquet: is damaged"):
+        kept.read()
+
+
+def test_a_flip_in_the_mark_of_a_store_is_no_other_layout(tmp_path: Path) -> None:
+    store, mark = Store.open(tmp_path), tmp_path / "store.json"
+    prepare(store)
+    for place in range(8 * mark.stat().st_size):
+        flip(mark, place // 8, place % 8)
+        with pytest.raises(PunaError, match=r"store\.json: is damaged .*remove the file and run again"):
+            Store.open(tmp_path)
+        flip(mark, place // 8, place % 8)
+    mark.unlink()
+    assert len(Store.open(tmp_path).entries()) == 2
