@@ -248,7 +248,21 @@ def _read(file: Path) -> dict[str, Any]:
 @lru_cache(maxsize=16)
 def _parsed(text: str) -> Any:
     """What YAML says; not to be changed. Forms read the same recipes for one stage after the other."""
-    return yaml.safe_load(text)
+    return yaml.load(text, _Loader)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which no group names a field twice: the first of two would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a group. Raise YAMLError where it names a field twice."""
+        names: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in names:
+                    raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {key.value} is there twice; write one group with both")
+                names.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def project_change(project: str | None) -> list[str]:
