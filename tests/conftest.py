@@ -1,0 +1,11 @@
+"""What every test may rely on, however the suite is started."""
+
+from __future__ import annotations
+
+import signal
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C act in tests of it: a shell starts a command in the background with SIGINT ignored, for its children as well."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
