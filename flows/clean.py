@@ -27,7 +27,7 @@ from puna.flows.trace import load
 from puna.stages.contract import External
 from puna.stages.contract.needs import LOOK
 from puna.stages.curate.domains import TrainDomainsConfig, looked_at, seed_label
-from puna.stages.curate.ingest import IngestConfig, ingest, peek
+from puna.stages.curate.ingest import IngestConfig, check_inputs, ingest, peek
 from puna.stages.curate.language import identify
 from puna.stages.curate.reading.pages import NO_PAGE
 from puna.stages.curate.reading.sniff import sniff
@@ -130,6 +130,8 @@ def look(files: list[External], imported: list[Artifact], named: Sequence[str], 
         what = "HTML" if fields.html else "plain text"
         names = ", ".join(fields.names)
         found.said.append(f"  fields {names}: {fields.page} is read as {what}; {address}, {time} (--columns says otherwise)")
+        if fields.others:
+            found.said.append(f"  other files have their text in {', '.join(fields.others)}: they hold no page here; clean them apart")
     if inputs:
         found.changes.append(f"ingest.inputs={json.dumps(inputs)}")
     texts: list[str] = []
@@ -142,6 +144,8 @@ def look(files: list[External], imported: list[Artifact], named: Sequence[str], 
     texts = [text for text in texts if text.strip()]
     if not texts:
         names = ", ".join(f.uri for f in files) or imported[0].id
+        if files:
+            check_inputs(files, config)
         raise PunaError(
             f"clean: no page of {names} holds text. WARC, WET, HTML, text, Parquet, JSON and CSV are read; "
             "`puna run ingest --input …` says what was dropped"

@@ -20,6 +20,8 @@ from puna.storage import PunaError
 BATCH_ROWS = 1024
 CHUNK_CHARACTERS = 1 << 18
 BLANK = re.compile(r"[\s\ufeff]*")
+BYTE_ORDER_MARKS = ("\udcff", "\udcfe")
+"""First bytes of UTF-16, which no UTF-8 has."""
 LINE_OF_VALUE = re.compile(r"\n(?=[{\[])")
 LONGEST_TOKEN = 16
 """Characters that the rest of a number, name or escape may have, behind the place where the decoder stops."""
@@ -215,7 +217,11 @@ def _json(source: io.BufferedReader, max_row_bytes: int) -> Iterator[Row | Fault
     Commas between values may be missing. Behind a broken value, reading goes on at the next line that begins with a brace or bracket.
     """
     values = _Values(source)
-    arrays, inside, whole, number = values.head() == "[", False, True, 0
+    first = values.head()
+    if first in BYTE_ORDER_MARKS:
+        yield Fault(1, "", "invalid_utf8", "is UTF-16, and JSON is UTF-8: convert the file, for example with iconv -f UTF-16 -t UTF-8")
+        return
+    arrays, inside, whole, number = first == "[", False, True, 0
     while head := values.head():
         if arrays and head == ("]" if inside else "["):
             inside = not inside

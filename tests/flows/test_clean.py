@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from puna.flows.clean import clean
+from puna.flows.clean import clean, look
 from puna.flows.inputs import column_changes
 from puna.flows.trace import load
 from puna.stages.contract import External, execute
@@ -50,6 +50,14 @@ def test_rows_without_text_name_their_fields(tmp_path: Path) -> None:
         sniff(External.resolve(str(file))[0])
     (tmp_path / "page.html").write_text("<p>x")
     assert sniff(External.resolve(str(tmp_path / "page.html"))[0]) is None
+
+
+def test_files_whose_text_is_in_another_field_are_named(tmp_path: Path) -> None:
+    for name, field, count in (("a.json", "text", 1), ("b.json", "text", 1), ("c.jsonl", "content", 9)):
+        (tmp_path / name).write_text("\n".join(json.dumps({field: prose(n)}) for n in range(count)))
+    found = sniff(External.resolve(str(tmp_path))[0])
+    assert found is not None and (found.page, found.others) == ("content", ("text (a.json)",))
+    assert any("other files have their text in text (a.json)" in line for line in look(External.resolve(str(tmp_path)), [], ()).said)
 
 
 def test_columns_of_all_inputs_and_of_one() -> None:
@@ -126,6 +134,10 @@ def test_wrong_places_and_inputs_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": "  "}\n')
     with pytest.raises(PunaError, match="no field holds text|holds text"):
         clean([str(tmp_path / "empty.jsonl")], tmp_path / "out", store)
+    for name, text, message in (("wide", '[{"text": "x"}]', "wide.json, row 1: is UTF-16"), ("nested", "\ufeff[[{}]]", "row 1: is a list")):
+        (tmp_path / f"{name}.json").write_text(text, encoding="utf-16" if name == "wide" else "utf-8")
+        with pytest.raises(PunaError, match=message):
+            clean([str(tmp_path / f"{name}.json")], tmp_path / "out", store)
     assert not (tmp_path / "out").exists()
 
 

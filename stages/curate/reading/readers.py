@@ -34,6 +34,8 @@ DATE_COLUMNS = (
 BATCH_ROWS = 1024
 PACKED_ROOM = 1 << 16
 """Packed bytes that are read of a page beyond twice those that it may unpack to."""
+FAULTS = {"row_too_large": "record_too_large", "truncated_file": "truncated_record", "not_an_object": "not_a_page"}
+"""Rules of `Rejected` by the rules of `Fault`; all others are malformed records."""
 FIELDS_SHOWN = 8
 """Fields of a record that is no page that a message names."""
 
@@ -83,7 +85,7 @@ def read_table(handle: BinaryIO, source: str, name: str, kind: str, columns: Col
         if isinstance(record, Row):
             yield _row(record.fields, source, name, record.number - 1, columns)
         else:
-            rule = {"row_too_large": "record_too_large", "truncated_file": "truncated_record"}.get(record.rule, "malformed_record")
+            rule = FAULTS.get(record.rule, "malformed_record")
             where = f"row {record.number}{f', field {record.field}' if record.field else ''}"
             yield Rejected(rule, f"{name}#{record.number - 1}", f"{name}, {where}: {record.reason}")
 

@@ -30,13 +30,17 @@ CELL_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class Found:
-    """The fields that hold the page; `html` says which of text and HTML `page` is; `url`, `date` None: rows bring no address, no time."""
+    """The fields that hold the page; `html` says which of text and HTML `page` is; `url`, `date` None: rows bring no address, no time.
+
+    `others`: the fields that hold the pages of other files of the input, with one of these files each.
+    """
 
     page: str
     html: bool
     url: str | None
     date: str | None
     names: tuple[str, ...]
+    others: tuple[str, ...] = ()
 
 
 def sniff(external: External) -> Found | None:
@@ -47,6 +51,7 @@ def sniff(external: External) -> Found | None:
     tables = [file for file in external.files if suffix(file.name) in TABLES and file.name.rsplit("/", 1)[-1] not in SIDECARS]
     every = tables[:: max(1, len(tables) // FILES)][:FILES]
     votes: dict[Found, tuple[int, int]] = {}
+    examples: dict[Found, str] = {}
     without: PunaError | None = None
     for file in every:
         rows = [dict(flat(row)) for row in itertools.islice(_rows(file), max(ROWS // len(every), 1))]
@@ -60,10 +65,12 @@ def sniff(external: External) -> Found | None:
             usual = found.page.lower().rpartition(".")[2] in (*TEXT, *HTML)
             size = votes.pop(same, (0, 0))[1] + file.bytes
             # An address that not all files have is none: rows without it would be lost.
-            votes[same if same.url == found.url else replace(same, url=None)] = (usual, size)
+            both = same if same.url == found.url else replace(same, url=None)
+            votes[both], examples[both] = (usual, size), examples.pop(same, file.name)
     if not votes and without is not None and len(tables) == len(external.files):
         raise without
-    return max(votes, key=lambda found: votes[found], default=None)
+    best = max(votes, key=lambda found: votes[found], default=None)
+    return best and replace(best, others=tuple(f"{found.page} ({examples[found]})" for found in votes if found is not best))
 
 
 def fields_of(rows: list[dict[str, Any]], where: str) -> Found:

@@ -590,7 +590,7 @@ def test_jsonl(tmp_path, suffix):
         ("https://a.example.net/1", b"one"),
         (f"file:///t/t.{suffix}/6", b"two"),
     }
-    assert rules(made) == ["malformed_record"] * 4
+    assert rules(made) == [*["malformed_record"] * 3, "not_a_page"]
 
 
 @pytest.mark.parametrize("ending", ["gz", "xz", "zst"])
@@ -646,7 +646,7 @@ def test_a_table_of_text(tmp_path, ending, before, delimiter):
 def test_one_array_of_json(tmp_path):
     (tmp_path / "a.json").write_text('[{"text": "x"}, 3, {"text": "y"}]')
     made = read(tmp_path, tmp_path / "a.json")
-    assert sorted(row["url"] for row in made.read().to_pylist()) == ["file:///a/a.json/0", "file:///a/a.json/2"] and rules(made) == ["malformed_record"]
+    assert sorted(row["url"] for row in made.read().to_pylist()) == ["file:///a/a.json/0", "file:///a/a.json/2"] and rules(made) == ["not_a_page"]
 
 
 @pytest.mark.parametrize("ending", ["json", "jsonl", "json.gz"])
@@ -692,12 +692,13 @@ def test_files_without_a_page_are_told_apart(tmp_path):
         (folder / name).write_bytes(body)
     (folder / "rows.jsonl").write_text('{"text": "a page"}\n{"name": "none"}\n')
     (folder / "wrong.json").write_text("{")
+    (folder / "ids.json").write_text('[1, [{"text": "nested"}], "x"]')
     made = read(tmp_path, folder)
     metrics = made.manifest.metrics
-    assert made.rows() == 1 and rules(made) == ["content_type", *["not_a_page"] * 10, "truncated_record"]
-    assert metrics["files"] == 12 and metrics["files_without_page"] == 10
+    assert made.rows() == 1 and rules(made) == ["content_type", *["not_a_page"] * 13, "truncated_record"]
+    assert metrics["files"] == 13 and metrics["files_without_page"] == 11
     assert metrics["files_without_page_are"].startswith(
-        "7 .json (meta/package0.json, row 1: no text in a field 'text'; it has name, version); 1 .css (style.css: text/css"
+        "8 .json (ids.json, row 1: is a int, not an object with fields); 1 .css (style.css: text/css"
     )
 
 
