@@ -2,7 +2,7 @@
 
     python tests/benchmarks/curation_articles.py --data FOLDER [--json]
     python tests/benchmarks/curation_articles.py --data FOLDER --write OUT
-    python tests/benchmarks/curation_articles.py --data FOLDER --clean [--json]
+    python tests/benchmarks/curation_articles.py --data FOLDER --clean [--recipe FILE] [--all-types] [--json]
 
 FOLDER holds `web_readability/test-pages.tar.zst` (source.html, expected.html), `web_newspaper/newspaper_goose.tar.zst` (newspaper's,
 newspaper4k's and goose's tests; expected texts of 100 words and more count) and `web_trafilatura/pages.tar.zst` with
@@ -15,6 +15,8 @@ F1 of bags of words is the mean over pages (`f1`). `shingles_f1` is the measure 
 `--clean` runs `puna clean` with its shipped recipe over the development articles of WCXB (`web_wcxb_dev/dev_html.tar.zst`,
 `dev_truth.jsonl.zst`). `article_words_kept` is the share of the annotated words whose page is among the documents;
 `article_words_written` is the share of them that stands in the documents' texts. `dropped` has the share each rule dropped.
+`--all-types` cleans pages of all types (forums, listings, products), and counts for each type its documents (`documents TYPE`), their
+words (`words TYPE`) and those of them that no annotator took for the page's text (`junk TYPE`). `--recipe`: another recipe than `clean`.
 """
 
 from __future__ import annotations
@@ -220,26 +222,30 @@ def _trafilatura(folder: Path) -> Iterator[ArticlePage]:
             )
 
 
-def clean_articles(folder: Path) -> dict[str, float]:
-    """Return the shares of the annotated words of WCXB's development articles that `puna clean` keeps, and drops by rule."""
+def clean_articles(folder: Path, recipe: str, all_types: bool) -> dict[str, float]:
+    """Return the shares of the annotated words of WCXB's development articles that `puna clean` keeps, and drops by rule.
+
+    `all_types`: clean pages of other types beside them, and count by type the documents, their words and those that are junk.
+    """
     from puna.flows.clean import clean
     from puna.storage import Store
 
     archive = folder / "web_wcxb_dev"
     rows = [json.loads(line) for line in _unpacked(archive / "dev_truth.jsonl.zst").splitlines()]
-    rows = [row for row in rows if "file_id" in row and row["_internal"]["page_type"]["primary"] == "article"]
-    rows = [row for row in rows if row["ground_truth"].get("main_content")]
-    truth = {f"https://page.example/{row['file_id']}": Counter(WORD.findall(row["ground_truth"]["main_content"])) for row in rows}
+    rows = [row for row in rows if "file_id" in row and row["ground_truth"].get("main_content")]
+    types = {f"https://page.example/{row['file_id']}": row["_internal"]["page_type"]["primary"] for row in rows}
+    every = {f"https://page.example/{row['file_id']}": Counter(WORD.findall(row["ground_truth"]["main_content"])) for row in rows}
+    truth = {url: words for url, words in every.items() if types[url] == "article"}
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         with (place / "pages.jsonl").open("w", encoding="utf-8") as out:
             for path, body in _files(archive / "dev_html.tar.zst"):
                 url = f"https://page.example/{Path(path).stem}"
-                if url in truth:
+                if url in (every if all_types else truth):
                     out.write(json.dumps({"url": url, "html": body.decode("utf-8", "replace")}) + "\n")
         store = Store.open(place / "store")
         with contextlib.redirect_stdout(sys.stderr):
-            made = clean([str(place / "pages.jsonl")], place / "out", store, say=lambda _: None, quiet=True)
+            made = clean([str(place / "pages.jsonl")], place / "out", store, recipe=recipe, say=lambda _: None, quiet=True)
         texts = {row["url"]: Counter(WORD.findall(row["text"])) for row in map(json.loads, made.documents.open(encoding="utf-8"))}
         gone = [json.loads(line) for line in made.dropped.open(encoding="utf-8")]
     total = sum(words.total() for words in truth.values())
@@ -249,6 +255,10 @@ def clean_articles(folder: Path) -> dict[str, float]:
     for row in gone:
         name = f"dropped {row['step']}.{row['rule']}"
         found[name] = found.get(name, 0.0) + truth.get(row["url"], Counter()).total() / total
+    for url, words in texts.items() if all_types else ():
+        counts = {"documents": 1, "words": words.total(), "junk": (words - every[url]).total()}
+        for name, count in counts.items():
+            found[f"{name} {types[url]}"] = found.get(f"{name} {types[url]}", 0.0) + count
     return found
 
 
@@ -258,12 +268,14 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=os.environ.get("PUNA_ARTICLES_DATA"), help="folder of the sets")
     parser.add_argument("--write", type=Path, metavar="OUT", help="write the half `development` for training instead")
     parser.add_argument("--clean", action="store_true", help="measure what `puna clean` keeps of annotated development articles")
+    parser.add_argument("--recipe", default="clean", help="recipe of `puna clean`, a name or a YAML file")
+    parser.add_argument("--all-types", action="store_true", help="clean pages of all types, and count by type what is junk")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if arguments.clean:
         if arguments.data is None or not (Path(arguments.data) / "web_wcxb_dev").is_dir():
             sys.exit("articles: no web_wcxb_dev; give --data FOLDER or set PUNA_ARTICLES_DATA (see --help)")
-        _print(clean_articles(Path(arguments.data)), arguments.json)
+        _print(clean_articles(Path(arguments.data), arguments.recipe, arguments.all_types), arguments.json)
         return
     if arguments.data is None or not read(Path(arguments.data)):
         sys.exit("articles: no annotated pages; give --data FOLDER or set PUNA_ARTICLES_DATA (see --help)")
