@@ -248,7 +248,7 @@ def _read(file: Path) -> dict[str, Any]:
 @lru_cache(maxsize=16)
 def _parsed(text: str) -> Any:
     """What YAML says; not to be changed. Forms read the same recipes for one stage after the other."""
-    return yaml.load(text, _Loader)
+    return _Loader(text).get_single_data()
 
 
 class _Loader(yaml.SafeLoader):
