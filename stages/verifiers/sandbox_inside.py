@@ -20,35 +20,27 @@ import os
 import resource
 import select
 import signal
-import struct
 import time
 from collections.abc import Callable, Iterator
 from typing import TypedDict
 
+from puna.stages.verifiers.sandbox_calls import NEWIPC, NEWNET, NEWNS, NEWPID, NEWUSER, NEWUTS, SO_SNDBUF, call, libc, refuse_calls
 from puna.stages.verifiers.sandbox_program import Program
 from puna.stages.verifiers.sandbox_tester import run_tests
 
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048  # nosuid, nodev, noexec, noatime, nodiratime
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SUBREAPER, PR_NO_NEW_PRIVS = 1, 4, 36, 38
-PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-SYS_MMAP, SYS_CLONE, SYS_CLONE3 = {"x86_64": 9, "aarch64": 222}, {"x86_64": 56, "aarch64": 220}, 435
-SYS_SOCKET, SYS_SETSOCKOPT = {"x86_64": 41, "aarch64": 198}, {"x86_64": 54, "aarch64": 208}
-SO_SNDBUF, SO_RCVBUF, AF_NETLINK, AF_ALG = 7, 8, 16, 38
-REFUSED_CALLS = {
-    # shmget, semget, msgget, mount, mq_open, add_key, keyctl, unshare, perf_event_open, setns, memfd_create, bpf, userfaultfd,
-    # ptrace, process_vm_readv, process_vm_writev
-    "x86_64": (29, 64, 68, 165, 240, 248, 250, 272, 298, 308, 319, 321, 323, 101, 310, 311),
-    "aarch64": (194, 190, 186, 40, 180, 217, 219, 97, 241, 268, 279, 280, 282, 117, 270, 271),
-}
-REFUSED_ANYWHERE = (425, 428, 429, 430, 432, 438, 447)  # io_uring_setup, open_tree, move_mount, fsopen, fsmount, pidfd_getfd, memfd_secret
-NEW_NAMESPACES = NEWNS | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET | 0x2000000  # and cgroups
 NOBODY, FIRST_USER = 65534, 1_000_000_000
 WATCH_SECONDS = 0.02
+OPEN_FILES = 64
+PIPES_BYTES = OPEN_FILES << 16
+"""Most that the pipes of one process hold."""
+LOCK_BYTES = 256
+INODE_BYTES = 1024
+"""Memory that a file takes beside its content."""
 SOCKET_BYTES = _socket.socket(1, 1).getsockopt(1, SO_SNDBUF)
 """What a local socket's buffer holds if nobody changes it."""
 
@@ -67,17 +59,6 @@ class Job(TypedDict):
     disk_bytes: int
     processes: int
     user: int
-
-
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-def call(name: str, *arguments: str | int | None) -> None:
-    """A call of the C library; OSError where it fails."""
-    given = [ctypes.c_char_p(a.encode()) if isinstance(a, str) else None if a is None else ctypes.c_ulong(a) for a in arguments]
-    if getattr(libc, name)(*given) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
 def main(job: Job) -> None:
@@ -230,40 +211,12 @@ def limit(job: Job) -> None:
     """Limits of each process: processor time, memory, size of files, open files; and of processes."""
     for kind, value in (
         (resource.RLIMIT_CPU, job["cpu_seconds"]), (resource.RLIMIT_AS, job["memory_bytes"]), (resource.RLIMIT_FSIZE, job["disk_bytes"]),
-        (resource.RLIMIT_NPROC, job["processes"]), (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_NPROC, job["processes"]), (resource.RLIMIT_NOFILE, OPEN_FILES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_SIGPENDING, OPEN_FILES),
     ):  # fmt: skip
         hard = resource.getrlimit(kind)[1]
         allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (allowed, allowed))
-
-
-def refuse_calls() -> None:
-    """Refuse system calls that hold memory outside every process (shared mappings, memfds, queues, own file systems), and tracing.
-
-    Raise OSError if the kernel takes no filter. Shared mappings are refused whole: their pages stay after the process dropped them.
-    """
-    machine = os.uname().machine
-    if machine not in AUDIT_ARCH:
-        raise OSError(errno.ENOSYS, f"no filter of system calls for {machine}")
-    load, equal, at_least, has_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, kill, refuse, absent = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
-    steps = [(load, 0, 0, 4), (equal, 1, 0, AUDIT_ARCH[machine]), (answer, 0, 0, kill), (load, 0, 0, 0)]
-    steps += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # the second numbering of x86-64
-    for number in REFUSED_CALLS[machine] + REFUSED_ANYWHERE:
-        steps += [(equal, 0, 1, number), (answer, 0, 0, refuse)]
-    steps += [(equal, 0, 1, SYS_CLONE3), (answer, 0, 0, absent)]  # its flags cannot be read here; libraries then call clone
-    for numbers, position, test, values in (
-        (SYS_MMAP, 3, has_bit, (1,)), (SYS_CLONE, 0, has_bit, (NEW_NAMESPACES,)),
-        (SYS_SETSOCKOPT, 2, equal, (SO_SNDBUF, SO_RCVBUF)), (SYS_SOCKET, 0, equal, (AF_NETLINK, AF_ALG)),
-    ):  # fmt: skip
-        steps += [(equal, 0, 2 + 2 * len(values), numbers[machine]), (load, 0, 0, 16 + 8 * position)]
-        for value in values:
-            steps += [(test, 0, 1, value), (answer, 0, 0, refuse)]
-        steps.append((answer, 0, 0, allow))
-    steps.append((answer, 0, 0, allow))
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
-    filter_program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code)))
-    call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(filter_program), 0, 0)
 
 
 def run_program(job: Job, read: int, write: int, foreign: tuple[int, ...]) -> None:
@@ -325,9 +278,10 @@ def _how(status: int) -> str:
 
 
 def memory_of(job: Job) -> int:
-    """Return the bytes that the program's processes, its files in memory and its sockets hold."""
-    page, total = resource.getpagesize(), files_in_memory(job["mode"]) + sockets_hold(job["mode"])
+    """Return the bytes that the program's processes, files in memory, sockets and locks hold, and its pipes may hold."""
+    page, total = resource.getpagesize(), files_in_memory(job["mode"]) + kernel_holds(job["mode"])
     for process in processes_of(job):
+        total += PIPES_BYTES
         with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{process}/statm") as handle:
             total += int(handle.read().split()[1]) * page
     return total
@@ -337,15 +291,15 @@ def files_in_memory(mode: str) -> int:
     """Return the bytes of files that the program wrote to file systems in memory; bubblewrap's /dev is one that it may write to."""
     folders = {"limits": (), "bubblewrap": ("/work", "/dev")}.get(mode, ("/work",))
     sizes = [os.statvfs(folder) for folder in folders]
-    return sum((size.f_blocks - size.f_bfree) * size.f_frsize for size in sizes)
+    return sum((size.f_blocks - size.f_bfree) * size.f_frsize + (size.f_files - size.f_ffree) * INODE_BYTES for size in sizes)
 
 
-def sockets_hold(mode: str) -> int:
-    """Return the bytes that the program's local sockets can hold: two buffers each, as the last message may be a whole buffer."""
-    if mode == "limits":  # the machine's sockets, not the program's
+def kernel_holds(mode: str) -> int:
+    """Return the bytes of the program's locks of files and of its local sockets: two buffers each, as the last message may fill one."""
+    if mode == "limits":  # the machine's, not the program's
         return 0
-    with open("/proc/net/unix") as handle:
-        return (len(handle.readlines()) - 1) * 2 * SOCKET_BYTES
+    with open("/proc/net/unix") as sockets, open("/proc/locks") as locks:
+        return sum(2 * SOCKET_BYTES for _ in sockets) + sum(LOCK_BYTES for _ in locks)
 
 
 def processes_of(job: Job) -> Iterator[int]:

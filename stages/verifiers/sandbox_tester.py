@@ -2,7 +2,8 @@
 
 The program's process gets the arguments of calls that the tests make, never the tests or what they expect. Its results arrive as
 data of builtin types, or as a `Remote`: an object that stays there. An operator between a Remote and a value of the tests would
-show it that value and let it judge itself: `==` is then False, any other operator is refused.
+show it that value and let it judge itself: `==` is then False, any other operator is refused. A context manager of the program
+suppresses no error of a test: it would pass whatever it fails.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from typing import Any, cast
 from puna.stages.verifiers.sandbox_program import Program
 from puna.stages.verifiers.sandbox_wire import PLAIN_CLASSES, Packing, Peer, Theirs, place, standard_name
 
-JUDGING = frozenset({"startswith", "endswith", "issubset", "issuperset", "isdisjoint"})
+JUDGING = frozenset({"startswith", "endswith", "issubset", "issuperset", "isdisjoint", "symmetric_difference"})
 """Methods of builtin classes that compare an object with a value that the tests expect."""
+COMPARING = JUDGING | {"difference", "union", "intersection", "removeprefix", "removesuffix", "replace"}
+"""Methods that compare where the object is of a builtin class; other classes may mean something else by their names."""
 FUNCTIONS = frozenset(name for name, value in vars(builtins).items() if not (isinstance(value, type) and issubclass(value, BaseException)))
 REPORT_CHARACTERS = 8000
 STOPS = (StopIteration, StopAsyncIteration, GeneratorExit)
@@ -177,9 +180,9 @@ class Remote:
         return result
 
     def __getattr__(self, name: str) -> Any:
+        if name in COMPARING and hasattr(self.puna_base, name):
+            return getattr(operand(self), name)
         if name in JUDGING:
-            if self.puna_base:
-                return getattr(operand(self), name)
             raise TypeError(f"{name} of the program's {self.puna_name} would show it a value that the tests expect")
         return ask(getattr, self, name)
 
@@ -199,8 +202,8 @@ class Remote:
     def __enter__(self) -> Any:
         return ask(getattr, self, "__enter__")()
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
-        return ask(getattr, self, "__exit__")(kind, None, None)
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        ask(getattr, self, "__exit__")(kind, None, None)
 
     def __mro_entries__(self, bases: Any) -> Any:
         raise TypeError(f"the tests cannot make a subclass of the program's {self.puna_name}")

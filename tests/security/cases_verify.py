@@ -77,7 +77,56 @@ for number in range(5):
     with open(f"/work/{number}", "wb") as file:
         file.write(bytes(24 << 20))
 """
+PIPES = """
+import fcntl, os
+pipes, held = [os.pipe() for _ in range(28)], 0
+for _, write in pipes:
+    fcntl.fcntl(write, 1031, 1 << 20)
+    os.set_blocking(write, False)
+    while True:
+        try:
+            held += os.write(write, bytes(1 << 16))
+        except BlockingIOError:
+            break
+assert held > 16 << 20
+"""
+"""Larger pipes than the kernel gives."""
+PAGES_IN_PIPES = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+class Piece(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+libc.mmap.restype, huge = ctypes.c_void_p, 2 << 20
+for _, write in [os.pipe() for _ in range(8)]:
+    for _ in range(16):
+        begin = libc.mmap(None, ctypes.c_size_t(2 * huge), 3, 0x22, -1, ctypes.c_long(0))
+        page = (begin + huge - 1) & -huge
+        libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(huge), 14)
+        ctypes.memset(page, 1, huge)
+        assert libc.vmsplice(write, ctypes.byref(Piece(page, 4096)), ctypes.c_size_t(1), 0) == 4096
+        libc.munmap(ctypes.c_void_p(begin), ctypes.c_size_t(2 * huge))
+"""
+"""One byte of a huge page in a pipe keeps the page, which no process has any more."""
+TIMERS = """
+import ctypes
+libc, timer = ctypes.CDLL(None), ctypes.c_void_p()
+for _ in range(1000):
+    assert libc.timer_create(0, None, ctypes.byref(timer)) == 0
+"""
+NETWORK = """
+import socket
+held = []
+for family in range(2, 46):
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+        try:
+            held.append(socket.socket(family, kind))
+        except OSError:
+            pass
+assert held
+"""
+"""Sockets that are not local: their buffers grow by themselves, and those of virtual machines reach the host."""
 ATTACKS = {
+    "large pipes": PIPES, "pages in pipes": PAGES_IN_PIPES, "timers": TIMERS, "network": NETWORK,
     "memfd": MEMFD, "shared mapping": SHARED_MAPPING, "shared /dev/zero": SHARED_ZERO, "shared segment": SEGMENT,
     "message queue": QUEUE, "file system of its own": OWN_FILES, "files": FILES,
     "socket buffers": SOCKETS,
