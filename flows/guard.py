@@ -69,8 +69,8 @@ class OwnSite:
         return None
 
     def _linked(self, scope: Scope, headers: Mapping[str, str]) -> bool:
-        """True if a person follows a link of another site to a page that does no work."""
-        follows = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+        """True if a person follows a link of another site, or types the address of, a page that does no work."""
+        follows = _silent(headers) or (headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document")
         if scope.get("method") != "GET" or not follows or "origin" in headers or self._pages is None:
             return False
         allowed = self._asking if scope.get("query_string") else self._pages
@@ -92,13 +92,24 @@ def host_name(host: str) -> str | None:
 
 
 def foreign(headers: Mapping[str, str], host: str) -> bool:
-    """True if a browser sends the request for the page of another site; programs send none of these headers."""
+    """True if a browser sends the request for the page of another site, or does not say for which; programs send none of these headers.
+
+    Over plain HTTP to another machine no browser sends Sec-Fetch headers, and the other site decides if its address is sent.
+    """
+    if _silent(headers):
+        return True
     site, origin, referer = (headers.get(name) for name in ("sec-fetch-site", "origin", "referer"))
     if site is not None and site not in OWN:
         return True
     if origin is not None:
         return _netloc(origin) != host.lower()
     return site is None and referer is not None and _netloc(referer) != host.lower()
+
+
+def _silent(headers: Mapping[str, str]) -> bool:
+    """True if a browser sends the request and does not say for which page."""
+    said = any(name in headers for name in ("sec-fetch-site", "origin", "referer"))
+    return not said and headers.get("user-agent", "").startswith("Mozilla/")
 
 
 def own_page(headers: Mapping[str, str]) -> bool:

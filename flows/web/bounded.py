@@ -24,8 +24,8 @@ from puna.storage import PunaError, Store
 
 SECONDS = {"sql": 60.0, "plan": 60.0, "check": 30.0}
 """Longest time for an answer, by question."""
-MEMORY_BYTES = 3 << 30
-"""Memory of a child, its libraries included."""
+MEMORY_BYTES = min(2 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
+"""Memory of a child beyond its libraries: children that work at one time leave half of the machine's."""
 ANSWER_BYTES = 16 << 20
 START_SECONDS = 120.0
 AT_ONCE = 2
@@ -123,7 +123,7 @@ class Child:
                 raise Late(late if not ready else f"stopped: the answer has more than {ANSWER_BYTES >> 20} MB")
             if not piece:
                 self.end()
-                raise PunaError(f"stopped: it ended without an answer; it may have needed more than {MEMORY_BYTES >> 30} GB of memory")
+                raise PunaError(f"stopped: it ended without an answer; it may have needed more than {MEMORY_BYTES >> 20:,} MB of memory")
         return bytes(found)
 
     def end(self) -> None:

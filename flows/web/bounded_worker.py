@@ -9,6 +9,7 @@ import select
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from puna.flows.web import questions, start
@@ -29,9 +30,15 @@ def _answered(asked: Mapping[str, Any]) -> dict[str, Any]:
     except PunaError as error:
         return {"refused": str(error)}
     except MemoryError:
-        return {"refused": f"stopped: it needs more than {MEMORY_BYTES >> 30} GB of memory", "last": True}
+        return {"refused": f"stopped: it needs more than {MEMORY_BYTES >> 20:,} MB of memory", "last": True}
     except Exception as error:  # noqa: BLE001  what breaks here is told by the page that asked
         return {"broken": f"{type(error).__name__}: {error}", "last": True}
+
+
+def _data_bytes() -> int:
+    """Return the memory that this process has at its start; 0 where it is not Linux."""
+    status = Path("/proc/self/statm")
+    return int(status.read_text().split()[5]) * resource.getpagesize() if status.is_file() else 0
 
 
 def main() -> None:
@@ -40,7 +47,8 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints is no answer
     os.nice(5)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    most = MEMORY_BYTES + _data_bytes()
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     answers.write(b"{}\n")
     answers.flush()
     while select.select([0], [], [], IDLE_SECONDS)[0] and (line := sys.stdin.buffer.readline()):

@@ -211,8 +211,8 @@ def limit(job: Job) -> None:
     """Limits of each process: processor time, memory, size of files, open files; and of processes."""
     for kind, value in (
         (resource.RLIMIT_CPU, job["cpu_seconds"]), (resource.RLIMIT_AS, job["memory_bytes"]), (resource.RLIMIT_FSIZE, job["disk_bytes"]),
-        (resource.RLIMIT_NPROC, job["processes"]), (resource.RLIMIT_NOFILE, OPEN_FILES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_SIGPENDING, OPEN_FILES),
+        (resource.RLIMIT_NPROC, job["processes"]), (resource.RLIMIT_NOFILE, OPEN_FILES), (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0), (resource.RLIMIT_SIGPENDING, OPEN_FILES),
     ):  # fmt: skip
         hard = resource.getrlimit(kind)[1]
         allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)

@@ -93,6 +93,10 @@ def test_another_site_links_to_pages_that_do_no_work_alone(path: str, status: in
     client = TestClient(OwnSite(found, protected=False), base_url=HERE)
     assert client.get(path, headers=headers).status_code == status
     assert client.get(path, headers={"sec-fetch-site": "same-origin"}).status_code == 200
+    silent = {"user-agent": "Mozilla/5.0 (X11; Linux x86_64) Firefox/140.0"}  # no Sec-Fetch over plain HTTP, and a page may hide its address
+    assert client.get(path, headers=silent).status_code == status
+    assert client.get(path, headers={**silent, "referer": f"{HERE}/puna/"}).status_code == 200
+    assert client.post(path, headers=silent).status_code == 403
 
 
 @pytest.mark.parametrize("length", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from puna.flows.annotate import application as desk_application
 from puna.flows.api import Limits
 from puna.flows.api import application as api_application
 from puna.flows.guard import PAGES, Bounded, OwnSite
-from puna.flows.web import application
+from puna.flows.web import application, bounded
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine
 from puna.models.tokenizer import Tokenizer
@@ -145,3 +146,9 @@ def test_a_form_names_no_store_or_executor_elsewhere(store: Store, monkeypatch: 
 @pytest.fixture(scope="module")
 def addressed(store: Store) -> dict[bool, TestClient]:
     return {urls: TestClient(application(store, prefect=None, auth="", urls=urls)) for urls in (False, True)}
+
+
+def test_questions_of_pages_leave_half_of_the_memory() -> None:
+    """Statements and plans, as many as work at one time, each with all the memory that it may take."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 2 * bounded.AT_ONCE * bounded.MEMORY_BYTES <= machine / 2
