@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -80,8 +79,8 @@ def export(
     format: Annotated[
         str | None,
         typer.Option(
-            help="Of a model: hf (default), gguf, awq (4 bits) or adapter. Of data: parquet (default) or jsonl; datasketch: an index of "
-            "near-duplicates",
+            help="Of a model: hf (default), gguf, awq (4 bits) or adapter. Of data: parquet (default) or jsonl; datasketch: the "
+            "signatures of near-duplicates",
             metavar="FORMAT",
         ),
     ] = None,
@@ -109,7 +108,7 @@ def export(
     if artifact.kind == "model":
         files = export_model(artifact, folder, cast("Format", format or "hf"), text)
     elif format == "datasketch":
-        files = [_export_index(artifact, folder)]
+        files = [_export_signatures(artifact, folder)]
     else:
         files = [export_data(artifact, folder, "jsonl" if format == "jsonl" else "parquet")]
     if as_json:
@@ -119,12 +118,14 @@ def export(
         typer.echo(f"{file}  {file.stat().st_size / 1e6:,.1f} MB")
 
 
-def _export_index(documents: Artifact, folder: Path) -> Path:
-    """The index of near-duplicates as a pickled `datasketch.MinHashLSH`."""
-    from puna.stages.curate.minhash.index import lsh
+def _export_signatures(documents: Artifact, folder: Path) -> Path:
+    """Write the signatures of an index of near-duplicates, of which datasketch makes its own."""
+    import pyarrow.parquet as pq
+
+    from puna.stages.curate.minhash.index import signature_table
     from puna.stages.io.folders import new_folder
 
-    index = lsh(documents)
-    with new_folder(folder) as part, (part / "lsh.pickle").open("wb") as file:
-        pickle.dump(index, file)
-    return folder / "lsh.pickle"
+    table = signature_table(documents)
+    with new_folder(folder) as part:
+        pq.write_table(table, part / "signatures.parquet", compression="zstd")
+    return folder / "signatures.parquet"

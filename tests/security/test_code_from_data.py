@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +84,16 @@ def test_an_import_refuses_columns_without_which_a_row_means_something_else(tmp_
 def test_a_tenth_of_imported_prompts_is_held_out(tmp_path: Path) -> None:
     made = imported(tmp_path, [{"prompt": f"question {n}", "reference": "a"} for n in range(1000)])
     assert 60 < made.manifest.metrics["heldout"] < 140
+
+
+PICKLES = {
+    "stages/contract/executors/worker.py", "stages/curate/signals/own.py", "models/bounded_process.py",  # a process and its own child or worker
+    "kernels/compiled.py",  # compiled loops, read only from files that nobody but this user can have written
+}  # fmt: skip
+
+
+def test_nothing_else_reads_or_writes_pickles() -> None:
+    root = Path(__file__).parents[2]
+    files = [file for folder in ("flows", "kernels", "models", "stages", "storage") for file in (root / folder).rglob("*.py")]
+    names = re.compile(r"^\s*(import|from) (cloudpickle|dill|joblib|pickle|shelve)\b|\btorch\.load\(|allow_pickle=True", re.MULTILINE)
+    assert {str(file.relative_to(root)) for file in files if names.search(file.read_text(encoding="utf-8"))} == PICKLES

@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.stages.curate.minhash.config import MinhashDedupConfig
-from puna.stages.curate.minhash.objects import minhash
 from puna.stages.curate.minhash.sketch import Shingles, of_words
 from puna.storage import Artifact, PunaError
-
-if TYPE_CHECKING:
-    from datasketch import MinHashLSH
 
 INDEX = "index"
 
@@ -126,15 +122,19 @@ def configuration(documents: Artifact) -> MinhashDedupConfig:
     return MinhashDedupConfig(**made.manifest.config)
 
 
-def lsh(documents: Artifact) -> MinHashLSH:
-    """The index as datasketch's: the ids of documents with words by the bands of their signatures. PunaError where there is none."""
-    from datasketch import MinHashLSH
+def signature_table(documents: Artifact) -> pa.Table:
+    """Return id and signature of the documents with words; the schema's metadata are the arguments for datasketch's objects.
 
+    PunaError where datasketch has no such permutations.
+    """
     known, config = Index.of(documents), configuration(documents)
     if config.scheme == "mersenne":
         raise PunaError(f"{documents.id}: datasketch has no permutations mersenne; deduplicate with scheme affine32, affine64 or legacy")
-    found = MinHashLSH(num_perm=config.bands * config.rows, params=(config.bands, config.rows))
-    for identity, fact, signature in zip(known.ids(), known.facts, known.signatures, strict=True):
-        if fact["shingles"]:
-            found.insert(identity.decode(), minhash(config, signature=signature))
-    return found
+    facts = {name: str(getattr(config, name)) for name in ("bands", "rows", "seed", "scheme")}
+    filled = np.flatnonzero(known.facts["shingles"])
+    signatures = known.signatures[filled]
+    columns = {
+        "id": pa.array([identity.decode() for identity in known.ids()[filled]]),
+        "signature": pa.FixedSizeListArray.from_arrays(pa.array(signatures.ravel()), signatures.shape[1]),
+    }
+    return pa.table(columns).replace_schema_metadata(facts)

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 def signatures(values: NDArray[np.uint64], offsets: NDArray[np.int64], config: MinhashDedupConfig) -> NDArray[Any]:
     """The signatures [D, P] of documents by the values of their shingles, one `MinHash` each: those of `puna.kernels.minhash`."""
-    rows = [minhash(config, values=values[a:b].tolist()).hashvalues for a, b in pairwise(offsets)]
+    rows = [minhash(config, values[a:b].tolist()).hashvalues for a, b in pairwise(offsets)]
     kind = np.uint32 if config.scheme == "affine32" else np.uint64
     return np.array(rows, kind).reshape(len(rows), config.bands * config.rows)
 
 
-def minhash(config: MinhashDedupConfig, values: list[int] | None = None, signature: NDArray[Any] | None = None) -> MinHash:
-    """A `MinHash` of hashed shingles, or with a signature."""
+def minhash(config: MinhashDedupConfig, values: list[int]) -> MinHash:
+    """Return the `MinHash` of hashed shingles."""
     from datasketch import MinHash
 
     mask = (1 << 64) - 1 if config.scheme == "affine64" else (1 << 32) - 1
     size = config.bands * config.rows
-    found = MinHash(size, config.seed, hashfunc=lambda value: value & mask, hashvalues=signature, scheme=config.scheme)
+    found = MinHash(size, config.seed, hashfunc=lambda value: value & mask, scheme=config.scheme)
     if values:
         found.update_batch(values)
     return found

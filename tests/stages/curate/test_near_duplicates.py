@@ -123,7 +123,7 @@ def test_an_index_of_datasketch_and_our_bands_agree():
 @pytest.mark.parametrize("scheme", ["affine32", "affine64", "legacy"])
 def test_the_stage_on_datasketch_decides_and_indexes_alike(tmp_path, scheme):
     from puna.stages.contract import execute
-    from puna.stages.curate.minhash.index import lsh
+    from puna.stages.curate.minhash.index import signature_table
     from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
     from puna.storage import Store
 
@@ -136,7 +136,12 @@ def test_the_stage_on_datasketch_decides_and_indexes_alike(tmp_path, scheme):
         for engine in ("puna", "datasketch")
     )
     assert ours.manifest.data_digest == theirs.manifest.data_digest and ours.key != theirs.key
-    index, texts = lsh(ours), {row["id"]: row["text"] for row in made.read().to_pylist()}
+    table, texts = signature_table(ours), {row["id"]: row["text"] for row in made.read().to_pylist()}
+    told = {name.decode(): value.decode() for name, value in table.schema.metadata.items()}
+    assert told == {"bands": "18", "rows": "6", "seed": "1", "scheme": scheme}
+    index = datasketch.MinHashLSH(num_perm=18 * 6, params=(18, 6))
+    for row in table.to_pylist():
+        index.insert(row["id"], datasketch.MinHash(18 * 6, 1, hashvalues=row["signature"], scheme=scheme))
     function = xxhash.xxh64_intdigest if scheme == "affine64" else lambda data: xxhash.xxh64_intdigest(data) & 0xFFFFFFFF
     for removed in ours.read("duplicates").to_pylist():
         asked = datasketch.MinHash(num_perm=18 * 6, seed=1, hashfunc=function, scheme=scheme)
