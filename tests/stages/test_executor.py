@@ -257,6 +257,17 @@ def always_dies(file: str) -> None:
     os._exit(9)
 
 
+def test_nobody_else_of_this_machine_uses_the_local_dask(dask: Executor) -> None:
+    from distributed import Client
+
+    from puna.stages.contract.executors.dask_cluster import DaskCluster
+
+    assert isinstance(dask, DaskCluster)
+    port = dask._local.scheduler_address.rpartition(":")[2]
+    with pytest.raises(OSError):
+        Client(f"tcp://127.0.0.1:{port}", timeout=2, set_as_default=False)
+
+
 def test_dask_workers_have_no_device(dask: Executor) -> None:
     assert isinstance(dask, parts.PartExecutor) and not dask.has_device()
 

@@ -22,6 +22,8 @@ LOCAL = {
     "distributed.worker.memory.target": False,
     "distributed.worker.memory.spill": False,
     "distributed.worker.daemon": False,
+    "distributed.scheduler.http.routes": ["distributed.http.health"],
+    "distributed.worker.http.routes": ["distributed.http.health"],
 }
 JOIN_SECONDS = 60
 LOOK_SECONDS = 5.0
@@ -47,7 +49,8 @@ class DaskCluster(PartExecutor):
         else:
             with dask.config.set(LOCAL):
                 self._local = target = LocalCluster(
-                    n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50, host="127.0.0.1"
+                    n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50, host="127.0.0.1",
+                    security=True,  # other users of this machine could else have the workers run code
                 )
         self._where = address or "on this machine"
         self.below = not address
