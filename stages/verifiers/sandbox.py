@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from puna.stages.verifiers import sandbox_calls, sandbox_inside, sandbox_program, sandbox_tester, sandbox_wire
+from puna.stages.verifiers.sandbox_cgroup import group
 from puna.storage import PunaError
 
 Isolation = Literal["namespaces", "limits"]
@@ -112,19 +113,23 @@ def _best() -> tuple[Mode | None, str]:
 
 def run(program: str, tests: Sequence[str], limits: Limits, how: Mode, prefix: str = "") -> Outcome:
     """Run a program that begins with `prefix`, and each test in another process, which has the prefix's whole definitions itself."""
-    with _folder(how) as folder:
+    with _folder(how) as folder, group(limits.memory_mb * MEGABYTE) as counted:
         readable, hidden = _visible()
+        procs = () if counted is None else (counted.procs,)
         job = {
             "mode": how, "folder": folder, "readable": readable, "hidden": hidden,
             "seconds": limits.seconds, "cpu_seconds": int(limits.seconds) + 1, "memory_bytes": limits.memory_mb * MEGABYTE,
-            "disk_bytes": limits.disk_mb * MEGABYTE,
+            "disk_bytes": limits.disk_mb * MEGABYTE, "groups": procs,
             "processes": limits.processes + (how != "root") + (_own_tasks() if how == "limits" else 0),
         }  # fmt: skip
         head = marshal.dumps((_modules(), job))
         tested = json.dumps({"program": f"{prefix}{program}", "prefix": prefix, "tests": list(tests)}).encode()
         given = f"{len(head):10d}".encode() + head + tested
-        said, output = _supervised(_command(how, limits), given, limits.seconds + GRACE_SECONDS)
+        said, output = _supervised(_command(how, limits), given, limits.seconds + GRACE_SECONDS, procs)
+        over = counted is not None and counted.exceeded()
     told = output.decode("utf-8", "replace")
+    if over:
+        return Outcome(None, "memory", told, MEANS[how])
     try:
         value: dict[str, Any] = json.loads(said.partition(b"\n")[0])
     except ValueError:
@@ -197,12 +202,12 @@ def _folder(how: Mode) -> Iterator[str]:
         yield folder
 
 
-def _supervised(command: list[str], job: bytes, seconds: float) -> tuple[bytes, bytes]:
-    """What the command reports and prints, both cut; it is ended after `seconds`."""
+def _supervised(command: list[str], job: bytes, seconds: float, handles: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """Return what the command reports and prints, both cut; it is ended after `seconds`, and has these open files."""
     read, write = os.pipe()
     process = subprocess.Popen(
-        [*command, str(write)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={}, pass_fds=(write,),
-        start_new_session=True, cwd="/",
+        [*command, str(write)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={},
+        pass_fds=(write, *handles), start_new_session=True, cwd="/",
     )  # fmt: skip
     os.close(write)
     try:

@@ -46,7 +46,10 @@ SOCKET_BYTES = _socket.socket(1, 1).getsockopt(1, SO_SNDBUF)
 
 
 class Job(TypedDict):
-    """What is to be run, how, and within which limits; `user` is the program's, where it has one of its own."""
+    """What is to be run, how, and within which limits; `user` is the program's, where it has one of its own.
+
+    `groups`: the open file of the cgroup that counts its memory, where there is one.
+    """
 
     report: int
     mode: str
@@ -58,6 +61,7 @@ class Job(TypedDict):
     memory_bytes: int
     disk_bytes: int
     processes: int
+    groups: tuple[int, ...]
     user: int
 
 
@@ -240,7 +244,10 @@ def run_tester(job: Job, read: int, write: int, verdict: int, foreign: tuple[int
 
 
 def confine(job: Job, user: int) -> None:
-    """Give up every right and set every limit, for this process and what it starts."""
+    """Enter the cgroup, give up every right and set every limit, for this process and what it starts."""
+    for procs in job["groups"]:
+        os.write(procs, b"0")
+        os.close(procs)
     become_nobody(job["mode"], user)
     limit(job)
     refuse_calls()

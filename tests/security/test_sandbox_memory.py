@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from puna.stages.verifiers import sandbox
+from puna.stages.verifiers import sandbox, sandbox_cgroup
 from puna.storage import PunaError
 
 SPEC = importlib.util.spec_from_file_location("cases_verify", Path(__file__).with_name("cases_verify.py"))
@@ -42,3 +42,33 @@ def test_ordinary_programs_still_run(mode: sandbox.Mode) -> None:
     tests = ["assert asyncio.run(one()) == 1", "assert done == [1]", "assert mapped == b'text'", "assert status == 3"]
     outcome = sandbox.run(program, tests, sandbox.Limits(), mode)
     assert outcome.results == [None] * 4, outcome
+
+
+@pytest.mark.parametrize("given", ["memory pids", "pids", None])
+def test_a_program_lies_in_a_cgroup_of_its_own_where_one_can_be_made(
+    given: str | None, mode: sandbox.Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tree of files in place of the kernel's: what is written where, and that it stays away where the kernel gives no limits."""
+    beside = tmp_path / "mount" / "user.slice"
+    (beside / "own.scope").mkdir(parents=True)
+    (tmp_path / "own").write_text("4:memory:/elsewhere\n0::/user.slice/own.scope\n")
+    if given is not None:
+        (beside / "cgroup.subtree_control").write_text(f"{given}\n")
+    (beside / "cgroup.procs").write_text("")
+    monkeypatch.setattr(sandbox_cgroup, "MOUNT", str(tmp_path / "mount"))
+    monkeypatch.setattr(sandbox_cgroup, "OWN", str(tmp_path / "own"))
+    outcome = sandbox.run("x = 1", ["assert x == 1"], sandbox.Limits(memory_mb=200), mode)
+    assert outcome.results == [None]
+    made = [{file.name: file.read_text() for file in folder.iterdir()} for folder in beside.glob("puna-code-*")]
+    # The program and its tests each write 0, which means the process that writes.
+    entered = {"memory.max": str(200 << 20), "memory.swap.max": "0", "cgroup.procs": "00", "cgroup.kill": "1"}
+    assert made == ([entered] if given == "memory pids" else [])
+
+
+def test_the_kernel_tells_that_a_cgroup_had_too_little_memory(tmp_path: Path) -> None:
+    group = sandbox_cgroup.Group(tmp_path)
+    assert not group.exceeded()
+    for count in (0, 2):
+        (tmp_path / "memory.events").write_text(f"low 0\nhigh 0\nmax 9\noom 1\noom_kill {count}\noom_group_kill 0\n")
+        assert group.exceeded() == bool(count)
+    group.close()
