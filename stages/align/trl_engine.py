@@ -2,14 +2,13 @@
 
 Everything is tokenized here, by the chat format of the tokenizer that travels with the model, and TRL gets
 token ids; its own defaults that cost a CPU dearly (bf16, gradient checkpointing) are off, and so is telemetry.
-A run that was interrupted starts anew: TRL's checkpoints are pickles, which this store does not hold.
+A run that was interrupted goes on from its saved state (`trl_state`).
 """
 
 from __future__ import annotations
 
 import copy
 import os
-import time
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from puna.stages.align.lora import ADAPTER, keeps, peft_config
 from puna.stages.align.rankings import pairs_of
 from puna.stages.contract import StageRun
-from puna.stages.training.train import Example, write_log
+from puna.stages.training.train import Example, training_precision, write_log
 from puna.storage import Artifact
 
 # Read when huggingface_hub is imported, which the imports inside the functions below do.
@@ -182,7 +181,7 @@ def arguments(training: TrainingSettings, rows: int, run: StageRun) -> dict[str,
         "max_length": compute.micro_batch_tokens,
         "seed": run.seed("trl") % 2**31,
         "use_cpu": not torch.cuda.is_available(),
-        "bf16": compute.precision_on("cuda" if torch.cuda.is_available() else "cpu") == "bf16",
+        "bf16": training_precision(compute, run) == "bf16",
         "gradient_checkpointing": compute.activation_checkpointing,
         "dataloader_pin_memory": False,
         "logging_steps": 1,
@@ -206,40 +205,21 @@ def hub_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> Any:
 def train(make: Callable[[LoraConfig | None], Any], model: Transformer, config: AdaptableConfig, run: StageRun) -> Transformer:
     """Run the trainer that `make` gives, with adapters where `config` wants them, merged at the end; its log becomes `training_log`."""
     import torch
-    from transformers import PrinterCallback, TrainerCallback
+    from transformers import PrinterCallback
 
-    rows: list[dict[str, float]] = []
+    from puna.models.training.loop import weights_digest
+    from puna.stages.align.trl_state import Recorder
 
-    class Log(TrainerCallback):
-        """Turns TRL's log into rows of ours."""
-
-        def __init__(self) -> None:
-            self.last, self.tokens = time.perf_counter(), 0.0
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-            if not logs or "loss" not in logs:
-                return
-            now, tokens = time.perf_counter(), float(logs.get("num_tokens", self.tokens))
-            rows.append(
-                {
-                    "step": state.global_step,
-                    "loss": float(logs["loss"]),
-                    "learning_rate": float(logs["learning_rate"]),
-                    "gradient_norm": float(logs["grad_norm"]),
-                    "tokens": tokens - self.tokens,
-                    "seconds": now - self.last,
-                }
-            )
-            self.last, self.tokens = now, tokens
-            run.progress(state.global_step, state.max_steps, f"loss {float(logs['loss']):.3f}")
-
+    seed, save_seconds = run.seed("trl"), config.training.compute.save_seconds
+    identity = {"config": config.identity(), "seed": seed, "initial": weights_digest(model)}
     with torch.random.fork_rng():
-        torch.manual_seed(run.seed("trl"))  # adapters are drawn before TRL sets its own seed
+        torch.manual_seed(seed)  # adapters are drawn before TRL sets its own seed
         trainer = make(peft_config(model, config.lora) if config.method == "lora" else None)
         trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(Log())
-        trainer.train()
-    write_log(rows, run)
+        recorder = Recorder(trainer, identity, save_seconds, run)
+        trainer.add_callback(recorder)
+        recorder.train()
+    write_log(recorder.rows, run)
     if config.method == "lora" and keeps(config.lora):
         trainer.model.save_pretrained(str(run.folder / ADAPTER), selected_adapters=["default"])
         (run.folder / ADAPTER / "README.md").unlink(missing_ok=True)  # a form to fill in

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from puna.models.checkpoint import load
 from puna.models.forest import Forest
 from puna.models.tokenizer import Tokenizer
 from puna.models.training import losses
+from puna.models.training.trainer import TIMED
 from puna.stages.align.average import AverageConfig, average
 from puna.stages.align.dpo import DpoConfig, dpo
 from puna.stages.align.rankings import Ranked, pairs_of
@@ -262,6 +265,46 @@ def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path, tiny_model: Ti
     assert steps == [5, 6]
     assert again.data_digest == whole.data_digest
     assert len(log(again)) == 6
+
+
+@pytest.mark.parametrize(("stage", "method", "stops"), [("sft", "full", (2, 3)), ("reward_model", "lora", (3,)), ("dpo", "lora", (5, 6))])
+def test_a_stopped_training_of_trl_saves_its_step_and_ends_with_the_same_bits(
+    stage: str, method: str, stops: tuple[int, ...], tmp_path: Path, tiny_model: Tiny
+) -> None:
+    """Stopped within a pass of three steps, at its end, and after the last step; adapters with dropout, which draws in every step."""
+    stores = [Store.open(tmp_path / name) for name in ("whole", "stopped")]
+    model = tiny_model(stores[0])
+    given = {"model": model, "instructions": [instructions(stores[0])]} if stage == "sft" else {"model": model, "preferences": [preferences(stores[0])]}
+    schedule = {"learning_rate": 1e-2, "warmup_steps": 2.0, "shape": "cosine"}
+    settings = {"method": method, "lora": {"rank": 2, "dropout": 0.5}, "engine": "trl", "training": {**STEPS, "schedule": schedule, "epochs": 2.0}}
+    what, config = {
+        "sft": (sft, SftConfig), "reward_model": (reward_model, RewardModelConfig), "dpo": (dpo, DpoConfig)
+    }[stage]  # fmt: skip
+    more = {"mask_format": False, "nll_normalization": "tokens"} if stage == "dpo" else {}
+    whole = execute(what, config(**settings, **more), given, stores[0])
+    steps: list[float] = []
+
+    class Watcher:
+        """Send what Ctrl-C sends in the middle of some steps."""
+
+        def __init__(self, stop: int | None) -> None:
+            self.stop = stop
+
+        def progress(self, stage: str, done: float, total: float, note: str) -> None:
+            if note.startswith("loss"):
+                steps.append(done)
+                if done == self.stop:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+    for stop in stops:
+        with pytest.raises(KeyboardInterrupt):
+            execute(what, config(**settings, **more), given, stores[1], listener=Watcher(stop))
+    again = execute(what, config(**settings, **more), given, stores[1], listener=Watcher(None))
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert again.data_digest == whole.data_digest
+    rows = [[{name: value for name, value in row.items() if name not in TIMED} for row in log(one)] for one in (again, whole)]
+    assert rows[0] == rows[1] and [row["step"] for row in rows[0]] == steps
+    assert not [path for path in stores[1].root.rglob("*") if path.suffix in (".pt", ".pth", ".bin", ".pkl")]
 
 
 def test_edits_rank_before_chosen_before_rejected(tmp_path: Path, tiny_model: Tiny) -> None:
