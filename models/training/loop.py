@@ -8,7 +8,6 @@ and a run resumed from a checkpoint ends with bit-identical weights.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from puna.models.training.settings import ComputeSettings, TrainConfig
 from puna.models.training.spikes import spike_limits
-from puna.models.training.state import Saver, load_record, load_state, save_state
+from puna.models.training.state import Saver, check_identity, load_record, load_state, save_state
 from puna.models.training.trainer import Row, Trainer
 
 __all__ = ["Row", "TrainConfig", "TrainLog", "TrainingDiverged", "Trainer", "train", "weights_digest"]
@@ -126,16 +125,6 @@ def as_begun(compute: ComputeSettings, folder: Path | None) -> ComputeSettings:
     if record is None or "precision" not in record:
         return compute
     return compute.replace(precision=record["precision"])
-
-
-def check_identity(folder: Path | None, record: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Raise ValueError when a checkpoint's record is of another run."""
-    for key, value in json.loads(json.dumps(identity)).items():
-        if record.get(key) != value:
-            raise ValueError(
-                f"{folder} holds the state of another run: {key} was {record.get(key)!r}, now it is "
-                f"{value!r}; remove the folder or restore what changed"
-            )
 
 
 def _resume(

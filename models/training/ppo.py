@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from puna.kernels.advantages import advantages
-from puna.models.training.loop import Row, Trainer, TrainLog, as_begun, check_identity, check_skips, progress, weights_digest
+from puna.models.training.loop import Row, Trainer, TrainLog, as_begun, check_skips, progress, weights_digest
 from puna.models.training.objectives.base import Targets, sum_segments
 from puna.models.training.objectives.ppo import Ppo, PpoBatch, Value, group_advantages, token_values, whiten
 from puna.models.training.packing import pack
 from puna.models.training.rollouts import Remember, Rollouts, Sampled, by_group
 from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
-from puna.models.training.state import Saver, load_state, remembered, save_state
+from puna.models.training.state import Saver, check_identity, load_state, remembered, save_state
 from puna.models.transformer import Transformer
 
 Estimate = tuple[Tensor, Tensor, Tensor]

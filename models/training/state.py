@@ -8,15 +8,19 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from safetensors.torch import load, save_file
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from puna.models.training.stop import Stop
 
+if TYPE_CHECKING:  # a classifier's training needs no torch
+    from torch import Tensor
+
+Tensors = TypeVar("Tensors")
 TENSORS = "state.safetensors"
 RECORD = "state.json"
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
@@ -66,8 +70,8 @@ class Saver:
         self._cost = self._since - started
 
 
-def save_state(folder: Path, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> Path:
-    """Write the checkpoint of `step` under `folder`, then remove the older ones.
+def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[Any]], record: dict[str, Any]) -> Path:
+    """Write the checkpoint of `step` under `folder`, then remove the older ones. `tensors`: all of torch, or all of numpy.
 
     It is written under a temporary name, flushed to disk and renamed, so that a crash at any moment
     leaves the last complete checkpoint in place.
@@ -77,7 +81,7 @@ def save_state(folder: Path, step: int, tensors: dict[str, Tensor], record: dict
     temporary = folder / f".{final.name}.{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary / TENSORS)
+    _write(tensors, temporary / TENSORS)
     text = json.dumps({"step": step, **record})
     checksums = {TENSORS: _checksum((temporary / TENSORS).read_bytes()), RECORD: _checksum(text.encode())}
     (temporary / RECORD).write_text(json.dumps({"record": text, "checksums": checksums}), encoding="utf-8")
@@ -100,6 +104,19 @@ def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
 
     One whose checksums are wrong is removed with a warning: the training then begins anew rather than with other numbers.
     """
+    from safetensors.torch import load
+
+    return _newest(folder, load)
+
+
+def load_arrays(folder: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]] | None:
+    """`load_state` of a checkpoint of numpy arrays."""
+    from safetensors.numpy import load
+
+    return _newest(folder, load)
+
+
+def _newest(folder: Path, load: Callable[[bytes], Tensors]) -> tuple[Tensors, dict[str, Any]] | None:
     for path in _newest_first(folder):
         try:
             text, checksum = _record(path)
@@ -138,6 +155,27 @@ def remembered(file: Path, make: Callable[[], Any]) -> Any:
     temporary.write_text(f"{_checksum(text.encode())}\n{text}", encoding="utf-8")
     os.replace(temporary, file)
     return json.loads(text)
+
+
+def check_identity(folder: Path | None, record: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Raise ValueError when a checkpoint's record is of another run."""
+    for key, value in json.loads(json.dumps(identity)).items():
+        if record.get(key) != value:
+            raise ValueError(
+                f"{folder} holds the state of another run: {key} was {record.get(key)!r}, now it is "
+                f"{value!r}; remove the folder or restore what changed"
+            )
+
+
+def _write(tensors: Mapping[str, Any], file: Path) -> None:
+    if all(isinstance(value, np.ndarray) for value in tensors.values()):
+        from safetensors.numpy import save_file as save_arrays
+
+        save_arrays(dict(tensors), file)
+    else:
+        from safetensors.torch import save_file
+
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
 
 
 def _newest_first(folder: Path) -> list[Path]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from puna.models.training.loop import check_identity, progress
-from puna.models.training.state import Saver, load_state, save_state
+from puna.models.training.loop import progress
+from puna.models.training.state import Saver, check_identity, load_state, save_state
 from puna.stages.contract import StageRun
 from puna.stages.training.train import CHECKPOINTS
 

@@ -142,7 +142,7 @@ def out_of_fold(
                 f"stage {run.stage}: a classifier needs two classes with labelled documents in every fold; it has "
                 f"{census} over {config.folds} folds. Give more documents, fewer folds, or other labels"
             )
-        text = str(run.scratch / f"{folder.name}-{fold}.txt")
+        text = str(run.scratch / f"{name}-fold-{fold}.txt")
         jobs.append(_Job(fold, name, tuple(classes), _quota(usable, config), text, str(folder / FOLD.format(fold)), positive))
     told, counted_ = np.zeros((len(classes), len(classes)), np.int64), np.zeros(2 * (FINEST + 1), np.int64)
     for confused, places, number in run.map(_train, jobs, examples.files, config, rows=len(jobs)):
@@ -258,8 +258,10 @@ def _train(
     """Train one model, keep it; how it scores the labelled documents of its fold: `told`, and what is not 0 in `counted` and where."""
     _write_text(job, files)
     c = config
-    model = fit(Path(job.text), c.learning_rate, c.epochs, c.word_ngrams, c.dimension, c.min_count, c.buckets, c.seed)
-    Path(job.text).unlink()
+    text = Path(job.text)
+    settings = (c.learning_rate, c.epochs, c.word_ngrams, c.dimension, c.min_count, c.buckets, c.seed)
+    model = fit(text, *settings, state=text.with_suffix(""))
+    text.unlink()
     write(model, Path(job.model))
     scorer = Scorer(model)
     classes, index = list(job.classes), {name: at for at, name in enumerate(job.classes)}

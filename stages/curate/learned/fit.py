@@ -8,6 +8,8 @@ fastText where it is built for plain x86-64, as pip builds it.
 
 from __future__ import annotations
 
+import hashlib
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 
 from puna.kernels.compiled import njit
 from puna.kernels.vectors import LANES, add, fill, load, load_first, prefetch, store, store_first, times
+from puna.models.training.state import Saver, check_identity, load_arrays, save_state
 from puna.stages.curate.learned.dictionary import (
     END,
     LABEL,
@@ -40,6 +43,12 @@ OFFSET32, PRIME32 = np.uint32(2166136261), np.uint32(16777619)  # FNV-1a with 32
 NGRAM = np.uint64(116049371)
 NO_WORD, ONE = np.int32(-1), np.uint64(1)
 NUMBER = 4  # bytes of one in fp32
+DONE, SINCE, AT, LINE, FIRST, LINES, FITS = range(7)
+"""The place of a training: tokens done; those since the learning rate fell last; where the next line begins in the text, among the lines
+kept and in their rows; lines kept; and whether the next one is kept."""
+SAVED, PLACES = 3, 7  # numbers of the place that are saved, and all
+SLICE = 1 << 19  # tokens of a training after which it may be saved
+SAVE_SECONDS, REPEATED_SECONDS = 10.0, 0.5
 AHEAD = 32  # rows that are asked for before they are added: they come from memory in no order
 
 
@@ -80,16 +89,46 @@ class Scorer:
         return found
 
 
-def fit(text: Path, rate: float, epochs: int, ngrams: int, dimension: int, min_count: int, buckets: int, seed: int) -> Model:
-    """The fastText model of a training file: a label and words a line; the parameters are fastText's."""
+def fit(
+    text: Path, rate: float, epochs: int, ngrams: int, dimension: int, min_count: int, buckets: int, seed: int, state: Path | None = None
+) -> Model:
+    """The fastText model of a training file: a label and words a line; the parameters are fastText's.
+
+    state: folder in which the training is saved as `Saver` says, and from which it goes on. One that took `REPEATED_SECONDS` is saved at
+    its end, too.
+    """
     data = np.fromfile(text, np.uint8)
     known = dictionary_of(data, min_count)
     settings = Settings(dimension, epochs, min_count, ngrams, buckets if ngrams > 1 else 0)
     # Seeds 0 and 1 are one seed to fastText's generator.
     first = first_weights(known.words + settings.buckets, dimension, seed + 1)
     weights = _weights(known, settings, first, np.zeros((known.labels, dimension), np.float32))
-    if not _descend(data, weights, rate, epochs, KEPT):
-        raise PunaError(f"the training of a classifier diverged: try a smaller learning_rate than {rate}")
+    tokens, longest = _sizes(data)
+    every, place, seconds = epochs * tokens, np.zeros(PLACES, np.int64), 0.0
+    place[FITS] = 1
+    identity = {"settings": [rate, *settings, seed], "text": hashlib.sha256(data).hexdigest()}
+    if state is not None and (found := load_arrays(state)) is not None:
+        arrays, record = found
+        check_identity(state, record, identity)
+        for name, value in arrays.items():
+            np.copyto({"first": first, "last": weights.last, "place": place[:SAVED]}[name], value)
+        place[FITS], seconds = 0, record["seconds"]  # lines are kept again from the next pass on
+
+    def write() -> None:
+        assert state is not None
+        record = {**identity, "unit": "token", "done": min(int(place[DONE]), every), "of": every, "seconds": seconds}
+        save_state(state, record["done"], {"first": first, "last": weights.last, "place": place[:SAVED]}, record)
+
+    kept = np.empty(min(KEPT, tokens * ngrams), np.int32)
+    about = np.empty((np.count_nonzero(data == NEWLINE), 4), np.int64)
+    with Saver(SAVE_SECONDS, None if state is None else write) as saver:
+        while place[DONE] < every:
+            started = time.perf_counter()
+            if not _descend(data, weights, rate, every, longest, kept, about, place, SLICE):
+                raise PunaError(f"the training of a classifier diverged: try a smaller learning_rate than {rate}")
+            seconds += time.perf_counter() - started
+            saver.stepped(bool(place[DONE] >= every) and seconds >= REPEATED_SECONDS)
+            saver.end_if_asked()
     return Model(settings, known, first, weights.last)
 
 
@@ -254,42 +293,44 @@ def _step(rows: NDArray[np.int32], count: int, label: int, rate: np.float32, wei
 
 
 @njit(cache=True)
-def _descend(data: NDArray[np.uint8], weights: Weights, rate: float, epochs: int, room: int) -> bool:
-    """Train the matrices in place by lines of a label and words; whether they stayed numbers.
+def _descend(
+    data: NDArray[np.uint8], weights: Weights, rate: float, every: int, longest: int, kept: NDArray[np.int32], about: NDArray[np.int64],
+    place: NDArray[np.int64], tokens: int,
+) -> bool:  # fmt: skip
+    """Train the matrices in place by so many tokens of lines of a label and words, from `place` on; whether they stayed numbers.
 
-    The rows of the first lines, as many as `room` has place for, are kept for the passes that follow; other lines are read again.
+    The rows of the first lines, as many as `kept` has place for, are kept for the passes that follow; other lines are read again.
+    `about`: of each line kept its label, tokens, where its rows end in `kept`, and where it ends in `data`.
     """
-    in_pass, longest = _sizes(data)
     scratch = _scratch(longest, weights)
-    kept = np.empty(min(room, in_pass * weights.ngrams), np.int32)
-    about = np.empty((np.count_nonzero(data == NEWLINE), 3), np.int64)  # of each line kept: label, tokens, and where its rows end
-    every = epochs * in_pass
-    done = since = at = line = first = lines = behind = 0
-    fits = True
-    while done < every:
+    done, since, at, line, first, lines = place[DONE], place[SINCE], place[AT], place[LINE], place[FIRST], place[LINES]
+    fits, numbers, stop = place[FITS] != 0, True, min(every, place[DONE] + tokens)
+    while numbers and done < stop:
         if at >= len(data):
             at = line = first = 0
+            fits = fits or lines == 0
         progress = np.float32(np.float32(done) / np.float32(every))
         here = np.float32(rate * (1.0 - np.float64(progress)))
         if line < lines:
-            label, tokens, last = about[line]
+            label, count, last, at = about[line]
             rows, known = kept[first:], last - first
             first, line = last, line + 1
-            at = behind if line == lines else at
         else:
-            label, tokens, known, at = _line(data, at, len(data), weights, scratch)
+            label, count, known, at = _line(data, at, len(data), weights, scratch)
             rows = scratch.rows[:known]
             fits = fits and first + known <= len(kept)
             if fits:
                 kept[first : first + known] = rows
-                first, line, lines, behind = first + known, line + 1, lines + 1, at
-                about[lines - 1] = label, tokens, first
-        if label >= 0 and known > 0 and not _step(rows, known, label, here, weights, scratch):
-            return False
-        since += tokens
+                first, line, lines = first + known, line + 1, lines + 1
+                about[lines - 1] = label, count, first, at
+        if label >= 0 and known > 0:
+            numbers = _step(rows, known, label, here, weights, scratch)
+        since += count
         if since > UPDATE:
             done, since = done + since, 0
-    return True
+    place[DONE], place[SINCE], place[AT] = done, since, at
+    place[LINE], place[FIRST], place[LINES], place[FITS] = line, first, lines, fits
+    return numbers
 
 
 @njit(cache=True)

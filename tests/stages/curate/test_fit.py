@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import platform
+import signal
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from puna.models.training.state import load_record
 from puna.stages.curate.learned import fit as learned
 from puna.stages.curate.learned.classifier import predict
 from puna.stages.curate.learned.dictionary import dictionary_of, read, write
@@ -121,6 +124,36 @@ def test_a_model_of_others_without_ngrams_of_words_is_applied(lines, tmp_path):
     model.save_model(str(tmp_path / "none.bin"))
     shown, classes = [*texts, "alpha " * 300], ["drei", "one", "two"]
     np.testing.assert_allclose(predict(Scorer(read(tmp_path / "none.bin")), pa.array(shown), classes), predict(model, pa.array(shown), classes), atol=2e-6)
+
+
+@pytest.mark.parametrize("kept", [1 << 20, 1000, 0])
+def test_a_stopped_training_goes_on_and_gives_the_same_bits(lines, tmp_path, monkeypatch, kept):
+    """Stopped three times, by Ctrl-C or after a state that was saved by time, with all, some or none of the lines kept in memory."""
+    file, _ = lines
+    monkeypatch.setattr(learned, "KEPT", kept)
+    whole = fit(file, 0.5, 7, 2, 16, 1, 10_000, 3)
+    monkeypatch.setattr(learned, "SLICE", 700)
+    monkeypatch.setattr(learned, "SAVE_SECONDS", 1e-9)
+    descend, slices = learned._descend, []
+    for end in (4, 5, 19):
+
+        def counted(*given, end=end):
+            fine = descend(*given)
+            slices.append(int(given[-2][learned.DONE]))
+            if len(slices) == end:
+                os.kill(os.getpid(), signal.SIGINT)
+            return fine
+
+        monkeypatch.setattr(learned, "_descend", counted)
+        with pytest.raises(KeyboardInterrupt):
+            fit(file, 0.5, 7, 2, 16, 1, 10_000, 3, tmp_path / "state")
+        record = load_record(tmp_path / "state")
+        assert record["done"] == slices[-1] and record["of"] > record["done"]
+    again = fit(file, 0.5, 7, 2, 16, 1, 10_000, 3, tmp_path / "state")
+    assert slices == sorted(set(slices))  # no token is trained on twice
+    assert written(again, tmp_path / "again.bin").read_bytes() == written(whole, tmp_path / "whole.bin").read_bytes()
+    with pytest.raises(ValueError, match="settings was"):
+        fit(file, 0.6, 7, 2, 16, 1, 10_000, 3, tmp_path / "state")
 
 
 def test_a_training_that_diverges_says_what_to_do(lines):
