@@ -106,12 +106,11 @@ def fit(
     tokens, longest = _sizes(data)
     every, place, seconds = epochs * tokens, np.zeros(PLACES, np.int64), 0.0
     place[FITS] = 1
-    identity = {"settings": [rate, *settings, seed], "text": hashlib.sha256(data).hexdigest()}
+    identity = {"settings": [rate, *settings, seed], "text": hashlib.sha256(data.data).hexdigest()}
     if state is not None and (found := load_arrays(state)) is not None:
         arrays, record = found
         check_identity(state, record, identity)
-        for name, value in arrays.items():
-            np.copyto({"first": first, "last": weights.last, "place": place[:SAVED]}[name], value)
+        first[:], weights.last[:], place[:SAVED] = arrays["first"], arrays["last"], arrays["place"]
         place[FITS], seconds = 0, record["seconds"]  # lines are kept again from the next pass on
 
     def write() -> None:
